@@ -1,0 +1,1 @@
+"""Building: schedules become machine code. Needs no GPU."""

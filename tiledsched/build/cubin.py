@@ -1,0 +1,193 @@
+"""What a cubin tells without a GPU: its fingerprint, the resources it takes, and a copy without debug text.
+
+A cubin is a 64-bit ELF file. Its `.nv.info` sections hold records `<u8 format, u8 attribute, u16 value>`; with format 4,
+`value` bytes follow. The attribute numbers are those CUDA's own `cuobjdump --dump-elf` prints names for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elftools.common.exceptions import ELFError
+from elftools.elf.elffile import ELFFile
+
+from tiledsched.errors import CompilerError
+
+EIATTR_MAX_THREADS_REQUIRED = 0x10
+EIATTR_FRAME_SIZE = 0x11
+EIATTR_REGCOUNT = 0x2F
+EIATTR_CLUSTER_DIMS = 0x3D
+SHT_NOBITS = 8
+REGISTERS_PER_SM = 65536
+REGISTER_GRANULARITY = 256  # per warp, all archs since sm_50
+SYSTEM_SHARED_BYTES = 1024  # reserved per block by the driver, sm_80 and later
+MAX_THREADS_PER_SM = {"sm_86": 1536, "sm_87": 1536, "sm_89": 1536, "sm_110": 1536, "sm_120": 1536, "sm_121": 1536}
+SHARED_BYTES_PER_SM = {"sm_80": 164, "sm_86": 100, "sm_87": 164, "sm_89": 100, "sm_90": 228, "sm_100": 228,
+                       "sm_103": 228, "sm_110": 228, "sm_120": 100, "sm_121": 100}  # fmt: skip
+"""KiB; CUDA C++ Programming Guide, technical specifications per compute capability."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceFacts:
+    """What one block of an artifact takes, known before it runs."""
+
+    registers: int
+    """Per thread, as allocated at launch (warp-specialized kernels redistribute them later)."""
+    threads: int
+    """Per CTA: the required block width (REQNTID)."""
+    shared_bytes: int
+    """Static shared memory per CTA."""
+    spill_bytes: int
+    """Stack frame per thread, in bytes: where registers did not suffice."""
+    num_ctas: int
+    """CTAs per cluster; 1 without clusters."""
+    code_bytes: int
+    """Size of the machine code."""
+    ctas_per_sm: int
+    """CTAs the registers, threads and shared memory of one SM allow at once."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict; pass it to the constructor to invert."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact:
+    """A schedule compiled for an arch and a problem class."""
+
+    arch: str
+    """Target, e.g. sm_121."""
+    fingerprint: str
+    """24 hex digits over the machine code, its constants and launch attributes. Same fingerprint, same program."""
+    facts: ResourceFacts
+    """Resources it takes."""
+    cubin: bytes
+    """The loadable file without debug sections."""
+
+
+def read_artifact(cubin: bytes, arch: str) -> Artifact:
+    """Fingerprint, facts and stripped copy of `cubin`, which must hold one kernel.
+
+    Raises:
+        CompilerError: the bytes are not a cubin with one kernel.
+    """
+    try:
+        elf = ELFFile(io.BytesIO(cubin))
+        sections = list(elf.iter_sections())
+    except ELFError as error:
+        raise CompilerError(f"not a cubin: {error}; delete the file and build again") from error
+    texts = [section for section in sections if section.name.startswith(".text.")]
+    if len(texts) != 1:
+        raise CompilerError(f"expected one kernel in the cubin, found {len(texts)}; was the compile cut short?")
+    facts = _facts(sections, arch, kernel=texts[0].name.removeprefix(".text."), code_bytes=texts[0]["sh_size"])
+    return Artifact(arch=arch, fingerprint=_fingerprint(sections, facts), facts=facts, cubin=strip_debug(cubin))
+
+
+def _fingerprint(sections: list[Any], facts: ResourceFacts) -> str:
+    digest = hashlib.sha256()
+    for section in sections:
+        if section.name.startswith((".text.", ".nv.constant")):
+            # The kernel's own name is part of section names and differs between ahead-of-time and launch-time builds.
+            digest.update(".".join(section.name.split(".")[:3]).encode())
+            digest.update(section.data())
+    launch = (facts.registers, facts.threads, facts.shared_bytes, facts.num_ctas)
+    digest.update(repr(launch).encode())
+    return digest.hexdigest()[:24]
+
+
+def _facts(sections: list[Any], arch: str, *, kernel: str, code_bytes: int) -> ResourceFacts:
+    registers = spill = threads = 0
+    num_ctas = 1
+    shared = 0
+    for section in sections:
+        if section.name in (".nv.info", f".nv.info.{kernel}"):
+            for attribute, value in _info_records(section.data()):
+                if attribute == EIATTR_REGCOUNT:
+                    registers = max(registers, struct.unpack("<II", value)[1])
+                elif attribute == EIATTR_FRAME_SIZE:
+                    spill = max(spill, struct.unpack("<II", value)[1])
+                elif attribute == EIATTR_MAX_THREADS_REQUIRED:
+                    threads = struct.unpack("<III", value)[0]
+                elif attribute == EIATTR_CLUSTER_DIMS:
+                    num_ctas = struct.unpack("<III", value)[0]
+        elif section.name == f".nv.shared.{kernel}":
+            shared = section["sh_size"]
+    if not registers or not threads:
+        raise CompilerError(f"the cubin of {kernel!r} names no register or thread count; its format is unknown here")
+    resident = _ctas_per_sm(arch, registers, threads, shared)
+    return ResourceFacts(registers=registers, threads=threads, shared_bytes=shared, spill_bytes=spill,
+                         num_ctas=num_ctas, code_bytes=code_bytes, ctas_per_sm=resident)  # fmt: skip
+
+
+def _info_records(data: bytes) -> Iterator[tuple[int, bytes]]:
+    offset = 0
+    while offset + 4 <= len(data):
+        form, attribute, value = struct.unpack_from("<BBH", data, offset)
+        offset += 4
+        if form == 4:
+            yield attribute, data[offset : offset + value]
+            offset += value
+
+
+def _ctas_per_sm(arch: str, registers: int, threads: int, shared_bytes: int) -> int:
+    """CTAs that fit on one SM at once, after the CUDA occupancy rules (registers per warp in units of 256)."""
+    warps = -(-threads // 32)
+    per_warp = -(-registers * 32 // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
+    by_registers = REGISTERS_PER_SM // (per_warp * warps)
+    by_threads = MAX_THREADS_PER_SM.get(arch, 2048) // threads
+    by_shared = SHARED_BYTES_PER_SM.get(arch, 228) * 1024 // (shared_bytes + SYSTEM_SHARED_BYTES)
+    return max(1, min(by_registers, by_threads, by_shared))
+
+
+def _is_debug(name: str) -> bool:
+    plain = name.removeprefix(".nv.merc").removeprefix(".rela")
+    return plain.startswith((".debug_", ".nv_debug_", ".nv.tileir.debug"))
+
+
+def strip_debug(cubin: bytes) -> bytes:
+    """`cubin` with the contents of its debug sections removed (about a quarter of the size remains).
+
+    Sections keep their indices, so no symbol or relocation needs renumbering: a debug section becomes empty, and the
+    other sections move up. Program headers follow the sections they point at.
+    """
+    e_phoff, e_shoff = struct.unpack_from("<QQ", cubin, 32)
+    e_phnum, e_shentsize, e_shnum, e_shstrndx = struct.unpack_from("<HHHH", cubin, 56)
+    headers = [list(struct.unpack_from("<IIQQQQIIQQ", cubin, e_shoff + i * e_shentsize)) for i in range(e_shnum)]
+    names_at = headers[e_shstrndx][4]
+
+    def name_of(header: list[int]) -> str:
+        start = names_at + header[0]
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    out = bytearray(cubin[:64])
+    moved: dict[int, int] = {}  # old offset of a section with contents -> new one; some sections share theirs
+    for header in headers[1:]:
+        kind, offset, align = header[1], header[4], max(1, header[8])
+        if _is_debug(name_of(header)):
+            header[5] = 0
+        filled = header[5] > 0 and kind != SHT_NOBITS
+        if filled and offset in moved:
+            header[4] = moved[offset]
+            continue
+        out.extend(b"\0" * (-len(out) % align))
+        header[4] = len(out)
+        if filled:
+            moved[offset] = len(out)
+            out.extend(cubin[offset : offset + header[5]])
+    out.extend(b"\0" * (-len(out) % 8))
+    new_shoff = len(out)
+    for header in headers:
+        out.extend(struct.pack("<IIQQQQIIQQ", *header))
+    new_phoff = len(out)
+    moved[e_phoff] = new_phoff
+    for i in range(e_phnum):
+        segment = list(struct.unpack_from("<IIQQQQQQ", cubin, e_phoff + i * 56))
+        segment[2] = moved.get(segment[2], new_phoff)
+        out.extend(struct.pack("<IIQQQQQQ", *segment))
+    struct.pack_into("<QQ", out, 32, new_phoff, new_shoff)
+    return bytes(out)

@@ -1,0 +1,1 @@
+"""Measuring: artifacts become evidence. The only part that needs a GPU."""

@@ -1,0 +1,149 @@
+"""The protocol between the search and whatever measures: what is asked, what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from tiledsched.build.cubin import Artifact
+from tiledsched.errors import Failure
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+
+REGIMES = ("burst", "sustained")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A GPU as the driver names it."""
+
+    name: str
+    """Marketing name, e.g. NVIDIA H200."""
+    arch: str
+    """e.g. sm_90."""
+    sm_count: int
+    """Streaming multiprocessors."""
+    memory_bytes: int = 0
+    """Device memory; 0 where unknown."""
+    l2_bytes: int = 0
+    """Second-level cache; 0 where unknown."""
+    driver: str = ""
+    """Driver version, e.g. 580.159.04."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict; pass it to the constructor to invert."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """The state of the GPU while samples were taken, from NVML. A field is 0 or empty where NVML does not tell."""
+
+    sm_clock_mhz: int = 0
+    """Median SM clock."""
+    memory_clock_mhz: int = 0
+    """Median memory clock."""
+    power_w: float = 0.0
+    """Highest board power."""
+    temperature_c: int = 0
+    """Highest GPU temperature."""
+    throttle_reasons: tuple[str, ...] = ()
+    """Names of every reason seen to hold the clock down (idle excluded)."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict; pass it to the constructor to invert."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """How far one candidate's whole output is from the high-precision reference."""
+
+    max_abs_error: float
+    """Largest absolute difference of any element."""
+    worst_tile_error: float
+    """Largest relative Frobenius error of any tile_m-row tile: |out - ref| / |ref|."""
+    worst_tile: tuple[int, int, int]
+    """(batch, head, query tile) of that tile."""
+    repeatable: bool
+    """Whether two launches gave the same bits."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict; pass it to the constructor to invert."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One program to measure on one problem."""
+
+    schedule: Schedule
+    """How it is launched (grid and tile sizes)."""
+    artifact: Artifact
+    """What is launched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Raw samples of one candidate on one problem, their estimate and the conditions."""
+
+    problem: Problem
+    """What was computed."""
+    schedule: Schedule
+    """How."""
+    fingerprint: str
+    """Which machine code."""
+    device: Device
+    """Where."""
+    regime: str
+    """burst (cool, full clocks) or sustained (at the power cap)."""
+    median_us: float
+    """Median of the samples, in microseconds."""
+    ci_low_us: float
+    """Lower end of the 95% confidence interval of the median."""
+    ci_high_us: float
+    """Upper end."""
+    samples_us: tuple[float, ...]
+    """Every timed launch, in order."""
+    accuracy: Accuracy | None
+    """Error against the reference; None only for runners that do not compute (replay of old records)."""
+    conditions: Conditions
+    """Clocks, power, throttling."""
+    runner: str
+    """gpu or replay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """A candidate that gave no measurement."""
+
+    schedule: Schedule
+    """How it would have been launched."""
+    fingerprint: str
+    """Which machine code; empty when it did not build."""
+    failure: Failure
+    """Why."""
+
+
+class Runner(Protocol):
+    """Measures candidates of one problem. Implementations are interchangeable: gpu, replay, and fakes in tests."""
+
+    name: str
+
+    @property
+    def device(self) -> Device:
+        """The GPU measured, or the one whose record is replayed."""
+        ...
+
+    def race(self, problem: Problem, candidates: Sequence[Candidate], *, regime: str,
+             deadline_s: float | None) -> Iterator[Measurement | Failed]:  # fmt: skip
+        """Measure `candidates` against each other; yield exactly one outcome for each, as each is decided.
+
+        `deadline_s` is a monotonic time after which no new work starts; candidates not reached are not yielded.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the GPU back. Safe to call twice."""
+        ...

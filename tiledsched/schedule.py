@@ -1,0 +1,95 @@
+"""How it is computed: one value for each knob."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tiledsched.errors import SpaceError
+from tiledsched.problem import canonical_json, stable_id
+
+KnobValue = int | bool | str
+
+
+class Schedule(Mapping[str, KnobValue]):
+    """An immutable, hashable mapping from knob name to value, with canonical JSON and a stable id.
+
+    Two schedules are equal when every knob has the same value and type: ``True`` is not ``1`` here, because the id is
+    the hash of the JSON, where they differ.
+
+    Raises:
+        SpaceError: a value that is neither int, bool nor str.
+    """
+
+    __slots__ = ("_hash", "_id", "_values")
+
+    def __init__(self, values: Mapping[str, KnobValue] | None = None, /, **knobs: KnobValue) -> None:
+        merged = dict(values or {}, **knobs)
+        for name, value in merged.items():
+            if not isinstance(value, (bool, int, str)):
+                raise SpaceError(f"knob {name!r} must be an integer, true/false or a string, got {value!r}")
+        self._values: dict[str, KnobValue] = {name: merged[name] for name in sorted(merged)}
+        text = canonical_json(self._values)
+        self._hash = hash(text)
+        self._id = stable_id(self._values)
+
+    def __getitem__(self, name: str) -> KnobValue:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and self._id == other._id
+
+    def __reduce__(self) -> tuple[type[Schedule], tuple[dict[str, KnobValue]]]:
+        return (Schedule, (self._values,))
+
+    @property
+    def id(self) -> str:
+        """Stable 12-digit hex id of the canonical JSON."""
+        return self._id
+
+    def number(self, name: str) -> int:
+        """The value of an integer knob."""
+        return int(self._values[name])
+
+    def replace(self, **changes: KnobValue) -> Schedule:
+        """A copy with some knobs changed."""
+        return Schedule(self._values, **changes)
+
+    def to_json(self) -> dict[str, KnobValue]:
+        """A plain dict; :meth:`from_json` inverts it."""
+        return dict(self._values)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Schedule:
+        """The schedule `to_json` wrote."""
+        return cls(dict(data))
+
+    def short(self) -> str:
+        """`128x64 occ=2 warps=8 ...`: the tile, then every knob that is not zero or false, for tables."""
+        names = {
+            "occupancy": "occ",
+            "num_worker_warps": "warps",
+            "num_ctas": "ctas",
+            "latency_k": "latK",
+            "latency_v": "latV",
+            "opt_level": "O",
+        }
+        parts = [f"{self._values['tile_m']}x{self._values['tile_n']}"] if {"tile_m", "tile_n"} <= set(self) else []
+        for name, value in self._values.items():
+            plain = value in (0, False, "natural", "fp32") or (name, value) in (("opt_level", 3), ("num_ctas", 1))
+            if name in ("tile_m", "tile_n") or plain:
+                continue
+            parts.append(name if value is True else f"{names.get(name, name)}={value}")
+        return " ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"Schedule({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"

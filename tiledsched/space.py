@@ -1,0 +1,307 @@
+"""The search space: knobs, their choices and the constraints between them, read from TOML.
+
+A space file may extend another one: the later file's knobs and limits override those of the same name, and its
+constraints are added. A constraint is an expression over knob names, the problem's fields and the arch's limits; the
+same list decides what is enumerated, what is sampled and what is accepted from a user.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiledsched import data_files
+from tiledsched.errors import SpaceError
+from tiledsched.problem import Problem, stable_id
+from tiledsched.schedule import KnobValue, Schedule
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PROBLEM_NAMES = ("seq_q", "seq_k", "head_dim", "tile_d", "dtype", "causal", "batch", "heads", "kv_heads", "group",
+                 "element_bytes")  # fmt: skip
+ALLOWED_NODES = (ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Add,
+                 ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt,
+                 ast.GtE, ast.In, ast.NotIn, ast.Tuple, ast.Name, ast.Load, ast.Constant, ast.IfExp)  # fmt: skip
+TOP_KEYS = ("extends", "kernel", "arch", "about", "limits", "knobs", "constraints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    """One dimension of the space."""
+
+    name: str
+    """Its name, as the kernel template reads it."""
+    choices: tuple[KnobValue, ...]
+    """Every value allowed, in the order written."""
+    default: KnobValue
+    """Its value in the default schedule."""
+    about: str
+    """One line for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """A condition every schedule must meet."""
+
+    require: str
+    """A Python-like expression over knobs, problem fields and limits."""
+    because: str
+    """Why, for the person whose schedule was refused."""
+    names: frozenset[str]
+    """The names the expression reads."""
+    code: Any = field(compare=False, repr=False)
+    """The compiled expression."""
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        """Whether the condition is met under `values`, which must bind every name read."""
+        return bool(eval(self.code, {"__builtins__": {}}, dict(values)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """Knobs and constraints of one kernel on one arch."""
+
+    kernel: str
+    """The kernel template it belongs to, e.g. attention."""
+    arch: str
+    """The arch its limits describe, e.g. sm_90."""
+    knobs: Mapping[str, Knob]
+    """By name, in the order written."""
+    constraints: tuple[Constraint, ...]
+    """All of them; a schedule is valid when every one holds."""
+    limits: Mapping[str, int]
+    """The arch's numbers the constraints read, e.g. shared_memory_bytes."""
+    source: str = ""
+    """The file it was read from."""
+
+    @property
+    def id(self) -> str:
+        """Stable id of what the space allows, whatever its file is called."""
+        return stable_id({
+            "kernel": self.kernel, "arch": self.arch, "limits": dict(self.limits),
+            "knobs": {name: [list(knob.choices), knob.default] for name, knob in self.knobs.items()},
+            "constraints": sorted(constraint.require for constraint in self.constraints),
+        })  # fmt: skip
+
+    def _problem_values(self, problem: Problem) -> dict[str, Any]:
+        return {name: getattr(problem, name) for name in PROBLEM_NAMES} | dict(self.limits)
+
+    def violations(self, schedule: Schedule, problem: Problem) -> list[str]:
+        """Every reason `schedule` is not in this space for `problem`; an empty list means it is valid."""
+        reasons = []
+        for name, knob in self.knobs.items():
+            if name not in schedule:
+                reasons.append(f"knob {name!r} is missing; allowed values are {list(knob.choices)}")
+            elif not _contains(knob.choices, schedule[name]):
+                reasons.append(f"{name} = {schedule[name]!r} is not one of {list(knob.choices)}")
+        unknown = sorted(set(schedule) - set(self.knobs))
+        if unknown:
+            reasons.append(f"unknown knobs {unknown}; known are {list(self.knobs)}")
+        if reasons:
+            return reasons
+        values = self._problem_values(problem) | dict(schedule)
+        return [f"{c.require}: {c.because}" for c in self.constraints if not c.holds(values)]
+
+    def validate(self, schedule: Schedule, problem: Problem) -> None:
+        """Raise SpaceError naming every violated constraint, if any."""
+        reasons = self.violations(schedule, problem)
+        if reasons:
+            raise SpaceError(f"schedule {schedule!r} is not valid for {problem} on {self.arch}: " + "; ".join(reasons))
+
+    def schedules(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Iterator[Schedule]:
+        """Every valid schedule, in a fixed order: knobs vary in the order written, the last one fastest.
+
+        Args:
+            problem: what the schedule is for; constraints may read it.
+            pinned: knobs held at one value.
+        """
+        pinned = dict(pinned or {})
+        names = list(self.knobs)
+        values = self._problem_values(problem)
+        ready: list[list[Constraint]] = [[] for _ in names]
+        for constraint in self.constraints:
+            read = [index for index, name in enumerate(names) if name in constraint.names]
+            if read:
+                ready[max(read)].append(constraint)
+            elif not constraint.holds(values):
+                return
+
+        def assign(index: int) -> Iterator[Schedule]:
+            if index == len(names):
+                yield Schedule({name: values[name] for name in names})
+                return
+            name = names[index]
+            choices: Sequence[KnobValue] = (pinned[name],) if name in pinned else self.knobs[name].choices
+            for choice in choices:
+                values[name] = choice
+                if all(constraint.holds(values) for constraint in ready[index]):
+                    yield from assign(index + 1)
+            values.pop(name, None)
+
+        yield from assign(0)
+
+    def sample(self, problem: Problem, rng: random.Random, *, tries: int = 10_000) -> Schedule:
+        """A valid schedule drawn uniformly by rejection.
+
+        Raises:
+            SpaceError: none found in `tries` draws; the constraints leave too little.
+        """
+        for _ in range(tries):
+            schedule = Schedule({name: rng.choice(knob.choices) for name, knob in self.knobs.items()})
+            if not self.violations(schedule, problem):
+                return schedule
+        raise SpaceError(f"no valid schedule for {problem} in {tries} draws from {self.source}; relax its constraints")
+
+    def default(self, problem: Problem) -> Schedule:
+        """The default schedule for `problem`: every knob at its default, repaired to the nearest valid one.
+
+        Defaults are written for common problems; where they break a constraint (say, a tile too large for a wide
+        head), the valid schedule with the fewest changed knobs is taken, first in enumeration order among equals.
+
+        Raises:
+            SpaceError: the space holds no valid schedule for this problem.
+        """
+        wanted = Schedule({name: knob.default for name, knob in self.knobs.items()})
+        if not self.violations(wanted, problem):
+            return wanted
+        names = list(self.knobs)
+        for changes in range(1, len(names) + 1):
+            for changed in itertools.combinations(names, changes):
+                pinned = {name: wanted[name] for name in names if name not in changed}
+                found = next(self.schedules(problem, pinned=pinned), None)
+                if found is not None:
+                    return found
+        raise SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
+
+
+def _contains(choices: Sequence[KnobValue], value: object) -> bool:
+    """Membership that tells True from 1."""
+    return any(type(choice) is type(value) and choice == value for choice in choices)
+
+
+def load_space(path: str | Path) -> SearchSpace:
+    """The space in a TOML file, with what it extends.
+
+    Raises:
+        SpaceError: the file is missing or not TOML, or a key in it is wrong; the message names the key, what was
+            found and what is allowed.
+    """
+    path = Path(path)
+    merged = _merged_tables(path, ())
+    for key in ("kernel", "arch"):
+        if not isinstance(merged.get(key), str):
+            raise SpaceError(f"{path}: key {key!r} must be a string such as {'attention' if key == 'kernel' else 'sm_90'!r}")
+    limits = merged["limits"]
+    for name, value in limits.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise SpaceError(f"{path}: limits.{name} must be an integer, got {value!r}")
+    knobs = {name: _knob(path, name, table) for name, table in merged["knobs"].items()}
+    if not knobs:
+        raise SpaceError(f"{path}: no knobs; add a table such as [knobs.tile_m]")
+    known = set(knobs) | set(PROBLEM_NAMES) | set(limits)
+    constraints = tuple(_constraint(path, index, table, known) for index, table in enumerate(merged["constraints"]))
+    return SearchSpace(kernel=merged["kernel"], arch=merged["arch"], knobs=knobs, constraints=constraints,
+                       limits=limits, source=str(path))  # fmt: skip
+
+
+def space_for(arch: str, *, kernel: str = "attention") -> SearchSpace:
+    """The space shipped for `arch`, e.g. ``sm_121``.
+
+    Raises:
+        SpaceError: no file for that arch; the message lists those there are.
+    """
+    folder = data_files.search_spaces() / kernel
+    path = folder / f"{arch}.toml"
+    if not path.is_file():
+        known = sorted((p.stem for p in folder.glob("sm_*.toml")), key=lambda name: int(name[3:]))
+        raise SpaceError(f"no search space for arch {arch!r}; known are {', '.join(known)}, or pass --space FILE")
+    return load_space(path)
+
+
+def _merged_tables(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise SpaceError(f"{path}: 'extends' goes round in a circle: {' -> '.join(str(p) for p in seen)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpaceError(f"cannot read search space {path}: {error.strerror}; check the path") from error
+    try:
+        own = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpaceError(f"{path} is not valid TOML: {error}") from error
+    unknown = sorted(set(own) - set(TOP_KEYS))
+    if unknown:
+        raise SpaceError(f"{path}: unknown key {unknown[0]!r}; allowed are {', '.join(TOP_KEYS)}")
+    for key, kind in (("limits", dict), ("knobs", dict), ("constraints", list)):
+        if not isinstance(own.get(key, kind()), kind):
+            raise SpaceError(f"{path}: {key!r} must be {'a table' if kind is dict else 'an array of tables'}")
+    base: dict[str, Any] = {"limits": {}, "knobs": {}, "constraints": []}
+    if "extends" in own:
+        base = _merged_tables(_extended_path(path, own["extends"]), (*seen, path.resolve()))
+    knobs = {name: dict(table) if isinstance(table, dict) else table for name, table in base["knobs"].items()}
+    for name, table in own.get("knobs", {}).items():
+        if not isinstance(table, dict):
+            raise SpaceError(f"{path}: knobs.{name} must be a table with 'choices', got {table!r}")
+        knobs[name] = knobs.get(name, {}) | table
+    return {**base, **{key: own[key] for key in ("kernel", "arch", "about") if key in own},
+            "limits": base["limits"] | own.get("limits", {}), "knobs": knobs,
+            "constraints": base["constraints"] + own.get("constraints", [])}  # fmt: skip
+
+
+def _extended_path(path: Path, extends: object) -> Path:
+    """Where `extends` points: beside the file, or else among the shipped spaces (``attention/sm_90.toml``)."""
+    if not isinstance(extends, str):
+        raise SpaceError(f"{path}: 'extends' must be a file name such as 'base.toml', got {extends!r}")
+    for candidate in (path.parent / extends, data_files.search_spaces() / extends):
+        if candidate.is_file():
+            return candidate
+    raise SpaceError(f"{path}: 'extends' names {extends!r}, which is neither beside it nor among the shipped spaces")
+
+
+def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
+    unknown = sorted(set(table) - {"choices", "default", "about"})
+    if unknown:
+        raise SpaceError(f"{path}: knobs.{name} has unknown key {unknown[0]!r}; allowed are choices, default, about")
+    choices = table.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise SpaceError(f"{path}: knobs.{name}.choices must be a list with at least one value, got {choices!r}")
+    for choice in choices:
+        if not isinstance(choice, (bool, int, str)) or type(choice) is not type(choices[0]):
+            raise SpaceError(f"{path}: knobs.{name}.choices must all be of one kind (integers, true/false or strings), "
+                             f"got {choices!r}")  # fmt: skip
+    default = table.get("default", choices[0])
+    if not _contains(choices, default):
+        raise SpaceError(f"{path}: knobs.{name}.default = {default!r} is not one of its choices {choices}")
+    return Knob(name=name, choices=tuple(choices), default=default, about=str(table.get("about", "")))
+
+
+def _constraint(path: Path, index: int, table: Any, known: set[str]) -> Constraint:
+    where = f"{path}: constraints[{index}]"
+    if not isinstance(table, dict) or set(table) != {"require", "because"}:
+        raise SpaceError(f"{where} must have exactly the keys 'require' and 'because', got {table!r}")
+    text = table["require"]
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, TypeError) as error:
+        raise SpaceError(f"{where}.require = {text!r} is not an expression: {error}") from error
+    names = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ALLOWED_NODES):
+            raise SpaceError(f"{where}.require uses {type(node).__name__}; only names, numbers, comparisons, arithmetic "
+                             "and and/or/not are allowed")  # fmt: skip
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+    unknown = sorted(names - known)
+    if unknown:
+        raise SpaceError(f"{where}.require reads unknown name {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    code = compile(tree, f"<{where}>", "eval")
+    return Constraint(require=text, because=table["because"], names=frozenset(names), code=code)
