@@ -92,7 +92,8 @@ class SearchSpace:
             "constraints": sorted(constraint.require for constraint in self.constraints),
         })  # fmt: skip
 
-    def _problem_values(self, problem: Problem) -> dict[str, Any]:
+    def constraint_values(self, problem: Problem) -> dict[str, Any]:
+        """What constraints may read beside the knobs: the problem's fields and the arch's limits."""
         return {name: getattr(problem, name) for name in PROBLEM_NAMES} | dict(self.limits)
 
     def violations(self, schedule: Schedule, problem: Problem) -> list[str]:
@@ -108,7 +109,7 @@ class SearchSpace:
             reasons.append(f"unknown knobs {unknown}; known are {list(self.knobs)}")
         if reasons:
             return reasons
-        values = self._problem_values(problem) | dict(schedule)
+        values = self.constraint_values(problem) | dict(schedule)
         return [f"{c.require}: {c.because}" for c in self.constraints if not c.holds(values)]
 
     def validate(self, schedule: Schedule, problem: Problem) -> None:
@@ -126,7 +127,7 @@ class SearchSpace:
         """
         pinned = dict(pinned or {})
         names = list(self.knobs)
-        values = self._problem_values(problem)
+        values = self.constraint_values(problem)
         ready: list[list[Constraint]] = [[] for _ in names]
         for constraint in self.constraints:
             read = [index for index, name in enumerate(names) if name in constraint.names]

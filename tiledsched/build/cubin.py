@@ -84,16 +84,18 @@ def read_artifact(cubin: bytes, arch: str) -> Artifact:
     texts = [section for section in sections if section.name.startswith(".text.")]
     if len(texts) != 1:
         raise CompilerError(f"expected one kernel in the cubin, found {len(texts)}; was the compile cut short?")
-    facts = _facts(sections, arch, kernel=texts[0].name.removeprefix(".text."), code_bytes=texts[0]["sh_size"])
-    return Artifact(arch=arch, fingerprint=_fingerprint(sections, facts), facts=facts, cubin=strip_debug(cubin))
+    kernel = texts[0].name.removeprefix(".text.")
+    facts = _facts(sections, arch, kernel=kernel, code_bytes=texts[0]["sh_size"])
+    fingerprint = _fingerprint(sections, kernel, facts)
+    return Artifact(arch=arch, fingerprint=fingerprint, facts=facts, cubin=strip_debug(cubin))
 
 
-def _fingerprint(sections: list[Any], facts: ResourceFacts) -> str:
+def _fingerprint(sections: list[Any], kernel: str, facts: ResourceFacts) -> str:
     digest = hashlib.sha256()
     for section in sections:
         if section.name.startswith((".text.", ".nv.constant")):
-            # The kernel's own name is part of section names and differs between ahead-of-time and launch-time builds.
-            digest.update(".".join(section.name.split(".")[:3]).encode())
+            # Without the kernel's name, which differs between ahead-of-time and launch-time builds.
+            digest.update(section.name.removesuffix(f".{kernel}").encode())
             digest.update(section.data())
     launch = (facts.registers, facts.threads, facts.shared_bytes, facts.num_ctas)
     digest.update(repr(launch).encode())

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import cuda.tile as ct
 
+from tiledsched.errors import ProblemError
+from tiledsched.kernels.reference import default_scale
 from tiledsched.kernels.template import KernelTemplate, ProblemClass
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 BLOCK_ORDERS = ("natural", "reversed", "heads_fastest")
 """Order in which blocks take query tiles; the kernel sees the index into this tuple."""
 LOG2_E = 1.0 / math.log(2.0)
+SMALLEST_NORMAL, LARGEST_FLOAT = 1.2e-38, 3.4e38
 
 # The head dimension is a compile-time constant. Saying so also keeps cuTile from making a size-one batch axis static,
 # which would give batch 1 its own machine code.
@@ -176,6 +179,17 @@ class AttentionTemplate(KernelTemplate):
         )  # fmt: skip
         parameters = [array] * 4 + [ScalarConstraint(ct.float32), *self.constants(schedule, problem)]
         return KernelSignature(parameters, CallingConvention.cutile_python_v2(), symbol=self.name)
+
+    def scalars(self, problem: Problem, scale: float | None = None) -> tuple[float, ...]:
+        """The softmax scale (1 / sqrt(head_dim) unless given) times log2(e).
+
+        Raises:
+            ProblemError: a scale that is not positive or not a normal float32; minus infinity times it would be NaN.
+        """
+        value = (default_scale(problem) if scale is None else scale) * LOG2_E
+        if not SMALLEST_NORMAL < value < LARGEST_FLOAT:
+            raise ProblemError(f"the softmax scale must be positive and a normal float32, got {scale!r}")
+        return (value,)
 
     def grid(self, schedule: Schedule, problem: Problem, sm_count: int) -> tuple[int, int, int]:
         """One block per query tile; a persistent grid is as many blocks as the occupancy hint says fit at once."""

@@ -75,16 +75,21 @@ class KernelTemplate(ABC):
     def grid(self, schedule: Schedule, problem: Problem, sm_count: int) -> tuple[int, int, int]:
         """Blocks to launch on a device of `sm_count` multiprocessors."""
 
+    @abstractmethod
+    def scalars(self, problem: Problem, scale: float | None = None) -> tuple[float, ...]:
+        """Run-time scalar arguments, which follow the arrays; `scale` None means the kernel's usual one."""
+
     def kernel(self, schedules: Mapping[str, Schedule]) -> ct.kernel:
         """One kernel object that carries the hints of every arch in `schedules` as `ct.ByTarget` values.
 
-        A hint of 0 leaves the choice to the compiler.
+        A hint of 0 leaves the choice to the compiler, except for `opt_level`, where 0 is a level.
         """
         import cuda.tile as ct
 
         hints = {}
         for knob in HINT_KNOBS:
-            by_arch = {arch: schedule.number(knob) or None for arch, schedule in schedules.items()}
+            values = {arch: schedule.number(knob) for arch, schedule in schedules.items()}
+            by_arch = {arch: value if value or knob == "opt_level" else None for arch, value in values.items()}
             first = next(iter(by_arch.values()))
             hints[knob] = ct.ByTarget(default=first, **by_arch)
         return ct.kernel(self.function, **hints)

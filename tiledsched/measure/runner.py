@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -85,6 +85,26 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A candidate that loaded, ran and gave the right answer."""
+
+    accuracy: Accuracy
+    """Its error, over the whole output."""
+    first_look_us: float
+    """Time of one launch, cold: good enough to tell a hopeless candidate, never reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Samples of one candidate from one interleaved run."""
+
+    samples_us: tuple[float, ...]
+    """One per round; sample i of every candidate in the run was taken in the same round i."""
+    conditions: Conditions
+    """State of the GPU during the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """Raw samples of one candidate on one problem, their estimate and the conditions."""
 
@@ -127,21 +147,30 @@ class Failed:
 
 
 class Runner(Protocol):
-    """Measures candidates of one problem. Implementations are interchangeable: gpu, replay, and fakes in tests."""
+    """What the race asks of a GPU. Implementations are interchangeable: gpu, replay, and fakes in tests.
+
+    A failure of one candidate is returned, never raised; the runner stays usable. Only the loss of the GPU itself, or a
+    driver that cannot be used at all, raises MeasureError.
+    """
 
     name: str
+    """Stored with each measurement: gpu or replay."""
 
     @property
     def device(self) -> Device:
         """The GPU measured, or the one whose record is replayed."""
         ...
 
-    def race(self, problem: Problem, candidates: Sequence[Candidate], *, regime: str,
-             deadline_s: float | None) -> Iterator[Measurement | Failed]:  # fmt: skip
-        """Measure `candidates` against each other; yield exactly one outcome for each, as each is decided.
+    def begin(self, problem: Problem) -> None:
+        """Make fresh random inputs and the high-precision reference for `problem`; candidates that follow are for it."""
+        ...
 
-        `deadline_s` is a monotonic time after which no new work starts; candidates not reached are not yielded.
-        """
+    def check(self, candidate: Candidate) -> Checked | Failure:
+        """Run `candidate` twice over NaN-poisoned output and compare every tile with the reference."""
+        ...
+
+    def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:
+        """Time checked candidates against each other: `rounds` launches each, interleaved, in shuffled order."""
         ...
 
     def close(self) -> None:

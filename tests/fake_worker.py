@@ -1,0 +1,203 @@
+"""The real measuring process on a made-up GPU: `cupy` is replaced, everything else is what runs on a real one.
+
+A cubin of this GPU is JSON (see `cubin`): how long the kernel takes, and what it does when it is loaded, checked or
+sampled. Its clock is its own, so that times are exact. Run as ``python fake_worker.py MODE DESCRIPTOR FOLDER``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy
+
+START_MODES = ("ready", "silent", "no-gpu", "crash")
+
+
+def cubin(us: float = 100.0, *, noise: float = 0.0, **acts: str) -> bytes:
+    """Machine code that takes `us` microseconds. `acts`: what happens on load, check or sample instead (see `act`)."""
+    return json.dumps({"us": us, "noise": noise, **acts}).encode()
+
+
+class CUDARuntimeError(Exception):
+    """Named as CuPy's."""
+
+
+class OutOfMemoryError(Exception):
+    """Named as CuPy's."""
+
+
+ERRORS = {
+    "illegal": "cudaErrorIllegalAddress: an illegal memory access was encountered",
+    "assert": "cudaErrorSomethingNew: a failure this version has no word for",
+    "ecc": "cudaErrorECCUncorrectable: uncorrectable ECC error encountered",
+    "launch": "CUDA_ERROR_INVALID_VALUE: invalid argument",
+    "corrupt": "CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid",
+    "driver": "CUDA_ERROR_UNSUPPORTED_PTX_VERSION: the provided PTX was compiled with an unsupported toolchain.",
+}
+STICKY = ("illegal", "assert", "ecc")
+
+
+class Gpu:
+    """Its state."""
+
+    def __init__(self) -> None:
+        self.now_us = 0.0
+        self.lost: str | None = None
+        self.verb = ""
+        self.problem = None
+        self.rng = random.Random(0)
+
+    def alive(self) -> None:
+        """Raise the error that broke the context, again, as CUDA does."""
+        if self.lost:
+            raise CUDARuntimeError(self.lost)
+
+    def act(self, what: str) -> None:
+        """One way to fail."""
+        if what == "hang":
+            time.sleep(600)
+        elif what == "exit":
+            os._exit(3)
+        elif what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "memory":
+            raise OutOfMemoryError("Out of memory allocating 1,024 bytes")
+        elif what in ERRORS:
+            self.lost = ERRORS[what] if what in STICKY else None
+            raise CUDARuntimeError(ERRORS[what])
+
+
+gpu = Gpu()
+
+
+class Stream:
+    def __init__(self, non_blocking: bool = False) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        self.at_us = gpu.now_us
+
+    def synchronize(self) -> None:
+        gpu.alive()
+
+
+class Device:
+    pci_bus_id = "0000:00:00.0"
+
+    def synchronize(self) -> None:
+        gpu.alive()
+
+
+class RawModule:
+    def __init__(self, path: str) -> None:
+        self.script = json.loads(Path(path).read_bytes())
+        gpu.act(self.script.get("load", ""))
+
+    def get_function(self, symbol: str):
+        assert symbol == "attention"
+        return self.launch
+
+    def launch(self, grid, block, arguments) -> None:
+        """The kernel: right, unless the script says otherwise."""
+        gpu.alive()
+        what = self.script.get(gpu.verb, "")
+        gpu.act(what)
+        gpu.now_us += self.script["us"] * (1 + self.script["noise"] * gpu.rng.random())
+        if gpu.verb != "check":
+            return
+        from tiledsched.kernels.reference import attention_reference
+        from tiledsched.measure.worker import _to_float32, _to_storage
+
+        q, k, v, out = arguments[0], arguments[9], arguments[18], arguments[27]
+        scale = float(arguments[36]) * numpy.log(2.0)
+        wide = [_to_float32(array, gpu.problem.dtype) for array in (q, k, v)]
+        right = attention_reference(numpy, *wide, causal=gpu.problem.causal, scale=scale, dtype="float32")
+        if what == "wrong":
+            right[0, -1, -1, :] += 1.0
+        stored = _to_storage(right, gpu.problem.dtype)
+        if what == "unwritten":
+            out[0, 0, 1:] = stored[0, 0, 1:]
+        else:
+            out[...] = stored
+        if what == "unrepeatable":
+            out.view(numpy.uint16)[0, 0, 0, 0] ^= 1 if gpu.rng.random() < 0.5 else 0
+            gpu.rng.random()
+
+
+class RawKernel:
+    def __init__(self, source: str, name: str) -> None: ...
+
+    def __call__(self, grid, block, arguments) -> None:
+        gpu.now_us += 300.0
+
+
+class MemoryPool:
+    def free_all_blocks(self) -> None: ...
+
+
+def fake_cupy(mode: str) -> types.ModuleType:
+    """A module that passes for CuPy where the worker uses it; arrays are NumPy's."""
+
+    def count_devices() -> int:
+        if mode == "no-gpu":
+            raise CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+        return 0
+
+    cupy = types.ModuleType("cupy")
+    cupy.__getattr__ = lambda name: getattr(numpy, name)  # type: ignore[method-assign]
+    cupy.empty = lambda shape, dtype: numpy.empty(min(shape, 64) if isinstance(shape, int) else shape, dtype=dtype)
+    cupy.RawModule, cupy.RawKernel = RawModule, RawKernel
+    cupy.get_default_memory_pool = MemoryPool
+    properties = {"name": b"Made-up GPU", "major": 9, "minor": 0, "multiProcessorCount": 8, "totalGlobalMem": 1 << 30,
+                  "l2CacheSize": 1 << 20}  # fmt: skip
+    runtime = types.SimpleNamespace(getDevice=count_devices, getDeviceProperties=lambda device: properties,
+                                    driverGetVersion=lambda: 13000)  # fmt: skip
+    cupy.cuda = types.SimpleNamespace(
+        Stream=Stream, Event=Event, Device=Device, runtime=runtime,
+        get_elapsed_time=lambda before, after: (after.at_us - before.at_us) / 1e3,
+    )  # fmt: skip
+    return cupy
+
+
+def main(mode: str, descriptor: str, folder: str) -> None:
+    """Start as `mode` says; `ready:PATH` starts once, and finds no GPU as soon as PATH is there."""
+    mode, _, marker = mode.partition(":")
+    if marker:
+        mode = "no-gpu" if Path(marker).exists() else "ready"
+        Path(marker).touch()
+    if mode == "silent":
+        time.sleep(600)
+    if mode == "crash":
+        raise ModuleNotFoundError("No module named 'cupy'")
+    sys.modules["cupy"] = fake_cupy(mode)
+    from tiledsched.measure import worker
+
+    answer = worker.answer
+
+    def watched(state, request):
+        gpu.verb = request[0]
+        if gpu.verb == "begin":
+            gpu.problem = request[1]
+            if gpu.problem.head_dim == 250:  # the one this GPU cannot hold
+                gpu.act("memory")
+        return answer(state, request)
+
+    worker.answer = watched
+    worker.BURST_GAP_S, worker.SUSTAINED_WARMUP_S = 0.0, 0.01
+    worker.main(descriptor, folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,83 @@
+"""Databases for the report's tests: real schedules, made-up times."""
+
+from __future__ import annotations
+
+from tiledsched.build.cubin import Artifact, ResourceFacts
+from tiledsched.kernels import template_for
+from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
+from tiledsched.problem import Problem
+from tiledsched.space import space_for
+from tiledsched.store.records import BuildRecord, EntryRecord, Toolchain
+
+TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nvvm="13.4.12")
+DEVICE = Device(
+    name="NVIDIA H200", arch="sm_90", sm_count=132, memory_bytes=139 << 30, l2_bytes=60 << 20, driver="580.1"
+)
+PROBLEM = Problem.standard(seq_len=4096, head_dim=64)
+SOURCE = "abc"
+
+
+def plain(tile_m, tile_n, **knobs):
+    """The default schedule with another tile, and with `knobs`."""
+    return space_for("sm_90").default(PROBLEM).replace(tile_m=tile_m, tile_n=tile_n, **knobs)
+
+
+def taken(
+    schedule, us, *, problem=PROBLEM, fingerprint=None, regime="burst", device=DEVICE.name, clock=1980, reasons=()
+):
+    return Measurement(
+        problem=problem, schedule=schedule, fingerprint=fingerprint or schedule.id * 2, regime=regime, median_us=us,
+        device=Device(**{**DEVICE.to_json(), "name": device}), ci_low_us=us * 0.995, ci_high_us=us * 1.005,
+        samples_us=tuple(us * (1 + i / 1000) for i in range(-2, 3)), runner="gpu",
+        accuracy=Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 0, 0), repeatable=True),
+        conditions=Conditions(sm_clock_mhz=clock, power_w=512.0, temperature_c=51, throttle_reasons=reasons),
+    )  # fmt: skip
+
+
+def add_times(db, times, *, fingerprints=None, **changes):
+    """Measurements at the times given, in microseconds; their numbers by schedule."""
+    return {
+        schedule: db.record_measurement(None, "attention", SOURCE, TOOLCHAIN,
+                                        taken(schedule, us, fingerprint=(fingerprints or {}).get(schedule), **changes))
+        for schedule, us in times.items()
+    }  # fmt: skip
+
+
+def build_of(schedule, outcome, *, problem=PROBLEM, arch="sm_90"):
+    """A build that became the fingerprint or the failure given."""
+    if isinstance(outcome, str):
+        facts = ResourceFacts(registers=128, threads=256, shared_bytes=65536, spill_bytes=16, num_ctas=1,
+                              code_bytes=20480, ctas_per_sm=2)  # fmt: skip
+        outcome = Artifact(arch=arch, fingerprint=outcome, facts=facts, cubin=b"\x7fELF" * 100)
+    return BuildRecord.of(outcome, kernel="attention", source_hash=SOURCE, toolchain=TOOLCHAIN, arch=arch,
+                          schedule=schedule, seconds=1.0,
+                          problem_class=template_for("attention").problem_class(schedule, problem))  # fmt: skip
+
+
+def add_builds(db, builds):
+    db.record_builds(builds)
+
+
+def add_modelled(db, schedule, *, problem=PROBLEM, arch="sm_90", **changes):
+    db.put_entry(EntryRecord(kernel="attention", arch=arch, problem=problem, provenance="modelled", schedule=schedule,
+                             fingerprint="d" * 24, model_us=90.0, toolchain=TOOLCHAIN, source_hash=SOURCE,
+                             **changes))  # fmt: skip
+
+
+def formula(schedule, problem):
+    """Microseconds by a plausible formula: tiles matter most, then occupancy and warps."""
+    us = problem.flops / 450e6
+    us *= {64: 1.25, 128: 1.0}[schedule["tile_m"]] * {32: 1.6, 64: 1.0, 128: 1.04}[schedule["tile_n"]]
+    us *= {1: 1.15, 2: 1.0, 3: 1.05, 4: 1.3}[schedule["occupancy"]] * {4: 1.2, 8: 1.0}[schedule["num_worker_warps"]]
+    us *= 0.93 if schedule["loop_split"] else 1.0
+    us *= 0.97 if schedule["persistent"] and schedule["tile_n"] == 128 else 1.0
+    return us * (1 + int(schedule.id, 16) % 997 / 1e5)
+
+
+def landscape(db, problem=PROBLEM, *, every=7, **changes):
+    """Every seventh plain schedule of the shipped space, measured by the formula; the times by schedule."""
+    pinned = {"num_ctas": 1, "opt_level": 3, "accum_mode": "fp32", "block_order": "natural", "latency_v": 0}
+    schedules = list(space_for("sm_90").schedules(problem, pinned=pinned))[::every]
+    times = {schedule: formula(schedule, problem) for schedule in schedules}
+    add_times(db, times, problem=problem, **changes)
+    return times

@@ -1,0 +1,106 @@
+"""Small made-up records for the store's tests. Run as a program, it writes the old database a schema leaves behind:
+
+python tests/store_samples.py tests/data/store_0001.db
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from datetime import datetime, timedelta, timezone
+
+from tiledsched.build.cubin import Artifact, ResourceFacts
+from tiledsched.build.toolchain import Toolchain
+from tiledsched.errors import Failure, FailureKind
+from tiledsched.kernels.template import ProblemClass
+from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.store.db import TuningDB
+from tiledsched.store.records import BuildRecord, EntryRecord, StoredMeasurement
+
+START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nvvm="13.4.12")
+DEVICE = Device(
+    name="NVIDIA Sample", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=50 << 20, driver="580.1"
+)
+PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+FAILURE = Failure(kind=FailureKind.COMPILE_ERROR, message="tileiras: error: out of registers")
+
+
+def schedule(tile_m=128, tile_n=64, **knobs) -> Schedule:
+    return Schedule({"tile_m": tile_m, "tile_n": tile_n, "occupancy": 1, "loop_split": False, **knobs})
+
+
+def problem_class(**changes) -> ProblemClass:
+    return ProblemClass(**{"head_dim": 64, "dtype": "float16", "causal": False, "group": 1, "even": True, **changes})
+
+
+def artifact(fingerprint="f" * 24, arch="sm_90", registers=168) -> Artifact:
+    facts = ResourceFacts(registers=registers, threads=128, shared_bytes=65536, spill_bytes=0, num_ctas=1,
+                          code_bytes=20480, ctas_per_sm=2)  # fmt: skip
+    return Artifact(arch=arch, fingerprint=fingerprint, facts=facts, cubin=b"\x7fELF" * 100)
+
+
+def build(outcome=None, *, sched=None, arch="sm_90", **changes) -> BuildRecord:
+    values = {"kernel": "attention", "source_hash": "abc", "toolchain": TOOLCHAIN, "arch": arch,
+              "schedule": schedule() if sched is None else sched, "problem_class": problem_class(),
+              "seconds": 1.5}  # fmt: skip
+    return BuildRecord.of(outcome if outcome is not None else artifact(arch=arch), **{**values, **changes})
+
+
+def measurement(median_us=100.0, **changes) -> Measurement:
+    values = {
+        "problem": PROBLEM,
+        "schedule": schedule(),
+        "fingerprint": "f" * 24,
+        "device": DEVICE,
+        "regime": "burst",
+        "median_us": median_us,
+        "ci_low_us": median_us * 0.99,
+        "ci_high_us": median_us * 1.01,
+        "samples_us": tuple(median_us + i / 7 for i in range(5)),
+        "accuracy": Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 1, 2), repeatable=True),
+        "conditions": Conditions(sm_clock_mhz=1980, power_w=512.5, throttle_reasons=("sw_power_cap",)),
+        "runner": "gpu",
+    }
+    return Measurement(**{**values, **changes})
+
+
+def stored(uid="u" * 24, *, created_at=START, **changes) -> StoredMeasurement:
+    return StoredMeasurement(id=0, uid=uid, run_id=None, kernel="attention", source_hash="abc", toolchain=TOOLCHAIN,
+                             measurement=measurement(**changes), created_at=created_at)  # fmt: skip
+
+
+def entry(provenance="modelled", **changes) -> EntryRecord:
+    values = {"kernel": "attention", "arch": "sm_90", "problem": PROBLEM, "provenance": provenance,
+              "schedule": schedule(), "fingerprint": "f" * 24, "model_us": 90.0, "toolchain": TOOLCHAIN,
+              "source_hash": "abc", "candidates": 7, "source": "a test"}  # fmt: skip
+    return EntryRecord(**{**values, **changes})
+
+
+def fill(db: TuningDB) -> None:
+    """A few rows in every table."""
+    run = db.start_run({"arch": "sm_90", "seq_len": [1024]}, "sm_90")
+    other = schedule(64, 32)
+    db.record_builds([build(), build(artifact("e" * 24), sched=other), build(FAILURE, sched=schedule(256, 256))])
+    first = db.record_measurement(run, "attention", "abc", TOOLCHAIN, measurement(100.0))
+    db.record_measurement(run, "attention", "abc", TOOLCHAIN, measurement(120.0, schedule=other, fingerprint="e" * 24))
+    db.record_failure(run, "attention", "sm_90", "build", schedule(256, 256), FAILURE)
+    hang = Failure(kind=FailureKind.HANG, message="no answer for 5 s")
+    db.record_failure(run, "attention", "sm_90", "measure", other, hang, problem=PROBLEM, fingerprint="e" * 24,
+                      device=DEVICE)  # fmt: skip
+    db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=first, runner_up=other,
+                       margin=0.2, ties=(schedule(occupancy=2),), run_id=run, updated_at=START))  # fmt: skip
+    later = START + timedelta(days=1)
+    db.put_entry(entry("modelled", problem=PROBLEM.replace(causal=True), fingerprint="", updated_at=later))
+    db.finish_run(run)
+
+
+if __name__ == "__main__":
+    with TuningDB.open(sys.argv[1]) as filled:
+        fill(filled)
+    connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+    for statement in ("PRAGMA journal_mode=DELETE", "PRAGMA page_size=1024", "VACUUM"):  # small enough to keep in git
+        connection.execute(statement)
+    connection.close()

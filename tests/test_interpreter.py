@@ -1,0 +1,580 @@
+"""The interpreter's own semantics, held against cuTile's documentation and, for types and shapes, its front end."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import re
+import sys
+import types
+from pathlib import Path
+
+import cuda.tile as ct
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tiledsched.errors import CompilerError, ProblemError, TiledschedError
+from tiledsched.interpreter import InterpreterError, private, run, run_problem, values
+from tiledsched.interpreter.builtins_in_tiles import BUILTINS
+from tiledsched.kernels.attention import AttentionTemplate
+from tiledsched.problem import Problem
+from tiledsched.space import space_for
+
+Int = ct.Constant[int]
+BFLOAT16 = ml_dtypes.bfloat16
+DOCS = Path(__file__).parents[1] / "docs" / "interpreter.md"
+
+
+def type_rules(halves, brains, floats, integers, bytes_, scale: float, count: int, SIZE: Int):
+    """Every assertion here holds in cuTile's compiler too: test_compiler_agrees_with_the_types compiles it."""
+    h = ct.load(halves, (0, 0), (4, SIZE))
+    b = ct.load(brains, (0, 0), (4, SIZE))
+    f = ct.load(floats, (0, 0), (4, SIZE))
+    i = ct.load(integers, (0, 0), (4, SIZE))
+    s = ct.load(bytes_, (0, 0), (4, SIZE))
+    flag = h < f
+    ct.static_assert((h * 2.0).dtype == ct.float16)
+    ct.static_assert((2 - h).dtype == ct.float16)
+    ct.static_assert((h * scale).dtype == ct.float32)
+    ct.static_assert((h * f).dtype == ct.float32)
+    ct.static_assert((b + f).dtype == ct.float32)
+    ct.static_assert((f * 0.5).dtype == ct.float32)
+    ct.static_assert((h + i).dtype == ct.float16)
+    ct.static_assert((i * 2).dtype == ct.int32)
+    ct.static_assert((i * 2.5).dtype == ct.float32)
+    ct.static_assert((i / 2).dtype == ct.float32)
+    ct.static_assert((i // 2).dtype == ct.int32)
+    ct.static_assert((s + 1).dtype == ct.int8)
+    ct.static_assert((s + count).dtype == ct.int32)
+    ct.static_assert((s * True).dtype == ct.int8)
+    ct.static_assert((flag & (i > 2)).dtype == ct.bool_)
+    ct.static_assert((-i).dtype == ct.int32)
+    ct.static_assert((~flag).dtype == ct.bool_)
+    higher = max(h, f)
+    ct.static_assert(higher.dtype == ct.float32)
+    lower = min(i, count)
+    ct.static_assert(lower.dtype == ct.int32 and lower.shape == (4, 8))
+    chosen = ct.where(flag, h, -float("inf"))
+    ct.static_assert(chosen.dtype == ct.float16)
+    power = ct.exp2(i)
+    ct.static_assert(power.dtype == ct.float32)
+    root = ct.sqrt(h)
+    ct.static_assert(root.dtype == ct.float16)
+    total = ct.sum(h, axis=-1)
+    ct.static_assert(total.dtype == ct.float16 and total.shape == (4,))
+    counted = ct.sum(flag)
+    ct.static_assert(counted.dtype == ct.int32 and counted.shape == ())
+    highest = ct.max(f, axis=1, keepdims=True)
+    ct.static_assert(highest.dtype == ct.float32 and highest.shape == (4, 1))
+    where_highest = ct.argmax(h, axis=0)
+    ct.static_assert(where_highest.dtype == ct.int32 and where_highest.shape == (8,))
+    running = ct.cumsum(i, 1)
+    ct.static_assert(running.dtype == ct.int32 and running.shape == (4, 8))
+    turned = h.transpose()
+    ct.static_assert(turned.shape == (8, 4))
+    product = h @ turned
+    ct.static_assert(product.dtype == ct.float16 and product.shape == (4, 4))
+    accumulated = ct.mma(h, turned, ct.zeros((4, 4), ct.float32))
+    ct.static_assert(accumulated.dtype == ct.float32)
+    mixed = ct.mma(s, s.transpose(), ct.zeros((4, 4), ct.int32))
+    ct.static_assert(mixed.dtype == ct.int32)
+    spread = ct.arange(8, dtype=ct.int32)[:, None]
+    ct.static_assert(spread.shape == (8, 1) and spread.dtype == ct.int32)
+    joined = ct.cat((h, h), 0)
+    ct.static_assert(joined.shape == (8, 8))
+    part = ct.extract(h, (0, 1), (2, 4))
+    ct.static_assert(part.shape == (2, 4))
+    moved = h.reshape((2, 2, 8)).permute((2, 0, 1))
+    ct.static_assert(moved.shape == (8, 2, 2))
+    wide = ct.broadcast_to(spread, (8, 4))
+    ct.static_assert(wide.shape == (8, 4))
+    bits = ct.bitcast(f, ct.int32)
+    ct.static_assert(bits.dtype == ct.int32)
+    blocks = ct.cdiv(count, 4)
+    ct.static_assert(blocks.dtype == ct.int32)
+    ct.static_assert(floats.shape[0].dtype == ct.int32)
+    for j in range(count):
+        ct.static_assert(j.dtype == ct.int32)
+    ct.store(floats, (0, 0), f + h)
+
+
+TYPED_ARRAYS = (np.float16, BFLOAT16, np.float32, np.int32, np.int8)
+
+
+def test_types_and_shapes_follow_the_rules():
+    arrays = [np.ones((4, 8), dtype) for dtype in TYPED_ARRAYS]
+    run(type_rules, 1, (*arrays, 0.5, 3, 8))
+    assert np.all(arrays[2] == 2)
+
+
+@pytest.mark.compiler
+def test_compiler_agrees_with_the_types():
+    from cuda.tile import compilation
+
+    types_ = (ct.float16, ct.bfloat16, ct.float32, ct.int32, ct.int8)
+    arrays = [
+        compilation.ArrayConstraint(dtype, 2, index_dtype=ct.int32, stride_lower_bound_incl=0, alias_groups=(),
+                                    may_alias_internally=False, stride_constant=(None, 1))
+        for dtype in types_
+    ]  # fmt: skip
+    signature = compilation.KernelSignature(
+        [*arrays, compilation.ScalarConstraint(ct.float32), compilation.ScalarConstraint(ct.int32), 8],
+        compilation.CallingConvention.cutile_python_v2(),
+        symbol="type_rules",
+    )
+    compilation.export_kernel(
+        ct.kernel(type_rules), [signature], io.BytesIO(), gpu_code="sm_90", output_format="tileir_bytecode"
+    )
+
+
+def test_promotion_table_is_cutiles():
+    theirs = importlib.import_module("cuda.tile._datatype").promote_dtypes  # the rule itself has no public name
+    for first, second in itertools.product(values.STORAGE, repeat=2):
+        try:
+            expected = theirs(first, second)
+        except ct.TileTypeError:
+            with pytest.raises(InterpreterError):
+                values.promote_dtypes(first, second)
+        else:
+            assert values.promote_dtypes(first, second) == expected, (first, second)
+
+
+# ---- loads and stores ------------------------------------------------------------------------------------------------
+
+
+def copy_tile(source, target, INDEX: ct.Constant, SHAPE: ct.Constant, ORDER: ct.Constant, PADDING: ct.Constant):
+    ct.store(target, (0, 0), ct.load(source, INDEX, SHAPE, order=ORDER, padding_mode=PADDING))
+
+
+def copied(source, index, shape, order="C", padding=ct.PaddingMode.UNDETERMINED):
+    target = np.zeros(shape, source.dtype)
+    run(copy_tile, 1, (source, target, index, shape, order, padding))
+    return target
+
+
+def test_load_counts_in_tiles_and_follows_order():
+    source = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+    assert np.array_equal(copied(source, (1, 2), (4, 4)), source[4:8, 8:12])
+    assert np.array_equal(copied(source, (2, 1), (4, 4), (1, 0)), source.T[8:12, 4:8])
+    assert np.array_equal(copied(source, (2, 1), (4, 4), "F"), source.T[8:12, 4:8])
+    assert np.array_equal(copied(source.T, (2, 1), (4, 4)), source.T[8:12, 4:8])  # any strides
+
+
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [("ZERO", 0.0), ("NEG_ZERO", -0.0), ("POS_INF", np.inf), ("NEG_INF", -np.inf), ("NAN", np.nan),
+     ("UNDETERMINED", np.nan)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
+def test_padding(mode, value, dtype):
+    source = np.ones((3, 5), dtype)
+    tile = copied(source, (0, 1), (4, 4), padding=ct.PaddingMode[mode]).astype(np.float64)
+    assert np.all(tile[:3, 0] == 1)
+    np.testing.assert_array_equal(tile[3:], value)
+    np.testing.assert_array_equal(tile[:, 1:], value)
+    assert np.all(np.signbit(tile[3:]) == np.signbit(value))
+
+
+def test_undetermined_integers_are_poisoned():
+    assert copied(np.zeros((3, 4), np.int16), (0, 0), (4, 4))[3, 0] == np.iinfo(np.int16).max
+
+
+def test_float_padding_of_an_integer_array_is_an_error():
+    with pytest.raises(InterpreterError, match="needs a float array"):
+        copied(np.zeros((3, 4), np.int16), (0, 0), (4, 4), padding=ct.PaddingMode.NAN)
+
+
+@pytest.mark.parametrize("index", [(2, 0), (0, 2), (-1, 0)])
+def test_load_entirely_outside_is_an_error(index):
+    with pytest.raises(InterpreterError, match=r"source.*entirely outside.*\(8, 8\)"):
+        copied(np.zeros((8, 8), np.float32), index, (4, 4))
+
+
+def store_ones(target, AXIS0: Int, AXIS1: Int, VALUE: ct.Constant):
+    ct.store(target, (AXIS0, AXIS1), ct.full((4, 4), VALUE, dtype=target.dtype))
+
+
+def test_store_drops_elements_beyond_the_edge():
+    memory = np.zeros((8, 8), np.float16)
+    run(store_ones, 1, (memory[:6, :5], 1, 1, 1.0))
+    assert memory.sum() == 2
+    assert memory[4:6, 4].tolist() == [1, 1]
+
+
+def test_store_entirely_outside_is_an_error():
+    with pytest.raises(InterpreterError, match="entirely outside"):
+        run(store_ones, 1, (np.zeros((8, 8), np.float16), 0, 2, 1.0))
+
+
+def store_wide(target):
+    ct.store(target, (0,), ct.zeros((4,), ct.float32))
+
+
+def test_store_that_would_lose_precision_needs_a_cast():
+    with pytest.raises(InterpreterError, match=r"float32 is not cast to float16 implicitly; use \.astype"):
+        run(store_wide, 1, (np.zeros(4, np.float16),))
+    run(store_wide, 1, (np.ones(4, np.float64),))
+
+
+def claim_checks(source, target):
+    tile = ct.load(source, (0,), (4,), check_bounds=False)
+    ct.store(target, (0,), tile, check_bounds=False)
+
+
+def test_check_bounds_false_is_checked():
+    run(claim_checks, 1, (np.zeros(4), np.zeros(4)))
+    with pytest.raises(InterpreterError, match="check_bounds=False"):
+        run(claim_checks, 1, (np.zeros(3), np.zeros(4)))
+
+
+def write_at(target, STEP: Int):
+    ct.store(target, (ct.bid(0) // STEP,), ct.full((4,), ct.bid(0), dtype=target.dtype))
+
+
+def test_overlapping_stores_are_found():
+    run(write_at, 2, (np.zeros(8, np.int32), 1))
+    with pytest.raises(InterpreterError, match=r"overlapping stores: .*target was already written by block number 0"):
+        run(write_at, 2, (np.zeros(8, np.int32), 2))
+    memory = np.zeros(8, np.int32)
+    run(write_at, 2, (memory, 2), check_overlap=False)
+    assert memory.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def grid_kernel(target):
+    here = ct.bid(0) + ct.num_blocks(0) * (ct.bid(1) + ct.num_blocks(1) * ct.bid(2))
+    ct.store(target, (here,), here)
+
+
+def test_grid_of_three_axes():
+    target = np.full(24, -1, np.int32)
+    run(grid_kernel, (2, 3, 4), (target,))
+    assert target.tolist() == list(range(24))
+
+
+# ---- gathers, scatters, atomics, views -------------------------------------------------------------------------------
+
+
+def gather_rows(source, target, rows):
+    index = ct.load(rows, (0,), (4,))
+    columns = ct.arange(4, dtype=ct.int32)
+    tile = ct.gather(source, (index[:, None], columns[None, :]), padding_value=-1.0)
+    ct.scatter(target, (ct.arange(4, dtype=ct.int32)[:, None], columns[None, :]), tile, mask=index[:, None] >= 0)
+
+
+def test_gather_pads_and_scatter_masks():
+    source = np.arange(12, dtype=np.float32).reshape(3, 4)
+    target = np.zeros((4, 4), np.float32)
+    run(gather_rows, 1, (source, target, np.array([2, -1, 0, 7], np.int32)))
+    assert np.array_equal(target, np.stack([source[2], np.zeros(4), source[0], -np.ones(4)]))
+
+
+def histogram(source, bins, before):
+    index = ct.load(source, (ct.bid(0),), (4,))
+    ct.store(before, (ct.bid(0),), ct.atomic_add(bins, index, 1))
+    ct.atomic_max(bins, 3, ct.bid(0))
+
+
+def test_atomics_of_several_blocks():
+    bins, before = np.zeros(4, np.int32), np.zeros(8, np.int32)
+    run(histogram, 2, (np.array([0, 0, 1, 2, 0, 2, 2, 2], np.int32), bins, before))
+    assert bins.tolist() == [3, 1, 4, 1]
+    assert before.tolist() == [0, 1, 0, 0, 2, 1, 2, 3]
+
+
+def views(source, target):
+    rows = source.slice(0, 1, 3).tiled_view((2, 4), padding_mode=ct.PaddingMode.ZERO)
+    steps = source.tiled_view((2, 4), traversal_steps=(1, 4))
+    ct.static_assert(rows.num_tiles(1) == 2)
+    target.tiled_view((2, 4)).store((0, 0), rows.load((0, 1)) + steps.load((1, 0)))
+
+
+def test_tiled_views_and_slices():
+    source = np.arange(24, dtype=np.int32).reshape(4, 6)
+    target = np.zeros((2, 4), np.int32)
+    run(views, 1, (source, target))
+    assert np.array_equal(target, np.pad(source[1:3, 4:], ((0, 0), (0, 2))) + source[1:3, :4])
+
+
+def advanced(source, target, rows):
+    index = ct.load(rows, (0,), (2,))
+    tile = ct.load_advanced_indexing(source, (index, ct.Slice(2, 4)), padding_mode=ct.PaddingMode.ZERO)
+    ct.store_advanced_indexing(target, (index, ct.Slice(0, 4)), tile)
+
+
+def test_advanced_indexing():
+    source, target = np.arange(20, dtype=np.int32).reshape(4, 5), np.zeros((4, 4), np.int32)
+    run(advanced, 1, (source, target, np.array([3, 1], np.int32)))
+    assert np.array_equal(target[[3, 1]], np.pad(source[[3, 1], 2:], ((0, 0), (0, 1))))
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(expression, *arrays, dtype):
+    """`expression` of tiles of whole arrays."""
+
+    def kernel(target, sources):
+        ct.store(target, (0,) * target.ndim, expression(*(ct.load(source, (0,) * source.ndim, SHAPES[i])
+                                                          for i, source in enumerate(sources))))  # fmt: skip
+
+    SHAPES = [array.shape for array in arrays]
+    shape = np.broadcast_shapes(*SHAPES)
+    target = np.zeros(shape, dtype)
+    run(kernel, 1, (target, list(arrays)))
+    return target
+
+
+def test_integer_division_rounds_as_in_python():
+    x, y = np.array([7, -7, 7, -7], np.int32), np.array([2, 2, -2, -2], np.int32)
+    assert evaluate(lambda a, b: a // b, x, y, dtype=np.int32).tolist() == [3, -4, -4, 3]
+    assert evaluate(lambda a, b: a % b, x, y, dtype=np.int32).tolist() == [1, 1, -1, -1]
+    assert evaluate(ct.cdiv, x, y, dtype=np.int32).tolist() == [4, -3, -3, 4]
+    with pytest.raises(InterpreterError, match="division by zero"):
+        evaluate(lambda a, b: a // b, x, np.zeros(4, np.int32), dtype=np.int32)
+
+
+def test_maximum_prefers_numbers_to_nan():
+    x, y = np.array([np.nan, 1], np.float32), np.array([2, np.nan], np.float32)
+    assert evaluate(ct.maximum, x, y, dtype=np.float32).tolist() == [2, 1]
+    assert np.isnan(evaluate(lambda a, b: ct.maximum(a, b, propagate_nan=True), x, y, dtype=np.float32)).all()
+
+
+def test_flush_to_zero():
+    tiny = np.array([1e-39, 1.0], np.float32)
+    assert evaluate(lambda a: a * 1.0, tiny, dtype=np.float32)[0] > 0
+    assert evaluate(lambda a: ct.mul(a, 1.0, flush_to_zero=True), tiny, dtype=np.float32).tolist() == [0, 1]
+    with pytest.raises(InterpreterError, match="float32 only"):
+        evaluate(lambda a: ct.exp2(a, flush_to_zero=True), np.ones(2, np.float16), dtype=np.float16)
+
+
+def test_approximate_rounding_takes_float32_only():
+    def divide(a):
+        return ct.truediv(a, 3.0, rounding_mode=ct.RoundingMode.APPROX)
+
+    assert evaluate(divide, np.ones(2, np.float32), dtype=np.float32)[0] == np.float32(1) / np.float32(3)
+    with pytest.raises(InterpreterError, match="float32 only"):
+        evaluate(divide, np.ones(2, np.float16), dtype=np.float16)
+
+
+def test_reductions():
+    x = np.arange(32, dtype=np.float32).reshape(4, 8)
+    assert evaluate(lambda a: ct.sum(a, 1, keepdims=True) + 0 * a, x, dtype=np.float32)[3, 0] == x[3].sum()
+    assert evaluate(lambda a: ct.min(a) + 0 * a, x, dtype=np.float32)[0, 0] == 0
+    assert evaluate(lambda a: ct.argmax(a, 1)[:, None] + 0 * a, x, dtype=np.float32)[0, 0] == 7
+    assert evaluate(lambda a: ct.cumsum(a, 1), x, dtype=np.float32).tolist() == np.cumsum(x, 1).tolist()
+    backwards = evaluate(lambda a: ct.cumsum(a, 1, reverse=True), x, dtype=np.float32)
+    assert backwards.tolist() == np.cumsum(x[:, ::-1], 1)[:, ::-1].tolist()
+    folded = evaluate(lambda a: ct.reduce(a, 0, lambda low, high: low * high, 1.0) + 0 * a, x + 1, dtype=np.float32)
+    np.testing.assert_allclose(folded[0], np.prod(x + 1, 0), rtol=1e-6)
+
+
+def test_product_rounds_to_the_accumulator():
+    x, y = np.full((2, 16), 64, np.float16), np.full((16, 2), 64, np.float16)
+
+    def half(a, b):
+        return ct.mma(a, b, ct.full((2, 2), 1.0, ct.float16)).astype(ct.float32)
+
+    def single(a, b):
+        return ct.mma(a, b, ct.full((2, 2), 1.0, ct.float32))
+
+    x[:, 0] = 0.5
+    for product, expected in ((half, np.float32(np.float16(61473.0))), (single, np.float32(61473.0))):
+        target = np.zeros((2, 2), np.float32)
+        run(_product_kernel(product), 1, (x, y, target))
+        assert np.all(target == expected)
+
+
+def _product_kernel(product):
+    def kernel(x, y, target):
+        ct.store(target, (0, 0), product(ct.load(x, (0, 0), (2, 16)), ct.load(y, (0, 0), (16, 2))))
+
+    return kernel
+
+
+def test_bfloat16_cannot_accumulate_in_float16():
+    def half(a, b):
+        return ct.mma(a, b, ct.zeros((2, 2), ct.float16))
+
+    with pytest.raises(InterpreterError, match="bfloat16 accumulates in"):
+        run(_product_kernel(half), 1, (np.ones((2, 16), BFLOAT16), np.ones((16, 2), BFLOAT16), np.zeros((2, 2))))
+
+
+def test_float8_and_tfloat32():
+    x = np.array([1.0, 1.06, 300.0, 1 + 2**-11], np.float32)
+    eight = evaluate(lambda a: a.astype(ct.float8_e4m3fn).astype(ct.float32), x, dtype=np.float32)
+    assert eight.tolist() == [1.0, 1.0, 288.0, 1.0]
+    tf32 = evaluate(lambda a: a.astype(ct.tfloat32).astype(ct.float32), x, dtype=np.float32)
+    assert tf32[3] == 1.0
+    assert abs(tf32[1] / x[1] - 1) < 2**-11
+
+
+# ---- Python in tile code ---------------------------------------------------------------------------------------------
+
+
+@ct.function
+def larger(a, b):
+    return max(a, b)
+
+
+def helper(a, count):
+    for step in range(count):
+        a = larger(a, step * 1.0)
+    return a
+
+
+def python_kernel(source, target, count: int, SKIP: ct.Constant[bool]):
+    tile = ct.load(source, (0,), (4,))
+    if not SKIP and count > 2:
+        tile = min(helper(tile, count), 3.0)
+    states = ()
+    for i in ct.static_iter(range(2)):
+        states += (tile + i,)
+    ct.store(target, (0,), states[1])
+
+
+def test_builtins_work_on_tiles_in_functions_the_kernel_calls():
+    target = np.zeros(4, np.float32)
+    run(ct.kernel(python_kernel), 1, (np.array([0, 1, 2, 9], np.float32), target, 3, False))
+    assert target.tolist() == [3, 3, 3, 4]
+    assert helper.__globals__ is globals()  # the functions themselves are untouched
+    assert python_kernel.__globals__["__builtins__"] is not BUILTINS
+
+
+def shape_at_run_time(source, size):
+    ct.load(source, (0,), (size,))
+
+
+def odd_shape(source):
+    ct.load(source, (0,), (3,))
+
+
+def branch_on_a_tile(source):
+    if ct.load(source, (0,), (4,)) > 0:
+        pass
+
+
+def misspelt(source):
+    ct.load(source, (0,), (4,), paddding_mode=ct.PaddingMode.ZERO)
+
+
+def raw_memory(source):
+    source.get_raw_memory()
+
+
+def scaled_product(source):
+    tile = ct.load(source, (0,), (4,))
+    ct.mma_scaled(tile, tile, tile, tile, tile)
+
+
+def mixed_signs(source):
+    tile = ct.load(source, (0,), (4,))
+    tile.astype(ct.int32) + tile.astype(ct.uint32)
+
+
+def bad_latency(source):
+    ct.load(source, (0,), (4,), latency=11)
+
+
+def subscript(source):
+    source[0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "extra", "message"),
+    [
+        (shape_at_run_time, (4,), "known at compile time.*ct.Constant"),
+        (odd_shape, (), "powers of two"),
+        (branch_on_a_tile, (), "where one number is needed"),
+        (misspelt, (), r"ct\.load: unknown arguments \['paddding_mode'\]"),
+        (raw_memory, (), r"ct\.Array\.get_raw_memory is not supported"),
+        (scaled_product, (), r"ct\.mma_scaled is not supported by the interpreter"),
+        (mixed_signs, (), "int32 and uint32 have no common type"),
+        (bad_latency, (), "latency hint must be between 1 and 10"),
+        (subscript, (), r"use ct\.load or ct\.gather"),
+    ],
+)
+def test_errors_name_the_kernel_the_block_and_the_cause(kernel, extra, message):
+    with pytest.raises(InterpreterError, match=rf"{kernel.__name__}, block \(0, 0, 0\): .*{message}") as caught:
+        run(kernel, 1, (np.zeros(4, np.float32), *extra))
+    assert isinstance(caught.value, TiledschedError)
+
+
+@pytest.mark.parametrize(
+    ("grid", "args", "message"),
+    [
+        (0, (np.zeros(4),), "at least one block"),
+        (1, (), r"takes 1 arguments \['target'\], got 0"),
+        (1, ("text",), "expected a NumPy array or a number"),
+        (1, (np.zeros(4, np.complex64),), "no type for NumPy's complex64"),
+    ],
+)
+def test_wrong_launches(grid, args, message):
+    with pytest.raises(InterpreterError, match=message):
+        run(store_wide, grid, args)
+
+
+def test_tile_functions_still_refuse_to_run_outside_a_launch():
+    run(write_at, 2, (np.zeros(8, np.int32), 1))
+    with pytest.raises(RuntimeError, match="device code"):
+        ct.bid(0)
+
+
+def test_run_problem_refuses_arrays_of_another_problem():
+    problem = Problem(seq_q=8, seq_k=8, head_dim=16)
+    q = np.zeros((1, 1, 8, 16), np.float16)
+    schedule = space_for("sm_90").default(problem)
+    with pytest.raises(ProblemError, match="v must be float16 of shape"):
+        run_problem(AttentionTemplate(), schedule, problem, q, q, q[:, :, :4])
+    with pytest.raises(ProblemError, match="k must be float16"):
+        run_problem(AttentionTemplate(), schedule, problem, q, q.astype(BFLOAT16), q)
+
+
+# ---- the private names -----------------------------------------------------------------------------------------------
+
+
+def test_moved_private_module_is_explained(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.tile._dispatch_mode", None)
+    with pytest.raises(CompilerError, match=r"_dispatch_mode.*1\.2 to 1\.7: pip install"):
+        private.load_dispatch_mode()
+
+
+def test_changed_private_class_is_explained(monkeypatch):
+    module = types.ModuleType("cuda.tile._dispatch_mode")
+    module.DispatchMode = type("DispatchMode", (), {"as_current": lambda self: None})
+    monkeypatch.setitem(sys.modules, "cuda.tile._dispatch_mode", module)
+    with pytest.raises(CompilerError, match=r"DispatchMode\.call_tile_function_from_host"):
+        private.load_dispatch_mode()
+
+
+def test_only_functions_and_kernels_are_run():
+    with pytest.raises(TypeError, match="expected a cuTile kernel or a Python function, got int"):
+        run(3, 1, ())
+
+
+def test_private_names_are_imported_in_one_module_only():
+    package = Path(private.__file__).parents[1]
+    sources = {path.name: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+    using = {name for name, source in sources.items() if re.search(r"cuda\.tile\._", source)}
+    assert using == {"private.py"}
+
+
+# ---- the documentation -----------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_in_the_documentation_runs(tmp_path, monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    (tmp_path / "recipe.py").write_text("\n\n".join(blocks), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("recipe")
+
+
+def test_the_documentation_lists_what_is_supported():
+    from tiledsched.interpreter.registry import IMPLEMENTATIONS
+
+    text = DOCS.read_text(encoding="utf-8")
+    names = {function.__qualname__ for function in IMPLEMENTATIONS} | {"bid", "num_blocks"}
+    missing = sorted(name for name in names if name != "Slice.__init__" and f"`{name}`" not in text)
+    assert not missing

@@ -1,0 +1,332 @@
+"""The GPU runner with its real worker process on a made-up GPU (fake_worker.py): failures cost one candidate each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fake_worker
+import pytest
+from fake_worker import cubin
+from store_samples import artifact
+
+from tiledsched.build.cubin import Artifact
+from tiledsched.errors import Failure, FailureKind, MeasureError
+from tiledsched.kernels import template_for
+from tiledsched.measure import gpu
+from tiledsched.measure.gpu import GpuRunner, Timeouts
+from tiledsched.measure.runner import Batch, Candidate, Checked
+from tiledsched.problem import Problem, stable_id
+from tiledsched.schedule import Schedule
+from tiledsched.search.race import Rules, race
+
+PROBLEM = Problem(seq_q=40, seq_k=24, head_dim=16, batch=2, heads=2, kv_heads=1)
+TIMEOUTS = Timeouts(start_s=20.0, begin_s=20.0, check_s=0.6, sample_s=0.6, each_sample_s=0.01)
+SCRIPT = str(Path(fake_worker.__file__))
+
+
+def command(mode="ready"):
+    return sys.executable, SCRIPT, mode
+
+
+def candidate(us=100.0, *, tile_m=16, **script) -> Candidate:
+    """A candidate told apart by what it does."""
+    code = cubin(us, **script)
+    made = artifact(stable_id([us, script], 24))
+    made = Artifact(arch=made.arch, fingerprint=made.fingerprint, facts=made.facts, cubin=code)
+    name = "-".join([str(us), *map(str, script.values())])
+    knobs = {"tile_m": tile_m, "persistent": False, "accum_mode": "fp32", "name": name}
+    return Candidate(schedule=Schedule(knobs), artifact=made)
+
+
+@pytest.fixture
+def make_runner():
+    made = []
+
+    def make(mode="ready", timeouts=TIMEOUTS, problem=PROBLEM, **more):
+        runner = GpuRunner(template_for("attention"), timeouts=timeouts, worker_command=command(mode), **more)
+        made.append(runner)
+        if problem is not None:
+            runner.begin(problem)
+        return runner
+
+    yield make
+    for runner in made:
+        runner.close()
+
+
+def is_gone(process: subprocess.Popen) -> bool:
+    return process.returncode is not None and not Path(f"/proc/{process.pid}").exists()
+
+
+def assert_usable(runner: GpuRunner) -> None:
+    checked = runner.check(candidate(77.0))
+    assert isinstance(checked, Checked), checked
+    batch = runner.sample([candidate(77.0)], rounds=2, regime="burst")[0]
+    assert batch.samples_us == pytest.approx((77.0, 77.0))
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, PROBLEM.replace(dtype="bfloat16", causal=True)], ids=str)
+def test_right_candidate(make_runner, problem):
+    runner = make_runner(problem=problem)
+    assert (runner.device.name, runner.device.arch, runner.device.sm_count) == ("Made-up GPU", "sm_90", 8)
+    checked = runner.check(candidate(123.0))
+    assert checked.first_look_us == pytest.approx(123.0)
+    assert checked.accuracy.repeatable
+    assert 0 < checked.accuracy.worst_tile_error < 1e-2
+    assert 0 < checked.accuracy.max_abs_error < 0.05
+    assert not runner.check(candidate(50.0, check="unrepeatable")).accuracy.repeatable
+
+
+def test_samples_are_interleaved_and_exact(make_runner):
+    runner = make_runner()
+    batches = runner.sample([candidate(us) for us in (10.0, 20.0, 30.0)], rounds=5, regime="burst")
+    assert [batch.samples_us for batch in batches] == [pytest.approx((us,) * 5) for us in (10.0, 20.0, 30.0)]
+    sustained = runner.sample([candidate(10.0)], rounds=3, regime="sustained")[0]
+    assert sustained.samples_us == pytest.approx((10.0,) * 3)
+
+
+FAILURES = [
+    ({"load": "corrupt"}, FailureKind.ARTIFACT_CORRUPT, "device kernel image is invalid", False),
+    ({"load": "driver"}, FailureKind.DRIVER_MISMATCH, "unsupported toolchain", False),
+    ({"load": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory", False),
+    ({"check": "wrong"}, FailureKind.WRONG_RESULT, "batch 0, head 1, query tile 2", False),
+    ({"check": "unwritten"}, FailureKind.WRONG_RESULT, "relative error inf", False),
+    ({"check": "launch"}, FailureKind.LAUNCH_FAILURE, "invalid argument", False),
+    ({"check": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory", False),
+    ({"check": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access", True),
+    ({"check": "assert"}, FailureKind.LAUNCH_FAILURE, "no word for", True),
+    ({"check": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC", True),
+    ({"check": "hang"}, FailureKind.HANG, "no answer to check within 0.6 s", True),
+    ({"load": "hang"}, FailureKind.HANG, "no answer to load", True),
+    ({"check": "exit"}, FailureKind.WORKER_KILLED, "ended with code 3 during check", True),
+    ({"check": "kill"}, FailureKind.WORKER_KILLED, "ended with code -9 during check", True),
+]
+
+
+@pytest.mark.parametrize(("script", "kind", "words", "lost"), FAILURES, ids=lambda value: str(value))
+def test_failure_of_one_candidate(make_runner, script, kind, words, lost):
+    runner = make_runner()
+    first = runner._worker
+    failure = runner.check(candidate(**script))
+    assert isinstance(failure, Failure)
+    assert failure.kind is kind
+    assert words in failure.message
+    assert "\n" not in failure.message
+    assert_usable(runner)
+    assert (runner._worker is not first) is lost
+    assert is_gone(first.process) is lost
+
+
+@pytest.mark.parametrize(("act", "kind"), [("illegal", FailureKind.ILLEGAL_ADDRESS), ("hang", FailureKind.HANG),
+                                           ("exit", FailureKind.WORKER_KILLED), ("launch", FailureKind.LAUNCH_FAILURE)])  # fmt: skip
+def test_one_culprit_in_an_interleaved_run(make_runner, act, kind):
+    runner = make_runner()
+    group = [candidate(10.0), candidate(20.0, sample=act), candidate(30.0)]
+    assert all(isinstance(runner.check(each), Checked) for each in group)
+    good, failure, other = runner.sample(group, rounds=4, regime="burst")
+    assert failure.kind is kind
+    assert (good.samples_us, other.samples_us) == (pytest.approx((10.0,) * 4), pytest.approx((30.0,) * 4))
+    assert_usable(runner)
+
+
+def test_the_others_are_still_interleaved(make_runner, monkeypatch):
+    """After the culprit is found, the healthy ones are timed in one run, not one after another."""
+    runner = make_runner()
+    asked = []
+    together = runner._sample_together
+    monkeypatch.setattr(runner, "_sample_together",
+                        lambda group, rounds, regime: (asked.append((len(group), rounds)), together(group, rounds, regime))[1])  # fmt: skip
+    group = [candidate(10.0), candidate(20.0, sample="exit"), candidate(30.0), candidate(40.0, load="corrupt")]
+    batches = runner.sample(group, rounds=4, regime="burst")
+    assert [isinstance(batch, Failure) for batch in batches] == [False, True, False, True]
+    assert asked == [(4, 4), (1, 1), (1, 1), (1, 1), (1, 1), (2, 4)]
+
+
+def test_all_of_a_run_fail(make_runner):
+    runner = make_runner()
+    batches = runner.sample([candidate(1.0, sample="launch"), candidate(2.0, sample="exit")], rounds=2, regime="burst")
+    assert [batch.kind for batch in batches] == [FailureKind.LAUNCH_FAILURE, FailureKind.WORKER_KILLED]
+    assert_usable(runner)
+
+
+def test_a_failure_only_together_does_not_lose_anyone(make_runner, monkeypatch):
+    runner = make_runner()
+    together = runner._sample_together
+    failure = Failure(kind=FailureKind.HANG, message="only in company")
+    monkeypatch.setattr(runner, "_sample_together",
+                        lambda group, rounds, regime: failure if len(group) > 1 else together(group, rounds, regime))  # fmt: skip
+    batches = runner.sample([candidate(10.0), candidate(20.0)], rounds=2, regime="burst")
+    assert [batch.samples_us for batch in batches] == [pytest.approx((10.0,) * 2), pytest.approx((20.0,) * 2)]
+
+
+@pytest.mark.parametrize("mode", ["check", "sample", "begin"])
+def test_worker_killed_from_outside_between_requests(make_runner, mode):
+    runner = make_runner()
+    assert isinstance(runner.check(candidate(10.0)), Checked)
+    victim = runner._worker.process
+    os.kill(victim.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)
+    if mode == "check":
+        assert isinstance(runner.check(candidate(10.0)), Checked)
+    elif mode == "sample":
+        assert isinstance(runner.sample([candidate(10.0)], rounds=1, regime="burst")[0], Batch)
+    else:
+        runner.begin(PROBLEM.replace(seq_q=8))
+    assert is_gone(victim)
+    assert_usable(runner)
+
+
+def test_ctrl_c_while_waiting_leaves_no_stale_answer(make_runner, monkeypatch):
+    runner = make_runner()
+    worker = runner._worker
+
+    def interrupted(timeout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker.connection, "poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        worker.ask(1.0, "check", None)
+    assert is_gone(worker.process)
+    assert_usable(runner)
+
+
+def test_the_worker_ignores_ctrl_c(make_runner):
+    """The terminal sends it to the whole process group; only the parent decides when the worker ends."""
+    runner = make_runner()
+    os.kill(runner._worker.process.pid, signal.SIGINT)
+    worker = runner._worker
+    assert_usable(runner)
+    assert runner._worker is worker
+
+
+@pytest.mark.parametrize(("mode", "words"), [("no-gpu", "no CUDA-capable device"), ("crash", "No module named 'cupy'"),
+                                             ("silent", "no answer to start within 0.5 s")])  # fmt: skip
+def test_no_start(make_runner, mode, words):
+    timeouts = Timeouts(start_s=0.5 if mode == "silent" else 20.0)
+    with pytest.raises(MeasureError, match=words) as caught:
+        make_runner(mode, timeouts=timeouts)
+    assert str(caught.value).endswith("run: tiledsched doctor")
+
+
+def test_gpu_lost_on_the_way(make_runner, tmp_path):
+    """The candidate that broke it is a failure; that no GPU comes back is an error, and asking again says so again."""
+    runner = make_runner(f"ready:{tmp_path / 'started'}")
+    assert runner.check(candidate(check="ecc")).kind is FailureKind.GPU_LOST
+    for _ in range(2):
+        with pytest.raises(MeasureError, match="no CUDA-capable device"):
+            runner.check(candidate())
+
+
+def test_problem_that_does_not_fit(make_runner):
+    runner = make_runner()
+    with pytest.raises(MeasureError, match=r"Out of memory.*smaller batch"):
+        runner.begin(PROBLEM.replace(head_dim=250))
+    runner.begin(PROBLEM)
+    assert_usable(runner)
+
+
+def test_same_seed_same_requests(make_runner, monkeypatch):
+    def requests(runner):
+        sent = []
+        worker = runner._worker
+        real = worker.connection.send
+        monkeypatch.setattr(worker.connection, "send", lambda request: (sent.append(request), real(request))[1])
+        runner.begin(PROBLEM)
+        runner.sample([candidate(10.0)], rounds=1, regime="burst")
+        return sent
+
+    first, second, other = (requests(make_runner(seed=seed, problem=None)) for seed in (1, 1, 2))
+    assert first == second
+    assert first != other
+
+
+def test_close_twice_leaves_nothing_behind(make_runner):
+    runner = make_runner()
+    process, folder = runner._worker.process, Path(runner._worker._folder.name)
+    runner.check(candidate(10.0))
+    assert list(folder.glob("*.cubin"))
+    runner.close()
+    runner.close()
+    assert is_gone(process)
+    assert not folder.exists()
+
+
+def test_a_failed_start_leaves_nothing_behind(monkeypatch):
+    workers = []
+
+    class Watched(gpu.Worker):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            workers.append(self)
+
+    monkeypatch.setattr(gpu, "Worker", Watched)
+    with pytest.raises(MeasureError):
+        GpuRunner(template_for("attention"), worker_command=command("no-gpu"))
+    assert is_gone(workers[0].process)
+    assert not Path(workers[0]._folder.name).exists()
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "hanging"])
+def test_the_worker_ends_with_its_parent(busy):
+    """Even when the parent is killed, and even in the middle of a kernel that never ends."""
+    program = f"""
+import sys
+sys.path[:0] = {[str(Path(SCRIPT).parent)]!r}
+from test_measure_gpu import *
+runner = GpuRunner(template_for("attention"), timeouts=Timeouts(), worker_command=command())
+runner.begin(PROBLEM)
+print(runner._worker.process.pid, flush=True)
+runner.check(candidate(check="hang")) if {busy} else time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    if busy:
+        time.sleep(0.3)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists() and _state(worker) != "Z":
+        assert time.monotonic() < deadline, "the worker outlives its parent"
+        time.sleep(0.05)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_the_worker_holds_neither_torch_nor_a_compiler():
+    program = f"""
+import sys
+sys.path[:0] = {[str(Path(SCRIPT).parent)]!r}
+import fake_worker
+sys.modules["cupy"] = fake_worker.fake_cupy("ready")
+import tiledsched.measure.worker
+heavy = {{"torch", "cuda", "optuna", "sqlalchemy", "pebble"}}
+print(sorted(heavy & set(sys.modules)))
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_a_race_over_a_failing_field(make_runner):
+    """End to end: a real process, eleven ways to fail, one right winner, one outcome per candidate."""
+    runner = make_runner()
+    good = [candidate(us, noise=0.002) for us in (100.0, 104.0, 130.0, 900.0)]
+    bad = [candidate(50.0 + i, **script) for i, (script, *_) in enumerate(FAILURES[:6])]
+    bad += [candidate(40.0, check="illegal"), candidate(41.0, check="exit"), candidate(42.0, sample="illegal"),
+            candidate(43.0, sample="exit"), candidate(44.0, check="hang")]  # fmt: skip
+    reported = []
+    result = race(runner, PROBLEM, [*bad, *good], rules=Rules(opening_rounds=2, heats=((1.1, 3), (1.05, 3))),
+                  on_outcome=reported.append)  # fmt: skip
+    assert result.winner.schedule == good[0].schedule
+    assert result.runner_up.schedule == good[1].schedule
+    assert len(reported) == len(good) + len(bad) == len({outcome.schedule for outcome in reported})
+    assert {outcome.schedule for outcome in reported if hasattr(outcome, "failure")} == {b.schedule for b in bad}

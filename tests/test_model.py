@@ -1,0 +1,230 @@
+"""The static model: sane directions, exact placement of blocks, no say for knobs without a trace, and speed."""
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import store_samples as samples
+
+from tiledsched.build.cubin import ResourceFacts
+from tiledsched.device import ARCHS, arch_spec
+from tiledsched.kernels import template_for
+from tiledsched.model import static
+from tiledsched.model.evaluate import agreement, evaluate, spearman, table
+from tiledsched.model.static import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.space import space_for
+from tiledsched.store.db import TuningDB
+
+PLAIN = Schedule(tile_m=64, tile_n=64, occupancy=2, num_worker_warps=4, num_ctas=1, latency_k=0, latency_v=0,
+                 opt_level=3, accum_mode="fp32", loop_split=False, block_order="natural", persistent=False)  # fmt: skip
+FACTS = ResourceFacts(registers=128, threads=256, shared_bytes=42000, spill_bytes=0, num_ctas=1, code_bytes=16000,
+                      ctas_per_sm=2)  # fmt: skip
+PROBLEM = Problem.standard(seq_len=2048, head_dim=64)
+REGISTERS = {(4, 1): 255, (4, 2): 128, (4, 3): 80, (4, 4): 64, (8, 1): 168, (8, 2): 80, (8, 3): 56, (8, 4): 40}
+"""What the compiler allots on sm_90 by (worker warps, occupancy hint)."""
+
+
+def modelled(problem=PROBLEM, facts=FACTS, arch="sm_90", **knobs):
+    return estimate_us(problem, PLAIN.replace(**knobs), facts, arch_spec(arch))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+class TestDirections:
+    def test_more_work_takes_longer(self, arch):
+        base = modelled(arch=arch)
+        assert base > 0
+        assert modelled(PROBLEM.replace(seq_q=4096, seq_k=4096), arch=arch) > base
+        assert modelled(PROBLEM.replace(batch=2 * PROBLEM.batch), arch=arch) > base
+        assert modelled(PROBLEM.replace(heads=64, kv_heads=64), arch=arch) > base
+        assert modelled(PROBLEM.replace(head_dim=128), arch=arch) > base
+        assert modelled(PROBLEM.replace(seq_k=1024), arch=arch) < base
+
+    @pytest.mark.parametrize("split", [False, True])
+    def test_causal_is_cheaper_than_everything_and_dearer_than_half(self, arch, split):
+        full, causal = modelled(arch=arch), modelled(PROBLEM.replace(causal=True), arch=arch, loop_split=split)
+        assert 0.5 * full < causal < full
+
+    def test_masking_only_the_diagonal_is_cheaper(self, arch):
+        problem = PROBLEM.replace(causal=True)
+        assert modelled(problem, arch=arch, loop_split=True) < modelled(problem, arch=arch)
+
+    def test_spills_cost(self, arch):
+        times = [modelled(facts=replace(FACTS, spill_bytes=spill), arch=arch) for spill in (0, 16, 128, 512)]
+        assert times[0] == times[1] < times[2] < times[3]
+
+    def test_a_second_resident_block_helps(self, arch):
+        assert modelled(facts=replace(FACTS, registers=255), arch=arch) > modelled(arch=arch)
+
+    def test_warps_without_rows_of_their_own_cost(self, arch):
+        movers = 32 * arch_spec(arch).producer_warps
+        four, eight = (replace(FACTS, threads=movers + 32 * warps, registers=80) for warps in (4, 8))
+        assert modelled(facts=eight, arch=arch) > modelled(facts=four, arch=arch)
+
+    def test_nothing_beats_the_peak_rates(self, arch):
+        spec, problem = arch_spec(arch), Problem.standard(seq_len=8192, head_dim=128)
+        peak = spec.sm_count * spec.clock_ghz * 1e3
+        floor_us = max(problem.flops / (spec.tensor_flops * peak), problem.flops / 4 / 128 / (spec.exp2_ops * peak))
+        assert modelled(problem, arch=arch) > floor_us
+
+
+def test_keys_that_overflow_the_cache_cost_where_every_head_is_in_flight():
+    large, small = Problem.standard(seq_len=4096, head_dim=64), PROBLEM.replace(batch=1, heads=8, kv_heads=8)
+    assert modelled(large, block_order="heads_fastest") > 1.05 * modelled(large)
+    assert modelled(small, block_order="heads_fastest") == modelled(small)
+
+
+def test_small_rows_lose_the_warpgroup_products():
+    facts = replace(FACTS, num_ctas=2)  # 32 rows for each CTA of the cluster
+    assert modelled(facts=facts, num_ctas=2) > 5 * modelled()
+
+
+class TestIdenticalPrograms:
+    """Same machine code and same grid: same estimate, whatever the schedule said."""
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("persistent", [False, True])
+    def test_knobs_that_left_no_trace(self, causal, persistent):
+        problem = PROBLEM.replace(causal=causal)
+        inert = {"latency_k": 2, "latency_v": 4, "opt_level": 2, "num_worker_warps": 8}
+        assert modelled(problem, persistent=persistent, **inert) == modelled(problem, persistent=persistent)
+
+    def test_occupancy_speaks_only_through_the_grid(self):
+        assert modelled(occupancy=1) == modelled(occupancy=3)
+        assert modelled(persistent=True, occupancy=2) < modelled(persistent=True, occupancy=3)
+        few = PROBLEM.replace(batch=1, heads=2, kv_heads=2)  # 64 tiles: every grid is the same
+        assert modelled(few, persistent=True, occupancy=2) == modelled(few, persistent=True, occupancy=3)
+
+    def test_order_and_split_do_not_matter_without_a_mask(self):
+        assert modelled(block_order="reversed") == modelled() == modelled(loop_split=True)
+
+    @pytest.mark.parametrize("knobs", [{}, {"persistent": True}, {"persistent": True, "num_ctas": 2, "occupancy": 3}])
+    def test_the_grid_is_the_templates(self, knobs):
+        for problem in (PROBLEM, PROBLEM.replace(batch=1, heads=1, kv_heads=1)):
+            schedule = PLAIN.replace(**knobs)
+            grid = template_for("attention").grid(schedule, problem, arch_spec("sm_90").sm_count)
+            assert grid == (grid_blocks(problem, schedule, arch_spec("sm_90")), 1, 1)
+
+
+class TestPlacement:
+    """`busy_steps` against a simulation that ticks."""
+
+    @staticmethod
+    def ticking(jobs, sms, resident):
+        waiting, slots, busy = list(jobs), [0] * (sms * resident), np.zeros((sms, resident + 1))
+        while waiting or any(slots):
+            for slot, left in enumerate(slots):
+                if not left and waiting:
+                    slots[slot] = waiting.pop(0)
+            for sm in range(sms):
+                busy[sm, sum(left > 0 for left in slots[sm::sms])] += 1
+            slots = [max(0, left - 1) for left in slots]
+        busy[:, 0] = 0
+        return busy
+
+    @pytest.mark.parametrize("order", ["natural", "reversed", "heads_fastest"])
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("grid", [0, 5, 6, 8, 10, 1000])
+    @pytest.mark.parametrize(("seq", "heads", "sms", "resident"), [(256, 7, 3, 2), (512, 3, 4, 1), (128, 2, 5, 3)])
+    def test_matches(self, order, causal, grid, seq, heads, sms, resident):
+        tiles = seq // 32
+        tile_of = {
+            "natural": lambda work: work % tiles,
+            "reversed": lambda work: tiles - 1 - work % tiles,
+            "heads_fastest": lambda work: tiles - 1 - work // heads,
+        }[order]
+        steps = [-(-(tile_of(work) + 1) * 32 // 16) if causal else seq // 16 for work in range(tiles * heads)]
+        blocks = min(grid, len(steps))
+        jobs = [sum(steps[block::blocks]) for block in range(blocks)] if grid else steps
+        found = busy_steps(tile_m=32, tile_n=16, seq_q=seq, seq_k=seq, causal=causal, heads=heads, order=order,
+                           grid=blocks, sms=sms, resident=resident, extra=0.0)  # fmt: skip
+        expected = self.ticking(jobs, sms, resident)
+        assert (found @ np.arange(resident + 1)).max() <= sum(jobs)
+        # The order of SMs among equals is not promised, the busiest SM is.
+        np.testing.assert_allclose(found, np.unique(expected, axis=0))
+
+    def test_a_grid_in_step_with_the_tiles_is_uneven(self):
+        causal = Problem.standard(seq_len=4096, head_dim=64, causal=True)
+        facts = replace(FACTS, threads=384, registers=80)
+        plain, persistent = (modelled(causal, facts, tile_m=128, persistent=on) for on in (False, True))
+        assert persistent > 1.05 * plain  # 264 blocks over 32 tiles a head: block w always gets tiles w mod 8
+
+    def test_level_load_beyond_the_exact_limit(self, monkeypatch):
+        arguments = {"tile_m": 64, "tile_n": 64, "seq_q": 2048, "seq_k": 2048, "causal": True, "heads": 64,
+                     "order": "natural", "grid": 0, "sms": 16, "resident": 2, "extra": 1.0}  # fmt: skip
+        exact = busy_steps(**arguments)[:, 1:].sum(axis=1).max()
+        monkeypatch.setattr(static, "EXACT_BLOCKS", 100)
+        level = busy_steps.__wrapped__(**arguments)[:, 1:].sum(axis=1).max()
+        assert level == pytest.approx(exact, rel=0.05)
+
+    def test_rectangular_problems(self):
+        assert tile_steps(64, 64, 128, 64, True, 1, "natural").tolist() == [1, 1]
+        assert tile_steps(64, 32, 128, 100, True, 1, "reversed").tolist() == [4, 2]
+        assert tile_steps(64, 64, 65, 65, False, 1, "natural").tolist() == [2, 2]
+
+
+def test_resident_blocks_follow_the_occupancy_rules():
+    hopper, ampere = arch_spec("sm_90"), arch_spec("sm_80")
+    assert resident_blocks(FACTS, hopper) == 2  # 65536 registers / (128 * 256)
+    assert resident_blocks(replace(FACTS, registers=80), hopper) == 3
+    # From sm_90 on the cubin counts the driver's 1 KiB: 2 * 116 736 bytes are all of 228 KiB.
+    assert resident_blocks(replace(FACTS, shared_bytes=116736), hopper) == 2
+    assert resident_blocks(replace(FACTS, shared_bytes=116737), hopper) == 1
+    assert resident_blocks(replace(FACTS, threads=128, shared_bytes=83968), ampere) == 1
+    assert resident_blocks(replace(FACTS, threads=128, shared_bytes=82944), ampere) == 2
+
+
+def test_a_whole_space_is_estimated_in_seconds():
+    busy_steps.cache_clear()
+    count, started = 0, time.perf_counter()
+    for seq_len in (512, 4096):
+        problem = Problem.standard(seq_len=seq_len, head_dim=64, causal=True)
+        for schedule in space_for("sm_90").schedules(problem):
+            warps, occupancy = schedule.number("num_worker_warps"), schedule.number("occupancy")
+            facts = replace(FACTS, threads=128 + 32 * warps, registers=REGISTERS[warps, occupancy],
+                            num_ctas=schedule.number("num_ctas"))  # fmt: skip
+            estimate_us(problem, schedule, facts, arch_spec("sm_90"))
+            count += 1
+    assert count > 1000
+    assert (time.perf_counter() - started) / count < 5e-3
+
+
+class TestEvaluate:
+    def test_spearman(self):
+        assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
+        assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+        assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)
+
+    def test_regret_counts_the_slowest_of_equals_first(self):
+        found = agreement(PROBLEM, "sm_90", [100.0, 110.0, 150.0], [5.0, 5.0, 9.0])
+        assert found.best_rank == 2
+        assert found.regret == {1: pytest.approx(0.1), 5: 0.0, 10: 0.0}
+
+    @pytest.fixture
+    def database(self, tmp_path):
+        path = tmp_path / "t.db"
+        with TuningDB.open(str(path)) as db:
+            run = db.start_run({}, "sm_90")
+            for number, tile_n in enumerate((32, 64, 128)):
+                schedule, fingerprint = PLAIN.replace(tile_n=tile_n), f"{number:024}"
+                db.record_build(samples.build(samples.artifact(fingerprint), sched=schedule))
+                db.record_measurement(run, "attention", "abc", samples.TOOLCHAIN, samples.measurement(
+                    100.0 / tile_n, schedule=schedule, fingerprint=fingerprint))  # fmt: skip
+        return path
+
+    def test_a_database(self, database):
+        with TuningDB.open(str(database), read_only=True) as db:
+            (found,) = evaluate(db)
+            assert evaluate(db, regime="sustained") == []
+        assert (found.programs, found.rho, found.best_rank) == (3, pytest.approx(1.0), 1)
+        assert found.regret[1] == 0.0
+        assert f"| {samples.PROBLEM} | sm_90 | 3 | 1.00 | 1 | 0.0% |" in table([found])
+
+    def test_the_command(self, database):
+        command = [sys.executable, "-m", "tiledsched.model.evaluate", "--db", str(database)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        assert printed.stdout.startswith("| problem | arch |")

@@ -1,0 +1,249 @@
+"""What the report writes: Markdown, HTML, CSV and heat maps."""
+
+from __future__ import annotations
+
+import csv
+import html.parser
+import io
+import sys
+
+import pytest
+from report_samples import DEVICE, PROBLEM, add_builds, add_modelled, add_times, build_of, landscape, plain
+
+from tiledsched.errors import ConfigError, Failure, FailureKind
+from tiledsched.report import build_report, write_report
+from tiledsched.report.csv_files import schedules_csv, sensitivity_csv
+from tiledsched.report.document import Heading, Image, Paragraph, Table, to_html, to_markdown
+from tiledsched.report.plots import file_name, heat_maps
+from tiledsched.report.text import NO_PLOTS, document
+from tiledsched.store.db import TuningDB
+
+FIRST_LINE = "Nothing was measured on sm_90: every figure below is the model's estimate"
+
+
+@pytest.fixture
+def db():
+    with TuningDB.open(":memory:") as opened:
+        yield opened
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch):
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def rows_of(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def tables_of(markdown):
+    """Every table as a list of dicts."""
+    found = []
+    for block in markdown.split("\n\n"):
+        lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.strip().split("\n")]
+        if block.startswith("|"):
+            found.append([dict(zip(lines[0], line, strict=True)) for line in lines[2:]])
+    return found
+
+
+def table_with(markdown, *columns):
+    return next(table for table in tables_of(markdown) if set(columns) <= set(table[0]))
+
+
+def test_modelled_only_says_so_first_and_everywhere(db, no_matplotlib):
+    add_modelled(db, plain(128, 64), runner_up=plain(64, 64), margin=0.25)
+    markdown = to_markdown(document(build_report(db, "sm_90")))
+    assert markdown.splitlines()[0] == FIRST_LINE
+    row = table_with(markdown, "modelled best")[0]
+    assert list(row)[:3] == ["S", "B", "H"]
+    assert all(column.startswith("modelled ") for column in list(row)[3:])
+    assert (row["modelled µs"], row["modelled drop"]) == ("90.00", "25.0%")
+    for line in markdown.splitlines():
+        if line.startswith("#") and any(word in line for word in ("Best", "sensitivity,", "Knobs,", "Heat")):
+            assert "modelled" in line
+    assert ", measured" not in markdown
+    assert "## Evidence" not in markdown
+    assert markdown.count("Conditions") == 1
+
+
+def test_measured_and_modelled_keep_their_own_sections(db, no_matplotlib):
+    add_times(db, {plain(128, 64): 100.0, plain(64, 64): 110.0})
+    add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True), runner_up=plain(64, 64), margin=0.25)
+    markdown = to_markdown(document(build_report(db, "sm_90")))
+    assert markdown.startswith("# Tiling sensitivity on sm_90")
+    measured, modelled = markdown.split("## Best schedules, modelled")
+    assert "## Best schedules, measured" in measured
+    assert "112.5" not in measured
+    assert "90.00" not in measured
+    assert "100.0" not in modelled.split("## Conditions")[0].replace("100.0%", "")
+
+
+def test_drops_in_the_table(db, no_matplotlib):
+    add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0, plain(64, 64): 300.0})
+    markdown = to_markdown(document(build_report(db, "sm_90")))
+    row = table_with(markdown, "runner-up", "TFLOP/s")[0]
+    assert row["S"] == "4096"
+    assert row["best"].startswith("`128x64")
+    assert (row["µs"], row["95% interval"]) == ("100.0", "[99.50, 100.5]")
+    assert (row["drop"], row["default's drop"], row["median's drop"]) == ("10.0%", "200.0%", "10.0%")
+    assert row["worst"] == "3.00x"
+    row = table_with(markdown, "best tile")[0]
+    assert (row["S"], row["best tile"], row["runner-up tile"], row["drop"], row["worst tile's drop"]) == (
+        "medium (4096)", "128x64", "128x128", "10.0%", "200.0%")  # fmt: skip
+
+
+def test_one_schedule_leaves_cells_empty(db, no_matplotlib):
+    add_times(db, {plain(128, 64): 100.0})
+    report = build_report(db, "sm_90")
+    markdown = to_markdown(document(report))
+    row = table_with(markdown, "runner-up", "TFLOP/s")[0]
+    assert (row["runner-up"], row["drop"], row["default's drop"], row["worst"]) == ("-", "-", "-", "-")
+    assert "Heat maps" not in markdown
+    assert NO_PLOTS not in markdown
+    assert rows_of(sensitivity_csv(report))[0]["runner_up_tile"] == ""
+
+
+def test_failures_table(db, no_matplotlib):
+    message = "tileiras: error: `a` | <b>\nmore"
+    db.record_failure(None, "attention", "sm_90", "build", plain(256, 256),
+                      Failure(kind=FailureKind.COMPILE_ERROR, message=message))  # fmt: skip
+    blocks = document(build_report(db, "sm_90"))
+    row = table_with(to_markdown(blocks).replace("\\|", "/"), "stage", "kind")[0]
+    assert (row["stage"], row["kind"], row["candidates"]) == ("build", "compile_error", "1")
+    assert row["for example"] == "`tileiras: error: 'a' / <b> more`"
+    assert "&lt;b&gt;" in to_html(blocks, title="t")
+
+
+def test_no_failures_are_stated(db, no_matplotlib):
+    assert "No candidate failed." in to_markdown(document(build_report(db, "sm_90")))
+
+
+def test_schedules_csv(db):
+    a, b = plain(128, 64), plain(128, 64, latency_k=2)
+    add_builds(db, [build_of(a, "f" * 24), build_of(b, "f" * 24)])
+    add_times(db, {a: 100.0, plain(64, 64): 125.0}, fingerprints={a: "f" * 24})
+    add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True))
+    rows = rows_of(schedules_csv(build_report(db, "sm_90")))
+    assert [row["provenance"] for row in rows] == ["measured", "measured", "measured", "modelled"]
+    first, same, slower, modelled = rows
+    assert (first["arch"], first["device"], first["regime"]) == ("sm_90", DEVICE.name, "burst")
+    assert (first["seq_q"], first["head_dim"], first["causal"]) == ("4096", "64", "false")
+    assert (first["tile_m"], first["tile_n"], first["latency_k"]) == ("128", "64", "0")
+    assert [float(first[name]) for name in ("median_us", "ci_low_us", "ci_high_us", "samples")] == [100, 99.5, 100.5, 5]
+    assert float(first["tflops"]) == pytest.approx(PROBLEM.tflops(100.0), rel=1e-5)
+    assert (first["fingerprint"], first["registers"], first["spill_bytes"]) == ("f" * 24, "128", "16")
+    assert (same["same_program_as"], same["latency_k"]) == (first["schedule_id"], "2")
+    assert float(slower["relative"]) == 1.25
+    assert (modelled["modelled_us"], modelled["median_us"], modelled["tflops"], modelled["samples"]) == (
+        "90",
+        "",
+        "",
+        "",
+    )
+    assert first["modelled_us"] == ""
+
+
+def test_sensitivity_csv(db):
+    add_times(db, {plain(128, 64): 100.0, plain(64, 64): 110.0})
+    add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True), runner_up=plain(64, 64), margin=0.25)
+    rows = rows_of(sensitivity_csv(build_report(db, "sm_90")))
+    assert [(row["provenance"], row["scope"]) for row in rows] == [
+        ("measured", "problem"), ("measured", "regime"), ("modelled", "problem"), ("modelled", "regime")]  # fmt: skip
+    for row in rows[:2]:
+        assert (row["best_tile"], row["runner_up_tile"], row["drop_percent"]) == ("128x64", "64x64", "10.000")
+        assert row["modelled_drop_percent"] == ""
+    for row in rows[2:]:
+        assert (row["drop_percent"], row["modelled_drop_percent"]) == ("", "25.000")
+
+
+def test_without_matplotlib_tables_take_the_place_of_pictures(db, tmp_path, no_matplotlib):
+    add_times(db, {plain(128, 64): 100.0, plain(64, 64): 125.0, plain(64, 32): 150.0})
+    written = write_report(build_report(db, "sm_90"), tmp_path / "out")
+    assert {path.name for path in written} == {"report.md", "report.html", "schedules.csv", "sensitivity.csv"}
+    markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert markdown.count("pip install 'tiledsched[report]'") == 1
+    n32, n64 = (f"measured time / best, tile_n={n}" for n in (32, 64))
+    assert table_with(markdown, "tile_m") == [
+        {"tile_m": "64", n32: "1.500", n64: "1.250"}, {"tile_m": "128", n32: "-", n64: "1.000"}]  # fmt: skip
+
+
+def test_heat_maps(db, tmp_path):
+    pytest.importorskip("matplotlib")
+    landscape(db)
+    add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True), runner_up=plain(64, 128), margin=0.25)
+    report = build_report(db, "sm_90")
+    drawn = heat_maps(report)
+    assert set(drawn) == {
+        "heatmap_measured_NVIDIA-H200_B4-H32-S4096-D64-float16.png",
+        "heatmap_modelled_B4-H32-S4096-D64-float16-causal.png",
+    }
+    assert all(png.startswith(b"\x89PNG") for png in drawn.values())
+    assert heat_maps(report) == drawn  # the same numbers, the same bytes
+    write_report(report, tmp_path)
+    assert all((tmp_path / name).read_bytes() == png for name, png in drawn.items())
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert text.count('src="data:image/png;base64,') == 2
+    assert "matplotlib" not in sys.modules or "matplotlib.pyplot" not in sys.modules
+
+
+def test_file_names_are_unique(db):
+    for problem in (PROBLEM, PROBLEM.replace(causal=True), PROBLEM.replace(kv_heads=8), PROBLEM.replace(batch=1)):
+        for device in (DEVICE.name, "NVIDIA H100 80GB HBM3"):
+            add_times(db, {plain(64, 64): 90.0, plain(128, 64): 100.0}, problem=problem, device=device)
+    add_times(db, {plain(128, 64, accum_mode="fp16"): 100.0})
+    names = [file_name(one) for one in build_report(db, "sm_90").measured.problems]
+    assert len(set(names)) == len(names) == 9
+    assert all("/" not in name and " " not in name for name in names)
+
+
+def test_html_is_whole_and_offline(db, tmp_path):
+    landscape(db)
+    write_report(build_report(db, "sm_90"), tmp_path)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    open_tags, void = [], {"meta", "img", "!doctype"}
+
+    class Checker(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            assert not any(name in ("href", "src") and not value.startswith("data:") for name, value in attrs)
+            if tag not in void:
+                open_tags.append(tag)
+
+        def handle_endtag(self, tag):
+            assert open_tags.pop() == tag
+
+    Checker().feed(text)
+    assert open_tags == []
+    assert "<script" not in text
+    assert "http" not in text
+
+
+def test_foreign_files_stay(db, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "report.md").write_text("old")
+    add_times(db, {plain(128, 64): 100.0})
+    write_report(build_report(db, "sm_90"), tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "report.md").read_text().startswith("# Tiling sensitivity")
+
+
+def test_a_file_in_place_of_the_folder(db, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ConfigError, match="--out"):
+        write_report(build_report(db, "sm_90"), tmp_path / "out")
+
+
+def test_document_blocks():
+    blocks = [
+        Paragraph(text="Mind `this` & <that>", warning=True), Heading(text="T", level=1),
+        Table(head=("a", "b"), rows=(("1.5%", "128x64"), ("-", "-"))), Image(name="i.png", png=b"x", text='say "x"'),
+    ]  # fmt: skip
+    markdown = to_markdown(blocks)
+    assert markdown.splitlines()[0] == "Mind `this` & <that>"
+    assert "| ---: | --- |" in markdown
+    assert '![say "x"](i.png)' in markdown
+    text = to_html(blocks, title="a < b")
+    assert '<p class="warning">Mind <code>this</code> &amp; &lt;that&gt;</p>' in text
+    assert '<td class="number">1.5%</td>' in text
+    assert '<img alt="say &quot;x&quot;" src="data:image/png;base64,eA==">' in text
+    assert "<title>a &lt; b</title>" in text

@@ -1,0 +1,348 @@
+"""What every backend must do: SQLite in a file and in memory, PostgreSQL where TILEDSCHED_TEST_POSTGRESQL is a URL."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from datetime import timedelta
+
+import pytest
+import sqlalchemy as sa
+from store_samples import (
+    DEVICE,
+    FAILURE,
+    PROBLEM,
+    START,
+    TOOLCHAIN,
+    artifact,
+    build,
+    entry,
+    fill,
+    measurement,
+    problem_class,
+    schedule,
+    stored,
+)
+
+from tiledsched.build.toolchain import Toolchain
+from tiledsched.errors import DatabaseError, Failure, FailureKind
+from tiledsched.store import queries
+from tiledsched.store.db import TuningDB
+from tiledsched.store.engine import HEAD, resolve_url
+from tiledsched.store.records import MergeResult
+
+
+@pytest.fixture(params=["file", "memory", "postgresql"])
+def db(request, tmp_path):
+    if request.param == "file":
+        with TuningDB.open(tmp_path / "tuning.db") as opened:
+            yield opened
+    elif request.param == "memory":
+        with TuningDB.open(":memory:") as opened:
+            yield opened
+    else:
+        server = os.environ.get("TILEDSCHED_TEST_POSTGRESQL")
+        if not server:
+            pytest.skip("TILEDSCHED_TEST_POSTGRESQL is not set")
+        url, schema = resolve_url(server), f"test_{uuid.uuid4().hex}"
+        engine = sa.create_engine(url)
+        with engine.begin() as connection:
+            connection.exec_driver_sql(f"CREATE SCHEMA {schema}")
+        inside = url.update_query_dict({"options": f"-csearch_path={schema}"})
+        with TuningDB.open(inside.render_as_string(hide_password=False)) as opened:
+            yield opened
+        with engine.begin() as connection:
+            connection.exec_driver_sql(f"DROP SCHEMA {schema} CASCADE")
+        engine.dispose()
+
+
+def record(db, taken):
+    return db.record_measurement(None, "attention", "abc", TOOLCHAIN, taken)
+
+
+def test_a_new_database_is_empty_sound_and_at_head(db):
+    assert db.schema_revision == HEAD
+    assert db.check() == []
+    assert db.entries() == db.measurements() == db.failures() == db.runs() == db.landscapes() == []
+    assert db.upgrade() == HEAD
+
+
+def test_builds_come_back_by_schedule_and_class(db):
+    odd = problem_class(even=False)
+    made = [build(), build(artifact("e" * 24), problem_class=odd), build(FAILURE, sched=schedule(256, 256))]
+    for one in made:
+        db.record_build(one)
+    assert db.find_builds("attention", "abc", TOOLCHAIN, "sm_90") == {one.key: one for one in made}
+
+
+@pytest.mark.parametrize(
+    "other", [("attn", "abc", "sm_90"), ("attention", "abd", "sm_90"), ("attention", "abc", "sm_80")]
+)
+def test_builds_of_other_code_are_not_found(db, other):
+    db.record_build(build())
+    kernel, source_hash, arch = other
+    assert db.find_builds(kernel, source_hash, TOOLCHAIN, arch) == {}
+    newer = Toolchain(cuda_tile="1.8.0", tileiras="13.5", ptxas="13.5", nvvm="13.5")
+    assert db.find_builds("attention", "abc", newer, "sm_90") == {}
+
+
+def test_a_build_again_replaces_the_first(db):
+    db.record_build(build(FAILURE))
+    again = build(artifact(registers=200), seconds=2.0)
+    db.record_build(again)
+    assert db.find_builds("attention", "abc", TOOLCHAIN, "sm_90") == {again.key: again}
+    assert db.artifacts("sm_90")["sm_90", "f" * 24].facts == again.facts
+    assert db.delete_builds("sm_90", "f" * 24) == 1
+    assert db.find_builds("attention", "abc", TOOLCHAIN, "sm_90") == {}
+
+
+def test_a_schedule_keeps_booleans_and_numbers_apart(db):
+    made = [build(sched=schedule(persistent=True)), build(sched=schedule(persistent=1))]
+    db.record_builds(made)
+    found = db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")
+    assert {key: one.schedule["persistent"] for key, one in found.items()} == {made[0].key: True, made[1].key: 1}
+
+
+def test_a_run_starts_and_ends(db):
+    number = db.start_run({"arch": "sm_90"}, "sm_90", {"gpu": "none"})
+    (run,) = db.runs()
+    assert (run.id, run.status, run.command, run.finished_at) == (number, "running", {"arch": "sm_90"}, None)
+    assert run.host["gpu"] == "none"
+    assert run.host["pid"] == os.getpid()
+    db.finish_run(number, "failed")
+    assert db.runs()[0].status == "failed"
+    assert db.runs()[0].finished_at >= run.started_at
+    with pytest.raises(DatabaseError, match="running"):
+        db.finish_run(number, "running")
+
+
+def test_a_run_whose_process_is_gone_is_interrupted_by_the_next(db, monkeypatch):
+    from tiledsched.store import host
+
+    here = host.facts()
+    lives = db.start_run({}, "sm_90")
+    monkeypatch.setattr(host, "facts", lambda: {**here, "pid": 2**22 + 1})  # beyond Linux's largest
+    dead = db.start_run({}, "sm_90")
+    monkeypatch.setattr(host, "facts", lambda: {**here, "pid_started": -1})  # the number was given out again
+    reused = db.start_run({}, "sm_90")
+    monkeypatch.setattr(host, "facts", lambda: {**here, "pid": 2**22 + 1, "hostname": "elsewhere"})
+    elsewhere = db.start_run({}, "sm_90")
+    monkeypatch.undo()
+    db.start_run({}, "sm_90")
+    status = {run.id: run.status for run in db.runs()}
+    assert [status[number] for number in (lives, dead, elsewhere)] == ["running", "interrupted", "running"]
+    assert status[reused] == ("interrupted" if here["pid_started"] is not None else "running")
+
+
+def test_measurements_come_back_whole_and_newest_first(db):
+    run = db.start_run({}, "sm_90")
+    first = measurement(100.0)
+    second = measurement(90.0, accuracy=None, runner="replay")
+    numbers = [db.record_measurement(run, "attention", "abc", TOOLCHAIN, taken) for taken in (first, second)]
+    found = db.measurements()
+    assert [one.measurement for one in found] == [second, first]
+    assert [one.id for one in found] == numbers[::-1]
+    assert {(one.run_id, one.kernel, one.source_hash, one.toolchain) for one in found} == {
+        (run, "attention", "abc", TOOLCHAIN)
+    }
+    assert all(one.created_at.utcoffset() == timedelta(0) for one in found)
+
+
+def test_measurements_are_found_by_each_of_their_properties(db):
+    record(db, measurement(100.0))
+    for wanted in (
+        {"problem": PROBLEM}, {"arch": "sm_90"}, {"device_name": DEVICE.name}, {"regime": "burst"},
+        {"fingerprint": "f" * 24}, {"kernel": "attention"}, {"source_hash": "abc"}, {"toolchain": TOOLCHAIN},
+        {"runner": "gpu"},
+    ):  # fmt: skip
+        assert len(db.measurements(**wanted)) == 1, wanted
+    for other in (
+        {"problem": PROBLEM.replace(causal=True)}, {"arch": "sm_80"}, {"device_name": "x"}, {"regime": "sustained"},
+        {"fingerprint": "0"}, {"kernel": "x"}, {"source_hash": "x"}, {"runner": "replay"}, {"run_id": 7},
+    ):  # fmt: skip
+        assert db.measurements(**other) == [], other
+
+
+def test_the_latest_measurement_of_each_program_makes_the_landscape(db):
+    import dataclasses
+
+    newer_driver = dataclasses.replace(DEVICE, driver="590.1")
+    record(db, measurement(100.0))
+    record(db, measurement(110.0, device=newer_driver))  # the same program, measured again
+    record(db, measurement(80.0, schedule=schedule(64), fingerprint="e" * 24))
+    record(db, measurement(70.0, regime="sustained"))
+    record(db, measurement(60.0, problem=PROBLEM.replace(causal=True)))
+    assert [one.measurement.median_us for one in db.latest_measurements(PROBLEM, regime="burst")] == [80.0, 110.0]
+    assert [one.measurement.median_us for one in db.landscape(PROBLEM, DEVICE.name, "burst")] == [80.0, 110.0]
+    record(db, measurement(95.0, schedule=schedule(persistent=True)))  # the same machine code, another grid
+    assert [one.measurement.median_us for one in db.landscape(PROBLEM, DEVICE.name, "burst")] == [80.0, 95.0, 110.0]
+    assert len(db.latest_measurements(PROBLEM, toolchain=TOOLCHAIN)) == 4
+    summary = {(line.problem.causal, line.regime): line for line in db.landscapes()}
+    assert len(summary) == 3
+    line = summary[False, "burst"]
+    assert (line.problem, line.device_name, line.arch) == (PROBLEM, DEVICE.name, "sm_90")
+    assert (line.distinct_programs, line.measurements) == (2, 4)
+
+
+def test_failures_are_rows_with_kind_and_message(db):
+    fill(db)
+    measured, built = db.failures()
+    assert (built.stage, built.failure, built.problem, built.fingerprint, built.device_name) == (
+        "build", FAILURE, None, "", "")  # fmt: skip
+    assert (measured.stage, measured.problem, measured.fingerprint, measured.device_name) == (
+        "measure", PROBLEM, "e" * 24, DEVICE.name)  # fmt: skip
+    assert db.failures(arch="sm_80") == []
+    assert db.failures(problem=PROBLEM) == db.failures(stage="measure") == [measured]
+    assert queries.failures_by_kind(db) == {("build", "compile_error"): 1, ("measure", "hang"): 1}
+    assert queries.failures_by_kind(db, "sm_80") == {}
+    with pytest.raises(DatabaseError, match="stage"):
+        db.record_failure(None, "attention", "sm_90", "launch", schedule(), FAILURE)
+
+
+def test_an_entry_comes_back_with_its_evidence(db):
+    number = record(db, measurement(100.0))
+    put = entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number, runner_up=schedule(64),
+                margin=0.25, ties=(schedule(occupancy=2), schedule(occupancy=4)), updated_at=START)  # fmt: skip
+    assert db.put_entry(put)
+    (got,) = db.entries()
+    assert got.replace(measurement=None) == put
+    assert (got.median_us, got.measurement.samples, got.measurement.device) == (100.0, 5, DEVICE)
+    assert got.measurement.conditions == measurement().conditions
+    assert got.measurement.accuracy == measurement().accuracy
+    assert got.measurement.toolchain == TOOLCHAIN
+    assert got.to_json()["measurement"]["median_us"] == 100.0
+
+
+def test_an_entry_needs_a_provenance_and_measured_needs_evidence(db):
+    with pytest.raises(DatabaseError, match="guessed"):
+        db.put_entry(entry("guessed"))
+    with pytest.raises(DatabaseError, match="names no measurement"):
+        db.put_entry(entry("measured"))
+    assert db.entries() == []
+
+
+def test_a_weaker_entry_never_replaces_a_stronger(db):
+    number = record(db, measurement(100.0))
+    assert db.put_entry(entry("default"))
+    assert db.put_entry(entry("modelled"))
+    assert not db.put_entry(entry("default"))
+    assert db.put_entry(entry("transferred", measurement_id=number))
+    assert db.put_entry(entry("measured", measurement_id=number))
+    for weaker in ("transferred", "modelled", "default"):
+        assert not db.put_entry(entry(weaker))
+    assert db.put_entry(entry("measured", measurement_id=number, candidates=8))  # as strong: the last word holds
+    (got,) = db.entries()
+    assert (got.provenance, got.candidates) == ("measured", 8)
+
+
+def test_entries_are_kept_apart_by_every_part_of_their_key(db):
+    for changes in (
+        {}, {"kernel": "other"}, {"arch": "sm_80"}, {"problem": PROBLEM.replace(causal=True)},
+        {"device_name": "x"}, {"regime": "burst"}, {"accum_mode": "fp16"},
+    ):  # fmt: skip
+        assert db.put_entry(entry(**changes))
+        assert entry(**changes).key in {got.key for got in db.entries(**changes)}
+    assert len(db.entries()) == 7
+    assert [got.arch for got in db.entries(arch="sm_80")] == ["sm_80"]
+    assert db.entries(provenance="measured") == []
+
+
+def test_best_entries_choose_by_provenance_then_device(db):
+    number = record(db, measurement(100.0))
+    db.put_entry(entry("modelled", device_name=""))
+    db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number))
+    db.put_entry(entry("modelled", problem=PROBLEM.replace(causal=True)))
+    best = queries.best_entries(db, "sm_90", seq_len=1024, head_dim=64, dtype="float16")
+    assert [(got.problem.causal, got.provenance) for got in best] == [(False, "measured"), (True, "modelled")]
+    assert [got.provenance for got in queries.best_entries(db, device_name="x")] == ["modelled", "modelled"]
+    for other in ({"seq_len": 7}, {"head_dim": 128}, {"dtype": "bfloat16"}, {"regime": "sustained"}, {"kernel": "x"}):
+        assert queries.best_entries(db, **other) == []
+    assert [got.problem.causal for got in queries.best_entries(db, causal=True)] == [True]
+
+
+def test_merge_adds_once_and_newer_wins(db):
+    old, new = stored("a" * 24), stored("b" * 24, created_at=START + timedelta(days=1), median_us=90.0)
+    first = entry("measured", updated_at=START).replace(measurement=old.summary)
+    assert db.merge([old], [first]) == MergeResult(entries_added=1, measurements_added=1)
+    assert db.merge([old], [first]) == MergeResult(entries_kept=1, measurements_kept=1)
+    second = first.replace(measurement=new.summary, updated_at=START + timedelta(days=1))
+    assert db.merge([old, new], [second]) == MergeResult(entries_replaced=1, measurements_kept=1, measurements_added=1)
+    assert db.merge([], [first, entry("modelled", updated_at=START + timedelta(days=9))]) == MergeResult(entries_kept=2)
+    (got,) = db.entries()
+    assert (got.median_us, got.updated_at) == (90.0, START + timedelta(days=1))
+    assert db.check() == []
+
+
+def test_a_merge_with_a_wrong_entry_changes_nothing(db):
+    with pytest.raises(DatabaseError, match="names no measurement"):
+        db.merge([stored()], [entry("measured", updated_at=START)])
+    assert db.measurements() == []
+
+
+def test_writers_in_threads_lose_nothing(db):
+    if ":memory:" in db.url or db.url == "sqlite://":
+        pytest.skip("one connection: an in-memory database is for one thread")
+
+    def write(start):
+        for i in range(start, start + 20):
+            db.record_build(build(sched=schedule(tile_m=i)))
+
+    threads = [threading.Thread(target=write, args=(start,)) for start in (0, 100, 200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) == 60
+
+
+def test_check_names_what_was_changed_behind_our_back(db):
+    fill(db)
+    assert db.check() == []
+    with db.writing() as session:
+        session.execute(sa.text("UPDATE entries SET fingerprint = NULL WHERE provenance = 'measured'"))
+        session.execute(sa.text("UPDATE entries SET provenance = 'magic' WHERE provenance = 'modelled'"))
+        session.execute(sa.text("UPDATE problems SET batch = batch + 1 WHERE causal = false"))
+        changed = sa.text("""UPDATE schedules SET knobs = '{"tile_m": 1}' WHERE id = :id""")
+        session.execute(changed, {"id": schedule().id})
+    found = "\n".join(db.check())
+    for expected in (
+        "of another fingerprint",
+        "'magic'",
+        f"problem {PROBLEM.id} does not",
+        f"schedule {schedule().id} does",
+    ):
+        assert expected in found
+
+
+def test_failed_writes_leave_nothing(db):
+    with pytest.raises(DatabaseError, match="constraint"):
+        db.record_measurement(12345, "attention", "abc", TOOLCHAIN, measurement())  # no such run
+    assert db.measurements() == []
+    assert db.artifacts() == {}
+
+
+def test_knob_effects_count_pairs_that_differ_in_one_knob():
+    made = [
+        build(artifact("a" * 24), sched=schedule(64, occupancy=1)),
+        build(artifact("a" * 24), sched=schedule(64, occupancy=2)),
+        build(artifact("a" * 24), sched=schedule(64, occupancy=4)),
+        build(artifact("b" * 24), sched=schedule(128, occupancy=1)),
+        build(artifact("b" * 24), sched=schedule(128, occupancy=2)),
+        build(FAILURE, sched=schedule(128, occupancy=4)),
+        build(artifact("c" * 24), sched=schedule(64, occupancy=1), problem_class=problem_class(causal=True)),
+    ]
+    effects = {effect.knob: effect for effect in queries.knob_effects(made)}
+    assert (effects["occupancy"].pairs, effects["occupancy"].same, effects["occupancy"].inert) == (4, 4, True)
+    assert (effects["tile_m"].pairs, effects["tile_m"].same, effects["tile_m"].inert) == (2, 0, False)
+    assert (effects["tile_n"].pairs, effects["tile_n"].inert) == (0, False)
+    assert [len(group.schedules) for group in queries.program_groups(made)] == [3, 2]
+    counts = {count.problem_class.causal: count for count in queries.program_counts(made)}
+    assert (counts[False].schedules, counts[False].failed, counts[False].programs) == (6, 1, 2)
+    assert (counts[True].schedules, counts[True].failed, counts[True].programs) == (1, 0, 1)
+
+
+def test_every_kind_of_failure_fits(db):
+    for kind in FailureKind:
+        db.record_failure(None, "attention", "sm_90", "measure", schedule(), Failure(kind=kind, message="é" * 5000))
+    assert {one.failure.kind for one in db.failures()} == set(FailureKind)

@@ -1,0 +1,209 @@
+"""Tables as JSON and merging databases."""
+
+from __future__ import annotations
+
+import io
+import json
+from datetime import timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_samples import DEVICE, PROBLEM, START, TOOLCHAIN, artifact, build, entry, fill, measurement, schedule, stored
+
+from tiledsched.errors import DatabaseError
+from tiledsched.measure.runner import Accuracy, Conditions
+from tiledsched.store.codec import decode, encode
+from tiledsched.store.db import TuningDB
+from tiledsched.store.exchange import (
+    check_table,
+    export_landscape,
+    export_table,
+    import_table,
+    merge_database,
+    read_table,
+)
+from tiledsched.store.records import EntryRecord, MergeResult, StoredMeasurement
+
+
+@pytest.fixture
+def db(tmp_path):
+    with TuningDB.open(tmp_path / "tuning.db") as opened:
+        fill(opened)
+        yield opened
+
+
+@pytest.fixture
+def table(db, tmp_path):
+    assert export_table(db, tmp_path / "sm_90.json") == 2
+    return tmp_path / "sm_90.json"
+
+
+def portable(entries):
+    """What of entries has the same value in every database."""
+    return [one.replace(measurement_id=None, run_id=None, measurement=one.measurement and one.measurement.uid)
+            for one in entries]  # fmt: skip
+
+
+def test_a_table_goes_out_and_in_unchanged(db, table, tmp_path):
+    with TuningDB.open(tmp_path / "other.db") as other:
+        assert import_table(other, table) == MergeResult(entries_added=2, measurements_added=1)
+        assert import_table(other, table) == MergeResult(entries_kept=2, measurements_kept=1)
+        assert portable(other.entries()) == portable(db.entries())
+        (got,), wanted = other.measurements(), {one.uid: one for one in db.measurements()}
+        assert (got.measurement, got.created_at) == (wanted[got.uid].measurement, wanted[got.uid].created_at)
+        assert other.artifacts() == {("sm_90", "f" * 24): db.artifacts()["sm_90", "f" * 24]}
+        assert other.check() == []
+        export_table(other, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == table.read_bytes()
+
+
+def test_the_text_is_for_review(table):
+    text = table.read_text()
+    data = json.loads(text)
+    assert data["schema_version"] == 1
+    assert list(data) == sorted(data)
+    assert max(len(line) for line in text.splitlines() if "samples_us" not in line) <= 120
+    assert len([line for line in text.splitlines() if '"samples_us"' in line]) == 1
+    assert text.endswith("}\n")
+
+
+def test_an_open_file_and_an_arch_can_be_named(db):
+    db.put_entry(entry(arch="sm_80"))
+    out = io.StringIO()
+    assert export_table(db, out, "sm_80") == 1
+    assert [row["arch"] for row in json.loads(out.getvalue())["entries"]] == ["sm_80"]
+
+
+def test_a_table_is_read_without_a_database(table):
+    read = read_table(table)
+    assert [one.provenance for one in read.entries] == ["measured", "modelled"]
+    assert read.entries[0].median_us == 100.0
+    assert check_table(table) == []
+
+
+def test_a_landscape_is_a_table_without_entries(db, tmp_path):
+    assert export_landscape(db, tmp_path / "l.json", PROBLEM, DEVICE.name, "burst") == 2
+    with TuningDB.open(":memory:") as other:
+        assert import_table(other, tmp_path / "l.json") == MergeResult(measurements_added=2)
+        assert [one.measurement for one in other.landscape(PROBLEM, DEVICE.name, "burst")] == [
+            one.measurement for one in db.landscape(PROBLEM, DEVICE.name, "burst")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda data: data.pop("schema_version"), "schema_version"),
+        (lambda data: data.update(schema_version=99), "schema_version"),
+        (lambda data: data.update(extra=1), "extra"),
+        (lambda data: data.pop("entries"), "entries"),
+        (lambda data: data["entries"].append(7), "entries[2]"),
+        (lambda data: data["entries"].append(data["entries"][0]), "entries[2]"),
+        (lambda data: data["entries"][0].pop("kernel"), "entries[0].kernel"),
+        (lambda data: data["entries"][0].update(colour="red"), "entries[0].colour"),
+        (lambda data: data["entries"][0].update(candidates="many"), "entries[0].candidates"),
+        (lambda data: data["entries"][0].update(candidates=True), "entries[0].candidates"),
+        (lambda data: data["entries"][0].update(provenance="guessed"), "entries[0].provenance"),
+        (lambda data: data["entries"][0].update(measurement=None), "entries[0].measurement"),
+        (lambda data: data["entries"][0].update(measurement="0"), "entries[0].measurement"),
+        (lambda data: data["entries"][0].update(updated_at="2026-01-01"), "entries[0].updated_at"),
+        (lambda data: data["entries"][0].update(updated_at=None), "entries[0].updated_at"),
+        (lambda data: data["entries"][0].update(run_id=1), "entries[0].run_id"),
+        (lambda data: data["entries"][0].update(fingerprint="0"), "entries[0].fingerprint"),
+        (lambda data: data["entries"][0]["problem"].update(head_dim=0), "entries[0].problem"),
+        (lambda data: data["entries"][0]["schedule"].update(tile_m=1.5), "entries[0].schedule"),
+        (lambda data: data["measurements"].append(data["measurements"][0]), "measurements[1].uid"),
+        (lambda data: data["measurements"][0]["measurement"].update(median_us="x"), "measurement.median_us"),
+        (lambda data: data["measurements"][0]["measurement"]["accuracy"].update(worst_tile=[1]), "accuracy.worst_tile"),
+        (lambda data: data["artifacts"][0]["facts"].pop("threads"), "artifacts[0].facts.threads"),
+    ],
+)  # fmt: skip
+def test_a_wrong_table_is_refused_by_key(table, change, key):
+    data = json.loads(table.read_text())
+    change(data)
+    table.write_text(json.dumps(data))
+    with TuningDB.open(":memory:") as other:
+        with pytest.raises(DatabaseError) as error:
+            import_table(other, table)
+        assert other.entries() == other.measurements() == []
+    assert key in str(error.value)
+    assert "sm_90.json" in str(error.value)
+    assert check_table(table) == [str(error.value)]
+
+
+def test_what_is_no_table_is_refused(tmp_path):
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "text.json").write_text("tile_m = 64")
+    for name in ("list.json", "text.json", "missing.json"):
+        assert len(check_table(tmp_path / name)) == 1
+
+
+def test_merging_a_database_takes_all_its_evidence(db, tmp_path):
+    with TuningDB.open(tmp_path / "other.db") as other:
+        other.put_entry(entry("modelled", regime="burst", device_name=DEVICE.name))
+        other.record_build(build(artifact("f" * 24)))
+        result = merge_database(other, tmp_path / "tuning.db")
+        assert result == MergeResult(entries_added=1, entries_replaced=1, measurements_added=2)
+        assert portable(other.entries()) == portable(db.entries())
+        assert {one.run_id for one in other.measurements()} == {None}
+        assert merge_database(other, tmp_path / "tuning.db") == MergeResult(entries_kept=2, measurements_kept=2)
+        assert other.check() == []
+
+
+def test_merging_needs_the_other_database(db, tmp_path):
+    with pytest.raises(DatabaseError, match="no database"):
+        merge_database(db, tmp_path / "missing.db")
+    assert not (tmp_path / "missing.db").exists()
+
+
+@st.composite
+def evidence(draw, number):
+    """An entry and the measurement behind it, if any; times differ, so that newer is never a tie."""
+    provenance = draw(st.sampled_from(["measured", "modelled", "default"]))
+    when = START + timedelta(hours=number)
+    causal = draw(st.booleans())
+    one = entry(provenance, problem=PROBLEM.replace(causal=causal), updated_at=when, candidates=number)
+    if provenance != "measured":
+        return one, None
+    taken = stored(f"{number:024x}", created_at=when, median_us=50.0 + number, problem=one.problem)
+    return one.replace(measurement=taken.summary), taken
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), cut=st.integers(0, 6))
+def test_the_order_of_merging_does_not_matter(data, cut):
+    rows = [data.draw(evidence(number)) for number in range(6)]
+    halves = [(rows[:cut], rows[cut:]), (rows[cut:], rows[:cut])]
+    results = []
+    for order in halves:
+        with TuningDB.open(":memory:") as db:
+            for half in order:
+                db.merge([taken for _, taken in half if taken], [one for one, _ in half])
+            assert db.check() == []
+            results.append((portable(db.entries()), {one.uid for one in db.measurements()}))
+    assert results[0] == results[1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    samples=st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=20),
+    reasons=st.lists(st.text(max_size=20), max_size=3),
+    tile=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
+)
+def test_records_survive_json(samples, reasons, tile):
+    accuracy = tile and Accuracy(max_abs_error=0.5, worst_tile_error=1e-9, worst_tile=tile, repeatable=False)
+    taken = stored(median_us=samples[0], samples_us=tuple(samples), accuracy=accuracy,
+                   conditions=Conditions(throttle_reasons=tuple(reasons)))  # fmt: skip
+    assert decode(StoredMeasurement, json.loads(json.dumps(encode(taken))), "x") == taken
+    one = entry("measured", measurement=taken.summary, ties=(schedule(), schedule(7)), updated_at=START)
+    assert decode(EntryRecord, json.loads(json.dumps(encode(one))), "x") == one
+
+
+def test_a_recorded_measurement_has_one_name_everywhere(db, tmp_path):
+    db.record_measurement(None, "attention", "abc", TOOLCHAIN, measurement(55.5))
+    uids = [one.uid for one in db.measurements()]
+    assert len(set(uids)) == 3
+    with TuningDB.open(tmp_path / "other.db") as other:
+        merge_database(other, tmp_path / "tuning.db")
+        assert [one.uid for one in other.measurements()] == uids

@@ -1,0 +1,288 @@
+"""Opening, upgrading, refusing, and being killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from store_samples import DEVICE, PROBLEM, TOOLCHAIN, build, entry, fill, schedule
+
+from tiledsched.errors import DatabaseError
+from tiledsched.store import engine as engines
+from tiledsched.store.db import TuningDB
+from tiledsched.store.engine import HEAD, VERSION_TABLE
+from tiledsched.store.models import Base
+
+OLD_DATABASES = sorted((Path(__file__).parent / "data").glob("store_*.db"))
+HERE = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+
+
+def python(code, *arguments, **options):
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.Popen(command, env=HERE, stdout=subprocess.PIPE, text=True, **options)
+
+
+# Where it is
+
+
+def test_the_default_is_the_user_data_directory_or_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("TILEDSCHED_DB", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert engines.resolve_url(None).database.endswith("tuning.db")
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "deep" / "er" / "x.db"))
+    with TuningDB.open() as db:
+        assert db.url == f"sqlite:///{tmp_path}/deep/er/x.db"
+    assert (tmp_path / "deep" / "er" / "x.db").exists()
+    assert engines.resolve_url("y.db").database == str(Path.cwd() / "y.db")
+
+
+@pytest.mark.parametrize("name", ["plain.db", "with space.db", "100%.db", "a?b#c.db"])
+def test_a_path_and_a_url_are_the_same_database(tmp_path, name):
+    with TuningDB.open(tmp_path / name) as db:
+        db.put_entry(entry())
+    assert (tmp_path / name).exists()
+    with TuningDB.open(tmp_path / name, read_only=True) as db:
+        assert len(db.entries()) == 1
+    if "?" not in name:
+        with TuningDB.open(f"sqlite:///{tmp_path / name}") as db:
+            assert len(db.entries()) == 1
+
+
+def test_a_password_is_never_shown():
+    db = TuningDB(
+        sa.create_engine("sqlite://"), engines.resolve_url("postgresql://me:secret@host/name"), read_only=True
+    )
+    assert "secret" not in db.url + repr(db)
+    assert db.url.startswith("postgresql+psycopg://me:")
+
+
+@pytest.mark.parametrize("url", ["mysql://host/name", "nonsense://x", "postgresql://host:port/name"])
+def test_other_urls_are_refused(url):
+    with pytest.raises(DatabaseError, match="give a path"):
+        TuningDB.open(url)
+
+
+# Refusing
+
+
+def refused(path, match, **options):
+    with pytest.raises(DatabaseError, match=match) as error:
+        TuningDB.open(path, **options)
+    return str(error.value)
+
+
+def test_what_is_no_database_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("these are notes, and not a database at all\n" * 100)
+    assert str(path) in refused(path, "not an SQLite file")
+    assert "these are notes" in path.read_text()
+    refused(tmp_path, "is a folder")
+    refused(path / "x.db", "cannot use")
+    refused(tmp_path / "missing.db", "there is no database", read_only=True)
+    refused(":memory:", "in-memory", read_only=True)
+
+
+def test_another_programs_tables_are_refused(tmp_path):
+    connection = sqlite3.connect(tmp_path / "x.db")
+    connection.execute("CREATE TABLE devices (serial TEXT)")
+    connection.close()
+    refused(tmp_path / "x.db", "another program")
+    refused(tmp_path / "x.db", "holds no tuning database", read_only=True)
+
+
+def test_a_newer_schema_is_refused(tmp_path):
+    TuningDB.open(tmp_path / "x.db").close()
+    connection = sqlite3.connect(tmp_path / "x.db")
+    connection.execute(f"UPDATE {VERSION_TABLE} SET version_num = '9999'")
+    connection.commit()
+    connection.close()
+    assert "upgrade tiledsched" in refused(tmp_path / "x.db", "newer")
+    refused(tmp_path / "x.db", "newer", read_only=True)
+
+
+def test_a_damaged_file_is_found_by_check(tmp_path):
+    with TuningDB.open(tmp_path / "x.db") as db:
+        for i in range(300):
+            db.put_entry(entry(device_name=str(i)))
+    raw = bytearray((tmp_path / "x.db").read_bytes())
+    raw[len(raw) // 2 : len(raw) // 2 + 20000] = os.urandom(20000)
+    (tmp_path / "x.db").write_bytes(raw)
+    with TuningDB.open(tmp_path / "x.db", read_only=True) as db:
+        assert db.check()
+
+
+def test_read_only_reads_and_does_not_write(tmp_path):
+    with TuningDB.open(tmp_path / "x.db") as db:
+        fill(db)
+    with TuningDB.open(tmp_path / "x.db", read_only=True) as db:
+        assert len(db.entries()) == 2
+        assert db.check() == []
+        with pytest.raises(DatabaseError, match="read-only"):
+            db.put_entry(entry())
+
+
+def test_an_installed_database_is_read_from_a_folder_nobody_may_write(tmp_path, monkeypatch):
+    with TuningDB.open(tmp_path / "x.db") as db:
+        fill(db)
+    monkeypatch.setattr(engines.os, "access", lambda path, mode: False)
+    with TuningDB.open(tmp_path / "x.db", read_only=True) as db:
+        assert len(db.entries()) == 2
+    assert sorted(os.listdir(tmp_path)) == ["x.db"]
+
+
+# Schema
+
+
+def test_opening_what_is_up_to_date_is_quick_and_needs_no_alembic(tmp_path):
+    TuningDB.open(tmp_path / "x.db").close()
+    child = python(
+        """
+        import sys, time
+        from tiledsched.store.db import TuningDB
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            TuningDB.open(sys.argv[1]).close()
+            times.append(time.perf_counter() - start)
+        print(min(times), "alembic" in sys.modules)
+        """,
+        tmp_path / "x.db",
+    )
+    seconds, alembic = child.communicate()[0].split()
+    assert float(seconds) < 0.05
+    assert alembic == "False"
+
+
+def test_migrations_end_at_what_the_models_say(tmp_path):
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+
+    with TuningDB.open(tmp_path / "x.db") as db, db.reading() as session:
+        connection = session.connection()
+        assert ScriptDirectory.from_config(engines.alembic_config(connection)).get_heads() == [HEAD]
+        options = {"version_table": VERSION_TABLE, "compare_type": True, "target_metadata": Base.metadata}
+        context = MigrationContext.configure(connection, opts=options)
+        assert compare_metadata(context, Base.metadata) == []
+        checks = [check["name"] for check in sa.inspect(connection).get_check_constraints("builds")]
+        assert checks == ["ck_builds_outcome"]  # alembic does not compare these
+
+
+def test_there_is_an_old_database_of_every_schema():
+    from alembic.script import ScriptDirectory
+
+    from tiledsched import data_files
+
+    scripts = ScriptDirectory(str(data_files.tuning_db() / "migrations"))
+    revisions = {script.revision for script in scripts.walk_revisions()}
+    assert {path.stem.removeprefix("store_") for path in OLD_DATABASES} == revisions
+
+
+@pytest.mark.parametrize("old", OLD_DATABASES, ids=lambda path: path.stem)
+def test_an_old_database_is_upgraded_and_keeps_its_rows(old, tmp_path):
+    path = tmp_path / old.name
+    shutil.copy(old, path)
+    connection = sqlite3.connect(path)
+    tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    before = {table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
+    assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchone()[0] == old.stem.removeprefix(
+        "store_"
+    )
+    connection.close()
+    assert before["entries"] == before["measurements"] == before["failures"] == 2
+    assert before["builds"] == 3
+    with TuningDB.open(path) as db:
+        assert db.schema_revision == HEAD
+        assert db.check() == []
+        with db.reading() as session:
+            for table, count in before.items():
+                assert session.scalar(sa.text(f"SELECT count(*) FROM {table}")) == count, table
+        measured, modelled = db.entries()
+        assert (measured.provenance, measured.median_us, measured.device_name) == ("measured", 100.0, DEVICE.name)
+        assert measured.runner_up == schedule(64, 32)
+        assert (modelled.provenance, modelled.model_us) == ("modelled", 90.0)
+        assert len(db.landscape(PROBLEM, DEVICE.name, "burst")) == 2
+        assert len(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) == 3
+        assert [run.status for run in db.runs()] == ["done"]
+
+
+# Several processes
+
+
+def test_processes_that_open_a_new_database_at_once_all_succeed(tmp_path):
+    code = """
+        import sys
+        from store_samples import build, schedule
+        from tiledsched.store.db import TuningDB
+        with TuningDB.open(sys.argv[1]) as db:
+            for i in range(25):
+                db.record_build(build(sched=schedule(tile_m=int(sys.argv[2]) + i)))
+        """
+    children = [python(code, tmp_path / "x.db", 1000 * n) for n in range(4)]
+    for child in children:
+        child.communicate()
+        assert child.returncode == 0
+    with TuningDB.open(tmp_path / "x.db") as db:
+        assert len(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) == 100
+        assert db.check() == []
+
+
+def test_a_reader_does_not_wait_for_a_writer(tmp_path):
+    with TuningDB.open(tmp_path / "x.db") as writer, TuningDB.open(tmp_path / "x.db") as reader:
+        writer.put_entry(entry())
+        with writer.writing() as session:
+            session.execute(sa.text("DELETE FROM entries"))
+            start = time.perf_counter()
+            assert len(reader.entries()) == 1  # the last commit
+            assert time.perf_counter() - start < 1
+        assert reader.entries() == []
+
+
+KILLED = """
+    import sys
+    from store_samples import build, schedule
+    from tiledsched.store.db import TuningDB
+    with TuningDB.open(sys.argv[1]) as db:
+        run = db.start_run({}, "sm_90")
+        for i in range(100000):
+            made = build(sched=schedule(tile_m=i, tile_n=int(sys.argv[2])))
+            db.record_build(made)
+            print(*made.key, flush=True)
+"""
+
+
+def test_what_was_committed_survives_a_kill(tmp_path):
+    path = tmp_path / "x.db"
+    pause = random.Random(7)
+    promised = set()
+    for round_ in range(5):
+        child = python(KILLED, path, round_)
+        promised.add(tuple(child.stdout.readline().split()))
+        time.sleep(pause.uniform(0, 0.15))
+        child.send_signal(signal.SIGKILL)
+        lines = child.communicate()[0].splitlines(keepends=True)
+        promised |= {tuple(line.split()) for line in lines if line.endswith("\n")}
+        with TuningDB.open(path) as db:
+            assert db.check() == []
+            assert promised <= set(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90"))
+            assert [run.status for run in db.runs()] == ["running"] + ["interrupted"] * round_
+    assert len(promised) > 10
+
+
+def test_thousands_of_builds_are_found_in_a_moment(tmp_path):
+    with TuningDB.open(tmp_path / "x.db") as db:
+        db.record_builds([build(sched=schedule(tile_m=i)) for i in range(5000)])
+        start = time.perf_counter()
+        found = db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")
+        assert len(found) == 5000
+        assert time.perf_counter() - start < 2

@@ -1,0 +1,60 @@
+"""Built machine code on disk, addressed by content: one compressed file per arch and fingerprint."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import tempfile
+from pathlib import Path
+
+import platformdirs
+
+from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.errors import CompilerError
+
+CACHE_VARIABLE = "TILEDSCHED_CACHE"
+
+
+def default_cache_folder() -> Path:
+    """`$TILEDSCHED_CACHE`, or the user's cache directory."""
+    return Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("tiledsched"))
+
+
+class ArtifactStore:
+    """A folder of stripped cubins. Safe for several processes: files appear whole or not at all, and never change."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = (folder or default_cache_folder()) / "artifacts"
+
+    def path(self, arch: str, fingerprint: str) -> Path:
+        """Where an artifact lies, or would."""
+        return self.folder / arch / fingerprint[:2] / f"{fingerprint}.cubin.xz"
+
+    def put(self, artifact: Artifact) -> None:
+        """Keep `artifact`. Keeping one twice changes nothing."""
+        path = self.path(artifact.arch, artifact.fingerprint)
+        if path.is_file():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(lzma.compress(artifact.cubin, preset=6))
+        os.replace(file.name, path)
+
+    def has(self, arch: str, fingerprint: str) -> bool:
+        """Whether the artifact is here."""
+        return self.path(arch, fingerprint).is_file()
+
+    def get(self, arch: str, fingerprint: str) -> Artifact | None:
+        """The artifact, or None where it is not here or the file is damaged (a damaged file is removed)."""
+        path = self.path(arch, fingerprint)
+        try:
+            artifact = read_artifact(lzma.decompress(path.read_bytes()), arch)
+        except FileNotFoundError:
+            return None
+        except (lzma.LZMAError, CompilerError, EOFError):
+            path.unlink(missing_ok=True)
+            return None
+        if artifact.fingerprint != fingerprint:
+            path.unlink(missing_ok=True)
+            return None
+        return artifact

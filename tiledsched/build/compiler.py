@@ -1,0 +1,86 @@
+"""Compile one schedule for one arch, ahead of time, with no GPU."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from dataclasses import dataclass
+
+from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.errors import Failure, FailureKind
+from tiledsched.kernels import template_for
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+
+DEFAULT_TIMEOUT_S = 120.0
+MISLEADING_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
+"""tileiras would mix in the parts of whatever toolkit these name, and fail."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildTask:
+    """One compile: everything a worker process needs, small enough to send to it."""
+
+    kernel: str
+    """Template name."""
+    schedule: Schedule
+    """What to compile."""
+    problem: Problem
+    """Any problem of the class wanted; only its class reaches the compiler."""
+    arch: str
+    """Target, e.g. sm_121."""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Seconds after which the compiler is killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What became of a task."""
+
+    task: BuildTask
+    """The task."""
+    artifact: Artifact | None
+    """The machine code, or None."""
+    failure: Failure | None
+    """Why there is none, or None."""
+    seconds: float
+    """Wall time of the compile."""
+
+
+def prepare_process() -> None:
+    """Set this process up for compiling. Call before `cuda.tile` is imported; harmless afterwards.
+
+    cuTile's own disk cache is left out: its key holds source paths and line numbers, and the artifact store does the
+    same job by content.
+    """
+    for name in MISLEADING_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ["CUDA_TILE_CACHE_DIR"] = "off"
+
+
+def compile_task(task: BuildTask) -> Built:
+    """Compile `task`; a compiler error or timeout is a typed failure, not an exception."""
+    import cuda.tile as ct
+    from cuda.tile.compilation import export_kernel
+
+    template = template_for(task.kernel)
+    started = time.perf_counter()
+    artifact = failure = None
+    try:
+        kernel = template.kernel({task.arch: task.schedule})
+        signature = template.signature(task.schedule, task.problem)
+        output = io.BytesIO()
+        with ct.compiler_timeout(task.timeout_s):
+            export_kernel(kernel, [signature], output, gpu_code=task.arch, output_format="cubin")
+        artifact = read_artifact(output.getvalue(), task.arch)
+    except ct.TileCompilerTimeoutError:
+        failure = Failure(kind=FailureKind.COMPILE_TIMEOUT, message=f"compiler stopped after {task.timeout_s:g} s")
+    except Exception as error:  # whatever a compiler trips over must cost one candidate, not the run
+        failure = Failure(kind=FailureKind.COMPILE_ERROR, message=_first_line(error))
+    return Built(task=task, artifact=artifact, failure=failure, seconds=time.perf_counter() - started)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:500]

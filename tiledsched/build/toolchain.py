@@ -1,0 +1,129 @@
+"""Which compiler is installed, and whether it can build for an arch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tiledsched.errors import CompilerError
+from tiledsched.problem import stable_id
+
+PARTS = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
+INSTALL = "pip install " + " ".join(f"'{part}==13.4.*'" for part in PARTS)
+OLDEST = {"sm_90": (13, 4), "sm_110": (13, 4)}
+"""First compiler release that targets an arch, where it is later than 13.2."""
+OLDEST_ANY = (13, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toolchain:
+    """Versions of everything that decides what machine code comes out."""
+
+    cuda_tile: str
+    """The Python package cuda-tile."""
+    tileiras: str
+    """The Tile IR compiler."""
+    ptxas: str
+    """The assembler it calls; empty where it is not found."""
+    nvvm: str
+    """The NVVM library it loads; empty where its version is not known."""
+
+    @property
+    def compiler(self) -> str:
+        """One line: `cuda-tile 1.7.0, tileiras 13.4.92`."""
+        return f"cuda-tile {self.cuda_tile}, tileiras {self.tileiras}"
+
+    @property
+    def id(self) -> str:
+        """Stable id; builds of different toolchains never mix."""
+        return stable_id(self.to_json())
+
+    def to_json(self) -> dict[str, str]:
+        """A plain dict; pass it to the constructor to invert."""
+        return asdict(self)
+
+
+def package_version(name: str) -> str:
+    """Installed version of a distribution, or an empty string."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def wheel_folder() -> Path | None:
+    """The folder of the compiler installed from wheels, or None."""
+    try:
+        spec = importlib.util.find_spec("nvidia.cu13")
+    except ModuleNotFoundError:
+        spec = None
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        if package_version("nvidia-cuda-tileiras") and (Path(root) / "bin" / "tileiras").is_file():
+            return Path(root) / "bin"
+    return None
+
+
+def compiler_folder() -> Path | None:
+    """The folder of the compiler cuTile will use: from wheels, else on PATH; None where there is none."""
+    found = shutil.which("tileiras")
+    return wheel_folder() or (Path(found).parent if found else None)
+
+
+def tool_version(path: Path) -> str:
+    """`13.4.92` from a CUDA tool's --version; empty where it does not run."""
+    try:
+        text = subprocess.run([str(path), "--version"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    found = re.search(r"V(\d+\.\d+\.\d+)", text)
+    return found.group(1) if found else ""
+
+
+def installed_toolchain() -> Toolchain:
+    """The toolchain on this machine.
+
+    Raises:
+        CompilerError: cuda-tile or tileiras is missing, or the compiler's parts are of different releases.
+    """
+    return _installed_toolchain(os.environ.get("PATH", ""))
+
+
+@functools.cache
+def _installed_toolchain(_path: str) -> Toolchain:
+    cuda_tile = package_version("cuda-tile")
+    if not cuda_tile:
+        raise CompilerError("cuda-tile is not installed; run: pip install cuda-tile")
+    folder = compiler_folder()
+    if folder is None:
+        raise CompilerError(f"the cuTile compiler (tileiras) is not installed; run: {INSTALL}")
+    toolchain = Toolchain(cuda_tile=cuda_tile, tileiras=tool_version(folder / "tileiras"),
+                          ptxas=tool_version(folder / "ptxas"),
+                          nvvm=package_version("nvidia-nvvm") if folder == wheel_folder() else "")  # fmt: skip
+    if not toolchain.tileiras:
+        raise CompilerError(f"{folder / 'tileiras'} does not run; reinstall it: {INSTALL}")
+    releases = {release(version) for version in (toolchain.tileiras, toolchain.ptxas, toolchain.nvvm) if version}
+    if len(releases) > 1:
+        raise CompilerError(f"compiler parts of different releases: tileiras {toolchain.tileiras}, ptxas "
+                            f"{toolchain.ptxas}, nvvm {toolchain.nvvm}; install one release: {INSTALL}")  # fmt: skip
+    return toolchain
+
+
+def release(version: str) -> tuple[int, int]:
+    """(13, 4) from 13.4.92."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_arch(toolchain: Toolchain, arch: str) -> None:
+    """Raise CompilerError where the toolchain is too old for `arch`."""
+    oldest = OLDEST.get(arch, OLDEST_ANY)
+    if release(toolchain.tileiras) < oldest:
+        raise CompilerError(f"tileiras {toolchain.tileiras} is too old for {arch}, which needs {oldest[0]}.{oldest[1]}; "
+                            f"run: {INSTALL}")  # fmt: skip

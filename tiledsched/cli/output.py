@@ -1,0 +1,168 @@
+"""How results look: tables for people on stdout, plain rows for JSON, progress on stderr."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tiledsched.problem import Problem
+from tiledsched.store.records import EntryRecord
+
+if TYPE_CHECKING:
+    from tiledsched.bench import BenchRow
+    from tiledsched.search.tuner import TuneResult
+
+WIDE = 200
+"""Columns of a table that goes to a file or pipe, where no terminal sets the width."""
+
+
+def console() -> Console:
+    """Standard output; honours NO_COLOR, and is plain text off a terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDE, color_system=None)
+
+
+def note(text: str) -> None:
+    """One line of progress on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class TuneProgress:
+    """Progress bars on stderr; off a terminal, one line per finished stage."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                                  TimeElapsedColumn(), console=Console(stderr=True), disable=not self._terminal)  # fmt: skip
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> TuneProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def stage(self, problem: Problem, what: str, total: int) -> None:
+        """A new bar, or a new line."""
+        if self._terminal:
+            self._task = self._progress.add_task(f"{problem}: {what}", total=total)
+        elif total:
+            note(f"{problem}: {what} {total}")
+
+    def step(self, done: int) -> None:
+        """Move the bar."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=done)
+
+
+def entry_json(entry: EntryRecord) -> dict[str, Any]:
+    """The row `show --json` prints: flat where people filter, nested where evidence lies."""
+    problem = entry.problem
+    return {
+        "arch": entry.arch, "seq_len": problem.seq_k, "seq_q": problem.seq_q, "head_dim": problem.head_dim,
+        "dtype": problem.dtype, "causal": problem.causal, "batch": problem.batch, "heads": problem.heads,
+        "kv_heads": problem.kv_heads, "provenance": entry.provenance, "schedule": entry.schedule.to_json(),
+        "median_us": entry.median_us, "tflops": problem.tflops(entry.median_us) if entry.median_us else None,
+        "evidence": entry.to_json(),
+    }  # fmt: skip
+
+
+def result_json(result: TuneResult) -> dict[str, Any]:
+    """One problem's tuning, in numbers."""
+    return {"problem": result.entry.problem.to_json(), "stored": result.stored, "schedules": result.schedules,
+            "programs": result.programs, "compiled": result.compiled, "measured": result.measured,
+            "failed": result.failed, "seconds": round(result.seconds, 3)}  # fmt: skip
+
+
+def landscape_json(line: Any) -> dict[str, Any]:
+    """One line of `landscapes --json`."""
+    return {"problem": line.problem.to_json(), "device": line.device_name, "arch": line.arch, "regime": line.regime,
+            "distinct_programs": line.distinct_programs, "measurements": line.measurements}  # fmt: skip
+
+
+def print_tune_summary(arch: str, results: Sequence[TuneResult], measured: bool) -> None:
+    """What the run did, a line per problem."""
+    if not measured:
+        print(f"No {arch} GPU here: nothing was measured. Every schedule was built and the model ranked the programs.")
+    for result in results:
+        kept = "" if result.stored else "; a stronger entry was kept"
+        did = f"{result.measured} measured" if measured else "ranked by the model"
+        print(f"{result.entry.problem}: {result.schedules} schedules, {result.programs} distinct programs, "
+              f"{result.compiled} compiled now, {result.failed} failed, {did}, {result.seconds:.1f} s{kept}")  # fmt: skip
+
+
+def print_entries(entries: Iterable[EntryRecord]) -> None:
+    """The table of what is served."""
+    table = Table(title="tuned schedules")
+    for name, justify in (("arch", "left"), ("D", "right"), ("S", "right"), ("dtype", "left"), ("causal", "left"),
+                          ("B", "right"), ("H", "right"), ("provenance", "left"), ("schedule", "left"),
+                          ("median us", "right"), ("TFLOP/s", "right"), ("model us", "right"),
+                          ("runner-up", "right"), ("ties", "right"), ("programs", "right")):  # fmt: skip
+        table.add_column(name, justify=justify, no_wrap=name != "schedule")  # type: ignore[arg-type]
+    for entry in entries:
+        p, us = entry.problem, entry.median_us
+        seq = str(p.seq_q) if p.seq_q == p.seq_k else f"{p.seq_q}/{p.seq_k}"
+        heads = str(p.heads) if p.heads == p.kv_heads else f"{p.heads}/{p.kv_heads}"
+        table.add_row(entry.arch, str(p.head_dim), seq, p.dtype, "yes" if p.causal else "no", str(p.batch), heads,
+                      entry.provenance, entry.schedule.short(), f"{us:.1f}" if us else "-",
+                      f"{p.tflops(us):.0f}" if us else "-", f"{entry.model_us:.1f}" if entry.model_us else "-",
+                      f"+{entry.margin:.1%}" if entry.margin is not None else "-", str(len(entry.ties)),
+                      str(entry.candidates))  # fmt: skip
+    console().print(table)
+
+
+def print_landscapes(lines: Sequence[Any]) -> None:
+    """The table of what is measured."""
+    table = Table(title="landscapes")
+    for name in ("device", "arch", "regime", "problem", "distinct programs", "measurements"):
+        table.add_column(name)
+    for line in lines:
+        table.add_row(line.device_name, line.arch, line.regime, str(line.problem), str(line.distinct_programs),
+                      str(line.measurements))  # fmt: skip
+    console().print(table)
+
+
+def print_bench(rows: Sequence[BenchRow]) -> None:
+    """One line per problem, one column per method: TFLOP/s, then ours over each of the others."""
+    methods = list(dict.fromkeys(row.method for row in rows))
+    table = Table(title="TFLOP/s, and in brackets the time of each method over ours")
+    table.add_column("problem")
+    for method in methods:
+        table.add_column(method, justify="right")
+    by_problem: dict[Problem, dict[str, BenchRow]] = {}
+    for row in rows:
+        by_problem.setdefault(row.problem, {})[row.method] = row
+    for problem, found in by_problem.items():
+        ours = found["tiledsched"].median_us
+        cells = []
+        for method in methods:
+            row = found[method]
+            if row.median_us is None:
+                cells.append(row.status)
+            elif method == "tiledsched" or ours is None:
+                cells.append(f"{problem.tflops(row.median_us):.0f}")
+            else:
+                cells.append(f"{problem.tflops(row.median_us):.0f} ({row.median_us / ours:.2f}x)")
+        table.add_row(str(problem), *cells)
+    console().print(table)
+
+
+def write_bench_csv(rows: Sequence[BenchRow], path: Path) -> None:
+    """One row per method and problem."""
+    if not rows:
+        return
+    flat = [row.to_csv() for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(flat[0]))
+        writer.writeheader()
+        writer.writerows(flat)
+
+

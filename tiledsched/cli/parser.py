@@ -1,0 +1,166 @@
+"""Every command and flag. Importing this imports neither a compiler nor a GPU library."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from tiledsched import __version__
+from tiledsched.cli import commands
+from tiledsched.problem import DTYPES
+
+EPILOG = """exit codes: 0 done, 1 no valid schedule or a regression found, 2 usage or configuration, 130 interrupted.
+Data goes to stdout, progress and logs to stderr. Settings: flags, then TILEDSCHED_* variables, then tiledsched.toml,
+then the user's config.toml."""
+
+
+def integers(text: str) -> list[int]:
+    """`1024,4096` -> [1024, 4096]."""
+    try:
+        values = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers such as 1024,4096")
+    return values
+
+
+def dtypes(text: str) -> list[str]:
+    """`float16,bfloat16` -> both, checked."""
+    values = [part.strip() for part in text.split(",") if part.strip()]
+    wrong = [value for value in values if value not in DTYPES]
+    if wrong or not values:
+        raise argparse.ArgumentTypeError(f"{text!r} must be of {', '.join(DTYPES)}, separated by commas")
+    return values
+
+
+def positive(text: str) -> int:
+    """One positive integer."""
+    return integers(text)[0] if "," not in text else integers("")[0]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(prog="tiledsched", description="Find, prove, keep and serve the best schedule of "
+                                     "cuTile kernels.", epilog=EPILOG,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"tiledsched {__version__}")
+    parser.set_defaults(verbose=False)
+    subs = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_tune(subs)
+    _add_show(subs)
+    _add_explain(subs)
+    _add_report(subs)
+    _add_bench(subs)
+    _add_landscapes(subs)
+    _add_doctor(subs)
+    _add_db(subs)
+    return parser
+
+
+def _command(subs: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, *, json: bool = True,
+             db: bool = True) -> argparse.ArgumentParser:  # fmt: skip
+    parser: argparse.ArgumentParser = subs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what is done to stderr")
+    if db:
+        parser.add_argument("--db", metavar="URL", help="database path or URL (default: TILEDSCHED_DB, or the user's "
+                            "data directory)")  # fmt: skip
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON with a schema_version")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _problem_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seq-len", type=integers, default=[1024, 4096], metavar="S[,S]", help="sequence lengths "
+                        "(default: 1024,4096)")  # fmt: skip
+    parser.add_argument("--head-dim", type=integers, default=[64, 128], metavar="D[,D]", help="head dimensions, up to "
+                        "256 (default: 64,128)")  # fmt: skip
+    parser.add_argument("--dtype", type=dtypes, default=["float16"], metavar="T[,T]", help=f"{', '.join(DTYPES)} "
+                        "(default: float16)")  # fmt: skip
+    parser.add_argument("--causal", choices=("yes", "no", "both"), default="both", help="causal mask (default: both)")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences (default: 16k tokens in all)")
+    parser.add_argument("--heads", type=positive, metavar="N", help="query heads (default: 2048 / head dimension)")
+    parser.add_argument("--kv-heads", type=positive, metavar="N", help="key/value heads (default: as many as heads)")
+
+
+def _add_tune(subs: Any) -> None:
+    parser = _command(subs, "tune", commands.tune, "find the best schedules for an arch: measured where its GPU is "
+                      "present, else built and ranked by the model")  # fmt: skip
+    parser.add_argument("--arch", required=True, metavar="ARCH", help="target, e.g. sm_121")
+    _problem_flags(parser)
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
+    parser.add_argument("--trials", type=positive, default=128, metavar="N", help="distinct programs to measure per problem "
+                        "(default: 128)")  # fmt: skip
+    parser.add_argument("--sampler", default="tpe", choices=("tpe", "random", "exhaustive"), help="what proposes "
+                        "schedules (default: tpe)")  # fmt: skip
+    parser.add_argument("--accum-mode", choices=("fp32", "fp16"), help="accuracy class (default: fp32)")
+    parser.add_argument("--regime", choices=("burst", "sustained"), help="cool and at full clocks, or at the power cap "
+                        "(default: burst)")  # fmt: skip
+    parser.add_argument("--runner", choices=("auto", "gpu", "none"), default="auto", help="measure on the GPU, or only "
+                        "build and rank; auto measures where a GPU of the arch is present (default: auto)")  # fmt: skip
+    parser.add_argument("--space", metavar="FILE", help="your own search space (TOML)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampler (default: 0)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
+    parser.add_argument("--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule "
+                        "(default: 120)")  # fmt: skip
+
+
+def _add_show(subs: Any) -> None:
+    parser = _command(subs, "show", commands.show, "list what is tuned, with provenance")
+    parser.add_argument("--arch", metavar="ARCH", help="only this arch")
+
+
+def _add_explain(subs: Any) -> None:
+    parser = _command(subs, "explain", commands.explain, "say which schedule a problem is served with, and why")
+    parser.add_argument("--arch", required=True, metavar="ARCH", help="e.g. sm_90")
+    parser.add_argument("--seq-len", type=positive, required=True, metavar="N", help="sequence length")
+    parser.add_argument("--head-dim", type=positive, required=True, metavar="D", help="head dimension")
+    parser.add_argument("--dtype", default="float16", choices=DTYPES, help="default: float16")
+    parser.add_argument("--causal", action="store_true", help="with the causal mask")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences (default: 16k tokens in all)")
+    parser.add_argument("--heads", type=positive, metavar="N", help="query heads (default: 2048 / head dimension)")
+    parser.add_argument("--kv-heads", type=positive, metavar="N", help="key/value heads (default: as many as heads)")
+    parser.add_argument("--device", default="", metavar="NAME", help="GPU name as the driver gives it")
+
+
+def _add_report(subs: Any) -> None:
+    parser = _command(subs, "report", commands.report, "write the tiling-sensitivity report")
+    parser.add_argument("--arch", required=True, metavar="ARCH", help="e.g. sm_90")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
+    parser.add_argument("--regime", choices=("burst", "sustained"), default="burst", help="default: burst")
+
+
+def _add_bench(subs: Any) -> None:
+    parser = _command(subs, "bench", commands.bench, "time sdpa beside torch's backends and the untuned kernel, "
+                      "interleaved on this GPU")  # fmt: skip
+    _problem_flags(parser)
+    parser.add_argument("--regime", choices=("burst", "sustained"), default="burst", help="default: burst")
+    parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="samples of each (default: 30)")
+    parser.add_argument("--csv", metavar="FILE", help="also write one row per method and problem")
+    parser.add_argument("--verify", action="store_true", help="also check that what is launched is the machine code "
+                        "that was measured (needs the compiler)")  # fmt: skip
+
+
+def _add_landscapes(subs: Any) -> None:
+    _command(subs, "landscapes", commands.landscapes, "list what is measured: problem, device, programs, measurements")
+
+
+def _add_doctor(subs: Any) -> None:
+    _command(subs, "doctor", commands.doctor, "say what works on this machine and what to install for what does not")
+
+
+def _add_db(subs: Any) -> None:
+    parser = subs.add_parser("db", help="export, import, merge, check or upgrade the database",
+                             description="Export, import, merge, check or upgrade the database.")  # fmt: skip
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    export = _command(actions, "export", commands.db_export, "write entries and their evidence to a reviewable table")
+    export.add_argument("--arch", metavar="ARCH", help="only this arch")
+    export.add_argument("--out", metavar="FILE", default="-", help="file to write (default: stdout)")
+    bring = _command(actions, "import", commands.db_import, "take in a table written by export")
+    bring.add_argument("file", metavar="FILE", help="table to read")
+    merge = _command(actions, "merge", commands.db_merge, "take in everything another database holds")
+    merge.add_argument("other", metavar="URL", help="database to read")
+    _command(actions, "check", commands.db_check, "look for damage")
+    _command(actions, "upgrade", commands.db_upgrade, "bring the schema up to date")

@@ -1,0 +1,87 @@
+"""Python's builtins as cuTile means them.
+
+In tile code `min` and `max` of two tiles are elementwise, and `range` over run-time bounds counts in run-time scalars.
+Python's own would compare whole tiles, so the kernel and the functions it calls run as copies that differ only in
+these names.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+from collections.abc import Iterator
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import cuda.tile as ct
+
+from tiledsched.interpreter.values import Tile, promote
+
+
+def tile_min(*values: Any, **options: Any) -> Any:
+    """`min`, elementwise where a tile is among the values."""
+    tiles = any(isinstance(value, Tile) for value in values)
+    return functools.reduce(ct.minimum, values) if tiles else builtins.min(*values, **options)
+
+
+def tile_max(*values: Any, **options: Any) -> Any:
+    """`max`, elementwise where a tile is among the values."""
+    tiles = any(isinstance(value, Tile) for value in values)
+    return functools.reduce(ct.maximum, values) if tiles else builtins.max(*values, **options)
+
+
+def tile_range(*bounds: Any) -> Any:
+    """`range`; over run-time bounds it yields run-time scalars of their common type."""
+    if not any(isinstance(bound, Tile) for bound in bounds):
+        return builtins.range(*bounds)
+    dtype = functools.reduce(lambda first, second: Tile(0, promote(first, second)), bounds).dtype
+    return _count(builtins.range(*(int(bound.__index__()) for bound in bounds)), dtype)
+
+
+def _count(numbers: range, dtype: Any) -> Iterator[Tile]:
+    for number in numbers:
+        yield Tile(number, dtype)
+
+
+BUILTINS = {**vars(builtins), "min": tile_min, "max": tile_max, "range": tile_range}
+
+
+def with_tile_builtins(function: FunctionType, done: dict[FunctionType, FunctionType] | None = None) -> FunctionType:
+    """A copy of `function`, and of the functions it names, that sees cuTile's builtins.
+
+    Functions reached through a module or an object (`helpers.step`) keep Python's builtins.
+    """
+    done = {} if done is None else done
+    function = getattr(function, "__wrapped__", function) if _is_tile_function(function) else function
+    if function in done:
+        return done[function]
+    names: dict[str, Any] = {"__builtins__": BUILTINS, "__name__": function.__module__}
+    cells = [CellType() for _ in function.__closure__ or ()]
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, tuple(cells))
+    copy.__kwdefaults__ = function.__kwdefaults__
+    done[function] = copy
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            names[name] = _copied(function.__globals__[name], done)
+    for cell, original in zip(cells, function.__closure__ or (), strict=True):
+        try:
+            cell.cell_contents = _copied(original.cell_contents, done)
+        except ValueError:  # a name that is not bound yet
+            continue
+    return copy
+
+
+def _copied(value: Any, done: dict[FunctionType, FunctionType]) -> Any:
+    if not isinstance(value, FunctionType) or (value.__module__ or "").startswith("cuda.tile"):
+        return value
+    return with_tile_builtins(value, done)
+
+
+def _is_tile_function(function: FunctionType) -> bool:
+    """Whether `function` is the wrapper that @ct.function puts around a user's function."""
+    return hasattr(function, "__wrapped__") and function.__globals__.get("__name__", "").startswith("cuda.tile.")
+
+
+def _names(code: CodeType) -> set[str]:
+    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, nested))

@@ -1,0 +1,194 @@
+"""Running a kernel over its grid, one block after another."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import typing
+from collections.abc import Sequence
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import cuda.tile as ct
+import numpy as np
+
+from tiledsched.errors import ProblemError
+from tiledsched.interpreter import arithmetic, memory, reductions, shapes  # noqa: F401  (they fill the registry)
+from tiledsched.interpreter.arrays import Array, poison
+from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
+from tiledsched.interpreter.private import load_dispatch_mode, undecorated
+from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
+from tiledsched.interpreter.values import TILE_TYPE, InterpreterError, Tile, in_range
+
+if TYPE_CHECKING:
+    from tiledsched.kernels.template import KernelTemplate
+    from tiledsched.problem import Problem
+    from tiledsched.schedule import Schedule
+
+DispatchMode: Any = load_dispatch_mode()
+Grid = int | tuple[int, ...]
+
+
+class Launch(DispatchMode):
+    """One launch: the grid, the block whose turn it is, and the answer to every `ct.*` call."""
+
+    def __init__(self, grid: tuple[int, int, int], check_overlap: bool) -> None:
+        self.grid = grid
+        self.check_overlap = check_overlap
+        self.block = (0, 0, 0)
+        self.serial = 0
+        """Number of the current block, from 1: what the writers' arrays hold."""
+        self._own = {innermost(ct.bid): self.bid, innermost(ct.num_blocks): self.num_blocks}
+
+    def blocks(self) -> typing.Iterator[tuple[int, int, int]]:
+        """Every block in turn, x fastest."""
+        for z, y, x in itertools.product(*map(range, reversed(self.grid))):
+            self.serial += 1
+            self.block = (x, y, z)
+            yield self.block
+
+    def bid(self, axis: int) -> Tile:
+        """Index of the current block."""
+        return Tile(self.block[_axis(axis)], ct.int32)
+
+    def num_blocks(self, axis: int) -> Tile:
+        """Blocks along `axis`."""
+        return Tile(self.grid[_axis(axis)], ct.int32)
+
+    def call_tile_function_from_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of a `ct.*` function, or of a user's @ct.function."""
+        target = innermost(func)
+        name = f"ct.{getattr(target, '__qualname__', target)}"
+        implementation = self._own.get(target) or IMPLEMENTATIONS.get(target)
+        if implementation is None:
+            if not getattr(target, "__module__", "").startswith("cuda.tile"):
+                return target(*args, **kwargs)
+            raise InterpreterError(f"{name} is not supported by the interpreter; docs/interpreter.md lists what is")
+        try:
+            if kwargs and not kwargs.keys() <= KEYWORDS.get(target, kwargs.keys()):
+                raise TypeError(f"unknown arguments {sorted(kwargs.keys() - KEYWORDS[target])}")
+            return implementation(*args, **kwargs)
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise InterpreterError(f"{name}: {error}") from error
+
+
+def _axis(axis: int) -> int:
+    if axis not in (0, 1, 2):
+        raise InterpreterError(f"a grid has axes 0, 1 and 2, got {axis}")
+    return axis
+
+
+def run(kernel: Any, grid: Grid, args: Sequence[Any], *, check_overlap: bool = True) -> None:
+    """Run a cuTile kernel on the CPU; arrays among `args` are changed in place.
+
+    Args:
+        kernel: a `ct.kernel`, or the function under one.
+        grid: blocks along x, or along up to three axes.
+        args: NumPy arrays, of any strides, and Python numbers, in the order of the kernel's parameters; constants
+            included. Numbers whose parameter is not a `ct.Constant` become run-time scalars (int32, float32).
+        check_overlap: whether a store to an element that another block stored to is an error.
+
+    Raises:
+        InterpreterError: the kernel did what cuTile forbids or leaves undefined, or what is not supported here.
+    """
+    function = undecorated(kernel)
+    sides = grid if isinstance(grid, tuple) else (grid,)
+    if not 1 <= len(sides) <= 3 or any(side < 1 for side in sides):
+        raise InterpreterError(f"a grid has one to three axes of at least one block, got {grid}")
+    launch = Launch((*sides, 1, 1)[:3], check_overlap)  # type: ignore[arg-type]
+    values = _arguments(function, args, launch)
+    body = with_tile_builtins(function)
+    with np.errstate(all="ignore"), launch.as_current():
+        for block in launch.blocks():
+            try:
+                body(*values)
+            except InterpreterError as error:
+                raise InterpreterError(f"{function.__name__}, block {block}: {error}") from error
+
+
+def run_problem(
+    template: KernelTemplate,
+    schedule: Schedule,
+    problem: Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float | None = None,
+    *,
+    sm_count: int = 8,
+) -> np.ndarray[Any, Any]:
+    """Attention of q, k and v by the template's kernel with one schedule, run on the CPU.
+
+    Args:
+        template: the attention template.
+        schedule: one value for each knob.
+        problem: what is computed; the arrays must have its shapes.
+        q: `[batch, heads, seq_q, head_dim]` of NumPy's float16 or ml_dtypes' bfloat16, of any strides.
+        k: `[batch, kv_heads, seq_k, head_dim]`, likewise.
+        v: as k.
+        scale: softmax scale, above 0; 1 / sqrt(head_dim) unless given.
+        sm_count: multiprocessors the grid is made for; few, so that persistent blocks take several tiles.
+
+    Returns:
+        `[batch, heads, seq_q, head_dim]` in q's type; NaN where the kernel wrote nothing.
+
+    Raises:
+        ProblemError: arrays that are not the problem's.
+        InterpreterError: see :func:`run`.
+    """
+    keys = (problem.batch, problem.kv_heads, problem.seq_k, problem.head_dim)
+    wanted = {"q": (problem.batch, problem.heads, problem.seq_q, problem.head_dim), "k": keys, "v": keys}
+    for (name, shape), array in zip(wanted.items(), (q, k, v), strict=True):
+        if array.shape != shape or array.dtype.name != problem.dtype:
+            raise ProblemError(f"{name} must be {problem.dtype} of shape {shape}, got {array.dtype} {array.shape}")
+    out = np.full(q.shape, poison(TILE_TYPE[q.dtype]), q.dtype)
+    args = (q, k, v, out, *template.scalars(problem, scale), *template.constants(schedule, problem))
+    run(template.function, template.grid(schedule, problem, sm_count), args)
+    return out
+
+
+def _arguments(function: FunctionType, args: Sequence[Any], launch: Launch) -> list[Any]:
+    """Kernel arguments as tile code sees them."""
+    parameters = list(inspect.signature(function).parameters)
+    if len(parameters) != len(args):
+        raise InterpreterError(f"{function.__name__} takes {len(parameters)} arguments {parameters}, got {len(args)}")
+    notes = _annotations(function)
+    return [_argument(name, value, notes.get(name, ()), launch) for name, value in zip(parameters, args, strict=True)]
+
+
+def _annotations(function: FunctionType) -> dict[str, tuple[Any, ...]]:
+    """What cuTile's annotations say of each parameter: the metadata of its `Annotated` hint."""
+    free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    local = {name: cell.cell_contents for name, cell in free.items()}
+    try:
+        hints = typing.get_type_hints(function, localns=local, include_extras=True)
+    except NameError as error:
+        raise InterpreterError(f"{function.__name__}: annotation {error}; define it at module level") from error
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+
+
+def _argument(name: str, value: Any, notes: tuple[Any, ...], launch: Launch) -> Any:
+    if isinstance(value, (list, tuple)):
+        each = tuple(getattr(note, "element", note) for note in notes)
+        return type(value)(_argument(f"{name}[{i}]", item, each, launch) for i, item in enumerate(value))
+    if isinstance(value, np.ndarray):
+        array = next((note for note in notes if isinstance(note, ct.ArrayAnnotation)), ct.ArrayAnnotation())
+        static = tuple(axis % value.ndim for axis in array.static_shape_dims)
+        return Array(
+            name, value, np.zeros(value.shape, np.int32), launch, index_dtype=array.index_dtype, static_dims=static
+        )
+    if any(isinstance(note, ct.ConstantAnnotation) for note in notes):
+        return value
+    if isinstance(value, np.generic):
+        return Tile(value, TILE_TYPE[value.dtype])
+    if isinstance(value, bool):
+        return Tile(value, ct.bool_)
+    if isinstance(value, int):
+        dtype = next((note.dtype for note in notes if hasattr(note, "dtype")), ct.int32)
+        if not in_range(value, dtype):
+            raise InterpreterError(f"{name} = {value} does not fit {dtype}; annotate it ct.ScalarInt64[int]")
+        return Tile(value, dtype)
+    if isinstance(value, float):
+        return Tile(value, ct.float32)
+    raise InterpreterError(f"{name}: expected a NumPy array or a number, got {type(value).__name__}; "
+                           "pass torch tensors as tensor.numpy()")  # fmt: skip

@@ -1,0 +1,272 @@
+"""The runner that measures: it owns a worker process, times every request, and replaces the worker when it fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+from tiledsched.errors import Failure, FailureKind, MeasureError
+from tiledsched.kernels.template import KernelTemplate
+from tiledsched.measure.accuracy import tolerance
+from tiledsched.measure.launch import Launch
+from tiledsched.measure.runner import Batch, Candidate, Checked, Device
+from tiledsched.problem import Problem, stable_id
+
+WORKER_COMMAND = (sys.executable, "-m", "tiledsched.measure.worker")
+END_TIMEOUT_S = 60.0
+"""How long a killed worker may take to go: the driver first tears its context down."""
+UNKNOWN_US = 1e4
+"""Assumed time of a candidate that was never checked, for the time limit of its samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Seconds to wait for each answer before the worker is taken for hung."""
+
+    start_s: float = 120.0
+    """From its start until the GPU is open: on a cold machine, CuPy alone takes many seconds."""
+    begin_s: float = 300.0
+    """Inputs and reference of one problem."""
+    check_s: float = 30.0
+    """Loading one candidate; checking it."""
+    sample_s: float = 20.0
+    """One run of samples, beside what its samples take..."""
+    each_sample_s: float = 0.05
+    """...pacing, flushing and launching one sample..."""
+    slack: float = 10.0
+    """...and this many times the candidate's own time at first look."""
+
+
+class WorkerDiedError(Exception):
+    """The worker ended or was killed before it answered."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Worker:
+    """A child process, the pipe to it and the folder it may write to.
+
+    A fresh interpreter, not a `multiprocessing` child: that one would import the main program first, and with it
+    whatever torch or compiler the main program holds. The child's end of the pipe is inherited, so its death closes it.
+    """
+
+    def __init__(self, command: Sequence[str] = WORKER_COMMAND) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tiledsched-", ignore_cleanup_errors=True)
+        self._errors = Path(self._folder.name) / "stderr.txt"
+        self.connection, theirs = Pipe()
+        with theirs, self._errors.open("wb") as errors:
+            self.process = subprocess.Popen([*command, str(theirs.fileno()), self._folder.name],
+                                            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                                            stdout=subprocess.DEVNULL, stderr=errors)  # fmt: skip
+        self.loaded: set[str] = set()
+
+    def receive(self, timeout_s: float, what: str) -> tuple[str, Any]:
+        """Its next answer.
+
+        Raises:
+            WorkerDiedError: it ended, or `timeout_s` passed and it was killed.
+        """
+        try:
+            if self.connection.poll(timeout_s):
+                answer: tuple[str, Any] = self.connection.recv()
+                return answer
+        except (EOFError, OSError) as error:
+            raise WorkerDiedError(self._ended(f"during {what}")) from error
+        except BaseException:  # Ctrl-C: an answer nobody waited for must not be taken for the next one
+            self.kill()
+            raise
+        self.kill()
+        message = f"no answer to {what} within {timeout_s:g} s; measuring process killed"
+        raise WorkerDiedError(Failure(kind=FailureKind.HANG, message=message))
+
+    def ask(self, timeout_s: float, verb: str, *arguments: Any) -> Any:
+        """Send one request and wait for its answer; a failure the worker reports is returned.
+
+        Raises:
+            WorkerDiedError: as for `receive`.
+        """
+        try:
+            self.connection.send((verb, *arguments))
+        except OSError as error:
+            raise WorkerDiedError(self._ended(f"before {verb}")) from error
+        outcome, value = self.receive(timeout_s, verb)
+        if outcome == "lost":
+            self.kill()
+        return value
+
+    def alive(self) -> bool:
+        """Whether it can be asked. Between requests there is nothing to read, unless it ended."""
+        return not self.connection.closed and not self.connection.poll()
+
+    def _ended(self, when: str) -> Failure:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=5)
+        code = self.process.poll()
+        lines = self._errors.read_text(errors="replace").split("\n") if self._errors.exists() else []
+        last_words = next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
+        self.kill()
+        message = f"measuring process ended with code {code} {when}{last_words}"
+        return Failure(kind=FailureKind.WORKER_KILLED, message=message[:500])
+
+    def kill(self) -> None:
+        """End it now. Safe to call twice.
+
+        Raises:
+            MeasureError: it cannot be ended.
+        """
+        self.connection.close()
+        self.process.kill()
+        try:
+            self.process.wait(timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise MeasureError("the measuring process cannot be killed: the GPU is stuck; reset it or restart the "
+                               "machine, then run: tiledsched doctor") from None  # fmt: skip
+        self._folder.cleanup()
+
+
+class GpuRunner:
+    """Measures on the GPU through a worker that may die: each death costs the candidate that caused it.
+
+    Args:
+        template: whose candidates are measured.
+        seed: of inputs and sample orders; every `begin` and `sample` draws anew from it.
+        timeouts: when the worker is taken for hung.
+        worker_command: how to start the worker; tests start one with a made-up GPU.
+
+    Raises:
+        MeasureError: no worker can be started: no GPU, no driver, or no CuPy.
+    """
+
+    name = "gpu"
+
+    def __init__(self, template: KernelTemplate, *, seed: int = 0, timeouts: Timeouts | None = None,
+                 worker_command: Sequence[str] = WORKER_COMMAND) -> None:  # fmt: skip
+        self._template = template
+        self._seed = seed
+        self._timeouts = timeouts or Timeouts()
+        self._command = tuple(worker_command)
+        self._problem: Problem | None = None
+        self._draws = 0
+        self._expected_us: dict[str, float] = {}
+        self._worker = self._start()
+
+    def _start(self) -> Worker:
+        worker = Worker(self._command)
+        try:
+            kind, value = worker.receive(self._timeouts.start_s, "start")
+        except WorkerDiedError as error:
+            raise MeasureError(f"{error}; run: tiledsched doctor") from error
+        if kind != "ready":
+            worker.kill()
+            raise MeasureError(f"the GPU cannot be used: {value}; run: tiledsched doctor")
+        self.device: Device = value
+        return worker
+
+    def _draw_seed(self, purpose: str) -> int:
+        self._draws += 1
+        return int(stable_id([self._seed, purpose, self._draws], length=8), 16)
+
+    def begin(self, problem: Problem) -> None:
+        """Inputs and reference for `problem`, on the worker."""
+        self._problem = problem
+        self._expected_us.clear()
+        if self._worker.alive():
+            self._begin_on_worker()
+        else:
+            self._restart()
+
+    def _restart(self) -> None:
+        """A new worker, brought back to the current problem."""
+        self._worker.kill()
+        self._worker = self._start()
+        if self._problem is not None:
+            self._begin_on_worker()
+
+    def _begin_on_worker(self) -> None:
+        assert self._problem is not None
+        scalars = self._template.scalars(self._problem)
+        seed = self._draw_seed("inputs")
+        try:
+            answer = self._worker.ask(self._timeouts.begin_s, "begin", self._problem, scalars, seed)
+        except WorkerDiedError as error:
+            raise MeasureError(f"cannot prepare {self._problem}: {error}; run: tiledsched doctor") from error
+        if isinstance(answer, Failure):
+            raise MeasureError(f"cannot prepare {self._problem}: {answer.message}; try a smaller batch or fewer heads")
+
+    def check(self, candidate: Candidate) -> Checked | Failure:
+        """Load it, run it twice, compare everything."""
+
+        def ask() -> Any:
+            launch = self._launch(candidate)
+            return launch if isinstance(launch, Failure) else self._worker.ask(self._timeouts.check_s, "check", launch)
+
+        answer = self._guarded(ask)
+        if isinstance(answer, Checked):
+            self._expected_us[candidate.artifact.fingerprint] = answer.first_look_us
+        assert isinstance(answer, (Checked, Failure))
+        return answer
+
+    def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:
+        """Interleaved timing. If the group fails, one launch of each alone finds the culprits; the others go again."""
+        answer = self._sample_together(candidates, rounds, regime)
+        if not isinstance(answer, Failure):
+            return answer
+        if len(candidates) == 1:
+            return [answer]
+        alone = [self._sample_together([candidate], 1, "burst") for candidate in candidates]
+        healthy = [each for each, tried in zip(candidates, alone, strict=True) if not isinstance(tried, Failure)]
+        if len(healthy) == len(candidates):  # nobody fails in one launch: each for itself
+            return [self.sample([candidate], rounds=rounds, regime=regime)[0] for candidate in candidates]
+        again = iter(self.sample(healthy, rounds=rounds, regime=regime) if healthy else [])
+        return [tried if isinstance(tried, Failure) else next(again) for tried in alone]
+
+    def _sample_together(self, candidates: Sequence[Candidate], rounds: int,
+                         regime: str) -> list[Batch | Failure] | Failure:  # fmt: skip
+        limits = self._timeouts
+        expected_s = sum(self._expected_us.get(c.artifact.fingerprint, UNKNOWN_US) for c in candidates) / 1e6
+        timeout_s = limits.sample_s + rounds * (len(candidates) * limits.each_sample_s + limits.slack * expected_s)
+
+        def ask() -> Any:
+            launches = [self._launch(candidate) for candidate in candidates]
+            failed = next((launch for launch in launches if isinstance(launch, Failure)), None)
+            if failed is not None:
+                return failed
+            return self._worker.ask(timeout_s, "sample", launches, rounds, regime, self._draw_seed("order"))
+
+        answer: list[Batch | Failure] | Failure = self._guarded(ask)
+        return answer
+
+    def _launch(self, candidate: Candidate) -> Launch | Failure:
+        """What the worker needs to run `candidate`, which is loaded first if it is not yet."""
+        assert self._problem is not None
+        artifact, symbol = candidate.artifact, self._template.name
+        if artifact.fingerprint not in self._worker.loaded:
+            answer = self._worker.ask(self._timeouts.check_s, "load", artifact.fingerprint, symbol, artifact.cubin)
+            if isinstance(answer, Failure):
+                return answer
+            self._worker.loaded.add(artifact.fingerprint)
+        grid = self._template.grid(candidate.schedule, self._problem, self.device.sm_count)
+        return Launch(fingerprint=artifact.fingerprint, grid=grid, tile_m=candidate.schedule.number("tile_m"),
+                      tolerance=tolerance(self._problem.dtype, candidate.schedule))  # fmt: skip
+
+    def _guarded(self, ask: Callable[[], Any]) -> Any:
+        """`ask()` on a living worker; the worker's death becomes the failure it stands for."""
+        if not self._worker.alive():
+            self._restart()
+        try:
+            return ask()
+        except WorkerDiedError as error:
+            return error.failure
+
+    def close(self) -> None:
+        """End the worker. Safe to call twice."""
+        self._worker.kill()

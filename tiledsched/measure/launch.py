@@ -1,0 +1,19 @@
+"""What the measuring process is told about one launch: plain data, no template, no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """All that is needed to run one artifact on the current problem."""
+
+    fingerprint: str
+    """Key of the loaded module."""
+    grid: tuple[int, int, int]
+    """Blocks."""
+    tile_m: int
+    """Rows per output tile, for the error per tile."""
+    tolerance: float
+    """Largest relative Frobenius error of a tile that passes."""

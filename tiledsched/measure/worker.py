@@ -1,0 +1,284 @@
+"""The process that owns the GPU. It loads cubins with CuPy and holds neither torch nor a compiler.
+
+It answers one request at a time over a pipe and keeps no state that cannot be made again: whoever started it may kill
+it at any moment and start another. Run as ``python -m tiledsched.measure.worker DESCRIPTOR FOLDER``, with the inherited
+file descriptor of the pipe's end and a folder to write to; `measure.gpu` does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cupy
+import numpy
+
+from tiledsched.errors import Failure, FailureKind
+from tiledsched.kernels.reference import attention_reference, default_scale
+from tiledsched.measure.accuracy import compare
+from tiledsched.measure.launch import Launch
+from tiledsched.measure.nvml import ConditionsLog, current_device
+from tiledsched.measure.runner import Batch, Checked, Conditions
+from tiledsched.problem import Problem
+
+FLUSH_TIMES_L2 = 2
+SPIN_US = 300.0
+BURST_GAP_S = 0.010
+"""Start-to-start distance of paced launches. On an H200 the clock is steady at 10 ms; see docs/measuring.md."""
+SUSTAINED_WARMUP_S = 2.0
+FAST_FLOAT64 = ("sm_80", "sm_90", "sm_100")
+MARKS = {
+    FailureKind.OUT_OF_MEMORY: ("out of memory",),
+    FailureKind.HANG: ("launch timed out",),
+    FailureKind.DRIVER_MISMATCH: ("unsupported toolchain", "no kernel image", "driver version is insufficient"),
+    FailureKind.GPU_LOST: ("uncorrectable", "devices are busy or unavailable", "no cuda-capable device", "gpu is lost"),
+    FailureKind.ILLEGAL_ADDRESS: ("illegal memory access", "misaligned address", "illegal instruction",
+                                  "unspecified launch failure", "invalid program counter", "device-side assert"),
+}  # fmt: skip
+"""What the driver's message holds, in lower case, for each kind of failure it can tell."""
+
+SPIN_SOURCE = r"""
+extern "C" __global__ void spin(unsigned long long nanoseconds) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do { asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); } while (now - start < nanoseconds);
+}
+"""
+
+
+@dataclass
+class State:
+    """What the worker holds between requests."""
+
+    stream: Any = None
+    folder: str = ""
+    kernels: dict[str, Any] = field(default_factory=dict)
+    problem: Problem | None = None
+    arrays: list[Any] = field(default_factory=list)
+    reference: Any = None
+    arguments: tuple[Any, ...] = ()
+    flush: Any = None
+    spin: Any = None
+    device: Any = None
+
+
+def start(folder: str) -> State:
+    """Open the GPU; cubins to load are written to `folder`."""
+    state = State(stream=cupy.cuda.Stream(non_blocking=True), folder=folder)
+    state.device = current_device()
+    state.flush = cupy.empty(max(FLUSH_TIMES_L2 * state.device.l2_bytes, 1 << 26), dtype=numpy.uint8)
+    state.spin = cupy.RawKernel(SPIN_SOURCE, "spin")
+    return state
+
+
+def begin(state: State, problem: Problem, scalars: tuple[float, ...], seed: int) -> None:
+    """Inputs drawn from a normal distribution, the reference, and the kernel's argument list."""
+    rng = cupy.random.default_rng(seed)
+    query = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
+    key = (problem.batch, problem.kv_heads, problem.seq_k, problem.head_dim)
+    drawn = (rng.standard_normal(shape, dtype=numpy.float32) for shape in (query, key, key))
+    values = [_to_storage(array, problem.dtype) for array in drawn]
+    out = cupy.empty(query, dtype=values[0].dtype)
+    precision = "float64" if state.device.arch in FAST_FLOAT64 else "float32"
+    state.reference = None  # frees the old one first
+    q, k, v = (_to_float32(array, problem.dtype) for array in values)
+    state.reference = attention_reference(
+        cupy, q, k, v, causal=problem.causal, scale=default_scale(problem), dtype=precision
+    )
+    del q, k, v
+    state.problem, state.arrays = problem, [*values, out]
+    arguments: list[Any] = []
+    for array in state.arrays:
+        arguments.append(array)
+        arguments.extend(numpy.int32(size) for size in array.shape)
+        arguments.extend(numpy.int32(stride // array.itemsize) for stride in array.strides)
+    state.arguments = (*arguments, *(numpy.float32(scalar) for scalar in scalars))
+    cupy.cuda.Device().synchronize()
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def load(state: State, fingerprint: str, symbol: str, cubin: bytes) -> None:
+    """Load a cubin's kernel."""
+    path = os.path.join(state.folder, f"{fingerprint}.cubin")
+    with open(path, "wb") as file:
+        file.write(cubin)
+    state.kernels[fingerprint] = cupy.RawModule(path=path).get_function(symbol)
+
+
+def check(state: State, launch: Launch) -> Checked | Failure:
+    """Two launches over poisoned output: right everywhere, and the same bits."""
+    assert state.problem is not None
+    out = state.arrays[-1]
+    bits = []
+    elapsed = 0.0
+    for _ in range(2):
+        out.view(numpy.uint16)[...] = 0x7FFF  # NaN in float16 and bfloat16 alike
+        with state.stream:
+            before, after = cupy.cuda.Event(), cupy.cuda.Event()
+            cupy.cuda.Device().synchronize()
+            before.record(state.stream)
+            state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), state.arguments)
+            after.record(state.stream)
+        after.synchronize()
+        elapsed = cupy.cuda.get_elapsed_time(before, after) * 1e3
+        bits.append(out.view(numpy.uint16).copy())
+    accuracy = compare(cupy, _to_float32(out, state.problem.dtype), state.reference, tile_m=launch.tile_m,
+                       repeatable=bool((bits[0] == bits[1]).all()))  # fmt: skip
+    if not accuracy.worst_tile_error <= launch.tolerance:
+        batch, head, tile = accuracy.worst_tile
+        return Failure(kind=FailureKind.WRONG_RESULT, message=f"relative error {accuracy.worst_tile_error:.3g} above "
+                       f"{launch.tolerance:.3g} in batch {batch}, head {head}, query tile {tile}")  # fmt: skip
+    return Checked(accuracy=accuracy, first_look_us=elapsed)
+
+
+def sample(state: State, launches: list[Launch], rounds: int, regime: str, seed: int) -> list[Batch]:
+    """Interleaved samples of every launch. Each timed launch follows an L2 flush and a spin kernel.
+
+    The spin keeps the GPU busy while the host queues the start event, the kernel and the stop event behind it, so that
+    the events time the kernel and never the host.
+    """
+    rng = random.Random(seed)
+    order = list(range(len(launches)))
+    samples: list[list[float]] = [[] for _ in launches]
+    log = ConditionsLog(state.device)
+    gap = BURST_GAP_S if regime == "burst" else 0.0
+    if regime == "sustained":
+        _heat(state, launches)
+    next_start = time.perf_counter()
+    for _ in range(rounds):
+        rng.shuffle(order)
+        for index in order:
+            pause = next_start - time.perf_counter()
+            if pause > 0:
+                time.sleep(pause)
+            next_start = time.perf_counter() + gap
+            samples[index].append(_timed(state, launches[index], flush=regime == "burst"))
+        log.poll()
+    conditions: Conditions = log.summary()
+    return [Batch(samples_us=tuple(values), conditions=conditions) for values in samples]
+
+
+def _timed(state: State, launch: Launch, *, flush: bool) -> float:
+    kernel = state.kernels[launch.fingerprint]
+    before, after = cupy.cuda.Event(), cupy.cuda.Event()
+    with state.stream:
+        if flush:
+            state.flush.fill(0)
+            state.spin((1,), (1,), (numpy.uint64(SPIN_US * 1e3),))
+        before.record(state.stream)
+        kernel(launch.grid, (1, 1, 1), state.arguments)
+        after.record(state.stream)
+    after.synchronize()
+    return float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
+
+
+def _heat(state: State, launches: list[Launch]) -> None:
+    """Run without pause until the power cap has had time to act."""
+    stop = time.perf_counter() + SUSTAINED_WARMUP_S
+    while time.perf_counter() < stop:
+        for launch in launches:
+            _timed(state, launch, flush=False)
+
+
+def _to_storage(values: Any, dtype: str) -> Any:
+    """float32 -> float16, or the bit pattern of bfloat16 (round to nearest even) as uint16: CuPy has no bfloat16."""
+    if dtype == "float16":
+        return values.astype(numpy.float16)
+    bits = values.view(numpy.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
+
+
+def _to_float32(stored: Any, dtype: str) -> Any:
+    if dtype == "float16":
+        return stored.astype(numpy.float32)
+    return (stored.astype(numpy.uint32) << 16).view(numpy.float32)
+
+
+def answer(state: State, request: tuple[Any, ...]) -> Any:
+    """Carry out one request; what goes wrong with a candidate comes back as a Failure."""
+    verb, arguments = request[0], request[1:]
+    if verb == "begin":
+        return begin(state, *arguments)
+    if verb == "load":
+        try:
+            return load(state, *arguments)
+        except Exception as error:
+            return _failure(error, FailureKind.ARTIFACT_CORRUPT)
+    if verb == "check":
+        return check(state, *arguments)
+    if verb == "sample":
+        return sample(state, *arguments)
+    raise ValueError(f"unknown request {verb!r}")
+
+
+def _failure(error: Exception, kind: FailureKind) -> Failure:
+    """What the driver's words in `error` stand for; `kind` where they are of no known kind."""
+    text = f"{type(error).__name__}: {error}"
+    words = text.lower()
+    kind = next((known for known, marks in MARKS.items() if any(mark in words for mark in marks)), kind)
+    return Failure(kind=kind, message=text.splitlines()[0][:500])
+
+
+def _context_lost() -> bool:
+    """Whether the CUDA context no longer works: after an illegal access, say, every later call fails like the first."""
+    try:
+        cupy.cuda.Device().synchronize()
+    except Exception:
+        return True
+    return False
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, even if a kernel hangs just then."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(descriptor: str, folder: str) -> None:
+    """Serve requests until the other side closes, or a failure makes the CUDA context useless.
+
+    The first message is ("ready", Device) or ("fatal", why). Each request is answered by ("done", value), by ("failed",
+    Failure), or by ("lost", Failure), after which this process ends: a new one gets a new context.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
+    _end_with_parent()
+    with Connection(int(descriptor)) as connection:
+        try:
+            state = start(folder)
+        except Exception as error:
+            connection.send(("fatal", f"{type(error).__name__}: {error}"))
+            return
+        connection.send(("ready", state.device))
+        while True:
+            try:
+                request = connection.recv()
+            except EOFError:
+                return
+            try:
+                value = answer(state, request)
+            except Exception as error:
+                value = _failure(error, FailureKind.LAUNCH_FAILURE)
+            if not isinstance(value, Failure):
+                connection.send(("done", value))
+            elif not _context_lost():
+                connection.send(("failed", value))
+            else:
+                connection.send(("lost", value))
+                os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

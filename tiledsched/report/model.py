@@ -1,0 +1,351 @@
+"""The numbers of the report, from the store: `build_report` is the way in."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tiledsched.build.cubin import ResourceFacts
+from tiledsched.errors import SpaceError
+from tiledsched.kernels import template_for
+from tiledsched.kernels.template import KernelTemplate
+from tiledsched.problem import Problem
+from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_times
+from tiledsched.report.records import (
+    MEASURED,
+    MODELLED,
+    DeviceConditions,
+    FailureCount,
+    ProblemReport,
+    Report,
+    Section,
+    Timed,
+)
+from tiledsched.schedule import Schedule
+from tiledsched.space import SearchSpace, space_for
+from tiledsched.store.queries import KnobEffect, knob_effects
+from tiledsched.store.records import BuildRecord, EntryRecord, FailureRecord, StoredMeasurement, Toolchain
+
+if TYPE_CHECKING:
+    from tiledsched.store.db import TuningDB
+
+__all__ = ["ModelTimes", "Report", "build_report"]
+
+ModelTimes = Callable[[Problem, list[BuildRecord]], dict[str, float]]
+"""The model: from a problem and its builds to microseconds by schedule id. A build it cannot judge is left out."""
+ProgramKey = tuple[str, tuple[int, int, int] | None]
+"""(fingerprint, grid): what makes a program distinct on one problem and device."""
+LandscapeKey = tuple[str, Problem, str, str]
+"""(kernel, problem, device name, accumulator mode): what may be compared with each other."""
+
+
+def build_report(
+    db: TuningDB,
+    arch: str,
+    *,
+    regime: str = "burst",
+    device_name: str | None = None,
+    model_times: ModelTimes | None = None,
+    space: SearchSpace | None = None,
+) -> Report:
+    """All that `db` knows of the schedules of `arch`.
+
+    Args:
+        db: an open database; reading it is enough.
+        arch: e.g. sm_121.
+        regime: burst or sustained. Measurements of the other one are left out, not mixed in.
+        device_name: one device of the arch; None for all, each by itself.
+        model_times: estimates for the problems that were not measured. Without it only the winner and the runner-up
+            of each modelled entry are known.
+        space: where the default schedules come from; None for the one shipped for the arch.
+    """
+    entries = db.entries(arch=arch)
+    if device_name is not None:
+        entries = [entry for entry in entries if entry.device_name in ("", device_name)]
+    taken = db.measurements(arch=arch, regime=regime, device_name=device_name)
+    existing = sum(line.measurements for line in db.landscapes() if line.arch == arch)
+    builds = _Builds(db, arch, taken, entries)
+    desk = _Desk(builds=builds, spaces=_Spaces(arch, space), entries=entries, regime=regime)
+
+    landscapes: dict[LandscapeKey, list[StoredMeasurement]] = defaultdict(list)
+    for stored in taken:
+        found = stored.measurement
+        landscapes[stored.kernel, found.problem, found.device.name, _accum_mode(found.schedule)].append(stored)
+    measured = [desk.measured(key, members) for key, members in landscapes.items()]
+
+    done = {(kernel, problem, accum) for kernel, problem, _, accum in landscapes}
+    modelled = []
+    for entry in entries:
+        key = (entry.kernel, entry.problem, entry.accum_mode)
+        if entry.provenance == MODELLED and key not in done:
+            done.add(key)
+            one = desk.modelled(entry, model_times)
+            modelled += [one] if one else []
+    return Report(
+        arch=arch,
+        regime=regime,
+        device_name=device_name or "",
+        elsewhere=existing - len(taken),
+        measured=_section(MEASURED, measured),
+        modelled=_section(MODELLED, modelled),
+        unmeasured=tuple(entry for entry in entries if entry.provenance in ("transferred", "default")
+                         and (entry.kernel, entry.problem, entry.accum_mode) not in done),
+        inert=_inert(builds.all),
+        builds=sum(1 for build in builds.all if build.fingerprint),
+        failures=_count_failures(db.failures(arch=arch), builds.all),
+        conditions=_conditions(taken),
+        model_compilers=tuple(sorted({entry.toolchain.compiler for entry in entries
+                                      if entry.provenance == MODELLED and entry.toolchain})),
+    )  # fmt: skip
+
+
+def _accum_mode(schedule: Schedule) -> str:
+    return str(schedule.get("accum_mode", "fp32"))
+
+
+def _section(provenance: str, problems: Sequence[ProblemReport]) -> Section:
+    ordered = tuple(sorted(problems, key=lambda one: (one.group, one.seq_len, one.problem)))
+    return Section(provenance=provenance, problems=ordered, sensitivity=sensitivity(ordered),
+                   knobs=joined_importance(ordered))  # fmt: skip
+
+
+class _Spaces:
+    """Default schedules, from a space given or from those shipped."""
+
+    def __init__(self, arch: str, given: SearchSpace | None) -> None:
+        self._arch, self._given = arch, given
+        self._found: dict[str, SearchSpace | None] = {}
+
+    def default(self, kernel: str, problem: Problem) -> Schedule | None:
+        """The default schedule; None where there is no space or nothing valid in it."""
+        if self._given is None and kernel not in self._found:
+            try:
+                self._found[kernel] = space_for(self._arch, kernel=kernel)
+            except SpaceError:
+                self._found[kernel] = None
+        space = self._given or self._found[kernel]
+        try:
+            return space.default(problem) if space else None
+        except SpaceError:
+            return None
+
+
+class _Builds:
+    """Every build by the compilers and kernel sources that the evidence was made with."""
+
+    def __init__(self, db: TuningDB, arch: str, taken: list[StoredMeasurement], entries: list[EntryRecord]) -> None:
+        wanted: dict[tuple[str, str, str], Toolchain] = {}
+        for stored in taken:
+            wanted[stored.kernel, stored.source_hash, stored.toolchain.id] = stored.toolchain
+        for entry in entries:
+            if entry.toolchain is not None:
+                wanted[entry.kernel, entry.source_hash, entry.toolchain.id] = entry.toolchain
+        self.all: list[BuildRecord] = []
+        for (kernel, source_hash, _), toolchain in wanted.items():
+            self.all += db.find_builds(kernel, source_hash, toolchain, arch).values()
+        self._facts = {fingerprint: record.facts for (_, fingerprint), record in db.artifacts(arch).items()}
+        self._facts |= {build.fingerprint: build.facts for build in self.all if build.facts}
+        self._by_class: dict[tuple[str, int, str, bool, int], list[BuildRecord]] = defaultdict(list)
+        for build in self.all:
+            which = build.problem_class
+            key = (build.kernel, which.head_dim, which.dtype, which.causal, which.group)
+            self._by_class[key].append(build)
+
+    def facts(self, fingerprint: str) -> ResourceFacts | None:
+        """Resources of a machine code; None where unknown."""
+        return self._facts.get(fingerprint)
+
+    def of(self, template: KernelTemplate, problem: Problem) -> list[BuildRecord]:
+        """Successful builds whose machine code serves `problem`."""
+        key = (template.name, problem.head_dim, problem.dtype, problem.causal, problem.group)
+        return [build for build in self._by_class.get(key, []) if build.fingerprint
+                and build.problem_class == _or_none(template.problem_class, build.schedule, problem)]  # fmt: skip
+
+
+def _or_none(function: Callable[..., object], *arguments: object) -> object | None:
+    """The function's value; None for a schedule of an older space, which lacks a knob."""
+    try:
+        return function(*arguments)
+    except KeyError:
+        return None
+
+
+def _programs(template: KernelTemplate, problem: Problem, sm_count: int) -> Callable[[str, Schedule], ProgramKey]:
+    def program(fingerprint: str, schedule: Schedule) -> ProgramKey:
+        grid = _or_none(template.grid, schedule, problem, max(1, sm_count))
+        return fingerprint, grid if isinstance(grid, tuple) else None
+
+    return program
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Desk:
+    """What is needed to write up one problem."""
+
+    builds: _Builds
+    spaces: _Spaces
+    entries: list[EntryRecord]
+    regime: str
+
+    def measured(self, key: LandscapeKey, stored: Sequence[StoredMeasurement]) -> ProblemReport:
+        """One problem on one device, from all its measurements, newest first."""
+        kernel, problem, _, accum_mode = key
+        template = template_for(kernel)
+        # Of a schedule measured with several compilers only the newest counts; likewise of a program.
+        by_schedule: dict[Schedule, StoredMeasurement] = {}
+        for one in stored:
+            by_schedule.setdefault(one.measurement.schedule, one)
+        by_program: dict[ProgramKey, StoredMeasurement] = {}
+        program_of = _programs(template, problem, stored[0].measurement.device.sm_count)
+        others: list[tuple[Schedule, ProgramKey]] = []
+        for schedule, one in by_schedule.items():
+            program = program_of(one.measurement.fingerprint, schedule)
+            if program in by_program:
+                others.append((schedule, program))
+            else:
+                by_program[program] = one
+        for build in self.builds.of(template, problem):
+            if build.schedule not in by_schedule and _accum_mode(build.schedule) == accum_mode:
+                others.append((build.schedule, program_of(build.fingerprint, build.schedule)))
+
+        timed = {}
+        for one in by_program.values():
+            found = one.measurement
+            timed[found.schedule] = Timed(
+                schedule=found.schedule, fingerprint=found.fingerprint, us=found.median_us, relative=1.0,
+                tflops=problem.tflops(found.median_us), ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us,
+                samples=len(found.samples_us), facts=self.builds.facts(found.fingerprint),
+                worst_tile_error=found.accuracy.worst_tile_error if found.accuracy else None,
+            )  # fmt: skip
+        for schedule, program in others:
+            if program in by_program and schedule not in timed:
+                own = timed[by_program[program].measurement.schedule]
+                timed[schedule] = replace(own, schedule=schedule, same_program_as=own.schedule)
+        served = self._served(key)
+        return self._write_up(MEASURED, key, list(timed.values()), served, len(stored))
+
+    def modelled(self, entry: EntryRecord, model_times: ModelTimes | None) -> ProblemReport | None:
+        """One problem nobody measured; None where not even the model gives a time."""
+        template, problem = template_for(entry.kernel), entry.problem
+        builds = [build for build in self.builds.of(template, problem)
+                  if _accum_mode(build.schedule) == entry.accum_mode
+                  and (entry.toolchain is None or build.toolchain == entry.toolchain)
+                  and (not entry.source_hash or build.source_hash == entry.source_hash)]  # fmt: skip
+        fingerprints = {build.schedule: build.fingerprint for build in builds}
+        times = model_times(problem, builds) if model_times else {}
+        us = {build.schedule: times[build.schedule.id] for build in builds if build.schedule.id in times}
+        if not us and entry.model_us is not None:
+            us[entry.schedule] = entry.model_us
+            fingerprints.setdefault(entry.schedule, entry.fingerprint)
+            if entry.runner_up is not None and entry.margin is not None:
+                us[entry.runner_up] = entry.model_us * (1 + entry.margin)
+        if not us:
+            return None
+        timed = []
+        program_of, first = _programs(template, problem, 1), dict[ProgramKey, Schedule]()
+        for schedule in sorted(us, key=lambda schedule: (us[schedule], schedule.id)):
+            fingerprint = fingerprints.get(schedule, "")
+            known = first.setdefault(program_of(fingerprint or schedule.id, schedule), schedule)
+            timed.append(Timed(schedule=schedule, fingerprint=fingerprint, us=us[schedule], relative=1.0,
+                               tflops=problem.tflops(us[schedule]), facts=self.builds.facts(fingerprint),
+                               same_program_as=None if known is schedule else known))  # fmt: skip
+        return self._write_up(MODELLED, (entry.kernel, problem, "", entry.accum_mode), timed, entry, 0)
+
+    def _served(self, key: LandscapeKey) -> EntryRecord | None:
+        kernel, problem, device_name, accum_mode = key
+        fitting = [entry for entry in self.entries
+                   if (entry.kernel, entry.problem, entry.accum_mode) == (kernel, problem, accum_mode)
+                   and entry.device_name in ("", device_name) and entry.regime in ("", self.regime)]  # fmt: skip
+        return min(fitting, key=lambda entry: (entry.rank, not entry.device_name, not entry.regime), default=None)
+
+    def _write_up(self, provenance: str, key: LandscapeKey, timed: list[Timed], served: EntryRecord | None,
+                  measurements: int) -> ProblemReport:  # fmt: skip
+        kernel, problem, device_name, accum_mode = key
+        timed.sort(key=lambda one: (one.us, one.same_program_as is not None, one.schedule.id))
+        timed = [replace(one, relative=one.us / timed[0].us) for one in timed]
+        programs = [one for one in timed if one.same_program_as is None]
+        ties = _ties(timed, programs, served) if provenance == MEASURED else set()
+        default = self.spaces.default(kernel, problem)
+        return ProblemReport(
+            provenance=provenance, problem=problem, device_name=device_name, accum_mode=accum_mode, timed=tuple(timed),
+            runner_up=next((one for one in programs[1:] if one.schedule not in ties), None),
+            ties=tuple(one.schedule for one in programs if one.schedule in ties),
+            default=next((one for one in timed if one.schedule == default), None),
+            median_us=statistics.median(one.us for one in programs), programs=len(programs), measurements=measurements,
+            served=served, tiles=tile_times(timed), knobs=knob_importance(timed),
+        )  # fmt: skip
+
+
+def _ties(timed: Sequence[Timed], programs: Sequence[Timed], served: EntryRecord | None) -> set[Schedule]:
+    """Programs that cannot be told apart from the fastest: as the race found, else by overlapping intervals."""
+    best = programs[0]
+    program_of = {one.schedule: one.same_program_as or one.schedule for one in timed}
+    if served is not None and served.provenance == MEASURED:
+        raced = {program_of[schedule] for schedule in (served.schedule, *served.ties) if schedule in program_of}
+        if best.schedule in raced:
+            return raced - {best.schedule}
+    high = best.ci_high_us or best.us
+    return {one.schedule for one in programs[1:] if (one.ci_low_us or one.us) <= high}
+
+
+def _inert(builds: Iterable[BuildRecord]) -> tuple[KnobEffect, ...]:
+    compared = [effect for effect in knob_effects(builds) if effect.pairs]
+    return tuple(sorted(compared, key=lambda effect: (-effect.same / effect.pairs, effect.knob)))
+
+
+def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRecord]) -> tuple[FailureCount, ...]:
+    seen: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
+    example: dict[tuple[str, str], tuple[str, Schedule]] = {}
+    known_builds = set()
+    for build in builds:
+        if build.failure is not None:
+            kind = ("build", str(build.failure.kind))
+            seen[kind].add(build.key)
+            example.setdefault(kind, (build.failure.message, build.schedule))
+            known_builds.add((build.failure.kind, build.schedule))
+    for failed in failures:
+        if failed.stage == "build" and (failed.failure.kind, failed.schedule) in known_builds:
+            continue
+        kind = (failed.stage, str(failed.failure.kind))
+        seen[kind].add((failed.schedule.id, failed.problem.id if failed.problem else ""))
+        example.setdefault(kind, (failed.failure.message, failed.schedule))
+    counts = [FailureCount(stage=stage, kind=kind, candidates=len(found), example=example[stage, kind][0],
+                           schedule=example[stage, kind][1]) for (stage, kind), found in seen.items()]  # fmt: skip
+    return tuple(sorted(counts, key=lambda line: (-line.candidates, line.stage, line.kind)))
+
+
+def _conditions(taken: Sequence[StoredMeasurement]) -> tuple[DeviceConditions, ...]:
+    devices: dict[str, list[StoredMeasurement]] = defaultdict(list)
+    for stored in taken:
+        devices[stored.measurement.device.name].append(stored)
+    found = []
+    for _, members in sorted(devices.items()):
+        states = [stored.measurement.conditions for stored in members]
+        reasons: dict[str, int] = defaultdict(int)
+        for state in states:
+            for reason in state.throttle_reasons:
+                reasons[reason] += 1
+        dates = [stored.created_at for stored in members]
+        found.append(DeviceConditions(
+            device=members[0].measurement.device,
+            drivers=tuple(sorted({stored.measurement.device.driver for stored in members} - {""})),
+            compilers=tuple(sorted({stored.toolchain.compiler for stored in members})),
+            source_hashes=tuple(sorted({stored.source_hash for stored in members} - {""})),
+            runners=tuple(sorted({stored.measurement.runner for stored in members})),
+            sm_clock_mhz=_range(state.sm_clock_mhz for state in states),
+            memory_clock_mhz=_range(state.memory_clock_mhz for state in states),
+            power_w=max(state.power_w for state in states),
+            temperature_c=max(state.temperature_c for state in states),
+            throttle_reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
+            first=min(dates), last=max(dates), measurements=len(members),
+            samples=sum(len(stored.measurement.samples_us) for stored in members),
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def _range(values: Iterable[int]) -> tuple[int, int] | None:
+    told = [value for value in values if value]
+    return (min(told), max(told)) if told else None

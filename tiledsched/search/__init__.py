@@ -1,0 +1,1 @@
+"""Searching: which schedules to build and measure, and which of them wins."""

@@ -1,0 +1,324 @@
+"""Tune problems one by one: build, measure or model, and store what should be served.
+
+With a runner, schedules are proposed, built and measured in batches until the trials or the budget are used up; then
+the leaders race each other afresh, interleaved, because times of different batches are never compared for the verdict.
+Without one, every schedule is built and the model ranks the distinct programs. Everything is stored as it happens, so
+that an interrupted run loses nothing and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiledsched.build.artifacts import ArtifactStore
+from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
+from tiledsched.build.pool import BuildPool
+from tiledsched.build.toolchain import Toolchain
+from tiledsched.device import ArchSpec, arch_spec
+from tiledsched.errors import NoValidScheduleError
+from tiledsched.kernels import template_for
+from tiledsched.kernels.template import KernelTemplate
+from tiledsched.measure.runner import Candidate, Failed, Measurement, Runner
+from tiledsched.model.static import estimate_us
+from tiledsched.problem import Problem
+from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.search.programs import Program, Workshop
+from tiledsched.search.race import Outcome, Rules, race
+from tiledsched.search.sampler import ScheduleSampler
+from tiledsched.space import SearchSpace
+from tiledsched.store.db import TuningDB
+from tiledsched.store.records import BuildRecord, EntryRecord
+
+FINALISTS = 16
+"""Programs in the deciding race."""
+MODEL_SEEDS = 16
+"""Schedules the model likes best, proposed first where they are built already."""
+LOOK = Rules(heats=((1.10, 4),))
+"""How a batch is measured: enough to learn from; the deciding race comes last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """How much to do."""
+
+    accum_mode: str = "fp32"
+    """Accuracy class to tune within."""
+    trials: int = 128
+    """Distinct programs to measure per problem, where there is a GPU; those measured before count."""
+    budget_s: float | None = None
+    """Seconds for the whole run, shared evenly by the problems; None for no limit."""
+    sampler: str = "tpe"
+    """See ScheduleSampler."""
+    seed: int = 0
+    """Of the sampler."""
+    regime: str = "burst"
+    """Which regime decides."""
+    compile_timeout_s: float = DEFAULT_TIMEOUT_S
+    """Per schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """What tuning one problem came to."""
+
+    entry: EntryRecord
+    """What is served from now on (or would be, had the store not held something better)."""
+    stored: bool
+    """False when a stronger entry was kept."""
+    schedules: int
+    """Schedules considered."""
+    programs: int
+    """Distinct programs among them."""
+    compiled: int
+    """Compiler runs this took."""
+    measured: int
+    """Programs measured in this run."""
+    failed: int
+    """Schedules that did not build, run or compute correctly."""
+    seconds: float
+    """Wall time."""
+
+
+class Watcher(Protocol):
+    """Who is told of progress: the command line's bars, or nobody."""
+
+    def stage(self, problem: Problem, what: str, total: int) -> None:
+        """A stage of `total` steps begins."""
+
+    def step(self, done: int) -> None:
+        """`done` steps of it are done."""
+
+
+class Silent:
+    """A watcher that watches nothing."""
+
+    def stage(self, problem: Problem, what: str, total: int) -> None:
+        """Ignore it."""
+
+    def step(self, done: int) -> None:
+        """Ignore it."""
+
+
+class Tuner:
+    """Tunes one kernel for one arch."""
+
+    def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, template: KernelTemplate,
+                 toolchain: Toolchain, options: TuneOptions, *, pool: BuildPool, run_id: int,
+                 runner: Runner | None = None, watcher: Watcher | None = None) -> None:  # fmt: skip
+        self.db, self.space, self.template, self.toolchain = db, space, template, toolchain
+        self.artifacts, self.options, self.run_id, self.runner = artifacts, options, run_id, runner
+        self.watcher = watcher or Silent()
+        self.workshop = Workshop(db, artifacts, template, space.arch, toolchain, pool,
+                                 timeout_s=options.compile_timeout_s)  # fmt: skip
+        self._batch = max(8, 2 * pool.jobs)
+        self._pinned: dict[str, KnobValue] = {"accum_mode": options.accum_mode}
+        self._source_hash = template.source_hash
+        self._measurement_ids: dict[Schedule, int] = {}
+
+    def tune(self, problems: Sequence[Problem]) -> list[TuneResult]:
+        """Tune every problem in turn.
+
+        Raises:
+            NoValidScheduleError: for some problem no schedule is valid, or none of them works; the problems before it
+                are stored.
+        """
+        started = time.monotonic()
+        results = []
+        for index, problem in enumerate(problems):
+            deadline_s = None
+            if self.options.budget_s is not None:
+                left = started + self.options.budget_s - time.monotonic()
+                deadline_s = time.monotonic() + max(0.0, left) / (len(problems) - index)
+            if self.runner is None:
+                results.append(self._model(problem, deadline_s))
+            else:
+                results.append(self._measure(problem, self.runner, deadline_s))
+        return results
+
+    # Without a GPU
+
+    def _model(self, problem: Problem, deadline_s: float | None) -> TuneResult:
+        started = time.monotonic()
+        schedules = list(self.space.schedules(problem, pinned=self._pinned))
+        default = self.space.default(problem)
+        schedules.sort(key=lambda schedule: schedule != default)  # the default first, for short budgets
+        compiled = self._build(schedules, problem, deadline_s)
+        spec = arch_spec(self.space.arch)
+        programs = self.workshop.programs(schedules, problem, spec.sm_count)
+        ranked = sorted(programs, key=lambda program: (self._estimate(program, problem, spec), program.schedule.id))
+        if not ranked:
+            raise NoValidScheduleError(self._nothing_works(problem, schedules))
+        best = ranked[0]
+        entry = self._entry(
+            problem, best.schedule, best.fingerprint, provenance="modelled",
+            model_us=self._estimate(best, problem, spec), candidates=len(programs),
+            runner_up=ranked[1].schedule if len(ranked) > 1 else None,
+        )  # fmt: skip
+        return TuneResult(entry=entry, stored=self.db.put_entry(entry), schedules=len(schedules), programs=len(programs),
+                          compiled=compiled, measured=0, failed=self._build_failures(schedules, problem),
+                          seconds=time.monotonic() - started)  # fmt: skip
+
+    def _estimate(self, program: Program, problem: Problem, spec: ArchSpec) -> float:
+        return min(estimate_us(problem, schedule, program.facts, spec) for schedule in program.schedules)
+
+    # With a GPU
+
+    def _measure(self, problem: Problem, runner: Runner, deadline_s: float | None) -> TuneResult:
+        started = time.monotonic()
+        sampler = ScheduleSampler(self.space, problem, pinned=self._pinned, name=self.options.sampler,
+                                  seed=self.options.seed, first=self._first(problem))  # fmt: skip
+        times = self._known_times(problem, runner)
+        sampler.known(times.items())
+        known = len(self.workshop.programs(list(times), problem, runner.device.sm_count))
+        tried, compiled, measured, failed = len(times), 0, 0, 0
+        runner.begin(problem)
+        self.watcher.stage(problem, "measuring", min(self.options.trials, sampler.size))
+        while known + measured < self.options.trials and not _late(deadline_s, share=0.8, started=started):
+            batch = sampler.ask(self._batch)
+            if not batch:
+                break
+            compiled += self.workshop.build(batch, problem, deadline_s=deadline_s)
+            fresh, outcomes = self._race_new(batch, problem, runner, times, deadline_s)
+            for schedule in batch:
+                sampler.tell(schedule, times.get(schedule))
+            tried += len(batch)
+            measured += len(fresh)
+            failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
+            failed += self._build_failures(batch, problem)
+            self.watcher.step(known + measured)
+        return self._decide(problem, runner, times, tried, compiled, measured, failed, started)
+
+    def _first(self, problem: Problem) -> list[Schedule]:
+        """What to try first: the default, what won on the nearest problems, what the model likes."""
+        near = [entry for entry in self.db.entries(self.space.arch, self.template.name, provenance="measured")
+                if (entry.problem.head_dim, entry.problem.causal) == (problem.head_dim, problem.causal)]  # fmt: skip
+        near.sort(key=lambda entry: (abs(entry.problem.seq_q - problem.seq_q), entry.problem))
+        spec = arch_spec(self.space.arch)
+        built = self.workshop.programs(list(self.space.schedules(problem, pinned=self._pinned)), problem, spec.sm_count)
+        built.sort(key=lambda program: (self._estimate(program, problem, spec), program.schedule.id))
+        modelled = [program.schedule for program in built[:MODEL_SEEDS]]
+        return [self.space.default(problem), *(entry.schedule for entry in near), *modelled]
+
+    def _known_times(self, problem: Problem, runner: Runner) -> dict[Schedule, float | None]:
+        """Times in the store that still hold: same device, compiler, kernel source and space; None for what failed."""
+        known: dict[Schedule, float | None] = {}
+        for failure in self.db.failures(self.space.arch, problem, stage="measure"):
+            if failure.device_name == runner.device.name:
+                known[failure.schedule] = None
+        for stored in self.db.measurements(problem, self.space.arch, runner.device.name, self.options.regime,
+                                           source_hash=self._source_hash, toolchain=self.toolchain):  # fmt: skip
+            if stored.measurement.schedule["accum_mode"] == self.options.accum_mode:
+                known.setdefault(stored.measurement.schedule, stored.measurement.median_us)
+        return {schedule: us for schedule, us in known.items() if not self.space.violations(schedule, problem)}
+
+    def _race_new(self, batch: Sequence[Schedule], problem: Problem, runner: Runner,
+                  times: dict[Schedule, float | None], deadline_s: float | None) -> tuple[list[Program], list[Outcome]]:  # fmt: skip
+        """Measure the programs of `batch` that are not known yet; equivalents take the time of their program."""
+        sm_count = runner.device.sm_count
+        known = {program.key: times[program.schedule]
+                 for program in self.workshop.programs(list(times), problem, sm_count)}  # fmt: skip
+        programs = self.workshop.programs(batch, problem, sm_count)
+        fresh = [program for program in programs if program.key not in known]
+        result = race(runner, problem, self._candidates(fresh), rules=LOOK, regime=self.options.regime,
+                      deadline_s=deadline_s, on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
+        for outcome in result.outcomes:
+            times[outcome.schedule] = outcome.median_us if isinstance(outcome, Measurement) else None
+        for program in programs:
+            time_us = known.get(program.key, times.get(program.schedule))
+            for schedule in program.schedules:
+                times.setdefault(schedule, time_us)
+        return fresh, list(result.outcomes)
+
+    def _decide(self, problem: Problem, runner: Runner, times: dict[Schedule, float | None], tried: int, compiled: int,
+                measured: int, failed: int, started: float) -> TuneResult:  # fmt: skip
+        """Race the leaders and the default afresh and store the winner."""
+        default = self.space.default(problem)
+        ordered = sorted((us, schedule.id, schedule) for schedule, us in times.items() if us is not None)
+        compiled += self.workshop.build([schedule for _, _, schedule in ordered[: 4 * FINALISTS]], problem)
+        programs = self.workshop.programs([schedule for _, _, schedule in ordered], problem, runner.device.sm_count)
+        finalists = programs[:FINALISTS]
+        finalists += [program for program in programs[FINALISTS:] if default in program.schedules]
+        if not finalists:
+            raise NoValidScheduleError(self._nothing_works(problem, list(times)))
+        self.watcher.stage(problem, "deciding", len(finalists))
+        result = race(runner, problem, self._candidates(finalists), preference=(default,), regime=self.options.regime,
+                      on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
+        if result.winner is None:
+            raise NoValidScheduleError(self._nothing_works(problem, list(times)))
+        self.watcher.step(len(finalists))
+        entry = self._entry(
+            problem, result.winner.schedule, result.winner.fingerprint, provenance="measured",
+            device_name=runner.device.name, regime=self.options.regime, measurement_id=self._measurement_ids[result.winner.schedule],
+            runner_up=result.runner_up.schedule if result.runner_up else None, margin=result.margin,
+            ties=result.ties, candidates=len(programs),
+        )  # fmt: skip
+        return TuneResult(entry=entry, stored=self.db.put_entry(entry), schedules=tried, programs=len(programs),
+                          compiled=compiled, measured=measured, failed=failed, seconds=time.monotonic() - started)  # fmt: skip
+
+    def _candidates(self, programs: Sequence[Program]) -> list[Candidate]:
+        """Programs with their machine code read back; one whose file is damaged is left out and built next time."""
+        candidates = []
+        for program in programs:
+            artifact = self.artifacts.get(self.space.arch, program.fingerprint)
+            if artifact is not None:
+                candidates.append(Candidate(schedule=program.schedule, artifact=artifact))
+        return candidates
+
+    def _keep(self, outcome: Outcome, problem: Problem, runner: Runner) -> None:
+        """Store one outcome, at once."""
+        if isinstance(outcome, Measurement):
+            self._measurement_ids[outcome.schedule] = self.db.record_measurement(
+                self.run_id, self.template.name, self._source_hash, self.toolchain, outcome
+            )
+        else:
+            self.db.record_failure(self.run_id, self.template.name, self.space.arch, "measure", outcome.schedule,
+                                   outcome.failure, problem=problem, fingerprint=outcome.fingerprint,
+                                   device=runner.device)  # fmt: skip
+
+    # Both
+
+    def _build(self, schedules: Sequence[Schedule], problem: Problem, deadline_s: float | None) -> int:
+        missing = self.workshop.missing(schedules, problem)
+        self.watcher.stage(problem, "compiling", len(missing))
+        return self.workshop.build(missing, problem, progress=lambda done, total: self.watcher.step(done),
+                                   deadline_s=deadline_s)  # fmt: skip
+
+    def _entry(self, problem: Problem, schedule: Schedule, fingerprint: str, **more: object) -> EntryRecord:
+        values: dict[str, object] = {
+            "kernel": self.template.name, "arch": self.space.arch, "problem": problem, "schedule": schedule,
+            "fingerprint": fingerprint, "accum_mode": self.options.accum_mode, "source": f"tune run {self.run_id}",
+            "toolchain": self.toolchain, "source_hash": self._source_hash, "run_id": self.run_id, **more,
+        }  # fmt: skip
+        return EntryRecord(**values)  # type: ignore[arg-type]
+
+    def _build_failures(self, schedules: Sequence[Schedule], problem: Problem) -> int:
+        records = (self.workshop.record(schedule, problem) for schedule in schedules)
+        return sum(record is not None and record.failure is not None for record in records)
+
+    def _nothing_works(self, problem: Problem, schedules: Sequence[Schedule]) -> str:
+        if not schedules:
+            return f"{self.space.source} holds no valid schedule for {problem}; relax its constraints"
+        reasons = {str(record.failure.kind) for schedule in schedules
+                   if (record := self.workshop.record(schedule, problem)) and record.failure}  # fmt: skip
+        reasons |= {str(failure.failure.kind) for failure in self.db.failures(self.space.arch, problem)}
+        why = ", ".join(sorted(reasons)) or "the budget ended first"
+        return f"no schedule of {len(schedules)} works for {problem} on {self.space.arch}: {why}; run: tiledsched doctor"
+
+
+def modelled_times(arch: str, *, kernel: str = "attention") -> Callable[[Problem, Sequence[BuildRecord]], dict[str, float]]:
+    """The model's view of built schedules, for reports: maps a problem and builds to schedule id -> modelled us."""
+    spec, template = arch_spec(arch), template_for(kernel)
+
+    def times(problem: Problem, builds: Sequence[BuildRecord]) -> dict[str, float]:
+        return {build.schedule.id: estimate_us(problem, build.schedule, build.facts, spec) for build in builds
+                if build.facts and build.problem_class == template.problem_class(build.schedule, problem)}  # fmt: skip
+
+    return times
+
+
+def _late(deadline_s: float | None, *, share: float, started: float) -> bool:
+    """Whether `share` of the time from `started` to the deadline has passed."""
+    return deadline_s is not None and time.monotonic() - started > share * (deadline_s - started)

@@ -1,0 +1,1 @@
+"""Serving: which schedule a call gets, and the call itself."""

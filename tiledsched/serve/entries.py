@@ -1,0 +1,30 @@
+"""Everything that may be served: the tables that ship with the package, under the user's own database."""
+
+from __future__ import annotations
+
+from tiledsched import data_files
+from tiledsched.config import Settings
+from tiledsched.serve.lookup import Table
+from tiledsched.store.db import TuningDB
+from tiledsched.store.engine import database_exists
+from tiledsched.store.exchange import read_table
+from tiledsched.store.records import EntryRecord
+
+
+def load_entries(url: str | None) -> list[EntryRecord]:
+    """Entries of the database (where there is one) and of shipped tables; the database wins at equal provenance."""
+    found: dict[tuple[str, ...], EntryRecord] = {}
+    for path in sorted((data_files.tuning_db() / "tables").glob("*.json")):
+        found.update((entry.key, entry) for entry in read_table(path).entries)
+    if database_exists(url):
+        with TuningDB.open(url, read_only=True) as db:
+            for entry in db.entries():
+                if entry.key not in found or entry.rank <= found[entry.key].rank:
+                    found[entry.key] = entry
+    return list(found.values())
+
+
+def load_table(settings: Settings, *, kernel: str = "attention") -> Table:
+    """The lookup table under `settings`."""
+    return Table(load_entries(settings.db), kernel=kernel, regime=settings.regime, accum_mode=settings.accum_mode,
+                 forced=settings.knobs)  # fmt: skip

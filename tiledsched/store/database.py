@@ -1,0 +1,111 @@
+"""An open database: its schema, its transactions, its health. What is in it is :mod:`tiledsched.store.db`'s matter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from sqlalchemy.engine import URL, Engine
+from sqlalchemy.orm import Session
+
+from tiledsched.errors import DatabaseError
+from tiledsched.store import engine as engines
+from tiledsched.store.health import problems_found
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Database:
+    """What :class:`tiledsched.store.db.TuningDB` is besides its contents."""
+
+    def __init__(self, engine: Engine, url: URL, *, read_only: bool) -> None:
+        self._engine = engine
+        self._writer = engine.execution_options(immediate=True)
+        self._url = url
+        self.read_only = read_only
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> Self:
+        """Open the database at `url`, made and brought to this program's schema where needed.
+
+        `url` is a path, `sqlite:///PATH`, `:memory:` or `postgresql://HOST/NAME`; without one, `TILEDSCHED_DB`, else
+        `tuning.db` in the user data directory. A `read_only` database is neither made nor upgraded.
+
+        Raises:
+            DatabaseError: it cannot be read or made, is no database, or its schema is newer than this program.
+        """
+        where = engines.resolve_url(url)
+        engine = engines.create_engine(where, read_only=read_only)
+        db = cls(engine, where, read_only=read_only)
+        try:
+            db._prepare()
+        except BaseException:
+            engine.dispose()
+            raise
+        return db
+
+    def _prepare(self) -> None:
+        with engines.explained(self._url):
+            found = engines.current_revision(self._engine)
+            if not self.read_only:
+                if found != engines.HEAD:
+                    engines.upgrade(self._engine, self._url)
+                engines.use_wal(self._engine)
+            elif found is None:
+                raise DatabaseError(f"{self.url} holds no tuning database; {engines.ELSEWHERE}")
+            elif found > engines.HEAD:
+                raise engines.newer_schema(self._url, found)
+            elif found < engines.HEAD:
+                raise DatabaseError(f"{self.url} has the older schema {found}; run `tiledsched db upgrade`")
+
+    def close(self) -> None:
+        """Let go of the file or connection. Safe to call twice."""
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """Where it is, fit to print: a password is hidden."""
+        return self._url.render_as_string(hide_password=True)
+
+    @property
+    def schema_revision(self) -> str:
+        """The revision of its schema."""
+        with engines.explained(self._url):
+            return engines.current_revision(self._engine) or ""
+
+    def upgrade(self) -> str:
+        """Bring the schema to this program's; its revision. `open` has already done so unless `read_only`."""
+        with engines.explained(self._url):
+            engines.upgrade(self._engine, self._url)
+        return self.schema_revision
+
+    def check(self) -> list[str]:
+        """What is wrong with the database, one line each; empty when it is sound."""
+        with engines.explained(self._url), Session(self._engine) as session:
+            return problems_found(session)
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A session for queries of one's own."""
+        with engines.explained(self._url), Session(self._engine) as session:
+            yield session
+
+    @contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A session in one write transaction: committed at the end, or rolled back by an exception."""
+        if self.read_only:
+            raise DatabaseError(f"{self.url} was opened read-only; open it for writing to change it")
+        with engines.explained(self._url), Session(self._writer) as session, session.begin():
+            yield session

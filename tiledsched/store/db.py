@@ -1,0 +1,370 @@
+"""The tuning database: one object with what the search writes and what everything else reads.
+
+Every method is one short transaction, committed when it returns; nothing is held open between calls. A `TuningDB` may
+be used from several threads, not across a fork. Times are UTC. All methods raise DatabaseError where the database
+cannot be read or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.engine import CursorResult
+
+from tiledsched.errors import DatabaseError, Failure
+from tiledsched.measure.runner import Device, Measurement
+from tiledsched.problem import Problem, stable_id
+from tiledsched.schedule import Schedule
+from tiledsched.store import host
+from tiledsched.store.codec import encode
+from tiledsched.store.database import Database
+from tiledsched.store.models import ArtifactRow, BuildRow, DeviceRow, EntryRow, FailureRow, MeasurementRow, RunRow
+from tiledsched.store.reading import (
+    Reader,
+    matching,
+    read_failure,
+    select_builds,
+    select_entries,
+    select_failures,
+    select_landscapes,
+    select_latest,
+    select_measurements,
+)
+from tiledsched.store.records import (
+    RUN_STATUSES,
+    STAGES,
+    ArtifactRecord,
+    BuildRecord,
+    EntryRecord,
+    FailureRecord,
+    LandscapeSummary,
+    MergeResult,
+    RunRecord,
+    StoredMeasurement,
+    Toolchain,
+)
+from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurement
+
+
+class TuningDB(Database):
+    """A tuning database that is open. Make one with :meth:`open`; use it in a `with` or call :meth:`close`."""
+
+    # Builds
+
+    def record_build(self, record: BuildRecord) -> None:
+        """Store one build and commit. An earlier build of the same key is replaced."""
+        self.record_builds([record])
+
+    def record_builds(self, records: Sequence[BuildRecord]) -> None:
+        """Store builds in one transaction."""
+        with self.writing() as session:
+            put_builds(session, records)
+
+    def find_builds(
+        self, kernel: str, source_hash: str, toolchain: Toolchain, arch: str
+    ) -> dict[tuple[str, str], BuildRecord]:
+        """Every build of one kernel source by one toolchain for `arch`, by (schedule id, problem class id)."""
+        wanted = select_builds().where(
+            BuildRow.kernel == kernel,
+            BuildRow.source_hash == source_hash,
+            BuildRow.toolchain_id == toolchain.id,
+            BuildRow.arch == arch,
+        )
+        with self.reading() as session:
+            rows = session.execute(wanted).all()
+        keys = [(row.schedule_id, row.problem_class_id) for row in rows]
+        return dict(zip(keys, Reader().builds(rows, toolchain), strict=True))
+
+    def delete_builds(self, arch: str, fingerprint: str) -> int:
+        """Forget the builds of an artifact whose cubin is lost, so that they are made again; how many."""
+        with self.writing() as session:
+            gone = delete(BuildRow).where(BuildRow.arch == arch, BuildRow.fingerprint == fingerprint)
+            result = session.execute(gone)
+            assert isinstance(result, CursorResult)
+            return result.rowcount
+
+    def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
+        """Every artifact known, by (arch, fingerprint)."""
+        reader = Reader()
+        with self.reading() as session:
+            rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch}))).all()
+        return {
+            (row.arch, row.fingerprint): ArtifactRecord(
+                arch=row.arch,
+                fingerprint=row.fingerprint,
+                facts=reader.facts(row.fingerprint, row.facts),
+                cubin_bytes=row.cubin_bytes,
+            )
+            for row in rows
+        }
+
+    # Runs
+
+    def start_run(self, command: dict[str, Any], arch: str, facts: dict[str, Any] | None = None) -> int:
+        """Note that a run began; its number. Runs of this host whose process is gone become `interrupted`.
+
+        `facts` about the host are stored beside its name, pid and platform.
+        """
+        here = host.facts()
+        with self.writing() as session:
+            for row in session.scalars(select(RunRow).where(RunRow.status == "running")):
+                if row.hostname == here["hostname"] and not host.is_alive(row.pid, row.host.get("pid_started")):
+                    row.status, row.finished_at = "interrupted", now()
+            values = {
+                "status": "running",
+                "command": command,
+                "arch": arch,
+                "hostname": here["hostname"],
+                "pid": here["pid"],
+                "host": {**(facts or {}), **here},
+                "started_at": now(),
+                "finished_at": None,
+            }
+            return insert_row(session, RunRow, values)
+
+    def finish_run(self, run_id: int, status: str = "done") -> None:
+        """Note that a run ended, as done, interrupted or failed."""
+        if status not in RUN_STATUSES[1:]:
+            raise DatabaseError(f"a run ends as one of {', '.join(RUN_STATUSES[1:])}, not {status!r}; pass one of them")
+        with self.writing() as session:
+            session.execute(update(RunRow).where(RunRow.id == run_id).values(status=status, finished_at=now()))
+
+    def runs(self, arch: str | None = None) -> list[RunRecord]:
+        """Every run, newest first."""
+        with self.reading() as session:
+            rows = session.scalars(
+                select(RunRow).where(*matching({RunRow.arch: arch})).order_by(RunRow.id.desc())
+            ).all()
+        return [
+            RunRecord(
+                id=row.id,
+                status=row.status,
+                command=row.command,
+                arch=row.arch,
+                host=row.host,
+                started_at=row.started_at,
+                finished_at=row.finished_at,
+            )
+            for row in rows
+        ]
+
+    # Measurements
+
+    def record_measurement(
+        self, run_id: int | None, kernel: str, source_hash: str, toolchain: Toolchain, measurement: Measurement
+    ) -> int:
+        """Store one measurement and commit; its number, which an entry takes as `measurement_id`."""
+        created = now()
+        content = [kernel, source_hash, encode(toolchain), encode(measurement), encode(created)]
+        record = StoredMeasurement(
+            id=0,
+            uid=stable_id(content, 24),
+            run_id=run_id,
+            kernel=kernel,
+            source_hash=source_hash,
+            toolchain=toolchain,
+            measurement=measurement,
+            created_at=created,
+        )
+        with self.writing() as session:
+            return put_measurement(session, record)[0]
+
+    def measurements(
+        self,
+        problem: Problem | None = None,
+        arch: str | None = None,
+        device_name: str | None = None,
+        regime: str | None = None,
+        fingerprint: str | None = None,
+        *,
+        kernel: str | None = None,
+        source_hash: str | None = None,
+        toolchain: Toolchain | None = None,
+        runner: str | None = None,
+        run_id: int | None = None,
+        latest: bool = False,
+    ) -> list[StoredMeasurement]:
+        """Measurements that match all that is given, newest first.
+
+        With `latest`, the newest of them for each (problem, artifact, schedule, device name, regime). The schedule is
+        part of it because schedules that share machine code may launch different grids.
+        """
+        wanted = matching(
+            {
+                MeasurementRow.problem_id: problem.id if problem else None,
+                MeasurementRow.arch: arch,
+                DeviceRow.name: device_name,
+                MeasurementRow.regime: regime,
+                MeasurementRow.fingerprint: fingerprint,
+                MeasurementRow.kernel: kernel,
+                MeasurementRow.source_hash: source_hash,
+                MeasurementRow.toolchain_id: toolchain.id if toolchain else None,
+                MeasurementRow.runner: runner,
+                MeasurementRow.run_id: run_id,
+            }
+        )
+        if latest:
+            wanted = [MeasurementRow.id.in_(select_latest(wanted))]
+        reader = Reader()
+        with self.reading() as session:
+            return [reader.stored_measurement(*row) for row in session.execute(select_measurements().where(*wanted))]
+
+    def latest_measurements(self, *args: Any, **wanted: Any) -> list[StoredMeasurement]:
+        """:meth:`measurements` with `latest`: what holds now, without what was measured again since."""
+        return self.measurements(*args, **wanted, latest=True)
+
+    def landscape(self, problem: Problem, device_name: str, regime: str) -> list[StoredMeasurement]:
+        """The newest measurement of every candidate of one problem on one device, fastest first."""
+        found = self.latest_measurements(problem, device_name=device_name, regime=regime)
+        return sorted(found, key=lambda stored: (stored.measurement.median_us, stored.measurement.schedule.id))
+
+    def landscapes(self) -> list[LandscapeSummary]:
+        """What is measured: one line for each problem, device and regime."""
+        reader = Reader()
+        with self.reading() as session:
+            found = [
+                LandscapeSummary(
+                    problem=reader.problem(problem),
+                    device_name=name,
+                    arch=arch,
+                    regime=regime,
+                    distinct_programs=programs,
+                    measurements=count,
+                )
+                for problem, name, arch, regime, programs, count in session.execute(select_landscapes())
+            ]
+        return sorted(found, key=lambda line: (line.arch, line.device_name, line.regime, line.problem))
+
+    # Failures
+
+    def record_failure(
+        self,
+        run_id: int | None,
+        kernel: str,
+        arch: str,
+        stage: str,
+        schedule: Schedule,
+        failure: Failure,
+        *,
+        problem: Problem | None = None,
+        fingerprint: str = "",
+        device: Device | None = None,
+    ) -> None:
+        """Store a candidate's failure, in stage build or measure, and commit."""
+        if stage not in STAGES:
+            raise DatabaseError(f"a failure's stage is one of {', '.join(STAGES)}, not {stage!r}; pass one of them")
+        parents = Parents()
+        values = {
+            "run_id": run_id,
+            "kernel": kernel,
+            "arch": arch,
+            "stage": stage,
+            "problem_id": parents.problem(problem) if problem else None,
+            "schedule_id": parents.schedule(schedule),
+            "fingerprint": fingerprint or None,
+            "device_id": parents.device(device) if device else None,
+            "kind": str(failure.kind),
+            "message": failure.message,
+            "created_at": now(),
+        }
+        with self.writing() as session:
+            parents.insert(session)
+            insert_row(session, FailureRow, values)
+
+    def failures(
+        self,
+        arch: str | None = None,
+        problem: Problem | None = None,
+        *,
+        stage: str | None = None,
+        run_id: int | None = None,
+    ) -> list[FailureRecord]:
+        """Failures that match all that is given, newest first."""
+        wanted = matching(
+            {
+                FailureRow.arch: arch,
+                FailureRow.problem_id: problem.id if problem else None,
+                FailureRow.stage: stage,
+                FailureRow.run_id: run_id,
+            }
+        )
+        reader = Reader()
+        with self.reading() as session:
+            return [
+                FailureRecord(
+                    id=row.id,
+                    run_id=row.run_id,
+                    kernel=row.kernel,
+                    arch=row.arch,
+                    stage=row.stage,
+                    problem=reader.problem(of) if of else None,
+                    schedule=reader.schedule(schedule.id, schedule.knobs),
+                    fingerprint=row.fingerprint or "",
+                    device_name=device or "",
+                    failure=read_failure(row.kind, row.message),
+                    created_at=row.created_at,
+                )
+                for row, schedule, of, device in session.execute(select_failures().where(*wanted))
+            ]
+
+    # Entries
+
+    def put_entry(self, record: EntryRecord) -> bool:
+        """Serve `record` for its key from now on, unless what is there has stronger provenance; whether it was stored.
+
+        Raises:
+            DatabaseError: an unknown provenance, or `measured` without a measurement.
+        """
+        with self.writing() as session:
+            return put_entry(session, record, newer_only=False) != "kept"
+
+    def entries(
+        self,
+        arch: str | None = None,
+        kernel: str | None = None,
+        *,
+        problem: Problem | None = None,
+        device_name: str | None = None,
+        regime: str | None = None,
+        accum_mode: str | None = None,
+        provenance: str | None = None,
+    ) -> list[EntryRecord]:
+        """Entries that match all that is given, by kernel, arch, problem, device, regime and accumulator mode."""
+        wanted = matching(
+            {
+                EntryRow.arch: arch,
+                EntryRow.kernel: kernel,
+                EntryRow.problem_id: problem.id if problem else None,
+                EntryRow.device_name: device_name,
+                EntryRow.regime: regime,
+                EntryRow.accum_mode: accum_mode,
+                EntryRow.provenance: provenance,
+            }
+        )
+        reader = Reader()
+        with self.reading() as session:
+            records = [reader.entry(*parts) for parts in session.execute(select_entries().where(*wanted))]
+        return sorted(records, key=_entry_order)
+
+    def merge(self, measurements: Sequence[StoredMeasurement], entries: Sequence[EntryRecord],
+              artifacts: Sequence[ArtifactRecord] = ()) -> MergeResult:  # fmt: skip
+        """Take in what another database or file holds, in one transaction.
+
+        A measurement already here stays. Of two entries with one key the stronger provenance wins, then the newer.
+        An entry finds its measurement by `record.measurement.uid`, here or among `measurements`.
+        """
+        done = dict.fromkeys(("measurements_added", "measurements_kept", "entries_added", "entries_replaced",
+                              "entries_kept"), 0)  # fmt: skip
+        with self.writing() as session:
+            put_artifacts(session, artifacts)
+            for stored in measurements:
+                done["measurements_added" if put_measurement(session, stored)[1] else "measurements_kept"] += 1
+            for entry in entries:
+                done["entries_" + put_entry(session, entry, newer_only=True)] += 1
+        return MergeResult(**done)
+
+
+def _entry_order(record: EntryRecord) -> tuple[Any, ...]:
+    return record.kernel, record.arch, record.problem, record.device_name, record.regime, record.accum_mode

@@ -1,0 +1,236 @@
+"""Where the database is, how it is connected to, and how its schema is brought up to date.
+
+SQLite runs in WAL mode: readers see the last commit and never wait; a write takes the write lock at once (BEGIN
+IMMEDIATE) and waits for another writer, so a transaction never fails half way. A committed transaction survives the
+kill of the process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.engine import URL, Connection, Engine, make_url
+from sqlalchemy.pool import StaticPool
+
+from tiledsched import data_files
+from tiledsched.errors import DatabaseError
+
+HEAD = "0001"
+"""Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
+that is up to date reads no migration."""
+VERSION_TABLE = "tiledsched_alembic_version"
+BUSY_TIMEOUT_S = 60
+"""How long a writer waits for another one."""
+ELSEWHERE = "name another database with --db or TILEDSCHED_DB"
+
+
+def resolve_url(url: str | os.PathLike[str] | None) -> URL:
+    """`url`, or TILEDSCHED_DB, or `tuning.db` in the user data directory. A path means an SQLite file.
+
+    Raises:
+        DatabaseError: not a URL, or of a kind other than sqlite and postgresql.
+    """
+    text = os.fspath(url) if url is not None else os.environ.get("TILEDSCHED_DB", "")
+    if not text:
+        import platformdirs
+
+        text = str(Path(platformdirs.user_data_dir("tiledsched")) / "tuning.db")
+    if text == ":memory:":
+        return make_url("sqlite://")
+    if "://" not in text:
+        return URL.create("sqlite", database=str(Path(text).expanduser().absolute()))
+    try:
+        parsed = make_url(text)
+    except (sa.exc.ArgumentError, ValueError) as error:
+        raise DatabaseError(
+            f"not a database URL: {error}; give a path, sqlite:///PATH or postgresql://HOST/NAME"
+        ) from None
+    backend = parsed.drivername.partition("+")[0]
+    if backend in ("postgres", "postgresql"):
+        return parsed.set(drivername="postgresql+psycopg") if "+" not in parsed.drivername else parsed
+    if backend != "sqlite":
+        raise DatabaseError(
+            f"{backend} databases are not supported; give a path, sqlite:///PATH or postgresql://HOST/NAME"
+        )
+    if parsed.database in (None, "", ":memory:"):
+        return make_url("sqlite://")
+    return URL.create("sqlite", database=str(Path(parsed.database).expanduser().absolute()))
+
+
+def create_engine(url: URL, *, read_only: bool) -> Engine:
+    """An engine for `url`; SQLite's parent folder is created unless `read_only`.
+
+    Raises:
+        DatabaseError: read_only and there is no file, the folder cannot be made, or the PostgreSQL driver is missing.
+    """
+    if url.get_backend_name() != "sqlite":
+        try:
+            options = {"postgresql_readonly": True} if read_only else {}
+            return sa.create_engine(url, pool_pre_ping=True, execution_options=options)
+        except ModuleNotFoundError as error:
+            raise DatabaseError(f"{error}; install tiledsched[postgresql]") from error
+    engine = _memory_engine(read_only) if url.database is None else _file_engine(Path(url.database), read_only)
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # the begin event below says BEGIN, not the sqlite3 module
+        connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")
+        connection.execute("PRAGMA foreign_keys=ON")
+        connection.execute("PRAGMA synchronous=NORMAL")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        immediate = connection.get_execution_options().get("immediate", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+
+    return engine
+
+
+def _memory_engine(read_only: bool) -> Engine:
+    if read_only:
+        raise DatabaseError("an in-memory database is empty when opened; name a file to read")
+    return sa.create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
+
+
+def _file_engine(path: Path, read_only: bool) -> Engine:
+    try:
+        if read_only and not path.exists():
+            raise DatabaseError(f"there is no database at {path}; run `tiledsched tune` first, or {ELSEWHERE}")
+        if not read_only:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatabaseError(f"cannot use {path}: {error}; {ELSEWHERE}") from error
+    if path.is_dir():
+        raise DatabaseError(f"{path} is a folder; {ELSEWHERE}")
+    query = {"mode": "rwc"}
+    if read_only:
+        # A WAL database needs its -shm file, which cannot be made in a folder that is read-only (an installed one).
+        sealed = not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists()
+        query = {"immutable": "1"} if sealed else {"mode": "ro"}
+    url = URL.create("sqlite", database=path.as_uri(), query={**query, "uri": "true"})
+    return sa.create_engine(url, connect_args={"check_same_thread": False})
+
+
+@contextmanager
+def explained(url: URL) -> Iterator[None]:
+    """Turn the driver's errors into DatabaseError with what to do next."""
+    try:
+        yield
+    except sa.exc.DBAPIError as error:
+        raise DatabaseError(_explain(url, str(error.orig).strip())) from error
+
+
+def _explain(url: URL, said: str) -> str:
+    name = url.database if url.get_backend_name() == "sqlite" else url.render_as_string()
+    advice = {
+        "file is not a database": f"it is not an SQLite file; {ELSEWHERE}",
+        "unable to open": f"check that its folder exists and that you may read it, or {ELSEWHERE}",
+        "readonly database": f"it may only be read; make it writable, or {ELSEWHERE}",
+        "locked": f"another process has been writing for {BUSY_TIMEOUT_S} s; wait for it or end it",
+        "malformed": "it is damaged; `tiledsched db check` tells how far, then restore a copy",
+        "disk is full": "free some space and run again",
+        "constraint": "this is a defect in tiledsched or a damaged database; run `tiledsched db check`",
+    }
+    for phrase, what in advice.items():
+        if phrase in said.lower():
+            return f"database {name}: {said}; {what}"
+    return f"database {name}: {said}; check the server and the URL, or {ELSEWHERE}"
+
+
+def current_revision(engine: Engine) -> str | None:
+    """The schema revision in the database; None where there is no schema."""
+    with engine.connect() as connection:
+        if not sa.inspect(connection).has_table(VERSION_TABLE):
+            return None
+        return connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
+
+
+def use_wal(engine: Engine) -> None:
+    """Put an SQLite file into WAL mode, which lasts. Another process doing the same at this moment is waited for."""
+    if engine.dialect.name != "sqlite" or isinstance(engine.pool, StaticPool):
+        return
+    with engine.connect() as connection:
+        driver = connection.connection.driver_connection  # outside any transaction: the mode cannot change in one
+        assert driver is not None
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while driver.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+            try:
+                driver.execute("PRAGMA journal_mode=WAL").fetchone()
+            except driver.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise sa.exc.OperationalError("PRAGMA journal_mode=WAL", None, error) from error
+                time.sleep(0.05)
+
+
+def alembic_config(connection: Connection) -> Any:
+    """Alembic's configuration, without an ini file, for migrations over `connection`."""
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(data_files.tuning_db() / "migrations").replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+def upgrade(engine: Engine, url: URL, target: str = "head") -> None:
+    """Bring the schema to revision `target` in one transaction; of two processes, one does it and the other waits.
+
+    Raises:
+        DatabaseError: the schema is newer than this program, or the tables belong to another program.
+    """
+    from alembic import command
+    from alembic.script import ScriptDirectory
+
+    from tiledsched.store.models import Base
+
+    sqlite = engine.dialect.name == "sqlite"
+    with engine.connect().execution_options(immediate=True) as connection:
+        driver: Any = connection.connection.driver_connection
+        try:
+            if sqlite:
+                driver.execute("PRAGMA foreign_keys=OFF")  # a migration that rebuilds a table would trip over it
+            with connection.begin():
+                if not sqlite:
+                    connection.exec_driver_sql("SELECT pg_advisory_xact_lock(716253)")
+                config = alembic_config(connection)
+                _refuse_foreign(connection, url, ScriptDirectory.from_config(config), set(Base.metadata.tables))
+                command.upgrade(config, target)
+                broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first() if sqlite else None
+                if broken:
+                    raise DatabaseError(f"database {url.database}: upgrading would orphan a row of {broken[0]}; "
+                                        "run `tiledsched db check`")  # fmt: skip
+        finally:
+            if sqlite:
+                driver.execute("PRAGMA foreign_keys=ON")
+
+
+def _refuse_foreign(connection: Connection, url: URL, scripts: Any, tables: set[str]) -> None:
+    inspector = sa.inspect(connection)
+    if inspector.has_table(VERSION_TABLE):
+        found = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
+        if found is not None and found not in {script.revision for script in scripts.walk_revisions()}:
+            raise newer_schema(url, found)
+    elif taken := tables & set(inspector.get_table_names()):
+        raise DatabaseError(f"database {url.render_as_string()} already holds tables of another program "
+                            f"({', '.join(sorted(taken))}); {ELSEWHERE}")  # fmt: skip
+
+
+def newer_schema(url: URL, found: str) -> DatabaseError:
+    """The error for a schema this program does not know."""
+    return DatabaseError(f"database {url.render_as_string()} has schema {found}, newer than the {HEAD} this program "
+                         f"knows; upgrade tiledsched, or {ELSEWHERE}")  # fmt: skip
+
+
+def database_exists(url: str | os.PathLike[str] | None) -> bool:
+    """Whether there may be a database at `url` (as for `TuningDB.open`): a missing SQLite file is a plain no."""
+    where = resolve_url(url)
+    if where.get_backend_name() != "sqlite" or not where.database:
+        return where.get_backend_name() != "sqlite"
+    return Path(where.database).is_file()

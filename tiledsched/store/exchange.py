@@ -1,0 +1,255 @@
+"""Tuned tables as reviewable JSON, and merging one database into another.
+
+A table holds entries, the measurements behind them with their raw samples, and the facts of the artifacts. Its text is
+a function of its contents alone: keys sorted, rows in a fixed order, what fits on a line on one line. Two exports of
+the same state are the same bytes, and a change of one entry is a change of a few lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from tiledsched.errors import DatabaseError
+from tiledsched.measure.runner import Measurement
+from tiledsched.problem import Problem
+from tiledsched.store.codec import decode, encode
+from tiledsched.store.db import TuningDB
+from tiledsched.store.records import (
+    PROVENANCES,
+    ArtifactRecord,
+    EntryRecord,
+    MergeResult,
+    StoredMeasurement,
+    Toolchain,
+)
+
+SCHEMA_VERSION = 1
+LINE = 118
+"""Characters a list or object may take to stay on one line."""
+LISTS = ("artifacts", "entries", "measurements")
+LOCAL = ("measurement_id", "run_id")
+"""Numbers that mean something in one database only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The contents of a table file, checked."""
+
+    entries: tuple[EntryRecord, ...]
+    """With the summary of their measurement filled in."""
+    measurements: tuple[StoredMeasurement, ...]
+    """Those behind the entries, and any others the file holds (a recorded landscape)."""
+    artifacts: tuple[ArtifactRecord, ...]
+    """What is known of their machine code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Evidence:
+    """A measurement as a file holds it."""
+
+    uid: str
+    kernel: str
+    source_hash: str
+    toolchain: Toolchain
+    measurement: Measurement
+    created_at: datetime
+
+
+def export_table(db: TuningDB, target: str | os.PathLike[str] | IO[str], arch: str | None = None) -> int:
+    """Write the entries of `arch` (or all) with the measurements behind them to a path or an open text file.
+
+    Returns:
+        How many entries were written.
+    """
+    entries = db.entries(arch)
+    uids = {entry.measurement.uid for entry in entries if entry.measurement}
+    evidence = [stored for stored in db.measurements(arch=arch) if stored.uid in uids]
+    _write(target, entries, evidence, db.artifacts(arch))
+    return len(entries)
+
+
+def export_landscape(
+    db: TuningDB, target: str | os.PathLike[str] | IO[str], problem: Problem, device_name: str, regime: str
+) -> int:
+    """Write the newest measurement of every program of one problem on one device, in the same format, no entries.
+
+    Returns:
+        How many measurements were written.
+    """
+    evidence = db.landscape(problem, device_name, regime)
+    _write(target, [], evidence, db.artifacts())
+    return len(evidence)
+
+
+def import_table(db: TuningDB, path: str | os.PathLike[str]) -> MergeResult:
+    """Merge a table file into `db`; nothing is stored unless all of it is sound.
+
+    Raises:
+        DatabaseError: the file cannot be read or is wrong; the message names the key.
+    """
+    table = read_table(path)
+    return db.merge(table.measurements, table.entries, table.artifacts)
+
+
+def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResult:
+    """Merge the measurements and entries of another database. Its builds, runs and failures stay its own.
+
+    Raises:
+        DatabaseError: the other database is missing, unreadable or of another schema.
+    """
+    with TuningDB.open(other_url, read_only=True) as other:
+        measurements = [replace(stored, id=0, run_id=None) for stored in other.measurements()]
+        entries = [entry.replace(measurement_id=None, run_id=None) for entry in other.entries()]
+        artifacts = list(other.artifacts().values())
+    return db.merge(measurements, entries, artifacts)
+
+
+def read_table(path: str | os.PathLike[str]) -> Table:
+    """The contents of a table file, without a database.
+
+    Raises:
+        DatabaseError: the file cannot be read or is wrong; the message names the key.
+    """
+    name = os.path.basename(os.fspath(path))
+    data = _load(path, name)
+    artifacts = _rows(ArtifactRecord, data["artifacts"], f"{name}: artifacts")
+    stored = {}
+    for i, one in enumerate(_rows(_Evidence, data["measurements"], f"{name}: measurements")):
+        if one.uid in stored:
+            raise DatabaseError(f"{name}: measurements[{i}].uid: {one.uid} appears twice; remove one")
+        stored[one.uid] = StoredMeasurement(id=0, run_id=None, **vars(one))
+    entries = []
+    keys = set()
+    for i, row in enumerate(data["entries"]):
+        entry = _entry(row, stored, f"{name}: entries[{i}]")
+        if entry.key in keys:
+            raise DatabaseError(f"{name}: entries[{i}]: a second entry for {entry.problem} on {entry.arch}; remove one")
+        keys.add(entry.key)
+        entries.append(entry)
+    return Table(entries=tuple(entries), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
+
+
+def check_table(path: str | os.PathLike[str]) -> list[str]:
+    """What is wrong with a table file; empty when it can be imported."""
+    try:
+        read_table(path)
+    except DatabaseError as error:
+        return [str(error)]
+    return []
+
+
+def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DatabaseError(f"cannot read {name}: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise DatabaseError(f"{name} is not JSON: {error}; give a file that `tiledsched db export` wrote") from error
+    if not isinstance(data, dict) or "schema_version" not in data:
+        raise DatabaseError(f"{name}: schema_version: missing; give a file that `tiledsched db export` wrote")
+    version = data["schema_version"]
+    if version != SCHEMA_VERSION:
+        raise DatabaseError(f"{name}: schema_version: {version!r} is not {SCHEMA_VERSION}; upgrade tiledsched")
+    for key in data:
+        if key not in (*LISTS, "schema_version"):
+            raise DatabaseError(f"{name}: {key}: unknown key; known are {', '.join(LISTS)} and schema_version")
+    for key in LISTS:
+        if not isinstance(data.get(key), list):
+            raise DatabaseError(f"{name}: {key}: expected a list; add it, empty where there is nothing")
+    return data
+
+
+def _rows(cls: type[Any], rows: list[Any], where: str) -> list[Any]:
+    return [decode(cls, row, f"{where}[{i}]") for i, row in enumerate(rows)]
+
+
+def _entry(row: Any, stored: dict[str, StoredMeasurement], where: str) -> EntryRecord:
+    if not isinstance(row, dict):
+        raise DatabaseError(f"{where}: expected an object, got {row!r}; correct the list")
+    for key in LOCAL:
+        if key in row:
+            raise DatabaseError(f"{where}.{key}: has no meaning in a file; remove it")
+    uid = row.get("measurement")
+    entry = decode(EntryRecord, {**row, "measurement": None}, where)
+    if entry.provenance not in PROVENANCES:
+        raise DatabaseError(f"{where}.provenance: {entry.provenance!r} is not one of {', '.join(PROVENANCES)}")
+    if entry.updated_at is None:
+        raise DatabaseError(f"{where}.updated_at: missing; a merge needs it to tell which entry is newer")
+    if uid is None:
+        if entry.provenance == "measured":
+            raise DatabaseError(f"{where}.measurement: missing although the entry says measured; add the evidence")
+        return entry
+    evidence = stored.get(uid) if isinstance(uid, str) else None
+    if evidence is None:
+        raise DatabaseError(f"{where}.measurement: {uid!r} is not the uid of any of measurements; add it there")
+    if entry.provenance == "measured":
+        taken = evidence.measurement
+        same = {
+            "arch": (entry.arch, taken.device.arch),
+            "fingerprint": (entry.fingerprint, taken.fingerprint),
+            "problem": (entry.problem, taken.problem),
+        }
+        for key, (mine, its) in same.items():
+            if mine != its:
+                raise DatabaseError(f"{where}.{key}: {mine} is not that of its measurement {uid}, {its}; correct one")
+    return entry.replace(measurement=evidence.summary)
+
+
+def _write(
+    target: str | os.PathLike[str] | IO[str],
+    entries: list[EntryRecord],
+    evidence: list[StoredMeasurement],
+    known: dict[tuple[str, str], ArtifactRecord],
+) -> None:
+    wanted = {(stored.measurement.device.arch, stored.measurement.fingerprint) for stored in evidence}
+    wanted |= {(entry.arch, entry.fingerprint) for entry in entries}
+    data = {
+        "schema_version": SCHEMA_VERSION,
+        "entries": [_entry_json(entry) for entry in entries],
+        "measurements": [_evidence_json(stored) for stored in sorted(evidence, key=_evidence_order)],
+        "artifacts": [encode(known[key]) for key in sorted(wanted & set(known))],
+    }
+    text = _pretty(data, "") + "\n"
+    if isinstance(target, (str, os.PathLike)):
+        try:
+            Path(target).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise DatabaseError(f"cannot write {os.fspath(target)}: {error.strerror}; give another path") from error
+    else:
+        target.write(text)
+
+
+def _entry_json(entry: EntryRecord) -> dict[str, Any]:
+    data = {key: value for key, value in entry.to_json().items() if key not in LOCAL}
+    return {**data, "measurement": entry.measurement.uid if entry.measurement else None}
+
+
+def _evidence_json(stored: StoredMeasurement) -> dict[str, Any]:
+    return {key: value for key, value in encode(stored).items() if key not in ("id", "run_id")}
+
+
+def _evidence_order(stored: StoredMeasurement) -> tuple[Any, ...]:
+    taken = stored.measurement
+    return (taken.device.arch, taken.device.name, taken.regime, taken.problem, taken.fingerprint, stored.created_at,
+            stored.uid)  # fmt: skip
+
+
+def _pretty(value: Any, indent: str) -> str:
+    """JSON with sorted keys; a list of numbers, or whatever fits, on one line."""
+    flat = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    numbers = isinstance(value, list) and all(isinstance(item, (int, float)) for item in value)
+    if not isinstance(value, (dict, list)) or not value or numbers or len(flat) + len(indent) <= LINE:
+        return flat
+    inner = indent + "  "
+    lines: Iterable[str]
+    if isinstance(value, dict):
+        lines = (f"{inner}{json.dumps(key)}: {_pretty(value[key], inner)}" for key in sorted(value))
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    lines = (inner + _pretty(item, inner) for item in value)
+    return "[\n" + ",\n".join(lines) + f"\n{indent}]"

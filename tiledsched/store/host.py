@@ -1,0 +1,40 @@
+"""Which host and process this is, and whether another process of this host still lives."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from pathlib import Path
+from typing import Any
+
+
+def facts() -> dict[str, Any]:
+    """Name, process and platform, as stored with a run."""
+    return {
+        "hostname": socket.gethostname(),
+        "pid": os.getpid(),
+        "pid_started": _started(os.getpid()),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def is_alive(pid: int, started: int | None) -> bool:
+    """Whether process `pid` of this host runs and, where that can be told, is the one that began at `started`."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it lives and belongs to somebody else
+    return started is None or _started(pid) in (None, started)
+
+
+def _started(pid: int) -> int | None:
+    """Start of the process in clock ticks since boot, which tells it from a later one of the same number (Linux)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces

@@ -1,0 +1,250 @@
+"""The tables. Ids of problems, schedules, toolchains and devices are hashes of their contents, equal everywhere.
+
+The schema is created by the migrations in `tuning_db/migrations`; a test holds them equal to what is declared here.
+Types are those SQLite and PostgreSQL share. Artifacts are keyed by (arch, fingerprint); their cubins are files.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    CheckConstraint,
+    DateTime,
+    Float,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    MetaData,
+    String,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+)
+from sqlalchemy.engine import Dialect
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+NAMING = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+    "pk": "pk_%(table_name)s",
+}
+"""Every constraint has a name, so that a later migration can drop it on any backend."""
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A time in UTC, aware on the Python side on every backend (SQLite keeps no zone)."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Refuse times without a zone; store the rest in UTC."""
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"{value!r} has no time zone; use datetime.now(timezone.utc)")
+        return value.astimezone(timezone.utc)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Mark what comes back as UTC."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+
+
+class Base(DeclarativeBase):
+    """Root of the models."""
+
+    metadata = MetaData(naming_convention=NAMING)
+    type_annotation_map = {dict[str, Any]: JSON, list[Any]: JSON, float: Float(), datetime: UtcDateTime}  # noqa: RUF012
+
+
+class DeviceRow(Base):
+    """A GPU with the driver it ran under: another driver is another row."""
+
+    __tablename__ = "devices"
+
+    id: Mapped[str] = mapped_column(String(12), primary_key=True)
+    name: Mapped[str] = mapped_column(String(128), index=True)
+    arch: Mapped[str] = mapped_column(String(16))
+    device: Mapped[dict[str, Any]]
+
+
+class ToolchainRow(Base):
+    """The compiler's versions."""
+
+    __tablename__ = "toolchains"
+
+    id: Mapped[str] = mapped_column(String(12), primary_key=True)
+    cuda_tile: Mapped[str] = mapped_column(String(64))
+    tileiras: Mapped[str] = mapped_column(String(64))
+    ptxas: Mapped[str] = mapped_column(String(64))
+    nvvm: Mapped[str] = mapped_column(String(64))
+
+
+class ProblemRow(Base):
+    """A problem, its fields as columns so that they can be asked for."""
+
+    __tablename__ = "problems"
+
+    id: Mapped[str] = mapped_column(String(12), primary_key=True)
+    seq_q: Mapped[int]
+    seq_k: Mapped[int]
+    head_dim: Mapped[int]
+    dtype: Mapped[str] = mapped_column(String(16))
+    causal: Mapped[bool]
+    batch: Mapped[int]
+    heads: Mapped[int]
+    kv_heads: Mapped[int]
+
+
+class ScheduleRow(Base):
+    """A schedule; knobs differ between kernels, so they are JSON."""
+
+    __tablename__ = "schedules"
+
+    id: Mapped[str] = mapped_column(String(12), primary_key=True)
+    knobs: Mapped[dict[str, Any]]
+
+
+class ArtifactRow(Base):
+    """Machine code, by fingerprint. `facts` is null where only the fingerprint is known (imported evidence)."""
+
+    __tablename__ = "artifacts"
+
+    arch: Mapped[str] = mapped_column(String(16), primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
+    facts: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    cubin_bytes: Mapped[int]
+
+
+class BuildRow(Base):
+    """One compile: an artifact's fingerprint, or a failure's kind and message."""
+
+    __tablename__ = "builds"
+    __table_args__ = (
+        UniqueConstraint(
+            "kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id", name="uq_builds_key"
+        ),
+        ForeignKeyConstraint(["arch", "fingerprint"], ["artifacts.arch", "artifacts.fingerprint"]),
+        CheckConstraint("(fingerprint IS NULL) <> (failure_kind IS NULL)", name="outcome"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    kernel: Mapped[str] = mapped_column(String(64))
+    source_hash: Mapped[str] = mapped_column(String(64))
+    toolchain_id: Mapped[str] = mapped_column(ForeignKey("toolchains.id"))
+    arch: Mapped[str] = mapped_column(String(16))
+    schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
+    problem_class_id: Mapped[str] = mapped_column(String(12))
+    problem_class: Mapped[dict[str, Any]]
+    fingerprint: Mapped[str | None] = mapped_column(String(64))
+    failure_kind: Mapped[str | None] = mapped_column(String(32))
+    failure_message: Mapped[str | None] = mapped_column(Text)
+    seconds: Mapped[float]
+    created_at: Mapped[datetime]
+
+
+class RunRow(Base):
+    """One `tune`."""
+
+    __tablename__ = "runs"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    command: Mapped[dict[str, Any]]
+    arch: Mapped[str] = mapped_column(String(16))
+    hostname: Mapped[str] = mapped_column(String(255))
+    pid: Mapped[int]
+    host: Mapped[dict[str, Any]]
+    started_at: Mapped[datetime]
+    finished_at: Mapped[datetime | None]
+
+
+class MeasurementRow(Base):
+    """Samples, estimate and conditions. `uid` names it across databases."""
+
+    __tablename__ = "measurements"
+    __table_args__ = (
+        ForeignKeyConstraint(["arch", "fingerprint"], ["artifacts.arch", "artifacts.fingerprint"]),
+        Index(None, "problem_id", "device_id", "regime"),
+        Index(None, "arch", "fingerprint"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    uid: Mapped[str] = mapped_column(String(24), unique=True)
+    run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))
+    kernel: Mapped[str] = mapped_column(String(64))
+    source_hash: Mapped[str] = mapped_column(String(64))
+    toolchain_id: Mapped[str] = mapped_column(ForeignKey("toolchains.id"))
+    problem_id: Mapped[str] = mapped_column(ForeignKey("problems.id"))
+    schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
+    arch: Mapped[str] = mapped_column(String(16))
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    regime: Mapped[str] = mapped_column(String(16))
+    runner: Mapped[str] = mapped_column(String(16))
+    median_us: Mapped[float]
+    ci_low_us: Mapped[float]
+    ci_high_us: Mapped[float]
+    samples_us: Mapped[list[Any]]
+    sample_count: Mapped[int]
+    accuracy: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    conditions: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime]
+
+
+class FailureRow(Base):
+    """A candidate that gave no usable measurement."""
+
+    __tablename__ = "failures"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))
+    kernel: Mapped[str] = mapped_column(String(64))
+    arch: Mapped[str] = mapped_column(String(16), index=True)
+    stage: Mapped[str] = mapped_column(String(16))
+    problem_id: Mapped[str | None] = mapped_column(ForeignKey("problems.id"), index=True)
+    schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
+    fingerprint: Mapped[str | None] = mapped_column(String(64))
+    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
+    kind: Mapped[str] = mapped_column(String(32))
+    message: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[datetime]
+
+
+class EntryRow(Base):
+    """What is served for one key."""
+
+    __tablename__ = "entries"
+    __table_args__ = (
+        UniqueConstraint("kernel", "arch", "problem_id", "device_name", "regime", "accum_mode", name="uq_entries_key"),
+        ForeignKeyConstraint(["arch", "fingerprint"], ["artifacts.arch", "artifacts.fingerprint"]),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    kernel: Mapped[str] = mapped_column(String(64))
+    arch: Mapped[str] = mapped_column(String(16))
+    problem_id: Mapped[str] = mapped_column(ForeignKey("problems.id"))
+    device_name: Mapped[str] = mapped_column(String(128))
+    regime: Mapped[str] = mapped_column(String(16))
+    accum_mode: Mapped[str] = mapped_column(String(16))
+    provenance: Mapped[str] = mapped_column(String(16))
+    schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
+    fingerprint: Mapped[str | None] = mapped_column(String(64))
+    measurement_id: Mapped[int | None] = mapped_column(ForeignKey("measurements.id"))
+    model_us: Mapped[float | None]
+    runner_up_id: Mapped[str | None] = mapped_column(ForeignKey("schedules.id"))
+    margin: Mapped[float | None]
+    ties: Mapped[list[Any]]
+    candidates: Mapped[int]
+    source: Mapped[str] = mapped_column(Text)
+    toolchain_id: Mapped[str | None] = mapped_column(ForeignKey("toolchains.id"))
+    source_hash: Mapped[str] = mapped_column(String(64))
+    run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))
+    updated_at: Mapped[datetime]

@@ -1,0 +1,183 @@
+"""Questions that show, report and serve ask. Those about builds are plain functions of build records."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import func, select
+
+from tiledsched.kernels.template import ProblemClass
+from tiledsched.problem import Problem
+from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.store.db import TuningDB
+from tiledsched.store.models import FailureRow
+from tiledsched.store.reading import matching
+from tiledsched.store.records import BuildRecord, EntryRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobEffect:
+    """Whether a knob reaches the machine code, over pairs of schedules of one problem class that differ in it alone."""
+
+    knob: str
+    """Its name."""
+    pairs: int
+    """Such pairs that were built."""
+    same: int
+    """Pairs of them with one fingerprint."""
+
+    @property
+    def inert(self) -> bool:
+        """Whether changing it never changed the program, and it was changed at least once."""
+        return self.pairs > 0 and self.same == self.pairs
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        return {**asdict(self), "inert": self.inert}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramGroup:
+    """Schedules of one problem class that are the same program."""
+
+    problem_class: ProblemClass
+    """For which problems."""
+    fingerprint: str
+    """The program."""
+    schedules: tuple[Schedule, ...]
+    """By id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramCount:
+    """What became of the schedules of one problem class."""
+
+    problem_class: ProblemClass
+    """For which problems."""
+    schedules: int
+    """Schedules compiled, failures included."""
+    failed: int
+    """Of them, those that did not build."""
+    programs: int
+    """Distinct programs among the rest."""
+
+
+def best_entries(
+    db: TuningDB,
+    arch: str | None = None,
+    *,
+    kernel: str | None = None,
+    device_name: str | None = None,
+    regime: str | None = None,
+    accum_mode: str | None = None,
+    seq_len: int | None = None,
+    head_dim: int | None = None,
+    dtype: str | None = None,
+    causal: bool | None = None,
+) -> list[EntryRecord]:
+    """For each kernel, arch, problem and accumulator mode, the one entry with the best claim.
+
+    The stronger provenance wins, then an entry for a device over one for the whole arch, then the newer. `device_name`
+    admits entries of that device and of the whole arch; `seq_len` means both lengths.
+    """
+    best: dict[tuple[str, str, Problem, str], EntryRecord] = {}
+    for entry in db.entries(arch, kernel, regime=regime, accum_mode=accum_mode):
+        problem = entry.problem
+        if device_name is not None and entry.device_name not in (device_name, ""):
+            continue
+        if seq_len is not None and (problem.seq_q, problem.seq_k) != (seq_len, seq_len):
+            continue
+        asked = ((head_dim, problem.head_dim), (dtype, problem.dtype), (causal, problem.causal))
+        if any(wanted is not None and wanted != value for wanted, value in asked):
+            continue
+        key = (entry.kernel, entry.arch, problem, entry.accum_mode)
+        if key not in best or _claim(entry) > _claim(best[key]):
+            best[key] = entry
+    return list(best.values())
+
+
+def _claim(entry: EntryRecord) -> tuple[Any, ...]:
+    return -entry.rank, entry.device_name != "", entry.updated_at, entry.device_name, entry.regime
+
+
+def failures_by_kind(db: TuningDB, arch: str | None = None, *, run_id: int | None = None) -> dict[tuple[str, str], int]:
+    """How often each (stage, kind) of failure happened, the commonest first."""
+    kinds = (FailureRow.stage, FailureRow.kind)
+    wanted = select(*kinds, func.count()).where(*matching({FailureRow.arch: arch, FailureRow.run_id: run_id}))
+    with db.reading() as session:
+        counted = [((stage, kind), count) for stage, kind, count in session.execute(wanted.group_by(*kinds))]
+    return dict(sorted(counted, key=lambda item: (-item[1], item[0])))
+
+
+def knob_effects(builds: Iterable[BuildRecord]) -> list[KnobEffect]:
+    """For each knob, how many pairs of schedules differ in it alone and how many of those are one program.
+
+    Schedules are grouped by what is left of them without the knob, so the cost is schedules times knobs, not pairs.
+    """
+    pairs: Counter[str] = Counter()
+    same: Counter[str] = Counter()
+    codes: dict[tuple[str, type, KnobValue], int] = {}  # a small number for each knob value: quick to hash
+    for built in _by_class(builds).values():
+        alike: dict[tuple[str, tuple[int, ...]], Counter[str]] = defaultdict(Counter)
+        for record in built:
+            values = [(name, type(value), value) for name, value in record.schedule.items()]
+            coded = tuple(codes.setdefault(value, len(codes)) for value in values)
+            for i, (knob, _, _) in enumerate(values):
+                alike[knob, coded[:i] + coded[i + 1 :]][record.fingerprint] += 1
+        for (knob, _), programs in alike.items():
+            pairs[knob] += _pairs(programs.total())
+            same[knob] += sum(_pairs(count) for count in programs.values())
+    return [KnobEffect(knob=knob, pairs=pairs[knob], same=same[knob]) for knob in sorted(pairs)]
+
+
+def program_groups(builds: Iterable[BuildRecord]) -> list[ProgramGroup]:
+    """Schedules that are one program, for every program that more than one schedule became; largest group first."""
+    groups = []
+    for built in _by_class(builds).values():
+        members: dict[str, list[Schedule]] = defaultdict(list)
+        for record in built:
+            members[record.fingerprint].append(record.schedule)
+        for fingerprint, schedules in members.items():
+            if len(schedules) > 1:
+                ordered = tuple(sorted(schedules, key=lambda schedule: schedule.id))
+                groups.append(
+                    ProgramGroup(problem_class=built[0].problem_class, fingerprint=fingerprint, schedules=ordered)
+                )
+    return sorted(groups, key=lambda group: (-len(group.schedules), group.problem_class.id, group.fingerprint))
+
+
+def program_counts(builds: Iterable[BuildRecord]) -> list[ProgramCount]:
+    """Schedules, failures and distinct programs of each problem class."""
+    builds = list(builds)
+    everything: dict[str, list[BuildRecord]] = defaultdict(list)
+    for record in builds:
+        everything[record.problem_class.id].append(record)
+    return [
+        ProgramCount(
+            problem_class=records[0].problem_class,
+            schedules=len(records),
+            failed=sum(1 for record in records if record.failure),
+            programs=len({record.fingerprint for record in records if not record.failure}),
+        )
+        for _, records in sorted(everything.items())
+    ]
+
+
+def _by_class(builds: Iterable[BuildRecord]) -> dict[str, list[BuildRecord]]:
+    """Builds that succeeded, by what they were built for: class, arch, kernel source and toolchain."""
+    classes: dict[str, list[BuildRecord]] = defaultdict(list)
+    for record in _succeeded(builds):
+        key = (record.kernel, record.source_hash, record.toolchain.id, record.arch, record.problem_class.id)
+        classes["/".join(key)].append(record)
+    return classes
+
+
+def _succeeded(builds: Iterable[BuildRecord]) -> Iterator[BuildRecord]:
+    return (record for record in builds if record.failure is None)
+
+
+def _pairs(count: int) -> int:
+    return count * (count - 1) // 2

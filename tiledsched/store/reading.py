@@ -1,0 +1,275 @@
+"""Rows to records: the selects behind the reads, and what is made of what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, func, select
+from sqlalchemy.orm import aliased, defer
+
+from tiledsched.build.cubin import ResourceFacts
+from tiledsched.errors import Failure, FailureKind
+from tiledsched.kernels.template import ProblemClass
+from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.store.codec import decode
+from tiledsched.store.models import (
+    ArtifactRow,
+    BuildRow,
+    DeviceRow,
+    EntryRow,
+    FailureRow,
+    MeasurementRow,
+    ProblemRow,
+    ScheduleRow,
+    ToolchainRow,
+)
+from tiledsched.store.records import BuildRecord, EntryRecord, MeasurementSummary, StoredMeasurement, Toolchain
+
+PROBLEM_COLUMNS = ("seq_q", "seq_k", "head_dim", "dtype", "causal", "batch", "heads", "kv_heads")
+
+
+def matching(wanted: Mapping[Any, Any]) -> list[ColumnElement[bool]]:
+    """The conditions for those columns whose wanted value is not None."""
+    return [column == value for column, value in wanted.items() if value is not None]
+
+
+def select_builds() -> Select:
+    """Builds with their schedule and artifact, as :meth:`Reader.builds` takes them."""
+    return (
+        select(*BuildRow.__table__.columns, ScheduleRow.knobs, ArtifactRow.facts, ArtifactRow.cubin_bytes)
+        .join(ScheduleRow, ScheduleRow.id == BuildRow.schedule_id)
+        .outerjoin(ArtifactRow, (ArtifactRow.arch == BuildRow.arch) & (ArtifactRow.fingerprint == BuildRow.fingerprint))
+    )
+
+
+def select_measurements() -> Select:
+    """Measurements, newest first, as :meth:`Reader.stored_measurement` takes them."""
+    return (
+        select(MeasurementRow, ProblemRow, ScheduleRow, DeviceRow, ToolchainRow)
+        .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
+        .join(ScheduleRow, ScheduleRow.id == MeasurementRow.schedule_id)
+        .join(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
+        .join(ToolchainRow, ToolchainRow.id == MeasurementRow.toolchain_id)
+        .order_by(MeasurementRow.created_at.desc(), MeasurementRow.id.desc())
+    )
+
+
+def select_latest(conditions: list[ColumnElement[bool]]) -> Select:
+    """The numbers of the newest measurement of each (problem, artifact, schedule, device name, regime)."""
+    one = (MeasurementRow.problem_id, MeasurementRow.arch, MeasurementRow.fingerprint, MeasurementRow.schedule_id,
+           DeviceRow.name, MeasurementRow.regime)  # fmt: skip
+    newest = (MeasurementRow.created_at.desc(), MeasurementRow.id.desc())
+    ranked = (
+        select(MeasurementRow.id, func.row_number().over(partition_by=one, order_by=newest).label("place"))
+        .join(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
+        .where(*conditions)
+        .subquery()
+    )
+    return select(ranked.c.id).where(ranked.c.place == 1)
+
+
+def select_landscapes() -> Select:
+    """(problem, device name, arch, regime, distinct programs, measurements)."""
+    keys = (ProblemRow, DeviceRow.name, DeviceRow.arch, MeasurementRow.regime)
+    return (
+        select(*keys, func.count(MeasurementRow.fingerprint.distinct()), func.count(MeasurementRow.id))
+        .select_from(MeasurementRow)
+        .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
+        .join(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
+        .group_by(ProblemRow.id, *keys[1:])
+    )
+
+
+def select_failures() -> Select:
+    """(failure, schedule, problem or None, device name or None), newest first."""
+    return (
+        select(FailureRow, ScheduleRow, ProblemRow, DeviceRow.name)
+        .join(ScheduleRow, ScheduleRow.id == FailureRow.schedule_id)
+        .outerjoin(ProblemRow, ProblemRow.id == FailureRow.problem_id)
+        .outerjoin(DeviceRow, DeviceRow.id == FailureRow.device_id)
+        .order_by(FailureRow.id.desc())
+    )
+
+
+def select_entries() -> Select:
+    """Entries as :meth:`Reader.entry` takes them; the measurement comes without its samples."""
+    runner_up, measured_by = aliased(ScheduleRow), aliased(ToolchainRow)
+    return (
+        select(EntryRow, ProblemRow, ScheduleRow, runner_up, ToolchainRow, MeasurementRow, DeviceRow, measured_by)
+        .join(ProblemRow, ProblemRow.id == EntryRow.problem_id)
+        .join(ScheduleRow, ScheduleRow.id == EntryRow.schedule_id)
+        .outerjoin(runner_up, runner_up.id == EntryRow.runner_up_id)
+        .outerjoin(ToolchainRow, ToolchainRow.id == EntryRow.toolchain_id)
+        .outerjoin(MeasurementRow, MeasurementRow.id == EntryRow.measurement_id)
+        .outerjoin(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
+        .outerjoin(measured_by, measured_by.id == MeasurementRow.toolchain_id)
+        .options(defer(MeasurementRow.samples_us))
+    )
+
+
+class Reader:
+    """Makes records of rows, each schedule, problem and so on once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str], Any] = {}
+
+    def _once(self, kind: str, identity: str, make: Any) -> Any:
+        key = (kind, identity)
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def schedule(self, identity: str, knobs: Mapping[str, Any]) -> Schedule:
+        """From a row of `schedules`."""
+        made: Schedule = self._once("schedule", identity, lambda: Schedule.from_json(knobs))
+        return made
+
+    def problem(self, row: ProblemRow) -> Problem:
+        """From a row of `problems`."""
+        values = {name: getattr(row, name) for name in PROBLEM_COLUMNS}
+        made: Problem = self._once("problem", row.id, lambda: Problem.from_json(values))
+        return made
+
+    def toolchain(self, row: ToolchainRow) -> Toolchain:
+        """From a row of `toolchains`."""
+        return Toolchain(cuda_tile=row.cuda_tile, tileiras=row.tileiras, ptxas=row.ptxas, nvvm=row.nvvm)
+
+    def device(self, row: DeviceRow) -> Device:
+        """From a row of `devices`."""
+        made: Device = self._once("device", row.id, lambda: decode(Device, row.device, f"devices[{row.id}]"))
+        return made
+
+    def facts(self, fingerprint: str, data: Any) -> ResourceFacts | None:
+        """From a row of `artifacts`."""
+        if data is None:
+            return None
+        where = f"artifacts[{fingerprint}].facts"
+        made: ResourceFacts = self._once("facts", fingerprint, lambda: decode(ResourceFacts, data, where))
+        return made
+
+    def problem_class(self, identity: str, data: Any) -> ProblemClass:
+        """From a row of `builds`."""
+        where = f"builds.problem_class[{identity}]"
+        made: ProblemClass = self._once("class", identity, lambda: decode(ProblemClass, data, where))
+        return made
+
+    def stored_measurement(
+        self,
+        row: MeasurementRow,
+        problem: ProblemRow,
+        schedule: ScheduleRow,
+        device: DeviceRow,
+        toolchain: ToolchainRow,
+    ) -> StoredMeasurement:
+        """From a row of `measurements` and what it points at."""
+        where = f"measurements[{row.id}]"
+        measurement = Measurement(
+            problem=self.problem(problem),
+            schedule=self.schedule(schedule.id, schedule.knobs),
+            fingerprint=row.fingerprint,
+            device=self.device(device),
+            regime=row.regime,
+            median_us=row.median_us,
+            ci_low_us=row.ci_low_us,
+            ci_high_us=row.ci_high_us,
+            samples_us=tuple(row.samples_us),
+            accuracy=_accuracy(row, where),
+            conditions=decode(Conditions, row.conditions, f"{where}.conditions"),
+            runner=row.runner,
+        )
+        return StoredMeasurement(
+            id=row.id,
+            uid=row.uid,
+            run_id=row.run_id,
+            kernel=row.kernel,
+            source_hash=row.source_hash,
+            toolchain=self.toolchain(toolchain),
+            measurement=measurement,
+            created_at=row.created_at,
+        )
+
+    def summary(self, row: MeasurementRow, device: DeviceRow, toolchain: ToolchainRow) -> MeasurementSummary:
+        """The same, without the samples."""
+        where = f"measurements[{row.id}]"
+        return MeasurementSummary(
+            id=row.id,
+            uid=row.uid,
+            median_us=row.median_us,
+            ci_low_us=row.ci_low_us,
+            ci_high_us=row.ci_high_us,
+            samples=row.sample_count,
+            device=self.device(device),
+            conditions=decode(Conditions, row.conditions, f"{where}.conditions"),
+            accuracy=_accuracy(row, where),
+            runner=row.runner,
+            toolchain=self.toolchain(toolchain),
+            created_at=row.created_at,
+        )
+
+    def entry(
+        self,
+        row: EntryRow,
+        problem: ProblemRow,
+        schedule: ScheduleRow,
+        runner_up: ScheduleRow | None,
+        toolchain: ToolchainRow | None,
+        measurement: MeasurementRow | None,
+        device: DeviceRow | None,
+        measured_by: ToolchainRow | None,
+    ) -> EntryRecord:
+        """From a row of `entries` and what it points at."""
+        summary = self.summary(measurement, device, measured_by) if measurement and device and measured_by else None
+        return EntryRecord(
+            kernel=row.kernel,
+            arch=row.arch,
+            problem=self.problem(problem),
+            device_name=row.device_name,
+            regime=row.regime,
+            accum_mode=row.accum_mode,
+            provenance=row.provenance,
+            schedule=self.schedule(schedule.id, schedule.knobs),
+            fingerprint=row.fingerprint or "",
+            measurement_id=row.measurement_id,
+            measurement=summary,
+            model_us=row.model_us,
+            runner_up=self.schedule(runner_up.id, runner_up.knobs) if runner_up else None,
+            margin=row.margin,
+            ties=tuple(self.schedule(tie["id"], tie["schedule"]) for tie in row.ties),
+            candidates=row.candidates,
+            source=row.source,
+            toolchain=self.toolchain(toolchain) if toolchain else None,
+            source_hash=row.source_hash,
+            run_id=row.run_id,
+            updated_at=row.updated_at,
+        )
+
+    def builds(self, rows: Iterable[Any], toolchain: Toolchain) -> list[BuildRecord]:
+        """From rows as :func:`select_builds` returns them."""
+        return [
+            BuildRecord(
+                kernel=row.kernel,
+                source_hash=row.source_hash,
+                toolchain=toolchain,
+                arch=row.arch,
+                schedule=self.schedule(row.schedule_id, row.knobs),
+                problem_class=self.problem_class(row.problem_class_id, row.problem_class),
+                fingerprint=row.fingerprint or "",
+                facts=self.facts(row.fingerprint, row.facts),
+                cubin_bytes=row.cubin_bytes or 0,
+                failure=read_failure(row.failure_kind, row.failure_message) if row.failure_kind else None,
+                seconds=row.seconds,
+            )
+            for row in rows
+        ]
+
+
+def read_failure(kind: str, message: str | None) -> Failure:
+    """From the two columns of a failure."""
+    return Failure(kind=FailureKind(kind), message=message or "")
+
+
+def _accuracy(row: MeasurementRow, where: str) -> Accuracy | None:
+    return decode(Accuracy, row.accuracy, f"{where}.accuracy") if row.accuracy is not None else None

@@ -1,0 +1,331 @@
+"""What goes into the store and comes out of it, as plain frozen values: no session, no lazy loading."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from tiledsched.build.cubin import Artifact, ResourceFacts
+from tiledsched.build.toolchain import Toolchain as Toolchain
+from tiledsched.errors import Failure
+from tiledsched.kernels.template import ProblemClass
+from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.store.codec import encode
+
+PROVENANCES = ("measured", "transferred", "modelled", "default")
+"""Strongest first. An entry never replaces one of stronger provenance."""
+RUN_STATUSES = ("running", "done", "interrupted", "failed")
+STAGES = ("build", "measure")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArtifactRecord:
+    """What the store knows of one machine code; the cubin itself is a file elsewhere."""
+
+    arch: str
+    """Target, e.g. sm_121."""
+    fingerprint: str
+    """Of the machine code."""
+    facts: ResourceFacts | None
+    """Resources it takes; None where only the fingerprint is known (imported evidence)."""
+    cubin_bytes: int
+    """Size of the stripped cubin; 0 where unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRecord:
+    """What became of one schedule, compiled for one arch and problem class by one toolchain."""
+
+    kernel: str
+    """Template name, e.g. attention."""
+    source_hash: str
+    """Hash of the template's source."""
+    toolchain: Toolchain
+    """What compiled it."""
+    arch: str
+    """Target, e.g. sm_121."""
+    schedule: Schedule
+    """What was compiled."""
+    problem_class: ProblemClass
+    """For which problems."""
+    fingerprint: str
+    """Of the machine code; empty when it did not build."""
+    facts: ResourceFacts | None
+    """Resources it takes; None when it did not build."""
+    cubin_bytes: int
+    """Size of the stripped cubin; 0 when it did not build."""
+    failure: Failure | None
+    """Why it did not build; None when it did."""
+    seconds: float
+    """Wall time of the compile."""
+
+    @classmethod
+    def of(cls, outcome: Artifact | Failure, *, kernel: str, source_hash: str, toolchain: Toolchain, arch: str,
+           schedule: Schedule, problem_class: ProblemClass, seconds: float) -> BuildRecord:  # fmt: skip
+        """The record of a compile that ended in `outcome`."""
+        artifact = outcome if isinstance(outcome, Artifact) else None
+        return cls(
+            kernel=kernel,
+            source_hash=source_hash,
+            toolchain=toolchain,
+            arch=arch,
+            schedule=schedule,
+            problem_class=problem_class,
+            fingerprint=artifact.fingerprint if artifact else "",
+            facts=artifact.facts if artifact else None,
+            cubin_bytes=len(artifact.cubin) if artifact else 0,
+            failure=outcome if isinstance(outcome, Failure) else None,
+            seconds=seconds,
+        )
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(schedule id, problem class id): the key of `find_builds`."""
+        return self.schedule.id, self.problem_class.id
+
+    @property
+    def artifact(self) -> ArtifactRecord:
+        """What is known of the machine code of a build that succeeded."""
+        return ArtifactRecord(
+            arch=self.arch, fingerprint=self.fingerprint, facts=self.facts, cubin_bytes=self.cubin_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One `tune` from start to end."""
+
+    id: int
+    """Number in this database."""
+    status: str
+    """running, done, interrupted or failed."""
+    command: dict[str, Any]
+    """Its arguments."""
+    arch: str
+    """What was tuned for."""
+    host: dict[str, Any]
+    """Where it ran: hostname, pid and platform, and whatever the caller added."""
+    started_at: datetime
+    """UTC."""
+    finished_at: datetime | None
+    """UTC; None while running."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasurementSummary:
+    """The evidence under an entry, without the raw samples."""
+
+    id: int
+    """Number of the measurement in this database."""
+    uid: str
+    """Its name in every database."""
+    median_us: float
+    """Median launch, in microseconds."""
+    ci_low_us: float
+    """Lower end of the 95% confidence interval of the median."""
+    ci_high_us: float
+    """Upper end."""
+    samples: int
+    """Timed launches."""
+    device: Device
+    """Where it was taken."""
+    conditions: Conditions
+    """Clocks, power, throttling."""
+    accuracy: Accuracy | None
+    """Error against the reference; None where it was not computed."""
+    runner: str
+    """gpu or replay."""
+    toolchain: Toolchain
+    """What compiled the program."""
+    created_at: datetime
+    """UTC."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict for `--json` output."""
+        data: dict[str, Any] = encode(self)
+        return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredMeasurement:
+    """A measurement with what the store knows beside it."""
+
+    id: int
+    """Number in this database."""
+    uid: str
+    """24 hex digits over the whole record: the same in every database it is merged into."""
+    run_id: int | None
+    """The run that took it; None when imported."""
+    kernel: str
+    """Template name."""
+    source_hash: str
+    """Hash of the template's source."""
+    toolchain: Toolchain
+    """What compiled the program."""
+    measurement: Measurement
+    """Samples, estimate, device and conditions."""
+    created_at: datetime
+    """UTC."""
+
+    @property
+    def summary(self) -> MeasurementSummary:
+        """The same without the samples, as an entry carries it."""
+        taken = self.measurement
+        return MeasurementSummary(
+            id=self.id,
+            uid=self.uid,
+            median_us=taken.median_us,
+            ci_low_us=taken.ci_low_us,
+            ci_high_us=taken.ci_high_us,
+            samples=len(taken.samples_us),
+            device=taken.device,
+            conditions=taken.conditions,
+            accuracy=taken.accuracy,
+            runner=taken.runner,
+            toolchain=self.toolchain,
+            created_at=self.created_at,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryRecord:
+    """What is served for one problem on one arch or device, and why.
+
+    Unique on kernel, arch, problem, device_name, regime and accum_mode.
+    """
+
+    kernel: str
+    """Template name, e.g. attention."""
+    arch: str
+    """e.g. sm_121."""
+    problem: Problem
+    """What is computed."""
+    device_name: str = ""
+    """The GPU it holds for; empty for the whole arch."""
+    regime: str = ""
+    """burst or sustained; empty where nothing was measured."""
+    accum_mode: str = "fp32"
+    """fp32 or fp16: fp16 accumulators are an accuracy class of their own."""
+    provenance: str
+    """measured, transferred, modelled or default."""
+    schedule: Schedule
+    """What is served."""
+    fingerprint: str = ""
+    """Its machine code; empty where it was not built."""
+    measurement_id: int | None = None
+    """Number of the measurement behind it; None where nothing was measured."""
+    measurement: MeasurementSummary | None = None
+    """That measurement, filled in by the store on reading; ignored on writing."""
+    model_us: float | None = None
+    """The model's estimate, in microseconds. Never to be printed as measured."""
+    runner_up: Schedule | None = None
+    """The best schedule that can be told apart from this one."""
+    margin: float | None = None
+    """(runner_up - best) / best, by median."""
+    ties: tuple[Schedule, ...] = ()
+    """Schedules that cannot be told apart from this one."""
+    candidates: int = 0
+    """Distinct programs compared."""
+    source: str = ""
+    """Where it comes from, for people: `tune run 12`, `table sm_90.json`, a paper."""
+    toolchain: Toolchain | None = None
+    """What compiled it; None where it was not built."""
+    source_hash: str = ""
+    """Hash of the template's source."""
+    run_id: int | None = None
+    """The run that wrote it; None when imported."""
+    updated_at: datetime | None = None
+    """UTC; the store fills in the current time where None."""
+
+    @property
+    def median_us(self) -> float | None:
+        """Measured median in microseconds; None where nothing was measured."""
+        return self.measurement.median_us if self.measurement else None
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str, str]:
+        """What the entry is unique on: kernel, arch, problem id, device name, regime, accumulator mode."""
+        return self.kernel, self.arch, self.problem.id, self.device_name, self.regime, self.accum_mode
+
+    @property
+    def rank(self) -> int:
+        """0 for the strongest provenance."""
+        return PROVENANCES.index(self.provenance)
+
+    def replace(self, **changes: Any) -> EntryRecord:
+        """A copy with `changes` applied."""
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict for `--json` output; schedules and the problem become objects, times ISO 8601 text."""
+        data: dict[str, Any] = encode(self)
+        return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRecord:
+    """A candidate that gave no usable measurement."""
+
+    id: int
+    """Number in this database."""
+    run_id: int | None
+    """The run it happened in."""
+    kernel: str
+    """Template name."""
+    arch: str
+    """e.g. sm_121."""
+    stage: str
+    """build or measure."""
+    problem: Problem | None
+    """What was to be computed; None for builds, which serve many problems."""
+    schedule: Schedule
+    """The candidate."""
+    fingerprint: str
+    """Its machine code; empty when it did not build."""
+    device_name: str
+    """Where; empty for builds."""
+    failure: Failure
+    """Kind and message."""
+    created_at: datetime
+    """UTC."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandscapeSummary:
+    """How much is measured of one problem on one device in one regime."""
+
+    problem: Problem
+    """What was computed."""
+    device_name: str
+    """Where."""
+    arch: str
+    """The device's arch."""
+    regime: str
+    """burst or sustained."""
+    distinct_programs: int
+    """Fingerprints measured; two launch grids of one machine code count once."""
+    measurements: int
+    """Measurements, repeats included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeResult:
+    """What an import or merge did."""
+
+    entries_added: int = 0
+    """Keys that were new."""
+    entries_replaced: int = 0
+    """Keys whose entry gave way: the new one's provenance is stronger, or equal and newer."""
+    entries_kept: int = 0
+    """Keys whose entry stayed."""
+    measurements_added: int = 0
+    """Measurements that were new."""
+    measurements_kept: int = 0
+    """Measurements already here."""
+
+    def to_json(self) -> dict[str, int]:
+        """A plain dict."""
+        return asdict(self)

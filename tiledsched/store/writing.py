@@ -1,0 +1,269 @@
+"""Records to rows: what a record becomes when written, and the statements that write it.
+
+Rows that others point at are inserted first and only where missing: their ids are hashes of their contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from sqlalchemy import Table, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import CursorResult
+from sqlalchemy.orm import Session
+
+from tiledsched.errors import DatabaseError
+from tiledsched.measure.runner import Device
+from tiledsched.problem import Problem, stable_id
+from tiledsched.schedule import Schedule
+from tiledsched.store.codec import encode
+from tiledsched.store.models import (
+    ArtifactRow,
+    Base,
+    BuildRow,
+    DeviceRow,
+    EntryRow,
+    MeasurementRow,
+    ProblemRow,
+    ScheduleRow,
+    ToolchainRow,
+)
+from tiledsched.store.records import PROVENANCES, ArtifactRecord, BuildRecord, EntryRecord, StoredMeasurement, Toolchain
+
+BUILD_KEY = ("kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id")
+ENTRY_KEY = ("kernel", "arch", "problem_id", "device_name", "regime", "accum_mode")
+
+
+def now() -> datetime:
+    """The current time, UTC."""
+    return datetime.now(timezone.utc)
+
+
+def insert_missing(session: Session, model: type[Base], rows: list[dict[str, Any]]) -> None:
+    """Insert those of `rows` whose key is not taken."""
+    if rows:
+        session.execute(_insert(session, model).on_conflict_do_nothing().inline(), rows)
+
+
+def upsert(session: Session, model: type[Base], rows: list[dict[str, Any]], key: tuple[str, ...]) -> None:
+    """Insert `rows`, each in place of what has the same `key`."""
+    if rows:
+        statement = _insert(session, model)
+        changed = {name: statement.excluded[name] for name in rows[0] if name not in key}
+        session.execute(statement.on_conflict_do_update(index_elements=key, set_=changed).inline(), rows)
+
+
+def _insert(session: Session, model: type[Base]) -> Any:
+    """SQLite and PostgreSQL share ON CONFLICT; SQLAlchemy has it in the dialects only."""
+    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+    assert isinstance(model.__table__, Table)
+    return dialect.insert(model.__table__)
+
+
+def insert_row(session: Session, model: type[Base], row: dict[str, Any]) -> int:
+    """Insert one row; its number."""
+    assert isinstance(model.__table__, Table)
+    result = session.execute(insert(model.__table__), row)
+    assert isinstance(result, CursorResult)
+    key = result.inserted_primary_key
+    assert key is not None
+    return int(key[0])
+
+
+class Parents:
+    """Rows that others point at, collected so that each is inserted once, before them."""
+
+    def __init__(self) -> None:
+        self.rows: dict[type[Base], dict[Any, dict[str, Any]]] = {}
+
+    def _put(self, model: type[Base], key: Any, values: dict[str, Any]) -> None:
+        self.rows.setdefault(model, {})[key] = values
+
+    def problem(self, problem: Problem) -> str:
+        """Its id."""
+        identity = problem.id
+        self._put(ProblemRow, identity, {"id": identity, **problem.to_json()})
+        return identity
+
+    def schedule(self, schedule: Schedule) -> str:
+        """Its id."""
+        self._put(ScheduleRow, schedule.id, {"id": schedule.id, "knobs": schedule.to_json()})
+        return schedule.id
+
+    def toolchain(self, toolchain: Toolchain) -> str:
+        """Its id."""
+        identity = toolchain.id
+        self._put(ToolchainRow, identity, {"id": identity, **toolchain.to_json()})
+        return identity
+
+    def device(self, device: Device) -> str:
+        """Its id."""
+        identity = device_id(device)
+        values = {"id": identity, "name": device.name, "arch": device.arch, "device": device.to_json()}
+        self._put(DeviceRow, identity, values)
+        return identity
+
+    def artifact(self, arch: str, fingerprint: str) -> str:
+        """Its fingerprint; a row without facts, unless the artifact is already known."""
+        known = {"arch": arch, "fingerprint": fingerprint, "facts": None, "cubin_bytes": 0}
+        self._put(ArtifactRow, (arch, fingerprint), known)
+        return fingerprint
+
+    def insert(self, session: Session) -> None:
+        """Insert what is missing."""
+        for model, rows in self.rows.items():
+            insert_missing(session, model, list(rows.values()))
+
+
+def device_id(device: Device) -> str:
+    """Stable id; the driver is part of it."""
+    return stable_id(device.to_json())
+
+
+def put_artifacts(session: Session, records: Iterable[ArtifactRecord]) -> None:
+    """Store what is known of artifacts, also where so far only the fingerprint was."""
+    rows = {
+        (record.arch, record.fingerprint): {
+            "arch": record.arch,
+            "fingerprint": record.fingerprint,
+            "facts": record.facts.to_json(),
+            "cubin_bytes": record.cubin_bytes,
+        }
+        for record in records
+        if record.facts is not None
+    }
+    upsert(session, ArtifactRow, list(rows.values()), ("arch", "fingerprint"))
+
+
+def put_builds(session: Session, records: Sequence[BuildRecord]) -> None:
+    """Store builds, each in place of an earlier one of the same key."""
+    parents = Parents()
+    rows = [build_values(record, parents) for record in records]
+    parents.insert(session)
+    put_artifacts(session, (record.artifact for record in records if record.failure is None))
+    upsert(session, BuildRow, rows, BUILD_KEY)
+
+
+def put_measurement(session: Session, record: StoredMeasurement) -> tuple[int, bool]:
+    """Store a measurement unless its uid is there; its number, and whether it is new."""
+    numbered = select(MeasurementRow.id).where(MeasurementRow.uid == record.uid)
+    known = session.scalars(numbered).first()
+    if known is not None:
+        return known, False
+    parents = Parents()
+    row = measurement_values(record, parents)
+    parents.insert(session)
+    insert_missing(session, MeasurementRow, [row])
+    return session.scalars(numbered).one(), True
+
+
+def put_entry(session: Session, record: EntryRecord, *, newer_only: bool) -> str:
+    """Store an entry unless what is there is stronger (or, with `newer_only`, as strong and as new).
+
+    Returns:
+        `added`, `replaced` or `kept`.
+    """
+    if record.provenance not in PROVENANCES:
+        raise DatabaseError(
+            f"provenance is one of {', '.join(PROVENANCES)}, not {record.provenance!r}; pass one of them"
+        )
+    measurement_id = _measurement_id(session, record)
+    if record.provenance == "measured" and measurement_id is None:
+        raise DatabaseError(f"the entry for {record.problem} says measured and names no measurement; record that first")
+    if record.updated_at is None:
+        record = record.replace(updated_at=now())
+    assert record.updated_at is not None
+    parents = Parents()
+    row = entry_values(record, measurement_id, parents)
+    same = [getattr(EntryRow, name) == row[name] for name in ENTRY_KEY]
+    there = session.execute(select(EntryRow.provenance, EntryRow.updated_at).where(*same).with_for_update()).first()
+    if there is not None:
+        rank = PROVENANCES.index(there.provenance)
+        if rank < record.rank or (newer_only and rank == record.rank and there.updated_at >= record.updated_at):
+            return "kept"
+    parents.insert(session)
+    if there is None:
+        insert_row(session, EntryRow, row)
+        return "added"
+    session.execute(update(EntryRow).where(*same).values(row))
+    return "replaced"
+
+
+def _measurement_id(session: Session, record: EntryRecord) -> int | None:
+    """By number where given, else by the uid of the summary: an imported entry knows only that."""
+    if record.measurement_id is not None or record.measurement is None:
+        return record.measurement_id
+    return session.scalars(select(MeasurementRow.id).where(MeasurementRow.uid == record.measurement.uid)).first()
+
+
+def build_values(record: BuildRecord, parents: Parents) -> dict[str, Any]:
+    """The row of a build."""
+    return {
+        "kernel": record.kernel,
+        "source_hash": record.source_hash,
+        "toolchain_id": parents.toolchain(record.toolchain),
+        "arch": record.arch,
+        "schedule_id": parents.schedule(record.schedule),
+        "problem_class_id": record.problem_class.id,
+        "problem_class": record.problem_class.to_json(),
+        "fingerprint": record.fingerprint or None,
+        "failure_kind": str(record.failure.kind) if record.failure else None,
+        "failure_message": record.failure.message if record.failure else None,
+        "seconds": record.seconds,
+        "created_at": now(),
+    }
+
+
+def measurement_values(record: StoredMeasurement, parents: Parents) -> dict[str, Any]:
+    """The row of a measurement."""
+    taken = record.measurement
+    return {
+        "uid": record.uid,
+        "run_id": record.run_id,
+        "kernel": record.kernel,
+        "source_hash": record.source_hash,
+        "toolchain_id": parents.toolchain(record.toolchain),
+        "problem_id": parents.problem(taken.problem),
+        "schedule_id": parents.schedule(taken.schedule),
+        "device_id": parents.device(taken.device),
+        "arch": taken.device.arch,
+        "fingerprint": parents.artifact(taken.device.arch, taken.fingerprint),
+        "regime": taken.regime,
+        "runner": taken.runner,
+        "median_us": taken.median_us,
+        "ci_low_us": taken.ci_low_us,
+        "ci_high_us": taken.ci_high_us,
+        "samples_us": list(taken.samples_us),
+        "sample_count": len(taken.samples_us),
+        "accuracy": encode(taken.accuracy),
+        "conditions": encode(taken.conditions),
+        "created_at": record.created_at,
+    }
+
+
+def entry_values(record: EntryRecord, measurement_id: int | None, parents: Parents) -> dict[str, Any]:
+    """The row of an entry."""
+    return {
+        "kernel": record.kernel,
+        "arch": record.arch,
+        "problem_id": parents.problem(record.problem),
+        "device_name": record.device_name,
+        "regime": record.regime,
+        "accum_mode": record.accum_mode,
+        "provenance": record.provenance,
+        "schedule_id": parents.schedule(record.schedule),
+        "fingerprint": parents.artifact(record.arch, record.fingerprint) if record.fingerprint else None,
+        "measurement_id": measurement_id,
+        "model_us": record.model_us,
+        "runner_up_id": parents.schedule(record.runner_up) if record.runner_up is not None else None,
+        "margin": record.margin,
+        "ties": [{"id": schedule.id, "schedule": schedule.to_json()} for schedule in record.ties],
+        "candidates": record.candidates,
+        "source": record.source,
+        "toolchain_id": parents.toolchain(record.toolchain) if record.toolchain else None,
+        "source_hash": record.source_hash,
+        "run_id": record.run_id,
+        "updated_at": record.updated_at,
+    }
