@@ -142,7 +142,8 @@ def _ctas_per_sm(arch: str, registers: int, threads: int, shared_bytes: int) -> 
     per_warp = -(-registers * 32 // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
     by_registers = REGISTERS_PER_SM // (per_warp * warps)
     by_threads = MAX_THREADS_PER_SM.get(arch, 2048) // threads
-    by_shared = SHARED_BYTES_PER_SM.get(arch, 228) * 1024 // (shared_bytes + SYSTEM_SHARED_BYTES)
+    reserved = SYSTEM_SHARED_BYTES if int(arch[3:]) < 90 else 0  # from sm_90 on the section counts it already
+    by_shared = SHARED_BYTES_PER_SM.get(arch, 228) * 1024 // max(1, shared_bytes + reserved)
     return max(1, min(by_registers, by_threads, by_shared))
 
 

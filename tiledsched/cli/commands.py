@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli import output
 from tiledsched.config import Settings, load_settings
+from tiledsched.errors import ConfigError
 from tiledsched.problem import Problem
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def tune(options: argparse.Namespace) -> int:
     settings = _settings(options)
     space = load_space(options.space) if options.space else space_for(options.arch)
     if space.arch != options.arch:
-        raise argparse.ArgumentTypeError(f"{options.space} is for {space.arch}, not {options.arch}")
+        raise ConfigError(f"{options.space} is for {space.arch}, not {options.arch}; pass --arch {space.arch}")
     problems = _problems(options)
     toolchain = installed_toolchain()
     check_arch(toolchain, options.arch)
@@ -145,7 +146,8 @@ def report(options: argparse.Namespace) -> int:
     from tiledsched.search.tuner import modelled_times
 
     with _open(options, read_only=True) as db:
-        found = build_report(db, options.arch, regime=options.regime, model_times=modelled_times(options.arch))
+        found = build_report(db, options.arch, regime=options.regime, device_name=options.device,
+                             model_times=modelled_times(options.arch))  # fmt: skip
     files = write_report(found, Path(options.out))
     if options.json:
         _print_json({"files": [str(path) for path in files]})
@@ -172,8 +174,17 @@ def bench(options: argparse.Namespace) -> int:
 
 def landscapes(options: argparse.Namespace) -> int:
     """List what is measured."""
+    from tiledsched.store.exchange import export_landscape
+
     with _open(options, read_only=True) as db:
         found = db.landscapes()
+        if options.export:
+            folder = Path(options.export)
+            folder.mkdir(parents=True, exist_ok=True)
+            for line in found:
+                path = folder / output.landscape_file(line)
+                export_landscape(db, path, line.problem, line.device_name, line.regime)
+                output.note(f"written {path}")
     if options.json:
         _print_json({"landscapes": [output.landscape_json(line) for line in found]})
     else:

@@ -87,6 +87,16 @@ def landscape_json(line: Any) -> dict[str, Any]:
             "distinct_programs": line.distinct_programs, "measurements": line.measurements}  # fmt: skip
 
 
+def landscape_file(line: Any) -> str:
+    """`h200_burst_s4096_d128_float16_causal_b4_h16.json.xz`."""
+    p = line.problem
+    seq = f"s{p.seq_q}" if p.seq_q == p.seq_k else f"sq{p.seq_q}_sk{p.seq_k}"
+    heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
+    device = line.device_name.removeprefix("NVIDIA ").replace(" ", "-").lower()
+    mask = "causal" if p.causal else "full"
+    return f"{device}_{line.regime}_{seq}_d{p.head_dim}_{p.dtype}_{mask}_b{p.batch}_{heads}.json.xz"
+
+
 def print_tune_summary(arch: str, results: Sequence[TuneResult], measured: bool) -> None:
     """What the run did, a line per problem."""
     if not measured:

@@ -130,6 +130,7 @@ def _add_report(subs: Any) -> None:
     parser.add_argument("--arch", required=True, metavar="ARCH", help="e.g. sm_90")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
     parser.add_argument("--regime", choices=("burst", "sustained"), default="burst", help="default: burst")
+    parser.add_argument("--device", metavar="NAME", help="only measurements of this GPU (default: the arch's newest)")
 
 
 def _add_bench(subs: Any) -> None:
@@ -144,7 +145,9 @@ def _add_bench(subs: Any) -> None:
 
 
 def _add_landscapes(subs: Any) -> None:
-    _command(subs, "landscapes", commands.landscapes, "list what is measured: problem, device, programs, measurements")
+    parser = _command(subs, "landscapes", commands.landscapes, "list what is measured: problem, device, programs, "
+                      "measurements")  # fmt: skip
+    parser.add_argument("--export", metavar="DIR", help="also write each landscape to a file of its own")
 
 
 def _add_doctor(subs: Any) -> None:

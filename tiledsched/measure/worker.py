@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -235,13 +236,14 @@ def _context_lost() -> bool:
     return False
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
     """End this process when the one that started it is gone, even if a kernel hangs just then."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -254,7 +256,7 @@ def main(descriptor: str, folder: str) -> None:
     Failure), or by ("lost", Failure), after which this process ends: a new one gets a new context.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
-    _end_with_parent()
+    _end_with_parent(folder)
     with Connection(int(descriptor)) as connection:
         try:
             state = start(folder)
@@ -266,6 +268,7 @@ def main(descriptor: str, folder: str) -> None:
             try:
                 request = connection.recv()
             except EOFError:
+                shutil.rmtree(folder, ignore_errors=True)
                 return
             try:
                 value = answer(state, request)

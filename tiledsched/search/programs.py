@@ -67,8 +67,8 @@ class Workshop:
         return self._builds.get((schedule.id, self.template.problem_class(schedule, problem).id))
 
     def missing(self, schedules: Iterable[Schedule], problem: Problem) -> list[Schedule]:
-        """Those not built yet, or whose artifact has gone from the disk."""
-        return [schedule for schedule in schedules if not self._usable(self.record(schedule, problem))]
+        """Those not built yet, or whose artifact has gone from the disk; each once."""
+        return [each for each in dict.fromkeys(schedules) if not self._usable(self.record(each, problem))]
 
     def _usable(self, record: BuildRecord | None) -> bool:
         if record is None:

@@ -156,7 +156,8 @@ def _run(runner: Runner, racers: Sequence[Racer], rounds: int, regime: str) -> N
 def _decide(alive: Sequence[Racer], racers: Sequence[Racer], outcomes: Sequence[Outcome],
             preference: Sequence[Schedule], rules: Rules) -> RaceResult:  # fmt: skip
     measured = {o.schedule: o for o in outcomes if isinstance(o, Measurement)}
-    finalists = [racer for racer in alive if racer.candidate.schedule in measured]
+    finishers = [racer for racer in racers if racer.candidate.schedule in measured]
+    finalists = [racer for racer in finishers if racer in alive] or finishers  # the rest, where all the best broke down
     if not finalists:
         return RaceResult(winner=None, ties=(), runner_up=None, margin=None, outcomes=tuple(outcomes))
     leader = min(finalists, key=lambda racer: (racer.median_us, racer.candidate.schedule.id))
@@ -165,7 +166,7 @@ def _decide(alive: Sequence[Racer], racers: Sequence[Racer], outcomes: Sequence[
     tied.sort(key=lambda racer: (rank.get(racer.candidate.schedule, len(rank)), racer.candidate.schedule.id))
     winner = tied[0]
     # Those that ran longest are the closest: medians of racers eliminated at different times do not compare.
-    others = [racer for racer in racers if racer.candidate.schedule in measured and racer not in tied]
+    others = [racer for racer in finishers if racer not in tied]
     others.sort(key=lambda racer: (-len(racer.samples_us), racer.median_us, racer.candidate.schedule.id))
     runner_up = others[0] if others else None
     return RaceResult(

@@ -19,8 +19,8 @@ SAMPLERS = ("tpe", "random", "exhaustive")
 STARTUP = 16
 """Outcomes before TPE proposes; until then valid schedules are drawn evenly."""
 PROPOSALS = 2
-"""What TPE may propose per schedule asked for. It knows no constraints, so that most of it is invalid or known; then the
-nearest new schedule is taken. Asking again until it hits takes some 80 proposals, each slower than the last.
+"""What TPE may propose per schedule asked for. It knows no constraints, so that most of it is invalid or known; then
+the nearest new schedule is taken. Asking again until it hits takes some 80 proposals, each slower than the last.
 """
 
 

@@ -36,6 +36,9 @@ FINALISTS = 16
 """Programs in the deciding race."""
 MODEL_SEEDS = 16
 """Schedules the model likes best, proposed first where they are built already."""
+OVERSAMPLE = 4
+"""Schedules proposed and built for each program measured: building needs no GPU, and the model tells most of the bad
+ones from their machine code (docs/model.md)."""
 LOOK = Rules(heats=((1.10, 4),))
 """How a batch is measured: enough to learn from; the deciding race comes last."""
 
@@ -148,7 +151,7 @@ class Tuner:
         compiled = self._build(schedules, problem, deadline_s)
         spec = arch_spec(self.space.arch)
         programs = self.workshop.programs(schedules, problem, spec.sm_count)
-        ranked = sorted(programs, key=lambda program: (self._estimate(program, problem, spec), program.schedule.id))
+        ranked = self._ranked(programs, problem)
         if not ranked:
             raise NoValidScheduleError(self._nothing_works(problem, schedules))
         best = ranked[0]
@@ -160,6 +163,16 @@ class Tuner:
         return TuneResult(entry=entry, stored=self.db.put_entry(entry), schedules=len(schedules), programs=len(programs),
                           compiled=compiled, measured=0, failed=self._build_failures(schedules, problem),
                           seconds=time.monotonic() - started)  # fmt: skip
+
+    def _ranked(self, programs: Sequence[Program], problem: Problem) -> list[Program]:
+        """By the model's estimate; among equal estimates the one with fewest knobs off their default, then by id."""
+        spec, default = arch_spec(self.space.arch), self.space.default(problem)
+
+        def order(program: Program) -> tuple[float, int, str]:
+            changed = sum(program.schedule[name] != default[name] for name in default)
+            return self._estimate(program, problem, spec), changed, program.schedule.id
+
+        return sorted(programs, key=order)
 
     def _estimate(self, program: Program, problem: Problem, spec: ArchSpec) -> float:
         return min(estimate_us(problem, schedule, program.facts, spec) for schedule in program.schedules)
@@ -177,17 +190,18 @@ class Tuner:
         runner.begin(problem)
         self.watcher.stage(problem, "measuring", min(self.options.trials, sampler.size))
         while known + measured < self.options.trials and not _late(deadline_s, share=0.8, started=started):
-            batch = sampler.ask(self._batch)
-            if not batch:
+            proposed = sampler.ask(OVERSAMPLE * self._batch)
+            if not proposed:
                 break
-            compiled += self.workshop.build(batch, problem, deadline_s=deadline_s)
-            fresh, outcomes = self._race_new(batch, problem, runner, times, deadline_s)
-            for schedule in batch:
+            compiled += self.workshop.build(proposed, problem, deadline_s=deadline_s)
+            left = self.options.trials - known - measured
+            fresh, outcomes = self._race_new(proposed, problem, runner, times, left, deadline_s)
+            for schedule in proposed:
                 sampler.tell(schedule, times.get(schedule))
-            tried += len(batch)
+            tried += len(proposed)
             measured += len(fresh)
             failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
-            failed += self._build_failures(batch, problem)
+            failed += self._build_failures(proposed, problem)
             self.watcher.step(known + measured)
         return self._decide(problem, runner, times, tried, compiled, measured, failed, started)
 
@@ -198,8 +212,7 @@ class Tuner:
         near.sort(key=lambda entry: (abs(entry.problem.seq_q - problem.seq_q), entry.problem))
         spec = arch_spec(self.space.arch)
         built = self.workshop.programs(list(self.space.schedules(problem, pinned=self._pinned)), problem, spec.sm_count)
-        built.sort(key=lambda program: (self._estimate(program, problem, spec), program.schedule.id))
-        modelled = [program.schedule for program in built[:MODEL_SEEDS]]
+        modelled = [program.schedule for program in self._ranked(built, problem)[:MODEL_SEEDS]]
         return [self.space.default(problem), *(entry.schedule for entry in near), *modelled]
 
     def _known_times(self, problem: Problem, runner: Runner) -> dict[Schedule, float | None]:
@@ -214,22 +227,32 @@ class Tuner:
                 known.setdefault(stored.measurement.schedule, stored.measurement.median_us)
         return {schedule: us for schedule, us in known.items() if not self.space.violations(schedule, problem)}
 
-    def _race_new(self, batch: Sequence[Schedule], problem: Problem, runner: Runner,
-                  times: dict[Schedule, float | None], deadline_s: float | None) -> tuple[list[Program], list[Outcome]]:  # fmt: skip
-        """Measure the programs of `batch` that are not known yet; equivalents take the time of their program."""
+    def _race_new(self, proposed: Sequence[Schedule], problem: Problem, runner: Runner,
+                  times: dict[Schedule, float | None], left: int,
+                  deadline_s: float | None) -> tuple[list[Program], list[Outcome]]:  # fmt: skip
+        """Measure the proposed programs the model likes best; equivalents take the time of their program.
+
+        The default schedule always runs. An exhaustive search measures everything.
+        """
         sm_count = runner.device.sm_count
         known = {program.key: times[program.schedule]
                  for program in self.workshop.programs(list(times), problem, sm_count)}  # fmt: skip
-        programs = self.workshop.programs(batch, problem, sm_count)
+        programs = self.workshop.programs(proposed, problem, sm_count)
         fresh = [program for program in programs if program.key not in known]
+        if self.options.sampler != "exhaustive":
+            default = self.space.default(problem)
+            ranked = self._ranked(fresh, problem)
+            ranked.sort(key=lambda program: default not in program.schedules)
+            fresh = ranked[: min(self._batch, left)]
         result = race(runner, problem, self._candidates(fresh), rules=LOOK, regime=self.options.regime,
                       deadline_s=deadline_s, on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
         for outcome in result.outcomes:
             times[outcome.schedule] = outcome.median_us if isinstance(outcome, Measurement) else None
         for program in programs:
-            time_us = known.get(program.key, times.get(program.schedule))
-            for schedule in program.schedules:
-                times.setdefault(schedule, time_us)
+            if program.key in known or program.schedule in times:
+                time_us = known.get(program.key, times.get(program.schedule))
+                for schedule in program.schedules:
+                    times.setdefault(schedule, time_us)
         return fresh, list(result.outcomes)
 
     def _decide(self, problem: Problem, runner: Runner, times: dict[Schedule, float | None], tried: int, compiled: int,

@@ -1,0 +1,45 @@
+# Two commands do everything from a fresh clone: `make tune` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARCH ?= sm_121
+TUNE_ARGS ?= --head-dim 64 --causal no
+
+.PHONY: tune test lint wheel clean help
+
+help:
+	@echo "make tune   set up and tune $(ARCH) (TUNE_ARGS: $(TUNE_ARGS))"
+	@echo "make test   set up and run the tests"
+	@echo "make lint   ruff and mypy"
+	@echo "make wheel  build the wheel and try it outside the checkout"
+	@echo "make clean  remove the virtual environment and build products"
+
+tune: $(VENV)/.tune-ready
+	$(BIN)/tiledsched tune --arch $(ARCH) $(TUNE_ARGS)
+
+test: $(VENV)/.test-ready
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test-ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: $(VENV)/.test-ready
+	BIN=$(BIN) sh tests/try_wheel.sh
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "tiledsched needs Python 3.10 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.tune-ready: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+# torch is for the tests of `sdpa` and its fallback; the constraint picks a build that runs without a GPU.
+$(VENV)/.test-ready: $(VENV)/.tune-ready constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' torch
+	@touch $@

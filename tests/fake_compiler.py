@@ -1,0 +1,30 @@
+"""Stands in for `compile_task` in the pool's processes: does what the task's schedule says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from store_samples import artifact
+
+from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.errors import Failure, FailureKind
+
+
+def compile_task(task: BuildTask) -> Built:
+    """`do` is fine, error, sleep, exit or kill."""
+    what = task.schedule["do"]
+    if what == "sleep":
+        time.sleep(600)
+    elif what == "exit":
+        os._exit(7)
+    elif what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "error":
+        failure = Failure(kind=FailureKind.COMPILE_ERROR, message="no")
+        return Built(task=task, artifact=None, failure=failure, seconds=0.1)
+    elif what == "slow":
+        time.sleep(0.3)
+    made = artifact(task.schedule.id * 2, task.arch)
+    return Built(task=task, artifact=made, failure=None, seconds=os.getpid())  # seconds tells which process it was

@@ -1,0 +1,189 @@
+"""Building: what a cubin tells, what the compiler gives, and that what is built is what a launch would build."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from tiledsched.build import toolchain as toolchain_module
+from tiledsched.build.artifacts import ArtifactStore
+from tiledsched.build.compiler import BuildTask, compile_task
+from tiledsched.build.cubin import read_artifact, strip_debug
+from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
+from tiledsched.errors import CompilerError, FailureKind
+from tiledsched.kernels import template_for
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.space import space_for
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
+REPRODUCIBLE = ("sm_90", "sm_120", "sm_121")
+PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+
+
+def export(schedule: Schedule, problem: Problem, arch: str, *, axes: tuple[int, ...] = (1, 1, 1), name: str = "attention"):
+    """The raw cubin, with `axes` of the first three array axes assumed to be multiples."""
+    from cuda.tile.compilation import KernelSignature, export_kernel
+
+    template = template_for("attention")
+    signature = template.signature(schedule, problem)
+    arrays = []
+    for array in signature.parameters[:4]:
+        fields = {field.name: getattr(array, field.name) for field in dataclasses.fields(array)}
+        dtype, ndim = fields.pop("dtype"), fields.pop("ndim")
+        arrays.append(type(array)(dtype, ndim, **(fields | {"shape_divisible_by": (*axes, 1)})))
+    parameters = [*arrays, *signature.parameters[4:]]
+    output = io.BytesIO()
+    export_kernel(template.kernel({arch: schedule}), [KernelSignature(parameters, signature.calling_convention, name)],
+                  output, gpu_code=arch, output_format="cubin")  # fmt: skip
+    return output.getvalue()
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_default_schedule_builds_for_every_arch(arch: str) -> None:
+    schedule = space_for(arch).default(PROBLEM)
+    built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch=arch))
+    assert built.failure is None
+    facts = built.artifact.facts
+    assert 32 <= facts.threads <= 1024
+    assert facts.threads % 32 == 0
+    assert 16 <= facts.registers <= 255
+    assert facts.ctas_per_sm >= 1
+    assert facts.code_bytes > 1000
+
+
+@pytest.mark.compiler
+def test_every_knob_value_builds_on_hopper() -> None:
+    space = space_for("sm_90")
+    problem = PROBLEM.replace(causal=True)
+    seen = set()
+    for name, knob in space.knobs.items():
+        for choice in knob.choices:
+            schedule = next(space.schedules(problem, pinned={name: choice}))
+            built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90"))
+            assert built.failure is None, (name, choice, built.failure)
+            seen.add(built.artifact.fingerprint)
+    assert len(seen) > 5
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("arch", REPRODUCIBLE)
+def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> None:
+    """A launch assumes multiples of 16 of whichever axes are; artifacts are built with no such assumption."""
+    schedule = space_for(arch).default(PROBLEM).replace(persistent=True)
+    plain = read_artifact(export(schedule, PROBLEM, arch), arch).fingerprint
+    for axes in ((16, 16, 16), (16, 1, 16), (1, 16, 1)):
+        assert read_artifact(export(schedule, PROBLEM, arch, axes=axes), arch).fingerprint == plain
+
+
+@pytest.mark.compiler
+def test_the_kernels_name_is_not_part_of_the_fingerprint() -> None:
+    schedule = space_for("sm_90").default(PROBLEM)
+    names = ("attention", "another_name_altogether")
+    found = {read_artifact(export(schedule, PROBLEM, "sm_90", name=name), "sm_90").fingerprint for name in names}
+    assert len(found) == 1
+
+
+@pytest.mark.compiler
+def test_one_artifact_serves_every_sequence_length_of_its_class() -> None:
+    template, schedule = template_for("attention"), space_for("sm_90").default(PROBLEM)
+    long = Problem.standard(seq_len=8192, head_dim=64, batch=3, heads=5)
+    assert template.problem_class(schedule, PROBLEM) == template.problem_class(schedule, long)
+    ragged = PROBLEM.replace(seq_k=1000)
+    assert template.problem_class(schedule, PROBLEM) != template.problem_class(schedule, ragged)
+    assert template.signature(schedule, PROBLEM) == template.signature(schedule, long)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("arch", ["sm_90", "sm_121"])
+def test_stripping_keeps_the_program_and_drops_the_text(arch: str) -> None:
+    raw = export(space_for(arch).default(PROBLEM), PROBLEM, arch)
+    artifact = read_artifact(raw, arch)
+    again = read_artifact(artifact.cubin, arch)
+    assert (again.fingerprint, again.facts) == (artifact.fingerprint, artifact.facts)
+    assert len(artifact.cubin) < len(raw) / 2
+    assert strip_debug(artifact.cubin) == artifact.cubin
+    assert b".reqntid" in raw
+    assert b".reqntid" not in artifact.cubin
+
+
+@pytest.mark.compiler
+def test_hints_reach_the_compiler_by_target() -> None:
+    """One kernel object carries every arch's hints, and each arch builds with its own."""
+    from cuda.tile.compilation import export_kernel
+
+    template = template_for("attention")
+    schedules = {arch: space_for(arch).default(PROBLEM) for arch in ("sm_90", "sm_121")}
+    schedules["sm_90"] = schedules["sm_90"].replace(num_worker_warps=8)
+    kernel = template.kernel(schedules)
+    for arch, schedule in schedules.items():
+        output = io.BytesIO()
+        export_kernel(kernel, [template.signature(schedule, PROBLEM)], output, gpu_code=arch, output_format="cubin")
+        alone = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch=arch))
+        assert read_artifact(output.getvalue(), arch).fingerprint == alone.artifact.fingerprint
+    assert compile_task(BuildTask(kernel="attention", schedule=schedules["sm_90"], problem=PROBLEM, arch="sm_90")
+                        ).artifact.facts.threads > 256  # fmt: skip
+
+
+@pytest.mark.compiler
+def test_a_compiler_error_is_a_failure() -> None:
+    schedule = space_for("sm_90").default(PROBLEM).replace(num_worker_warps=3)
+    built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch="sm_90"))
+    assert built.artifact is None
+    assert built.failure.kind is FailureKind.COMPILE_ERROR
+    assert "num_worker_warps" in built.failure.message
+
+
+def test_what_is_not_a_cubin_is_refused() -> None:
+    with pytest.raises(CompilerError, match="not a cubin"):
+        read_artifact(b"hello", "sm_90")
+    with pytest.raises(CompilerError, match="expected one kernel"):
+        read_artifact(Path(os.path.realpath("/proc/self/exe")).read_bytes(), "sm_90")
+
+
+@pytest.mark.compiler
+def test_artifacts_are_kept_by_content(tmp_path) -> None:
+    schedule = space_for("sm_121").default(PROBLEM)
+    artifact = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch="sm_121")).artifact
+    store = ArtifactStore(tmp_path)
+    assert store.get("sm_121", artifact.fingerprint) is None
+    store.put(artifact)
+    before = store.path("sm_121", artifact.fingerprint).stat().st_mtime_ns
+    store.put(artifact)
+    assert store.path("sm_121", artifact.fingerprint).stat().st_mtime_ns == before
+    assert store.get("sm_121", artifact.fingerprint) == artifact
+    store.path("sm_121", artifact.fingerprint).write_bytes(b"torn")
+    assert store.get("sm_121", artifact.fingerprint) is None
+    assert not store.has("sm_121", artifact.fingerprint)
+
+
+GOOD = Toolchain(cuda_tile="1.7.0", tileiras="13.4.92", ptxas="13.4.92", nvvm="13.4.92")
+
+
+def test_the_installed_toolchain_agrees_with_itself() -> None:
+    found = installed_toolchain()
+    assert found.tileiras.startswith("13.")
+    assert found.id == Toolchain(**found.to_json()).id
+
+
+def test_a_mixed_toolchain_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(toolchain_module, "tool_version", lambda path: "13.2.1" if path.name == "ptxas" else "13.4.92")
+    toolchain_module._installed_toolchain.cache_clear()
+    try:
+        with pytest.raises(CompilerError, match="different releases.*install one release"):
+            installed_toolchain()
+    finally:
+        toolchain_module._installed_toolchain.cache_clear()
+
+
+def test_a_compiler_too_old_for_the_arch_is_refused() -> None:
+    check_arch(GOOD, "sm_90")
+    old = dataclasses.replace(GOOD, tileiras="13.2.78")
+    check_arch(old, "sm_121")
+    with pytest.raises(CompilerError, match=r"too old for sm_90, which needs 13\.4"):
+        check_arch(old, "sm_90")

@@ -1,0 +1,224 @@
+"""The command line, run as a person would, on a machine with no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tiledsched.cli import main
+from tiledsched.cli.parser import make_parser
+
+ROOT = Path(__file__).parent.parent
+SPACE = """
+extends = "attention/sm_121.toml"
+[knobs.tile_m]
+choices = [64]
+[knobs.tile_n]
+choices = [32, 64]
+[knobs.occupancy]
+choices = [2]
+[knobs.opt_level]
+choices = [3]
+[knobs.num_worker_warps]
+choices = [4]
+[knobs.latency_k]
+choices = [0, 2]
+[knobs.latency_v]
+choices = [0]
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text(SPACE)
+    return tmp_path
+
+
+TUNE = ["tune", "--arch", "sm_121", "--space", "my.toml", "--head-dim", "64", "--causal", "no", "--runner", "none"]
+
+
+@pytest.mark.compiler
+def test_the_whole_road_without_a_gpu(home, capsys) -> None:
+    assert main([*TUNE, "--seq-len", "1024,4096", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["schema_version"] == 1
+    first, second = said["results"]
+    assert first["schedules"] == first["compiled"] == 16
+    assert 1 < first["programs"] <= 16
+    assert second["compiled"] == 0  # another length, the same machine code
+    assert {entry["provenance"] for entry in said["entries"]} == {"modelled"}
+
+    started = time.perf_counter()
+    assert main([*TUNE, "--seq-len", "1024,4096"]) == 0
+    assert time.perf_counter() - started < 10
+    out = capsys.readouterr().out
+    assert "0 compiled now" in out
+    assert "nothing was measured" in out
+    assert "modelled" in out
+
+    assert main(["show", "--arch", "sm_121", "--json"]) == 0
+    rows = [row for row in json.loads(capsys.readouterr().out)["entries"] if row["seq_len"] in (1024, 4096)
+            and row["head_dim"] == 64 and not row["causal"] and row["dtype"] == "float16"]  # fmt: skip
+    assert {row["seq_len"] for row in rows} == {1024, 4096}
+    for row in rows:
+        assert row["arch"] == "sm_121"
+        assert row["provenance"] == "modelled"
+        assert row["median_us"] is None
+        assert set(row["schedule"]) >= {"tile_m", "tile_n", "occupancy"}
+
+    assert main(["explain", "--arch", "sm_121", "--seq-len", "1024", "--head-dim", "64"]) == 0
+    assert "an estimate; nothing was measured" in capsys.readouterr().out
+    assert main(["explain", "--arch", "sm_121", "--seq-len", "3000", "--head-dim", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["provenance"] == "modelled"
+
+    assert main(["report", "--arch", "sm_121", "--out", "report"]) == 0
+    assert (home / "report" / "report.md").read_text().splitlines()[0].startswith("Nothing was measured on sm_121")
+    assert "report.md" in capsys.readouterr().out
+
+    assert main(["db", "check"]) == 0
+    assert main(["db", "export", "--arch", "sm_121", "--out", "table.json"]) == 0
+    assert main(["db", "import", "table.json", "--db", "other.db"]) == 0
+    assert main(["db", "merge", "other.db", "--json"]) == 0
+    assert main(["db", "upgrade"]) == 0
+    assert main(["landscapes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.rpartition("\n{")[2].join(["{", ""]))["landscapes"] == []
+
+
+@pytest.mark.compiler
+def test_a_killed_run_loses_nothing_and_the_next_goes_on(home) -> None:
+    """SIGKILL at ten random moments: the database opens clean, what was committed stays, and it ends complete."""
+    rng = random.Random(7)
+    command = [sys.executable, "-m", "tiledsched", *TUNE, "--seq-len", "1024"]
+    committed: set[tuple[str, str]] = set()
+
+    def builds() -> set[tuple[str, str]]:
+        if not (home / "tuning.db").exists():
+            return set()
+        with sqlite3.connect(home / "tuning.db") as db:
+            assert db.execute("pragma integrity_check").fetchone() == ("ok",)
+            try:
+                return set(db.execute("select schedule_id, fingerprint from builds"))
+            except sqlite3.OperationalError:  # killed before the schema was committed
+                return set()
+
+    for _ in range(10):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        time.sleep(rng.uniform(0.2, 4.0))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        found = builds()
+        assert committed <= found
+        committed = found
+        assert main(["db", "check"]) == 0 if found else True
+    assert committed, "no run got far enough to commit anything: kill later"
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout)["results"][0]
+    assert result["schedules"] == 16
+    assert result["compiled"] == 16 - len(committed)
+    assert committed <= builds()
+
+
+@pytest.mark.compiler
+def test_ctrl_c_keeps_what_is_done(home) -> None:
+    command = [sys.executable, "-m", "tiledsched", *TUNE, "--seq-len", "1024"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        if (home / "tuning.db").exists():
+            with sqlite3.connect(home / "tuning.db") as db:
+                try:
+                    if db.execute("select count(*) from builds").fetchone()[0] >= 2:
+                        break
+                except sqlite3.OperationalError:
+                    pass
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "run again to go on" in said
+    with sqlite3.connect(home / "tuning.db") as db:
+        assert db.execute("select status from runs").fetchall() == [("interrupted",)]
+        assert db.execute("select count(*) from builds").fetchone()[0] >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tune", "--arch", "sm_75"], "known are sm_80"),
+        (["tune", "--arch", "sm_121", "--space", "missing.toml"], "check the path"),
+        (["tune", "--arch", "sm_90", "--space", "my.toml"], "is for sm_121, not sm_90"),
+        (["tune", "--arch", "sm_90", "--runner", "gpu"], "no sm_90 GPU here"),
+        (["tune", "--arch", "sm_90", "--heads", "6", "--kv-heads", "4", "--runner", "none"], "multiple of kv_heads"),
+        (["tune", "--arch", "sm_90", "--head-dim", "512", "--runner", "none"], "at most 256"),
+        (["db", "check", "--db", "missing.db"], "missing.db"),
+        (["db", "import", "missing.json"], "check the path"),
+        (["explain", "--arch", "sm_75", "--seq-len", "1024", "--head-dim", "64"], "known are sm_80"),
+    ],
+)
+def test_wrong_use_is_explained_and_exits_with_2(home, capsys, monkeypatch, arguments, words) -> None:
+    monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tune"], ["tune", "--arch", "sm_90", "--seq-len", "0"], ["tune", "--arch", "sm_90", "--dtype", "float8"], ["fly"],
+        ["tune", "--arch", "sm_90", "--batch", "1,2"],
+    ],
+)  # fmt: skip
+def test_wrong_flags_exit_with_2(arguments, capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_a_wrong_environment_is_explained(home, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("TILEDSCHED_REGIME", "tropical")
+    assert main(["show"]) == 2
+    assert "allowed: burst, sustained" in capsys.readouterr().err
+
+
+def test_show_starts_without_compiler_or_gpu_libraries(home) -> None:
+    code = ("import sys; from tiledsched.cli import main; main(['show', '--json']); "
+            "print([m for m in ('torch', 'cupy', 'cuda.tile', 'optuna', 'alembic', 'matplotlib') if m in sys.modules])")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def commands() -> dict[str, object]:
+    found = {}
+
+    def walk(parser, prefix) -> None:
+        for action in parser._actions:
+            for name, sub in (getattr(action, "choices", None) or {}).items() if hasattr(action, "add_parser") else ():
+                found[" ".join([*prefix, name])] = sub
+                walk(sub, [*prefix, name])
+
+    walk(make_parser(), [])
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_every_command_and_flag_has_help_and_documentation(name) -> None:
+    parser = commands()[name]
+    text = (ROOT / "docs" / "commands.md").read_text()
+    assert f"`tiledsched {name}`" in text
+    for action in parser._actions:
+        if action.option_strings and action.option_strings[0] != "-h":
+            assert action.help, (name, action.option_strings)
+            assert f"`{action.option_strings[-1]}`" in text, (name, action.option_strings)

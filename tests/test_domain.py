@@ -1,0 +1,242 @@
+"""Problems, schedules and search spaces: canonical, hashable, round-tripping, and constrained in one place."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiledsched.data_files import search_spaces
+from tiledsched.errors import ProblemError, SpaceError
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.space import load_space, space_for
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
+KNOBS = {
+    "tile_m", "tile_n", "latency_k", "latency_v", "occupancy", "opt_level", "accum_mode", "num_ctas",
+    "num_worker_warps", "loop_split", "block_order", "persistent",
+}  # fmt: skip
+
+
+def problems() -> st.SearchStrategy[Problem]:
+    return st.builds(
+        lambda kv, group, **rest: Problem(heads=kv * group, kv_heads=kv, **rest),
+        kv=st.integers(1, 8),
+        group=st.integers(1, 8),
+        seq_q=st.integers(1, 5000),
+        seq_k=st.integers(1, 5000),
+        head_dim=st.integers(1, 256),
+        dtype=st.sampled_from(["float16", "bfloat16"]),
+        causal=st.booleans(),
+        batch=st.integers(1, 64),
+    )
+
+
+@given(problems())
+@settings(derandomize=True, deadline=None)
+def test_a_problem_round_trips_and_its_id_is_its_value(problem: Problem) -> None:
+    again = Problem.from_json(problem.to_json())
+    assert again == problem
+    assert hash(again) == hash(problem)
+    assert again.id == problem.id
+    assert problem.replace(batch=problem.batch + 1).id != problem.id
+
+
+def test_ids_are_stable_across_versions() -> None:
+    assert Problem(seq_q=128, seq_k=128, head_dim=64).id == "dbadf0507c15"
+    assert Schedule(tile_m=64, persistent=True).id == "01d13d04ad77"
+
+
+def test_flops_and_bytes() -> None:
+    problem = Problem(seq_q=1024, seq_k=1024, head_dim=64, batch=2, heads=4, kv_heads=2)
+    assert problem.flops == 4 * 2 * 4 * 1024 * 1024 * 64
+    assert problem.replace(causal=True).flops == problem.flops / 2
+    assert problem.min_bytes == 2 * (2 * 2 * 4 * 1024 * 64 + 2 * 2 * 2 * 1024 * 64)
+    assert problem.tflops(1.0) == pytest.approx(problem.flops / 1e6)
+
+
+def test_causal_pairs_of_unequal_lengths() -> None:
+    wide = Problem(seq_q=100, seq_k=1000, head_dim=64, causal=True)
+    tall = Problem(seq_q=1000, seq_k=100, head_dim=64, causal=True)
+    assert wide.visible_pairs == 100 * 100 / 2
+    assert tall.visible_pairs == 100 * 100 / 2 + 900 * 100
+
+
+def test_the_standard_problem_fills_16k_tokens() -> None:
+    problem = Problem.standard(seq_len=4096, head_dim=128)
+    assert (problem.batch, problem.heads, problem.kv_heads) == (4, 16, 16)
+    assert Problem.standard(seq_len=32768, head_dim=256).batch == 1
+    assert Problem.standard(seq_len=512, head_dim=64, heads=32, kv_heads=8).group == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seq_q": 0}, "seq_q must be a positive integer"),
+        ({"head_dim": 257}, "at most 256"),
+        ({"dtype": "float32"}, "float16, bfloat16"),
+        ({"heads": 3, "kv_heads": 2}, "multiple of kv_heads"),
+        ({"causal": 1}, "true or false"),
+        ({"batch": True}, "positive integer"),
+    ],
+)
+def test_wrong_problems_are_refused(change: dict, words: str) -> None:
+    with pytest.raises(ProblemError, match=words):
+        Problem(**({"seq_q": 16, "seq_k": 16, "head_dim": 64} | change))
+
+
+def test_a_problem_from_json_names_the_wrong_key() -> None:
+    with pytest.raises(ProblemError, match="sequence"):
+        Problem.from_json({"seq_q": 1, "seq_k": 1, "head_dim": 1, "sequence": 3})
+    with pytest.raises(ProblemError, match="head_dim"):
+        Problem.from_json({"seq_q": 1, "seq_k": 1})
+
+
+def test_schedules_are_values() -> None:
+    a = Schedule(tile_m=64, persistent=True)
+    assert a == Schedule({"persistent": True, "tile_m": 64})
+    assert hash(a) == hash(Schedule.from_json(a.to_json()))
+    assert a != Schedule(tile_m=64, persistent=1)
+    assert a.replace(tile_m=128)["tile_m"] == 128
+    assert a["tile_m"] == 64
+    with pytest.raises(SpaceError, match="tile_m"):
+        Schedule(tile_m=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_arch_has_a_space_with_every_knob(arch: str) -> None:
+    space = space_for(arch)
+    assert space.arch == arch
+    assert set(space.knobs) == KNOBS
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            problem = Problem.standard(seq_len=1024, head_dim=head_dim, causal=causal)
+            schedules = list(space.schedules(problem, pinned={"accum_mode": "fp32"}))
+            assert len(schedules) == len(set(schedules)) >= 100
+            assert space.default(problem) in schedules
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_121"])
+def test_enumeration_sampling_and_validation_agree(arch: str) -> None:
+    space = space_for(arch)
+    problem = Problem.standard(seq_len=1000, head_dim=96, causal=True)
+    listed = set(space.schedules(problem))
+    rng = random.Random(3)
+    for _ in range(200):
+        schedule = space.sample(problem, rng)
+        assert schedule in listed
+        space.validate(schedule, problem)
+    refused = 0
+    for _ in range(400):
+        schedule = Schedule({name: rng.choice(knob.choices) for name, knob in space.knobs.items()})
+        assert (schedule in listed) == (not space.violations(schedule, problem))
+        refused += schedule not in listed
+    assert refused > 0
+
+
+def test_the_default_is_repaired_where_a_constraint_forbids_it() -> None:
+    space = space_for("sm_121")
+    problem = Problem.standard(seq_len=512, head_dim=256)
+    wanted = Schedule({name: knob.default for name, knob in space.knobs.items()})
+    assert space.violations(wanted, problem)
+    default = space.default(problem)
+    assert not space.violations(default, problem)
+    assert sum(default[name] != wanted[name] for name in default) == 1
+
+
+def test_violations_say_why() -> None:
+    space = space_for("sm_90")
+    problem = Problem.standard(seq_len=1024, head_dim=64)
+    schedule = space.default(problem).replace(loop_split=True)
+    with pytest.raises(SpaceError, match="nothing to split"):
+        space.validate(schedule, problem)
+    assert "not one of [64, 128]" in space.violations(schedule.replace(tile_m=96), problem)[0]
+    assert "unknown knobs" in space.violations(Schedule(dict(schedule), wings=2), problem)[0]
+    assert "missing" in space.violations(Schedule(tile_m=64), problem)[0]
+
+
+def test_a_ragged_length_may_split_the_loop_without_a_causal_mask() -> None:
+    space = space_for("sm_90")
+    even, ragged = Problem.standard(seq_len=1024, head_dim=64), Problem.standard(seq_len=1000, head_dim=64)
+    assert not any(schedule["loop_split"] for schedule in space.schedules(even))
+    assert any(schedule["loop_split"] for schedule in space.schedules(ragged))
+
+
+def test_bfloat16_never_accumulates_in_fp16() -> None:
+    space = space_for("sm_90")
+    problem = Problem.standard(seq_len=1024, head_dim=64, dtype="bfloat16")
+    assert {schedule["accum_mode"] for schedule in space.schedules(problem)} == {"fp32"}
+
+
+def test_space_ids_tell_spaces_apart_by_content() -> None:
+    assert space_for("sm_120").id != space_for("sm_121").id
+    assert space_for("sm_90").id == load_space(search_spaces() / "attention" / "sm_90.toml").id
+
+
+MINE = """
+extends = "attention/sm_90.toml"
+[knobs.tile_m]
+choices = [64]
+"""
+
+
+def test_a_users_space_extends_a_shipped_one(tmp_path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(MINE)
+    space = load_space(path)
+    assert space.arch == "sm_90"
+    assert space.knobs["tile_m"].choices == (64,)
+    assert space.knobs["tile_n"].choices == (32, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("extends = 'attention/sm_90.toml'\ntile = 3", "unknown key 'tile'; allowed are extends, kernel"),
+        ("extends = 'nowhere.toml'", "neither beside it nor among the shipped"),
+        ("extends = 3", "'extends' must be a file name"),
+        ("= broken", "not valid TOML"),
+        ("kernel = 'attention'\narch = 'sm_90'", "no knobs"),
+        ("kernel = 'attention'\n[knobs.tile_m]\nchoices = [64]", "key 'arch' must be a string"),
+        (MINE.replace("[64]", "[]"), "knobs.tile_m.choices must be a list with at least one value"),
+        (MINE.replace("[64]", "[64, 'big']"), "must all be of one kind"),
+        (MINE.replace("[64]", "[128]"), "knobs.tile_m.default = 64 is not one of its choices"),
+        (MINE + "colour = 1", "knobs.tile_m has unknown key 'colour'; allowed are choices, default, about"),
+        (MINE + "[[constraints]]\nrequire = 'tile_q < 3'\nbecause = 'x'", "unknown name 'tile_q'; known are"),
+        (MINE + "[[constraints]]\nrequire = 'open(1)'\nbecause = 'x'", "uses Call"),
+        (MINE + "[[constraints]]\nrequire = 'tile_m <'\nbecause = 'x'", "is not an expression"),
+        (MINE + "[[constraints]]\nrequire = 'tile_m < 3'", "exactly the keys 'require' and 'because'"),
+        (MINE + "[limits]\nregisters_per_sm = 'many'", "limits.registers_per_sm must be an integer"),
+        ("limits = 3", "'limits' must be a table"),
+        ("extends = 'my.toml'", "goes round in a circle"),
+    ],
+)
+def test_a_wrong_space_file_names_its_key(tmp_path, text: str, words: str) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(text)
+    with pytest.raises(SpaceError) as error:
+        load_space(path)
+    assert words in str(error.value)
+    assert "my.toml" in str(error.value)
+
+
+def test_an_unknown_arch_or_file_is_named() -> None:
+    with pytest.raises(SpaceError, match="known are sm_80, sm_86"):
+        space_for("sm_75")
+    with pytest.raises(SpaceError, match="check the path"):
+        load_space("/nowhere/at/all.toml")
+
+
+def test_a_space_that_allows_nothing_says_so(tmp_path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(MINE + "[[constraints]]\nrequire = 'tile_m > 64'\nbecause = 'contrary'")
+    space = load_space(path)
+    problem = Problem.standard(seq_len=64, head_dim=64)
+    assert list(space.schedules(problem)) == []
+    with pytest.raises(SpaceError, match="holds no valid schedule"):
+        space.default(problem)
+    with pytest.raises(SpaceError, match="relax its constraints"):
+        space.sample(problem, random.Random(0), tries=20)

@@ -1,0 +1,294 @@
+"""Building what is missing and merging what is the same, with a pool that only pretends; the pool; the compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import fake_compiler
+import pytest
+from store_samples import TOOLCHAIN, artifact
+
+from tiledsched.build import pool as pool_module
+from tiledsched.build.artifacts import ArtifactStore
+from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.build.pool import BuildPool
+from tiledsched.build.toolchain import compiler_folder
+from tiledsched.errors import Failure, FailureKind
+from tiledsched.kernels import template_for
+from tiledsched.problem import Problem, stable_id
+from tiledsched.schedule import Schedule
+from tiledsched.search.programs import Workshop
+from tiledsched.store.db import TuningDB
+
+PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+KNOBS = {"tile_m": 64, "tile_n": 64, "occupancy": 1, "num_worker_warps": 4, "num_ctas": 1, "latency_k": 0,
+         "latency_v": 0, "opt_level": 3, "accum_mode": "fp32", "loop_split": False, "block_order": "natural",
+         "persistent": False}  # fmt: skip
+BAD = Failure(kind=FailureKind.COMPILE_ERROR, message="TileError: no")
+
+
+def schedule(**knobs) -> Schedule:
+    return Schedule(KNOBS | knobs)
+
+
+class StubPool:
+    """Compiles by looking up `outcomes`; what is not there gets machine code of its own."""
+
+    def __init__(self, outcomes=None):
+        self.outcomes = outcomes or {}
+        self.compiled = []
+        self.stopped_early = False
+
+    def build(self, tasks):
+        try:
+            for task in tasks:
+                self.compiled.append(task.schedule)
+                outcome = self.outcomes.get(task.schedule, artifact(stable_id(task.schedule.id, 24)))
+                failed = isinstance(outcome, Failure)
+                yield Built(
+                    task=task, artifact=None if failed else outcome, failure=outcome if failed else None, seconds=1.0
+                )
+        except GeneratorExit:
+            self.stopped_early = True
+            raise
+
+
+@pytest.fixture
+def db():
+    with TuningDB.open(":memory:") as opened:
+        yield opened
+
+
+@pytest.fixture
+def workshop(db, tmp_path):
+    """A maker of workshops over one database and one folder, as if each were a new process."""
+
+    def make(pool, **changes):
+        values = {"db": db, "artifacts": ArtifactStore(tmp_path), "template": template_for("attention"),
+                  "arch": "sm_90", "toolchain": TOOLCHAIN} | changes  # fmt: skip
+        return Workshop(*values.values(), pool=pool)
+
+    return make
+
+
+def test_nothing_is_compiled_twice(workshop):
+    pool = StubPool()
+    wanted = [schedule(), schedule(tile_m=128), schedule()]
+    shop = workshop(pool)
+    assert shop.missing(wanted, PROBLEM) == wanted[:2]
+    steps = []
+    assert shop.build(wanted, PROBLEM, progress=lambda *step: steps.append(step)) == 2
+    assert steps == [(1, 2), (2, 2)]
+    assert shop.build(wanted, PROBLEM) == 0
+    assert workshop(pool).build(iter(wanted), PROBLEM) == 0
+    assert pool.compiled == wanted[:2]
+
+
+def test_problems_of_one_class_share_builds(workshop):
+    pool = StubPool()
+    shop = workshop(pool)
+    shop.build([schedule()], PROBLEM)
+    assert shop.build([schedule()], PROBLEM.replace(seq_q=4096, seq_k=8192, batch=7)) == 0
+    assert shop.build([schedule()], PROBLEM.replace(seq_k=1000)) == 1  # needs a column mask
+    assert shop.build([schedule()], PROBLEM.replace(causal=True)) == 1
+
+
+def test_another_toolchain_arch_or_source_builds_anew(workshop):
+    shop = workshop(StubPool())
+    shop.build([schedule()], PROBLEM)
+    for changes in ({"toolchain": replace(TOOLCHAIN, tileiras="13.4.99")}, {"arch": "sm_100"}):
+        assert workshop(StubPool(), **changes).missing([schedule()], PROBLEM)
+
+
+def test_a_missing_file_is_built_again(workshop):
+    pool = StubPool()
+    shop = workshop(pool)
+    shop.build([schedule()], PROBLEM)
+    path = shop.artifacts.path("sm_90", shop.record(schedule(), PROBLEM).fingerprint)
+    path.unlink()
+    assert shop.missing([schedule()], PROBLEM) == [schedule()]
+    assert workshop(pool).build([schedule()], PROBLEM) == 1
+    assert path.is_file()
+
+
+@pytest.mark.parametrize("damage", [b"", b"not compressed at all", "cut", "other"])
+def test_a_damaged_file_is_missing_from_the_first_look_on(workshop, damage):
+    shop = workshop(StubPool())
+    shop.build([schedule()], PROBLEM)
+    fingerprint = shop.record(schedule(), PROBLEM).fingerprint
+    path = shop.artifacts.path("sm_90", fingerprint)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-20])
+    elif damage != "other":  # the sample's own contents are no cubin
+        path.write_bytes(damage)
+    assert shop.missing([schedule()], PROBLEM) == []
+    assert shop.artifacts.get("sm_90", fingerprint) is None
+    assert shop.missing([schedule()], PROBLEM) == [schedule()]
+    assert shop.build([schedule()], PROBLEM) == 1
+
+
+def test_failures_are_stored_and_not_tried_again(workshop, db):
+    pool = StubPool({schedule(tile_m=128): BAD})
+    shop = workshop(pool)
+    assert shop.build([schedule(), schedule(tile_m=128)], PROBLEM) == 2
+    for again in (shop, workshop(pool)):
+        assert again.missing([schedule(), schedule(tile_m=128)], PROBLEM) == []
+        record = again.record(schedule(tile_m=128), PROBLEM)
+        assert (record.failure, record.fingerprint, record.facts) == (BAD, "", None)
+    builds = db.find_builds("attention", shop.template.source_hash, TOOLCHAIN, "sm_90")
+    assert sorted(build.failure is None for build in builds.values()) == [False, True]
+    assert [program.schedule for program in shop.programs([schedule(tile_m=128), schedule()], PROBLEM, 132)] == [
+        schedule()
+    ]
+
+
+def test_equivalents_are_one_program(workshop):
+    same = artifact("a" * 24)
+    alike = [schedule(opt_level=3), schedule(opt_level=2), schedule(latency_k=2)]
+    other = schedule(tile_m=128)
+    shop = workshop(StubPool(dict.fromkeys(alike, same)))
+    shop.build([*alike, other], PROBLEM)
+    programs = shop.programs([alike[1], other, alike[0], alike[2], schedule(tile_n=128)], PROBLEM, 132)
+    assert [program.schedules for program in programs] == [(alike[1], alike[0], alike[2]), (other,)]
+    assert programs[0].schedule == alike[1]
+    assert programs[0].key == ("a" * 24, (1024 // 64 * PROBLEM.batch * PROBLEM.heads, 1, 1))
+
+
+def test_one_code_with_two_grids_is_two_programs(workshop):
+    """Persistent kernels of one machine code launch as many blocks as their occupancy hint says."""
+    same = artifact("a" * 24)
+    pair = [schedule(persistent=True, occupancy=1), schedule(persistent=True, occupancy=2)]
+    shop = workshop(StubPool(dict.fromkeys(pair, same)))
+    shop.build(pair, PROBLEM)
+    assert [program.grid[0] for program in shop.programs(pair, PROBLEM, 132)] == [132, 264]
+    small = PROBLEM.replace(batch=1, heads=1, kv_heads=1)
+    assert [program.grid[0] for program in shop.programs(pair, small, 132)] == [16]
+
+
+def test_a_deadline_leaves_the_rest(workshop, monkeypatch):
+    pool = StubPool()
+    wanted = [schedule(occupancy=n) for n in range(1, 9)]
+    shop = workshop(pool)
+    monkeypatch.setattr("tiledsched.search.programs.time.monotonic", lambda: len(pool.compiled))
+    assert shop.build(wanted, PROBLEM, deadline_s=2.5) == 3
+    assert pool.stopped_early
+    assert workshop(pool).missing(wanted, PROBLEM) == wanted[3:]
+    assert shop.build(wanted, PROBLEM) == 5
+    assert pool.compiled == wanted
+
+
+def test_ctrl_c_keeps_what_was_built(workshop):
+    pool = StubPool()
+    wanted = [schedule(occupancy=n) for n in range(1, 6)]
+
+    def interrupt(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        workshop(pool).build(wanted, PROBLEM, progress=interrupt)
+    assert workshop(pool).missing(wanted, PROBLEM) == wanted[2:]
+
+
+# The pool of processes
+
+
+def task(do, timeout_s=60.0, **knobs) -> BuildTask:
+    return BuildTask(
+        kernel="attention", schedule=Schedule(do=do, **knobs), problem=PROBLEM, arch="sm_90", timeout_s=timeout_s
+    )
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """A pool whose processes run fake_compiler instead of cuTile."""
+    monkeypatch.setattr(pool_module, "compile_task", fake_compiler.compile_task)
+    monkeypatch.setattr(pool_module, "GRACE_S", 0.2)
+    with BuildPool(jobs=2) as pool:
+        yield pool
+
+
+def outcomes(pool, tasks):
+    found = {}
+    for built in pool.build(tasks):
+        assert built.task not in found
+        found[built.task] = built
+    return [found[each] for each in tasks]
+
+
+def test_each_way_to_end_costs_one_task(processes):
+    tasks = [task("fine", n=1), task("kill"), task("error"), task("sleep", timeout_s=0.3), task("exit"),
+             *(task("fine", n=n) for n in range(2, 6))]  # fmt: skip
+    found = outcomes(processes, tasks)
+    kinds = [built.failure and built.failure.kind for built in found]
+    killed, stopped = FailureKind.COMPILER_KILLED, FailureKind.COMPILE_TIMEOUT
+    assert kinds == [None, killed, FailureKind.COMPILE_ERROR, stopped, killed, None, None, None, None]
+    assert "code 7" in found[4].failure.message
+    assert found[3].seconds == pytest.approx(0.5)
+    for built in found:
+        assert (built.artifact is None) == (built.failure is not None)
+    assert outcomes(processes, [task("fine", n=9)])[0].artifact is not None
+
+
+def test_no_tasks_start_no_process(processes):
+    assert list(processes.build([])) == []
+    assert processes._pool is None
+
+
+def test_leaving_early_stops_the_processes(processes):
+    tasks = [task("fine"), *(task("sleep", n=n) for n in range(4))]
+    started = time.monotonic()
+    for built in processes.build(tasks):
+        pid = int(built.seconds)
+        break
+    assert time.monotonic() - started < 30
+    assert not Path(f"/proc/{pid}").exists()
+    assert pid != os.getpid()
+    assert outcomes(processes, [task("fine")])[0].artifact is not None
+    processes.close()
+    processes.close()
+
+
+# The compiler
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None or compiler_folder() is None, reason="no cuTile compiler here"
+)
+
+
+@needs_compiler
+@pytest.mark.compiler
+def test_real_compiles(workshop, tmp_path):
+    """Two archs, equivalents, an error and a compiler stopped at its limit, all through the pool."""
+    plain, alike = schedule(), schedule(opt_level=2)
+    broken, endless = schedule(tile_m=48), schedule(tile_m=128)
+    with BuildPool() as pool:
+        for arch in ("sm_90", "sm_121"):
+            shop = workshop(pool, arch=arch)
+            assert shop.build([plain, alike, broken] if arch == "sm_90" else [plain], PROBLEM) == (
+                3 if arch == "sm_90" else 1
+            )
+            record = shop.record(plain, PROBLEM)
+            made = shop.artifacts.get(arch, record.fingerprint)
+            assert (made.fingerprint, made.facts, len(made.cubin)) == (
+                record.fingerprint,
+                record.facts,
+                record.cubin_bytes,
+            )
+            assert made.facts.registers > 32
+            assert made.facts.threads % 32 == 0
+        assert shop.missing([plain], PROBLEM) == []
+        hurried = workshop(pool)
+        hurried._timeout_s = 0.01
+        hurried.build([endless], PROBLEM)
+    shop = workshop(StubPool())
+    fingerprints = {shop.record(each, PROBLEM).fingerprint for each in (plain, alike)}
+    assert len(shop.programs([plain, alike], PROBLEM, 132)) == len(fingerprints)
+    assert shop.record(broken, PROBLEM).failure.kind is FailureKind.COMPILE_ERROR
+    assert "\n" not in shop.record(broken, PROBLEM).failure.message
+    assert shop.record(endless, PROBLEM).failure.kind is FailureKind.COMPILE_TIMEOUT
+    assert shop.missing([plain, alike, broken, endless], PROBLEM) == []

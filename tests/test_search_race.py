@@ -1,0 +1,313 @@
+"""The race, on a runner made of arithmetic: given times, noise, drift and failures."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+
+import pytest
+from store_samples import DEVICE, PROBLEM, artifact
+
+from tiledsched.errors import Failure, FailureKind, MeasureError
+from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions, Failed, Measurement
+from tiledsched.problem import stable_id
+from tiledsched.schedule import Schedule
+from tiledsched.search.race import Rules, median_interval, race
+
+ACCURACY = Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 0, 0), repeatable=True)
+HANG = Failure(kind=FailureKind.HANG, message="no answer")
+
+
+class SyntheticRunner:
+    """Times are `true_us` times a drift that grows with every sample taken, times noise.
+
+    `failing`: name -> "check", or the number of samples after which it fails.
+    """
+
+    name = "gpu"
+    device = DEVICE
+
+    def __init__(self, true_us, *, noise=0.0, drift=0.0, seed=0, failing=None, interrupt_after=math.inf):
+        self.true_us, self.noise, self.drift = true_us, noise, drift
+        self.failing = failing or {}
+        self.interrupt_after = interrupt_after
+        self.rng = random.Random(seed)
+        self.taken = 0
+        self.samples = dict.fromkeys(true_us, 0)
+        self.calls = []
+
+    def begin(self, problem): ...
+
+    def close(self): ...
+
+    def time_of(self, name):
+        if self.taken >= self.interrupt_after:
+            raise KeyboardInterrupt
+        self.taken += 1
+        return self.true_us[name] * (1 + self.drift * self.taken) * math.exp(self.rng.gauss(0, self.noise))
+
+    def check(self, candidate):
+        name = candidate.schedule["name"]
+        if self.failing.get(name) == "check":
+            return HANG
+        return Checked(accuracy=ACCURACY, first_look_us=self.time_of(name))
+
+    def sample(self, candidates, *, rounds, regime):
+        names = [candidate.schedule["name"] for candidate in candidates]
+        self.calls.append((tuple(names), rounds))
+        times = {name: [] for name in names}
+        for _ in range(rounds):
+            order = names[:]
+            self.rng.shuffle(order)
+            for name in order:
+                times[name].append(self.time_of(name))
+        for name in names:
+            self.samples[name] += rounds
+        conditions = Conditions(sm_clock_mhz=1980)
+        return [HANG if self.samples[name] > self.failing.get(name, math.inf) else
+                Batch(samples_us=tuple(times[name]), conditions=conditions) for name in names]  # fmt: skip
+
+
+def candidate(name):
+    return Candidate(schedule=Schedule(name=name), artifact=artifact(stable_id(name, 24)))
+
+
+def run(runner, order=None, **more):
+    """The race's result and what it reported, by name."""
+    reported = []
+    candidates = [candidate(name) for name in order or runner.true_us]
+    result = race(runner, PROBLEM, candidates, on_outcome=reported.append, **more)
+    names = [outcome.schedule["name"] for outcome in reported]
+    assert len(names) == len(set(names)), "reported twice"
+    assert set(reported) == set(result.outcomes)
+    return result, dict(zip(names, reported, strict=True))
+
+
+def name_of(schedule_or_measurement):
+    return getattr(schedule_or_measurement, "schedule", schedule_or_measurement)["name"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_fastest_wins_through_noise_and_drift(seed):
+    times = {f"c{i}": 100 * 1.015**i for i in range(40)}
+    order = list(times)
+    random.Random(seed).shuffle(order)
+    runner = SyntheticRunner(times, noise=0.005, drift=2e-5, seed=seed)
+    result, reported = run(runner, order)
+    assert name_of(result.winner) == "c0"
+    assert name_of(result.runner_up) == "c1"
+    assert result.margin == pytest.approx(0.015, abs=0.005)
+    assert not result.ties
+    assert set(reported) == set(times)
+    assert sum(runner.samples.values()) < 40 * 20
+    assert runner.samples["c0"] == 3 + sum(rounds for _, rounds in Rules().heats)
+
+
+def test_a_measurement_holds_its_evidence():
+    result, _ = run(SyntheticRunner({"a": 100.0, "b": 110.0}, noise=0.01), regime="sustained")
+    winner = result.winner
+    assert (winner.problem, winner.device, winner.regime, winner.runner) == (PROBLEM, DEVICE, "sustained", "gpu")
+    assert winner.fingerprint == stable_id("a", 24)
+    assert winner.median_us == statistics.median(winner.samples_us)
+    assert (winner.ci_low_us, winner.ci_high_us) == median_interval(winner.samples_us, 0.95)
+    assert winner.ci_low_us <= winner.median_us <= winner.ci_high_us
+    assert winner.accuracy == ACCURACY
+    assert winner.conditions.sm_clock_mhz == 1980
+
+
+def test_drift_alone_does_not_decide():
+    """A clock that falls by a third during the race, and the slower candidates all tried first."""
+    times = {f"c{i}": 100.0 + 3 * i for i in range(10)}
+    runner = SyntheticRunner(times, noise=0.001, drift=1e-3)
+    result, _ = run(runner, sorted(times, reverse=True))
+    assert name_of(result.winner) == "c0"
+    assert name_of(result.runner_up) == "c1"
+    assert result.margin == pytest.approx(0.03, abs=0.01)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ties_resolve_by_preference_then_id(seed):
+    times = {"a": 100.0, "b": 100.01, "c": 100.02, "slow": 105.0}
+    tied = [Schedule(name=name) for name in "abc"]
+    for preferred in tied:
+        result, _ = run(SyntheticRunner(times, noise=0.01, seed=seed), preference=(preferred,))
+        assert result.winner.schedule == preferred
+        assert set(result.ties) == set(tied) - {preferred}
+        assert name_of(result.runner_up) == "slow"
+        assert result.margin == pytest.approx(0.05, abs=0.02)
+    result, _ = run(SyntheticRunner(times, noise=0.01, seed=seed), ["c", "slow", "b", "a"])
+    assert [result.winner.schedule, *result.ties] == sorted(tied, key=lambda schedule: schedule.id)
+
+
+def test_closer_than_matters_is_a_tie_even_without_noise():
+    result, _ = run(SyntheticRunner({"a": 100.0, "b": 100.05}), preference=(Schedule(name="b"),))
+    assert (name_of(result.winner), list(map(name_of, result.ties))) == ("b", ["a"])
+    assert result.runner_up is None
+    assert result.margin is None
+    result, _ = run(SyntheticRunner({"a": 100.0, "b": 100.2}), preference=(Schedule(name="b"),))
+    assert (name_of(result.winner), name_of(result.runner_up), result.ties) == ("a", "b", ())
+    assert result.margin == pytest.approx(0.002)
+
+
+def test_preference_does_not_save_a_slower_one():
+    result, _ = run(SyntheticRunner({"a": 100.0, "b": 101.0}, noise=0.002), preference=(Schedule(name="b"),))
+    assert name_of(result.winner) == "a"
+
+
+def test_the_hopeless_cost_one_sample():
+    runner = SyntheticRunner({"good": 100.0, "bad": 350.0, "worse": 5000.0, "fair": 250.0})
+    result, reported = run(runner)
+    assert (runner.samples["bad"], runner.samples["worse"], runner.samples["fair"]) == (1, 1, 3)
+    assert reported["worse"].samples_us == (5000.0,)
+    assert (reported["worse"].ci_low_us, reported["worse"].ci_high_us) == (5000.0, 5000.0)
+    assert name_of(result.runner_up) == "fair"
+
+
+def test_many_candidates_open_in_groups():
+    runner = SyntheticRunner({f"c{i:02}": 100.0 + i for i in range(70)})
+    run(runner)
+    assert [(len(names), rounds) for names, rounds in runner.calls[:3]] == [(32, 3), (32, 3), (6, 3)]
+
+
+@pytest.mark.parametrize("when", ["check", 0, 3, 9, 50])
+def test_failures_at_every_stage(when):
+    times = {"doomed": 99.9, "a": 100.0, "b": 100.5, "c": 104.0}
+    result, reported = run(SyntheticRunner(times, failing={"doomed": when}))
+    assert isinstance(reported["doomed"], Failed)
+    assert reported["doomed"].failure == HANG
+    assert reported["doomed"].fingerprint == stable_id("doomed", 24)
+    assert name_of(result.winner) == "a"
+    assert set(reported) == set(times)
+
+
+def test_when_every_finalist_breaks_down_the_rest_still_have_a_winner():
+    times = {"a": 80.0, "b": 80.5, "good": 100.0, "slow": 110.0}
+    result, reported = run(SyntheticRunner(times, failing={"a": 20, "b": 20}))
+    assert {name for name, outcome in reported.items() if isinstance(outcome, Failed)} == {"a", "b"}
+    assert (name_of(result.winner), name_of(result.runner_up)) == ("good", "slow")
+
+
+@pytest.mark.parametrize("when", ["check", 0, 5])
+def test_all_fail(when):
+    result, reported = run(SyntheticRunner({"a": 1.0, "b": 1.0}, failing={"a": when, "b": when}))
+    assert (result.winner, result.runner_up, result.ties, result.margin) == (None, None, (), None)
+    assert all(isinstance(outcome, Failed) for outcome in reported.values())
+    assert len(reported) == 2
+
+
+def test_one_candidate_and_none():
+    result, reported = run(SyntheticRunner({"only": 5.0}))
+    assert name_of(result.winner) == "only"
+    assert (result.ties, result.runner_up, result.margin, len(reported)) == ((), None, None, 1)
+    assert race(SyntheticRunner({}), PROBLEM, []).outcomes == ()
+
+
+def test_a_deadline_in_the_past_still_times_one_candidate():
+    runner = SyntheticRunner({"default": 100.0, "better": 50.0}, failing={"broken": "check"})
+    runner.true_us["broken"] = 1.0
+    result, reported = run(runner, ["broken", "default", "better"], deadline_s=time.monotonic() - 1)
+    assert name_of(result.winner) == "default"
+    assert set(reported) == {"broken", "default"}
+    assert runner.samples["default"] == 3
+
+
+def test_a_deadline_in_the_middle_starts_nothing_new(monkeypatch):
+    """Time is the number of samples taken. 70 checks, then two of three opening groups, and it is late."""
+    times = {f"c{i:02}": 100.0 + i for i in range(68)} | {"hopeless": 900.0}
+    runner = SyntheticRunner(times)
+    monkeypatch.setattr("tiledsched.search.race.time.monotonic", lambda: runner.taken)
+    result, reported = run(runner, deadline_s=69 + 32 * 3 + 1)
+    assert len(reported) == 64
+    assert len(runner.calls) == 2
+    assert name_of(result.winner) == "c00"
+
+
+def test_same_input_same_verdict():
+    times = {f"c{i}": 100.0 + i / 9 for i in range(20)}
+    results = [run(SyntheticRunner(times, noise=0.01, seed=3))[0] for _ in range(2)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("after", [0, 3, 10, 21, 30, 60, 100, 150])
+def test_ctrl_c_reports_what_is_known_once(after):
+    times = {"a": 100.0, "b": 100.5, "c": 101.0, "slow": 140.0, "bad": 900.0, "doomed": 1.0}
+    runner = SyntheticRunner(times, failing={"doomed": "check"}, interrupt_after=after)
+    reported = []
+    with pytest.raises(KeyboardInterrupt):
+        race(runner, PROBLEM, [candidate(name) for name in times], on_outcome=reported.append)
+    names = [name_of(outcome) for outcome in reported]
+    assert len(names) == len(set(names))
+    sampled = {name for name, count in runner.samples.items() if count}
+    assert set(names) == sampled | ({"doomed"} if after >= 5 else set())
+
+
+def test_ctrl_c_inside_the_report_does_not_report_twice():
+    reported = []
+
+    def store(outcome):
+        reported.append(name_of(outcome))
+        if len(reported) == 2:
+            raise KeyboardInterrupt
+
+    names = ["a", "slow", "slower", "slowest"]
+    runner = SyntheticRunner(dict(zip(names, (100.0, 140.0, 150.0, 160.0), strict=True)))
+    with pytest.raises(KeyboardInterrupt):
+        race(runner, PROBLEM, [candidate(name) for name in names], on_outcome=store)
+    assert sorted(reported) == sorted(names)
+
+
+def test_losing_the_gpu_reports_what_is_known():
+    runner = SyntheticRunner({"a": 1.0, "b": 1.0})
+    sample, reported = runner.sample, []
+
+    def lost_later(candidates, **how):
+        if runner.calls:
+            raise MeasureError("the GPU is gone")
+        return sample(candidates, **how)
+
+    runner.sample = lost_later
+    with pytest.raises(MeasureError):
+        race(runner, PROBLEM, [candidate("a"), candidate("b")], on_outcome=reported.append)
+    assert [type(outcome) for outcome in reported] == [Measurement, Measurement]
+
+
+# Intervals of the median
+
+
+RANKS = [(1, 1, 1), (2, 1, 2), (5, 1, 5), (6, 1, 6), (8, 1, 8), (9, 2, 8), (10, 2, 9), (20, 6, 15), (30, 10, 21),
+         (50, 18, 33), (100, 40, 61)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "low", "high"), RANKS)
+def test_ranks_of_the_95_percent_interval(count, low, high):
+    """Conover, Practical Nonparametric Statistics, table of the binomial at p = 1/2."""
+    values = list(range(1, count + 1))
+    random.Random(count).shuffle(values)
+    assert median_interval(values, 0.95) == (low, high)
+
+
+def test_ranks_agree_with_scipy():
+    binom = pytest.importorskip("scipy.stats").binom
+    for confidence in (0.9, 0.95, 0.99):
+        for count in range(8, 200):
+            low = int(binom.ppf((1 - confidence) / 2, count, 0.5))  # smallest k with P(X <= k) >= outside
+            expected = low if binom.cdf(low, count, 0.5) > (1 - confidence) / 2 else low + 1
+            assert median_interval(range(1, count + 1), confidence) == (expected, count + 1 - expected), count
+
+
+@pytest.mark.parametrize("count", [9, 30, 79])
+def test_coverage(count):
+    rng = random.Random(count)
+    tries, inside = 2000, 0
+    for _ in range(tries):
+        low, high = median_interval([rng.lognormvariate(0, 0.3) for _ in range(count)], 0.95)
+        inside += low <= 1.0 <= high
+    assert 0.94 < inside / tries < 0.985  # never below 95% but for chance; above, because ranks are whole numbers
+
+
+def test_thousands_of_samples():
+    low, high = median_interval(range(5000), 0.95)
+    assert low == pytest.approx(2500 - 1.96 * math.sqrt(5000) / 2, abs=2)
+    assert high == pytest.approx(2500 + 1.96 * math.sqrt(5000) / 2, abs=2)

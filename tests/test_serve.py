@@ -1,0 +1,229 @@
+"""Serving: which schedule a problem gets, settings, and what `sdpa` does with what its kernel cannot serve."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from datetime import datetime, timezone
+
+import pytest
+
+from tiledsched.config import load_settings
+from tiledsched.errors import ConfigError, ProblemError, UnsupportedError
+from tiledsched.measure.runner import Conditions, Device
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.serve.explain import explain_problem
+from tiledsched.serve.lookup import Table
+from tiledsched.space import space_for
+from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
+
+PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+H200 = Device(name="NVIDIA H200", arch="sm_90", sm_count=132)
+TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.92", ptxas="13.4.92", nvvm="13.4.92")
+
+
+def schedule(**knobs) -> Schedule:
+    return space_for("sm_90").default(PROBLEM).replace(**knobs)
+
+
+def entry(problem: Problem = PROBLEM, provenance: str = "measured", *, knobs=None, device: str = "NVIDIA H200", **more):
+    measured = provenance in ("measured", "transferred")
+    summary = MeasurementSummary(id=1, uid="u", median_us=300.0, ci_low_us=299.0, ci_high_us=301.0, samples=30,
+                                 device=H200, conditions=Conditions(), accuracy=None, runner="gpu", toolchain=TOOLCHAIN,
+                                 created_at=datetime(2026, 11, 20, tzinfo=timezone.utc))  # fmt: skip
+    values = {"kernel": "attention", "arch": "sm_90", "problem": problem, "provenance": provenance,
+              "schedule": schedule(**(knobs or {})), "device_name": device if measured else "",
+              "regime": "burst" if measured else "", "measurement": summary if measured else None,
+              "model_us": None if measured else 500.0, "fingerprint": "f" * 24}  # fmt: skip
+    return EntryRecord(**(values | more))
+
+
+def test_this_devices_measurement_comes_first() -> None:
+    table = Table([
+        entry(knobs={"tile_m": 128}, device="NVIDIA H100"), entry(knobs={"occupancy": 2}),
+        entry(provenance="modelled", knobs={"tile_n": 128}),
+    ])  # fmt: skip
+    served = table.resolve(PROBLEM, "sm_90", "NVIDIA H200")
+    assert served.provenance == "measured"
+    assert served.schedule["occupancy"] == 2
+
+
+def test_another_device_of_the_arch_is_transferred() -> None:
+    table = Table([entry(knobs={"tile_m": 128}, device="NVIDIA H100")])
+    served = table.resolve(PROBLEM, "sm_90", "NVIDIA H200")
+    assert served.provenance == "transferred"
+    assert "NVIDIA H100" in served.reason
+    assert table.resolve(PROBLEM, "sm_90").provenance == "measured"  # asked about the arch, not about a device
+
+
+def test_the_nearest_problem_serves_an_untuned_one() -> None:
+    near, far = PROBLEM.replace(seq_q=2048, seq_k=2048), PROBLEM.replace(seq_q=16384, seq_k=16384)
+    table = Table([entry(far, knobs={"tile_m": 128}), entry(near, knobs={"occupancy": 3})])
+    served = table.resolve(PROBLEM.replace(seq_q=1500, seq_k=1500), "sm_90", "NVIDIA H200")
+    assert served.provenance == "transferred"
+    assert served.schedule["occupancy"] == 3
+    assert "nearest problem" in served.reason
+
+
+def test_kinds_never_mix() -> None:
+    table = Table([entry(PROBLEM.replace(causal=True)), entry(PROBLEM.replace(head_dim=128))])
+    assert table.resolve(PROBLEM, "sm_90").provenance == "default"
+    padded = PROBLEM.replace(head_dim=100)  # padded to 128 inside the kernel
+    assert table.resolve(padded, "sm_90").provenance == "transferred"
+
+
+def test_a_far_measurement_beats_the_model_and_the_model_beats_the_default() -> None:
+    modelled = entry(provenance="modelled", knobs={"tile_n": 128})
+    assert Table([modelled]).resolve(PROBLEM, "sm_90").provenance == "modelled"
+    far = entry(PROBLEM.replace(seq_q=16384, seq_k=16384), knobs={"tile_m": 128})
+    assert Table([modelled, far]).resolve(PROBLEM, "sm_90").schedule["tile_m"] == 128
+    served = Table([]).resolve(PROBLEM, "sm_90")
+    assert (served.provenance, served.schedule) == ("default", space_for("sm_90").default(PROBLEM))
+
+
+def test_a_schedule_that_is_not_valid_for_the_problem_is_not_served() -> None:
+    ragged = PROBLEM.replace(seq_k=1000)
+    table = Table([entry(ragged, knobs={"loop_split": True})])
+    assert table.resolve(ragged, "sm_90").schedule["loop_split"] is True
+    assert table.resolve(PROBLEM, "sm_90").provenance == "default"
+
+
+def test_accuracy_classes_and_regimes_are_apart() -> None:
+    fp16 = entry(accum_mode="fp16", knobs={"accum_mode": "fp16"})
+    hot = entry(regime="sustained", knobs={"occupancy": 3})
+    assert Table([fp16, hot]).resolve(PROBLEM, "sm_90").provenance == "default"
+    assert Table([fp16], accum_mode="fp16").resolve(PROBLEM, "sm_90").schedule["accum_mode"] == "fp16"
+    assert Table([], accum_mode="fp16").resolve(PROBLEM, "sm_90").schedule["accum_mode"] == "fp16"
+    assert Table([hot], regime="sustained").resolve(PROBLEM, "sm_90").schedule["occupancy"] == 3
+
+
+def test_forced_knobs_win_and_say_so() -> None:
+    served = Table([entry()], forced={"tile_m": 128, "num_worker_warps": 8}).resolve(PROBLEM, "sm_90", "NVIDIA H200")
+    assert served.provenance == "forced"
+    assert (served.schedule["tile_m"], served.schedule["num_worker_warps"]) == (128, 8)
+    assert "measured on this device" in served.reason
+    with pytest.raises(ConfigError, match="cannot work"):
+        Table([], forced={"loop_split": True}).resolve(PROBLEM, "sm_90")
+
+
+def test_explain_tells_evidence_and_marks_the_model() -> None:
+    measured = explain_problem(Table([entry(margin=0.02, runner_up=schedule(tile_n=32))]), PROBLEM, "sm_90", "NVIDIA H200")
+    assert "300.0 us" in str(measured)
+    assert "2.0% slower" in str(measured)
+    assert measured.to_json()["median_us"] == 300.0
+    modelled = explain_problem(Table([entry(provenance="modelled")]), PROBLEM, "sm_90")
+    assert "nothing was measured" in str(modelled)
+    assert modelled.to_json()["median_us"] is None
+
+
+def test_lookup_of_a_large_table_is_quick() -> None:
+    entries = [entry(PROBLEM.replace(seq_q=s, seq_k=s, batch=b)) for s in range(128, 4224, 128) for b in range(1, 17)]
+    table = Table(entries)
+    started = time.perf_counter()
+    table.resolve(PROBLEM.replace(seq_q=777, seq_k=777), "sm_90")
+    assert time.perf_counter() - started < 1.0
+
+
+# Settings
+
+
+def test_flags_beat_environment_beats_project_beats_user(tmp_path) -> None:
+    user, project = tmp_path / "user.toml", tmp_path / "project.toml"
+    user.write_text("regime = 'sustained'\ndb = 'user.db'\n[knobs]\ntile_m = 64\noccupancy = 1\n")
+    project.write_text("db = 'project.db'\n[knobs]\ntile_m = 128\n")
+    found = load_settings({"accum_mode": None, "fallback": "error"}, environ={"TILEDSCHED_DB": "env.db", "HOME": "/x",
+                          "TILEDSCHED_PERSISTENT": "yes"}, project=project, user=user)  # fmt: skip
+    assert (found.regime, found.db, found.fallback, found.accum_mode) == ("sustained", "env.db", "error", "fp32")
+    assert found.knobs == {"tile_m": 128, "occupancy": 1, "persistent": True}
+    assert found.sources["tile_m"] == str(project)
+    assert found.sources["db"] == "TILEDSCHED_DB"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"TILEDSCHED_FALLBACK": "numpy"}, "fallback = 'numpy'; allowed: torch, error"),
+        ({"TILEDSCHED_TILE_M": "big"}, "tile_m must be an integer"),
+        ({"TILEDSCHED_PERSISTENT": "perhaps"}, "persistent must be true or false"),
+        ({"TILEDSCHED_COLOUR": "red"}, "unknown setting 'colour'; known are db, cache"),
+    ],
+)
+def test_wrong_settings_name_the_allowed_values(tmp_path, environ, words) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_settings(environ=environ, project=tmp_path / "none", user=tmp_path / "none")
+    assert words in str(error.value)
+
+
+def test_a_broken_settings_file_is_named(tmp_path) -> None:
+    path = tmp_path / "project.toml"
+    path.write_text("= 3")
+    with pytest.raises(ConfigError, match=r"project\.toml is not valid TOML"):
+        load_settings(environ={}, project=path, user=tmp_path / "none")
+
+
+# sdpa without a GPU
+
+
+@pytest.fixture
+def sdpa_module(monkeypatch, tmp_path):
+    pytest.importorskip("torch")
+    from tiledsched.serve import sdpa as module
+
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+    module.reload()
+    yield module
+    module.reload()
+
+
+def test_cpu_tensors_go_to_torch_with_one_warning(sdpa_module) -> None:
+    import torch
+
+    q, k, v = (torch.randn(2, 4, 33, 16) for _ in range(3))
+    with pytest.warns(UserWarning, match="q is on cpu") as caught:
+        out = sdpa_module.sdpa(q, k, v, causal=True)
+        sdpa_module.sdpa(q, k, v)
+    assert len(caught) == 1
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected)
+
+
+def test_grouped_heads_and_scale_reach_torch(sdpa_module) -> None:
+    import torch
+
+    q, k, v = torch.randn(1, 8, 16, 32), torch.randn(1, 2, 16, 32), torch.randn(1, 2, 16, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = sdpa_module.sdpa(q, k, v, scale=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(out, expected)
+
+
+def test_the_fallback_can_be_an_error(sdpa_module, monkeypatch) -> None:
+    import torch
+
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
+    q = torch.randn(1, 1, 8, 8)
+    with pytest.raises(UnsupportedError, match="q is on cpu"):
+        sdpa_module.sdpa(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (((2, 3, 4),) * 3, r"q must be \[batch, heads, rows, head_dim\]"),
+    ],
+)
+def test_wrong_shapes_name_the_argument(sdpa_module, shapes, words) -> None:
+    import torch
+
+    with pytest.raises(ProblemError, match=words):
+        sdpa_module.sdpa(*(torch.randn(shape) for shape in shapes))
+
+
+def test_sdpa_is_public_and_lazy() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, tiledsched; assert 'torch' not in sys.modules and 'cuda.tile' not in sys.modules; tiledsched.sdpa"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,39 @@
+# Build the wheel, install it into an environment of its own and use it from a folder that is not the checkout.
+set -eu
+: "${BIN:=.venv/bin}"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$BIN/python" -m build --wheel --outdir "$work/dist" . > "$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
+"$BIN/python" -m venv "$work/venv"
+"$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$work"/dist/*.whl
+cd "$work"
+export HOME="$work/home" TILEDSCHED_DB="$work/tuning.db" TILEDSCHED_CACHE="$work/cache"
+mkdir -p "$HOME"
+PATH="$work/venv/bin:$PATH"
+python -c "import tiledsched; assert not tiledsched.__file__.startswith('$OLDPWD'), tiledsched.__file__"
+tiledsched --version
+tiledsched doctor
+cat > small.toml <<'TOML'
+extends = "attention/sm_121.toml"
+[knobs.tile_m]
+choices = [64]
+[knobs.tile_n]
+choices = [64]
+[knobs.occupancy]
+choices = [2]
+[knobs.opt_level]
+choices = [3]
+[knobs.num_worker_warps]
+choices = [4]
+[knobs.latency_k]
+choices = [0]
+[knobs.latency_v]
+choices = [0]
+TOML
+tiledsched tune --arch sm_121 --space small.toml --seq-len 1024 --head-dim 64 --causal no
+tiledsched show --arch sm_121 --json > show.json
+python -c "import json; rows = json.load(open('show.json'))['entries']; assert [r['provenance'] for r in rows if r['batch'] == 16 and r['seq_len'] == 1024], rows"
+tiledsched report --arch sm_121 --out report > /dev/null
+head -1 report/report.md
+tiledsched db check
+echo "the wheel works outside the checkout"
