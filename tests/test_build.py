@@ -25,7 +25,9 @@ REPRODUCIBLE = ("sm_90", "sm_120", "sm_121")
 PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
 
 
-def export(schedule: Schedule, problem: Problem, arch: str, *, axes: tuple[int, ...] = (1, 1, 1), name: str = "attention"):
+def export(
+    schedule: Schedule, problem: Problem, arch: str, *, axes: tuple[int, ...] = (1, 1, 1), name: str = "attention"
+):
     """The raw cubin, with `axes` of the first three array axes assumed to be multiples."""
     from cuda.tile.compilation import KernelSignature, export_kernel
 
@@ -175,7 +177,7 @@ def test_a_mixed_toolchain_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(toolchain_module, "tool_version", lambda path: "13.2.1" if path.name == "ptxas" else "13.4.92")
     toolchain_module._installed_toolchain.cache_clear()
     try:
-        with pytest.raises(CompilerError, match="different releases.*install one release"):
+        with pytest.raises(CompilerError, match=r"different releases.*install one release"):
             installed_toolchain()
     finally:
         toolchain_module._installed_toolchain.cache_clear()

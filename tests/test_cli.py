@@ -114,7 +114,9 @@ def test_a_killed_run_loses_nothing_and_the_next_goes_on(home) -> None:
                 return set()
 
     for _ in range(10):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         time.sleep(rng.uniform(0.2, 4.0))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -194,8 +196,9 @@ def test_a_wrong_environment_is_explained(home, capsys, monkeypatch) -> None:
 
 
 def test_show_starts_without_compiler_or_gpu_libraries(home) -> None:
-    code = ("import sys; from tiledsched.cli import main; main(['show', '--json']); "
-            "print([m for m in ('torch', 'cupy', 'cuda.tile', 'optuna', 'alembic', 'matplotlib') if m in sys.modules])")  # fmt: skip
+    heavy = ("torch", "cupy", "cuda.tile", "optuna", "alembic", "matplotlib")
+    code = f"""import sys; from tiledsched.cli import main; main(["show", "--json"])
+print([name for name in {heavy} if name in sys.modules])"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 

@@ -98,7 +98,7 @@ def test_conditions(binding):
         nvmlDeviceGetTemperature=[50, 61, 60],
         nvmlDeviceGetCurrentClocksThrottleReasons=[0x1, 0x4, 0x4 | 0x20],
     )
-    log = nvml.ConditionsLog(DEVICE)
+    log = nvml.ConditionsLog()
     for _ in range(3):
         log.poll()
     assert log.summary() == Conditions(sm_clock_mhz=1500, memory_clock_mhz=3201, power_w=701.5, temperature_c=61,
@@ -107,7 +107,7 @@ def test_conditions(binding):
 
 def test_conditions_that_are_told_in_part(binding):
     binding(nvmlDeviceGetClockInfo={"sm": 2400}, nvmlDeviceGetPowerUsage=[45_000, 44_000])
-    log = nvml.ConditionsLog(DEVICE)
+    log = nvml.ConditionsLog()
     for _ in range(3):  # the third power reading fails
         if not log._nvml.answers["nvmlDeviceGetPowerUsage"]:
             log._nvml.answers["nvmlDeviceGetPowerUsage"] = None
@@ -117,6 +117,6 @@ def test_conditions_that_are_told_in_part(binding):
 
 def test_no_conditions(binding):
     binding(nvmlDeviceGetHandleByPciBusId=None)
-    log = nvml.ConditionsLog(DEVICE)
+    log = nvml.ConditionsLog()
     log.poll()
     assert log.summary() == Conditions()

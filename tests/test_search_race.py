@@ -127,6 +127,14 @@ def test_drift_alone_does_not_decide():
     assert result.margin == pytest.approx(0.03, abs=0.01)
 
 
+def test_the_runner_up_is_who_stayed_longest():
+    """With a falling clock, one eliminated early has the better median: its samples are from better days."""
+    result, reported = run(SyntheticRunner({"a": 100.0, "b": 101.0, "early": 112.0}, drift=3e-3))
+    assert reported["early"].median_us < reported["a"].median_us < reported["b"].median_us
+    assert (name_of(result.winner), name_of(result.runner_up)) == ("a", "b")
+    assert result.margin == pytest.approx(0.01, abs=0.003)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_ties_resolve_by_preference_then_id(seed):
     times = {"a": 100.0, "b": 100.01, "c": 100.02, "slow": 105.0}

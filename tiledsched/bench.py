@@ -10,24 +10,23 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiledsched.kernels import template_for
 from tiledsched.kernels.reference import attention_reference, default_scale
 from tiledsched.measure.nvml import ConditionsLog, current_device
-from tiledsched.measure.runner import Conditions
+from tiledsched.measure.runner import BURST_GAP_S, SUSTAINED_WARMUP_S, Conditions
 from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.race import median_interval
 
-BURST_GAP_S = 0.010
-SUSTAINED_WARMUP_S = 2.0
 SPIN_CYCLES = 600_000
 """About 0.3 ms at 1.98 GHz."""
-UNTUNED = {"tile_m": 64, "tile_n": 64, "occupancy": 0, "num_worker_warps": 0, "num_ctas": 0, "latency_k": 0,
-           "latency_v": 0, "opt_level": 3, "accum_mode": "fp32", "loop_split": False, "block_order": "natural",
-           "persistent": False}  # fmt: skip
+UNTUNED: dict[str, KnobValue] = {
+    "tile_m": 64, "tile_n": 64, "occupancy": 0, "num_worker_warps": 0, "num_ctas": 0, "latency_k": 0, "latency_v": 0,
+    "opt_level": 3, "accum_mode": "fp32", "loop_split": False, "block_order": "natural", "persistent": False,
+}  # fmt: skip
 """The kernel as one would first write it: 64x64 tiles, every hint left to the compiler."""
 
 
@@ -53,7 +52,7 @@ class BenchRow:
     """Largest absolute difference from the fp64 reference."""
     rel_err: float | None = None
     """Relative Frobenius error of the whole output against fp64."""
-    conditions: Conditions = Conditions()
+    conditions: Conditions = field(default_factory=Conditions)
     """Clocks, power and throttling during the run of this problem."""
     schedule: Schedule | None = None
     """What sdpa launched."""
@@ -146,16 +145,17 @@ def _bench_problem(torch: Any, problem: Problem, rounds: int, regime: str, verif
     samples, conditions = _interleaved(torch, calls, rounds, regime)
     rows = []
     for name in [*calls, *statuses]:
-        ours = name == "tiledsched"
-        common = dict(problem=problem, method=name, regime=regime, conditions=conditions,
-                      schedule=plan.served.schedule if ours else None, provenance=plan.served.provenance if ours else "",
-                      measured_program=measured_program if ours else None)  # fmt: skip
-        if name in statuses:
-            rows.append(BenchRow(status=statuses[name], **common))  # type: ignore[arg-type]
-            continue
-        low, high = median_interval(samples[name], 0.95)
-        rows.append(BenchRow(status="ok", median_us=statistics.median(samples[name]), ci_low_us=low, ci_high_us=high,
-                             max_abs_err=errors[name][0], rel_err=errors[name][1], **common))  # type: ignore[arg-type]  # fmt: skip
+        row = BenchRow(
+            problem=problem, method=name, regime=regime, status=statuses.get(name, "ok"), conditions=conditions
+        )
+        if name in samples:
+            low, high = median_interval(samples[name], 0.95)
+            row = replace(row, median_us=statistics.median(samples[name]), ci_low_us=low, ci_high_us=high,
+                          max_abs_err=errors[name][0], rel_err=errors[name][1])  # fmt: skip
+        if name == "tiledsched":
+            row = replace(row, schedule=plan.served.schedule, provenance=plan.served.provenance,
+                          measured_program=measured_program)  # fmt: skip
+        rows.append(row)
     return rows
 
 
@@ -216,7 +216,7 @@ def _interleaved(torch: Any, calls: dict[str, Callable[[], Any]], rounds: int,
     rng = random.Random(0)
     device = current_device()
     flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
-    log = ConditionsLog(device)
+    log = ConditionsLog()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     paced = regime == "burst"
 
@@ -250,4 +250,3 @@ def _interleaved(torch: Any, calls: dict[str, Callable[[], Any]], rounds: int,
             samples[name].append(timed(calls[name]))
         log.poll()
     return samples, log.summary()
-

@@ -200,7 +200,9 @@ def load_space(path: str | Path) -> SearchSpace:
     merged = _merged_tables(path, ())
     for key in ("kernel", "arch"):
         if not isinstance(merged.get(key), str):
-            raise SpaceError(f"{path}: key {key!r} must be a string such as {'attention' if key == 'kernel' else 'sm_90'!r}")
+            raise SpaceError(
+                f"{path}: key {key!r} must be a string such as {'attention' if key == 'kernel' else 'sm_90'!r}"
+            )
     limits = merged["limits"]
     for name, value in limits.items():
         if not isinstance(value, int) or isinstance(value, bool):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterable, Iterator
 
 from pebble import ProcessExpired, ProcessPool
@@ -18,6 +19,13 @@ from tiledsched.errors import Failure, FailureKind
 
 GRACE_S = 20.0
 """Time beyond a task's own limit before its whole process is killed: the compiler's limit fires first."""
+
+
+def start_process() -> None:
+    """Set up a compile process: a group of its own, so that ending it ends the compiler it started, too."""
+    os.setpgrp()
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    prepare_process()
 
 
 def default_jobs() -> int:
@@ -41,7 +49,9 @@ class BuildPool:
         if not tasks:
             return
         pool = self._started()
-        pending = {pool.schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S): task for task in tasks}
+        pending: dict[concurrent.futures.Future[Built], BuildTask] = {
+            pool.schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S): task for task in tasks
+        }
         try:
             while pending:
                 done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -53,7 +63,7 @@ class BuildPool:
 
     def _started(self) -> ProcessPool:
         if self._pool is None:
-            self._pool = ProcessPool(max_workers=self.jobs, initializer=prepare_process,
+            self._pool = ProcessPool(max_workers=self.jobs, initializer=start_process,
                                      context=multiprocessing.get_context("spawn"))  # fmt: skip
         return self._pool
 
@@ -79,4 +89,7 @@ def _outcome(task: BuildTask, future: concurrent.futures.Future[Built]) -> Built
         return Built(task=task, artifact=None, failure=failure, seconds=task.timeout_s + GRACE_S)
     except ProcessExpired as error:
         failure = Failure(kind=FailureKind.COMPILER_KILLED, message=f"compile process ended with code {error.exitcode}")
+        return Built(task=task, artifact=None, failure=failure, seconds=0.0)
+    except Exception as error:  # the result could not be sent back, say
+        failure = Failure(kind=FailureKind.COMPILE_ERROR, message=f"{type(error).__name__}: {error}"[:500])
         return Built(task=task, artifact=None, failure=failure, seconds=0.0)

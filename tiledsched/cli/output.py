@@ -174,5 +174,3 @@ def write_bench_csv(rows: Sequence[BenchRow], path: Path) -> None:
         writer = csv.DictWriter(file, fieldnames=list(flat[0]))
         writer.writeheader()
         writer.writerows(flat)
-
-

@@ -81,7 +81,7 @@ def current_device() -> Device:
 class ConditionsLog:
     """Polls NVML during a run and sums it up. What NVML does not tell stays 0 or empty."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self) -> None:
         self._seen: dict[str, list[int]] = {}
         self._handle: Any = None
         try:

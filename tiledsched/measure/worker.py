@@ -26,14 +26,11 @@ from tiledsched.kernels.reference import attention_reference, default_scale
 from tiledsched.measure.accuracy import compare
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.nvml import ConditionsLog, current_device
-from tiledsched.measure.runner import Batch, Checked, Conditions
+from tiledsched.measure.runner import BURST_GAP_S, SUSTAINED_WARMUP_S, Batch, Checked, Conditions
 from tiledsched.problem import Problem
 
 FLUSH_TIMES_L2 = 2
 SPIN_US = 300.0
-BURST_GAP_S = 0.010
-"""Start-to-start distance of paced launches. On an H200 the clock is steady at 10 ms; see docs/measuring.md."""
-SUSTAINED_WARMUP_S = 2.0
 FAST_FLOAT64 = ("sm_80", "sm_90", "sm_100")
 MARKS = {
     FailureKind.OUT_OF_MEMORY: ("out of memory",),
@@ -148,7 +145,7 @@ def sample(state: State, launches: list[Launch], rounds: int, regime: str, seed:
     rng = random.Random(seed)
     order = list(range(len(launches)))
     samples: list[list[float]] = [[] for _ in launches]
-    log = ConditionsLog(state.device)
+    log = ConditionsLog()
     gap = BURST_GAP_S if regime == "burst" else 0.0
     if regime == "sustained":
         _heat(state, launches)

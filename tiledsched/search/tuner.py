@@ -18,7 +18,7 @@ from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import ArchSpec, arch_spec
-from tiledsched.errors import NoValidScheduleError
+from tiledsched.errors import FailureKind, NoValidScheduleError
 from tiledsched.kernels import template_for
 from tiledsched.kernels.template import KernelTemplate
 from tiledsched.measure.runner import Candidate, Failed, Measurement, Runner
@@ -36,9 +36,8 @@ FINALISTS = 16
 """Programs in the deciding race."""
 MODEL_SEEDS = 16
 """Schedules the model likes best, proposed first where they are built already."""
-OVERSAMPLE = 4
-"""Schedules proposed and built for each program measured: building needs no GPU, and the model tells most of the bad
-ones from their machine code (docs/model.md)."""
+RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
+"""Failures that are no verdict on a program."""
 LOOK = Rules(heats=((1.10, 4),))
 """How a batch is measured: enough to learn from; the deciding race comes last."""
 
@@ -190,18 +189,17 @@ class Tuner:
         runner.begin(problem)
         self.watcher.stage(problem, "measuring", min(self.options.trials, sampler.size))
         while known + measured < self.options.trials and not _late(deadline_s, share=0.8, started=started):
-            proposed = sampler.ask(OVERSAMPLE * self._batch)
-            if not proposed:
+            batch = sampler.ask(self._batch)
+            if not batch:
                 break
-            compiled += self.workshop.build(proposed, problem, deadline_s=deadline_s)
-            left = self.options.trials - known - measured
-            fresh, outcomes = self._race_new(proposed, problem, runner, times, left, deadline_s)
-            for schedule in proposed:
+            compiled += self.workshop.build(batch, problem, deadline_s=deadline_s)
+            outcomes = self._race_new(batch, problem, runner, times, deadline_s)
+            for schedule in batch:
                 sampler.tell(schedule, times.get(schedule))
-            tried += len(proposed)
-            measured += len(fresh)
+            tried += len(batch)
+            measured += len(outcomes)
             failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
-            failed += self._build_failures(proposed, problem)
+            failed += self._build_failures(batch, problem)
             self.watcher.step(known + measured)
         return self._decide(problem, runner, times, tried, compiled, measured, failed, started)
 
@@ -216,34 +214,31 @@ class Tuner:
         return [self.space.default(problem), *(entry.schedule for entry in near), *modelled]
 
     def _known_times(self, problem: Problem, runner: Runner) -> dict[Schedule, float | None]:
-        """Times in the store that still hold: same device, compiler, kernel source and space; None for what failed."""
+        """Times in the store that still hold: same device, compiler, kernel source and space.
+
+        None for a schedule whose very machine code failed on this device and never ran since. Failures that say more of
+        the day than of the program (a lost GPU, a killed worker, memory taken by others) are tried again.
+        """
         known: dict[Schedule, float | None] = {}
-        for failure in self.db.failures(self.space.arch, problem, stage="measure"):
-            if failure.device_name == runner.device.name:
-                known[failure.schedule] = None
         for stored in self.db.measurements(problem, self.space.arch, runner.device.name, self.options.regime,
                                            source_hash=self._source_hash, toolchain=self.toolchain):  # fmt: skip
             if stored.measurement.schedule["accum_mode"] == self.options.accum_mode:
                 known.setdefault(stored.measurement.schedule, stored.measurement.median_us)
+        for failed in self.db.failures(self.space.arch, problem, stage="measure"):
+            build = self.workshop.record(failed.schedule, problem)
+            same_program = build is not None and build.fingerprint == failed.fingerprint
+            if same_program and failed.device_name == runner.device.name and failed.failure.kind not in RETRIED:
+                known.setdefault(failed.schedule, None)
         return {schedule: us for schedule, us in known.items() if not self.space.violations(schedule, problem)}
 
-    def _race_new(self, proposed: Sequence[Schedule], problem: Problem, runner: Runner,
-                  times: dict[Schedule, float | None], left: int,
-                  deadline_s: float | None) -> tuple[list[Program], list[Outcome]]:  # fmt: skip
-        """Measure the proposed programs the model likes best; equivalents take the time of their program.
-
-        The default schedule always runs. An exhaustive search measures everything.
-        """
+    def _race_new(self, batch: Sequence[Schedule], problem: Problem, runner: Runner,
+                  times: dict[Schedule, float | None], deadline_s: float | None) -> tuple[Outcome, ...]:  # fmt: skip
+        """Measure the programs of `batch` that are not known yet; equivalents take the time of their program."""
         sm_count = runner.device.sm_count
         known = {program.key: times[program.schedule]
                  for program in self.workshop.programs(list(times), problem, sm_count)}  # fmt: skip
-        programs = self.workshop.programs(proposed, problem, sm_count)
+        programs = self.workshop.programs(batch, problem, sm_count)
         fresh = [program for program in programs if program.key not in known]
-        if self.options.sampler != "exhaustive":
-            default = self.space.default(problem)
-            ranked = self._ranked(fresh, problem)
-            ranked.sort(key=lambda program: default not in program.schedules)
-            fresh = ranked[: min(self._batch, left)]
         result = race(runner, problem, self._candidates(fresh), rules=LOOK, regime=self.options.regime,
                       deadline_s=deadline_s, on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
         for outcome in result.outcomes:
@@ -253,7 +248,7 @@ class Tuner:
                 time_us = known.get(program.key, times.get(program.schedule))
                 for schedule in program.schedules:
                     times.setdefault(schedule, time_us)
-        return fresh, list(result.outcomes)
+        return result.outcomes
 
     def _decide(self, problem: Problem, runner: Runner, times: dict[Schedule, float | None], tried: int, compiled: int,
                 measured: int, failed: int, started: float) -> TuneResult:  # fmt: skip
@@ -272,9 +267,10 @@ class Tuner:
         if result.winner is None:
             raise NoValidScheduleError(self._nothing_works(problem, list(times)))
         self.watcher.step(len(finalists))
+        measurement_id = self._measurement_ids[result.winner.schedule]
         entry = self._entry(
             problem, result.winner.schedule, result.winner.fingerprint, provenance="measured",
-            device_name=runner.device.name, regime=self.options.regime, measurement_id=self._measurement_ids[result.winner.schedule],
+            device_name=runner.device.name, regime=self.options.regime, measurement_id=measurement_id,
             runner_up=result.runner_up.schedule if result.runner_up else None, margin=result.margin,
             ties=result.ties, candidates=len(programs),
         )  # fmt: skip
@@ -328,10 +324,14 @@ class Tuner:
                    if (record := self.workshop.record(schedule, problem)) and record.failure}  # fmt: skip
         reasons |= {str(failure.failure.kind) for failure in self.db.failures(self.space.arch, problem)}
         why = ", ".join(sorted(reasons)) or "the budget ended first"
-        return f"no schedule of {len(schedules)} works for {problem} on {self.space.arch}: {why}; run: tiledsched doctor"
+        return (
+            f"no schedule of {len(schedules)} works for {problem} on {self.space.arch}: {why}; run: tiledsched doctor"
+        )
 
 
-def modelled_times(arch: str, *, kernel: str = "attention") -> Callable[[Problem, Sequence[BuildRecord]], dict[str, float]]:
+def modelled_times(
+    arch: str, *, kernel: str = "attention"
+) -> Callable[[Problem, Sequence[BuildRecord]], dict[str, float]]:
     """The model's view of built schedules, for reports: maps a problem and builds to schedule id -> modelled us."""
     spec, template = arch_spec(arch), template_for(kernel)
 

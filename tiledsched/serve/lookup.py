@@ -84,12 +84,16 @@ class Table:
             if name not in space.knobs:
                 raise ConfigError(f"forced knob {name!r} is not in {space.source}; known are {', '.join(space.knobs)}")
             if not any(type(choice) is type(value) for choice in space.knobs[name].choices):
-                raise ConfigError(f"forced knob {name} = {value!r}; allowed on {space.arch}: {list(space.knobs[name].choices)}")
+                raise ConfigError(
+                    f"forced knob {name} = {value!r}; allowed on {space.arch}: {list(space.knobs[name].choices)}"
+                )
         # A researcher may leave the listed choices, but not what the constraints say cannot work.
         values = space.constraint_values(problem) | dict(schedule)
         broken = [f"{c.require} ({c.because})" for c in space.constraints if not c.holds(values)]
         if broken:
-            raise ConfigError(f"forced knobs {self.forced} cannot work for {problem} on {space.arch}: {'; '.join(broken)}")
+            raise ConfigError(
+                f"forced knobs {self.forced} cannot work for {problem} on {space.arch}: {'; '.join(broken)}"
+            )
         return Served(schedule=schedule, provenance="forced", entry=served.entry, forced=self.forced,
                       reason=f"settings force {self.forced}; without them: {served.reason}")  # fmt: skip
 

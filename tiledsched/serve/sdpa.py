@@ -175,7 +175,9 @@ def _problem(q: Any, k: Any, v: Any, causal: bool) -> Problem:
     if k.shape != v.shape:
         raise ProblemError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
     if k.shape[0] != batch or k.shape[3] != head_dim:
-        raise ProblemError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch (axis 0) and head_dim (axis 3)")
+        raise ProblemError(
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch (axis 0) and head_dim (axis 3)"
+        )
     return Problem(seq_q=seq_q, seq_k=k.shape[2], head_dim=head_dim, dtype=str(q.dtype).removeprefix("torch."),
                    causal=bool(causal), batch=batch, heads=heads, kv_heads=k.shape[1])  # fmt: skip
 

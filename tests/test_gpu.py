@@ -1,0 +1,222 @@
+"""On a real GPU: `sdpa` against float64, what is launched against what was measured, and the measuring process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import warnings
+
+import numpy
+import pytest
+
+from tiledsched.build.compiler import BuildTask, compile_task
+from tiledsched.errors import Failure, FailureKind
+from tiledsched.kernels import template_for
+from tiledsched.kernels.reference import attention_reference
+from tiledsched.measure.runner import Batch, Candidate, Checked
+from tiledsched.problem import Problem
+from tiledsched.space import space_for
+
+torch = pytest.importorskip("torch")
+cupy = pytest.importorskip("cupy")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SHAPES = [
+    # batch, heads, kv_heads, seq_q, seq_k, head_dim
+    (2, 4, 4, 512, 512, 64),
+    (1, 8, 2, 384, 384, 128),
+    (2, 3, 3, 300, 300, 64),
+    (1, 2, 2, 77, 77, 80),
+    (1, 4, 1, 200, 333, 96),
+    (1, 2, 2, 333, 200, 128),
+    (3, 2, 2, 5, 1000, 64),
+    (1, 2, 2, 256, 256, 256),
+    (1, 2, 2, 130, 130, 33),
+    (1, 1, 1, 1, 1, 16),
+]
+
+
+@pytest.fixture
+def serve(monkeypatch, tmp_path):
+    from tiledsched.serve import sdpa as module
+
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
+    module.reload()
+    yield module
+    module.reload()
+
+
+def arch() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def tensors(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype):
+    generator = torch.Generator(device="cuda").manual_seed(seq_q * 31 + head_dim)
+    shapes = ((batch, heads, seq_q, head_dim), *(((batch, kv_heads, seq_k, head_dim),) * 2))
+    return tuple(torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
+
+
+def relative_error(out, q, k, v, causal, scale=None):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    reference = attention_reference(numpy, *(x.float().cpu().numpy() for x in (q, k, v)), causal=causal, scale=scale)
+    difference = out.float().cpu().numpy().astype("float64") - reference
+    return float(numpy.linalg.norm(difference) / numpy.linalg.norm(reference))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sdpa_is_right(serve, shape, causal, dtype) -> None:
+    q, k, v = tensors(*shape, dtype)
+    out = serve.sdpa(q, k, v, causal=causal)
+    assert out.shape == q.shape
+    assert out.dtype == dtype
+    assert relative_error(out, q, k, v, causal) < (1.5e-3 if dtype is torch.float16 else 1e-2)
+
+
+@pytest.mark.parametrize("knobs", [{"TILE_M": 128, "TILE_N": 32}, {"PERSISTENT": "1"}, {"PERSISTENT": "1", "BLOCK_ORDER":
+                         "heads_fastest"}, {"BLOCK_ORDER": "reversed"}, {"LOOP_SPLIT": "1"}, {"NUM_WORKER_WARPS": 8}])  # fmt: skip
+def test_forced_schedules_are_right(serve, monkeypatch, knobs) -> None:
+    for name, value in knobs.items():
+        monkeypatch.setenv(f"TILEDSCHED_{name}", str(value))
+    serve.reload()
+    for shape in ((2, 3, 3, 300, 300, 64), (1, 4, 2, 515, 515, 128)):
+        q, k, v = tensors(*shape, torch.float16)
+        assert serve.plan_for(q, k, v, causal=True).served.provenance == "forced"
+        assert relative_error(serve.sdpa(q, k, v, causal=True), q, k, v, True) < 1.5e-3
+
+
+def test_scales_and_strides(serve) -> None:
+    q, k, v = tensors(2, 4, 4, 200, 200, 64, torch.float16)
+    for scale in (1e-3, 0.5, 1.0):
+        assert relative_error(serve.sdpa(q, k, v, scale=scale), q, k, v, False, scale) < 1.5e-3
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # [B, S, H, D] in memory
+    assert not views[0].is_contiguous()
+    torch.testing.assert_close(serve.sdpa(*views, causal=True), serve.sdpa(q, k, v, causal=True), rtol=0, atol=0)
+
+
+def test_a_graph_replay_equals_the_eager_call(serve) -> None:
+    q, k, v = tensors(1, 4, 4, 256, 256, 64, torch.float16)
+    eager = serve.sdpa(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = serve.sdpa(q, k, v)
+    captured.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, eager)
+
+
+def test_gradients_go_to_torch(serve, monkeypatch) -> None:
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "torch")
+    serve.reload()
+    q, k, v = (x.requires_grad_() for x in tensors(1, 2, 2, 64, 64, 64, torch.float16))
+    with pytest.warns(UserWarning, match="forward only"):
+        out = serve.sdpa(q, k, v)
+    out.sum().backward()
+    assert q.grad is not None
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        serve.sdpa(q, k, v)
+
+
+LAUNCH = """
+import torch, sys
+from tiledsched.serve import sdpa as serve
+q, k, v = (torch.randn({shape}, device="cuda", dtype=torch.float16) for _ in range(3))
+plan = serve.plan_for(q, k, v, causal={causal})
+serve.sdpa(q, k, v, causal={causal})
+torch.cuda.synchronize()
+import json
+print(json.dumps(plan.served.schedule.to_json()))
+"""
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("shape", "causal"), [((4, 16, 1024, 128), True), ((16, 32, 256, 64), False), ((1, 3, 512, 64), True)]
+)
+def test_what_is_launched_is_what_would_be_measured(tmp_path, shape, causal) -> None:
+    """cuTile's own cache, after one launch in a new process, holds the machine code that the build makes."""
+    import json
+
+    from tiledsched.build.cubin import read_artifact
+    from tiledsched.schedule import Schedule
+
+    environment = os.environ | {"CUDA_TILE_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", LAUNCH.format(shape=shape, causal=causal)], env=environment, check=True,
+                          capture_output=True, text=True)  # fmt: skip
+    schedule = Schedule.from_json(json.loads(done.stdout.splitlines()[-1]))
+    with sqlite3.connect(tmp_path / "cache.db") as cache:
+        launched = {read_artifact(blob, arch()).fingerprint for (blob,) in cache.execute("select blob from cache")}
+    batch, heads, seq, head_dim = shape
+    problem = Problem(seq_q=seq, seq_k=seq, head_dim=head_dim, causal=causal, batch=batch, heads=heads, kv_heads=heads)
+    built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch()))
+    assert launched == {built.artifact.fingerprint}
+
+
+@pytest.fixture(scope="module")
+def runner():
+    from tiledsched.measure.gpu import GpuRunner
+
+    runner = GpuRunner(template_for("attention"))
+    yield runner
+    runner.close()
+
+
+def candidate(problem: Problem, **knobs) -> Candidate:
+    schedule = space_for(arch()).default(problem).replace(**knobs)
+    built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch()))
+    assert built.failure is None, built.failure
+    return Candidate(schedule=schedule, artifact=built.artifact)
+
+
+SMALL = Problem(seq_q=512, seq_k=512, head_dim=64, batch=2, heads=4, kv_heads=4)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_worker_checks_and_times(runner, dtype) -> None:
+    problem = SMALL.replace(dtype=dtype, causal=True)
+    runner.begin(problem)
+    some = [candidate(problem), candidate(problem, tile_n=128)]
+    for one in some:
+        checked = runner.check(one)
+        assert isinstance(checked, Checked), checked
+        assert checked.accuracy.repeatable
+        assert 0 < checked.accuracy.worst_tile_error < (1.5e-3 if dtype == "float16" else 1e-2)
+    batches = runner.sample(some, rounds=5, regime="burst")
+    for batch in batches:
+        assert isinstance(batch, Batch)
+        assert len(batch.samples_us) == 5
+        assert 1 < min(batch.samples_us) < 1000
+        assert batch.conditions.sm_clock_mhz > 0
+
+
+@pytest.mark.compiler
+def test_a_wrong_result_never_wins(runner) -> None:
+    """A kernel built without the causal mask, offered for a causal problem."""
+    runner.begin(SMALL.replace(causal=True))
+    wrong = runner.check(candidate(SMALL))
+    assert isinstance(wrong, Failure)
+    assert wrong.kind is FailureKind.WRONG_RESULT
+    assert "query tile" in wrong.message
+
+
+@pytest.mark.compiler
+def test_killed_and_corrupt_cost_one_candidate(runner) -> None:
+    runner.begin(SMALL)
+    good = candidate(SMALL)
+    assert isinstance(runner.check(good), Checked)
+    torn = Candidate(schedule=good.schedule, artifact=type(good.artifact)(arch=arch(), fingerprint="0" * 24,
+                     facts=good.artifact.facts, cubin=good.artifact.cubin[:2000]))  # fmt: skip
+    failure = runner.check(torn)
+    assert isinstance(failure, Failure)
+    assert failure.kind is FailureKind.ARTIFACT_CORRUPT
+    os.kill(runner._worker.process.pid, signal.SIGKILL)
+    assert isinstance(runner.check(good), (Checked, Failure))
+    assert isinstance(runner.check(good), Checked)
