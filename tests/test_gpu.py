@@ -78,8 +78,17 @@ def test_sdpa_is_right(serve, shape, causal, dtype) -> None:
     assert relative_error(out, q, k, v, causal) < (1.5e-3 if dtype is torch.float16 else 1e-2)
 
 
-@pytest.mark.parametrize("knobs", [{"TILE_M": 128, "TILE_N": 32}, {"PERSISTENT": "1"}, {"PERSISTENT": "1", "BLOCK_ORDER":
-                         "heads_fastest"}, {"BLOCK_ORDER": "reversed"}, {"LOOP_SPLIT": "1"}, {"NUM_WORKER_WARPS": 8}])  # fmt: skip
+FORCED = [
+    {"TILE_M": 128, "TILE_N": 32},
+    {"PERSISTENT": "1"},
+    {"PERSISTENT": "1", "BLOCK_ORDER": "heads_fastest"},
+    {"BLOCK_ORDER": "reversed"},
+    {"LOOP_SPLIT": "1"},
+    {"NUM_WORKER_WARPS": 8},
+]
+
+
+@pytest.mark.parametrize("knobs", FORCED)
 def test_forced_schedules_are_right(serve, monkeypatch, knobs) -> None:
     for name, value in knobs.items():
         monkeypatch.setenv(f"TILEDSCHED_{name}", str(value))

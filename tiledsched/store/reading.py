@@ -72,10 +72,14 @@ def select_latest(conditions: list[ColumnElement[bool]]) -> Select:
 
 
 def select_landscapes() -> Select:
-    """(problem, device name, arch, regime, distinct programs, measurements)."""
+    """(problem, device name, arch, regime, distinct programs, measurements).
+
+    Of equal programs one schedule is measured, so schedules count programs; fingerprints would not, because a
+    persistent program is its grid, too.
+    """
     keys = (ProblemRow, DeviceRow.name, DeviceRow.arch, MeasurementRow.regime)
     return (
-        select(*keys, func.count(MeasurementRow.fingerprint.distinct()), func.count(MeasurementRow.id))
+        select(*keys, func.count(MeasurementRow.schedule_id.distinct()), func.count(MeasurementRow.id))
         .select_from(MeasurementRow)
         .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
         .join(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
