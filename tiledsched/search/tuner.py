@@ -185,7 +185,7 @@ class Tuner:
         times = self._known_times(problem, runner)
         sampler.known(times.items())
         known = len(self.workshop.programs(list(times), problem, runner.device.sm_count))
-        tried, compiled, measured, failed = len(times), 0, 0, 0
+        tried, compiled, measured, failed = list(times), 0, 0, 0
         runner.begin(problem)
         self.watcher.stage(problem, "measuring", min(self.options.trials, sampler.size))
         while known + measured < self.options.trials and not _late(deadline_s, share=0.8, started=started):
@@ -196,7 +196,7 @@ class Tuner:
             outcomes = self._race_new(batch, problem, runner, times, deadline_s)
             for schedule in batch:
                 sampler.tell(schedule, times.get(schedule))
-            tried += len(batch)
+            tried += batch
             measured += len(outcomes)
             failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
             failed += self._build_failures(batch, problem)
@@ -250,22 +250,24 @@ class Tuner:
                     times.setdefault(schedule, time_us)
         return result.outcomes
 
-    def _decide(self, problem: Problem, runner: Runner, times: dict[Schedule, float | None], tried: int, compiled: int,
+    def _decide(self, problem: Problem, runner: Runner, times: dict[Schedule, float | None], tried: list[Schedule], compiled: int,
                 measured: int, failed: int, started: float) -> TuneResult:  # fmt: skip
         """Race the leaders and the default afresh and store the winner."""
         default = self.space.default(problem)
-        ordered = sorted((us, schedule.id, schedule) for schedule, us in times.items() if us is not None)
-        compiled += self.workshop.build([schedule for _, _, schedule in ordered[: 4 * FINALISTS]], problem)
-        programs = self.workshop.programs([schedule for _, _, schedule in ordered], problem, runner.device.sm_count)
+        worked = [(us, schedule) for schedule, us in times.items() if us is not None]
+        worked.sort(key=lambda pair: pair[0])  # stable: of equal programs, the one that was measured stays first
+        ordered = [schedule for _, schedule in worked]
+        compiled += self.workshop.build(ordered[: 4 * FINALISTS], problem)
+        programs = self.workshop.programs(ordered, problem, runner.device.sm_count)
         finalists = programs[:FINALISTS]
         finalists += [program for program in programs[FINALISTS:] if default in program.schedules]
         if not finalists:
-            raise NoValidScheduleError(self._nothing_works(problem, list(times)))
+            raise NoValidScheduleError(self._nothing_works(problem, tried))
         self.watcher.stage(problem, "deciding", len(finalists))
         result = race(runner, problem, self._candidates(finalists), preference=(default,), regime=self.options.regime,
                       on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
         if result.winner is None:
-            raise NoValidScheduleError(self._nothing_works(problem, list(times)))
+            raise NoValidScheduleError(self._nothing_works(problem, tried))
         self.watcher.step(len(finalists))
         measurement_id = self._measurement_ids[result.winner.schedule]
         entry = self._entry(
@@ -274,7 +276,7 @@ class Tuner:
             runner_up=result.runner_up.schedule if result.runner_up else None, margin=result.margin,
             ties=result.ties, candidates=len(programs),
         )  # fmt: skip
-        return TuneResult(entry=entry, stored=self.db.put_entry(entry), schedules=tried, programs=len(programs),
+        return TuneResult(entry=entry, stored=self.db.put_entry(entry), schedules=len(tried), programs=len(programs),
                           compiled=compiled, measured=measured, failed=failed, seconds=time.monotonic() - started)  # fmt: skip
 
     def _candidates(self, programs: Sequence[Program]) -> list[Candidate]:

@@ -1,0 +1,176 @@
+"""The tuner end to end on recorded landscapes: no GPU, no compiler, the real search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tiledsched import data_files
+from tiledsched.build.compiler import Built
+from tiledsched.build.cubin import Artifact
+from tiledsched.errors import Failure, FailureKind, NoValidScheduleError
+from tiledsched.kernels import template_for
+from tiledsched.measure.replay import ReplayRunner
+from tiledsched.problem import Problem
+from tiledsched.search.tuner import TuneOptions, Tuner
+from tiledsched.space import space_for
+from tiledsched.store.db import TuningDB
+from tiledsched.store.exchange import read_table
+
+TEMPLATE = template_for("attention")
+LANDSCAPES = sorted((data_files.tuning_db() / "landscapes").glob("*.json.xz"))
+
+
+class Recorded:
+    """Builds and artifacts of one landscape: a schedule that was not measured there does not compile."""
+
+    jobs = 4
+
+    def __init__(self, path: Path) -> None:
+        table = read_table(path)
+        self.measurements = [stored.measurement for stored in table.measurements]
+        self.problem = self.measurements[0].problem
+        self.toolchain = table.measurements[0].toolchain
+        self.facts = {artifact.fingerprint: artifact.facts for artifact in table.artifacts}
+        self.fingerprints = {m.schedule: m.fingerprint for m in self.measurements}
+        self.best_us = min(m.median_us for m in self.measurements)
+        self.times = {self.key(m.schedule): m.median_us for m in self.measurements}
+        self.compiled = 0
+
+    def key(self, schedule):
+        return self.fingerprints[schedule], TEMPLATE.grid(schedule, self.problem, 132)
+
+    def build(self, tasks):
+        for task in tasks:
+            self.compiled += 1
+            fingerprint = self.fingerprints.get(task.schedule)
+            if fingerprint is None:
+                failure = Failure(kind=FailureKind.COMPILE_ERROR, message="not recorded")
+                yield Built(task=task, artifact=None, failure=failure, seconds=0.1)
+            else:
+                yield Built(task=task, artifact=self.get("sm_90", fingerprint), failure=None, seconds=0.1)
+
+    def has(self, arch, fingerprint) -> bool:
+        return True
+
+    def put(self, artifact) -> None:
+        pass
+
+    def get(self, arch, fingerprint) -> Artifact:
+        return Artifact(arch=arch, fingerprint=fingerprint, facts=self.facts[fingerprint], cubin=b"")
+
+
+def tune(recorded: Recorded, db: TuningDB, *, runner=None, **options):
+    run_id = db.start_run({}, "sm_90")
+    runner = runner or ReplayRunner(TEMPLATE, recorded.measurements, seed=1)
+    tuner = Tuner(db, recorded, space_for("sm_90"), TEMPLATE, recorded.toolchain, TuneOptions(**options), pool=recorded,
+                  run_id=run_id, runner=runner)  # fmt: skip
+    return tuner.tune([recorded.problem])[0]
+
+
+@pytest.fixture
+def db(tmp_path):
+    with TuningDB.open(tmp_path / "tuning.db") as db:
+        yield db
+
+
+@pytest.mark.parametrize("path", LANDSCAPES, ids=lambda path: path.name.split(".")[0])
+def test_the_default_search_finds_the_recorded_best(db, path) -> None:
+    recorded = Recorded(path)
+    result = tune(recorded, db, trials=128)
+    assert result.entry.provenance == "measured"
+    assert result.measured <= 128 + 32
+    assert recorded.times[recorded.key(result.entry.schedule)] <= 1.03 * recorded.best_us
+    default = space_for("sm_90").default(recorded.problem)
+    assert any(stored.measurement.schedule == default for stored in db.measurements(recorded.problem))
+
+
+def test_an_exhaustive_search_measures_every_program_once_and_a_second_run_nothing(db) -> None:
+    recorded = Recorded(LANDSCAPES[1])
+    first = tune(recorded, db, trials=10**6, sampler="exhaustive")
+    assert first.measured == first.programs == len(set(recorded.times))
+    assert recorded.times[recorded.key(first.entry.schedule)] <= 1.005 * recorded.best_us
+    compiled = recorded.compiled
+    second = tune(recorded, db, trials=10**6, sampler="exhaustive")
+    assert second.measured == 0
+    assert recorded.compiled == compiled
+    assert second.entry.schedule == first.entry.schedule
+
+
+def test_an_interrupted_search_goes_on_where_it_stopped(db) -> None:
+    recorded = Recorded(LANDSCAPES[1])
+
+    class Interrupted(ReplayRunner):
+        checks = 0
+
+        def check(self, candidate):
+            self.checks += 1
+            if self.checks > 40:
+                raise KeyboardInterrupt
+            return super().check(candidate)
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(recorded, db, runner=Interrupted(TEMPLATE, recorded.measurements), trials=64)
+    kept = len(db.measurements(recorded.problem))
+    assert kept > 0
+    result = tune(recorded, db, trials=64)
+    assert kept + result.measured >= 64
+    assert result.measured < 64
+
+
+def test_evidence_from_another_compiler_is_not_reused(db) -> None:
+    import dataclasses
+
+    recorded = Recorded(LANDSCAPES[1])
+    tune(recorded, db, trials=16)
+    recorded.toolchain = dataclasses.replace(recorded.toolchain, tileiras="13.5.1")
+    second = tune(recorded, db, trials=16)
+    assert second.measured >= 16
+    assert second.entry.toolchain.tileiras == "13.5.1"
+
+
+def test_neighbours_are_tried_early(db) -> None:
+    recorded = Recorded(LANDSCAPES[5])
+    entry = tune(recorded, db, trials=48).entry
+    other = Recorded(LANDSCAPES[1])
+    assert (other.problem.head_dim, other.problem.causal) == (recorded.problem.head_dim, recorded.problem.causal)
+    tune(other, db, trials=8)
+    assert entry.schedule in {stored.measurement.schedule for stored in db.measurements(other.problem)}
+
+
+def test_when_nothing_works_it_says_what_went_wrong(db) -> None:
+    recorded = Recorded(LANDSCAPES[1])
+    recorded.fingerprints.clear()
+    with pytest.raises(NoValidScheduleError, match=r"compile_error.*tiledsched doctor"):
+        tune(recorded, db, trials=16)
+
+
+def test_a_failed_candidate_is_a_row_and_not_tried_again(db) -> None:
+    recorded = Recorded(LANDSCAPES[1])
+
+    class Faulty(ReplayRunner):
+        def check(self, candidate):
+            if candidate.schedule["occupancy"] == 2:
+                return Failure(kind=FailureKind.WRONG_RESULT, message="planted")
+            return super().check(candidate)
+
+    runner = Faulty(TEMPLATE, recorded.measurements)
+    first = tune(recorded, db, runner=runner, trials=32)
+    failures = db.failures("sm_90", recorded.problem, stage="measure")
+    assert failures
+    assert first.failed >= len(failures)
+    assert first.entry.schedule["occupancy"] != 2
+    tune(recorded, db, runner=Faulty(TEMPLATE, recorded.measurements), trials=32)
+    again = db.failures("sm_90", recorded.problem, stage="measure")
+    assert len({failure.schedule for failure in again}) == len(again)
+
+
+def test_a_replay_needs_one_device_and_a_recorded_problem() -> None:
+    from tiledsched.errors import MeasureError
+
+    recorded = Recorded(LANDSCAPES[1])
+    with pytest.raises(MeasureError, match="one device"):
+        ReplayRunner(TEMPLATE, [])
+    with pytest.raises(MeasureError, match="nothing was recorded"):
+        ReplayRunner(TEMPLATE, recorded.measurements).begin(Problem(seq_q=3, seq_k=3, head_dim=64))

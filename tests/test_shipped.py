@@ -1,0 +1,77 @@
+"""What ships with the package is sound: tables, landscapes, links in the documentation."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from tiledsched import data_files
+from tiledsched.kernels import template_for
+from tiledsched.serve.lookup import Table
+from tiledsched.space import space_for
+from tiledsched.store.exchange import read_table
+
+ROOT = Path(__file__).parent.parent
+TABLES = sorted((data_files.tuning_db() / "tables").glob("*.json"))
+LANDSCAPES = sorted((data_files.tuning_db() / "landscapes").glob("*.json.xz"))
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)
+def test_a_shipped_table_is_valid_and_served(path) -> None:
+    table = read_table(path)
+    assert table.entries
+    lookup = Table(table.entries)
+    for entry in table.entries:
+        assert space_for(entry.arch).violations(entry.schedule, entry.problem) == []
+        served = lookup.resolve(entry.problem, entry.arch, entry.device_name)
+        assert served.provenance == entry.provenance
+        assert served.schedule == entry.schedule
+        if entry.provenance == "measured":
+            assert entry.measurement.samples >= 10
+            assert entry.measurement.accuracy.worst_tile_error < 4e-3
+
+
+@pytest.mark.parametrize("path", LANDSCAPES, ids=lambda path: path.name.split(".")[0])
+def test_a_landscape_is_complete(path) -> None:
+    table = read_table(path)
+    first = table.measurements[0].measurement
+    template = template_for("attention")
+    programs = set()
+    for stored in table.measurements:
+        m = stored.measurement
+        assert (m.problem, m.device, m.regime, m.runner) == (first.problem, first.device, first.regime, "gpu")
+        assert m.ci_low_us <= m.median_us <= m.ci_high_us
+        assert m.samples_us
+        assert m.accuracy is not None
+        assert m.accuracy.repeatable
+        programs.add((m.fingerprint, template.grid(m.schedule, m.problem, m.device.sm_count)))
+    assert len(programs) > 200
+    assert {(stored.measurement.fingerprint) for stored in table.measurements} == {
+        a.fingerprint for a in table.artifacts
+    }
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+def test_the_main_result_in_the_readme_is_the_recorded_one() -> None:
+    rows = list(csv.DictReader((ROOT / "docs" / "results" / "h200" / "main.csv").open()))
+    ours = {(int(r["head_dim"]), int(r["seq_q"]), r["causal"]): r for r in rows if r["method"] == "tiledsched"}
+    untuned = {(int(r["head_dim"]), int(r["seq_q"]), r["causal"]): r for r in rows if r["method"] == "untuned"}
+    text = (ROOT / "README.md").read_text()
+    for key, row in ours.items():
+        head_dim, seq, causal = key
+        ratio = float(untuned[key]["median_us"]) / float(row["median_us"])
+        start = (
+            rf"\| {head_dim} +\| {seq} +\| {'yes' if causal == 'True' else 'no'} +\| \*\*{float(row['tflops']):.0f}\*\*"
+        )
+        assert re.search(start + rf" +\| {float(untuned[key]['tflops']):.0f} \({ratio:.2f}x\)", text), key
+        assert row["measured_program"] == "True"
