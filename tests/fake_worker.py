@@ -182,7 +182,7 @@ def main(mode: str, descriptor: str, folder: str) -> None:
     if mode == "crash":
         raise ModuleNotFoundError("No module named 'cupy'")
     sys.modules["cupy"] = fake_cupy(mode)
-    from tiledsched.measure import worker
+    from tiledsched.measure import timing, worker
 
     answer = worker.answer
 
@@ -195,7 +195,7 @@ def main(mode: str, descriptor: str, folder: str) -> None:
         return answer(state, request)
 
     worker.answer = watched
-    worker.BURST_GAP_S, worker.SUSTAINED_WARMUP_S = 0.0, 0.01
+    timing.BURST_GAP_S, timing.SUSTAINED_WARMUP_S = 0.0, 0.01
     worker.main(descriptor, folder)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 from tiledsched.kernels import template_for
 from tiledsched.kernels.reference import attention_reference, default_scale
 from tiledsched.measure.nvml import ConditionsLog, current_device
-from tiledsched.measure.runner import BURST_GAP_S, SUSTAINED_WARMUP_S, Conditions
+from tiledsched.measure.runner import Conditions
+from tiledsched.measure.timing import sample_rounds
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.race import median_interval
@@ -211,42 +211,36 @@ def _untuned(torch: Any, problem: Problem, q: Any, k: Any, v: Any) -> Callable[[
     return call
 
 
-def _interleaved(torch: Any, calls: dict[str, Callable[[], Any]], rounds: int,
-                 regime: str) -> tuple[dict[str, list[float]], Conditions]:  # fmt: skip
-    rng = random.Random(0)
-    device = current_device()
-    flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
-    log = ConditionsLog()
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    paced = regime == "burst"
+class Stopwatch:
+    """Calls functions between torch events; see :class:`tiledsched.measure.timing.Stopwatch`."""
 
-    def timed(call: Callable[[], Any]) -> float:
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def __init__(self, torch: Any, calls: Sequence[Callable[[], Any]]) -> None:
+        self._torch, self._calls = torch, calls
+        self._flush = torch.empty(max(2 * current_device().l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
+
+    def queue(self, index: int, *, paced: bool) -> Any:
+        """Events around one call."""
+        before, after = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
         if paced:
-            flush.zero_()
-            torch.cuda._sleep(SPIN_CYCLES)
+            self._flush.zero_()
+            self._torch.cuda._sleep(SPIN_CYCLES)
         before.record()
-        call()
+        self._calls[index]()
         after.record()
+        return before, after
+
+    def read(self, queued: Any) -> float:
+        """Microseconds between them."""
+        before, after = queued
         after.synchronize()
         return float(before.elapsed_time(after) * 1e3)
 
-    for call in calls.values():
+
+def _interleaved(torch: Any, calls: dict[str, Callable[[], Any]], rounds: int,
+                 regime: str) -> tuple[dict[str, list[float]], Conditions]:  # fmt: skip
+    watch, log = Stopwatch(torch, list(calls.values())), ConditionsLog()
+    for index in range(len(calls)):
         for _ in range(3):
-            timed(call)
-    stop = time.perf_counter() + (0.0 if paced else SUSTAINED_WARMUP_S)
-    while time.perf_counter() < stop:
-        for call in calls.values():
-            timed(call)
-    order = list(calls)
-    next_start = time.perf_counter()
-    for _ in range(rounds):
-        rng.shuffle(order)
-        for name in order:
-            pause = next_start - time.perf_counter()
-            if paced and pause > 0:
-                time.sleep(pause)
-            next_start = time.perf_counter() + BURST_GAP_S
-            samples[name].append(timed(calls[name]))
-        log.poll()
-    return samples, log.summary()
+            watch.read(watch.queue(index, paced=True))
+    samples = sample_rounds(watch, len(calls), rounds=rounds, regime=regime, rng=random.Random(0), log=log)
+    return dict(zip(calls, samples, strict=True)), log.summary()

@@ -12,9 +12,6 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 REGIMES = ("burst", "sustained")
-BURST_GAP_S = 0.010
-"""Start-to-start distance of paced launches. On an H200 the clock is steady at 10 ms; see docs/measuring.md."""
-SUSTAINED_WARMUP_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

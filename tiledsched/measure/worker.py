@@ -26,7 +26,8 @@ from tiledsched.kernels.reference import attention_reference, default_scale
 from tiledsched.measure.accuracy import compare
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.nvml import ConditionsLog, current_device
-from tiledsched.measure.runner import BURST_GAP_S, SUSTAINED_WARMUP_S, Batch, Checked, Conditions
+from tiledsched.measure.runner import Batch, Checked, Conditions
+from tiledsched.measure.timing import sample_rounds
 from tiledsched.problem import Problem
 
 FLUSH_TIMES_L2 = 2
@@ -136,53 +137,40 @@ def check(state: State, launch: Launch) -> Checked | Failure:
     return Checked(accuracy=accuracy, first_look_us=elapsed)
 
 
-def sample(state: State, launches: list[Launch], rounds: int, regime: str, seed: int) -> list[Batch]:
-    """Interleaved samples of every launch. Each timed launch follows an L2 flush and a spin kernel.
+class Stopwatch:
+    """Launches loaded kernels between CuPy events; see :class:`tiledsched.measure.timing.Stopwatch`."""
 
-    The spin keeps the GPU busy while the host queues the start event, the kernel and the stop event behind it, so that
-    the events time the kernel and never the host.
-    """
-    rng = random.Random(seed)
-    order = list(range(len(launches)))
-    samples: list[list[float]] = [[] for _ in launches]
+    def __init__(self, state: State, launches: list[Launch]) -> None:
+        self._state, self._launches = state, launches
+
+    def queue(self, index: int, *, paced: bool) -> Any:
+        """Events around one launch."""
+        state, launch = self._state, self._launches[index]
+        kernel = state.kernels[launch.fingerprint]
+        before, after = cupy.cuda.Event(), cupy.cuda.Event()
+        with state.stream:
+            if paced:
+                state.flush.fill(0)
+                state.spin((1,), (1,), (numpy.uint64(SPIN_US * 1e3),))
+            before.record(state.stream)
+            kernel(launch.grid, (1, 1, 1), state.arguments)
+            after.record(state.stream)
+        return before, after
+
+    def read(self, queued: Any) -> float:
+        """Microseconds between them."""
+        before, after = queued
+        after.synchronize()
+        return float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
+
+
+def sample(state: State, launches: list[Launch], rounds: int, regime: str, seed: int) -> list[Batch]:
+    """Interleaved samples of every launch."""
     log = ConditionsLog()
-    gap = BURST_GAP_S if regime == "burst" else 0.0
-    if regime == "sustained":
-        _heat(state, launches)
-    next_start = time.perf_counter()
-    for _ in range(rounds):
-        rng.shuffle(order)
-        for index in order:
-            pause = next_start - time.perf_counter()
-            if pause > 0:
-                time.sleep(pause)
-            next_start = time.perf_counter() + gap
-            samples[index].append(_timed(state, launches[index], flush=regime == "burst"))
-        log.poll()
+    samples = sample_rounds(Stopwatch(state, launches), len(launches), rounds=rounds, regime=regime,
+                            rng=random.Random(seed), log=log)  # fmt: skip
     conditions: Conditions = log.summary()
     return [Batch(samples_us=tuple(values), conditions=conditions) for values in samples]
-
-
-def _timed(state: State, launch: Launch, *, flush: bool) -> float:
-    kernel = state.kernels[launch.fingerprint]
-    before, after = cupy.cuda.Event(), cupy.cuda.Event()
-    with state.stream:
-        if flush:
-            state.flush.fill(0)
-            state.spin((1,), (1,), (numpy.uint64(SPIN_US * 1e3),))
-        before.record(state.stream)
-        kernel(launch.grid, (1, 1, 1), state.arguments)
-        after.record(state.stream)
-    after.synchronize()
-    return float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
-
-
-def _heat(state: State, launches: list[Launch]) -> None:
-    """Run without pause until the power cap has had time to act."""
-    stop = time.perf_counter() + SUSTAINED_WARMUP_S
-    while time.perf_counter() < stop:
-        for launch in launches:
-            _timed(state, launch, flush=False)
 
 
 def _to_storage(values: Any, dtype: str) -> Any:
