@@ -96,63 +96,66 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     assert json.loads(capsys.readouterr().out.rpartition("\n{")[2].join(["{", ""]))["landscapes"] == []
 
 
+def committed_builds(home: Path) -> set[tuple[str, str]]:
+    """What the database holds, read the way another program would, while or after a run writes it."""
+    if not (home / "tuning.db").exists():
+        return set()
+    with sqlite3.connect(home / "tuning.db") as db:
+        assert db.execute("pragma integrity_check").fetchone() == ("ok",)
+        try:
+            return set(db.execute("select schedule_id, fingerprint from builds"))
+        except sqlite3.OperationalError:  # the schema is not committed yet
+            return set()
+
+
+def wait_for_builds(home: Path, process: subprocess.Popen, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(committed_builds(home)) < count and process.poll() is None:
+        assert time.monotonic() < deadline, "the run makes no progress"
+        time.sleep(0.05)
+
+
 @pytest.mark.compiler
 def test_a_killed_run_loses_nothing_and_the_next_goes_on(home) -> None:
     """SIGKILL at ten random moments: the database opens clean, what was committed stays, and it ends complete."""
     rng = random.Random(7)
     command = [sys.executable, "-m", "tiledsched", *TUNE, "--seq-len", "1024"]
     committed: set[tuple[str, str]] = set()
-
-    def builds() -> set[tuple[str, str]]:
-        if not (home / "tuning.db").exists():
-            return set()
-        with sqlite3.connect(home / "tuning.db") as db:
-            assert db.execute("pragma integrity_check").fetchone() == ("ok",)
-            try:
-                return set(db.execute("select schedule_id, fingerprint from builds"))
-            except sqlite3.OperationalError:  # killed before the schema was committed
-                return set()
-
-    for _ in range(10):
+    for kill in range(10):
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        time.sleep(rng.uniform(0.2, 4.0))
+        if kill % 3:  # else before it has built anything
+            wait_for_builds(home, process, len(committed) + rng.randint(1, 2))
+        time.sleep(rng.uniform(0.0, 0.5))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        found = builds()
+        found = committed_builds(home)
         assert committed <= found
         committed = found
         assert main(["db", "check"]) == 0 if found else True
-    assert committed, "no run got far enough to commit anything: kill later"
+    assert len(committed) >= 6
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     result = json.loads(done.stdout)["results"][0]
     assert result["schedules"] == 16
     assert result["compiled"] == 16 - len(committed)
-    assert committed <= builds()
+    assert committed <= committed_builds(home)
 
 
 @pytest.mark.compiler
 def test_ctrl_c_keeps_what_is_done(home) -> None:
     command = [sys.executable, "-m", "tiledsched", *TUNE, "--seq-len", "1024"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
-        if (home / "tuning.db").exists():
-            with sqlite3.connect(home / "tuning.db") as db:
-                try:
-                    if db.execute("select count(*) from builds").fetchone()[0] >= 2:
-                        break
-                except sqlite3.OperationalError:
-                    pass
+    # A shell starts background jobs with SIGINT ignored, which a child would inherit.
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
+    wait_for_builds(home, process, 2)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "run again to go on" in said
     with sqlite3.connect(home / "tuning.db") as db:
         assert db.execute("select status from runs").fetchall() == [("interrupted",)]
-        assert db.execute("select count(*) from builds").fetchone()[0] >= 2
+    assert len(committed_builds(home)) >= 2
 
 
 @pytest.mark.parametrize(
