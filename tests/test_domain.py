@@ -147,6 +147,14 @@ def test_the_default_is_repaired_where_a_constraint_forbids_it() -> None:
     assert sum(default[name] != wanted[name] for name in default) == 1
 
 
+def test_the_default_keeps_what_is_pinned() -> None:
+    space = space_for("sm_90")
+    problem = Problem.standard(seq_len=512, head_dim=64)
+    assert space.default(problem, pinned={"accum_mode": "fp16"}) == space.default(problem).replace(accum_mode="fp16")
+    with pytest.raises(SpaceError, match="no valid schedule"):
+        space.default(problem.replace(dtype="bfloat16"), pinned={"accum_mode": "fp16"})
+
+
 def test_violations_say_why() -> None:
     space = space_for("sm_90")
     problem = Problem.standard(seq_len=1024, head_dim=64)

@@ -108,6 +108,16 @@ def test_scales_and_strides(serve) -> None:
     torch.testing.assert_close(serve.sdpa(*views, causal=True), serve.sdpa(q, k, v, causal=True), rtol=0, atol=0)
 
 
+def test_fp16_accumulation_is_served_only_when_asked_for(serve, monkeypatch) -> None:
+    q, k, v = tensors(2, 4, 4, 1024, 1024, 64, torch.float16)
+    assert serve.plan_for(q, k, v).served.schedule["accum_mode"] == "fp32"
+    exact = relative_error(serve.sdpa(q, k, v, causal=True), q, k, v, True)
+    monkeypatch.setenv("TILEDSCHED_ACCUM_MODE", "fp16")
+    serve.reload()
+    assert serve.plan_for(q, k, v).served.schedule["accum_mode"] == "fp16"
+    assert exact < relative_error(serve.sdpa(q, k, v, causal=True), q, k, v, True) < 5e-2
+
+
 def test_a_graph_replay_equals_the_eager_call(serve) -> None:
     q, k, v = tensors(1, 4, 4, 256, 256, 64, torch.float16)
     eager = serve.sdpa(q, k, v)

@@ -95,6 +95,8 @@ def test_accuracy_classes_and_regimes_are_apart() -> None:
     assert Table([fp16, hot]).resolve(PROBLEM, "sm_90").provenance == "default"
     assert Table([fp16], accum_mode="fp16").resolve(PROBLEM, "sm_90").schedule["accum_mode"] == "fp16"
     assert Table([], accum_mode="fp16").resolve(PROBLEM, "sm_90").schedule["accum_mode"] == "fp16"
+    bfloat16 = PROBLEM.replace(dtype="bfloat16")  # has no fp16 accumulators
+    assert Table([], accum_mode="fp16").resolve(bfloat16, "sm_90").schedule["accum_mode"] == "fp32"
     assert Table([hot], regime="sustained").resolve(PROBLEM, "sm_90").schedule["occupancy"] == 3
 
 

@@ -162,23 +162,25 @@ class SearchSpace:
                 return schedule
         raise SpaceError(f"no valid schedule for {problem} in {tries} draws from {self.source}; relax its constraints")
 
-    def default(self, problem: Problem) -> Schedule:
+    def default(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Schedule:
         """The default schedule for `problem`: every knob at its default, repaired to the nearest valid one.
 
         Defaults are written for common problems; where they break a constraint (say, a tile too large for a wide
         head), the valid schedule with the fewest changed knobs is taken, first in enumeration order among equals.
+        `pinned` knobs hold the value given instead of their default.
 
         Raises:
             SpaceError: the space holds no valid schedule for this problem.
         """
-        wanted = Schedule({name: knob.default for name, knob in self.knobs.items()})
+        pinned = dict(pinned or {})
+        wanted = Schedule({name: knob.default for name, knob in self.knobs.items()} | pinned)
         if not self.violations(wanted, problem):
             return wanted
-        names = list(self.knobs)
-        for changes in range(1, len(names) + 1):
-            for changed in itertools.combinations(names, changes):
-                pinned = {name: wanted[name] for name in names if name not in changed}
-                found = next(self.schedules(problem, pinned=pinned), None)
+        free = [name for name in self.knobs if name not in pinned]
+        for changes in range(1, len(free) + 1):
+            for changed in itertools.combinations(free, changes):
+                held = {name: wanted[name] for name in self.knobs if name not in changed}
+                found = next(self.schedules(problem, pinned=held), None)
                 if found is not None:
                     return found
         raise SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")

@@ -145,7 +145,7 @@ class Tuner:
     def _model(self, problem: Problem, deadline_s: float | None) -> TuneResult:
         started = time.monotonic()
         schedules = list(self.space.schedules(problem, pinned=self._pinned))
-        default = self.space.default(problem)
+        default = self._default(problem)
         schedules.sort(key=lambda schedule: schedule != default)  # the default first, for short budgets
         compiled = self._build(schedules, problem, deadline_s)
         spec = arch_spec(self.space.arch)
@@ -165,7 +165,7 @@ class Tuner:
 
     def _ranked(self, programs: Sequence[Program], problem: Problem) -> list[Program]:
         """By the model's estimate; among equal estimates the one with fewest knobs off their default, then by id."""
-        spec, default = arch_spec(self.space.arch), self.space.default(problem)
+        spec, default = arch_spec(self.space.arch), self._default(problem)
 
         def order(program: Program) -> tuple[float, int, str]:
             changed = sum(program.schedule[name] != default[name] for name in default)
@@ -211,7 +211,7 @@ class Tuner:
         spec = arch_spec(self.space.arch)
         built = self.workshop.programs(list(self.space.schedules(problem, pinned=self._pinned)), problem, spec.sm_count)
         modelled = [program.schedule for program in self._ranked(built, problem)[:MODEL_SEEDS]]
-        return [self.space.default(problem), *(entry.schedule for entry in near), *modelled]
+        return [self._default(problem), *(entry.schedule for entry in near), *modelled]
 
     def _known_times(self, problem: Problem, runner: Runner) -> dict[Schedule, float | None]:
         """Times in the store that still hold: same device, compiler, kernel source and space.
@@ -250,10 +250,10 @@ class Tuner:
                     times.setdefault(schedule, time_us)
         return result.outcomes
 
-    def _decide(self, problem: Problem, runner: Runner, times: dict[Schedule, float | None], tried: list[Schedule], compiled: int,
-                measured: int, failed: int, started: float) -> TuneResult:  # fmt: skip
+    def _decide(self, problem: Problem, runner: Runner, times: dict[Schedule, float | None], tried: list[Schedule],
+                compiled: int, measured: int, failed: int, started: float) -> TuneResult:  # fmt: skip
         """Race the leaders and the default afresh and store the winner."""
-        default = self.space.default(problem)
+        default = self._default(problem)
         worked = [(us, schedule) for schedule, us in times.items() if us is not None]
         worked.sort(key=lambda pair: pair[0])  # stable: of equal programs, the one that was measured stays first
         ordered = [schedule for _, schedule in worked]
@@ -300,6 +300,9 @@ class Tuner:
                                    device=runner.device)  # fmt: skip
 
     # Both
+
+    def _default(self, problem: Problem) -> Schedule:
+        return self.space.default(problem, pinned=self._pinned)
 
     def _build(self, schedules: Sequence[Schedule], problem: Problem, deadline_s: float | None) -> int:
         missing = self.workshop.missing(schedules, problem)

@@ -62,10 +62,16 @@ class Table:
         space = self._space(arch)
         served = self._from_entries(problem, arch, device_name, space)
         if served is None:
-            default = space.default(problem).replace(accum_mode=self.accum_mode)
-            served = Served(schedule=default, provenance="default", entry=None, forced={},
+            served = Served(schedule=self._default(space, problem), provenance="default", entry=None, forced={},
                             reason=f"nothing is known about {arch} for this kind of problem")  # fmt: skip
         return self._with_forced(served, problem, space) if self.forced else served
+
+    def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
+        """In the accuracy class asked for, where the problem has it (bfloat16 has no fp16 accumulators)."""
+        try:
+            return space.default(problem, pinned={"accum_mode": self.accum_mode})
+        except SpaceError:
+            return space.default(problem)
 
     def _from_entries(self, problem: Problem, arch: str, device_name: str, space: SearchSpace) -> Served | None:
         kind = [entry for entry in self._by_arch.get(arch, []) if _kind(entry.problem) == _kind(problem)]
