@@ -246,7 +246,7 @@ class _Desk:
             return None
         timed = []
         program_of, first = _programs(template, problem, 1), dict[ProgramKey, Schedule]()
-        for schedule in sorted(us, key=lambda schedule: (us[schedule], schedule.id)):
+        for schedule in sorted(us, key=lambda schedule: (us[schedule], schedule != entry.schedule, schedule.id)):
             fingerprint = fingerprints.get(schedule, "")
             known = first.setdefault(program_of(fingerprint or schedule.id, schedule), schedule)
             timed.append(Timed(schedule=schedule, fingerprint=fingerprint, us=us[schedule], relative=1.0,
@@ -264,7 +264,8 @@ class _Desk:
     def _write_up(self, provenance: str, key: LandscapeKey, timed: list[Timed], served: EntryRecord | None,
                   measurements: int) -> ProblemReport:  # fmt: skip
         kernel, problem, device_name, accum_mode = key
-        timed.sort(key=lambda one: (one.us, one.same_program_as is not None, one.schedule.id))
+        chosen = served.schedule if served else None  # among equal times, the one that is served stands first
+        timed.sort(key=lambda one: (one.us, one.same_program_as is not None, one.schedule != chosen, one.schedule.id))
         timed = [replace(one, relative=one.us / timed[0].us) for one in timed]
         programs = [one for one in timed if one.same_program_as is None]
         ties = _ties(timed, programs, served) if provenance == MEASURED else set()
