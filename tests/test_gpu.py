@@ -239,3 +239,38 @@ def test_killed_and_corrupt_cost_one_candidate(runner) -> None:
     os.kill(runner._worker.process.pid, signal.SIGKILL)
     assert isinstance(runner.check(good), (Checked, Failure))
     assert isinstance(runner.check(good), Checked)
+
+
+@pytest.mark.compiler
+def test_a_stray_write_costs_one_candidate(runner) -> None:
+    from bad_kernels import build, stray
+
+    runner.begin(SMALL)
+    good = candidate(SMALL)
+    bad = Candidate(schedule=good.schedule, artifact=build(stray, SMALL, arch()))
+    failure = runner.check(bad)
+    assert isinstance(failure, Failure)
+    assert failure.kind is FailureKind.ILLEGAL_ADDRESS
+    assert isinstance(runner.check(good), Checked)  # in a new process: the old one's context is lost for good
+
+
+@pytest.mark.compiler
+def test_a_kernel_that_takes_too_long_is_killed() -> None:
+    import time
+
+    from bad_kernels import build, slow
+
+    from tiledsched.measure.gpu import GpuRunner, Timeouts
+
+    runner = GpuRunner(template_for("attention"), timeouts=Timeouts(check_s=4.0))
+    try:
+        runner.begin(SMALL)
+        good = candidate(SMALL)
+        started = time.monotonic()
+        failure = runner.check(Candidate(schedule=good.schedule, artifact=build(slow, SMALL, arch())))
+        assert isinstance(failure, Failure)
+        assert failure.kind is FailureKind.HANG
+        assert time.monotonic() - started < 60
+        assert isinstance(runner.check(good), Checked)
+    finally:
+        runner.close()

@@ -1,0 +1,39 @@
+"""Kernels that misbehave on purpose, with the attention kernel's run-time parameters, for tests of the measuring process."""
+
+from __future__ import annotations
+
+import io
+
+import cuda.tile as ct
+from cuda.tile.compilation import KernelSignature, export_kernel
+
+from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.kernels import template_for
+from tiledsched.kernels.attention import HeadArray
+from tiledsched.problem import Problem
+from tiledsched.space import space_for
+
+
+def stray(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_log2: float):
+    """Writes far outside the output."""
+    batches = ct.arange(64, dtype=ct.int32) + 1_000_000
+    zeros = ct.full((64,), 0, dtype=ct.int32)
+    ct.scatter(Out, (batches, zeros, zeros, zeros), ct.full((64,), 1.0, dtype=Out.dtype), check_bounds=False)
+
+
+def slow(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_log2: float):
+    """Runs for some tens of seconds, then ends by itself."""
+    value = ct.full((1, 1, 1, 64), scale_log2, dtype=ct.float32)
+    for _ in range(600_000_000):
+        value = ct.sin(value) + scale_log2
+    ct.store(Out, (0, 0, 0, 0), value.astype(Out.dtype))
+
+
+def build(function, problem: Problem, arch: str) -> Artifact:
+    """`function` compiled for `arch`, loadable in place of the attention kernel."""
+    template = template_for("attention")
+    signature = template.signature(space_for(arch).default(problem), problem)
+    plain = KernelSignature(signature.parameters[:5], signature.calling_convention, signature.symbol)
+    output = io.BytesIO()
+    export_kernel(ct.kernel(function), [plain], output, gpu_code=arch, output_format="cubin")
+    return read_artifact(output.getvalue(), arch)
