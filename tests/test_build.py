@@ -12,7 +12,7 @@ import pytest
 from tiledsched.build import toolchain as toolchain_module
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, compile_task
-from tiledsched.build.cubin import read_artifact, strip_debug
+from tiledsched.build.cubin import is_whole, read_artifact, strip_debug
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
 from tiledsched.errors import CompilerError, FailureKind
 from tiledsched.kernels import template_for
@@ -110,6 +110,9 @@ def test_stripping_keeps_the_program_and_drops_the_text(arch: str) -> None:
     assert (again.fingerprint, again.facts) == (artifact.fingerprint, artifact.facts)
     assert len(artifact.cubin) < len(raw) / 2
     assert strip_debug(artifact.cubin) == artifact.cubin
+    for cubin in (raw, artifact.cubin):
+        assert is_whole(cubin)
+        assert not any(is_whole(cubin[:length]) for length in (0, 10, 64, 2000, len(cubin) // 2, len(cubin) - 400))
     assert b".reqntid" in raw
     assert b".reqntid" not in artifact.cubin
 

@@ -236,6 +236,7 @@ def test_killed_and_corrupt_cost_one_candidate(runner) -> None:
     failure = runner.check(torn)
     assert isinstance(failure, Failure)
     assert failure.kind is FailureKind.ARTIFACT_CORRUPT
+    assert isinstance(runner.check(good), Checked)  # a torn file can crash the driver, and the process with it
     os.kill(runner._worker.process.pid, signal.SIGKILL)
     assert isinstance(runner.check(good), (Checked, Failure))
     assert isinstance(runner.check(good), Checked)

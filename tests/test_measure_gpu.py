@@ -92,6 +92,7 @@ def test_samples_are_interleaved_and_exact(make_runner):
 
 FAILURES = [
     ({"load": "corrupt"}, FailureKind.ARTIFACT_CORRUPT, "device kernel image is invalid", False),
+    ({"load": "crash"}, FailureKind.ARTIFACT_CORRUPT, "code -11 during load", True),
     ({"load": "driver"}, FailureKind.DRIVER_MISMATCH, "unsupported toolchain", False),
     ({"load": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory", False),
     ({"check": "wrong"}, FailureKind.WRONG_RESULT, "batch 0, head 1, query tile 2", False),

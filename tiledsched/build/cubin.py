@@ -147,6 +147,21 @@ def _ctas_per_sm(arch: str, registers: int, threads: int, shared_bytes: int) -> 
     return max(1, min(by_registers, by_threads, by_shared))
 
 
+def is_whole(cubin: bytes) -> bool:
+    """Whether every section lies inside the file. A driver given a file cut short may refuse it, crash or hang."""
+    if len(cubin) < 64 or cubin[:4] != b"\x7fELF":
+        return False
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    entry_bytes, count = struct.unpack_from("<HH", cubin, 58)
+    if entry_bytes != 64 or table + count * entry_bytes > len(cubin):
+        return False
+    for i in range(count):
+        kind, offset, size = struct.unpack_from("<4xI16xQQ", cubin, table + i * entry_bytes)
+        if kind != SHT_NOBITS and offset + size > len(cubin):
+            return False
+    return True
+
+
 def _is_debug(name: str) -> bool:
     plain = name.removeprefix(".nv.merc").removeprefix(".rela")
     return plain.startswith((".debug_", ".nv_debug_", ".nv.tileir.debug"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -250,13 +251,23 @@ class GpuRunner:
         assert self._problem is not None
         artifact, symbol = candidate.artifact, self._template.name
         if artifact.fingerprint not in self._worker.loaded:
-            answer = self._worker.ask(self._timeouts.check_s, "load", artifact.fingerprint, symbol, artifact.cubin)
+            try:
+                answer = self._worker.ask(self._timeouts.check_s, "load", artifact.fingerprint, symbol, artifact.cubin)
+            except WorkerDiedError as error:
+                if error.failure.kind is not FailureKind.WORKER_KILLED or not self._crashed():
+                    raise
+                # The driver does not refuse every torn file: some it reads past the end of, and crashes.
+                return Failure(kind=FailureKind.ARTIFACT_CORRUPT, message=error.failure.message)
             if isinstance(answer, Failure):
                 return answer
             self._worker.loaded.add(artifact.fingerprint)
         grid = self._template.grid(candidate.schedule, self._problem, self.device.sm_count)
         return Launch(fingerprint=artifact.fingerprint, grid=grid, tile_m=candidate.schedule.number("tile_m"),
                       tolerance=tolerance(self._problem.dtype, candidate.schedule))  # fmt: skip
+
+    def _crashed(self) -> bool:
+        """Whether the worker ended by a fault of its own, not by somebody's SIGKILL or exit."""
+        return self._worker.process.poll() in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
 
     def _guarded(self, ask: Callable[[], Any]) -> Any:
         """`ask()` on a living worker; the worker's death becomes the failure it stands for."""

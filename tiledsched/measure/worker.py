@@ -21,6 +21,7 @@ from typing import Any
 import cupy
 import numpy
 
+from tiledsched.build.cubin import is_whole
 from tiledsched.errors import Failure, FailureKind
 from tiledsched.kernels.reference import attention_reference, default_scale
 from tiledsched.measure.accuracy import compare
@@ -105,6 +106,8 @@ def begin(state: State, problem: Problem, scalars: tuple[float, ...], seed: int)
 
 def load(state: State, fingerprint: str, symbol: str, cubin: bytes) -> None:
     """Load a cubin's kernel."""
+    if not is_whole(cubin):
+        raise ValueError("the cubin is cut short or no cubin at all")
     path = os.path.join(state.folder, f"{fingerprint}.cubin")
     with open(path, "wb") as file:
         file.write(cubin)
