@@ -228,3 +228,20 @@ def test_every_command_and_flag_has_help_and_documentation(name) -> None:
         if action.option_strings and action.option_strings[0] != "-h":
             assert action.help, (name, action.option_strings)
             assert f"`{action.option_strings[-1]}`" in text, (name, action.option_strings)
+
+
+def test_progress_off_a_terminal_is_a_few_lines(capsys) -> None:
+    from tiledsched.cli.output import TuneProgress
+    from tiledsched.problem import Problem
+
+    with TuneProgress() as watcher:
+        watcher.stage(Problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 100)
+        for done in range(1, 101):
+            watcher.step(done)
+        watcher.stage(Problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 0)
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert len(lines) == 5
+    assert lines[0].endswith("compiling 100")
+    assert [line.split()[-1] for line in lines[1:]] == ["25/100", "50/100", "75/100", "100/100"]

@@ -34,13 +34,14 @@ def note(text: str) -> None:
 
 
 class TuneProgress:
-    """Progress bars on stderr; off a terminal, one line per finished stage."""
+    """Progress bars on stderr; off a terminal, a line when a stage begins and at each quarter of it."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         self._progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                                   TimeElapsedColumn(), console=Console(stderr=True), disable=not self._terminal)  # fmt: skip
         self._task: TaskID | None = None
+        self._what, self._total, self._quarters = "", 0, 0
 
     def __enter__(self) -> TuneProgress:
         self._progress.start()
@@ -51,15 +52,19 @@ class TuneProgress:
 
     def stage(self, problem: Problem, what: str, total: int) -> None:
         """A new bar, or a new line."""
+        self._what, self._total, self._quarters = f"{problem}: {what}", total, 0
         if self._terminal:
-            self._task = self._progress.add_task(f"{problem}: {what}", total=total)
+            self._task = self._progress.add_task(self._what, total=total)
         elif total:
-            note(f"{problem}: {what} {total}")
+            note(f"{self._what} {total}")
 
     def step(self, done: int) -> None:
-        """Move the bar."""
+        """Move the bar, or say how far it is."""
         if self._task is not None:
             self._progress.update(self._task, completed=done)
+        elif self._total and done * 4 // self._total > self._quarters:
+            self._quarters = done * 4 // self._total
+            note(f"{self._what} {done}/{self._total}")
 
 
 def entry_json(entry: EntryRecord) -> dict[str, Any]:
