@@ -168,6 +168,7 @@ def test_ctrl_c_keeps_what_is_done(home) -> None:
         (["tune", "--arch", "sm_90", "--heads", "6", "--kv-heads", "4", "--runner", "none"], "multiple of kv_heads"),
         (["tune", "--arch", "sm_90", "--head-dim", "512", "--runner", "none"], "at most 256"),
         (["db", "check", "--db", "missing.db"], "missing.db"),
+        (["show", "--db", "."], "--db or TILEDSCHED_DB"),
         (["db", "import", "missing.json"], "check the path"),
         (["explain", "--arch", "sm_75", "--seq-len", "1024", "--head-dim", "64"], "known are sm_80"),
     ],

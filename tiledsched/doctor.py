@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiledsched import __version__, data_files
+from tiledsched import __version__
 from tiledsched.build import toolchain
 from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.compiler import MISLEADING_VARIABLES
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.measure import nvml
-from tiledsched.space import space_for
+from tiledsched.space import shipped_archs, space_for
 
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "warn", "missing", "broken")
@@ -217,7 +217,7 @@ def _targets() -> Verdict:
         installed = toolchain.installed_toolchain()
     except CompilerError:
         return Verdict("missing", "none without a working compiler")
-    archs = _shipped_archs()
+    archs = shipped_archs()
     good = [arch for arch in archs if _can_build(installed, arch)]
     old = [arch for arch in archs if arch not in good]
     detail = f"for {', '.join(good) or 'no arch'}"
@@ -402,11 +402,11 @@ def _matplotlib() -> Verdict:
 
 def _database() -> Verdict:
     from tiledsched.store.db import TuningDB
-    from tiledsched.store.engine import resolve_url
+    from tiledsched.store.engine import database_exists, resolve_url
 
     try:
         url = resolve_url(_settings().db)
-        if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).exists():
+        if url.database and not database_exists(_settings().db):
             return Verdict("ok", f"{url.database}: will be created")
         with TuningDB.open(_settings().db, read_only=True) as db:
             counts = Counter(entry.provenance for entry in db.entries())
@@ -468,11 +468,6 @@ CHECKS: dict[str, Callable[[], Verdict]] = {
     "disk": _disk,
 }
 """By the name of the finding."""
-
-
-def _shipped_archs() -> list[str]:
-    folder = data_files.search_spaces() / "attention"
-    return sorted((path.stem for path in folder.glob("sm_*.toml")), key=lambda arch: int(arch[3:]))
 
 
 def _can_build(installed: toolchain.Toolchain, arch: str) -> bool:

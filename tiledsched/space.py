@@ -224,12 +224,17 @@ def space_for(arch: str, *, kernel: str = "attention") -> SearchSpace:
     Raises:
         SpaceError: no file for that arch; the message lists those there are.
     """
-    folder = data_files.search_spaces() / kernel
-    path = folder / f"{arch}.toml"
+    path = data_files.search_spaces() / kernel / f"{arch}.toml"
     if not path.is_file():
-        known = sorted((p.stem for p in folder.glob("sm_*.toml")), key=lambda name: int(name[3:]))
-        raise SpaceError(f"no search space for arch {arch!r}; known are {', '.join(known)}, or pass --space FILE")
+        known = ", ".join(shipped_archs(kernel=kernel))
+        raise SpaceError(f"no search space for arch {arch!r}; known are {known}, or pass --space FILE")
     return load_space(path)
+
+
+def shipped_archs(*, kernel: str = "attention") -> list[str]:
+    """Archs with a shipped space, oldest first."""
+    files = (data_files.search_spaces() / kernel).glob("sm_*.toml")
+    return sorted((path.stem for path in files), key=lambda arch: int(arch[3:]))
 
 
 def _merged_tables(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

@@ -233,4 +233,4 @@ def database_exists(url: str | os.PathLike[str] | None) -> bool:
     where = resolve_url(url)
     if where.get_backend_name() != "sqlite" or not where.database:
         return where.get_backend_name() != "sqlite"
-    return Path(where.database).is_file()
+    return Path(where.database).exists()  # a folder, say, is for `open` to explain
