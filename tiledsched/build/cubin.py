@@ -121,7 +121,7 @@ def _facts(sections: list[Any], arch: str, *, kernel: str, code_bytes: int) -> R
             shared = section["sh_size"]
     if not registers or not threads:
         raise CompilerError(f"the cubin of {kernel!r} names no register or thread count; its format is unknown here")
-    resident = _ctas_per_sm(arch, registers, threads, shared)
+    resident = ctas_per_sm(arch, registers, threads, shared)
     return ResourceFacts(registers=registers, threads=threads, shared_bytes=shared, spill_bytes=spill,
                          num_ctas=num_ctas, code_bytes=code_bytes, ctas_per_sm=resident)  # fmt: skip
 
@@ -136,13 +136,16 @@ def _info_records(data: bytes) -> Iterator[tuple[int, bytes]]:
             offset += value
 
 
-def _ctas_per_sm(arch: str, registers: int, threads: int, shared_bytes: int) -> int:
-    """CTAs that fit on one SM at once, after the CUDA occupancy rules (registers per warp in units of 256)."""
+def ctas_per_sm(arch: str, registers: int, threads: int, shared_bytes: int) -> int:
+    """CTAs that fit on one SM at once, after the CUDA occupancy rules (registers per warp in units of 256).
+
+    From compute capability 9.0 on, the shared memory a cubin states includes the part the driver reserves.
+    """
     warps = -(-threads // 32)
     per_warp = -(-registers * 32 // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
     by_registers = REGISTERS_PER_SM // (per_warp * warps)
     by_threads = MAX_THREADS_PER_SM.get(arch, 2048) // threads
-    reserved = SYSTEM_SHARED_BYTES if int(arch[3:]) < 90 else 0  # from sm_90 on the section counts it already
+    reserved = SYSTEM_SHARED_BYTES if int(arch[3:]) < 90 else 0
     by_shared = SHARED_BYTES_PER_SM.get(arch, 228) * 1024 // max(1, shared_bytes + reserved)
     return max(1, min(by_registers, by_threads, by_shared))
 

@@ -74,7 +74,7 @@ def entry_json(entry: EntryRecord) -> dict[str, Any]:
         "arch": entry.arch, "seq_len": problem.seq_k, "seq_q": problem.seq_q, "head_dim": problem.head_dim,
         "dtype": problem.dtype, "causal": problem.causal, "batch": problem.batch, "heads": problem.heads,
         "kv_heads": problem.kv_heads, "provenance": entry.provenance, "schedule": entry.schedule.to_json(),
-        "median_us": entry.median_us, "tflops": problem.tflops(entry.median_us) if entry.median_us else None,
+        "median_us": entry.median_us, "tflops": entry.tflops,
         "evidence": entry.to_json(),
     }  # fmt: skip
 
@@ -127,7 +127,7 @@ def print_entries(entries: Iterable[EntryRecord]) -> None:
         heads = str(p.heads) if p.heads == p.kv_heads else f"{p.heads}/{p.kv_heads}"
         table.add_row(entry.arch, str(p.head_dim), seq, p.dtype, "yes" if p.causal else "no", str(p.batch), heads,
                       entry.provenance, entry.schedule.short(), f"{us:.1f}" if us else "-",
-                      f"{p.tflops(us):.0f}" if us else "-", f"{entry.model_us:.1f}" if entry.model_us else "-",
+                      f"{entry.tflops:.0f}" if entry.tflops else "-", f"{entry.model_us:.1f}" if entry.model_us else "-",
                       f"+{entry.margin:.1%}" if entry.margin is not None else "-", str(len(entry.ties)),
                       str(entry.candidates))  # fmt: skip
     console().print(table)

@@ -23,14 +23,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.build.cubin import (
-    MAX_THREADS_PER_SM,
-    REGISTER_GRANULARITY,
-    REGISTERS_PER_SM,
-    SHARED_BYTES_PER_SM,
-    SYSTEM_SHARED_BYTES,
-    ResourceFacts,
-)
+from tiledsched.build.cubin import ResourceFacts, ctas_per_sm
 from tiledsched.device import ArchSpec
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
@@ -109,15 +102,8 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
 
 
 def resident_blocks(facts: ResourceFacts, spec: ArchSpec) -> int:
-    """Blocks that one SM holds at once, after the CUDA occupancy rules.
-
-    From compute capability 9.0 on, the shared memory a cubin states includes the part the driver reserves.
-    """
-    warps = -(-facts.threads // 32)
-    per_warp = -(-facts.registers * 32 // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
-    reserved = 0 if spec.producer_warps else SYSTEM_SHARED_BYTES
-    return max(1, min(REGISTERS_PER_SM // (per_warp * warps), MAX_THREADS_PER_SM.get(spec.arch, 2048) // facts.threads,
-                      SHARED_BYTES_PER_SM[spec.arch] * 1024 // max(1, facts.shared_bytes + reserved)))  # fmt: skip
+    """Blocks that one SM holds at once. Worked out anew: facts stored by older versions counted shared memory twice."""
+    return ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes)
 
 
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:

@@ -46,7 +46,7 @@ class Explanation:
             "provenance": self.served.provenance, "reason": self.served.reason,
             "schedule": self.served.schedule.to_json(), "forced": dict(self.served.forced),
             "median_us": evidence.median_us if evidence else None,
-            "tflops": entry.problem.tflops(evidence.median_us) if entry and evidence else None,
+            "tflops": entry.tflops if entry else None,
             "entry": entry.to_json() if entry else None,
             "launched_fingerprint": self.launched_fingerprint or None, "is_measured_program": self.is_measured_program,
         }  # fmt: skip
@@ -60,7 +60,7 @@ class Explanation:
             if entry.measurement is not None:
                 m = entry.measurement
                 lines.append(f"  measured    {m.median_us:.1f} us [{m.ci_low_us:.1f}, {m.ci_high_us:.1f}], "
-                             f"{entry.problem.tflops(m.median_us):.0f} TFLOP/s, {m.samples} samples on {m.device.name}, "
+                             f"{entry.tflops:.0f} TFLOP/s, {m.samples} samples on {m.device.name}, "
                              f"{entry.regime}, {m.created_at:%Y-%m-%d}")  # fmt: skip
             elif entry.model_us is not None:
                 lines.append(f"  modelled    {entry.model_us:.1f} us (an estimate; nothing was measured)")

@@ -246,6 +246,11 @@ class EntryRecord:
         return self.measurement.median_us if self.measurement else None
 
     @property
+    def tflops(self) -> float | None:
+        """Measured rate in TFLOP/s; None where nothing was measured."""
+        return self.problem.tflops(self.measurement.median_us) if self.measurement else None
+
+    @property
     def key(self) -> tuple[str, str, str, str, str, str]:
         """What the entry is unique on: kernel, arch, problem id, device name, regime, accumulator mode."""
         return self.kernel, self.arch, self.problem.id, self.device_name, self.regime, self.accum_mode
