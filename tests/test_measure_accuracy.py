@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from tiledsched.kernels.reference import attention_reference
-from tiledsched.measure.accuracy import TOLERANCE, compare, tolerance
+from tiledsched.measure.accuracy import LARGEST_ERROR, compare, tile_errors, tolerance, wrong_result
+from tiledsched.measure.inputs import KINDS, adversarial_heads, border_keys, kinds_of_heads
+from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 
@@ -70,12 +72,12 @@ def test_all_nan_fails_every_gate():
     reference = np.ones((1, 2, 4, 2))
     found = compare(np, np.full_like(reference, np.nan, dtype=np.float16), reference, tile_m=2, repeatable=True)
     assert found.worst_tile_error == math.inf
-    assert not found.worst_tile_error <= max(TOLERANCE.values())
+    assert not found.worst_tile_error <= max(LARGEST_ERROR.values())
 
 
 def test_tolerances_by_accuracy_class():
     def of(dtype, mode):
-        return tolerance(dtype, Schedule(accum_mode=mode))
+        return tolerance(dtype, Schedule(accum_mode=mode)).largest_error
 
     assert of("float16", "fp32") < of("bfloat16", "fp32") < of("float16", "fp16")
 
@@ -94,7 +96,182 @@ def test_what_the_gate_lets_through(dtype, seq):
     reference = attention_reference(np, q, k, v, causal=False, scale=0.125)
     scores = np.exp(q @ k.swapaxes(-1, -2) * 0.125)
     right = rounded((rounded(scores, dtype) @ v) / scores.sum(axis=-1, keepdims=True), dtype)
-    gate = tolerance(dtype, Schedule(accum_mode="fp32"))
+    gate = LARGEST_ERROR[dtype, "fp32"]
     assert compare(np, right, reference, tile_m=64, repeatable=True).worst_tile_error < gate / 4
     short = attention_reference(np, q, k[:, :, :-32], v[:, :, :-32], causal=False, scale=0.125)
     assert compare(np, short, reference, tile_m=64, repeatable=True).worst_tile_error > 2 * gate
+
+
+def test_heads_that_share_a_reference():
+    rng = np.random.default_rng(0)
+    shared = rng.standard_normal((3, 10, 4))
+    heads = np.array([[0, 2], [1, 0]])
+    out = shared[heads].copy()
+    out[1, 0, 9, 0] += 1.0
+    relative, largest = tile_errors(np, out, shared, tile_m=4, heads=heads)
+    assert relative.shape == (2, 2, 3)
+    assert largest == pytest.approx(1.0)
+    assert np.argwhere(relative).tolist() == [[1, 0, 2]]
+    apart, _ = tile_errors(np, out, shared[heads], tile_m=4)
+    np.testing.assert_array_equal(relative, apart)
+
+
+def test_the_first_and_the_worst_wrong_tile_are_named():
+    relative = np.full((2, 3, 4), 0.5)
+    kinds = np.array([["a", "b", "c"], ["d", "e", "f"]])
+    assert wrong_result(relative, 0.5, kinds) is None
+    relative[0, 2, 3], relative[1, 1, 0] = 0.6, math.inf
+    message = wrong_result(relative, 0.5, kinds).message
+    assert message == ("c inputs: relative error 0.6 above 0.5 in batch 0, head 2, query tile 3, the first of 2 wrong "
+                       "tiles of 24; the worst, inf, on e inputs in batch 1, head 1, query tile 0")  # fmt: skip
+    relative[0, 2, 3] = math.nan  # never let through, whatever made it
+    assert "batch 0, head 2" in wrong_result(relative, 0.5, kinds).message
+    relative[0, 2, 3] = 0.1
+    assert wrong_result(relative, 0.5, kinds).message.endswith("query tile 0, the first of 1 wrong tiles of 24")
+
+
+def test_kinds_follow_the_key_value_heads():
+    problem = Problem(seq_q=4, seq_k=4, head_dim=16, batch=3, heads=6, kv_heads=3)
+    assert kinds_of_heads(problem).tolist() == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5], [6, 6, 7, 7, 0, 0]]
+    for kv_heads, count in ((1, 3), (3, 8)):
+        q, k, v = adversarial_heads(np, np.random.default_rng(0), problem.replace(kv_heads=kv_heads))
+        assert q.shape == k.shape == v.shape == (count, 4, 16)
+        assert q.dtype == k.dtype == v.dtype == np.float32
+
+
+def test_borders_of_every_tile_size():
+    keys = border_keys(1000)
+    assert {15, 16, 63, 64, 127, 128, 255, 256, 511, 512, 767, 768, 895, 896, 991, 992, 999} <= set(keys)
+    assert keys == sorted(set(keys))
+    assert border_keys(1) == [0]
+    assert max(border_keys(16)) == 15
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 3, 5, 33, 256])
+@pytest.mark.parametrize("seq_k", [1, 2, 17, 300])
+def test_any_shape_has_inputs_that_float16_holds(head_dim, seq_k):
+    problem = Problem(seq_q=5, seq_k=seq_k, head_dim=head_dim, batch=8)
+    heads = adversarial_heads(np, np.random.default_rng(0), problem)
+    assert all(np.isfinite(array.astype(np.float16)).all() for array in heads)
+    exact = attention_reference(np, *(array[None] for array in heads), causal=False, scale=head_dim**-0.5)
+    assert np.isfinite(exact.astype(np.float16)).all()
+
+
+def drawn(seq_q, seq_k, head_dim, dtype, *, causal=False):
+    """One head of each kind as stored, `[kinds, rows, head_dim]`, and its scores `[kinds, seq_q, seq_k]`."""
+    problem = Problem(seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, batch=len(KINDS))
+    q, k, v = (rounded(array, dtype) for array in adversarial_heads(np, np.random.default_rng(1), problem))
+    scores = q @ k.swapaxes(-1, -2) * head_dim**-0.5
+    hidden = np.arange(seq_k) > np.arange(seq_q)[:, None]
+    return q, k, v, np.where(hidden, -np.inf, scores) if causal else scores
+
+
+def test_each_kind_is_what_it_says():
+    q, k, v, scores = drawn(128, 1024, 64, "float16")
+    of = dict(zip(KINDS, scores, strict=True))
+    borders = border_keys(1024)
+    assert np.isin(of["borders"].argmax(axis=-1), borders).mean() > 0.4  # rows whose direction no border key has: none
+    for key in borders:
+        row = (key - 1) % 61  # sees `key` as one of its largest, and is the row before it
+        assert of["borders"][row, key] > np.delete(of["borders"][row], borders).max() + 4
+    assert of["negative"].max() < -15
+    by_tile = of["rising"].reshape(128, 16, 64).max(axis=-1)
+    assert (np.diff(by_tile) > 0).all()
+    assert (np.diff(of["falling"].reshape(128, 16, 64).max(axis=-1)) < 0).all()
+    peaked = np.sort(of["peaked"], axis=-1)
+    assert np.median(1 / np.exp(peaked - peaked[:, -1:]).sum(axis=-1)) > 0.5  # share of the largest key
+    assert len(np.unique(of["peaked"].argmax(axis=-1))) > 50
+    assert np.abs(v[KINDS.index("large")]).max() > 40000
+    at = KINDS.index("cancelling")
+    partial = np.cumsum(q[at, 0] * k[at, 0])
+    assert np.abs(partial).max() > 1900
+    assert abs(partial[-1]) < 100
+    assert (of["uniform"] == 0).all()
+
+
+def simulated(q, k, v, dtype, *, causal, accum_mode="fp32", tile_m=64, tile_n=64, direction=1):
+    """A NumPy model of the kernel on one head, `[rows, head_dim]` each.
+
+    P and the output are rounded to the type of the arrays, everything else to float32. With float16 accumulators both
+    products are also rounded after every 16 columns, as the tensor cores' steps are.
+    """
+    scale = np.float32(q.shape[1] ** -0.5 / math.log(2))
+    fp16 = accum_mode == "fp16"
+    q, k, v = (array.astype(np.float32) for array in (q, k, v))
+
+    def product(a, b, into):
+        if not fp16:
+            return into + a @ b
+        for start in range(0, a.shape[1], 16):
+            into = (into + a[:, start : start + 16] @ b[start : start + 16]).astype(np.float16).astype(np.float32)
+        return into
+
+    tiles = []
+    for start in range(0, len(q), tile_m):
+        rows = q[start : start + tile_m]
+        row = np.arange(start, start + len(rows))[:, None]
+        row_max = np.full((len(rows), 1), np.float32(-1e30))
+        row_sum = np.zeros((len(rows), 1), np.float32)
+        acc = np.zeros((len(rows), q.shape[1]), np.float32)
+        seen = range(0, min(len(k), row[-1, 0] + 1) if causal else len(k), tile_n)
+        for first in seen[::direction]:
+            keys = k[first : first + tile_n]
+            scores = product(rows, keys.T, np.zeros((len(rows), len(keys)), np.float32))
+            if causal:
+                scores = np.where(np.arange(first, first + len(keys)) <= row, scores, np.float32(-np.inf))
+            new_max = np.maximum(row_max, scores.max(axis=-1, keepdims=True) * scale)
+            p, alpha = np.exp2(scores * scale - new_max), np.exp2(row_max - new_max)
+            row_sum = row_sum * alpha + p.sum(axis=-1, keepdims=True)
+            acc = product(rounded(p, dtype).astype(np.float32), v[first : first + tile_n], acc * alpha)
+            row_max = new_max
+        with np.errstate(over="ignore", invalid="ignore"):
+            tiles.append(rounded(acc / row_sum, dtype))
+    return np.concatenate(tiles)
+
+
+CLASSES = [("float16", "fp32", 10), ("bfloat16", "fp32", 7), ("float16", "fp16", 3)]
+
+
+@pytest.mark.parametrize(("dtype", "accum_mode", "margin"), CLASSES)
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "head_dim", "causal"),
+    [(300, 300, 16, True), (200, 1000, 128, False), (1000, 1000, 64, True), (64, 8192, 64, False), (64, 4096, 256, False)],
+)
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
+def test_a_right_kernel_passes_every_kind(dtype, accum_mode, margin, seq_q, seq_k, head_dim, causal):
+    """With the margin that the tolerance promises, in either direction over the keys; a float32 reference adds little."""
+    q, k, v, _ = drawn(seq_q, seq_k, head_dim, dtype)
+    gate = tolerance(dtype, Schedule(accum_mode=accum_mode))
+    scale = head_dim**-0.5
+    exact = attention_reference(np, q[None], k[None], v[None], causal=causal, scale=scale)
+    single = attention_reference(np, q[None], k[None], v[None], causal=causal, scale=scale, dtype="float32")
+    assert tile_errors(np, single, exact, tile_m=64)[0].max() < 1e-4
+    for at, kind in enumerate(KINDS):
+        out = simulated(q[at], k[at], v[at], dtype, causal=causal, accum_mode=accum_mode,
+                        direction=1 if at % 2 else -1)  # fmt: skip
+        error = tile_errors(np, out[None, None], exact[:, at : at + 1], tile_m=64)[0].max()
+        if kind in gate.kinds:
+            assert error < gate.largest_error / margin, kind
+        elif head_dim >= 64:
+            assert error > gate.largest_error, kind  # no reason else to leave it out
+
+
+def attend(scores, v, extra=0.0):
+    """`[rows, keys]` and `[keys, columns]`; `extra` joins each row's sum of exponentials."""
+    p = np.exp(scores)
+    return (p @ v) / (p.sum(axis=-1, keepdims=True) + extra)
+
+
+def mutants(scores, v):
+    """Wrong kernels that look right on normal inputs, at 4096 keys and 64 rows or causal: name -> (kind, output)."""
+    of = dict(zip(KINDS, range(len(KINDS)), strict=True))
+    last = scores.copy()
+    last[..., -1] = -np.inf
+    once = np.array(scores[of["rising"]])
+    once[:, 128:] -= 1.0  # one rescale by e left out
+    once[:, :128] += 0.0
+    return {
+        "the last key left out": ("borders", lambda at: attend(last[at], v[at])),
+        "one key of padding counted": ("negative", lambda at: attend(scores[at], v[at], extra=1.0)),
+        "a rescale left out": ("rising", lambda at: attend(once, v[at]) if at == of["rising"] else None),
+    }

@@ -25,7 +25,7 @@ from tiledsched.schedule import Schedule
 from tiledsched.search.race import Rules, race
 
 PROBLEM = Problem(seq_q=40, seq_k=24, head_dim=16, batch=2, heads=2, kv_heads=1)
-TIMEOUTS = Timeouts(start_s=20.0, begin_s=20.0, check_s=0.8, sample_s=0.8, each_sample_s=0.01)
+TIMEOUTS = Timeouts(start_s=20.0, begin_s=20.0, load_s=0.8, look_s=0.8, check_s=0.8, sample_s=0.8, each_sample_s=0.01)
 SCRIPT = str(Path(fake_worker.__file__))
 
 
@@ -39,7 +39,7 @@ def candidate(us=100.0, *, tile_m=16, **script) -> Candidate:
     made = artifact(stable_id([us, script], 24))
     made = Artifact(arch=made.arch, fingerprint=made.fingerprint, facts=made.facts, cubin=code)
     name = "-".join([str(us), *map(str, script.values())])
-    knobs = {"tile_m": tile_m, "persistent": False, "accum_mode": "fp32", "name": name}
+    knobs = {"tile_m": tile_m, "q_subtiles": 1, "persistent": "no", "accum_mode": "fp32", "name": name}
     return Candidate(schedule=Schedule(knobs), artifact=made)
 
 
@@ -90,6 +90,77 @@ def test_samples_are_interleaved_and_exact(make_runner):
     assert sustained.samples_us == pytest.approx((10.0,) * 3)
 
 
+def test_a_look_is_one_launch_or_two(make_runner):
+    runner = make_runner()
+    assert runner.look(candidate(123.0)) == pytest.approx(123.0)
+    assert runner.look(candidate(9e4)) == pytest.approx(9e4)
+    slow, failing = candidate(60.0, look="hang"), candidate(61.0, look="illegal")
+    assert runner.look(slow).kind is FailureKind.HANG
+    assert runner.look(failing).kind is FailureKind.ILLEGAL_ADDRESS
+    assert_usable(runner)
+
+
+def test_time_limits_follow_the_expectation(make_runner, monkeypatch):
+    """A problem of 6 GFLOP may take 0.06 s longer at 100 GFLOP/s; a candidate seen at 20 ms gets 10 times that a launch."""
+    runner = make_runner()
+    limits = {}
+    ask = type(runner._worker).ask
+
+    def watched(worker, timeout_s, verb, *arguments):
+        limits[verb] = timeout_s
+        return ask(worker, timeout_s, verb, *arguments)
+
+    monkeypatch.setattr(type(runner._worker), "ask", watched)
+    runner.look(candidate(2e4))
+    assert limits["look"] == pytest.approx(TIMEOUTS.look_s + PROBLEM.flops / 1e11)
+    runner.check(candidate(2e4))
+    assert limits["check"] == pytest.approx(TIMEOUTS.check_s + 3 * 10 * 0.02)
+    runner.sample([candidate(2e4)], rounds=5, regime="burst")
+    assert limits["sample"] == pytest.approx(TIMEOUTS.sample_s + 5 * (TIMEOUTS.each_sample_s + 10 * 0.02))
+
+
+def test_pacing_is_calibrated_once_per_problem(make_runner):
+    runner = make_runner()
+    pair = [candidate(100.0), candidate(200.0)]
+    for each in pair:
+        runner.look(each)
+    assert runner.gap_trials == ()
+    batch = runner.sample(pair, rounds=2, regime="burst")[0]
+    (trial,) = runner.gap_trials
+    assert (trial.gap_ms, trial.median_us) == (0.0, pytest.approx(100.0))  # the fastest of them
+    assert (batch.conditions.gap_ms, batch.conditions.graph_launches) == (0.0, 0)
+    runner.sample(pair, rounds=2, regime="burst")
+    assert runner.gap_trials == (trial,)
+    given = make_runner(gap_ms=1.0)
+    assert given.sample(pair, rounds=2, regime="burst")[0].conditions.gap_ms == 1.0
+    assert given.gap_trials == ()
+
+
+def test_short_launches_are_timed_in_graphs(make_runner):
+    """All of a problem in the same way, and the time is that of one launch."""
+    runner = make_runner()
+    pair = [candidate(8.0), candidate(30.0)]
+    for each in pair:
+        runner.look(each)
+    fast, slow = runner.sample(pair, rounds=3, regime="burst")
+    assert fast.samples_us == pytest.approx((8.0,) * 3)
+    assert slow.samples_us == pytest.approx((30.0,) * 3)
+    assert fast.conditions.graph_launches == slow.conditions.graph_launches == 20
+    runner.begin(PROBLEM)
+    runner.look(candidate(30.0))
+    assert runner.sample([candidate(30.0)], rounds=1, regime="burst")[0].conditions.graph_launches == 0
+
+
+def test_a_calibration_that_fails_costs_nobody_else(make_runner):
+    runner = make_runner()
+    group = [candidate(50.0, calibrate="exit"), candidate(60.0)]
+    for each in group:
+        runner.look(each)
+    batches = runner.sample(group, rounds=2, regime="burst")
+    assert [batch.samples_us for batch in batches] == [pytest.approx((50.0,) * 2), pytest.approx((60.0,) * 2)]
+    assert batches[0].conditions.gap_ms == 10.0
+
+
 FAILURES = [
     ({"load": "corrupt"}, FailureKind.ARTIFACT_CORRUPT, "device kernel image is invalid", False),
     ({"load": "crash"}, FailureKind.ARTIFACT_CORRUPT, "code -11 during load", True),
@@ -102,7 +173,7 @@ FAILURES = [
     ({"check": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access", True),
     ({"check": "assert"}, FailureKind.LAUNCH_FAILURE, "no word for", True),
     ({"check": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC", True),
-    ({"check": "hang"}, FailureKind.HANG, "no answer to check within 0.8 s", True),
+    ({"check": "hang"}, FailureKind.HANG, "no answer to check within 1.1 s", True),
     ({"load": "hang"}, FailureKind.HANG, "no answer to load", True),
     ({"check": "exit"}, FailureKind.WORKER_KILLED, "ended with code 3 during check", True),
     ({"check": "kill"}, FailureKind.WORKER_KILLED, "ended with code -9 during check", True),
@@ -337,10 +408,11 @@ def test_a_race_over_a_failing_field(make_runner):
     runner = make_runner()
     good = [candidate(us, noise=0.002) for us in (100.0, 104.0, 130.0, 900.0)]
     bad = [candidate(50.0 + i, **script) for i, (script, *_) in enumerate(FAILURES[:6])]
-    bad += [candidate(40.0, check="illegal"), candidate(41.0, check="exit"), candidate(42.0, sample="illegal"),
+    bad += [candidate(39.0, look="illegal"), candidate(40.0, check="illegal"),
+            candidate(41.0, check="exit"), candidate(42.0, sample="illegal"),
             candidate(43.0, sample="exit"), candidate(44.0, check="hang")]  # fmt: skip
     reported = []
-    result = race(runner, PROBLEM, [*bad, *good], rules=Rules(opening_rounds=2, heats=((1.1, 3), (1.05, 3))),
+    result = race(runner, PROBLEM, [*bad, *good], rules=Rules(opening_rounds=2, heat_rounds=3, most_rounds=11),
                   on_outcome=reported.append)  # fmt: skip
     assert result.winner.schedule == good[0].schedule
     assert result.runner_up.schedule == good[1].schedule

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from tiledsched.measure import timing
-from tiledsched.measure.timing import sample_rounds
+from tiledsched.measure.runner import Conditions, GapTrial
+from tiledsched.measure.timing import calibrate, sample_rounds, steady_gap
 
 
 class Watch:
@@ -37,19 +38,56 @@ class Log:
     def poll(self) -> None:
         self.polls += 1
 
+    def summary(self) -> Conditions:
+        return Conditions(sm_clock_mhz=1900)
+
 
 def test_burst_is_paced_interleaved_and_shuffled() -> None:
     watch, log = Watch(), Log()
-    samples = sample_rounds(watch, 3, rounds=6, regime="burst", rng=random.Random(1), log=log)
+    samples = sample_rounds(watch, 3, rounds=6, regime="burst", rng=random.Random(1), log=log, gap_s=0.004)
     assert samples == [[100.0 + i] * 6 for i in range(3)]
     rounds = [[index for index, _, _ in watch.queued[i : i + 3]] for i in range(0, 18, 3)]
     assert all(sorted(order) == [0, 1, 2] for order in rounds)
     assert len({tuple(order) for order in rounds}) > 1
     starts = [start for _, _, start in watch.queued]
     gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
-    assert min(gaps) >= 0.9 * timing.BURST_GAP_S
+    assert min(gaps) >= 0.9 * 0.004
     assert all(paced for _, paced, _ in watch.queued)
     assert log.polls == 6
+
+
+class Noisy(Watch):
+    """Times that depend on how long the GPU rested: steady from 2 ms on, or never."""
+
+    def __init__(self, steady_from_s: float) -> None:
+        super().__init__()
+        self.steady_from_s, self.rng = steady_from_s, random.Random(7)
+
+    def read(self, queued: int) -> float:
+        starts = [start for *_, start in self.queued[-2:]]
+        rest = starts[-1] - starts[0]
+        steady = len(starts) == 2 and rest >= 0.9 * self.steady_from_s
+        return 100.0 + self.rng.gauss(0, 0.1) if steady else 110.0 + self.rng.gauss(0, 4)
+
+
+def test_calibration_finds_the_shortest_steady_gap() -> None:
+    gaps_s = (0.0, 0.002, 0.004)
+    trials = calibrate(Noisy(0.002), log=Log, gaps_s=gaps_s)
+    assert [trial.gap_ms for trial in trials] == [0.0, 2.0, 4.0]
+    assert all(trial.sm_clock_mhz == 1900 for trial in trials)
+    assert trials[0].spread > timing.STEADY_SPREAD > trials[1].spread
+    assert trials[1].median_us == pytest.approx(100.0, abs=0.2)
+    assert steady_gap(trials).gap_ms == 2.0
+
+
+def test_without_a_steady_gap_the_calmest_counts() -> None:
+    def trial(gap_ms, median_us, spread):
+        return GapTrial(gap_ms=gap_ms, median_us=median_us, spread=spread, sm_clock_mhz=0)
+
+    assert steady_gap([trial(2, 100.0, 0.05), trial(5, 100.0, 0.02), trial(10, 100.0, 0.03)]).gap_ms == 5
+    moving = [trial(2, 110.0, 0.004), trial(5, 100.0, 0.004), trial(10, 100.0, 0.003)]
+    assert steady_gap(moving).gap_ms == 5  # at 2 ms it is calm, and 10% slower
+    assert steady_gap([trial(10, 100.0, 0.5)]).gap_ms == 10
 
 
 def test_sustained_keeps_a_round_queued_and_counts_only_warm_samples(monkeypatch) -> None:
@@ -69,10 +107,9 @@ def test_sustained_keeps_a_round_queued_and_counts_only_warm_samples(monkeypatch
 @pytest.mark.parametrize("regime", ["burst", "sustained"])
 def test_the_same_seed_gives_the_same_orders(monkeypatch, regime) -> None:
     monkeypatch.setattr(timing, "SUSTAINED_WARMUP_S", 0.0)
-    monkeypatch.setattr(timing, "BURST_GAP_S", 0.0)
     orders = []
     for _ in range(2):
         watch = Watch()
-        sample_rounds(watch, 4, rounds=3, regime=regime, rng=random.Random(5), log=Log())
+        sample_rounds(watch, 4, rounds=3, regime=regime, rng=random.Random(5), log=Log(), gap_s=0.0)
         orders.append([index for index, _, _ in watch.queued][:12])
     assert orders[0] == orders[1]

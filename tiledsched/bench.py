@@ -16,10 +16,10 @@ from tiledsched.kernels import template_for
 from tiledsched.kernels.reference import attention_reference, default_scale
 from tiledsched.measure.nvml import ConditionsLog, current_device
 from tiledsched.measure.runner import Conditions
+from tiledsched.measure.statistics import median_interval
 from tiledsched.measure.timing import sample_rounds
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
-from tiledsched.search.race import median_interval
 
 SPIN_CYCLES = 600_000
 """About 0.3 ms at 1.98 GHz."""

@@ -17,14 +17,24 @@ from tiledsched.errors import Failure, FailureKind, MeasureError
 from tiledsched.kernels.template import KernelTemplate
 from tiledsched.measure.accuracy import tolerance
 from tiledsched.measure.launch import Launch
-from tiledsched.measure.runner import Batch, Candidate, Checked, Device
+from tiledsched.measure.runner import Batch, Candidate, Checked, Device, GapTrial
+from tiledsched.measure.timing import BURST_GAP_S, steady_gap
 from tiledsched.problem import Problem, stable_id
 
 WORKER_COMMAND = (sys.executable, "-m", "tiledsched.measure.worker")
 END_TIMEOUT_S = 60.0
 """How long a killed worker may take to go: the driver first tears its context down."""
 UNKNOWN_US = 1e4
-"""Assumed time of a candidate that was never checked, for the time limit of its samples."""
+"""Assumed time of a candidate that was never looked at, for the time limits of what follows."""
+SLOWEST_FLOPS = 1e11
+"""Floating-point operations per second of a candidate so slow that it may be taken for hung. The worst schedule that
+finished on an H200 made 6e12.
+"""
+CHECK_LAUNCHES = 3
+GRAPH_BELOW_US = 20.0
+"""Candidates faster than this are timed by CUDA graphs of `GRAPH_LAUNCHES` launches: events are off by a microsecond."""
+GRAPH_LAUNCHES = 20
+DEFAULT_GAP_MS = BURST_GAP_S * 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +45,18 @@ class Timeouts:
     """From its start until the GPU is open: on a cold machine, CuPy alone takes many seconds."""
     begin_s: float = 300.0
     """Inputs and reference of one problem."""
-    check_s: float = 30.0
-    """Loading one candidate; checking it."""
+    load_s: float = 30.0
+    """Loading one candidate."""
+    look_s: float = 5.0
+    """Its first launches, beside the time the problem takes at `SLOWEST_FLOPS`."""
+    check_s: float = 20.0
+    """Checking it, beside what its launches take."""
     sample_s: float = 20.0
     """One run of samples, beside what its samples take..."""
     each_sample_s: float = 0.05
     """...pacing, flushing and launching one sample..."""
     slack: float = 10.0
-    """...and this many times the candidate's own time at first look."""
+    """...and this many times the candidate's own time at first look, for every launch."""
 
 
 class WorkerDiedError(Exception):
@@ -141,6 +155,7 @@ class GpuRunner:
         template: whose candidates are measured.
         seed: of inputs and sample orders; every `begin` and `sample` draws anew from it.
         timeouts: when the worker is taken for hung.
+        gap_ms: start-to-start distance of paced launches; None to find the steady one for each problem.
         worker_command: how to start the worker; tests start one with a made-up GPU.
 
     Raises:
@@ -150,7 +165,7 @@ class GpuRunner:
     name = "gpu"
 
     def __init__(self, template: KernelTemplate, *, seed: int = 0, timeouts: Timeouts | None = None,
-                 worker_command: Sequence[str] = WORKER_COMMAND) -> None:  # fmt: skip
+                 gap_ms: float | None = None, worker_command: Sequence[str] = WORKER_COMMAND) -> None:  # fmt: skip
         self._template = template
         self._seed = seed
         self._timeouts = timeouts or Timeouts()
@@ -158,6 +173,11 @@ class GpuRunner:
         self._problem: Problem | None = None
         self._draws = 0
         self._expected_us: dict[str, float] = {}
+        self._given_gap_ms = gap_ms
+        self._gap_ms: float | None = None
+        self._graph_launches: int | None = None
+        self.gap_trials: tuple[GapTrial, ...] = ()
+        """What the last calibration saw; empty before the first."""
         self._worker = self._start()
 
     def _start(self) -> Worker:
@@ -180,6 +200,7 @@ class GpuRunner:
         """Inputs and reference for `problem`, on the worker."""
         self._problem = problem
         self._expected_us.clear()
+        self._gap_ms, self._graph_launches = self._given_gap_ms, None
         if self._worker.alive():
             self._begin_on_worker()
         else:
@@ -203,21 +224,37 @@ class GpuRunner:
         if isinstance(answer, Failure):
             raise MeasureError(f"cannot prepare {self._problem}: {answer.message}; try a smaller batch or fewer heads")
 
+    def look(self, candidate: Candidate) -> float | Failure:
+        """Load it and time a launch."""
+        assert self._problem is not None
+        timeout_s = self._timeouts.look_s + self._problem.flops / SLOWEST_FLOPS
+        answer = self._ask_one(timeout_s, "look", candidate)
+        if not isinstance(answer, Failure):
+            self._expected_us[candidate.artifact.fingerprint] = answer
+        assert isinstance(answer, (float, Failure))
+        return answer
+
     def check(self, candidate: Candidate) -> Checked | Failure:
-        """Load it, run it twice, compare everything."""
-
-        def ask() -> Any:
-            launch = self._launch(candidate)
-            return launch if isinstance(launch, Failure) else self._worker.ask(self._timeouts.check_s, "check", launch)
-
-        answer = self._guarded(ask)
+        """Load it, run it, compare everything."""
+        timeout_s = self._timeouts.check_s + CHECK_LAUNCHES * self._timeouts.slack * self._expected(candidate) / 1e6
+        answer = self._ask_one(timeout_s, "check", candidate)
         if isinstance(answer, Checked):
             self._expected_us[candidate.artifact.fingerprint] = answer.first_look_us
         assert isinstance(answer, (Checked, Failure))
         return answer
 
+    def _ask_one(self, timeout_s: float, verb: str, candidate: Candidate, *more: Any) -> Any:
+        """One request about one candidate, on a living worker."""
+
+        def ask() -> Any:
+            launch = self._launch(candidate)
+            return launch if isinstance(launch, Failure) else self._worker.ask(timeout_s, verb, launch, *more)
+
+        return self._guarded(ask)
+
     def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:
         """Interleaved timing. If the group fails, one launch of each alone finds the culprits; the others go again."""
+        self._settle_timing(candidates, regime)
         answer = self._sample_together(candidates, rounds, regime)
         if not isinstance(answer, Failure):
             return answer
@@ -230,10 +267,32 @@ class GpuRunner:
         again = iter(self.sample(healthy, rounds=rounds, regime=regime) if healthy else [])
         return [tried if isinstance(tried, Failure) else next(again) for tried in alone]
 
+    def _settle_timing(self, candidates: Sequence[Candidate], regime: str) -> None:
+        """Once per problem: events or graphs, and how far apart. The fastest candidate at hand decides both.
+
+        A candidate that fails here fails again when it is sampled, and is told apart there.
+        """
+        fastest = min(candidates, key=self._expected, default=None)
+        if fastest is None:
+            return
+        if self._graph_launches is None:
+            self._graph_launches = GRAPH_LAUNCHES if self._expected(fastest) < GRAPH_BELOW_US else 0
+        if self._gap_ms is None and regime == "burst":
+            timeout_s = self._timeouts.sample_s + self._timeouts.each_sample_s * 100
+            answer = self._ask_one(timeout_s, "calibrate", fastest, self._graph_launches)
+            if not isinstance(answer, Failure):
+                self.gap_trials = tuple(answer)
+                self._gap_ms = steady_gap(answer).gap_ms
+
+    def _expected(self, candidate: Candidate) -> float:
+        return self._expected_us.get(candidate.artifact.fingerprint, UNKNOWN_US)
+
     def _sample_together(self, candidates: Sequence[Candidate], rounds: int,
                          regime: str) -> list[Batch | Failure] | Failure:  # fmt: skip
         limits = self._timeouts
-        expected_s = sum(self._expected_us.get(c.artifact.fingerprint, UNKNOWN_US) for c in candidates) / 1e6
+        graph_launches = self._graph_launches or 0
+        gap_ms = DEFAULT_GAP_MS if self._gap_ms is None else self._gap_ms
+        expected_s = sum(map(self._expected, candidates)) / 1e6 * max(1, graph_launches)
         timeout_s = limits.sample_s + rounds * (len(candidates) * limits.each_sample_s + limits.slack * expected_s)
 
         def ask() -> Any:
@@ -241,7 +300,8 @@ class GpuRunner:
             failed = next((launch for launch in launches if isinstance(launch, Failure)), None)
             if failed is not None:
                 return failed
-            return self._worker.ask(timeout_s, "sample", launches, rounds, regime, self._draw_seed("order"))
+            return self._worker.ask(timeout_s, "sample", launches, rounds, regime, self._draw_seed("order"), gap_ms,
+                                    graph_launches)  # fmt: skip
 
         answer: list[Batch | Failure] | Failure = self._guarded(ask)
         return answer
@@ -252,7 +312,7 @@ class GpuRunner:
         artifact, symbol = candidate.artifact, self._template.name
         if artifact.fingerprint not in self._worker.loaded:
             try:
-                answer = self._worker.ask(self._timeouts.check_s, "load", artifact.fingerprint, symbol, artifact.cubin)
+                answer = self._worker.ask(self._timeouts.load_s, "load", artifact.fingerprint, symbol, artifact.cubin)
             except WorkerDiedError as error:
                 if error.failure.kind is not FailureKind.WORKER_KILLED or not self._crashed():
                     raise

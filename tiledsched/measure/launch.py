@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiledsched.measure.accuracy import Tolerance
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -15,5 +17,5 @@ class Launch:
     """Blocks."""
     tile_m: int
     """Rows per output tile, for the error per tile."""
-    tolerance: float
-    """Largest relative Frobenius error of a tile that passes."""
+    tolerance: Tolerance
+    """What is asked of its result."""

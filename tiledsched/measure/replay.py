@@ -58,6 +58,11 @@ class ReplayRunner:
             raise MeasureError(f"nothing was recorded for {problem} on {self.device.name}; record it on the GPU first")
         self._problem = problem
 
+    def look(self, candidate: Candidate) -> float | Failure:
+        """One recorded sample."""
+        found = self._find(candidate)
+        return found if isinstance(found, Failure) else self._rng.choice(found.samples_us)
+
     def check(self, candidate: Candidate) -> Checked | Failure:
         """The recorded accuracy, and one recorded sample as first look."""
         found = self._find(candidate)

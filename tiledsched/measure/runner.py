@@ -50,10 +50,28 @@ class Conditions:
     """Highest GPU temperature."""
     throttle_reasons: tuple[str, ...] = ()
     """Names of every reason seen to hold the clock down (idle excluded)."""
+    gap_ms: float = 0.0
+    """Start-to-start distance of paced launches; 0 where they were not paced."""
+    graph_launches: int = 0
+    """Launches per sample, replayed as one CUDA graph; 0 where events enclosed a single launch."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; pass it to the constructor to invert."""
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapTrial:
+    """What pacing at one distance came to."""
+
+    gap_ms: float
+    """Start-to-start distance of launches."""
+    median_us: float
+    """Time of the candidate."""
+    spread: float
+    """Robust coefficient of variation of its samples."""
+    sm_clock_mhz: int
+    """Median SM clock; 0 where NVML does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +86,8 @@ class Accuracy:
     """(batch, head, query tile) of that tile."""
     repeatable: bool
     """Whether two launches gave the same bits."""
+    adversarial_tile_error: float = 0.0
+    """Largest relative error of any tile on the adversarial inputs; 0 in records from before there were any."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; pass it to the constructor to invert."""
@@ -125,9 +145,9 @@ class Measurement:
     ci_high_us: float
     """Upper end."""
     samples_us: tuple[float, ...]
-    """Every timed launch, in order."""
+    """Every timed launch, in order. Of a hopeless candidate, one: its look, neither paced nor behind an L2 flush."""
     accuracy: Accuracy | None
-    """Error against the reference; None only for runners that do not compute (replay of old records)."""
+    """Error against the reference; None for a hopeless candidate, which was never checked."""
     conditions: Conditions
     """Clocks, power, throttling."""
     runner: str
@@ -165,12 +185,16 @@ class Runner(Protocol):
         """Make fresh random inputs and the high-precision reference for `problem`; candidates that follow are for it."""
         ...
 
+    def look(self, candidate: Candidate) -> float | Failure:
+        """Load `candidate` and time a launch of it, in microseconds: good enough to tell the hopeless, no more."""
+        ...
+
     def check(self, candidate: Candidate) -> Checked | Failure:
-        """Run `candidate` twice over NaN-poisoned output and compare every tile with the reference."""
+        """Run `candidate` over NaN-poisoned output, on random inputs twice and on adversarial ones; compare every tile."""
         ...
 
     def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:
-        """Time checked candidates against each other: `rounds` launches each, interleaved, in shuffled order."""
+        """Time candidates against each other: `rounds` launches each, interleaved, in shuffled order."""
         ...
 
     def close(self) -> None:

@@ -1,18 +1,36 @@
 """How samples are taken, whatever launches the kernels: paced one by one, or back to back at the power cap.
 
 Candidates take turns in rounds, in an order shuffled anew each round, so that a drift of clocks hits all of them alike.
+How far apart paced launches must be for the clock to hold still is found out on the spot: see `calibrate`.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from tiledsched.measure.runner import Conditions, GapTrial
+from tiledsched.measure.statistics import relative_spread
+
 BURST_GAP_S = 0.010
-"""Start-to-start distance of paced launches. On an H200 the clock is steady at 10 ms; see docs/measuring.md."""
+"""Start-to-start distance of paced launches where none was calibrated. On an H200 it serves every kernel."""
+GAPS_S = (0.002, 0.005, 0.010, 0.020)
+"""Distances tried by a calibration."""
+TRIAL_SAMPLES = 16
+"""Samples per distance tried, after two that do not count."""
+STEADY_SPREAD = 0.01
+"""A distance is steady when samples spread by no more than this..."""
+STEADY_STEP = 0.01
+"""...and the next longer one moves the median by no more than this."""
 SUSTAINED_WARMUP_S = 2.0
 """How long back-to-back launches run before samples count: the power cap takes that long to act."""
+SUSTAINED_REWARM_S = 0.2
+"""The same when the last such run ended within `STILL_WARM_S`."""
+STILL_WARM_S = 1.0
+"""How long the GPU stays as warm as it was."""
 
 
 class Stopwatch(Protocol):
@@ -38,14 +56,31 @@ class Log(Protocol):
         """Take one reading."""
         ...
 
-
-def sample_rounds(watch: Stopwatch, count: int, *, rounds: int, regime: str, rng: random.Random,
-                  log: Log) -> list[list[float]]:  # fmt: skip
-    """Microseconds of `count` candidates, `rounds` samples each; sample i of every candidate is of round i."""
-    return (_burst if regime == "burst" else _sustained)(watch, count, rounds, rng, log)
+    def summary(self) -> Conditions:
+        """All readings in one."""
+        ...
 
 
-def _burst(watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: Log) -> list[list[float]]:
+def sample_rounds(watch: Stopwatch, count: int, *, rounds: int, regime: str, rng: random.Random, log: Log,
+                  gap_s: float = BURST_GAP_S, warmup_s: float = SUSTAINED_WARMUP_S) -> list[list[float]]:  # fmt: skip
+    """Microseconds of `count` candidates, `rounds` samples each; sample i of every candidate is of round i.
+
+    Args:
+        watch: launches and times.
+        count: candidates, which `watch` knows by index.
+        rounds: samples of each.
+        regime: burst or sustained.
+        rng: shuffles each round.
+        log: polled once a round.
+        gap_s: burst only: start-to-start distance of launches.
+        warmup_s: sustained only: how long launches run before samples count.
+    """
+    if regime == "burst":
+        return _burst(watch, count, rounds, rng, log, gap_s)
+    return _sustained(watch, count, rounds, rng, log, warmup_s)
+
+
+def _burst(watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: Log, gap_s: float) -> list[list[float]]:
     samples: list[list[float]] = [[] for _ in range(count)]
     next_start = time.perf_counter()
     for _ in range(rounds):
@@ -53,16 +88,46 @@ def _burst(watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: L
             pause = next_start - time.perf_counter()
             if pause > 0:
                 time.sleep(pause)
-            next_start = time.perf_counter() + BURST_GAP_S
+            next_start = time.perf_counter() + gap_s
             samples[index].append(watch.read(watch.queue(index, paced=True)))
         log.poll()
     return samples
 
 
-def _sustained(watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: Log) -> list[list[float]]:
+def calibrate(watch: Stopwatch, *, log: Callable[[], Log], gaps_s: Sequence[float] | None = None) -> list[GapTrial]:
+    """Time candidate 0 of `watch` at several distances, shortest first.
+
+    Args:
+        watch: launches and times.
+        log: makes the log of each trial.
+        gaps_s: distances in seconds; None for `GAPS_S`.
+    """
+    trials = []
+    for gap_s in GAPS_S if gaps_s is None else gaps_s:
+        readings = log()
+        samples = _burst(watch, 1, TRIAL_SAMPLES + 2, random.Random(0), readings, gap_s)[0][2:]
+        middle = sorted(samples)[len(samples) // 2]
+        trials.append(GapTrial(gap_ms=gap_s * 1e3, median_us=middle, spread=relative_spread(samples),
+                               sm_clock_mhz=readings.summary().sm_clock_mhz))  # fmt: skip
+    return trials
+
+
+def steady_gap(trials: Sequence[GapTrial]) -> GapTrial:
+    """The shortest distance at which times hold still, alone and against the next longer one.
+
+    Where none does, the one of least spread.
+    """
+    for trial, longer in itertools.pairwise(trials):
+        if trial.spread <= STEADY_SPREAD and abs(longer.median_us / trial.median_us - 1) <= STEADY_STEP:
+            return trial
+    return min(trials, key=lambda trial: trial.spread)
+
+
+def _sustained(watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: Log,
+               warmup_s: float) -> list[list[float]]:  # fmt: skip
     """The GPU never waits: while one round runs, the next is queued behind it."""
     samples: list[list[float]] = [[] for _ in range(count)]
-    warm_at = time.perf_counter() + SUSTAINED_WARMUP_S
+    warm_at = time.perf_counter() + warmup_s
     ahead = _queue_round(watch, count, rng)
     while len(samples[0]) < rounds:
         warm = time.perf_counter() > warm_at

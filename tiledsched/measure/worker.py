@@ -7,6 +7,8 @@ file descriptor of the pipe's end and a folder to write to; `measure.gpu` does.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import random
 import shutil
@@ -24,15 +26,19 @@ import numpy
 from tiledsched.build.cubin import is_whole
 from tiledsched.errors import Failure, FailureKind
 from tiledsched.kernels.reference import attention_reference, default_scale
-from tiledsched.measure.accuracy import compare
+from tiledsched.measure import timing
+from tiledsched.measure.accuracy import summary, tile_errors, wrong_result
+from tiledsched.measure.inputs import KINDS, adversarial_heads, kinds_of_heads
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.nvml import ConditionsLog, current_device
-from tiledsched.measure.runner import Batch, Checked, Conditions
-from tiledsched.measure.timing import sample_rounds
+from tiledsched.measure.runner import Batch, Checked, GapTrial
+from tiledsched.measure.timing import calibrate, sample_rounds
 from tiledsched.problem import Problem
 
 FLUSH_TIMES_L2 = 2
 SPIN_US = 300.0
+LOOK_AGAIN_BELOW_US = 5e3
+"""A first launch shorter than this is repeated, for it also fetches the code; a longer one need not be."""
 FAST_FLOAT64 = ("sm_80", "sm_90", "sm_100")
 MARKS = {
     FailureKind.OUT_OF_MEMORY: ("out of memory",),
@@ -64,9 +70,15 @@ class State:
     arrays: list[Any] = field(default_factory=list)
     reference: Any = None
     arguments: tuple[Any, ...] = ()
+    adversarial_arguments: tuple[Any, ...] = ()
+    """The same output, other inputs."""
+    adversarial_reference: Any = None
+    """`[kinds, seq_q, head_dim]`: heads whose inputs are of one kind share it."""
     flush: Any = None
     spin: Any = None
     device: Any = None
+    last_sustained_s: float = -math.inf
+    """`time.perf_counter()` at the end of the last sustained run."""
 
 
 def start(folder: str) -> State:
@@ -79,29 +91,42 @@ def start(folder: str) -> State:
 
 
 def begin(state: State, problem: Problem, scalars: tuple[float, ...], seed: int) -> None:
-    """Inputs drawn from a normal distribution, the reference, and the kernel's argument list."""
+    """Inputs drawn from a normal distribution and adversarial ones, their references, the kernel's argument lists."""
+    state.arrays, state.arguments, state.adversarial_arguments = [], (), ()  # frees what the last problem took
+    state.reference = state.adversarial_reference = None
     rng = cupy.random.default_rng(seed)
     query = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
     key = (problem.batch, problem.kv_heads, problem.seq_k, problem.head_dim)
     drawn = (rng.standard_normal(shape, dtype=numpy.float32) for shape in (query, key, key))
     values = [_to_storage(array, problem.dtype) for array in drawn]
     out = cupy.empty(query, dtype=values[0].dtype)
-    precision = "float64" if state.device.arch in FAST_FLOAT64 else "float32"
-    state.reference = None  # frees the old one first
-    q, k, v = (_to_float32(array, problem.dtype) for array in values)
-    state.reference = attention_reference(
-        cupy, q, k, v, causal=problem.causal, scale=default_scale(problem), dtype=precision
-    )
-    del q, k, v
+    state.reference = _reference(state, problem, values)
     state.problem, state.arrays = problem, [*values, out]
+    state.arguments = _arguments(state.arrays, scalars)
+    distinct = [_to_storage(array, problem.dtype) for array in adversarial_heads(cupy, rng, problem)]
+    state.adversarial_reference = _reference(state, problem, [array[None] for array in distinct])[0]
+    heads = cupy.asarray(kinds_of_heads(problem))
+    kinds = (heads, heads[:, :: problem.group], heads[:, :: problem.group])
+    inputs = [cupy.ascontiguousarray(array[kind]) for array, kind in zip(distinct, kinds, strict=True)]
+    state.adversarial_arguments = _arguments([*inputs, out], scalars)
+    cupy.cuda.Device().synchronize()
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _reference(state: State, problem: Problem, stored: list[Any]) -> Any:
+    precision = "float64" if state.device.arch in FAST_FLOAT64 else "float32"
+    q, k, v = (_to_float32(array, problem.dtype) for array in stored)
+    return attention_reference(cupy, q, k, v, causal=problem.causal, scale=default_scale(problem), dtype=precision)
+
+
+def _arguments(arrays: list[Any], scalars: tuple[float, ...]) -> tuple[Any, ...]:
+    """As cuTile's calling convention wants them: each array's address, shape and strides, then the scalars."""
     arguments: list[Any] = []
-    for array in state.arrays:
+    for array in arrays:
         arguments.append(array)
         arguments.extend(numpy.int32(size) for size in array.shape)
         arguments.extend(numpy.int32(stride // array.itemsize) for stride in array.strides)
-    state.arguments = (*arguments, *(numpy.float32(scalar) for scalar in scalars))
-    cupy.cuda.Device().synchronize()
-    cupy.get_default_memory_pool().free_all_blocks()
+    return (*arguments, *(numpy.float32(scalar) for scalar in scalars))
 
 
 def load(state: State, fingerprint: str, symbol: str, cubin: bytes) -> None:
@@ -114,66 +139,126 @@ def load(state: State, fingerprint: str, symbol: str, cubin: bytes) -> None:
     state.kernels[fingerprint] = cupy.RawModule(path=path).get_function(symbol)
 
 
+def look(state: State, launch: Launch) -> float:
+    """Microseconds of one launch; of the second, unless the first took long."""
+    first_us = _timed_launch(state, launch)
+    return first_us if first_us > LOOK_AGAIN_BELOW_US else _timed_launch(state, launch)
+
+
+def _timed_launch(state: State, launch: Launch) -> float:
+    with state.stream:
+        before, after = cupy.cuda.Event(), cupy.cuda.Event()
+        cupy.cuda.Device().synchronize()
+        before.record(state.stream)
+        state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), state.arguments)
+        after.record(state.stream)
+    after.synchronize()
+    return float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
+
+
 def check(state: State, launch: Launch) -> Checked | Failure:
-    """Two launches over poisoned output: right everywhere, and the same bits."""
+    """Over poisoned output: two launches on the random inputs, right everywhere, and whether they give the same bits;
+    then one on the adversarial inputs.
+    """  # fmt: skip
     assert state.problem is not None
+    first, _ = _poisoned_launch(state, launch, state.arguments)
+    first = first.copy()
+    out, elapsed_us = _poisoned_launch(state, launch, state.arguments)
+    limit = launch.tolerance
+    heads = kinds_of_heads(state.problem)
+    values = _to_float32(out, state.problem.dtype)
+    relative, largest = tile_errors(cupy, values, state.reference, tile_m=launch.tile_m)
+    failure = wrong_result(relative, limit.largest_error, numpy.full(heads.shape, "random"))
+    if failure is not None:
+        return failure
+    repeatable = bool((first.view(numpy.uint16) == out.view(numpy.uint16)).all())
+    accuracy = summary(relative, largest, repeatable=repeatable)
+    out, _ = _poisoned_launch(state, launch, state.adversarial_arguments)
+    kinds = numpy.array(KINDS)[heads]
+    values = _to_float32(out, state.problem.dtype)
+    relative, _ = tile_errors(cupy, values, state.adversarial_reference, tile_m=launch.tile_m, heads=heads)
+    relative[~numpy.isin(kinds, limit.kinds)] = 0.0
+    failure = wrong_result(relative, limit.largest_error, kinds)
+    if failure is not None:
+        return failure
+    accuracy = dataclasses.replace(accuracy, adversarial_tile_error=float(relative.max()))
+    return Checked(accuracy=accuracy, first_look_us=elapsed_us)
+
+
+def _poisoned_launch(state: State, launch: Launch, arguments: tuple[Any, ...]) -> tuple[Any, float]:
+    """The output of one launch, NaN where nothing was written, and its microseconds."""
     out = state.arrays[-1]
-    bits = []
-    elapsed = 0.0
-    for _ in range(2):
-        out.view(numpy.uint16)[...] = 0x7FFF  # NaN in float16 and bfloat16 alike
-        with state.stream:
-            before, after = cupy.cuda.Event(), cupy.cuda.Event()
-            cupy.cuda.Device().synchronize()
-            before.record(state.stream)
-            state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), state.arguments)
-            after.record(state.stream)
-        after.synchronize()
-        elapsed = cupy.cuda.get_elapsed_time(before, after) * 1e3
-        bits.append(out.view(numpy.uint16).copy())
-    accuracy = compare(cupy, _to_float32(out, state.problem.dtype), state.reference, tile_m=launch.tile_m,
-                       repeatable=bool((bits[0] == bits[1]).all()))  # fmt: skip
-    if not accuracy.worst_tile_error <= launch.tolerance:
-        batch, head, tile = accuracy.worst_tile
-        return Failure(kind=FailureKind.WRONG_RESULT, message=f"relative error {accuracy.worst_tile_error:.3g} above "
-                       f"{launch.tolerance:.3g} in batch {batch}, head {head}, query tile {tile}")  # fmt: skip
-    return Checked(accuracy=accuracy, first_look_us=elapsed)
+    out.view(numpy.uint16)[...] = 0x7FFF  # NaN in float16 and bfloat16 alike
+    with state.stream:
+        before, after = cupy.cuda.Event(), cupy.cuda.Event()
+        cupy.cuda.Device().synchronize()
+        before.record(state.stream)
+        state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), arguments)
+        after.record(state.stream)
+    after.synchronize()
+    return out, float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
 
 
 class Stopwatch:
-    """Launches loaded kernels between CuPy events; see :class:`tiledsched.measure.timing.Stopwatch`."""
+    """Launches loaded kernels between CuPy events; see :class:`tiledsched.measure.timing.Stopwatch`.
 
-    def __init__(self, state: State, launches: list[Launch]) -> None:
-        self._state, self._launches = state, launches
+    With `graph_launches`, a sample is so many launches replayed as one CUDA graph, divided by their number: a launch of
+    a few microseconds is too short for the events around it. Nothing flushes the L2 cache between them.
+    """
+
+    def __init__(self, state: State, launches: list[Launch], graph_launches: int = 0) -> None:
+        self._state, self._launches, self._count = state, launches, max(1, graph_launches)
+        self._graphs = [self._capture(launch) for launch in launches] if graph_launches else []
+
+    def _capture(self, launch: Launch) -> Any:
+        state = self._state
+        with state.stream:
+            state.stream.begin_capture()
+            for _ in range(self._count):
+                state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), state.arguments)
+            return state.stream.end_capture()
 
     def queue(self, index: int, *, paced: bool) -> Any:
-        """Events around one launch."""
+        """Events around one launch, or one graph."""
         state, launch = self._state, self._launches[index]
-        kernel = state.kernels[launch.fingerprint]
         before, after = cupy.cuda.Event(), cupy.cuda.Event()
         with state.stream:
             if paced:
                 state.flush.fill(0)
                 state.spin((1,), (1,), (numpy.uint64(SPIN_US * 1e3),))
             before.record(state.stream)
-            kernel(launch.grid, (1, 1, 1), state.arguments)
+            if self._graphs:
+                self._graphs[index].launch(state.stream)
+            else:
+                state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), state.arguments)
             after.record(state.stream)
         return before, after
 
     def read(self, queued: Any) -> float:
-        """Microseconds between them."""
+        """Microseconds between them, per launch."""
         before, after = queued
         after.synchronize()
-        return float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
+        return float(cupy.cuda.get_elapsed_time(before, after) * 1e3) / self._count
 
 
-def sample(state: State, launches: list[Launch], rounds: int, regime: str, seed: int) -> list[Batch]:
+def sample(state: State, launches: list[Launch], rounds: int, regime: str, seed: int, gap_ms: float,
+           graph_launches: int) -> list[Batch]:  # fmt: skip
     """Interleaved samples of every launch."""
     log = ConditionsLog()
-    samples = sample_rounds(Stopwatch(state, launches), len(launches), rounds=rounds, regime=regime,
-                            rng=random.Random(seed), log=log)  # fmt: skip
-    conditions: Conditions = log.summary()
+    still_warm = time.perf_counter() - state.last_sustained_s < timing.STILL_WARM_S
+    samples = sample_rounds(Stopwatch(state, launches, graph_launches), len(launches), rounds=rounds, regime=regime,
+                            rng=random.Random(seed), log=log, gap_s=gap_ms / 1e3,
+                            warmup_s=timing.SUSTAINED_REWARM_S if still_warm else timing.SUSTAINED_WARMUP_S)  # fmt: skip
+    if regime == "sustained":
+        state.last_sustained_s = time.perf_counter()
+    conditions = dataclasses.replace(log.summary(), gap_ms=gap_ms if regime == "burst" else 0.0,
+                                     graph_launches=graph_launches)  # fmt: skip
     return [Batch(samples_us=tuple(values), conditions=conditions) for values in samples]
+
+
+def find_gap(state: State, launch: Launch, graph_launches: int) -> list[GapTrial]:
+    """What pacing `launch` at several distances comes to."""
+    return calibrate(Stopwatch(state, [launch], graph_launches), log=ConditionsLog)
 
 
 def _to_storage(values: Any, dtype: str) -> Any:
@@ -200,8 +285,12 @@ def answer(state: State, request: tuple[Any, ...]) -> Any:
             return load(state, *arguments)
         except Exception as error:
             return _failure(error, FailureKind.ARTIFACT_CORRUPT)
+    if verb == "look":
+        return look(state, *arguments)
     if verb == "check":
         return check(state, *arguments)
+    if verb == "calibrate":
+        return find_gap(state, *arguments)
     if verb == "sample":
         return sample(state, *arguments)
     raise ValueError(f"unknown request {verb!r}")

@@ -66,6 +66,12 @@ class Workshop:
         """What is known of building `schedule` for `problem`'s class; None where it was never tried."""
         return self._builds.get((schedule.id, self.template.problem_class(schedule, problem).id))
 
+    def built(self, problem: Problem) -> list[Schedule]:
+        """Every schedule known to build for `problem`'s class."""
+        return [record.schedule for record in self._builds.values()
+                if record.facts is not None
+                and record.problem_class == self.template.problem_class(record.schedule, problem)]  # fmt: skip
+
     def missing(self, schedules: Iterable[Schedule], problem: Problem) -> list[Schedule]:
         """Those not built yet, or whose artifact has gone from the disk; each once."""
         return [each for each in dict.fromkeys(schedules) if not self._usable(self.record(each, problem))]

@@ -1,8 +1,10 @@
 """Race candidates until the winner stands apart or is declared a tie.
 
-A cheap first look rejects the hopeless; the rest run in interleaved heats, each heat keeping those that may still win.
-Samples are paired by round, so a drift of clocks hits every survivor alike. Successive elimination after
-Maron and Moore, "Hoeffding Races" (1994), with order-statistic intervals instead of Hoeffding's bound.
+A look at everyone tells the hopeless; the rest are checked, fastest first, and run in interleaved heats. After each heat
+those that are clearly slower than the leader drop out; heats go on until nobody else is left, or until those left are
+known so precisely that more samples would not tell them apart. Samples are paired by round, so a drift of clocks hits
+every survivor alike. Successive elimination after Maron and Moore, "Hoeffding Races" (1994), with a paired signed-rank
+test in place of Hoeffding's bound, as Birattari et al. use a paired rank test in F-Race (2002).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 
 from tiledsched.errors import Failure
 from tiledsched.measure.runner import Accuracy, Candidate, Conditions, Failed, Measurement, Runner
+from tiledsched.measure.statistics import median_interval, probability_not_slower, relative_uncertainty
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
@@ -23,20 +26,32 @@ Outcome = Measurement | Failed
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a race is run. The defaults spend about 10 s of device time on 100 candidates."""
+    """How a race is run. The defaults decide among tens of candidates in a few seconds."""
 
     hopeless_ratio: float = 3.0
-    """A first look this many times slower than the best first look is not raced further."""
+    """A first look this many times slower than the best right one is not raced further."""
     group: int = 32
     """Candidates interleaved at once in the opening heat."""
     opening_rounds: int = 3
     """Samples of everyone who is not hopeless."""
-    heats: tuple[tuple[float, int], ...] = ((1.10, 6), (1.05, 8), (1.03, 12), (1.02, 20), (1.02, 30))
-    """(keep those within this ratio of the leader's median, rounds to run them)."""
+    opening_ratio: float = 1.10
+    """After the opening and each heat, those within this ratio of the leader's median stay in."""
+    heat_rounds: int = 5
+    """Samples of everyone still in, per heat."""
+    most_rounds: int = 60
+    """Samples of one candidate, at most."""
+    precision: float = 0.003
+    """Heats end when the interval of everyone's median reaches no farther than this part of it to either side."""
     confidence: float = 0.95
-    """Of every interval."""
-    same: float = 0.001
-    """Medians closer than this relative difference are a tie even when they can be told apart."""
+    """Of every interval; one minus it, shared by those still in, is the level of the test that drops them."""
+    same: float = 0.003
+    """A relative difference that does not matter: medians so close are a tie even when they can be told apart, and of a
+    tie only those so close to the fastest may be chosen.
+    """
+
+
+RULES = {"burst": Rules(), "sustained": Rules(opening_rounds=20, heat_rounds=40, most_rounds=400)}
+"""Rules of each regime: at the power cap samples follow each other at once, and spread more."""
 
 
 @dataclass(eq=False)
@@ -75,107 +90,145 @@ class RaceResult:
 
 
 def race(runner: Runner, problem: Problem, candidates: Sequence[Candidate], *, preference: Sequence[Schedule] = (),
-         rules: Rules | None = None, regime: str = "burst", deadline_s: float | None = None,
-         on_outcome: Callable[[Outcome], None] | None = None) -> RaceResult:  # fmt: skip
+         rules: Rules | None = None, regime: str = "burst", known_us: float = math.inf,
+         deadline_s: float | None = None, on_outcome: Callable[[Outcome], None] | None = None) -> RaceResult:  # fmt: skip
     """Find the fastest of `candidates` for the problem `runner.begin` was given.
 
     Args:
         runner: what measures.
         problem: recorded with each outcome.
         candidates: distinct programs.
-        preference: schedules preferred within a tie, first first; others follow by id. So a tie always resolves
-            the same way.
-        rules: how long to look.
+        preference: schedules preferred within a tie, first first; others follow by id. So a tie resolves the same
+            way every time.
+        rules: how long to look; None for those of the regime.
         regime: burst or sustained.
+        known_us: time of the fastest program known already; what is hopeless against it is not raced.
         deadline_s: `time.monotonic()` after which no new work starts. The default schedule should come first.
         on_outcome: called once per candidate as its outcome is final, also when the race is interrupted.
     """
-    rules = rules or Rules()
-    report = on_outcome or (lambda outcome: None)
-    outcomes: list[Outcome] = []
+    course = _Course(runner, problem, rules or RULES[regime], regime, on_outcome or (lambda outcome: None), deadline_s)
+    try:
+        course.look(candidates)
+        course.check(known_us)
+        course.open()
+        while course.go_on():
+            course.run(course.alive, course.rules.heat_rounds)
+    finally:
+        course.finish_all()
+    return _decide(course, preference)
 
-    def finish(racer: Racer) -> None:
+
+class _Course:
+    """One race under way: who is looked at, who is still in, what was reported."""
+
+    def __init__(self, runner: Runner, problem: Problem, rules: Rules, regime: str, report: Callable[[Outcome], None],
+                 deadline_s: float | None) -> None:  # fmt: skip
+        self.runner, self.problem, self.rules, self.regime = runner, problem, rules, regime
+        self._report, self._deadline_s = report, deadline_s
+        self.racers: list[Racer] = []
+        self.alive: list[Racer] = []
+        self.outcomes: list[Outcome] = []
+
+    def late(self) -> bool:
+        """Whether nothing new may start."""
+        return self._deadline_s is not None and time.monotonic() > self._deadline_s
+
+    def look(self, candidates: Sequence[Candidate]) -> None:
+        """One launch of everyone."""
+        for candidate in candidates:
+            if self.racers and self.late():
+                break
+            seen = self.runner.look(candidate)
+            if isinstance(seen, Failure):
+                self.finish(Racer(candidate, failure=seen))
+            else:
+                self.racers.append(Racer(candidate, seen))
+
+    def check(self, known_us: float) -> None:
+        """The accuracy gate, fastest first: only what is right makes others hopeless.
+
+        The look of a hopeless one is all the time spent on it, and its only sample.
+        """
+        limit_us = self.rules.hopeless_ratio * known_us
+        for racer in sorted(self.racers, key=lambda racer: racer.first_look_us):
+            if racer.first_look_us > limit_us:
+                racer.samples_us = [racer.first_look_us]
+                self.finish(racer)
+                continue
+            if self.alive and self.late():
+                break
+            checked = self.runner.check(racer.candidate)
+            if isinstance(checked, Failure):
+                racer.failure = checked
+                self.finish(racer)
+                continue
+            racer.accuracy = checked.accuracy
+            self.alive.append(racer)
+            limit_us = min(limit_us, self.rules.hopeless_ratio * racer.first_look_us)
+
+    def open(self) -> None:
+        """First samples of all still in, in groups."""
+        field_of = self.alive
+        for start in range(0, len(field_of), self.rules.group):
+            if start and self.late():
+                break
+            self.run(field_of[start : start + self.rules.group], self.rules.opening_rounds)
+
+    def run(self, racers: Sequence[Racer], rounds: int) -> None:
+        """One heat; a racer that fails in it keeps its failure."""
+        batches = self.runner.sample([racer.candidate for racer in racers], rounds=rounds, regime=self.regime)
+        for racer, batch in zip(racers, batches, strict=True):
+            if isinstance(batch, Failure):
+                racer.failure = batch
+                continue
+            racer.samples_us.extend(batch.samples_us)
+            racer.conditions = batch.conditions
+
+    def go_on(self) -> bool:
+        """Drop who is beaten; whether another heat would tell more."""
+        rules = self.rules
+        healthy = [racer for racer in self.alive if racer.failure is None and racer.samples_us]
+        leader = _leader(healthy) if healthy else None
+        keep = [racer for racer in healthy if leader and not _beaten(racer, leader, rules, len(healthy))]
+        for racer in self.alive:
+            if racer not in keep:
+                self.finish(racer)
+        self.alive = keep
+        rounds = max((len(racer.samples_us) for racer in keep), default=0)
+        if not keep or self.late() or rounds + rules.heat_rounds > rules.most_rounds:
+            return False
+        return any(relative_uncertainty(racer.samples_us, rules.confidence) > rules.precision for racer in keep)
+
+    def finish(self, racer: Racer) -> None:
+        """Report it, once."""
         if racer.finished:
             return
         racer.finished = True
-        outcome = _outcome(runner, problem, regime, racer, rules.confidence)
+        outcome = self._outcome(racer)
         if outcome is not None:
-            outcomes.append(outcome)
-            report(outcome)
+            self.outcomes.append(outcome)
+            self._report(outcome)
 
-    def late() -> bool:
-        return deadline_s is not None and time.monotonic() > deadline_s
+    def finish_all(self) -> None:
+        """Report everyone not yet reported."""
+        for racer in self.racers:
+            self.finish(racer)
 
-    racers: list[Racer] = []
-    try:
-        for candidate in candidates:
-            if late() and racers:
-                break
-            checked = runner.check(candidate)
-            if isinstance(checked, Failure):
-                finish(Racer(candidate, failure=checked))
-            else:
-                racers.append(Racer(candidate, checked.first_look_us, checked.accuracy))
-        limit_us = rules.hopeless_ratio * min((racer.first_look_us for racer in racers), default=math.inf)
-        alive = [racer for racer in racers if racer.first_look_us <= limit_us]
-        hopeless = [racer for racer in racers if racer.first_look_us > limit_us]
-        for field_of, rounds in ((alive, rules.opening_rounds), (hopeless, 1)):
-            for start in range(0, len(field_of), rules.group):
-                if late() and (start or field_of is hopeless):
-                    break
-                _run(runner, field_of[start : start + rules.group], rounds, regime)
-        for racer in hopeless:
-            finish(racer)
-        for ratio, rounds in rules.heats:
-            leader_us = min((racer.median_us for racer in alive if racer.failure is None), default=math.inf)
-            keep = [racer for racer in alive if racer.failure is None and racer.median_us <= ratio * leader_us]
-            for racer in alive:
-                if racer not in keep:
-                    finish(racer)
-            alive = keep
-            if len(alive) <= 1 or late():
-                break
-            _run(runner, alive, rounds, regime)
-    finally:
-        for racer in racers:
-            finish(racer)
-    return _decide(alive, racers, outcomes, preference, rules)
+    def _outcome(self, racer: Racer) -> Outcome | None:
+        schedule, fingerprint = racer.candidate.schedule, racer.candidate.artifact.fingerprint
+        if racer.failure is not None:
+            return Failed(schedule=schedule, fingerprint=fingerprint, failure=racer.failure)
+        if not racer.samples_us:
+            return None  # interrupted before its first sample: nothing is known
+        low, high = median_interval(racer.samples_us, self.rules.confidence)
+        return Measurement(problem=self.problem, schedule=schedule, fingerprint=fingerprint, device=self.runner.device,
+                           regime=self.regime, median_us=racer.median_us, ci_low_us=low, ci_high_us=high,
+                           samples_us=tuple(racer.samples_us), accuracy=racer.accuracy, conditions=racer.conditions,
+                           runner=self.runner.name)  # fmt: skip
 
 
-def _run(runner: Runner, racers: Sequence[Racer], rounds: int, regime: str) -> None:
-    """One heat; a racer that fails in it keeps its failure."""
-    batches = runner.sample([racer.candidate for racer in racers], rounds=rounds, regime=regime)
-    for racer, batch in zip(racers, batches, strict=True):
-        if isinstance(batch, Failure):
-            racer.failure = batch
-            continue
-        racer.samples_us.extend(batch.samples_us)
-        racer.conditions = batch.conditions
-
-
-def _decide(alive: Sequence[Racer], racers: Sequence[Racer], outcomes: Sequence[Outcome],
-            preference: Sequence[Schedule], rules: Rules) -> RaceResult:  # fmt: skip
-    measured = {o.schedule: o for o in outcomes if isinstance(o, Measurement)}
-    finishers = [racer for racer in racers if racer.candidate.schedule in measured]
-    finalists = [racer for racer in finishers if racer in alive] or finishers  # the rest, where all the best broke down
-    if not finalists:
-        return RaceResult(winner=None, ties=(), runner_up=None, margin=None, outcomes=tuple(outcomes))
-    leader = min(finalists, key=lambda racer: (racer.median_us, racer.candidate.schedule.id))
-    tied = [racer for racer in finalists if racer is leader or _indistinct(racer, leader, rules)]
-    rank = {schedule: index for index, schedule in enumerate(preference)}
-    tied.sort(key=lambda racer: (rank.get(racer.candidate.schedule, len(rank)), racer.candidate.schedule.id))
-    winner = tied[0]
-    # Those that ran longest are the closest: medians of racers eliminated at different times do not compare.
-    others = [racer for racer in finishers if racer not in tied]
-    others.sort(key=lambda racer: (-len(racer.samples_us), racer.median_us, racer.candidate.schedule.id))
-    runner_up = others[0] if others else None
-    return RaceResult(
-        winner=measured[winner.candidate.schedule],
-        ties=tuple(racer.candidate.schedule for racer in tied[1:]),
-        runner_up=measured[runner_up.candidate.schedule] if runner_up else None,
-        margin=statistics.median(_ratios(runner_up, winner)) - 1.0 if runner_up else None,
-        outcomes=tuple(outcomes),
-    )
+def _leader(racers: Sequence[Racer]) -> Racer:
+    return min(racers, key=lambda racer: (racer.median_us, racer.candidate.schedule.id))
 
 
 def _ratios(racer: Racer, other: Racer) -> list[float]:
@@ -183,42 +236,43 @@ def _ratios(racer: Racer, other: Racer) -> list[float]:
     return [mine / theirs for mine, theirs in zip(racer.samples_us, other.samples_us, strict=False)]
 
 
-def _indistinct(racer: Racer, leader: Racer, rules: Rules) -> bool:
-    """Whether the ratio of two finalists may be 1, or is too close to 1 to matter."""
-    ratios = _ratios(racer, leader)
-    low, high = median_interval(ratios, rules.confidence)
-    return low <= 1.0 <= high or statistics.median(ratios) < 1 + rules.same
+def _beaten(racer: Racer, leader: Racer, rules: Rules, field_size: int) -> bool:
+    """Whether it is slower than the leader: by far, or by more than matters and beyond doubt.
 
-
-def median_interval(samples: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Distribution-free confidence interval of the median, from order statistics.
-
-    The number of samples below the true median is binomial(n, 1/2); the interval runs between the order statistics
-    that leave at most (1 - confidence) / 2 outside on each side (Conover, Practical Nonparametric Statistics, ch. 3).
-    With fewer than six samples no such pair exists at 95%, and the range is returned.
+    The leader is the best of `field_size`, so that each is tested at that part of the level (Bonferroni).
     """
-    ordered = sorted(samples)
-    count = len(ordered)
-    outside = (1.0 - confidence) / 2
-    below = 0.0
-    rank = 0
-    for k in range(count // 2):
-        below += math.comb(count, k) / 2**count
-        if below > outside:
-            break
-        rank = k + 1
-    rank = max(rank, 1)
-    return ordered[rank - 1], ordered[count - rank]
+    if racer is leader:
+        return False
+    if racer.median_us > rules.opening_ratio * leader.median_us:
+        return True
+    ratios = _ratios(racer, leader)
+    level = (1 - rules.confidence) / field_size
+    return statistics.median(ratios) > 1 + rules.same and probability_not_slower(ratios) < level
 
 
-def _outcome(runner: Runner, problem: Problem, regime: str, racer: Racer, confidence: float) -> Outcome | None:
-    candidate = racer.candidate
-    if racer.failure is not None:
-        return Failed(schedule=candidate.schedule, fingerprint=candidate.artifact.fingerprint, failure=racer.failure)
-    if not racer.samples_us:
-        return None  # interrupted before its first sample: nothing is known
-    low, high = median_interval(racer.samples_us, confidence)
-    return Measurement(problem=problem, schedule=candidate.schedule, fingerprint=candidate.artifact.fingerprint,
-                       device=runner.device, regime=regime, median_us=racer.median_us, ci_low_us=low, ci_high_us=high,
-                       samples_us=tuple(racer.samples_us), accuracy=racer.accuracy, conditions=racer.conditions,
-                       runner=runner.name)  # fmt: skip
+def _decide(course: _Course, preference: Sequence[Schedule]) -> RaceResult:
+    measured = {o.schedule: o for o in course.outcomes if isinstance(o, Measurement)}
+    finishers = [racer for racer in course.racers if racer.candidate.schedule in measured]
+    finalists = [racer for racer in finishers if racer in course.alive]
+    if not finalists:  # all the best broke down: the rest, but never one that was not checked
+        finalists = [racer for racer in finishers if racer.accuracy is not None]
+    if not finalists:
+        return RaceResult(winner=None, ties=(), runner_up=None, margin=None, outcomes=tuple(course.outcomes))
+    leader = _leader(finalists)
+    rules = course.rules
+    tied = [racer for racer in finalists if not _beaten(racer, leader, rules, len(finalists))]
+    rank = {schedule: index for index, schedule in enumerate(preference)}
+    tied.sort(key=lambda racer: (rank.get(racer.candidate.schedule, len(rank)), racer.candidate.schedule.id))
+    winner = next(racer for racer in tied if racer.median_us <= (1 + rules.same) * leader.median_us)
+    tied.remove(winner)
+    # Those that ran longest are the closest: medians of racers eliminated at different times do not compare.
+    others = [racer for racer in finishers if racer is not winner and racer not in tied]
+    others.sort(key=lambda racer: (-len(racer.samples_us), racer.median_us, racer.candidate.schedule.id))
+    runner_up = others[0] if others else None
+    return RaceResult(
+        winner=measured[winner.candidate.schedule],
+        ties=tuple(racer.candidate.schedule for racer in tied),
+        runner_up=measured[runner_up.candidate.schedule] if runner_up else None,
+        margin=statistics.median(_ratios(runner_up, winner)) - 1.0 if runner_up else None,
+        outcomes=tuple(course.outcomes),
+    )

@@ -8,6 +8,8 @@ that an interrupted run loses nothing and the next one goes on.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from tiledsched.model.static import estimate_us
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.programs import Program, Workshop
-from tiledsched.search.race import Outcome, Rules, race
+from tiledsched.search.race import RULES, Outcome, race
 from tiledsched.search.sampler import ScheduleSampler
 from tiledsched.space import SearchSpace
 from tiledsched.store.db import TuningDB
@@ -38,7 +40,8 @@ MODEL_SEEDS = 16
 """Schedules the model likes best, proposed first where they are built already."""
 RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
 """Failures that are no verdict on a program."""
-LOOK = Rules(heats=((1.10, 4),))
+LOOKS = {regime: dataclasses.replace(rules, hopeless_ratio=1.5, most_rounds=rules.opening_rounds + rules.heat_rounds)
+         for regime, rules in RULES.items()}  # fmt: skip
 """How a batch is measured: enough to learn from; the deciding race comes last."""
 
 
@@ -144,7 +147,9 @@ class Tuner:
 
     def _model(self, problem: Problem, deadline_s: float | None) -> TuneResult:
         started = time.monotonic()
-        schedules = list(self.space.schedules(problem, pinned=self._pinned))
+        # The model cannot tell what such knobs do: they stay as they are until something is measured.
+        pinned = self._pinned | self.space.modelled_pins()
+        schedules = list(self.space.schedules(problem, pinned=pinned))
         default = self._default(problem)
         schedules.sort(key=lambda schedule: schedule != default)  # the default first, for short budgets
         compiled = self._build(schedules, problem, deadline_s)
@@ -209,7 +214,7 @@ class Tuner:
                 if (entry.problem.head_dim, entry.problem.causal) == (problem.head_dim, problem.causal)]  # fmt: skip
         near.sort(key=lambda entry: (abs(entry.problem.seq_q - problem.seq_q), entry.problem))
         spec = arch_spec(self.space.arch)
-        built = self.workshop.programs(list(self.space.schedules(problem, pinned=self._pinned)), problem, spec.sm_count)
+        built = self.workshop.programs(self.workshop.built(problem), problem, spec.sm_count)
         modelled = [program.schedule for program in self._ranked(built, problem)[:MODEL_SEEDS]]
         return [self._default(problem), *(entry.schedule for entry in near), *modelled]
 
@@ -239,7 +244,9 @@ class Tuner:
                  for program in self.workshop.programs(list(times), problem, sm_count)}  # fmt: skip
         programs = self.workshop.programs(batch, problem, sm_count)
         fresh = [program for program in programs if program.key not in known]
-        result = race(runner, problem, self._candidates(fresh), rules=LOOK, regime=self.options.regime,
+        known_us = min((us for us in times.values() if us is not None), default=math.inf)
+        regime = self.options.regime
+        result = race(runner, problem, self._candidates(fresh), rules=LOOKS[regime], regime=regime, known_us=known_us,
                       deadline_s=deadline_s, on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
         for outcome in result.outcomes:
             times[outcome.schedule] = outcome.median_us if isinstance(outcome, Measurement) else None
@@ -252,19 +259,22 @@ class Tuner:
 
     def _decide(self, problem: Problem, runner: Runner, times: dict[Schedule, float | None], tried: list[Schedule],
                 compiled: int, measured: int, failed: int, started: float) -> TuneResult:  # fmt: skip
-        """Race the leaders and the default afresh and store the winner."""
+        """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
         default = self._default(problem)
+        preferred = [*self._incumbent(problem, runner), default]
         worked = [(us, schedule) for schedule, us in times.items() if us is not None]
         worked.sort(key=lambda pair: pair[0])  # stable: of equal programs, the one that was measured stays first
         ordered = [schedule for _, schedule in worked]
         compiled += self.workshop.build(ordered[: 4 * FINALISTS], problem)
         programs = self.workshop.programs(ordered, problem, runner.device.sm_count)
         finalists = programs[:FINALISTS]
-        finalists += [program for program in programs[FINALISTS:] if default in program.schedules]
+        finalists += [program for program in programs[FINALISTS:] if set(preferred) & set(program.schedules)]
         if not finalists:
             raise NoValidScheduleError(self._nothing_works(problem, tried))
+        preference = [program.schedule for schedule in preferred for program in finalists
+                      if schedule in program.schedules]  # fmt: skip
         self.watcher.stage(problem, "deciding", len(finalists))
-        result = race(runner, problem, self._candidates(finalists), preference=(default,), regime=self.options.regime,
+        result = race(runner, problem, self._candidates(finalists), preference=preference, regime=self.options.regime,
                       on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
         if result.winner is None:
             raise NoValidScheduleError(self._nothing_works(problem, tried))
@@ -278,6 +288,13 @@ class Tuner:
         )  # fmt: skip
         return TuneResult(entry=entry, stored=self.db.put_entry(entry), schedules=len(tried), programs=len(programs),
                           compiled=compiled, measured=measured, failed=failed, seconds=time.monotonic() - started)  # fmt: skip
+
+    def _incumbent(self, problem: Problem, runner: Runner) -> list[Schedule]:
+        """What is served for `problem` on this device now, if it was measured."""
+        entries = self.db.entries(self.space.arch, self.template.name, problem=problem, provenance="measured",
+                                  device_name=runner.device.name, regime=self.options.regime,
+                                  accum_mode=self.options.accum_mode)  # fmt: skip
+        return [entry.schedule for entry in entries]
 
     def _candidates(self, programs: Sequence[Program]) -> list[Candidate]:
         """Programs with their machine code read back; one whose file is damaged is left out and built next time."""

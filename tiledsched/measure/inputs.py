@@ -1,0 +1,153 @@
+"""Inputs made to bring out what normally distributed ones hide: a rescale left out, a mask off by one, a narrow sum.
+
+A head's queries, keys and values are of one *kind*. Scores below are those of the softmax: scale * q . k, in natural
+units. Where a kind asks for scores, queries lie near a vector u of signs and keys at a multiple of it: u . u is head_dim,
+so that the multiple t gives the score t * sqrt(head_dim).
+
+Every kind is bounded so that a right kernel stays within the tolerances of :mod:`tiledsched.measure.accuracy`: no
+probability that matters is lost when P is rounded to float16 (6e-8 and less become 0), and no output leaves float16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+
+from tiledsched.problem import Problem
+
+KINDS = ("borders", "negative", "rising", "falling", "peaked", "large", "cancelling", "uniform")
+"""In the order in which they are given to the heads; with few heads, the first are the ones that find most."""
+
+CODES = 61
+"""Query directions of `borders`: a prime, so that tile borders, multiples of 16, meet different ones."""
+BORDER_SCORE = 12.0
+RISE = 24.0
+NEGATIVE_SCORE = -20.0
+PEAKED_QUERIES = 8.0
+LARGE_VALUES = 2.0**14
+LARGEST_VALUE = 60000.0
+CANCELLING_SUM = 2048.0
+TILE_SIZES = (16, 32, 64, 128, 256)
+
+
+def kinds_of_heads(problem: Problem) -> numpy.ndarray:
+    """`[batch, heads]`, int64: the index into `KINDS` of each query head's inputs.
+
+    Key/value heads take the kinds in turn, batch entry after batch entry; the query heads of a group follow theirs.
+    """
+    kv_heads = numpy.arange(problem.batch * problem.kv_heads).reshape(problem.batch, problem.kv_heads)
+    return numpy.repeat(kv_heads % len(KINDS), problem.group, axis=1)
+
+
+def adversarial_heads(xp: Any, rng: Any, problem: Problem) -> tuple[Any, Any, Any]:
+    """One head of queries, keys and values for each kind that `problem` has key/value heads for.
+
+    Heads of a kind are the same, so that one reference serves them all: that heads are told apart, the random inputs
+    show.
+
+    Args:
+        xp: numpy or cupy.
+        rng: a Generator of that module.
+        problem: shapes and key count; dtype and mask do not matter.
+
+    Returns:
+        `[kinds, seq_q, head_dim]` and twice `[kinds, seq_k, head_dim]`, float32, in the order of `KINDS`.
+    """
+    count = min(len(KINDS), problem.batch * problem.kv_heads)
+    queries = rng.standard_normal((count, problem.seq_q, problem.head_dim), dtype=numpy.float32)
+    keys = rng.standard_normal((count, problem.seq_k, problem.head_dim), dtype=numpy.float32)
+    values = rng.standard_normal((count, problem.seq_k, problem.head_dim), dtype=numpy.float32)
+    signs = xp.where(rng.standard_normal((CODES, problem.head_dim), dtype=numpy.float32) < 0, -1.0, 1.0)
+    signs = signs.astype(numpy.float32)
+    for index, kind in enumerate(KINDS[:count]):
+        _SHAPE[kind](xp, queries[index], keys[index], values[index], signs)
+    return queries, keys, values
+
+
+def border_keys(seq_k: int) -> list[int]:
+    """The keys on both sides of the first, second and last border between key tiles of each size, and the last key."""
+    borders = {size * number for size in TILE_SIZES for number in (1, 2, (seq_k - 1) // size)}
+    doubling = {1 << power for power in range(4, seq_k.bit_length())}
+    beside = {key for border in borders | doubling for key in (border - 1, border)}
+    return sorted({key for key in beside if 0 <= key < seq_k} | {seq_k - 1})
+
+
+# Each function below is given one head's standard normal q `[seq_q, head_dim]`, k and v `[seq_k, head_dim]`, and changes
+# them in place. `signs` is `[CODES, head_dim]`, each element 1 or -1.
+
+
+def _borders(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
+    """One key beside a tile border outweighs the rest: the last that row i may see when causal, or the first it may not.
+
+    Row i looks in direction i % CODES. The key at border position p answers to the directions of row p, for which it is
+    on the diagonal, and of row p - 1, which must not see it when causal; other rows of both directions see it alike.
+    """
+    _near(xp, q, signs[xp.arange(q.shape[0]) % CODES])
+    per_key = BORDER_SCORE / q.shape[1] ** 0.5
+    for key in border_keys(k.shape[0]):
+        k[key] = per_key * (signs[(key - 1) % CODES] + signs[key % CODES])
+
+
+def _negative(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
+    """All scores near -20: one key of padding, whose score is 0, outweighs a hundred million of them."""
+    _near(xp, q, signs[0])
+    k *= 0.5
+    k += NEGATIVE_SCORE / q.shape[1] ** 0.5 * signs[0]
+
+
+def _rising(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
+    """Scores rise by 24 from the first key to the last: every key tile raises the row maximum and rescales what was."""
+    _ramp(xp, q, k, signs[0], xp.linspace(0.0, RISE, k.shape[0], dtype=numpy.float32))
+
+
+def _falling(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
+    """The same downhill: no tile after the first raises the maximum, and most probabilities underflow."""
+    _ramp(xp, q, k, signs[0], xp.linspace(RISE, 0.0, k.shape[0], dtype=numpy.float32))
+
+
+def _peaked(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
+    """Scores of standard deviation 8: one key or a few decide each row, others for each row."""
+    q *= PEAKED_QUERIES
+
+
+def _large(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
+    """Values up to 60000, where float16 ends at 65504: their average fits, a sum that is not yet divided does not."""
+    v *= LARGE_VALUES
+    xp.clip(v, -LARGEST_VALUE, LARGEST_VALUE, out=v)
+
+
+def _cancelling(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
+    """Within q . k, the first quarter of the columns adds 2048 and the last takes it away; the sign changes by key.
+
+    What lies between decides the score, and a narrow accumulator has lost it by then.
+    """
+    quarter = q.shape[1] // 4
+    if quarter == 0:
+        return
+    size = (CANCELLING_SUM / quarter) ** 0.5
+    sign = xp.where(xp.arange(k.shape[0]) % 2 == 0, size, -size).astype(numpy.float32)[:, None]
+    q[:, :quarter] = q[:, -quarter:] = size
+    k[:, :quarter] = sign
+    k[:, -quarter:] = -sign
+    q[:, quarter:-quarter] *= 2.0**0.5  # half the columns are left to make scores of standard deviation 1
+
+
+def _uniform(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
+    """Queries of zero: every key that is seen counts the same."""
+    q[...] = 0.0
+
+
+def _near(xp: Any, q: Any, direction: Any) -> None:
+    q *= 0.1
+    q += direction
+
+
+def _ramp(xp: Any, q: Any, k: Any, direction: Any, scores: Any) -> None:
+    _near(xp, q, direction)
+    k *= 0.02
+    k += (scores / q.shape[1] ** 0.5)[:, None] * direction
+
+
+_SHAPE = {"borders": _borders, "negative": _negative, "rising": _rising, "falling": _falling, "peaked": _peaked,
+          "large": _large, "cancelling": _cancelling, "uniform": _uniform}  # fmt: skip

@@ -1,0 +1,77 @@
+"""What samples say: the median and how sure it is, which samples are outliers, and whether one candidate is slower.
+
+SciPy is imported by the functions that need it: the measuring process does not.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+OUTLIER_DEVIATIONS = 5.0
+"""A sample this many standard deviations from the median is an outlier."""
+MAD_TO_DEVIATION = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+
+def median_interval(samples: Sequence[float], confidence: float) -> tuple[float, float]:
+    """Distribution-free confidence interval of the median, from order statistics.
+
+    The number of samples below the true median is binomial(n, 1/2); the interval runs between the order statistics
+    that leave at most (1 - confidence) / 2 outside on each side (Conover, Practical Nonparametric Statistics, ch. 3).
+    With fewer than six samples no such pair exists at 95%, and the range is returned.
+    """
+    from scipy.stats import binom
+
+    ordered = sorted(samples)
+    count = len(ordered)
+    outside = (1.0 - confidence) / 2
+    rank = int(binom.ppf(outside, count, 0.5))  # the smallest k with P(X <= k) >= outside
+    if binom.cdf(rank, count, 0.5) <= outside:
+        rank += 1
+    rank = max(rank, 1)
+    return ordered[rank - 1], ordered[count - rank]
+
+
+def relative_uncertainty(samples: Sequence[float], confidence: float) -> float:
+    """Half the width of the median's confidence interval over the median; infinite below six samples."""
+    if len(samples) < 6:
+        return math.inf
+    low, high = median_interval(samples, confidence)
+    return (high - low) / 2 / statistics.median(samples)
+
+
+def relative_spread(samples: Sequence[float]) -> float:
+    """A coefficient of variation that outliers do not move: 1.4826 times the median absolute deviation, over the median.
+
+    Rousseeuw and Croux, "Alternatives to the Median Absolute Deviation" (1993), section 1.
+    """
+    middle = statistics.median(samples)
+    return MAD_TO_DEVIATION * statistics.median(abs(sample - middle) for sample in samples) / middle
+
+
+def outliers(samples: Sequence[float]) -> tuple[int, ...]:
+    """Indices of samples farther from the median than `OUTLIER_DEVIATIONS` times the robust spread (at least 1%).
+
+    They stay in the record and in the estimate, which a median can bear; they are flagged for whoever reads it.
+    """
+    if len(samples) < 3:
+        return ()
+    middle = statistics.median(samples)
+    limit = OUTLIER_DEVIATIONS * max(relative_spread(samples), 0.01) * middle
+    return tuple(index for index, sample in enumerate(samples) if abs(sample - middle) > limit)
+
+
+def probability_not_slower(ratios: Sequence[float]) -> float:
+    """One-sided p-value that times paired by round are not longer than their partner's, given their ratios.
+
+    Wilcoxon signed-rank test of the logarithms (Wilcoxon 1945), through `scipy.stats.wilcoxon`. All ratios exactly 1
+    give 1.
+    """
+    from scipy.stats import wilcoxon
+
+    logs = [math.log(ratio) for ratio in ratios]
+    if not any(logs):
+        return 1.0
+    return float(wilcoxon(logs, alternative="greater").pvalue)
