@@ -149,6 +149,8 @@ class RawModule:
         right = attention_reference(numpy, *wide, causal=gpu.problem.causal, scale=scale, dtype="float32")
         if what == "wrong":
             right[0, -1, -1, :] += 1.0
+        if what == "wrong-head":
+            right[0, -1] += 1.0
         if what == "narrow":  # a kernel whose sums end early: right on the random inputs, not where values are large
             right[abs(right) > 1000.0] = numpy.inf
         stored = _to_storage(right, gpu.problem.dtype)

@@ -1,0 +1,210 @@
+"""Every way in which measuring can fail, in the middle of a race, and the accuracy gate, through the real worker process.
+
+The GPU is made up (fake_worker.py); the process, the pipe, the time limits and the race are those of a real one.
+"""
+
+from __future__ import annotations
+
+import json
+
+import provoke_faults
+import pytest
+from test_measure_gpu import PROBLEM, TIMEOUTS, candidate, command
+
+from tiledsched.errors import Failure, FailureKind, MeasureError
+from tiledsched.kernels import template_for
+from tiledsched.measure.gpu import GpuRunner
+from tiledsched.measure.inputs import KINDS
+from tiledsched.measure.runner import Candidate, Checked, Failed, Measurement
+from tiledsched.search.race import Rules, race
+
+RULES = Rules(opening_rounds=2, heat_rounds=3, most_rounds=8)
+
+# What happens when, the kind it must be stored as, and words of its message. Failures of the compiler never reach a
+# race; tests/test_build.py and tests/test_search_programs.py provoke them.
+FAULTS = [
+    ({"load": "corrupt"}, FailureKind.ARTIFACT_CORRUPT, "device kernel image is invalid"),
+    ({"load": "crash"}, FailureKind.ARTIFACT_CORRUPT, "code -11 during load"),
+    ({"load": "driver"}, FailureKind.DRIVER_MISMATCH, "unsupported toolchain"),
+    ({"load": "hang"}, FailureKind.HANG, "no answer to load"),
+    ({"load": "kill"}, FailureKind.WORKER_KILLED, "code -9 during load"),
+    ({"look": "launch"}, FailureKind.LAUNCH_FAILURE, "invalid argument"),
+    ({"look": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access"),
+    ({"look": "hang"}, FailureKind.HANG, "no answer to look within"),
+    ({"look": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory"),
+    ({"look": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC"),
+    ({"check": "wrong"}, FailureKind.WRONG_RESULT, "random inputs: relative error"),
+    ({"check": "unwritten"}, FailureKind.WRONG_RESULT, "relative error inf"),
+    ({"check": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access"),
+    ({"check": "hang"}, FailureKind.HANG, "no answer to check within"),
+    ({"check": "kill"}, FailureKind.WORKER_KILLED, "code -9 during check"),
+    ({"check": "exit"}, FailureKind.WORKER_KILLED, "code 3 during check"),
+    ({"check": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory"),
+    ({"check": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC"),
+    ({"sample": "launch"}, FailureKind.LAUNCH_FAILURE, "invalid argument"),
+    ({"sample": "assert"}, FailureKind.LAUNCH_FAILURE, "no word for"),
+    ({"sample": "illegal"}, FailureKind.ILLEGAL_ADDRESS, "illegal memory access"),
+    ({"sample": "hang"}, FailureKind.HANG, "no answer to sample within"),
+    ({"sample": "kill"}, FailureKind.WORKER_KILLED, "code -9 during sample"),
+    ({"sample": "ecc"}, FailureKind.GPU_LOST, "uncorrectable ECC"),
+]
+BY_THE_COMPILER = {FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT, FailureKind.COMPILER_KILLED}
+
+
+def test_every_kind_of_failure_is_provoked():
+    assert {kind for _, kind, _ in FAULTS} | BY_THE_COMPILER == set(FailureKind)
+
+
+@pytest.fixture
+def make_runner():
+    made = []
+
+    def make(problem=PROBLEM, mode="ready"):
+        runner = GpuRunner(template_for("attention"), timeouts=TIMEOUTS, gap_ms=0.0, worker_command=command(mode))
+        made.append(runner)
+        runner.begin(problem)
+        return runner
+
+    yield make
+    for runner in made:
+        runner.close()
+
+
+@pytest.mark.parametrize(("script", "kind", "words"), FAULTS, ids=lambda value: str(value))
+def test_a_fault_in_mid_race_costs_one_candidate(make_runner, script, kind, words):
+    """The faulty one would be the fastest; of four others each is measured, and the right one wins."""
+    good = [candidate(us, noise=0.002) for us in (100.0, 104.0, 130.0, 900.0)]
+    bad = candidate(50.0, **script)
+    reported = []
+    result = race(make_runner(), PROBLEM, [*good[:2], bad, *good[2:]], rules=RULES, on_outcome=reported.append)
+    assert sorted(outcome.schedule.id for outcome in reported) == sorted(c.schedule.id for c in [*good, bad])
+    assert reported == list(result.outcomes)
+    (failed,) = (outcome for outcome in reported if isinstance(outcome, Failed))
+    assert (failed.schedule, failed.fingerprint) == (bad.schedule, bad.artifact.fingerprint)
+    assert failed.failure.kind is kind
+    assert words in failed.failure.message
+    measured = {outcome.schedule: outcome for outcome in reported if isinstance(outcome, Measurement)}
+    for each, us in zip(good, (100.0, 104.0, 130.0, 900.0), strict=True):
+        assert measured[each.schedule].median_us == pytest.approx(us, rel=0.003)
+    assert [len(measured[each.schedule].samples_us) for each in good[2:]] == [2, 1]  # dropped at once; hopeless
+    assert result.winner.schedule == good[0].schedule
+    assert result.runner_up.schedule == good[1].schedule
+
+
+def test_two_faults_of_one_race(make_runner):
+    """One breaks the context while it is looked at, the other kills the process while everyone is timed."""
+    good = [candidate(us) for us in (100.0, 140.0)]
+    bad = [candidate(50.0, look="illegal"), candidate(51.0, sample="kill")]
+    result = race(make_runner(), PROBLEM, [*bad, *good], rules=RULES)
+    kinds = {o.schedule: o.failure.kind for o in result.outcomes if isinstance(o, Failed)}
+    assert kinds == {bad[0].schedule: FailureKind.ILLEGAL_ADDRESS, bad[1].schedule: FailureKind.WORKER_KILLED}
+    assert result.winner.schedule == good[0].schedule
+    assert len(result.outcomes) == 4
+
+
+def test_a_gpu_that_does_not_come_back_ends_the_race_and_the_culprit_is_told(make_runner, tmp_path):
+    field = [candidate(100.0), candidate(50.0, look="ecc"), candidate(140.0)]
+    reported = []
+    with pytest.raises(MeasureError, match="no CUDA-capable device"):
+        race(make_runner(mode=f"ready:{tmp_path / 'started'}"), PROBLEM, field, rules=RULES,
+             on_outcome=reported.append)  # fmt: skip
+    assert [(outcome.schedule, outcome.failure.kind) for outcome in reported] == [
+        (field[1].schedule, FailureKind.GPU_LOST)
+    ]
+
+
+# The gate. Eight key/value heads: one for each kind of adversarial inputs.
+EIGHT = PROBLEM.replace(batch=8)
+
+
+def with_mode(one: Candidate, accum_mode: str) -> Candidate:
+    return Candidate(schedule=one.schedule.replace(accum_mode=accum_mode), artifact=one.artifact)
+
+
+@pytest.mark.parametrize("problem", [EIGHT, EIGHT.replace(dtype="bfloat16"), EIGHT.replace(causal=True)], ids=str)
+def test_a_right_kernel_passes_the_gate(make_runner, problem):
+    checked = make_runner(problem).check(candidate())
+    assert isinstance(checked, Checked), checked
+    largest = 4e-4 if problem.dtype == "float16" else 3e-3
+    assert 0 < checked.accuracy.worst_tile_error < largest
+    assert 0 < checked.accuracy.adversarial_tile_error < largest
+    assert checked.accuracy.adversarial_tile_error != checked.accuracy.worst_tile_error
+
+
+def test_a_result_wrong_on_adversarial_inputs_only(make_runner):
+    """Key/value head 5 holds values that are large; with three heads, no head does."""
+    narrow = candidate(check="narrow")
+    failure = make_runner(EIGHT).check(narrow)
+    assert isinstance(failure, Failure)
+    assert failure.kind is FailureKind.WRONG_RESULT
+    assert failure.message.startswith("large inputs: relative error inf above 0.004 in batch 5, head 0, query tile 0")
+    assert KINDS.index("large") == 5
+    assert isinstance(make_runner(EIGHT.replace(batch=3)).check(narrow), Checked)
+
+
+def test_float16_sums_need_not_hold_large_values(make_runner):
+    runner = make_runner(EIGHT)
+    checked = runner.check(with_mode(candidate(check="narrow"), "fp16"))
+    assert isinstance(checked, Checked), checked
+    assert checked.accuracy.adversarial_tile_error < 1e-3
+    wrong = runner.check(with_mode(candidate(check="wrong"), "fp16"))
+    assert isinstance(wrong, Failure)
+
+
+def test_the_kinds_follow_the_key_value_heads(make_runner):
+    """One batch entry, 16 query heads of 8 key/value heads: heads 10 and 11 share the large values."""
+    runner = make_runner(PROBLEM.replace(batch=1, heads=16, kv_heads=8))
+    assert "large inputs: relative error inf above 0.004 in batch 0, head 10, query tile 0" in (
+        runner.check(candidate(check="narrow")).message
+    )
+
+
+def test_the_first_of_several_wrong_tiles_is_named(make_runner):
+    """`wrong` adds one to the last head of the first batch entry: of its three tiles the first is named."""
+    message = make_runner().check(candidate(check="wrong-head")).message
+    assert "in batch 0, head 1, query tile 0, the first of 3 wrong tiles of 12" in message
+
+
+# The script that provokes faults on a real GPU.
+
+
+def test_the_script_on_a_made_up_gpu(tmp_path, capsys):
+    out = tmp_path / "faults.json"
+    faults = ["stray_write", "wrong_result", "worker_killed", "truncated_cubin", "out_of_memory"]
+    assert provoke_faults.main(["--fake", "--out", str(out), "--only", ",".join(faults)]) == 0
+    record = json.loads(out.read_text())
+    assert record["device"]["name"] == "Made-up GPU"
+    assert record["made_up"] is True
+    assert [row["fault"] for row in record["faults"]] == faults
+    for row in record["faults"]:
+        assert row["outcome_kind"] == row["expected_kind"], row
+        assert row["good_measured"] == 3
+        assert row["winner_unchanged"] is True
+        assert row["lost"] is False
+        assert row["message"]
+    assert "nothing lost in 5 faults" in capsys.readouterr().out
+
+
+def test_the_script_tells_what_was_lost(tmp_path, capsys, monkeypatch):
+    """A provocation that crashes stops no other; a fault that was no fault, and a winner that changed, are told."""
+
+    def crash(bench, runner, fault):
+        raise RuntimeError("could not be provoked")
+
+    def harmless(bench, runner, fault):
+        return bench._candidate(10.0)
+
+    kind = FailureKind.HANG
+    monkeypatch.setattr(provoke_faults, "FAULTS", (
+        provoke_faults.Fault(name="crash", how="", expected=kind, provoke=crash),
+        provoke_faults.Fault(name="harmless", how="", expected=kind, provoke=harmless),
+        provoke_faults.Fault(name="grid_too_large", how="", expected=FailureKind.LAUNCH_FAILURE),
+    ))  # fmt: skip
+    out = tmp_path / "faults.json"
+    assert provoke_faults.main(["--fake", "--out", str(out)]) == 1
+    crashed, faster, good = json.loads(out.read_text())["faults"]
+    assert (crashed["lost"], crashed["good_measured"], crashed["outcome_kind"]) == (True, 0, "")
+    assert crashed["message"] == "RuntimeError: could not be provoked"
+    assert (faster["lost"], faster["good_measured"], faster["winner_unchanged"]) == (True, 3, False)
+    assert good["lost"] is False
+    assert "lost: crash, harmless" in capsys.readouterr().out
