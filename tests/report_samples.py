@@ -70,14 +70,16 @@ def formula(schedule, problem):
     us *= {64: 1.25, 128: 1.0}[schedule["tile_m"]] * {32: 1.6, 64: 1.0, 128: 1.04}[schedule["tile_n"]]
     us *= {1: 1.15, 2: 1.0, 3: 1.05, 4: 1.3}[schedule["occupancy"]] * {4: 1.2, 8: 1.0}[schedule["num_worker_warps"]]
     us *= 0.93 if schedule["loop_split"] else 1.0
-    us *= 0.97 if schedule["persistent"] and schedule["tile_n"] == 128 else 1.0
+    us *= 0.97 if schedule["persistent"] != "no" and schedule["tile_n"] == 128 else 1.0
     return us * (1 + int(schedule.id, 16) % 997 / 1e5)
 
 
 def landscape(db, problem=PROBLEM, *, every=7, **changes):
     """Every seventh plain schedule of the shipped space, measured by the formula; the times by schedule."""
     pinned = {"num_ctas": 1, "opt_level": 3, "accum_mode": "fp32", "block_order": "natural", "latency_v": 0}
-    schedules = list(space_for("sm_90").schedules(problem, pinned=pinned))[::every]
+    space = space_for("sm_90")
+    schedules = list(space.schedules(problem, pinned=space.modelled_pins() | pinned))
+    schedules = [schedule for schedule in schedules if schedule["persistent"] != "snake"][::every]
     times = {schedule: formula(schedule, problem) for schedule in schedules}
     add_times(db, times, problem=problem, **changes)
     return times

@@ -247,3 +247,21 @@ def test_document_blocks():
     assert '<td class="number">1.5%</td>' in text
     assert '<img alt="say &quot;x&quot;" src="data:image/png;base64,eA==">' in text
     assert "<title>a &lt; b</title>" in text
+
+
+def test_burst_against_sustained(db, tmp_path, no_matplotlib):
+    add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0})
+    assert "Burst against sustained" not in to_markdown(document(build_report(db, "sm_90")))
+    add_times(db, {plain(128, 64): 150.0, plain(128, 128): 120.0}, regime="sustained")
+    written = write_report(build_report(db, "sm_90"), tmp_path)
+    row = table_with((tmp_path / "report.md").read_text(), "burst winner", "sustained winner")[0]
+    assert (row["programs in both"], row["burst winner's loss when sustained"]) == ("2", "25.0%")
+    assert row["sustained winner's loss in burst"] == "10.0%"
+    assert row["burst winner"].startswith("`128x64")
+    assert row["sustained winner"].startswith("`128x128")
+    assert "1 have another winner" in (tmp_path / "report.md").read_text()
+    assert "Burst against sustained" in (tmp_path / "report.html").read_text()
+    assert tmp_path / "regimes.csv" in written
+    (line,) = rows_of((tmp_path / "regimes.csv").read_text())
+    assert (line["same"], line["burst_loss_percent"], line["sustained_loss_percent"]) == ("false", "25.000", "10.000")
+    assert (line["burst_loss_distinct"], line["problem_id"]) == ("true", PROBLEM.id)

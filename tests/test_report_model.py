@@ -306,3 +306,39 @@ def test_empty_database(db):
         "Nothing was measured on sm_121, and nothing was modelled: run `tiledsched tune --arch sm_121`"
     )
     assert report.inert == report.failures == report.conditions == ()
+
+
+def test_regimes_that_disagree(db):
+    a, b, c, d = plain(128, 64), plain(128, 128), plain(64, 64), plain(64, 32)
+    add_times(db, {a: 100.0, b: 110.0, c: 130.0, d: 50.0})
+    assert build_report(db, "sm_90").regimes == ()
+    add_times(db, {a: 150.0, b: 120.0, c: 300.0}, regime="sustained")  # d was measured in one regime only
+    (one,) = build_report(db, "sm_90").regimes
+    assert (one.programs, one.burst_winner, one.sustained_winner, one.same) == (3, a, b, False)
+    assert (one.burst_loss, one.sustained_loss) == pytest.approx((150 / 120 - 1, 110 / 100 - 1))
+    assert one.burst_loss_distinct
+    assert one.sustained_loss_distinct
+    assert one.to_json()["burst_winner"] == a.to_json()
+    assert build_report(db, "sm_90", regime="sustained").regimes == (one,)
+    assert build_report(db, "sm_90", device_name="NVIDIA Other").regimes == ()
+
+
+def test_regimes_that_agree_or_cannot_be_told_apart(db):
+    a, b = plain(128, 64), plain(128, 128)
+    add_times(db, {a: 100.0, b: 110.0}, regime="burst")
+    add_times(db, {a: 120.0, b: 120.5}, regime="sustained")
+    (one,) = build_report(db, "sm_90").regimes
+    assert one.same
+    assert (one.burst_loss, one.burst_loss_distinct, one.sustained_loss) == (0.0, False, 0.0)
+    add_times(db, {b: 119.5}, regime="sustained")  # the newest counts
+    (one,) = build_report(db, "sm_90").regimes
+    assert (one.same, one.burst_loss_distinct, one.sustained_loss_distinct) == (False, False, True)
+
+
+def test_regimes_compare_programs_and_not_accuracy_classes(db):
+    a, same, fp16 = plain(128, 64), plain(128, 64, latency_k=2), plain(128, 64, accum_mode="fp16")
+    codes = {a: "a" * 24, same: "a" * 24}
+    add_times(db, {a: 100.0, plain(64, 64): 200.0, fp16: 10.0}, fingerprints=codes)
+    add_times(db, {same: 100.0, plain(64, 64): 200.0, fp16: 10.0}, fingerprints=codes, regime="sustained")
+    fp16_only, fp32 = sorted(build_report(db, "sm_90").regimes, key=lambda one: one.accum_mode)
+    assert (fp16_only.programs, fp32.programs, fp32.same) == (1, 2, True)

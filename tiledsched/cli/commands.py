@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from tiledsched.errors import ConfigError
 from tiledsched.problem import Problem
 
 if TYPE_CHECKING:
+    from tiledsched.space import SearchSpace
     from tiledsched.store.db import TuningDB
 
 SCHEMA_VERSION = 1
@@ -42,6 +45,31 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
             for seq_len in options.seq_len]  # fmt: skip
 
 
+def _space(options: argparse.Namespace) -> SearchSpace:
+    from tiledsched.space import load_space, space_for
+
+    space = load_space(options.space) if options.space else space_for(options.arch)
+    if space.arch != options.arch:
+        raise ConfigError(f"{options.space} is for {space.arch}, not {options.arch}; pass --arch {space.arch}")
+    return space
+
+
+@contextmanager
+def _run(db: TuningDB, options: argparse.Namespace) -> Iterator[int]:
+    """A run noted in the database from start to end; its number."""
+    command = {key: value for key, value in vars(options).items() if key not in ("run", "db", "json", "verbose")}
+    run_id = db.start_run(command, options.arch)
+    status = "failed"
+    try:
+        yield run_id
+        status = "done"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        db.finish_run(run_id, status)
+
+
 def tune(options: argparse.Namespace) -> int:
     """Tune, then print what is served now."""
     from tiledsched.build.artifacts import ArtifactStore
@@ -50,13 +78,10 @@ def tune(options: argparse.Namespace) -> int:
     from tiledsched.build.toolchain import check_arch, installed_toolchain
     from tiledsched.kernels import template_for
     from tiledsched.search.tuner import TuneOptions, Tuner
-    from tiledsched.space import load_space, space_for
 
     prepare_process()
     settings = _settings(options)
-    space = load_space(options.space) if options.space else space_for(options.arch)
-    if space.arch != options.arch:
-        raise ConfigError(f"{options.space} is for {space.arch}, not {options.arch}; pass --arch {space.arch}")
+    space = _space(options)
     problems = _problems(options)
     toolchain = installed_toolchain()
     check_arch(toolchain, options.arch)
@@ -66,19 +91,12 @@ def tune(options: argparse.Namespace) -> int:
                                compile_timeout_s=options.compile_timeout)  # fmt: skip
     runner = _runner(options, template)
     with _open(options) as db, BuildPool(options.jobs) as pool, output.TuneProgress() as watcher:
-        command = {key: value for key, value in vars(options).items() if key not in ("run", "db", "json", "verbose")}
-        run_id = db.start_run(command, options.arch)
-        status = "failed"
         try:
-            tuner = Tuner(db, ArtifactStore(Path(settings.cache) if settings.cache else None), space, template,
-                          toolchain, tune_options, pool=pool, run_id=run_id, runner=runner, watcher=watcher)  # fmt: skip
-            results = tuner.tune(problems)
-            status = "done"
-        except KeyboardInterrupt:
-            status = "interrupted"
-            raise
+            with _run(db, options) as run_id:
+                tuner = Tuner(db, ArtifactStore(Path(settings.cache) if settings.cache else None), space, template,
+                              toolchain, tune_options, pool=pool, run_id=run_id, runner=runner, watcher=watcher)  # fmt: skip
+                results = tuner.tune(problems)
         finally:
-            db.finish_run(run_id, status)
             if runner is not None:
                 runner.close()
         entries = [entry for result in results for entry in db.entries(options.arch, problem=result.entry.problem)
@@ -92,16 +110,68 @@ def tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _runner(options: argparse.Namespace, template: Any) -> Any:
+def _folder(path: str) -> Path:
+    """A folder to write to, made where needed."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {path}: {error.strerror}; give another one") from error
+    return Path(path)
+
+
+def record(options: argparse.Namespace) -> int:
+    """Record landscapes, a line for each file as it is written."""
+    from tiledsched.build.artifacts import ArtifactStore
+    from tiledsched.build.compiler import prepare_process
+    from tiledsched.build.pool import BuildPool
+    from tiledsched.build.toolchain import check_arch, installed_toolchain
+    from tiledsched.kernels import template_for
+    from tiledsched.search.record import Recorder, RecordOptions
+
+    if not options.build_only and not options.out:
+        raise ConfigError("record needs a folder for the landscapes; pass --out DIR, or --build-only")
+    prepare_process()
+    settings = _settings(options)
+    space = _space(options)
+    problems = _problems(options)
+    toolchain = installed_toolchain()
+    check_arch(toolchain, options.arch)
+    template = template_for(space.kernel)
+    record_options = RecordOptions(accum_mode=settings.accum_mode, programs=options.programs, seed=options.seed,
+                                   sustained_leaders=options.sustained_leaders, budget_s=options.budget,
+                                   compile_timeout_s=options.compile_timeout)  # fmt: skip
+    folder = _folder(options.out) if options.out else Path()
+    runner = None if options.build_only else _runner(options, template, "--build-only")
+    results = []
+    with _open(options) as db, BuildPool(options.jobs) as pool:
+        try:
+            with _run(db, options) as run_id:
+                recorder = Recorder(db, ArtifactStore(Path(settings.cache) if settings.cache else None), space, template,
+                                    toolchain, record_options, pool=pool, run_id=run_id, runner=runner,
+                                    progress=output.note)  # fmt: skip
+                for result in recorder.record(problems, folder):
+                    results.append(result)
+                    if not options.json:
+                        output.print_recorded(result)
+        finally:
+            if runner is not None:
+                runner.close()
+    if options.json:
+        _print_json({"run": run_id, "problems": [output.recorded_json(result) for result in results]})
+    return 0
+
+
+def _runner(options: argparse.Namespace, template: Any, without: str = "--runner none") -> Any:
     """The GPU, or None where there is none of the arch (an error when it was asked for)."""
     from tiledsched.errors import MeasureError
     from tiledsched.measure.nvml import devices
 
-    if options.runner == "none":
+    wanted = getattr(options, "runner", "gpu")
+    if wanted == "none":
         return None
     present = any(device.arch == options.arch for device in devices())
-    if not present and options.runner == "gpu":
-        raise MeasureError(f"no {options.arch} GPU here; run: tiledsched doctor, or use --runner none")
+    if not present and wanted == "gpu":
+        raise MeasureError(f"no {options.arch} GPU here; run: tiledsched doctor, or use {without}")
     if not present:
         return None
     from tiledsched.measure.gpu import GpuRunner
@@ -172,23 +242,97 @@ def bench(options: argparse.Namespace) -> int:
     return 0
 
 
-def landscapes(options: argparse.Namespace) -> int:
-    """List what is measured."""
-    from tiledsched.store.exchange import export_landscape
+def study(options: argparse.Namespace) -> int:
+    """One occasion of the repeatability study, or the sum of all."""
+    from tiledsched.study.rows import read_rows
+    from tiledsched.study.summary import summarise
 
+    if not options.summary:
+        return _study_occasion(options)
+    summary = summarise(read_rows(Path(options.summary)))
+    if options.json:
+        _print_json(summary.to_json())
+    else:
+        for table in summary.tables():
+            output.console().print(table)
+    return 0
+
+
+def _study_occasion(options: argparse.Namespace) -> int:
+    from datetime import datetime, timezone
+
+    from tiledsched.build.artifacts import ArtifactStore
+    from tiledsched.build.compiler import prepare_process
+    from tiledsched.build.pool import BuildPool
+    from tiledsched.build.toolchain import check_arch, installed_toolchain
+    from tiledsched.kernels import template_for
+    from tiledsched.measure.gpu import GpuRunner
+    from tiledsched.search.programs import Workshop
+    from tiledsched.space import space_for
+    from tiledsched.study.methods import make_methods
+    from tiledsched.study.occasion import find_field, run_occasion
+    from tiledsched.study.rows import append_rows, check_columns
+
+    if not options.arch or not options.csv:
+        raise ConfigError("a study needs --arch and --csv; pass both, or --summary FILE")
+    path = Path(options.csv)
+    check_columns(path)
+    prepare_process()
+    began = datetime.now(timezone.utc)
+    seed = int(began.timestamp()) if options.seed is None else options.seed
+    settings, space, toolchain = _settings(options), space_for(options.arch), installed_toolchain()
+    check_arch(toolchain, options.arch)
+    template = template_for(space.kernel)
+    artifacts = ArtifactStore(Path(settings.cache) if settings.cache else None)
+    runner = GpuRunner(template, seed=seed)
+    try:
+        if runner.device.arch != options.arch:
+            raise ConfigError(f"this GPU is {runner.device.arch}; pass --arch {runner.device.arch}")
+        with _open(options) as db, BuildPool(options.jobs) as pool:
+            workshop = Workshop(db, artifacts, template, options.arch, toolchain, pool)
+            fields = [(problem, find_field(db, workshop, space, problem, runner.device, options.programs))
+                      for problem in _problems(options)]  # fmt: skip
+        rows = run_occasion(fields, make_methods(options.methods, template, runner), runner, seed=seed, began=began,
+                            keep=lambda done: append_rows(done, path), progress=output.note)  # fmt: skip
+    finally:
+        runner.close()
+    if options.json:
+        _print_json({"rows": [row.to_csv() for row in rows]})
+    else:
+        print(f"{len(rows)} rows added to {path}; sum up with: tiledsched study --summary {path}")
+    return 0
+
+
+def landscapes(options: argparse.Namespace) -> int:
+    """List what is measured, and where the regimes disagree."""
+    from tiledsched.store.exchange import export_landscape, landscape_file_name
+    from tiledsched.store.queries import compare_regimes
+
+    if options.format != "tiledsched" and not options.export:
+        raise ConfigError("--format says how files are written; pass --export DIR, too")
     with _open(options, read_only=True) as db:
         found = db.landscapes()
+        compared = compare_regimes(db)
         if options.export:
-            folder = Path(options.export)
-            folder.mkdir(parents=True, exist_ok=True)
+            from tiledsched.store.t4 import export_foreign, recorded
+
+            folder = _folder(options.export)
             for line in found:
-                path = folder / output.landscape_file(line)
-                export_landscape(db, path, line.problem, line.device_name, line.regime)
-                output.note(f"written {path}")
+                paths = [folder / landscape_file_name(line.problem, line.device_name, line.regime)]
+                if options.format == "tiledsched":
+                    export_landscape(db, paths[0], line.problem, line.device_name, line.regime)
+                else:
+                    landscape = recorded(db, line.problem, line.device_name, line.regime)
+                    paths = export_foreign(landscape, folder, options.format)
+                for path in paths:
+                    output.note(f"written {path}")
     if options.json:
-        _print_json({"landscapes": [output.landscape_json(line) for line in found]})
+        _print_json({"landscapes": [output.landscape_json(line) for line in found],
+                     "regimes": [one.to_json() for one in compared]})  # fmt: skip
     else:
         output.print_landscapes(found)
+        if compared:
+            output.print_regimes(compared)
     return 0
 
 

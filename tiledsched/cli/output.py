@@ -17,7 +17,9 @@ from tiledsched.store.records import EntryRecord
 
 if TYPE_CHECKING:
     from tiledsched.bench import BenchRow
+    from tiledsched.search.record import RecordResult
     from tiledsched.search.tuner import TuneResult
+    from tiledsched.store.queries import RegimeComparison
 
 WIDE = 200
 """Columns of a table that goes to a file or pipe, where no terminal sets the width."""
@@ -92,14 +94,29 @@ def landscape_json(line: Any) -> dict[str, Any]:
             "distinct_programs": line.distinct_programs, "measurements": line.measurements}  # fmt: skip
 
 
-def landscape_file(line: Any) -> str:
-    """`h200_burst_s4096_d128_float16_causal_b4_h16.json.xz`."""
-    p = line.problem
-    seq = f"s{p.seq_q}" if p.seq_q == p.seq_k else f"sq{p.seq_q}_sk{p.seq_k}"
-    heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
-    device = line.device_name.removeprefix("NVIDIA ").replace(" ", "-").lower()
-    mask = "causal" if p.causal else "full"
-    return f"{device}_{line.regime}_{seq}_d{p.head_dim}_{p.dtype}_{mask}_b{p.batch}_{heads}.json.xz"
+def recorded_json(result: RecordResult) -> dict[str, Any]:
+    """One problem of `record --json`."""
+    return {
+        "problem": result.problem.to_json(), "schedules": result.schedules, "distinct_programs": result.programs,
+        "wanted": result.wanted, "compiled": result.compiled, "measured": result.measured, "failed": result.failed,
+        "failed_builds": result.failed_builds, "failed_programs": result.failed_programs, "complete": result.complete,
+        "landscapes": [{
+            "file": str(file.path), "device": file.device_name, "regime": file.regime,
+            "distinct_programs": file.distinct_programs, "best_us": file.best_us, "best_tflops": file.best_tflops,
+            "worst_ratio": file.worst_ratio,
+        } for file in result.files],
+    }  # fmt: skip
+
+
+def print_recorded(result: RecordResult) -> None:
+    """A line for each landscape of one problem, or for its builds."""
+    if not result.files:
+        print(f"{result.problem}: {result.programs} distinct programs of {result.wanted} built, nothing measured, "
+              f"{result.compiled} compiled now, {result.failed} failed", flush=True)  # fmt: skip
+    for file in result.files:
+        rest = "" if result.complete else "; not complete, run again to go on"
+        print(f"{result.problem} {file.regime}: {file.distinct_programs} distinct programs, {result.failed} failed, "
+              f"best {file.best_tflops:.1f} TFLOP/s, worst {file.worst_ratio:.2f}x{rest}; {file.path}", flush=True)  # fmt: skip
 
 
 def print_tune_summary(arch: str, results: Sequence[TuneResult], measured: bool) -> None:
@@ -142,6 +159,24 @@ def print_landscapes(lines: Sequence[Any]) -> None:
         table.add_row(line.device_name, line.arch, line.regime, str(line.problem), str(line.distinct_programs),
                       str(line.measurements))  # fmt: skip
     console().print(table)
+
+
+def print_regimes(compared: Sequence[RegimeComparison]) -> None:
+    """The table of what wins in each regime, and what serving the other regime's winner costs."""
+    table = Table(title="burst against sustained: * marks a difference beyond the 95% intervals")
+    for name in ("device", "problem", "programs in both", "burst winner", "sustained winner", "burst winner, sustained",
+                 "sustained winner, burst"):  # fmt: skip
+        table.add_column(name)
+    for one in compared:
+        sustained = "the same" if one.same else one.sustained_winner.short()
+        table.add_row(one.device_name, str(one.problem), str(one.programs), one.burst_winner.short(), sustained,
+                      _loss(one.burst_loss, one.burst_loss_distinct),
+                      _loss(one.sustained_loss, one.sustained_loss_distinct))  # fmt: skip
+    console().print(table)
+
+
+def _loss(loss: float, distinct: bool) -> str:
+    return f"+{loss:.1%}" + ("*" if distinct else "")
 
 
 def print_bench(rows: Sequence[BenchRow]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from tiledsched import __version__
 from tiledsched.cli import commands
 from tiledsched.problem import DTYPES
+from tiledsched.study.rows import METHODS
 
 EPILOG = """exit codes: 0 done, 1 no valid schedule or a regression found, 2 usage or configuration, 130 interrupted.
 Data goes to stdout, progress and logs to stderr. Settings: flags, then TILEDSCHED_* variables, then tiledsched.toml,
@@ -35,9 +36,22 @@ def dtypes(text: str) -> list[str]:
     return values
 
 
+def study_methods(text: str) -> list[str]:
+    """`race,in-turn` -> both, checked."""
+    values = [part.strip() for part in text.split(",") if part.strip()]
+    if not values or not set(values) <= set(METHODS):
+        raise argparse.ArgumentTypeError(f"{text!r} must be of {', '.join(METHODS)}, separated by commas")
+    return values
+
+
 def positive(text: str) -> int:
     """One positive integer."""
     return integers(text)[0] if "," not in text else integers("")[0]
+
+
+def count(text: str) -> int:
+    """One integer, 0 or more."""
+    return 0 if text.strip() == "0" else positive(text)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,10 +63,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(verbose=False)
     subs = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_tune(subs)
+    _add_record(subs)
     _add_show(subs)
     _add_explain(subs)
     _add_report(subs)
     _add_bench(subs)
+    _add_study(subs)
     _add_landscapes(subs)
     _add_doctor(subs)
     _add_db(subs)
@@ -107,6 +123,26 @@ def _add_tune(subs: Any) -> None:
                         "(default: 120)")  # fmt: skip
 
 
+def _add_record(subs: Any) -> None:
+    parser = _command(subs, "record", commands.record, "record landscapes: measure a broad choice of programs of each "
+                      "problem, for replay anywhere")  # fmt: skip
+    parser.add_argument("--arch", required=True, metavar="ARCH", help="the GPU's, e.g. sm_90")
+    _problem_flags(parser)
+    parser.add_argument("--programs", type=positive, default=300, metavar="N", help="distinct programs per problem "
+                        "(default: 300)")  # fmt: skip
+    parser.add_argument("--sustained-leaders", type=count, default=24, metavar="N", help="how many of the fastest are "
+                        "measured in the sustained regime, too (default: 24)")  # fmt: skip
+    parser.add_argument("--build-only", action="store_true", help="build the programs and stop; needs no GPU")
+    parser.add_argument("--out", metavar="DIR", help="folder for the landscape files")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
+    parser.add_argument("--accum-mode", choices=("fp32", "fp16"), help="accuracy class (default: fp32)")
+    parser.add_argument("--space", metavar="FILE", help="your own search space (TOML)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of schedules (default: 0)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
+    parser.add_argument("--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule "
+                        "(default: 120)")  # fmt: skip
+
+
 def _add_show(subs: Any) -> None:
     parser = _command(subs, "show", commands.show, "list what is tuned, with provenance")
     parser.add_argument("--arch", metavar="ARCH", help="only this arch")
@@ -144,10 +180,28 @@ def _add_bench(subs: Any) -> None:
                         "that was measured (needs the compiler)")  # fmt: skip
 
 
+def _add_study(subs: Any) -> None:
+    parser = _command(subs, "study", commands.study, "let the race and other methods choose among the same measured "
+                      "programs, once each; run it again and again, then sum it up")  # fmt: skip
+    parser.add_argument("--arch", metavar="ARCH", help="of this GPU, e.g. sm_90 (required, except with --summary)")
+    _problem_flags(parser)
+    parser.add_argument("--programs", type=positive, default=100, metavar="N", help="programs to choose among, per problem "
+                        "(default: 100)")  # fmt: skip
+    parser.add_argument("--methods", type=study_methods, default=list(METHODS), metavar="M[,M]",
+                        help=f"{', '.join(METHODS)} (default: all)")  # fmt: skip
+    parser.add_argument("--seed", type=int, metavar="N", help="of the order of problems and methods (default: time)")
+    parser.add_argument("--csv", metavar="FILE", help="where to append the rows (required, except with --summary)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
+    parser.add_argument("--summary", metavar="FILE", help="measure nothing: sum up the rows of this file")
+
+
 def _add_landscapes(subs: Any) -> None:
     parser = _command(subs, "landscapes", commands.landscapes, "list what is measured: problem, device, programs, "
                       "measurements")  # fmt: skip
     parser.add_argument("--export", metavar="DIR", help="also write each landscape to a file of its own")
+    parser.add_argument("--format", choices=("tiledsched", "t4", "kernel-tuner-cache"), default="tiledsched",
+                        help="of those files: this package's, T4 results, or what Kernel Tuner's simulation mode reads "
+                        "(default: tiledsched)")  # fmt: skip
 
 
 def _add_doctor(subs: Any) -> None:

@@ -74,6 +74,26 @@ def sensitivity_csv(report: Report) -> str:
     return _csv(head, [{"arch": report.arch, **row} for row in rows])
 
 
+def regimes_csv(report: Report) -> str:
+    """One row for every problem measured in both regimes: who wins in each, and what the other's winner loses there."""
+    head = ["arch", "device", "problem_id", *PROBLEM_COLUMNS, "accum_mode", "programs", "burst_winner",
+            "sustained_winner", "same", "burst_loss_percent", "burst_loss_distinct", "sustained_loss_percent",
+            "sustained_loss_distinct"]  # fmt: skip
+    rows = []
+    for one in report.regimes:
+        problem = one.problem.to_json()
+        rows.append({
+            "arch": report.arch, "device": one.device_name, "problem_id": one.problem.id,
+            **{name: problem[name] for name in PROBLEM_COLUMNS}, "accum_mode": one.accum_mode,
+            "programs": one.programs, "burst_winner": one.burst_winner.id, "sustained_winner": one.sustained_winner.id,
+            "same": one.same, "burst_loss_percent": f"{one.burst_loss * 100:.3f}",
+            "burst_loss_distinct": one.burst_loss_distinct,
+            "sustained_loss_percent": f"{one.sustained_loss * 100:.3f}",
+            "sustained_loss_distinct": one.sustained_loss_distinct,
+        })  # fmt: skip
+    return _csv(head, rows)
+
+
 def _problem_row(one: ProblemReport) -> dict[str, Any]:
     return {
         "device": one.device_name,

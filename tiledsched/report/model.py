@@ -26,7 +26,7 @@ from tiledsched.report.records import (
 )
 from tiledsched.schedule import Schedule
 from tiledsched.space import SearchSpace, space_for
-from tiledsched.store.queries import KnobEffect, knob_effects
+from tiledsched.store.queries import KnobEffect, compare_regimes, knob_effects
 from tiledsched.store.records import BuildRecord, EntryRecord, FailureRecord, StoredMeasurement, Toolchain
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def build_report(
         builds=sum(1 for build in builds.all if build.fingerprint),
         failures=_count_failures(db.failures(arch=arch), builds.all),
         conditions=_conditions(taken),
+        regimes=tuple(compare_regimes(db, arch, device_name=device_name)),
         model_compilers=tuple(sorted({entry.toolchain.compiler for entry in entries
                                       if entry.provenance == MODELLED and entry.toolchain})),
     )  # fmt: skip

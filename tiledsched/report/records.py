@@ -16,7 +16,7 @@ from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.store.records import EntryRecord
 
 if TYPE_CHECKING:
-    from tiledsched.store.queries import KnobEffect
+    from tiledsched.store.queries import KnobEffect, RegimeComparison
 
 MEASURED = "measured"
 MODELLED = "modelled"
@@ -288,6 +288,8 @@ class Report:
     """The most frequent first."""
     conditions: tuple[DeviceConditions, ...]
     """One for each device measured."""
+    regimes: tuple[RegimeComparison, ...]
+    """Problems measured in both regimes, whichever the report is about."""
     model_compilers: tuple[str, ...]
     """Compilers behind the modelled entries, one line each."""
 

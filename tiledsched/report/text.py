@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tiledsched.errors import ConfigError
 from tiledsched.report import plots
-from tiledsched.report.csv_files import schedules_csv, sensitivity_csv
+from tiledsched.report.csv_files import regimes_csv, schedules_csv, sensitivity_csv
 from tiledsched.report.document import NOTHING, Block, Heading, Image, Paragraph, Table, to_html, to_markdown
 from tiledsched.report.records import (
     MEASURED,
@@ -26,7 +26,7 @@ NO_PLOTS = "Heat maps are given as tables: for pictures, run `pip install 'tiled
 
 
 def write_report(report: Report, out_dir: str | Path) -> list[Path]:
-    """Write report.md, report.html, schedules.csv, sensitivity.csv and the heat maps; the files written.
+    """Write report.md, report.html, the CSV files and the heat maps; the files written.
 
     The folder is made where needed. Files in it with other names are left alone.
 
@@ -41,6 +41,7 @@ def write_report(report: Report, out_dir: str | Path) -> list[Path]:
         "report.html": to_html(blocks, title=f"Tiling sensitivity on {report.arch}").encode(),
         "schedules.csv": schedules_csv(report).encode(),
         "sensitivity.csv": sensitivity_csv(report).encode(),
+        **({"regimes.csv": regimes_csv(report).encode()} if report.regimes else {}),
         **(images or {}),
     }
     try:
@@ -64,7 +65,7 @@ def document(report: Report, images: Mapping[str, bytes] | None = None) -> list[
         blocks.append(Paragraph(text=NO_PLOTS))
     for section in sections:
         blocks += _section(section, report.arch, images)
-    return [*blocks, *_inert(report), *_unmeasured(report), *_failures(report), *_conditions(report)]
+    return [*blocks, *_regimes(report), *_inert(report), *_unmeasured(report), *_failures(report), *_conditions(report)]
 
 
 def _summary(report: Report) -> list[str]:
@@ -250,6 +251,26 @@ def _evidence(section: Section) -> Table:
     head = ("device", "problem", "accum", "schedules", "programs", "measurements", "samples of the best", "served",
             "tied with the best")  # fmt: skip
     return Table(head=head, rows=tuple(rows))
+
+
+def _regimes(report: Report) -> list[Block]:
+    if not report.regimes:
+        return []
+    rows = tuple(
+        (one.device_name, str(one.problem), one.accum_mode, str(one.programs), f"`{one.burst_winner.short()}`",
+         "the same" if one.same else f"`{one.sustained_winner.short()}`",
+         _percent(one.burst_loss), _yes(one.burst_loss_distinct),
+         _percent(one.sustained_loss), _yes(one.sustained_loss_distinct)) for one in report.regimes
+    )  # fmt: skip
+    changed = sum(not one.same for one in report.regimes)
+    text = (
+        f"Of {_count(len(report.regimes), 'problem')} with programs measured in both regimes, {changed} have another "
+        "winner at the power cap. A loss is what serving the winner of one regime costs in the other: its time / the "
+        "other winner's - 1, both taken in that other regime; it is sure where their 95% intervals are apart."
+    )
+    head = ("device", "problem", "accum", "programs in both", "burst winner", "sustained winner",
+            "burst winner's loss when sustained", "sure", "sustained winner's loss in burst", "sure")  # fmt: skip
+    return [Heading(text="Burst against sustained"), Paragraph(text=text), Table(head=head, rows=rows)]
 
 
 def _inert(report: Report) -> list[Block]:

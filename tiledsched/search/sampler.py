@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tiledsched.errors import ConfigError
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
@@ -46,13 +48,18 @@ class ScheduleSampler:
                  seed: int = 0, first: Sequence[Schedule] = ()) -> None:  # fmt: skip
         if name not in SAMPLERS:
             raise ConfigError(f"unknown sampler {name!r}; known are {', '.join(SAMPLERS)}")
-        valid = list(space.schedules(problem, pinned=pinned))
-        self._valid = frozenset(valid)
+        self._valid = list(space.schedules(problem, pinned=pinned))
         self._rng = random.Random(seed)
         if name == "random":
-            self._rng.shuffle(valid)
-        self._unseen = dict.fromkeys(valid)
-        self._queue = [schedule for schedule in first if schedule in self._valid]
+            self._rng.shuffle(self._valid)
+        self._index = {schedule: index for index, schedule in enumerate(self._valid)}
+        self._choices = {name: {choice: code for code, choice in enumerate(knob.choices)}
+                         for name, knob in space.knobs.items()}  # fmt: skip
+        self._codes = np.array([self._encoded(schedule) for schedule in self._valid], dtype=np.int8)
+        self._unseen = np.ones(len(self._valid), dtype=bool)
+        self._left = len(self._valid)
+        self._next = 0
+        self._queue = [schedule for schedule in first if schedule in self._index]
         self._told = 0
         self._study = _Study(space, pinned, seed) if name == "tpe" else None
 
@@ -61,54 +68,58 @@ class ScheduleSampler:
         """Valid schedules in all."""
         return len(self._valid)
 
+    def _encoded(self, schedule: Schedule) -> list[int]:
+        return [codes[schedule[name]] for name, codes in self._choices.items()]
+
     def ask(self, count: int) -> list[Schedule]:
         """Up to `count` schedules not proposed before; fewer only when the space is used up."""
         proposed: list[Schedule] = []
-        while len(proposed) < count and self._unseen:
-            schedule = self._propose()
-            del self._unseen[schedule]
+        while len(proposed) < count and self._left:
+            index = self._propose()
+            self._mark_seen(index)
+            schedule = self._valid[index]
             if self._study is not None:
                 self._study.pending(schedule)
             proposed.append(schedule)
         return proposed
 
-    def _propose(self) -> Schedule:
+    def _mark_seen(self, index: int) -> None:
+        self._left -= int(self._unseen[index])
+        self._unseen[index] = False
+
+    def _propose(self) -> int:
         while self._queue:
-            schedule = self._queue.pop(0)
-            if schedule in self._unseen:
-                return schedule
+            index = self._index[self._queue.pop(0)]
+            if self._unseen[index]:
+                return index
         if self._study is None:
-            return next(iter(self._unseen))
+            while not self._unseen[self._next]:
+                self._next += 1
+            return self._next
         if self._told < STARTUP:
-            return self._rng.choice(list(self._unseen))
+            return self._any_of(self._unseen)
         for _ in range(PROPOSALS):
             wanted = self._study.propose()
-            if wanted in self._unseen:
-                return wanted
-        return self._nearest(wanted)
+            index = self._index.get(wanted, -1)
+            if index >= 0 and self._unseen[index]:
+                return index
+        # One of the new schedules that differ from what was wanted in the fewest knobs.
+        differences = (self._codes != np.array(self._encoded(wanted), dtype=np.int8)).sum(axis=1)
+        return self._any_of(self._unseen & (differences == differences[self._unseen].min()))
 
-    def _nearest(self, wanted: Schedule) -> Schedule:
-        """One of the new schedules that differ from `wanted` in the fewest knobs."""
-        values = list(wanted.items())
-        found: list[Schedule] = []
-        fewest = len(values)
-        for schedule in self._unseen:
-            differences = sum(schedule[knob] != value for knob, value in values)
-            if differences < fewest:
-                found, fewest = [], differences
-            if differences == fewest:
-                found.append(schedule)
-        return self._rng.choice(found)
+    def _any_of(self, mask: np.ndarray) -> int:
+        return int(self._rng.choice(np.flatnonzero(mask)))
 
     def known(self, times: Iterable[tuple[Schedule, float | None]]) -> None:
         """Tell it of schedules tried earlier: microseconds, or None for a failure. They are not proposed again."""
         for schedule, median_us in times:
-            self._unseen.pop(schedule, None)
+            if schedule in self._index:
+                self._mark_seen(self._index[schedule])
             self.tell(schedule, median_us)
 
     def tell(self, schedule: Schedule, median_us: float | None) -> None:
         """The outcome of a schedule: its time, or None where it failed. Schedules outside the space teach nothing."""
-        if self._study is not None and schedule in self._valid:
+        if self._study is not None and schedule in self._index:
             self._told += 1
             self._study.tell(schedule, median_us)
 

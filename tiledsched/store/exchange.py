@@ -32,6 +32,7 @@ from tiledsched.store.records import (
 )
 
 SCHEMA_VERSION = 1
+"""Of table and landscape files; docs/landscapes.md says what each version holds."""
 LINE = 118
 """Characters a list or object may take to stay on one line."""
 LISTS = ("artifacts", "entries", "measurements")
@@ -77,16 +78,37 @@ def export_table(db: TuningDB, target: str | os.PathLike[str] | IO[str], arch: s
 
 
 def export_landscape(
-    db: TuningDB, target: str | os.PathLike[str] | IO[str], problem: Problem, device_name: str, regime: str
+    db: TuningDB,
+    target: str | os.PathLike[str] | IO[str],
+    problem: Problem,
+    device_name: str,
+    regime: str,
+    *,
+    source_hash: str | None = None,
+    toolchain: Toolchain | None = None,
 ) -> int:
     """Write the newest measurement of every program of one problem on one device, in the same format, no entries.
+
+    With `source_hash` and `toolchain`, only programs of that kernel source and compiler.
 
     Returns:
         How many measurements were written.
     """
-    evidence = db.landscape(problem, device_name, regime)
+    evidence = db.latest_measurements(
+        problem, device_name=device_name, regime=regime, source_hash=source_hash, toolchain=toolchain
+    )
     _write(target, [], evidence, db.artifacts())
     return len(evidence)
+
+
+def landscape_file_name(problem: Problem, device_name: str, regime: str) -> str:
+    """What a landscape's file is called: `h200_burst_s4096_d128_float16_causal_b4_h16.json.xz`."""
+    p = problem
+    seq = f"s{p.seq_q}" if p.seq_q == p.seq_k else f"sq{p.seq_q}_sk{p.seq_k}"
+    heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
+    device = device_name.removeprefix("NVIDIA ").replace(" ", "-").lower()
+    mask = "causal" if p.causal else "full"
+    return f"{device}_{regime}_{seq}_d{p.head_dim}_{p.dtype}_{mask}_b{p.batch}_{heads}.json.xz"
 
 
 def import_table(db: TuningDB, path: str | os.PathLike[str]) -> MergeResult:
@@ -156,8 +178,11 @@ def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     if not isinstance(data, dict) or "schema_version" not in data:
         raise DatabaseError(f"{name}: schema_version: missing; give a file that `tiledsched db export` wrote")
     version = data["schema_version"]
-    if version != SCHEMA_VERSION:
-        raise DatabaseError(f"{name}: schema_version: {version!r} is not {SCHEMA_VERSION}; upgrade tiledsched")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise DatabaseError(f"{name}: schema_version: {version!r} is no version; give a file that tiledsched wrote")
+    if version > SCHEMA_VERSION:
+        raise DatabaseError(f"{name}: schema_version: {version} was written by a newer tiledsched, and this one reads "
+                            f"up to {SCHEMA_VERSION}; upgrade tiledsched")  # fmt: skip
     for key in data:
         if key not in (*LISTS, "schema_version"):
             raise DatabaseError(f"{name}: {key}: unknown key; known are {', '.join(LISTS)} and schema_version")

@@ -9,13 +9,18 @@ from typing import Any
 
 from sqlalchemy import func, select
 
+from tiledsched.kernels import template_for
 from tiledsched.kernels.template import ProblemClass
+from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import FailureRow
 from tiledsched.store.reading import matching
-from tiledsched.store.records import BuildRecord, EntryRecord
+from tiledsched.store.records import BuildRecord, EntryRecord, StoredMeasurement
+
+ProgramKey = tuple[str, object]
+"""(fingerprint, grid): what makes a program distinct on one problem and device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,50 @@ class ProgramCount:
     """Of them, those that did not build."""
     programs: int
     """Distinct programs among the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegimeComparison:
+    """Whether the burst and the sustained regime name the same winner for one problem on one device.
+
+    Only programs measured in both regimes are compared, and a ratio is always of two times of one regime.
+    """
+
+    problem: Problem
+    """What is computed."""
+    device_name: str
+    """Where it was measured."""
+    accum_mode: str
+    """fp32 or fp16 accumulators; the two are never compared."""
+    programs: int
+    """Programs measured in both regimes."""
+    burst_winner: Schedule
+    """Least median in the burst regime."""
+    sustained_winner: Schedule
+    """Least median in the sustained regime."""
+    burst_loss: float
+    """What serving the burst winner costs in the sustained regime: its time / the sustained winner's - 1."""
+    burst_loss_distinct: bool
+    """Whether the 95% intervals of those two sustained times are apart."""
+    sustained_loss: float
+    """What serving the sustained winner costs in the burst regime: its time / the burst winner's - 1."""
+    sustained_loss_distinct: bool
+    """Whether the 95% intervals of those two burst times are apart."""
+
+    @property
+    def same(self) -> bool:
+        """Whether one program wins both."""
+        return self.burst_winner == self.sustained_winner
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict; schedules and the problem become objects."""
+        return {
+            **asdict(self),
+            "problem": self.problem.to_json(),
+            "burst_winner": self.burst_winner.to_json(),
+            "sustained_winner": self.sustained_winner.to_json(),
+            "same": self.same,
+        }
 
 
 def best_entries(
@@ -164,6 +213,50 @@ def program_counts(builds: Iterable[BuildRecord]) -> list[ProgramCount]:
         )
         for _, records in sorted(everything.items())
     ]
+
+
+def compare_regimes(db: TuningDB, arch: str | None = None, *, device_name: str | None = None) -> list[RegimeComparison]:
+    """For each problem and device with programs measured in both regimes, who wins in each and what it costs.
+
+    Of a program measured several times the newest measurement counts. Programs are told apart by machine code and
+    grid, so that it does not matter which of their equivalent schedules was measured.
+    """
+    taken: dict[tuple[str, Problem, str, str], dict[str, dict[ProgramKey, Measurement]]] = {}
+    for stored in db.latest_measurements(arch=arch, device_name=device_name):  # newest first
+        found = stored.measurement
+        accum_mode = str(found.schedule.get("accum_mode", "fp32"))
+        regimes = taken.setdefault((stored.kernel, found.problem, found.device.name, accum_mode), {})
+        regimes.setdefault(found.regime, {}).setdefault(_program(stored), found)
+    compared = []
+    for (_, problem, device, accum_mode), regimes in taken.items():
+        burst, sustained = regimes.get("burst", {}), regimes.get("sustained", {})
+        both = [program for program in burst if program in sustained]
+        if not both:
+            continue
+        first = min(both, key=lambda program: (burst[program].median_us, burst[program].schedule.id))
+        second = min(both, key=lambda program: (sustained[program].median_us, burst[program].schedule.id))
+        burst_loss, burst_distinct = _loss(sustained[first], sustained[second])
+        sustained_loss, sustained_distinct = _loss(burst[second], burst[first])
+        compared.append(RegimeComparison(
+            problem=problem, device_name=device, accum_mode=accum_mode, programs=len(both),
+            burst_winner=burst[first].schedule, sustained_winner=burst[second].schedule,
+            burst_loss=burst_loss, burst_loss_distinct=burst_distinct,
+            sustained_loss=sustained_loss, sustained_loss_distinct=sustained_distinct,
+        ))  # fmt: skip
+    return sorted(compared, key=lambda one: (one.device_name, one.problem, one.accum_mode))
+
+
+def _program(stored: StoredMeasurement) -> ProgramKey:
+    found = stored.measurement
+    try:
+        return found.fingerprint, template_for(stored.kernel).grid(found.schedule, found.problem, found.device.sm_count)
+    except KeyError:  # a schedule of an older space, which lacks a knob
+        return found.fingerprint, found.schedule.id
+
+
+def _loss(served: Measurement, best: Measurement) -> tuple[float, bool]:
+    """How much longer `served` takes than `best`, and whether their intervals are apart."""
+    return served.median_us / best.median_us - 1, served.ci_low_us > best.ci_high_us
 
 
 def _by_class(builds: Iterable[BuildRecord]) -> dict[str, list[BuildRecord]]:

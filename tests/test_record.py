@@ -1,0 +1,349 @@
+"""Recording landscapes: the plan over the shipped space, and the recorder on a GPU and a compiler made of arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from store_samples import DEVICE, TOOLCHAIN, artifact
+
+from tiledsched.build.compiler import Built
+from tiledsched.errors import DatabaseError, Failure, FailureKind, NoValidScheduleError
+from tiledsched.kernels import template_for
+from tiledsched.measure.replay import ReplayRunner
+from tiledsched.measure.runner import Accuracy, Batch, Checked, Conditions
+from tiledsched.problem import Problem, stable_id
+from tiledsched.schedule import Schedule
+from tiledsched.search.record import COVERAGE, FIELD, LEADERS, SUSTAINED, Recorder, RecordOptions, plan
+from tiledsched.space import SearchSpace, space_for
+from tiledsched.store.db import TuningDB
+from tiledsched.store.exchange import export_landscape, read_table
+
+ROOT = Path(__file__).parent.parent
+TEMPLATE = template_for("attention")
+PROBLEM = Problem.standard(seq_len=4096, head_dim=128, causal=True)
+PINNED = {"accum_mode": "fp32"}
+SPACE = space_for("sm_90")
+ACCURACY = Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 0, 0), repeatable=True)
+
+
+def small_space(least: int) -> SearchSpace:
+    """The shipped space with at most two values for a knob: for as many knobs as it takes to have `least` schedules."""
+    names = list(SPACE.knobs)
+    for free in range(1, len(names)):
+        knobs = {}
+        for name, knob in SPACE.knobs.items():
+            others = [value for value in knob.choices if value != knob.default]
+            both = name in (*names[:free], names[-1])
+            knobs[name] = dataclasses.replace(knob, choices=(knob.default, *others[: int(both)]))
+        space = dataclasses.replace(SPACE, knobs=knobs)
+        if sum(1 for _ in space.schedules(PROBLEM, pinned=PINNED)) >= least:
+            break
+    return space
+
+
+SMALL, TINY = small_space(400), small_space(70)
+INERT = list(SPACE.knobs)[-1]
+"""The knob that changes nothing in the made-up machine code."""
+
+
+def planned(count: int | None = None, **changes) -> list[Schedule]:
+    values = {"problem": PROBLEM, "pinned": PINNED, "space": SMALL, **changes}
+    return list(itertools.islice(plan(values.pop("space"), values.pop("problem"), **values), count))
+
+
+def differences(a: Schedule, b: Schedule) -> int:
+    return sum(a[name] != b[name] for name in a)
+
+
+def test_a_plan_holds_every_valid_schedule_once_and_the_same_each_time() -> None:
+    everything = planned()
+    assert len(everything) == len(set(everything))
+    assert set(everything) == set(SMALL.schedules(PROBLEM, pinned=PINNED))
+    assert planned(50) == everything[:50]
+    assert planned(50, seed=1) != everything[:50]
+
+
+def test_a_plan_begins_with_the_default_the_seeds_and_their_neighbours() -> None:
+    default = SMALL.default(PROBLEM, pinned=PINNED)
+    seed = next(each for each in planned(200) if differences(each, default) > 2)
+    older = Schedule({name: value for name, value in seed.items() if value != SMALL.knobs[name].default} | {"gone": 1})
+    broken = default.replace(tile_m=7)
+    order = planned(400, seeds=[older, broken])
+    assert order[:2] == [default, seed]
+    assert broken not in order
+    assert all(min(differences(each, default), differences(each, seed)) == 1 for each in order[2:20:2])
+    near = {each for each in SMALL.schedules(PROBLEM, pinned=PINNED) if differences(each, default) == 1}
+    assert near <= set(order[:400])
+
+
+def test_every_value_has_its_share() -> None:
+    allowed = Counter((name, repr(value)) for each in SPACE.schedules(PROBLEM, pinned=PINNED)
+                      for name, value in each.items())  # fmt: skip
+    order = planned(300, space=SPACE)
+    counts = Counter((name, repr(value)) for each in order for name, value in each.items())
+    short = {value: counts[value] for value, most in allowed.items()
+             if counts[value] < min(most, int(0.9 * COVERAGE * len(order)))}  # fmt: skip
+    assert short == {}
+
+
+def test_problems_of_one_class_have_one_plan() -> None:
+    assert planned(100) == planned(100, problem=PROBLEM.replace(seq_q=1024, seq_k=1024, batch=16))
+
+
+# The recorder
+
+
+class Compiler:
+    """Compiles and keeps everything; schedules that differ in one knob only are one program."""
+
+    jobs = 4
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.works = True
+        self.toolchain = TOOLCHAIN
+
+    @staticmethod
+    def fingerprint(schedule) -> str:
+        return stable_id({name: value for name, value in schedule.items() if name != INERT}, 24)
+
+    def build(self, tasks):
+        for task in tasks:
+            self.compiled += 1
+            made = artifact(self.fingerprint(task.schedule)) if self.works else None
+            failure = None if made else Failure(kind=FailureKind.COMPILE_ERROR, message="no")
+            yield Built(task=task, artifact=made, failure=failure, seconds=0.1)
+
+    def has(self, arch, fingerprint) -> bool:
+        return True
+
+    def put(self, made) -> None: ...
+
+    def get(self, arch, fingerprint):
+        return artifact(fingerprint)
+
+
+def true_us(candidate, regime) -> float:
+    """100 to 600 us by the machine code; in the sustained regime others are fastest."""
+    place = int(candidate.artifact.fingerprint[:6], 16) / 16**6
+    return 100 * (1 + 5 * place) * (1.3 - 0.2 * place if regime == "sustained" else 1)
+
+
+class Gpu:
+    """Counts what is asked of it, and can be interrupted or find a result wrong."""
+
+    name, device = "gpu", DEVICE
+
+    def __init__(self, *, seed=0, interrupt_after=10**9, wrong=lambda schedule: False) -> None:
+        self.begun, self.looks = 0, 0
+        self._rng, self._interrupt_after, self._wrong = random.Random(seed), interrupt_after, wrong
+
+    def _time(self, candidate, regime) -> float:
+        return true_us(candidate, regime) * self._rng.gauss(1, 0.002)
+
+    def begin(self, problem):
+        self.begun += 1
+
+    def look(self, candidate):
+        self.looks += 1
+        if self.looks > self._interrupt_after:
+            raise KeyboardInterrupt
+        return self._time(candidate, "burst")
+
+    def check(self, candidate):
+        if self._wrong(candidate.schedule):
+            return Failure(kind=FailureKind.WRONG_RESULT, message="planted")
+        return Checked(accuracy=ACCURACY, first_look_us=self._time(candidate, "burst"))
+
+    def sample(self, candidates, *, rounds, regime):
+        return [Batch(samples_us=tuple(self._time(each, regime) for _ in range(rounds)), conditions=Conditions())
+                for each in candidates]  # fmt: skip
+
+    def close(self): ...
+
+
+class Site:
+    """A database, and what is needed to record into it."""
+
+    def __init__(self, db: TuningDB) -> None:
+        self.db, self.compiler = db, Compiler()
+        self.said: list[str] = []
+
+    def recorder(self, runner, *, space=SMALL, **options) -> Recorder:
+        options = {"programs": 60, "sustained_leaders": 5, **options}
+        return Recorder(self.db, self.compiler, space, TEMPLATE, self.compiler.toolchain, RecordOptions(**options),
+                        pool=self.compiler, run_id=self.db.start_run({}, "sm_90"), runner=runner,
+                        progress=self.said.append)  # fmt: skip
+
+    def record(self, folder, runner=None, **options):
+        return next(self.recorder(runner or Gpu(), **options).record([PROBLEM], folder))
+
+    def samples(self, regime: str) -> list[int]:
+        return [len(one.measurement.samples_us) for one in self.db.latest_measurements(PROBLEM, regime=regime)]
+
+
+@pytest.fixture
+def site(tmp_path):
+    with TuningDB.open(tmp_path / "tuning.db") as db:
+        yield Site(db)
+
+
+def test_a_landscape_is_recorded_and_replayed(site, tmp_path) -> None:
+    result = site.record(tmp_path)
+    assert (result.programs, result.failed, result.complete) == (60, 0, True)
+    assert [file.regime for file in result.files] == ["burst", "sustained"]
+    burst, sustained = (read_table(file.path).measurements for file in result.files)
+    assert len(burst) == result.files[0].distinct_programs == 60
+    assert len(sustained) == result.files[1].distinct_programs == 5
+
+    times = sorted(one.measurement.median_us for one in burst)
+    assert result.files[0].best_us == times[0]
+    assert result.files[0].worst_ratio == times[-1] / times[0]
+    assert result.files[0].best_tflops == PROBLEM.tflops(times[0])
+    for one in burst:
+        taken, samples = one.measurement, len(one.measurement.samples_us)
+        if taken.median_us <= 1.05 * times[0]:
+            assert samples == LEADERS.opening_rounds
+        else:
+            assert samples in (1, FIELD.opening_rounds, LEADERS.opening_rounds)
+        assert samples > 1 or taken.median_us > 3 * times[0]  # only the hopeless
+    fastest = {one.measurement.schedule for one in burst if one.measurement.median_us <= times[4]}
+    assert {one.measurement.schedule for one in sustained} == fastest
+    assert {len(one.measurement.samples_us) for one in sustained} == {SUSTAINED.opening_rounds}
+
+    replay = ReplayRunner(TEMPLATE, [one.measurement for one in burst])
+    replay.begin(PROBLEM)
+
+
+def test_a_second_run_measures_and_compiles_nothing(site, tmp_path) -> None:
+    site.record(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.xz")}
+    compiled = site.compiler.compiled
+    runner = Gpu(seed=2)
+    again = site.record(tmp_path, runner)
+    assert (again.measured, again.compiled, runner.begun, runner.looks) == (0, 0, 0, 0)
+    assert site.compiler.compiled == compiled
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.xz")} == before
+
+    more = site.record(tmp_path, programs=70)
+    assert more.programs == 70
+    assert 10 <= more.measured < 70
+
+
+def test_builds_come_first_and_need_no_gpu(site, tmp_path) -> None:
+    built = next(site.recorder(None).record([PROBLEM], tmp_path))
+    assert (built.programs, built.measured, built.complete, built.files) == (60, 0, False, ())
+    assert built.compiled == site.compiler.compiled > 0
+    assert site.record(tmp_path).compiled == 0
+
+
+@pytest.mark.parametrize("looks", [1, 40, 65])
+def test_an_interrupted_run_goes_on(site, tmp_path, looks) -> None:
+    interrupted = Gpu(interrupt_after=looks)
+    with pytest.raises(KeyboardInterrupt):
+        site.record(tmp_path, interrupted, programs=120)
+    kept = site.samples("burst").count(FIELD.opening_rounds)
+    assert (kept > 0) == (looks > 64)  # a batch of 64 is stored when it is done
+    runner = Gpu(seed=3)
+    result = site.record(tmp_path, runner, programs=120)
+    assert result.complete
+    assert len(site.samples("burst")) == 120
+    leaders = sum(count == LEADERS.opening_rounds for count in site.samples("burst"))
+    assert runner.looks <= 120 - kept + leaders + 10
+
+
+def test_the_budget_ends_it_and_says_so(site, tmp_path) -> None:
+    next(site.recorder(None).record([PROBLEM], tmp_path))
+    result = site.record(tmp_path, budget_s=0.0)
+    assert (result.complete, result.measured, result.files) == (False, 0, ())
+    assert site.record(tmp_path).complete
+
+
+def test_failures_are_rows_and_not_tried_again(site, tmp_path) -> None:
+    def bad(schedule):
+        return int(Compiler.fingerprint(schedule), 16) % 3 == 0
+
+    result = site.record(tmp_path, Gpu(wrong=bad))
+    assert result.failed_programs > 0
+    assert result.complete
+    rows = site.db.failures("sm_90", PROBLEM, stage="measure")
+    assert len(rows) == result.failed_programs
+    assert not any(bad(one.measurement.schedule) for one in site.db.measurements(regime="sustained"))
+    runner = Gpu(wrong=bad)
+    again = site.record(tmp_path, runner)
+    assert (runner.looks, again.failed_programs) == (0, result.failed_programs)
+
+
+def test_fewer_programs_than_asked_for_are_stated(site, tmp_path) -> None:
+    result = next(site.recorder(None, programs=10**6, space=TINY).record([PROBLEM], tmp_path))
+    everything = list(TINY.schedules(PROBLEM, pinned=PINNED))
+    assert result.schedules == len(everything)
+    assert result.programs == len(
+        {(Compiler.fingerprint(each), TEMPLATE.grid(each, PROBLEM, 132)) for each in everything}
+    )
+    assert f"only {result.programs} distinct programs could be had, 1000000 were asked for" in site.said[-1]
+
+
+def test_nothing_that_builds_is_an_error(site, tmp_path) -> None:
+    site.compiler.works = False
+    with pytest.raises(NoValidScheduleError, match=r"none of \d+ schedules builds.*tiledsched doctor"):
+        site.record(tmp_path, space=TINY)
+
+
+def test_evidence_of_another_compiler_is_left_out_of_the_file(site, tmp_path) -> None:
+    site.record(tmp_path, programs=80)
+    site.compiler.toolchain = dataclasses.replace(site.compiler.toolchain, tileiras="13.5.1")
+    result = site.record(tmp_path)
+    assert result.compiled > 0
+    taken = read_table(result.files[0].path).measurements
+    assert len(taken) == 60
+    assert {one.toolchain.tileiras for one in taken} == {"13.5.1"}
+
+
+# The file format
+
+
+def test_every_version_of_the_format_is_read(tmp_path) -> None:
+    """One old file for each version there ever was."""
+    files = sorted((ROOT / "tests" / "data").glob("landscape_*.json.xz"))
+    assert [path.name for path in files] == ["landscape_1.json.xz"]
+    for path in files:
+        table = read_table(path)
+        assert len(table.measurements) == 12
+        assert all(one.measurement.median_us == statistics.median(one.measurement.samples_us)
+                   for one in table.measurements)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [(2, "newer tiledsched.*up to 1; upgrade"), ("1.0", "no version"), (0, "no")]
+)
+def test_another_version_is_refused(tmp_path, version, words) -> None:
+    (tmp_path / "l.json").write_text(json.dumps({"schema_version": version}))
+    with pytest.raises(DatabaseError, match=words):
+        read_table(tmp_path / "l.json")
+
+
+def test_the_documented_snippet_runs(site, tmp_path, capsys, monkeypatch) -> None:
+    document = (ROOT / "docs" / "landscapes.md").read_text()
+    snippet = document.split("```python\n")[1].split("```")[0]
+    site.record(tmp_path).files[0].path.rename(tmp_path / "landscape.json.xz")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, "docs/landscapes.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert "TFLOP/s" in said
+    assert "winner" in said
+
+
+def test_an_export_limited_to_a_source_holds_only_that(site, tmp_path) -> None:
+    site.record(tmp_path)
+    device = DEVICE.name
+    out = tmp_path / "l.json"
+    assert export_landscape(site.db, out, PROBLEM, device, "burst", source_hash="other") == 0
+    assert export_landscape(site.db, out, PROBLEM, device, "burst", source_hash=TEMPLATE.source_hash) == 60

@@ -1,0 +1,193 @@
+"""Landscapes as T4 results and as Kernel Tuner caches."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, add_builds, add_times, build_of, plain, taken
+
+from tiledsched.cli import main
+from tiledsched.errors import DatabaseError, Failure, FailureKind
+from tiledsched.store.db import TuningDB
+from tiledsched.store.t4 import INVALIDITY, export_foreign, kernel_tuner_cache, recorded, t4_metadata, t4_results
+
+TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+VERSION = {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"}
+# Written from the T4 documents' description (docs/landscapes.md); stricter than the published schema where we can be.
+RESULTS_SCHEMA = {
+    "type": "object",
+    "required": ["schema_version", "results"],
+    "properties": {
+        "schema_version": VERSION,
+        "results": {"type": "array", "items": {
+            "type": "object",
+            "required": ["configuration", "times", "invalidity", "correctness", "measurements", "objectives"],
+            "properties": {
+                "timestamp": TEXT,
+                "configuration": {"type": "object", "additionalProperties": {"type": ["integer", "boolean", "string"]}},
+                "objectives": {"type": "array", "items": TEXT},
+                "times": {
+                    "type": "object",
+                    "properties": {"compilation_time": NUMBER, "compilation": NUMBER,
+                                   "runtimes": {"type": "array", "items": NUMBER}},
+                    "additionalProperties": False,
+                },
+                "invalidity": {"enum": ["timeout", "compile", "runtime", "correctness", "constraints", "correct"]},
+                "correctness": NUMBER,
+                "measurements": {"type": "array", "items": {
+                    "type": "object", "required": ["name", "value", "unit"],
+                    "properties": {"name": TEXT, "value": {"type": ["number", "string", "array"]}, "unit": TEXT},
+                }},
+            },
+            "additionalProperties": False,
+        }},
+    },
+}  # fmt: skip
+METADATA_SCHEMA = {
+    "type": "object",
+    "required": ["schema_version", "metadata"],
+    "properties": {"schema_version": VERSION, "metadata": {"type": "object", "properties": {
+        "hardware": {"type": "object", "properties": {"hardware_description": {"type": "array"}}},
+        "environment": {"type": "object", "properties": {
+            "device_query": {"type": "object"}, "requirements": {"type": "array", "items": TEXT}}},
+    }}},
+}  # fmt: skip
+FASTEST, SLOWER = plain(128, 64), plain(64, 64, loop_split=True)
+
+
+def failed(db, schedule, kind, fingerprint="") -> None:
+    """A failure in the store: of the build, or on the GPU."""
+    failure = Failure(kind=kind, message="planted")
+    if not fingerprint:
+        add_builds(db, [build_of(schedule, failure)])
+        return
+    add_builds(db, [build_of(schedule, fingerprint)])
+    db.record_failure(None, "attention", "sm_90", "measure", schedule, failure, problem=PROBLEM, fingerprint=fingerprint,
+                      device=taken(schedule, 1.0).device)  # fmt: skip
+
+
+@pytest.fixture
+def db(tmp_path):
+    with TuningDB.open(tmp_path / "tuning.db") as opened:
+        add_builds(opened, [build_of(FASTEST, "a" * 24)])
+        add_times(opened, {FASTEST: 100.0, SLOWER: 150.0}, fingerprints={FASTEST: "a" * 24})
+        yield opened
+
+
+@pytest.fixture
+def landscape(db):
+    return lambda: recorded(db, PROBLEM, DEVICE.name, "burst")
+
+
+def test_results_follow_the_schema(db, landscape) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    for number, kind in enumerate(FailureKind):
+        built = "" if kind in (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT) else f"{number:024x}"
+        failed(db, plain(128, 32, latency_k=number), kind, built)
+    for document, schema in ((t4_results(landscape()), RESULTS_SCHEMA), (t4_metadata(landscape()), METADATA_SCHEMA)):
+        jsonschema.validate(json.loads(json.dumps(document)), schema)
+    assert len(t4_results(landscape())["results"]) == 2 + len(FailureKind)
+
+
+def test_times_are_milliseconds(landscape) -> None:
+    first, second = t4_results(landscape())["results"]
+    assert first["configuration"] == FASTEST.to_json()
+    assert first["times"]["runtimes"] == [us / 1e3 for us in taken(FASTEST, 100.0).samples_us]
+    assert first["times"]["compilation_time"] == 1000.0
+    assert "compilation_time" not in second["times"]
+    told = {line["name"]: (line["value"], line["unit"]) for line in first["measurements"]}
+    assert told["time"] == (0.1, "ms")
+    assert told["TFLOP/s"] == (pytest.approx(PROBLEM.tflops(100.0)), "TFLOP/s")
+    assert (first["invalidity"], first["correctness"]) == ("correct", 1)
+
+
+def test_failures_have_words(db, landscape) -> None:
+    kinds = {FailureKind.COMPILE_ERROR: "compile", FailureKind.COMPILE_TIMEOUT: "timeout", FailureKind.HANG: "timeout",
+             FailureKind.WRONG_RESULT: "correctness", FailureKind.ILLEGAL_ADDRESS: "runtime"}  # fmt: skip
+    for number, kind in enumerate(kinds):
+        built = "" if kind in (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT) else f"{number:024x}"
+        failed(db, plain(128, 32, latency_k=number), kind, built)
+    bad = [result for result in t4_results(landscape())["results"] if result["invalidity"] != "correct"]
+    assert {result["configuration"]["latency_k"]: result["invalidity"] for result in bad} == dict(
+        enumerate(kinds.values())
+    )
+    assert all(result["correctness"] == 0 and result["times"]["runtimes"] == [] for result in bad)
+    errors = {entry["latency_k"]: entry["time"] for entry in kernel_tuner_cache(landscape())["cache"].values()
+              if isinstance(entry["time"], str)}  # fmt: skip
+    built, ran = "CompilationFailedConfig", "RuntimeFailedConfig"
+    assert errors == {0: built, 1: built, 2: ran, 3: ran, 4: ran}
+    assert set(INVALIDITY) <= set(FailureKind)
+
+
+def test_a_failure_that_was_overcome_is_none(db, landscape) -> None:
+    failed(db, FASTEST, FailureKind.OUT_OF_MEMORY, "a" * 24)
+    assert {result["invalidity"] for result in t4_results(landscape())["results"]} == {"correct"}
+
+
+def test_failures_of_other_machine_code_or_devices_are_left_out(db, landscape) -> None:
+    failed(db, plain(128, 32), FailureKind.HANG, "b" * 24)
+    add_builds(db, [build_of(plain(128, 32), "c" * 24)])  # compiled anew since
+    elsewhere = taken(plain(64, 32), 1.0, device="NVIDIA Other").device
+    add_builds(db, [build_of(plain(64, 32), "d" * 24)])
+    db.record_failure(None, "attention", "sm_90", "measure", plain(64, 32),
+                      Failure(kind=FailureKind.HANG, message="h"), problem=PROBLEM, fingerprint="d" * 24,
+                      device=elsewhere)  # fmt: skip
+    assert landscape().failures == ()
+
+
+def test_metadata_says_what_was_computed(landscape) -> None:
+    metadata = t4_metadata(landscape())["metadata"]
+    assert metadata["hardware"]["hardware_description"][0]["name"] == DEVICE.name
+    assert f"cuda-tile=={TOOLCHAIN.cuda_tile}" in metadata["environment"]["requirements"]
+    assert metadata["tiledsched"]["problem"] == PROBLEM.to_json()
+    assert metadata["tiledsched"]["regime"] == "burst"
+    assert metadata["tiledsched"]["tune_params"]["tile_m"] == [64, 128]
+
+
+def test_the_cache_is_keyed_as_kernel_tuner_looks_it_up(landscape) -> None:
+    cache = kernel_tuner_cache(landscape())
+    names = cache["tune_params_keys"]
+    assert list(cache["tune_params"]) == names
+    assert cache["tune_params"]["loop_split"] == [False, True]
+    for schedule, ms in ((FASTEST, 0.1), (SLOWER, 0.15)):
+        entry = cache["cache"][",".join(str(schedule[name]) for name in names)]
+        assert entry["time"] == ms
+        assert {name: entry[name] for name in names} == schedule.to_json()
+        assert entry["benchmark_time"] == pytest.approx(sum(entry["times"]))
+        assert {"compile_time", "verification_time", "strategy_time", "framework_time", "timestamp"} <= set(entry)
+    assert all(type(value) in (int, bool, str) for values in cache["tune_params"].values() for value in values)
+
+
+def test_only_the_newest_source_is_exported(db, landscape) -> None:
+    db.record_measurement(None, "attention", "newer", TOOLCHAIN, taken(SLOWER, 140.0))
+    assert [one.source_hash for one in landscape().measurements] == ["newer"]
+    assert SOURCE != "newer"
+
+
+def test_spaces_of_different_knobs_do_not_fit_one_cache(db, landscape) -> None:
+    add_times(db, {plain(128, 128, one_more=1): 120.0})
+    with pytest.raises(DatabaseError, match=r"one_more.*older space"):
+        kernel_tuner_cache(landscape())
+
+
+def test_nothing_measured_is_an_error(db) -> None:
+    with pytest.raises(DatabaseError, match="tiledsched record"):
+        recorded(db, PROBLEM, "NVIDIA Other", "burst")
+
+
+def test_a_folder_that_cannot_be_written(landscape, tmp_path) -> None:
+    with pytest.raises(DatabaseError, match="another folder"):
+        export_foreign(landscape(), tmp_path / "missing", "t4")
+
+
+def test_the_command_writes_them(db, tmp_path, capsys) -> None:
+    where = ["--db", str(tmp_path / "tuning.db"), "--export", str(tmp_path / "out")]
+    for form in ("tiledsched", "t4", "kernel-tuner-cache"):
+        assert main(["landscapes", *where, "--format", form]) == 0
+    stem = "h200_burst_s4096_d64_float16_full_b4_h32"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        f"{stem}.json.xz", f"{stem}.t4.json", f"{stem}.t4.metadata.json", f"{stem}.cache.json"}  # fmt: skip
+    assert f"{stem}.cache.json" in capsys.readouterr().err
+    assert main(["landscapes", "--db", str(tmp_path / "tuning.db"), "--format", "t4"]) == 2
+    assert "--export" in capsys.readouterr().err

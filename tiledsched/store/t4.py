@@ -1,0 +1,241 @@
+"""Landscapes for other tuners: the T4 results format and Kernel Tuner's cache file.
+
+T4 is the results format that autotuners agreed on, with a schema for results and one for metadata (version 1.0.0,
+kept with Kernel Tuner; see docs/landscapes.md). Kernel Tuner's simulation mode reads another file, its cache: the same
+configurations in an object keyed by their values. Both hold one kernel source and one toolchain, and times in
+milliseconds, which is their unit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiledsched import __version__
+from tiledsched.errors import DatabaseError, Failure, FailureKind
+from tiledsched.kernels import template_for
+from tiledsched.problem import Problem
+from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.store.codec import encode
+from tiledsched.store.db import TuningDB
+from tiledsched.store.exchange import landscape_file_name
+from tiledsched.store.records import StoredMeasurement
+
+T4_VERSION = "1.0.0"
+FORMATS = ("tiledsched", "t4", "kernel-tuner-cache")
+"""What `landscapes --export` writes."""
+INVALIDITY = {
+    FailureKind.COMPILE_ERROR: "compile",
+    FailureKind.COMPILER_KILLED: "compile",
+    FailureKind.COMPILE_TIMEOUT: "timeout",
+    FailureKind.HANG: "timeout",
+    FailureKind.WRONG_RESULT: "correctness",
+}
+"""T4's word for a failure; all others happened at run time. `constraints` never occurs: what breaks a constraint is not
+tried."""
+NOT_COMPILED = (FailureKind.COMPILE_ERROR, FailureKind.COMPILER_KILLED, FailureKind.COMPILE_TIMEOUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """A landscape with what failed, of one kernel source and one toolchain."""
+
+    measurements: tuple[StoredMeasurement, ...]
+    """The newest of each schedule, fastest first; at least one."""
+    failures: tuple[tuple[Schedule, Failure], ...]
+    """Schedules that gave no measurement, by id."""
+    compile_seconds: dict[Schedule, float]
+    """Wall time of each compile that is known."""
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed."""
+        return self.measurements[0].measurement.problem
+
+    @property
+    def file_stem(self) -> str:
+        """The landscape's file name without its ending."""
+        taken = self.measurements[0].measurement
+        return landscape_file_name(taken.problem, taken.device.name, taken.regime).removesuffix(".json.xz")
+
+    @property
+    def knobs(self) -> dict[str, list[KnobValue]]:
+        """Each knob's values, in order. A schedule of an older space may lack some of them."""
+        seen: dict[str, dict[tuple[str, KnobValue], KnobValue]] = {}
+        schedules = [one.measurement.schedule for one in self.measurements] + [each for each, _ in self.failures]
+        for schedule in schedules:
+            for knob, value in schedule.items():
+                seen.setdefault(knob, {})[type(value).__name__, value] = value
+        return {knob: [values[key] for key in sorted(values)] for knob, values in sorted(seen.items())}
+
+
+def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> Recorded:
+    """The landscape of one problem on one device, by the kernel source and toolchain measured last.
+
+    Raises:
+        DatabaseError: nothing was measured there.
+    """
+    everything = db.latest_measurements(problem, device_name=device_name, regime=regime)
+    if not everything:
+        raise DatabaseError(f"nothing is measured of {problem} on {device_name} in the {regime} regime; "
+                            "run: tiledsched record")  # fmt: skip
+    last = everything[0]
+    made_by = (last.kernel, last.source_hash, last.toolchain)
+    by_schedule: dict[Schedule, StoredMeasurement] = {}
+    for stored in everything:
+        if (stored.kernel, stored.source_hash, stored.toolchain) == made_by:
+            by_schedule.setdefault(stored.measurement.schedule, stored)
+    template, arch = template_for(last.kernel), last.measurement.device.arch
+    builds = [build for build in db.find_builds(last.kernel, last.source_hash, last.toolchain, arch).values()
+              if _serves(template, build.schedule, build.problem_class, problem)]  # fmt: skip
+    failed = {build.schedule: build.failure for build in builds if build.failure}
+    fingerprints = {build.schedule: build.fingerprint for build in builds}
+    for failure in db.failures(arch, problem, stage="measure"):
+        if failure.device_name == device_name and fingerprints.get(failure.schedule) == failure.fingerprint:
+            failed.setdefault(failure.schedule, failure.failure)
+    return Recorded(
+        measurements=tuple(sorted(by_schedule.values(), key=lambda one: (one.measurement.median_us, one.uid))),
+        failures=tuple((each, failed[each]) for each in sorted(failed, key=lambda schedule: schedule.id)
+                       if each not in by_schedule),
+        compile_seconds={build.schedule: build.seconds for build in builds},
+    )  # fmt: skip
+
+
+def _serves(template: Any, schedule: Schedule, problem_class: object, problem: Problem) -> bool:
+    try:
+        return bool(template.problem_class(schedule, problem) == problem_class)
+    except KeyError:  # a schedule of an older space, which lacks a knob
+        return False
+
+
+def t4_results(landscape: Recorded) -> dict[str, Any]:
+    """The landscape as a T4 results document: a result for each schedule measured or failed. Times are milliseconds."""
+    results = [_measured(landscape, stored) for stored in landscape.measurements]
+    for schedule, failure in landscape.failures:
+        results.append({
+            "configuration": schedule.to_json(),
+            "times": {**_compile_time(landscape, schedule), "runtimes": []},
+            "invalidity": INVALIDITY.get(failure.kind, "runtime"),
+            "correctness": 0,
+            "measurements": [{"name": "failure", "value": f"{failure.kind}: {failure.message}", "unit": ""}],
+            "objectives": ["time"],
+        })  # fmt: skip
+    return {"schema_version": T4_VERSION, "metadata": {"timeunit": "milliseconds"}, "results": results}
+
+
+def _measured(landscape: Recorded, stored: StoredMeasurement) -> dict[str, Any]:
+    taken = stored.measurement
+    told = [
+        ("time", taken.median_us / 1e3, "ms"), ("time_ci_low", taken.ci_low_us / 1e3, "ms"),
+        ("time_ci_high", taken.ci_high_us / 1e3, "ms"), ("TFLOP/s", taken.problem.tflops(taken.median_us), "TFLOP/s"),
+        ("sm_clock", taken.conditions.sm_clock_mhz, "MHz"), ("power", taken.conditions.power_w, "W"),
+    ]  # fmt: skip
+    if taken.accuracy is not None:
+        told.append(("worst_tile_error", taken.accuracy.worst_tile_error, ""))
+    return {
+        "timestamp": stored.created_at.isoformat(),
+        "configuration": taken.schedule.to_json(),
+        "times": {**_compile_time(landscape, taken.schedule), "runtimes": [us / 1e3 for us in taken.samples_us]},
+        "invalidity": "correct",
+        "correctness": 1,
+        "measurements": [{"name": name, "value": value, "unit": unit} for name, value, unit in told],
+        "objectives": ["time"],
+    }
+
+
+def _compile_time(landscape: Recorded, schedule: Schedule) -> dict[str, float]:
+    """In the schema the key is `compilation_time`; Kernel Tuner writes `compilation`. Both, so that either is found."""
+    seconds = landscape.compile_seconds.get(schedule)
+    return {} if seconds is None else {"compilation_time": seconds * 1e3, "compilation": seconds * 1e3}
+
+
+def t4_metadata(landscape: Recorded) -> dict[str, Any]:
+    """The T4 metadata of a landscape: the GPU, the software, and, under `tiledsched`, what was computed and how."""
+    first = landscape.measurements[0]
+    device, toolchain = first.measurement.device, first.toolchain
+    versions = (("cuda-tile", toolchain.cuda_tile), ("nvidia-cuda-tileiras", toolchain.tileiras),
+                ("nvidia-cuda-nvcc", toolchain.ptxas), ("nvidia-nvvm", toolchain.nvvm))  # fmt: skip
+    return {
+        "schema_version": T4_VERSION,
+        "metadata": {
+            "hardware": {"hardware_description": [device.to_json()]},
+            "environment": {
+                "device_query": {"name": device.name, "driver_version": device.driver},
+                "requirements": [f"{name}=={version}" for name, version in versions if version],
+            },
+            "tiledsched": {
+                "version": __version__, "kernel": first.kernel, "source_hash": first.source_hash,
+                "problem": landscape.problem.to_json(), "regime": first.measurement.regime,
+                "toolchain": encode(toolchain), "tune_params": landscape.knobs,
+            },
+        },
+    }  # fmt: skip
+
+
+def kernel_tuner_cache(landscape: Recorded) -> dict[str, Any]:
+    """The landscape as a Kernel Tuner cache, for its simulation mode. Times are milliseconds.
+
+    `benchmark_time` is the sum of the samples; the pauses between them are not in it.
+
+    Raises:
+        DatabaseError: schedules of spaces with different knobs stand side by side.
+    """
+    first = landscape.measurements[0]
+    knobs = landscape.knobs
+    problem = landscape.problem
+    cache: dict[str, Any] = {}
+
+    def add(schedule: Schedule, timestamp: str, **values: Any) -> None:
+        if set(schedule) != set(knobs):
+            missing = sorted(set(knobs) - set(schedule))
+            raise DatabaseError(f"a schedule measured for {problem} lacks the knobs {', '.join(missing)}: it is of an "
+                                "older space; record the landscape into a database of its own")  # fmt: skip
+        compile_ms = landscape.compile_seconds.get(schedule, 0.0) * 1e3
+        cache[",".join(str(schedule[knob]) for knob in knobs)] = {
+            **{knob: schedule[knob] for knob in knobs}, **values, "compile_time": compile_ms, "verification_time": 0.0,
+            "strategy_time": 0.0, "framework_time": 0.0, "timestamp": timestamp,
+        }  # fmt: skip
+
+    for stored in landscape.measurements:
+        taken = stored.measurement
+        times = [us / 1e3 for us in taken.samples_us]
+        add(taken.schedule, stored.created_at.isoformat(), time=taken.median_us / 1e3, times=times,
+            benchmark_time=sum(times))  # fmt: skip
+    for schedule, failure in landscape.failures:
+        error = "CompilationFailedConfig" if failure.kind in NOT_COMPILED else "RuntimeFailedConfig"
+        add(schedule, first.created_at.isoformat(), time=error, times=[], benchmark_time=0.0)
+    return {
+        "schema_version": "1.1.0",
+        "device_name": first.measurement.device.name,
+        "kernel_name": first.kernel,
+        "problem_size": [problem.seq_q, problem.heads, problem.batch],
+        "tune_params_keys": list(knobs),
+        "tune_params": knobs,
+        "objective": "time",
+        "cache": cache,
+    }
+
+
+def export_foreign(landscape: Recorded, folder: str | os.PathLike[str], form: str) -> list[Path]:
+    """Write one landscape to `folder` in the format `form`, t4 or kernel-tuner-cache; the files written.
+
+    Raises:
+        DatabaseError: the folder cannot be written, or the format cannot hold the landscape.
+    """
+    stem = landscape.file_stem
+    if form == "t4":
+        documents = {f"{stem}.t4.json": t4_results(landscape), f"{stem}.t4.metadata.json": t4_metadata(landscape)}
+    else:
+        documents = {f"{stem}.cache.json": kernel_tuner_cache(landscape)}
+    paths = []
+    for name, document in documents.items():
+        path = Path(folder) / name
+        try:
+            path.write_text(json.dumps(document), encoding="utf-8")
+        except OSError as error:
+            raise DatabaseError(f"cannot write {path}: {error.strerror}; give another folder") from error
+        paths.append(path)
+    return paths
