@@ -17,6 +17,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tiledsched
 from tiledsched.build.compiler import BuildTask, compile_task
@@ -188,10 +190,11 @@ def too_large(bench: Bench, runner: Runner, fault: str) -> Failure:
 
 
 def compile_too_long(bench: Bench, runner: Runner, fault: str) -> Failure:
-    """A compile that is given no time; nothing of it reaches the race."""
+    """A compile that is given no time, with nothing of it in cuTile's cache; nothing of it reaches the race."""
     task = BuildTask(kernel="attention", schedule=space_for(bench.arch).default(bench.problem), problem=bench.problem,
                      arch=bench.arch, timeout_s=0.01)  # fmt: skip
-    with BuildPool(jobs=1) as pool:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CUDA_TILE_CACHE_DIR=folder), \
+            BuildPool(jobs=1) as pool:  # fmt: skip
         (built,) = pool.build([task])
     if built.failure is None:
         raise RuntimeError("it compiled within its limit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -17,7 +18,8 @@ from tiledsched.space import load_space, space_for
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 KNOBS = {
     "tile_m", "tile_n", "latency_k", "latency_v", "occupancy", "opt_level", "accum_mode", "num_ctas",
-    "num_worker_warps", "loop_split", "block_order", "persistent",
+    "num_worker_warps", "loop_split", "block_order", "persistent", "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead",
+    "k_load", "tma_loads", "tma_store", "check_bounds", "division", "lazy_rescale",
 }  # fmt: skip
 
 
@@ -137,6 +139,86 @@ def test_enumeration_sampling_and_validation_agree(arch: str) -> None:
     assert refused > 0
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_space_is_large_enough_and_not_too_large(arch: str, causal: bool) -> None:
+    """On sm_90, for every problem of 64 or 128 columns; elsewhere the smaller parts allow less."""
+    space = space_for(arch)
+    for seq_len in (1000, 1024):
+        problem = Problem.standard(seq_len=seq_len, head_dim=128, causal=causal)
+        count = sum(1 for _ in space.schedules(problem, pinned={"accum_mode": "fp32"}))
+        assert (5000 if arch == "sm_90" else 2000) <= count <= 40_000
+        modelled = sum(1 for _ in space.schedules(problem, pinned={"accum_mode": "fp32"} | space.modelled_pins()))
+        assert 100 <= modelled <= count / 5
+
+
+def test_at_most_two_departures_from_the_plain_kernel() -> None:
+    space = space_for("sm_90")
+    problem = Problem.standard(seq_len=1024, head_dim=64, causal=True)
+    pins = space.modelled_pins()
+    for schedule in itertools.islice(space.schedules(problem), 0, None, 17):
+        departures = sum(schedule[name] != value for name, value in pins.items())
+        departures += (schedule["persistent"] == "snake") + (schedule["block_order"] == "swizzled")
+        latencies = bool(schedule["latency_k"] or schedule["latency_v"])
+        assert departures + latencies <= 2
+    plain = space.default(problem)
+    space.validate(plain.replace(q_subtiles=2, qk_ahead=True, tile_n=32), problem)
+    with pytest.raises(SpaceError, match="two departures"):
+        space.validate(plain.replace(q_subtiles=2, qk_ahead=True, tile_n=32, latency_k=2), problem)
+    with pytest.raises(SpaceError, match="two departures"):
+        space.validate(plain.replace(division="ieee", tma_store=False), problem)
+
+
+def test_what_only_a_measurement_shows_is_marked() -> None:
+    space = space_for("sm_90")
+    pins = space.modelled_pins()
+    assert set(pins) == {
+        "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead", "k_load", "tma_loads", "tma_store", "check_bounds",
+        "division", "lazy_rescale",
+    }  # fmt: skip
+    assert all(space.knobs[name].measured_only and space.knobs[name].default == value for name, value in pins.items())
+    problem = Problem.standard(seq_len=1024, head_dim=64)
+    assert all(pins.items() <= dict(schedule).items() for schedule in space.schedules(problem, pinned=pins))
+
+
+def test_schedules_of_earlier_versions_are_completed() -> None:
+    space = space_for("sm_90")
+    problem = Problem.standard(seq_len=1024, head_dim=64)
+    default = space.default(problem)
+    assert space.complete(default) == default
+    old = {name: value for name, value in default.items() if name not in space.modelled_pins()}
+    assert space.complete(Schedule(old | {"persistent": False})) == default
+    assert space.complete(Schedule(old | {"persistent": True})) == default.replace(persistent="strided")
+    changed = default.replace(persistent="snake", loop_split=True, q_subtiles=2)
+    assert space.complete(changed) == changed
+    assert "wings" in space.complete(Schedule(old, wings=2))  # what is unknown stays, to be refused
+
+
+def test_constraints_are_checked_early_and_late_alike(monkeypatch) -> None:
+    """A constraint over more combinations than are tabulated allows the same schedules in the same order."""
+    problem = Problem.standard(seq_len=1000, head_dim=128, causal=True)
+    pinned = {"occupancy": 1, "num_worker_warps": 4, "tile_m": 64, "opt_level": 3, "persistent": "no", "num_ctas": 1,
+              "kv_direction": "forward", "division": "approximate", "tma_store": True}  # fmt: skip
+    early = list(space_for("sm_90").schedules(problem, pinned=pinned))
+    monkeypatch.setattr("tiledsched.space.MOST_COMBINATIONS", 1)
+    assert list(space_for("sm_90").schedules(problem, pinned=pinned)) == early
+    assert len(early) > 100
+
+
+def test_samples_are_uniform() -> None:
+    """Drawing the widest constraint's knobs together may not favour anything."""
+    space = space_for("sm_121")
+    problem = Problem.standard(seq_len=1024, head_dim=256)
+    listed = list(space.schedules(problem))
+    rng = random.Random(5)
+    drawn = [space.sample(problem, rng) for _ in range(2000)]
+    for name, knob in space.knobs.items():
+        for choice in knob.choices:
+            share = sum(schedule[name] == choice for schedule in listed) / len(listed)
+            seen = sum(schedule[name] == choice for schedule in drawn) / len(drawn)
+            assert abs(seen - share) <= 5 * (share * (1 - share) / len(drawn)) ** 0.5
+
+
 def test_the_default_is_repaired_where_a_constraint_forbids_it() -> None:
     space = space_for("sm_121")
     problem = Problem.standard(seq_len=512, head_dim=256)
@@ -212,7 +294,11 @@ def test_a_users_space_extends_a_shipped_one(tmp_path) -> None:
         (MINE.replace("[64]", "[]"), "knobs.tile_m.choices must be a list with at least one value"),
         (MINE.replace("[64]", "[64, 'big']"), "must all be of one kind"),
         (MINE.replace("[64]", "[128]"), "knobs.tile_m.default = 64 is not one of its choices"),
-        (MINE + "colour = 1", "knobs.tile_m has unknown key 'colour'; allowed are choices, default, about"),
+        (
+            MINE + "colour = 1",
+            "knobs.tile_m has unknown key 'colour'; allowed are choices, default, about, measured_only",
+        ),
+        (MINE + "measured_only = 'yes'", "knobs.tile_m.measured_only must be true or false, got 'yes'"),
         (MINE + "[[constraints]]\nrequire = 'tile_q < 3'\nbecause = 'x'", "unknown name 'tile_q'; known are"),
         (MINE + "[[constraints]]\nrequire = 'open(1)'\nbecause = 'x'", "uses Call"),
         (MINE + "[[constraints]]\nrequire = 'tile_m <'\nbecause = 'x'", "is not an expression"),

@@ -21,7 +21,10 @@ from tiledsched.space import space_for
 from tiledsched.store.db import TuningDB
 
 PLAIN = Schedule(tile_m=64, tile_n=64, occupancy=2, num_worker_warps=4, num_ctas=1, latency_k=0, latency_v=0,
-                 opt_level=3, accum_mode="fp32", loop_split=False, block_order="natural", persistent=False)  # fmt: skip
+                 opt_level=3, accum_mode="fp32", loop_split=False, block_order="natural", persistent="no",
+                 kv_direction="forward", q_subtiles=1,
+                 kv_subtiles=1, qk_ahead=False, k_load="order", tma_loads=True, tma_store=True, check_bounds=True,
+                 division="approximate", lazy_rescale=False)  # fmt: skip
 FACTS = ResourceFacts(registers=128, threads=256, shared_bytes=42000, spill_bytes=0, num_ctas=1, code_bytes=16000,
                       ctas_per_sm=2)  # fmt: skip
 PROBLEM = Problem.standard(seq_len=2048, head_dim=64)
@@ -87,7 +90,7 @@ class TestIdenticalPrograms:
     """Same machine code and same grid: same estimate, whatever the schedule said."""
 
     @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("persistent", [False, True])
+    @pytest.mark.parametrize("persistent", ["no", "strided"])
     def test_knobs_that_left_no_trace(self, causal, persistent):
         problem = PROBLEM.replace(causal=causal)
         inert = {"latency_k": 2, "latency_v": 4, "opt_level": 2, "num_worker_warps": 8}
@@ -95,14 +98,16 @@ class TestIdenticalPrograms:
 
     def test_occupancy_speaks_only_through_the_grid(self):
         assert modelled(occupancy=1) == modelled(occupancy=3)
-        assert modelled(persistent=True, occupancy=2) < modelled(persistent=True, occupancy=3)
+        assert modelled(persistent="strided", occupancy=2) < modelled(persistent="strided", occupancy=3)
         few = PROBLEM.replace(batch=1, heads=2, kv_heads=2)  # 64 tiles: every grid is the same
-        assert modelled(few, persistent=True, occupancy=2) == modelled(few, persistent=True, occupancy=3)
+        assert modelled(few, persistent="strided", occupancy=2) == modelled(few, persistent="strided", occupancy=3)
 
     def test_order_and_split_do_not_matter_without_a_mask(self):
         assert modelled(block_order="reversed") == modelled() == modelled(loop_split=True)
 
-    @pytest.mark.parametrize("knobs", [{}, {"persistent": True}, {"persistent": True, "num_ctas": 2, "occupancy": 3}])
+    @pytest.mark.parametrize(
+        "knobs", [{}, {"persistent": "strided"}, {"persistent": "strided", "num_ctas": 2, "occupancy": 3}]
+    )
     def test_the_grid_is_the_templates(self, knobs):
         for problem in (PROBLEM, PROBLEM.replace(batch=1, heads=1, kv_heads=1)):
             schedule = PLAIN.replace(**knobs)
@@ -150,7 +155,7 @@ class TestPlacement:
     def test_a_grid_in_step_with_the_tiles_is_uneven(self):
         causal = Problem.standard(seq_len=4096, head_dim=64, causal=True)
         facts = replace(FACTS, threads=384, registers=80)
-        plain, persistent = (modelled(causal, facts, tile_m=128, persistent=on) for on in (False, True))
+        plain, persistent = (modelled(causal, facts, tile_m=128, persistent=mode) for mode in ("no", "strided"))
         assert persistent > 1.05 * plain  # 264 blocks over 32 tiles a head: block w always gets tiles w mod 8
 
     def test_level_load_beyond_the_exact_limit(self, monkeypatch):

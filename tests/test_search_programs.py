@@ -27,7 +27,9 @@ from tiledsched.store.db import TuningDB
 PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
 KNOBS = {"tile_m": 64, "tile_n": 64, "occupancy": 1, "num_worker_warps": 4, "num_ctas": 1, "latency_k": 0,
          "latency_v": 0, "opt_level": 3, "accum_mode": "fp32", "loop_split": False, "block_order": "natural",
-         "persistent": False}  # fmt: skip
+         "persistent": "no", "kv_direction": "forward", "q_subtiles": 1, "kv_subtiles": 1, "qk_ahead": False,
+         "k_load": "order", "tma_loads": True, "tma_store": True, "check_bounds": True, "division": "approximate",
+         "lazy_rescale": False}  # fmt: skip
 BAD = Failure(kind=FailureKind.COMPILE_ERROR, message="TileError: no")
 
 
@@ -161,7 +163,7 @@ def test_equivalents_are_one_program(workshop):
 def test_one_code_with_two_grids_is_two_programs(workshop):
     """Persistent kernels of one machine code launch as many blocks as their occupancy hint says."""
     same = artifact("a" * 24)
-    pair = [schedule(persistent=True, occupancy=1), schedule(persistent=True, occupancy=2)]
+    pair = [schedule(persistent="strided", occupancy=1), schedule(persistent="strided", occupancy=2)]
     shop = workshop(StubPool(dict.fromkeys(pair, same)))
     shop.build(pair, PROBLEM)
     assert [program.grid[0] for program in shop.programs(pair, PROBLEM, 132)] == [132, 264]

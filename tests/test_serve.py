@@ -49,6 +49,14 @@ def test_this_devices_measurement_comes_first() -> None:
     assert served.schedule["occupancy"] == 2
 
 
+def test_an_entry_of_an_earlier_version_is_served_as_the_program_it_was() -> None:
+    space = space_for("sm_90")
+    old = {name: value for name, value in schedule(tile_m=128).items() if name not in space.modelled_pins()}
+    served = Table([entry(schedule=Schedule(old | {"persistent": True}))]).resolve(PROBLEM, "sm_90", "NVIDIA H200")
+    assert served.provenance == "measured"
+    assert served.schedule == schedule(tile_m=128, persistent="strided")
+
+
 def test_another_device_of_the_arch_is_transferred() -> None:
     table = Table([entry(knobs={"tile_m": 128}, device="NVIDIA H100")])
     served = table.resolve(PROBLEM, "sm_90", "NVIDIA H200")
@@ -137,9 +145,9 @@ def test_flags_beat_environment_beats_project_beats_user(tmp_path) -> None:
     user.write_text("regime = 'sustained'\ndb = 'user.db'\n[knobs]\ntile_m = 64\noccupancy = 1\n")
     project.write_text("db = 'project.db'\n[knobs]\ntile_m = 128\n")
     found = load_settings({"accum_mode": None, "fallback": "error"}, environ={"TILEDSCHED_DB": "env.db", "HOME": "/x",
-                          "TILEDSCHED_PERSISTENT": "yes"}, project=project, user=user)  # fmt: skip
+                          "TILEDSCHED_PERSISTENT": "strided"}, project=project, user=user)  # fmt: skip
     assert (found.regime, found.db, found.fallback, found.accum_mode) == ("sustained", "env.db", "error", "fp32")
-    assert found.knobs == {"tile_m": 128, "occupancy": 1, "persistent": True}
+    assert found.knobs == {"tile_m": 128, "occupancy": 1, "persistent": "strided"}
     assert found.sources["tile_m"] == str(project)
     assert found.sources["db"] == "TILEDSCHED_DB"
 
@@ -149,7 +157,7 @@ def test_flags_beat_environment_beats_project_beats_user(tmp_path) -> None:
     [
         ({"TILEDSCHED_FALLBACK": "numpy"}, "fallback = 'numpy'; allowed: torch, error"),
         ({"TILEDSCHED_TILE_M": "big"}, "tile_m must be an integer"),
-        ({"TILEDSCHED_PERSISTENT": "perhaps"}, "persistent must be true or false"),
+        ({"TILEDSCHED_LOOP_SPLIT": "perhaps"}, "loop_split must be true or false"),
         ({"TILEDSCHED_COLOUR": "red"}, "unknown setting 'colour'; known are db, cache"),
     ],
 )

@@ -25,7 +25,9 @@ SPIN_CYCLES = 600_000
 """About 0.3 ms at 1.98 GHz."""
 UNTUNED: dict[str, KnobValue] = {
     "tile_m": 64, "tile_n": 64, "occupancy": 0, "num_worker_warps": 0, "num_ctas": 0, "latency_k": 0, "latency_v": 0,
-    "opt_level": 3, "accum_mode": "fp32", "loop_split": False, "block_order": "natural", "persistent": False,
+    "opt_level": 3, "accum_mode": "fp32", "loop_split": False, "block_order": "natural", "persistent": "no",
+    "kv_direction": "forward", "q_subtiles": 1, "kv_subtiles": 1, "qk_ahead": False, "k_load": "order",
+    "tma_loads": True, "tma_store": True, "check_bounds": True, "division": "approximate", "lazy_rescale": False,
 }  # fmt: skip
 """The kernel as one would first write it: 64x64 tiles, every hint left to the compiler."""
 

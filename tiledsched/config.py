@@ -35,7 +35,9 @@ SETTINGS: dict[str, tuple[str, ...] | None] = {
 """Every setting and its allowed values; None means free text."""
 KNOBS: dict[str, type] = {
     "tile_m": int, "tile_n": int, "latency_k": int, "latency_v": int, "occupancy": int, "opt_level": int,
-    "num_ctas": int, "num_worker_warps": int, "loop_split": bool, "block_order": str, "persistent": bool,
+    "num_ctas": int, "num_worker_warps": int, "loop_split": bool, "block_order": str, "persistent": str,
+    "kv_direction": str, "q_subtiles": int, "kv_subtiles": int, "qk_ahead": bool, "k_load": str, "tma_loads": bool,
+    "tma_store": bool, "check_bounds": bool, "division": str, "lazy_rescale": bool,
 }  # fmt: skip
 """Knobs that can be forced at serve time, `TILEDSCHED_TILE_M=128` and so on. accum_mode is a setting of its own."""
 OTHER_VARIABLES = ("TILEDSCHED_WORKER_KEY", "TILEDSCHED_TEST_POSTGRESQL")

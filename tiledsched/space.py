@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 import itertools
+import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,14 @@ PROBLEM_NAMES = ("seq_q", "seq_k", "head_dim", "tile_d", "dtype", "causal", "bat
 ALLOWED_NODES = (ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Add,
                  ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt,
                  ast.GtE, ast.In, ast.NotIn, ast.Tuple, ast.Name, ast.Load, ast.Constant, ast.IfExp)  # fmt: skip
+KNOB_KEYS = ("choices", "default", "about", "measured_only")
 TOP_KEYS = ("extends", "kernel", "arch", "about", "limits", "knobs", "constraints")
+MOST_COMBINATIONS = 1 << 19
+"""Constraints that read knobs of more combinations than this are only checked once all of those knobs have values."""
+FORMER_VALUES: Mapping[tuple[str, KnobValue], KnobValue] = {
+    ("persistent", False): "no", ("persistent", True): "strided",
+}  # fmt: skip
+"""What stored schedules of earlier versions say, and what it is called now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,8 @@ class Knob:
     """Its value in the default schedule."""
     about: str
     """One line for people."""
+    measured_only: bool = False
+    """Whether the static model cannot see what it does: only a measurement tells its values apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +74,7 @@ class Constraint:
 
     def holds(self, values: Mapping[str, Any]) -> bool:
         """Whether the condition is met under `values`, which must bind every name read."""
-        return bool(eval(self.code, {"__builtins__": {}}, dict(values)))
+        return bool(eval(self.code, {"__builtins__": {}}, values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,41 +137,83 @@ class SearchSpace:
             pinned: knobs held at one value.
         """
         pinned = dict(pinned or {})
-        names = list(self.knobs)
+        choices = {name: (pinned[name],) if name in pinned else knob.choices for name, knob in self.knobs.items()}
+        names = list(choices)
         values = self.constraint_values(problem)
-        ready: list[list[Constraint]] = [[] for _ in names]
+        # allowed[i]: for each constraint that reads knob i, the knobs it reads up to i, and what they may be together.
+        allowed: list[list[tuple[tuple[str, ...], Mapping[tuple[KnobValue, ...], None]]]] = [[] for _ in names]
+        late: list[list[Constraint]] = [[] for _ in names]
         for constraint in self.constraints:
-            read = [index for index, name in enumerate(names) if name in constraint.names]
-            if read:
-                ready[max(read)].append(constraint)
-            elif not constraint.holds(values):
-                return
+            read = tuple(name for name in names if name in constraint.names)
+            if not read:
+                if not constraint.holds(values):
+                    return
+            elif math.prod(len(choices[name]) for name in read) <= MOST_COMBINATIONS:
+                for count, prefixes in enumerate(self._prefixes(constraint, choices, values), start=1):
+                    allowed[names.index(read[count - 1])].append((read[:count], prefixes))
+            else:
+                late[names.index(read[-1])].append(constraint)
 
         def assign(index: int) -> Iterator[Schedule]:
             if index == len(names):
                 yield Schedule({name: values[name] for name in names})
                 return
-            name = names[index]
-            choices: Sequence[KnobValue] = (pinned[name],) if name in pinned else self.knobs[name].choices
-            for choice in choices:
-                values[name] = choice
-                if all(constraint.holds(values) for constraint in ready[index]):
-                    yield from assign(index + 1)
-            values.pop(name, None)
+            for choice in choices[names[index]]:
+                values[names[index]] = choice
+                for read, prefixes in allowed[index]:
+                    if tuple([values[name] for name in read]) not in prefixes:
+                        break
+                else:
+                    if all(constraint.holds(values) for constraint in late[index]):
+                        yield from assign(index + 1)
 
         yield from assign(0)
+
+    def _prefixes(self, constraint: Constraint, choices: Mapping[str, tuple[KnobValue, ...]],
+                  values: Mapping[str, Any]) -> tuple[Mapping[tuple[KnobValue, ...], None], ...]:  # fmt: skip
+        """For 1, 2, ... of the knobs that `constraint` reads: their values for which the rest can be chosen."""
+        return _prefixes_allowed(
+            constraint, tuple((name, values) for name, values in choices.items() if name in constraint.names),
+            tuple((name, value) for name, value in values.items() if name in constraint.names),
+        )  # fmt: skip
 
     def sample(self, problem: Problem, rng: random.Random, *, tries: int = 10_000) -> Schedule:
         """A valid schedule drawn uniformly by rejection.
 
+        The knobs of the constraint that reads most of them are drawn together from what it allows; almost every draw
+        would be rejected otherwise.
+
         Raises:
             SpaceError: none found in `tries` draws; the constraints leave too little.
         """
-        for _ in range(tries):
-            schedule = Schedule({name: rng.choice(knob.choices) for name, knob in self.knobs.items()})
+        values = self.constraint_values(problem)
+        choices = {name: knob.choices for name, knob in self.knobs.items()}
+        together: tuple[str, ...] = ()
+        allowed: list[tuple[KnobValue, ...]] = [()]
+        for constraint in self.constraints:
+            read = tuple(name for name in choices if name in constraint.names)
+            if len(read) > len(together) and math.prod(len(choices[name]) for name in read) <= MOST_COMBINATIONS:
+                together, allowed = read, list(self._prefixes(constraint, choices, values)[-1])
+        for _ in range(tries if allowed else 0):
+            drawn = {name: rng.choice(each) for name, each in choices.items()}
+            schedule = Schedule(drawn, **dict(zip(together, rng.choice(allowed), strict=True)))
             if not self.violations(schedule, problem):
                 return schedule
         raise SpaceError(f"no valid schedule for {problem} in {tries} draws from {self.source}; relax its constraints")
+
+    def modelled_pins(self) -> dict[str, KnobValue]:
+        """The knobs whose effect only a measurement shows, at their defaults: hold them there where nothing is measured."""
+        return {name: knob.default for name, knob in self.knobs.items() if knob.measured_only}
+
+    def complete(self, schedule: Schedule) -> Schedule:
+        """`schedule` as this version writes it: knobs it lacks at their defaults, values of earlier versions renamed.
+
+        A knob's default is what the kernel did before there was that knob, so that a schedule stored by an earlier
+        version still says which program was measured.
+        """
+        known = {name: FORMER_VALUES.get((name, value), value) if type(value) is bool else value
+                 for name, value in schedule.items()}  # fmt: skip
+        return Schedule({name: knob.default for name, knob in self.knobs.items()} | known)
 
     def default(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Schedule:
         """The default schedule for `problem`: every knob at its default, repaired to the nearest valid one.
@@ -177,13 +230,27 @@ class SearchSpace:
         if not self.violations(wanted, problem):
             return wanted
         free = [name for name in self.knobs if name not in pinned]
-        for changes in range(1, len(free) + 1):
+        possible = next(self.schedules(problem, pinned=pinned), None) is not None
+        for changes in range(1, len(free) + 1) if possible else ():
             for changed in itertools.combinations(free, changes):
                 held = {name: wanted[name] for name in self.knobs if name not in changed}
                 found = next(self.schedules(problem, pinned=held), None)
                 if found is not None:
                     return found
         raise SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
+
+
+@lru_cache(maxsize=128)
+def _prefixes_allowed(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...],
+                      others: tuple[tuple[str, Any], ...]) -> tuple[dict[tuple[KnobValue, ...], None], ...]:  # fmt: skip
+    """See `SearchSpace._prefixes`; most constraints read little of a problem, so that its answers are used again."""
+    names, values = [name for name, _ in choices], dict(others)
+    whole = []
+    for combination in itertools.product(*(each for _, each in choices)):
+        values.update(zip(names, combination, strict=True))
+        if constraint.holds(values):
+            whole.append(combination)
+    return tuple(dict.fromkeys(combination[:count] for combination in whole) for count in range(1, len(names) + 1))
 
 
 def _contains(choices: Sequence[KnobValue], value: object) -> bool:
@@ -278,9 +345,9 @@ def _extended_path(path: Path, extends: object) -> Path:
 
 
 def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
-    unknown = sorted(set(table) - {"choices", "default", "about"})
+    unknown = sorted(set(table) - set(KNOB_KEYS))
     if unknown:
-        raise SpaceError(f"{path}: knobs.{name} has unknown key {unknown[0]!r}; allowed are choices, default, about")
+        raise SpaceError(f"{path}: knobs.{name} has unknown key {unknown[0]!r}; allowed are {', '.join(KNOB_KEYS)}")
     choices = table.get("choices")
     if not isinstance(choices, list) or not choices:
         raise SpaceError(f"{path}: knobs.{name}.choices must be a list with at least one value, got {choices!r}")
@@ -291,7 +358,11 @@ def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
     default = table.get("default", choices[0])
     if not _contains(choices, default):
         raise SpaceError(f"{path}: knobs.{name}.default = {default!r} is not one of its choices {choices}")
-    return Knob(name=name, choices=tuple(choices), default=default, about=str(table.get("about", "")))
+    measured_only = table.get("measured_only", False)
+    if not isinstance(measured_only, bool):
+        raise SpaceError(f"{path}: knobs.{name}.measured_only must be true or false, got {measured_only!r}")
+    return Knob(name=name, choices=tuple(choices), default=default, about=str(table.get("about", "")),
+                measured_only=measured_only)  # fmt: skip
 
 
 def _constraint(path: Path, index: int, table: Any, known: set[str]) -> Constraint:

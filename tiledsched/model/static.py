@@ -85,7 +85,7 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     # cycles[k]: a step of every block while k blocks share an SM.
     cycles = [step_cycles(problem, schedule, facts, spec, k, masked=masked and not split) for k in range(resident + 1)]
     overhead = BLOCK_LATENCY + BLOCK_CYCLES_PER_ELEMENT * tile_m * problem.tile_d / facts.num_ctas
-    overhead *= PERSISTENT_SHARE if schedule["persistent"] else 1.0
+    overhead *= PERSISTENT_SHARE if schedule["persistent"] != "no" else 1.0
     extra = overhead / cycles[resident]
     if masked and split:  # the steps on the diagonal, in a loop of their own
         dear = step_cycles(problem, schedule, facts, spec, resident, masked=True)
@@ -93,7 +93,7 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     busy = busy_steps(
         tile_m=tile_m, tile_n=tile_n, seq_q=problem.seq_q, seq_k=problem.seq_k, causal=problem.causal,
         heads=problem.batch * problem.heads, order=str(schedule["block_order"]),
-        grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] else 0,
+        grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] != "no" else 0,
         sms=max(1, spec.sm_count // facts.num_ctas), resident=resident, extra=round(extra * 4.0) / 4.0,
     )  # fmt: skip
     compute_us = float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
@@ -109,7 +109,7 @@ def resident_blocks(facts: ResourceFacts, spec: ArchSpec) -> int:
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
     """Blocks launched, as the template launches them (clusters count once)."""
     tiles = -(-problem.seq_q // schedule.number("tile_m")) * problem.batch * problem.heads
-    if not schedule["persistent"]:
+    if schedule["persistent"] == "no":
         return tiles
     return min(tiles, max(1, spec.sm_count * max(1, schedule.number("occupancy")) // schedule.number("num_ctas")))
 
@@ -181,7 +181,11 @@ def busy_steps(*, tile_m: int, tile_n: int, seq_q: int, seq_k: int, causal: bool
 
 def tile_steps(tile_m: int, tile_n: int, seq_q: int, seq_k: int, causal: bool, heads: int,
                order: str) -> NDArray[np.float64]:  # fmt: skip
-    """Key tiles of every query tile, in the order in which the kernel takes them (its `coordinates`)."""
+    """Key tiles of every query tile, in the order in which the kernel takes them (its `coordinates`).
+
+    A swizzled order is taken as reversed, and a snake as strided: their order within a group of heads or a round is not
+    modelled.
+    """
     tiles = -(-seq_q // tile_m)
     work = np.arange(tiles * heads)
     tile = work // heads if order == "heads_fastest" else work % tiles

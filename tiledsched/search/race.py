@@ -40,7 +40,7 @@ class Rules:
     """Samples of everyone still in, per heat."""
     most_rounds: int = 60
     """Samples of one candidate, at most."""
-    precision: float = 0.003
+    precision: float = 0.001
     """Heats end when the interval of everyone's median reaches no farther than this part of it to either side."""
     confidence: float = 0.95
     """Of every interval; one minus it, shared by those still in, is the level of the test that drops them."""

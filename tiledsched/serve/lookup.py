@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiledsched.errors import ConfigError, SpaceError
 from tiledsched.problem import Problem
@@ -74,7 +74,8 @@ class Table:
             return space.default(problem)
 
     def _from_entries(self, problem: Problem, arch: str, device_name: str, space: SearchSpace) -> Served | None:
-        kind = [entry for entry in self._by_arch.get(arch, []) if _kind(entry.problem) == _kind(problem)]
+        kind = [replace(entry, schedule=space.complete(entry.schedule)) for entry in self._by_arch.get(arch, [])
+                if _kind(entry.problem) == _kind(problem)]  # fmt: skip
         for provenances in (("measured", "transferred"), ("modelled", "default")):
             ranked = sorted((entry for entry in kind if entry.provenance in provenances),
                             key=lambda entry: (_distance(entry.problem, problem), entry.device_name != device_name,
