@@ -88,7 +88,7 @@ FORCED = [
     {"LOOP_SPLIT": "1"},
     {"NUM_WORKER_WARPS": 8},
     {"KV_DIRECTION": "backward"},
-    {"KV_DIRECTION": "sawtooth"},
+    {"KV_DIRECTION": "sawtooth", "LOOP_SPLIT": "0"},
     {"Q_SUBTILES": 2, "TILE_N": 32},
     {"KV_SUBTILES": 2, "TILE_N": 32},
     {"QK_AHEAD": 1, "TILE_N": 32},

@@ -70,14 +70,24 @@ class Noisy(Watch):
         return 100.0 + self.rng.gauss(0, 0.1) if steady else 110.0 + self.rng.gauss(0, 4)
 
 
-def test_calibration_finds_the_shortest_steady_gap() -> None:
-    gaps_s = (0.0, 0.002, 0.004)
-    trials = calibrate(Noisy(0.002), log=Log, gaps_s=gaps_s)
-    assert [trial.gap_ms for trial in trials] == [0.0, 2.0, 4.0]
+def test_calibration_finds_the_shortest_steady_gap(monkeypatch) -> None:
+    monkeypatch.setattr(timing, "TRIAL_S", 0.08)
+    watch = Noisy(0.002)
+    trials = calibrate(watch, log=Log, gaps_s=(0.001, 0.002, 0.004))
+    assert len(watch.queued) == 1 + (80 + 2) + (40 + 2) + (20 + 2)
+    assert [trial.gap_ms for trial in trials] == [1.0, 2.0, 4.0]
     assert all(trial.sm_clock_mhz == 1900 for trial in trials)
     assert trials[0].spread > timing.STEADY_SPREAD > trials[1].spread
     assert trials[1].median_us == pytest.approx(100.0, abs=0.2)
     assert steady_gap(trials).gap_ms == 2.0
+
+
+@pytest.mark.parametrize(("us", "gaps_ms"), [(900.0, [2.0, 5.0]), (1100.0, [5.0]), (5000.0, [10.0])])
+def test_no_gap_leaves_the_gpu_without_rest(monkeypatch, us, gaps_ms) -> None:
+    monkeypatch.setattr(timing, "TRIAL_S", 0.0)
+    watch = Watch()
+    monkeypatch.setattr(watch, "read", lambda queued: us)
+    assert [trial.gap_ms for trial in calibrate(watch, log=Log, gaps_s=(0.002, 0.005))] == gaps_ms
 
 
 def test_without_a_steady_gap_the_calmest_counts() -> None:

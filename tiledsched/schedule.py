@@ -11,6 +11,12 @@ from tiledsched.problem import canonical_json, stable_id
 KnobValue = int | bool | str
 
 
+PLAIN = {"accum_mode": "fp32", "block_order": "natural", "check_bounds": True, "division": "approximate",
+         "k_load": "order", "kv_direction": "forward", "kv_subtiles": 1, "num_ctas": 1, "opt_level": 3,
+         "persistent": "no", "q_subtiles": 1, "tma_loads": True, "tma_store": True}  # fmt: skip
+"""Values that go without saying when a schedule is written for people; of other knobs, 0 and false."""
+
+
 class Schedule(Mapping[str, KnobValue]):
     """An immutable, hashable mapping from knob name to value, with canonical JSON and a stable id.
 
@@ -74,7 +80,7 @@ class Schedule(Mapping[str, KnobValue]):
         return cls(dict(data))
 
     def short(self) -> str:
-        """`128x64 occ=2 warps=8 ...`: the tile, then every knob that is not zero or false, for tables."""
+        """`128x64 occ=2 warps=8 ...`: the tile, then every knob that departs from the plain kernel, for tables."""
         names = {
             "occupancy": "occ",
             "num_worker_warps": "warps",
@@ -85,10 +91,11 @@ class Schedule(Mapping[str, KnobValue]):
         }
         parts = [f"{self._values['tile_m']}x{self._values['tile_n']}"] if {"tile_m", "tile_n"} <= set(self) else []
         for name, value in self._values.items():
-            plain = value in (0, False, "natural", "fp32") or (name, value) in (("opt_level", 3), ("num_ctas", 1))
+            plain = value == PLAIN.get(name, 0)
             if name in ("tile_m", "tile_n") or plain:
                 continue
-            parts.append(name if value is True else f"{names.get(name, name)}={value}")
+            flag = name if value is True else f"no_{name}"
+            parts.append(flag if isinstance(value, bool) else f"{names.get(name, name)}={value}")
         return " ".join(parts)
 
     def __repr__(self) -> str:

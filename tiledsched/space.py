@@ -67,6 +67,8 @@ class Constraint:
     """A Python-like expression over knobs, problem fields and limits."""
     because: str
     """Why, for the person whose schedule was refused."""
+    exploring: bool
+    """Whether it only keeps the search small: a schedule that breaks it works, and may be forced."""
     names: frozenset[str]
     """The names the expression reads."""
     code: Any = field(compare=False, repr=False)
@@ -367,8 +369,10 @@ def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
 
 def _constraint(path: Path, index: int, table: Any, known: set[str]) -> Constraint:
     where = f"{path}: constraints[{index}]"
-    if not isinstance(table, dict) or set(table) != {"require", "because"}:
-        raise SpaceError(f"{where} must have exactly the keys 'require' and 'because', got {table!r}")
+    if not isinstance(table, dict) or set(table) - {"exploring"} != {"require", "because"}:
+        raise SpaceError(f"{where} must have the keys 'require' and 'because', and may have 'exploring', got {table!r}")
+    if not isinstance(table.get("exploring", False), bool):
+        raise SpaceError(f"{where}.exploring must be true or false, got {table['exploring']!r}")
     text = table["require"]
     try:
         tree = ast.parse(text, mode="eval")
@@ -385,4 +389,5 @@ def _constraint(path: Path, index: int, table: Any, known: set[str]) -> Constrai
     if unknown:
         raise SpaceError(f"{where}.require reads unknown name {unknown[0]!r}; known are {', '.join(sorted(known))}")
     code = compile(tree, f"<{where}>", "eval")
-    return Constraint(require=text, because=table["because"], names=frozenset(names), code=code)
+    return Constraint(require=text, because=table["because"], exploring=table.get("exploring", False),
+                      names=frozenset(names), code=code)  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,8 +20,12 @@ BURST_GAP_S = 0.010
 """Start-to-start distance of paced launches where none was calibrated. On an H200 it serves every kernel."""
 GAPS_S = (0.002, 0.005, 0.010, 0.020)
 """Distances tried by a calibration."""
+LEAST_REST = 2.0
+"""Distances shorter than this many times the candidate's own time are not tried: the GPU would hardly rest."""
 TRIAL_SAMPLES = 16
-"""Samples per distance tried, after two that do not count."""
+"""Samples per distance tried, at least, after two that do not count..."""
+TRIAL_S = 0.3
+"""...and how long each is tried, at least: the power controller takes its time, too."""
 STEADY_SPREAD = 0.01
 """A distance is steady when samples spread by no more than this..."""
 STEADY_STEP = 0.01
@@ -95,19 +100,21 @@ def _burst(watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: L
 
 
 def calibrate(watch: Stopwatch, *, log: Callable[[], Log], gaps_s: Sequence[float] | None = None) -> list[GapTrial]:
-    """Time candidate 0 of `watch` at several distances, shortest first.
+    """Time candidate 0 of `watch` at several distances that let the GPU rest, shortest first.
 
     Args:
         watch: launches and times.
         log: makes the log of each trial.
         gaps_s: distances in seconds; None for `GAPS_S`.
     """
+    least_s = LEAST_REST * watch.read(watch.queue(0, paced=True)) / 1e6
     trials = []
-    for gap_s in GAPS_S if gaps_s is None else gaps_s:
+    for gap_s in [gap_s for gap_s in (GAPS_S if gaps_s is None else gaps_s) if gap_s >= least_s] or [least_s]:
         readings = log()
-        samples = _burst(watch, 1, TRIAL_SAMPLES + 2, random.Random(0), readings, gap_s)[0][2:]
-        middle = sorted(samples)[len(samples) // 2]
-        trials.append(GapTrial(gap_ms=gap_s * 1e3, median_us=middle, spread=relative_spread(samples),
+        count = max(TRIAL_SAMPLES, int(TRIAL_S / gap_s) if gap_s else 0)
+        samples = _burst(watch, 1, count + 2, random.Random(0), readings, gap_s)[0][2:]
+        trials.append(GapTrial(gap_ms=gap_s * 1e3, median_us=statistics.median(samples),
+                               spread=relative_spread(samples),
                                sm_clock_mhz=readings.summary().sm_clock_mhz))  # fmt: skip
     return trials
 

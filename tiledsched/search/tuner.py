@@ -216,7 +216,7 @@ class Tuner:
         spec = arch_spec(self.space.arch)
         built = self.workshop.programs(self.workshop.built(problem), problem, spec.sm_count)
         modelled = [program.schedule for program in self._ranked(built, problem)[:MODEL_SEEDS]]
-        return [self._default(problem), *(entry.schedule for entry in near), *modelled]
+        return [self._default(problem), *(self.space.complete(entry.schedule) for entry in near), *modelled]
 
     def _known_times(self, problem: Problem, runner: Runner) -> dict[Schedule, float | None]:
         """Times in the store that still hold: same device, compiler, kernel source and space.
@@ -227,8 +227,9 @@ class Tuner:
         known: dict[Schedule, float | None] = {}
         for stored in self.db.measurements(problem, self.space.arch, runner.device.name, self.options.regime,
                                            source_hash=self._source_hash, toolchain=self.toolchain):  # fmt: skip
-            if stored.measurement.schedule["accum_mode"] == self.options.accum_mode:
-                known.setdefault(stored.measurement.schedule, stored.measurement.median_us)
+            schedule = self.space.complete(stored.measurement.schedule)
+            if schedule["accum_mode"] == self.options.accum_mode:
+                known.setdefault(schedule, stored.measurement.median_us)
         for failed in self.db.failures(self.space.arch, problem, stage="measure"):
             build = self.workshop.record(failed.schedule, problem)
             same_program = build is not None and build.fingerprint == failed.fingerprint
@@ -294,7 +295,7 @@ class Tuner:
         entries = self.db.entries(self.space.arch, self.template.name, problem=problem, provenance="measured",
                                   device_name=runner.device.name, regime=self.options.regime,
                                   accum_mode=self.options.accum_mode)  # fmt: skip
-        return [entry.schedule for entry in entries]
+        return [self.space.complete(entry.schedule) for entry in entries]
 
     def _candidates(self, programs: Sequence[Program]) -> list[Candidate]:
         """Programs with their machine code read back; one whose file is damaged is left out and built next time."""

@@ -90,13 +90,15 @@ class Table:
         for name, value in self.forced.items():
             if name not in space.knobs:
                 raise ConfigError(f"forced knob {name!r} is not in {space.source}; known are {', '.join(space.knobs)}")
-            if not any(type(choice) is type(value) for choice in space.knobs[name].choices):
-                raise ConfigError(
-                    f"forced knob {name} = {value!r}; allowed on {space.arch}: {list(space.knobs[name].choices)}"
-                )
-        # A researcher may leave the listed choices, but not what the constraints say cannot work.
+            choices = space.knobs[name].choices
+            # Numbers may leave the list: a researcher may try a tile nobody thought of. Words may not.
+            known = value in choices if isinstance(value, str) else any(type(each) is type(value) for each in choices)
+            if not known:
+                raise ConfigError(f"forced knob {name} = {value!r}; allowed on {space.arch}: {list(choices)}")
+        # A researcher may leave the listed choices and the paths explored, but not what the constraints say cannot work.
         values = space.constraint_values(problem) | dict(schedule)
-        broken = [f"{c.require} ({c.because})" for c in space.constraints if not c.holds(values)]
+        broken = [f"{c.require} ({c.because})" for c in space.constraints
+                  if not c.exploring and not c.holds(values)]  # fmt: skip
         if broken:
             raise ConfigError(
                 f"forced knobs {self.forced} cannot work for {problem} on {space.arch}: {'; '.join(broken)}"
