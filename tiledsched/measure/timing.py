@@ -24,7 +24,7 @@ LEAST_REST = 2.0
 """Distances shorter than this many times the candidate's own time are not tried: the GPU would hardly rest."""
 TRIAL_SAMPLES = 16
 """Samples per distance tried, at least, after two that do not count..."""
-TRIAL_S = 0.3
+TRIAL_S = 0.2
 """...and how long each is tried, at least: the power controller takes its time, too."""
 STEADY_SPREAD = 0.01
 """A distance is steady when samples spread by no more than this..."""
@@ -100,7 +100,7 @@ def _burst(watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: L
 
 
 def calibrate(watch: Stopwatch, *, log: Callable[[], Log], gaps_s: Sequence[float] | None = None) -> list[GapTrial]:
-    """Time candidate 0 of `watch` at several distances that let the GPU rest, shortest first.
+    """Time candidate 0 of `watch` at several distances that let the GPU rest, shortest first, until one is steady.
 
     Args:
         watch: launches and times.
@@ -108,7 +108,7 @@ def calibrate(watch: Stopwatch, *, log: Callable[[], Log], gaps_s: Sequence[floa
         gaps_s: distances in seconds; None for `GAPS_S`.
     """
     least_s = LEAST_REST * watch.read(watch.queue(0, paced=True)) / 1e6
-    trials = []
+    trials: list[GapTrial] = []
     for gap_s in [gap_s for gap_s in (GAPS_S if gaps_s is None else gaps_s) if gap_s >= least_s] or [least_s]:
         readings = log()
         count = max(TRIAL_SAMPLES, int(TRIAL_S / gap_s) if gap_s else 0)
@@ -116,6 +116,8 @@ def calibrate(watch: Stopwatch, *, log: Callable[[], Log], gaps_s: Sequence[floa
         trials.append(GapTrial(gap_ms=gap_s * 1e3, median_us=statistics.median(samples),
                                spread=relative_spread(samples),
                                sm_clock_mhz=readings.summary().sm_clock_mhz))  # fmt: skip
+        if _first_steady(trials):
+            break
     return trials
 
 
@@ -124,10 +126,14 @@ def steady_gap(trials: Sequence[GapTrial]) -> GapTrial:
 
     Where none does, the one of least spread.
     """
+    return _first_steady(trials) or min(trials, key=lambda trial: trial.spread)
+
+
+def _first_steady(trials: Sequence[GapTrial]) -> GapTrial | None:
     for trial, longer in itertools.pairwise(trials):
         if trial.spread <= STEADY_SPREAD and abs(longer.median_us / trial.median_us - 1) <= STEADY_STEP:
             return trial
-    return min(trials, key=lambda trial: trial.spread)
+    return None
 
 
 def _sustained(watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: Log,

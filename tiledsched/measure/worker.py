@@ -37,8 +37,6 @@ from tiledsched.problem import Problem
 
 FLUSH_TIMES_L2 = 2
 SPIN_US = 300.0
-LOOK_AGAIN_BELOW_US = 5e3
-"""A first launch shorter than this is repeated, for it also fetches the code; a longer one need not be."""
 FAST_FLOAT64 = ("sm_80", "sm_90", "sm_100")
 MARKS = {
     FailureKind.OUT_OF_MEMORY: ("out of memory",),
@@ -140,20 +138,11 @@ def load(state: State, fingerprint: str, symbol: str, cubin: bytes) -> None:
 
 
 def look(state: State, launch: Launch) -> float:
-    """Microseconds of one launch; of the second, unless the first took long."""
-    first_us = _timed_launch(state, launch)
-    return first_us if first_us > LOOK_AGAIN_BELOW_US else _timed_launch(state, launch)
-
-
-def _timed_launch(state: State, launch: Launch) -> float:
+    """Microseconds of one launch, behind a spin kernel, so that the host's part of a first launch is not in it."""
     with state.stream:
-        before, after = cupy.cuda.Event(), cupy.cuda.Event()
-        cupy.cuda.Device().synchronize()
-        before.record(state.stream)
-        state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), state.arguments)
-        after.record(state.stream)
-    after.synchronize()
-    return float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
+        state.spin((1,), (1,), (numpy.uint64(SPIN_US * 1e3),))
+    watch = Stopwatch(state, [launch])
+    return watch.read(watch.queue(0, paced=False))
 
 
 def check(state: State, launch: Launch) -> Checked | Failure:

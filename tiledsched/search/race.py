@@ -1,10 +1,10 @@
 """Race candidates until the winner stands apart or is declared a tie.
 
-A look at everyone tells the hopeless; the rest are checked, fastest first, and run in interleaved heats. After each heat
-those that are clearly slower than the leader drop out; heats go on until nobody else is left, or until those left are
-known so precisely that more samples would not tell them apart. Samples are paired by round, so a drift of clocks hits
-every survivor alike. Successive elimination after Maron and Moore, "Hoeffding Races" (1994), with a paired signed-rank
-test in place of Hoeffding's bound, as Birattari et al. use a paired rank test in F-Race (2002).
+One look at everyone tells the hopeless; the rest run in interleaved heats. After each heat those that are clearly slower
+than the leader drop out; who stays in must pass the accuracy check. Heats go on until nobody else is left, or until
+those left are known so precisely that more samples would not tell them apart. Samples are paired by round, so a drift of
+clocks hits every survivor alike. Successive elimination after Maron and Moore, "Hoeffding Races" (1994), with a paired
+signed-rank test in place of Hoeffding's bound, as Birattari et al. use a paired rank test in F-Race (2002).
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ Outcome = Measurement | Failed
 class Rules:
     """How a race is run. The defaults decide among tens of candidates in a few seconds."""
 
-    hopeless_ratio: float = 3.0
-    """A first look this many times slower than the best right one is not raced further."""
+    hopeless_ratio: float = 1.5
+    """A look this many times slower than the best right one is the end of it; below the square of it, a second look."""
+    check_all: bool = False
+    """Whether everyone who is not hopeless is checked, or only who stays in after the opening."""
     group: int = 32
     """Candidates interleaved at once in the opening heat."""
     opening_rounds: int = 3
@@ -40,7 +42,7 @@ class Rules:
     """Samples of everyone still in, per heat."""
     most_rounds: int = 60
     """Samples of one candidate, at most."""
-    precision: float = 0.001
+    precision: float = 0.002
     """Heats end when the interval of everyone's median reaches no farther than this part of it to either side."""
     confidence: float = 0.95
     """Of every interval; one minus it, shared by those still in, is the level of the test that drops them."""
@@ -109,10 +111,14 @@ def race(runner: Runner, problem: Problem, candidates: Sequence[Candidate], *, p
     course = _Course(runner, problem, rules or RULES[regime], regime, on_outcome or (lambda outcome: None), deadline_s)
     try:
         course.look(candidates)
-        course.check(known_us)
-        course.open()
-        while course.go_on():
-            course.run(course.alive, course.rules.heat_rounds)
+        course.admit(known_us)
+        while course.alive:
+            course.open()
+            while course.go_on():
+                course.run(course.alive, course.rules.heat_rounds)
+            if course.alive or course.late():
+                break
+            course.admit(math.inf)  # all who stayed in broke down: the rest races again
     finally:
         course.finish_all()
     return _decide(course, preference)
@@ -144,27 +150,38 @@ class _Course:
             else:
                 self.racers.append(Racer(candidate, seen))
 
-    def check(self, known_us: float) -> None:
-        """The accuracy gate, fastest first: only what is right makes others hopeless.
+    def admit(self, known_us: float) -> None:
+        """Who is not hopeless comes in. The fastest that passes the check says who is: only what is right may.
 
         The look of a hopeless one is all the time spent on it, and its only sample.
         """
-        limit_us = self.rules.hopeless_ratio * known_us
-        for racer in sorted(self.racers, key=lambda racer: racer.first_look_us):
+        ratio = self.rules.hopeless_ratio
+        left = sorted((racer for racer in self.racers if racer.failure is None), key=lambda racer: racer.first_look_us)
+        while left and left[0].first_look_us <= ratio * known_us and not self.check(left[0]):
+            left.pop(0)
+        limit_us = ratio * min([known_us, *(racer.first_look_us for racer in left[:1])])
+        self.alive = []
+        for racer in left:
+            if limit_us < racer.first_look_us <= ratio * limit_us and not self.late():
+                seen = self.runner.look(racer.candidate)
+                if not isinstance(seen, Failure):
+                    racer.first_look_us = min(seen, racer.first_look_us)
             if racer.first_look_us > limit_us:
-                racer.samples_us = [racer.first_look_us]
-                self.finish(racer)
-                continue
-            if self.alive and self.late():
-                break
+                racer.samples_us = racer.samples_us or [racer.first_look_us]
+            elif not self.rules.check_all or self.check(racer):
+                racer.samples_us = []
+                self.alive.append(racer)
+
+    def check(self, racer: Racer) -> bool:
+        """Whether it passes the accuracy gate; asked once, and one that does not is out."""
+        if racer.accuracy is None and racer.failure is None:
             checked = self.runner.check(racer.candidate)
             if isinstance(checked, Failure):
                 racer.failure = checked
                 self.finish(racer)
-                continue
-            racer.accuracy = checked.accuracy
-            self.alive.append(racer)
-            limit_us = min(limit_us, self.rules.hopeless_ratio * racer.first_look_us)
+            else:
+                racer.accuracy = checked.accuracy
+        return racer.failure is None
 
     def open(self) -> None:
         """First samples of all still in, in groups."""
@@ -185,11 +202,13 @@ class _Course:
             racer.conditions = batch.conditions
 
     def go_on(self) -> bool:
-        """Drop who is beaten; whether another heat would tell more."""
+        """Drop who is beaten or wrong; whether another heat would tell more."""
         rules = self.rules
         healthy = [racer for racer in self.alive if racer.failure is None and racer.samples_us]
-        leader = _leader(healthy) if healthy else None
-        keep = [racer for racer in healthy if leader and not _beaten(racer, leader, rules, len(healthy))]
+        healthy.sort(key=_by_time)
+        while healthy and not self.check(healthy[0]):  # only what is right may lead
+            healthy.pop(0)
+        keep = [racer for racer in healthy if not _beaten(racer, healthy[0], rules, len(healthy)) and self.check(racer)]
         for racer in self.alive:
             if racer not in keep:
                 self.finish(racer)
@@ -215,20 +234,23 @@ class _Course:
             self.finish(racer)
 
     def _outcome(self, racer: Racer) -> Outcome | None:
-        schedule, fingerprint = racer.candidate.schedule, racer.candidate.artifact.fingerprint
         if racer.failure is not None:
-            return Failed(schedule=schedule, fingerprint=fingerprint, failure=racer.failure)
-        if not racer.samples_us:
-            return None  # interrupted before its first sample: nothing is known
+            return Failed(schedule=racer.candidate.schedule, fingerprint=racer.candidate.artifact.fingerprint,
+                          failure=racer.failure)  # fmt: skip
+        return self.measurement(racer) if racer.samples_us else None  # None: interrupted before its first sample
+
+    def measurement(self, racer: Racer) -> Measurement:
+        """What is known of a racer that has samples."""
         low, high = median_interval(racer.samples_us, self.rules.confidence)
-        return Measurement(problem=self.problem, schedule=schedule, fingerprint=fingerprint, device=self.runner.device,
+        return Measurement(problem=self.problem, schedule=racer.candidate.schedule,
+                           fingerprint=racer.candidate.artifact.fingerprint, device=self.runner.device,
                            regime=self.regime, median_us=racer.median_us, ci_low_us=low, ci_high_us=high,
                            samples_us=tuple(racer.samples_us), accuracy=racer.accuracy, conditions=racer.conditions,
                            runner=self.runner.name)  # fmt: skip
 
 
-def _leader(racers: Sequence[Racer]) -> Racer:
-    return min(racers, key=lambda racer: (racer.median_us, racer.candidate.schedule.id))
+def _by_time(racer: Racer) -> tuple[float, str]:
+    return racer.median_us, racer.candidate.schedule.id
 
 
 def _ratios(racer: Racer, other: Racer) -> list[float]:
@@ -251,14 +273,11 @@ def _beaten(racer: Racer, leader: Racer, rules: Rules, field_size: int) -> bool:
 
 
 def _decide(course: _Course, preference: Sequence[Schedule]) -> RaceResult:
-    measured = {o.schedule: o for o in course.outcomes if isinstance(o, Measurement)}
-    finishers = [racer for racer in course.racers if racer.candidate.schedule in measured]
+    finishers = [racer for racer in course.racers if racer.failure is None and racer.samples_us]
     finalists = [racer for racer in finishers if racer in course.alive]
-    if not finalists:  # all the best broke down: the rest, but never one that was not checked
-        finalists = [racer for racer in finishers if racer.accuracy is not None]
     if not finalists:
         return RaceResult(winner=None, ties=(), runner_up=None, margin=None, outcomes=tuple(course.outcomes))
-    leader = _leader(finalists)
+    leader = min(finalists, key=_by_time)
     rules = course.rules
     tied = [racer for racer in finalists if not _beaten(racer, leader, rules, len(finalists))]
     rank = {schedule: index for index, schedule in enumerate(preference)}
@@ -270,9 +289,9 @@ def _decide(course: _Course, preference: Sequence[Schedule]) -> RaceResult:
     others.sort(key=lambda racer: (-len(racer.samples_us), racer.median_us, racer.candidate.schedule.id))
     runner_up = others[0] if others else None
     return RaceResult(
-        winner=measured[winner.candidate.schedule],
+        winner=course.measurement(winner),
         ties=tuple(racer.candidate.schedule for racer in tied),
-        runner_up=measured[runner_up.candidate.schedule] if runner_up else None,
+        runner_up=course.measurement(runner_up) if runner_up else None,
         margin=statistics.median(_ratios(runner_up, winner)) - 1.0 if runner_up else None,
         outcomes=tuple(course.outcomes),
     )

@@ -33,7 +33,7 @@ from tiledsched.store.exchange import export_landscape, landscape_file_name
 
 COVERAGE = 0.05
 """Share of the planned schedules that every value of every knob gets, where the constraints leave enough of them."""
-FIELD = Rules(hopeless_ratio=4.0, opening_rounds=6, most_rounds=6)
+FIELD = Rules(hopeless_ratio=4.0, opening_rounds=6, most_rounds=6, check_all=True)
 """Everyone: six samples, or only a look where that is four times the best."""
 LEADERS = Rules(hopeless_ratio=math.inf, opening_rounds=30, most_rounds=30)
 """Those near the best: thirty samples each, interleaved."""

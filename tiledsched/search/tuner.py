@@ -40,7 +40,7 @@ MODEL_SEEDS = 16
 """Schedules the model likes best, proposed first where they are built already."""
 RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
 """Failures that are no verdict on a program."""
-LOOKS = {regime: dataclasses.replace(rules, hopeless_ratio=1.5, most_rounds=rules.opening_rounds + rules.heat_rounds)
+LOOKS = {regime: dataclasses.replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds)
          for regime, rules in RULES.items()}  # fmt: skip
 """How a batch is measured: enough to learn from; the deciding race comes last."""
 

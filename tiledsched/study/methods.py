@@ -272,7 +272,7 @@ class Exhaustive(TorchMethod):
         try:
             found = tune.exhaustive_search(
                 candidates, torch.cuda.current_stream(), lambda each: self._grid(each, problem),
-                lambda each: built_kernel(self._template, each, problem),
+                lambda each: self._kernel(each, problem),
                 lambda each: self._arguments(each, problem), quiet=True,
             )  # fmt: skip
         except ValueError:  # its word for: no candidate works
@@ -283,10 +283,28 @@ class Exhaustive(TorchMethod):
                       kernel_seconds=spent_us / 1e6, failures=len(found.failures))  # fmt: skip
 
 
+    def _kernel(self, candidate: Candidate, problem: Problem) -> Any:
+        return built_kernel(self._template, candidate, problem)
+
+
+class ExhaustiveJit(Exhaustive):
+    """The same search as its users run it: cuTile compiles each kernel when it is first launched.
+
+    Programs were built on this machine before, so that cuTile finds their machine code in its disk cache and compiles
+    none; what remains is its own work before the first launch of a kernel.
+    """
+
+    name = "exhaustive-jit"
+
+    def _kernel(self, candidate: Candidate, problem: Problem) -> Any:
+        return self._template.kernel({candidate.artifact.arch: candidate.schedule})
+
+
 def make_methods(names: Sequence[str], template: KernelTemplate, runner: Runner) -> list[Method]:
     """The methods of these names, in this order."""
     makers: dict[str, Callable[[], Method]] = {"race": lambda: RaceMethod(runner), "in-turn": lambda: InTurn(template),
-                                               "exhaustive": lambda: Exhaustive(template)}  # fmt: skip
+                                               "exhaustive": lambda: Exhaustive(template),
+                                               "exhaustive-jit": lambda: ExhaustiveJit(template)}  # fmt: skip
     return [makers[name]() for name in names]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tiledsched.errors import ConfigError
 from tiledsched.problem import Problem
 
-METHODS = ("race", "in-turn", "exhaustive")
+METHODS = ("race", "in-turn", "exhaustive", "exhaustive-jit")
 REFEREE = "referee"
 """Stands for the method in the rows of the referee."""
 PROBLEM_COLUMNS = ("seq_q", "seq_k", "head_dim", "dtype", "causal", "batch", "heads", "kv_heads")
