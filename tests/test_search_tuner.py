@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,27 @@ from tiledsched.kernels import template_for
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.problem import Problem
 from tiledsched.search.tuner import TuneOptions, Tuner
-from tiledsched.space import space_for
+from tiledsched.space import SearchSpace, space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 
 TEMPLATE = template_for("attention")
-LANDSCAPES = sorted((data_files.tuning_db() / "landscapes").glob("*.json.xz"))
+LANDSCAPES = sorted((data_files.tuning_db() / "landscapes").glob("*_burst_*.json.xz"))
+
+
+class RecordedSpace(SearchSpace):
+    """The shipped space, cut down to the schedules that were recorded."""
+
+    def schedules(self, problem, *, pinned=None):
+        pins = dict(pinned or {}).items()
+        return (each for each in self.recorded if all(each[name] == value for name, value in pins))
+
+
+def recorded_space(recorded: Recorded) -> RecordedSpace:
+    full = space_for("sm_90")
+    space = RecordedSpace(**{field.name: getattr(full, field.name) for field in dataclasses.fields(full)})
+    object.__setattr__(space, "recorded", tuple(recorded.fingerprints))
+    return space
 
 
 class Recorded:
@@ -64,7 +80,7 @@ class Recorded:
 def tune(recorded: Recorded, db: TuningDB, *, runner=None, **options):
     run_id = db.start_run({}, "sm_90")
     runner = runner or ReplayRunner(TEMPLATE, recorded.measurements, seed=1)
-    tuner = Tuner(db, recorded, space_for("sm_90"), TEMPLATE, recorded.toolchain, TuneOptions(**options), pool=recorded,
+    tuner = Tuner(db, recorded, recorded_space(recorded), TEMPLATE, recorded.toolchain, TuneOptions(**options), pool=recorded,
                   run_id=run_id, runner=runner)  # fmt: skip
     return tuner.tune([recorded.problem])[0]
 
@@ -120,8 +136,6 @@ def test_an_interrupted_search_goes_on_where_it_stopped(db) -> None:
 
 
 def test_evidence_from_another_compiler_is_not_reused(db) -> None:
-    import dataclasses
-
     recorded = Recorded(LANDSCAPES[1])
     tune(recorded, db, trials=16)
     recorded.toolchain = dataclasses.replace(recorded.toolchain, tileiras="13.5.1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from pathlib import Path
 
@@ -40,16 +41,20 @@ def test_a_landscape_is_complete(path) -> None:
     table = read_table(path)
     first = table.measurements[0].measurement
     template = template_for("attention")
-    programs = set()
+    programs, checked, unchecked = set(), [], []
     for stored in table.measurements:
         m = stored.measurement
         assert (m.problem, m.device, m.regime, m.runner) == (first.problem, first.device, first.regime, "gpu")
         assert m.ci_low_us <= m.median_us <= m.ci_high_us
         assert m.samples_us
-        assert m.accuracy is not None
-        assert m.accuracy.repeatable
+        if m.accuracy is None:  # hopeless, or out after the opening: never checked, and far from winning
+            unchecked.append(m.median_us)
+        else:
+            checked.append(m.median_us)
+            assert m.accuracy.repeatable
         programs.add((m.fingerprint, template.grid(m.schedule, m.problem, m.device.sm_count)))
-    assert len(programs) > 200
+    assert len(programs) >= (250 if first.regime == "burst" else 24)
+    assert min(unchecked, default=math.inf) > 1.02 * min(checked)
     assert {(stored.measurement.fingerprint) for stored in table.measurements} == {
         a.fingerprint for a in table.artifacts
     }
