@@ -229,6 +229,18 @@ class TestEvaluate:
         assert found.regret[1] == 0.0
         assert f"| {samples.PROBLEM} | sm_90 | 3 | 1.00 | 1 | 0.0% |" in table([found])
 
+    def test_only_programs_the_model_can_tell_apart(self, database):
+        with TuningDB.open(str(database)) as db:
+            run = db.start_run({}, "sm_90")
+            schedule, fingerprint = PLAIN.replace(tma_loads=False), "f" * 24
+            db.record_build(samples.build(samples.artifact(fingerprint), sched=schedule))
+            db.record_measurement(run, "attention", "abc", samples.TOOLCHAIN, samples.measurement(
+                0.1, schedule=schedule, fingerprint=fingerprint))  # fmt: skip
+            (everything,), (plain,) = evaluate(db), evaluate(db, at_defaults=True)
+        assert (everything.programs, plain.programs) == (4, 3)
+        assert (plain.best_rank, plain.regret[1]) == (1, 0.0)  # the best of those that count
+        assert everything.regret[1] > 0
+
     def test_the_command(self, database):
         command = [sys.executable, "-m", "tiledsched.model.evaluate", "--db", str(database)]
         printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)

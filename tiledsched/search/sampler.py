@@ -35,8 +35,8 @@ class ScheduleSampler:
         space: where schedules come from.
         problem: what they are for.
         pinned: knobs held at one value, such as the accumulator mode.
-        name: tpe (multivariate, constant-liar: Bergstra et al. 2011; taken to the nearest new schedule), random, or
-            exhaustive (enumeration order).
+        name: tpe (multivariate, constant-liar: Bergstra et al. 2011; taken to the nearest new schedule, and by turns
+            with one nearest to the best known), random, or exhaustive (enumeration order).
         seed: the same seed proposes the same schedules.
         first: schedules proposed before any of the sampler's own, such as the default one.
 
@@ -60,7 +60,8 @@ class ScheduleSampler:
         self._left = len(self._valid)
         self._next = 0
         self._queue = [schedule for schedule in first if schedule in self._index]
-        self._told = 0
+        self._told = self._turn = 0
+        self._best: tuple[float, Schedule] | None = None
         self._study = _Study(space, pinned, seed) if name == "tpe" else None
 
     @property
@@ -98,12 +99,18 @@ class ScheduleSampler:
             return self._next
         if self._told < STARTUP:
             return self._any_of(self._unseen)
+        self._turn += 1
+        if self._best is not None and self._turn % 2:
+            return self._near(self._best[1])
         for _ in range(PROPOSALS):
             wanted = self._study.propose()
             index = self._index.get(wanted, -1)
             if index >= 0 and self._unseen[index]:
                 return index
-        # One of the new schedules that differ from what was wanted in the fewest knobs.
+        return self._near(wanted)
+
+    def _near(self, wanted: Schedule) -> int:
+        """One of the new schedules that differ from `wanted` in the fewest knobs."""
         differences = (self._codes != np.array(self._encoded(wanted), dtype=np.int8)).sum(axis=1)
         return self._any_of(self._unseen & (differences == differences[self._unseen].min()))
 
@@ -122,6 +129,8 @@ class ScheduleSampler:
         if self._study is not None and schedule in self._index:
             self._told += 1
             self._study.tell(schedule, median_us)
+            if median_us is not None and (self._best is None or median_us < self._best[0]):
+                self._best = median_us, schedule
 
 
 class _Study:
