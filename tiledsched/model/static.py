@@ -107,7 +107,7 @@ def resident_blocks(facts: ResourceFacts, spec: ArchSpec) -> int:
 
 
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
-    """Blocks launched, as the template launches them (clusters count once)."""
+    """Blocks launched, as the template launches them with `q_subtiles` 1 (clusters count once)."""
     tiles = -(-problem.seq_q // schedule.number("tile_m")) * problem.batch * problem.heads
     if schedule["persistent"] == "no":
         return tiles

@@ -214,7 +214,9 @@ class Tuner:
                 if (entry.problem.head_dim, entry.problem.causal) == (problem.head_dim, problem.causal)]  # fmt: skip
         near.sort(key=lambda entry: (abs(entry.problem.seq_q - problem.seq_q), entry.problem))
         spec = arch_spec(self.space.arch)
-        built = self.workshop.programs(self.workshop.built(problem), problem, spec.sm_count)
+        pins = self.space.modelled_pins()  # of these the model knows nothing, and may be far off
+        known = [each for each in self.workshop.built(problem) if all(each[name] == pins[name] for name in pins)]
+        built = self.workshop.programs(known, problem, spec.sm_count)
         modelled = [program.schedule for program in self._ranked(built, problem)[:MODEL_SEEDS]]
         return [self._default(problem), *(self.space.complete(entry.schedule) for entry in near), *modelled]
 
