@@ -8,33 +8,35 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiledsched.errors import DatabaseError
+from tiledsched.errors import ConfigError
 from tiledsched.measure.runner import Measurement
 from tiledsched.report.document import NOTHING, Table, to_markdown
-from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.schedule import KnobValue
 from tiledsched.space import SearchSpace, space_for
 from tiledsched.store.exchange import read_table
+
+Landscapes = Sequence[Sequence[Measurement]]
+KNOB_HEAD = ("knob value", "programs", "checked", "in best", "clearly ahead", "over plain: median", "best",
+             "over all others: median", "best", "pairs: median", "pairs")  # fmt: skip
+PROBLEM_HEAD = ("problem", "checked programs", "best schedule", "us", "TFLOP/s", "gain over no structural knob",
+                "intervals apart")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnobVerdict:
-    """One knob value that departs from the plain kernel. Gains above 1 speak for it."""
+    """One knob value that departs from the plain kernel. Ratios above 1 speak for it."""
 
-    knob: str
-    """Its name."""
-    value: KnobValue
-    """The value that departs."""
     recorded: int
     """Distinct programs with it, over all landscapes."""
     checked: int
-    """Of those, programs that were not hopeless: only these count below."""
+    """Of those, programs fast enough to be checked: only these count below."""
     in_best: int
     """Landscapes whose fastest program has it."""
     ahead: int
-    """Landscapes whose fastest program has it and is ahead of all with another value, 95% intervals apart."""
+    """Of those, landscapes where it is ahead of every program with another value, 95% intervals apart."""
     over_plain: tuple[float, ...]
     """For each landscape with both: best time with the plain value over best time with this one."""
     over_others: tuple[float, ...]
@@ -43,96 +45,71 @@ class KnobVerdict:
     """Plain time over its time, for programs that differ in nothing else."""
 
 
-def checked_landscape(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Those that were checked, fastest first.
-
-    Raises:
-        DatabaseError: there are none.
-    """
-    checked = sorted((one for one in measurements if one.accuracy is not None), key=lambda one: one.median_us)
-    if not checked:
-        raise DatabaseError("the landscape holds no checked program; give one that `tiledsched record` wrote")
-    return checked
+def fastest_first(landscape: Sequence[Measurement]) -> list[Measurement]:
+    """The checked programs."""
+    return sorted((one for one in landscape if one.accuracy is not None), key=lambda one: one.median_us)
 
 
-def _first(ranked: Sequence[Measurement], accept: Callable[[Schedule], bool]) -> Measurement | None:
-    return next((one for one in ranked if accept(one.schedule)), None)
-
-
-def verdict(space: SearchSpace, landscapes: Sequence[Sequence[Measurement]], knob: str, value: KnobValue) -> KnobVerdict:
+def verdict(space: SearchSpace, landscapes: Landscapes, knob: str, value: KnobValue) -> KnobVerdict:
     """What `knob=value` was worth over landscapes of one regime, each of one problem."""
     plain = space.knobs[knob].default
-    in_best = ahead = 0
+    in_best = ahead = checked = 0
     over_plain, over_others, pairs = [], [], []
-    for landscape in landscapes:
-        ranked = checked_landscape(landscape)
-        mine = _first(ranked, lambda schedule: schedule[knob] == value)
-        if mine is None:
-            continue
-        other = _first(ranked, lambda schedule: schedule[knob] != value)
-        unchanged = _first(ranked, lambda schedule: schedule[knob] == plain)
-        in_best += mine is ranked[0]
-        if other is not None:
-            ahead += mine.ci_high_us < other.ci_low_us
-            over_others.append(other.median_us / mine.median_us)
-        if unchanged is not None:
-            over_plain.append(unchanged.median_us / mine.median_us)
-        times = {one.schedule: one.median_us for one in ranked}
-        for schedule, us in times.items():
-            partner = schedule.replace(**{knob: plain})
-            if schedule[knob] == value and partner in times:
-                pairs.append(times[partner] / us)
-    having = [one for landscape in landscapes for one in landscape if one.schedule[knob] == value]
-    return KnobVerdict(knob=knob, value=value, recorded=len(having), in_best=in_best, ahead=ahead,
-                       checked=sum(one.accuracy is not None for one in having), over_plain=tuple(over_plain),
-                       over_others=tuple(over_others), pairs=tuple(pairs))  # fmt: skip
+    for ranked in map(fastest_first, landscapes):
+        having = [one for one in ranked if one.schedule[knob] == value]
+        others = [one for one in ranked if one.schedule[knob] != value]
+        unchanged = {one.schedule: one.median_us for one in others if one.schedule[knob] == plain}
+        checked += len(having)
+        in_best += ranked[:1] == having[:1] != []
+        if having and others:
+            ahead += having[0].ci_high_us < others[0].ci_low_us
+            over_others.append(others[0].median_us / having[0].median_us)
+        if having and unchanged:
+            over_plain.append(min(unchanged.values()) / having[0].median_us)
+        for one in having:
+            partner = one.schedule.replace(**{knob: plain})
+            if partner in unchanged:
+                pairs.append(unchanged[partner] / one.median_us)
+    recorded = sum(one.schedule[knob] == value for landscape in landscapes for one in landscape)
+    return KnobVerdict(recorded=recorded, checked=checked, in_best=in_best, ahead=ahead, pairs=tuple(pairs),
+                       over_plain=tuple(over_plain), over_others=tuple(over_others))  # fmt: skip
 
 
 def _middle_and_most(ratios: Sequence[float]) -> tuple[str, str]:
     return (f"{statistics.median(ratios):.3f}", f"{max(ratios):.3f}") if ratios else (NOTHING, NOTHING)
 
 
-def knob_table(space: SearchSpace, landscapes: Sequence[Sequence[Measurement]]) -> Table:
-    """One row for each value that departs from the default and was recorded."""
-    rows = []
-    for name, knob in space.knobs.items():
-        values = {one.schedule[name] for landscape in landscapes for one in landscape} - {knob.default}
-        for value in sorted(values, key=lambda value: (isinstance(value, str), value)):
-            got = verdict(space, landscapes, name, value)
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            rows.append((f"`{name}={text}`", str(got.recorded), str(got.checked), str(got.in_best), str(got.ahead),
-                         *_middle_and_most(got.over_plain), *_middle_and_most(got.over_others),
-                         _middle_and_most(got.pairs)[0], str(len(got.pairs))))  # fmt: skip
-    return Table(head=("knob value", "programs", "checked", "in best", "clearly ahead", "over plain: median", "best",
-                       "over all others: median", "best", "pairs: median", "pairs"), rows=tuple(rows))  # fmt: skip
+def knob_row(space: SearchSpace, landscapes: Landscapes, knob: str, value: KnobValue) -> tuple[str, ...]:
+    """The verdict as cells under `KNOB_HEAD`."""
+    got = verdict(space, landscapes, knob, value)
+    return (f"`{knob}={str(value).lower()}`", str(got.recorded), str(got.checked), str(got.in_best), str(got.ahead),
+            *_middle_and_most(got.over_plain), *_middle_and_most(got.over_others), _middle_and_most(got.pairs)[0],
+            str(len(got.pairs)))  # fmt: skip
 
 
-def problem_table(space: SearchSpace, landscapes: Sequence[Sequence[Measurement]]) -> Table:
-    """One row for each landscape: its best program, against the best without structural knobs."""
-    rows = []
-    for landscape in landscapes:
-        ranked = checked_landscape(landscape)
-        best = ranked[0]
-        pins = space.modelled_pins().items()
-        unchanged = _first(ranked, lambda schedule: all(schedule[name] == value for name, value in pins))
-        gain, apart = NOTHING, NOTHING
-        if unchanged is not None:
-            gain = f"{unchanged.median_us / best.median_us:.3f}x"
-            apart = "yes" if best.ci_high_us < unchanged.ci_low_us else "no"
-        rows.append((str(best.problem), str(len(ranked)), best.schedule.short(), f"{best.median_us:.1f}",
-                     f"{best.problem.tflops(best.median_us):.0f}", gain, apart))  # fmt: skip
-    return Table(head=("problem", "checked programs", "best schedule", "us", "TFLOP/s", "gain over no structural knob",
-                       "intervals apart"), rows=tuple(rows))  # fmt: skip
+def problem_row(pins: Mapping[str, KnobValue], ranked: Sequence[Measurement]) -> tuple[str, ...]:
+    """The best program against the best with the values of `pins`, as cells under `PROBLEM_HEAD`."""
+    best = ranked[0]
+    plain = next((one for one in ranked if all(one.schedule[name] == value for name, value in pins.items())), None)
+    gain = f"{plain.median_us / best.median_us:.3f}x" if plain else NOTHING
+    apart = "yes" if plain and best.ci_high_us < plain.ci_low_us else "no"
+    return (str(best.problem), str(len(ranked)), best.schedule.short(), f"{best.median_us:.1f}",
+            f"{best.problem.tflops(best.median_us):.0f}", gain, apart)  # fmt: skip
 
 
-def main(paths: Sequence[str]) -> None:
-    """Print both tables for landscapes of one arch."""
-    landscapes = [[stored.measurement for stored in read_table(path).measurements] for path in paths]
-    if not landscapes or len({(one.device.arch, one.regime) for all_of in landscapes for one in all_of}) != 1:
-        raise SystemExit("give landscape files of one arch and one regime")
-    space = space_for(landscapes[0][0].device.arch)
-    print(to_markdown([knob_table(space, landscapes), problem_table(space, landscapes)]), end="")
+def tables(space: SearchSpace, landscapes: Landscapes) -> tuple[Table, Table]:
+    """One row for each recorded value that is not the default, in the space's order; one for each landscape."""
+    departures = [
+        (name, value) for name, knob in space.knobs.items() for value in knob.choices if value != knob.default
+    ]
+    knob_rows = (knob_row(space, landscapes, *departure) for departure in departures)
+    problem_rows = (problem_row(space.modelled_pins(), fastest_first(one)) for one in landscapes)
+    return (Table(head=KNOB_HEAD, rows=tuple(row for row in knob_rows if row[1] != "0")),
+            Table(head=PROBLEM_HEAD, rows=tuple(problem_rows)))  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    recorded = [[stored.measurement for stored in read_table(path).measurements] for path in sys.argv[1:]]
+    if len({(one.device.arch, one.regime) for landscape in recorded for one in landscape}) != 1:
+        raise ConfigError("the landscapes are not of one arch and one regime; give files of one of each")
+    print(to_markdown(tables(space_for(recorded[0][0].device.arch), recorded)), end="")
