@@ -303,7 +303,10 @@ def test_a_users_space_extends_a_shipped_one(tmp_path) -> None:
         (MINE + "[[constraints]]\nrequire = 'open(1)'\nbecause = 'x'", "uses Call"),
         (MINE + "[[constraints]]\nrequire = 'tile_m <'\nbecause = 'x'", "is not an expression"),
         (MINE + "[[constraints]]\nrequire = 'tile_m < 3'", "must have the keys 'require' and 'because'"),
-        (MINE + "[[constraints]]\nrequire = 'tile_m < 3'\nbecause = ''\nexploring = 1", "exploring must be true or false"),
+        (
+            MINE + "[[constraints]]\nrequire = 'tile_m < 3'\nbecause = ''\nexploring = 1",
+            "exploring must be true or false",
+        ),
         (MINE + "[limits]\nregisters_per_sm = 'many'", "limits.registers_per_sm must be an integer"),
         ("limits = 3", "'limits' must be a table"),
         ("extends = 'my.toml'", "goes round in a circle"),

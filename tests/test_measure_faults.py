@@ -86,7 +86,10 @@ def test_a_fault_in_mid_race_costs_one_candidate(make_runner, script, kind, word
     measured = {outcome.schedule: outcome for outcome in reported if isinstance(outcome, Measurement)}
     for each, us in zip(good, (100.0, 104.0, 130.0, 900.0), strict=True):
         assert measured[each.schedule].median_us == pytest.approx(us, rel=0.003)
-    assert [len(measured[each.schedule].samples_us) for each in good[2:]] in ([2, 1], [1, 1])  # dropped at once; hopeless
+    assert [len(measured[each.schedule].samples_us) for each in good[2:]] in (
+        [2, 1],
+        [1, 1],
+    )  # dropped at once; hopeless
     assert result.winner.schedule == good[0].schedule
     assert result.runner_up.schedule == good[1].schedule
 

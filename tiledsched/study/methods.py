@@ -282,7 +282,6 @@ class Exhaustive(TorchMethod):
         return Choice(schedule=found.best.config.schedule, estimate_us=found.best.mean_us, launches=sum(launches),
                       kernel_seconds=spent_us / 1e6, failures=len(found.failures))  # fmt: skip
 
-
     def _kernel(self, candidate: Candidate, problem: Problem) -> Any:
         return built_kernel(self._template, candidate, problem)
 
