@@ -10,11 +10,16 @@ import pytest
 from tiledsched.interpreter import run_problem
 from tiledsched.kernels import template_for
 from tiledsched.kernels.reference import attention_reference
-from tiledsched.measure.accuracy import LARGEST_ERROR, compare, tile_errors, tolerance, wrong_result
+from tiledsched.measure.accuracy import LARGEST_ERROR, summary, tile_errors, tolerance, wrong_result
 from tiledsched.measure.inputs import KINDS, adversarial_heads, border_keys, kinds_of_heads
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space import space_for
+
+
+def compare(xp, out, reference, *, tile_m, repeatable):
+    """What is stored of the errors of `out`."""
+    return summary(*tile_errors(xp, out, reference, tile_m=tile_m), repeatable=repeatable)
 
 
 def test_by_hand():

@@ -16,6 +16,10 @@ from tiledsched.errors import ConfigError
 from tiledsched.problem import Problem
 
 if TYPE_CHECKING:
+    from tiledsched.build.artifacts import ArtifactStore
+    from tiledsched.build.toolchain import Toolchain
+    from tiledsched.config import Settings
+    from tiledsched.kernels.template import KernelTemplate
     from tiledsched.space import SearchSpace
     from tiledsched.store.db import TuningDB
 
@@ -48,10 +52,27 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
 def _space(options: argparse.Namespace) -> SearchSpace:
     from tiledsched.space import load_space, space_for
 
-    space = load_space(options.space) if options.space else space_for(options.arch)
+    path = getattr(options, "space", None)  # study compares shipped schedules and takes no file
+    space = load_space(path) if path else space_for(options.arch)
     if space.arch != options.arch:
-        raise ConfigError(f"{options.space} is for {space.arch}, not {options.arch}; pass --arch {space.arch}")
+        raise ConfigError(f"{path} is for {space.arch}, not {options.arch}; pass --arch {space.arch}")
     return space
+
+
+def _compiling(options: argparse.Namespace) -> tuple[Settings, SearchSpace, Toolchain, KernelTemplate, ArtifactStore]:
+    """What a command needs that compiles and measures."""
+    from tiledsched.build.artifacts import ArtifactStore
+    from tiledsched.build.compiler import prepare_process
+    from tiledsched.build.toolchain import check_arch, installed_toolchain
+    from tiledsched.kernels import template_for
+
+    prepare_process()
+    settings = _settings(options)
+    space = _space(options)
+    toolchain = installed_toolchain()
+    check_arch(toolchain, options.arch)
+    artifacts = ArtifactStore(Path(settings.cache) if settings.cache else None)
+    return settings, space, toolchain, template_for(space.kernel), artifacts
 
 
 @contextmanager
@@ -72,20 +93,11 @@ def _run(db: TuningDB, options: argparse.Namespace) -> Iterator[int]:
 
 def tune(options: argparse.Namespace) -> int:
     """Tune, then print what is served now."""
-    from tiledsched.build.artifacts import ArtifactStore
-    from tiledsched.build.compiler import prepare_process
     from tiledsched.build.pool import BuildPool
-    from tiledsched.build.toolchain import check_arch, installed_toolchain
-    from tiledsched.kernels import template_for
     from tiledsched.search.tuner import TuneOptions, Tuner
 
-    prepare_process()
-    settings = _settings(options)
-    space = _space(options)
+    settings, space, toolchain, template, artifacts = _compiling(options)
     problems = _problems(options)
-    toolchain = installed_toolchain()
-    check_arch(toolchain, options.arch)
-    template = template_for(space.kernel)
     tune_options = TuneOptions(accum_mode=settings.accum_mode, trials=options.trials, budget_s=options.budget,
                                sampler=options.sampler, seed=options.seed, regime=settings.regime,
                                compile_timeout_s=options.compile_timeout)  # fmt: skip
@@ -93,8 +105,8 @@ def tune(options: argparse.Namespace) -> int:
     with _open(options) as db, BuildPool(options.jobs) as pool, output.TuneProgress() as watcher:
         try:
             with _run(db, options) as run_id:
-                tuner = Tuner(db, ArtifactStore(Path(settings.cache) if settings.cache else None), space, template,
-                              toolchain, tune_options, pool=pool, run_id=run_id, runner=runner, watcher=watcher)  # fmt: skip
+                tuner = Tuner(db, artifacts, space, template, toolchain, tune_options, pool=pool, run_id=run_id,
+                              runner=runner, watcher=watcher)  # fmt: skip
                 results = tuner.tune(problems)
         finally:
             if runner is not None:
@@ -121,22 +133,13 @@ def _folder(path: str) -> Path:
 
 def record(options: argparse.Namespace) -> int:
     """Record landscapes, a line for each file as it is written."""
-    from tiledsched.build.artifacts import ArtifactStore
-    from tiledsched.build.compiler import prepare_process
     from tiledsched.build.pool import BuildPool
-    from tiledsched.build.toolchain import check_arch, installed_toolchain
-    from tiledsched.kernels import template_for
     from tiledsched.search.record import Recorder, RecordOptions
 
     if not options.build_only and not options.out:
         raise ConfigError("record needs a folder for the landscapes; pass --out DIR, or --build-only")
-    prepare_process()
-    settings = _settings(options)
-    space = _space(options)
+    settings, space, toolchain, template, artifacts = _compiling(options)
     problems = _problems(options)
-    toolchain = installed_toolchain()
-    check_arch(toolchain, options.arch)
-    template = template_for(space.kernel)
     record_options = RecordOptions(accum_mode=settings.accum_mode, programs=options.programs, seed=options.seed,
                                    sustained_leaders=options.sustained_leaders, budget_s=options.budget,
                                    compile_timeout_s=options.compile_timeout)  # fmt: skip
@@ -146,9 +149,8 @@ def record(options: argparse.Namespace) -> int:
     with _open(options) as db, BuildPool(options.jobs) as pool:
         try:
             with _run(db, options) as run_id:
-                recorder = Recorder(db, ArtifactStore(Path(settings.cache) if settings.cache else None), space, template,
-                                    toolchain, record_options, pool=pool, run_id=run_id, runner=runner,
-                                    progress=output.note)  # fmt: skip
+                recorder = Recorder(db, artifacts, space, template, toolchain, record_options, pool=pool, run_id=run_id,
+                                    runner=runner, progress=output.note)  # fmt: skip
                 for result in recorder.record(problems, folder):
                     results.append(result)
                     if not options.json:
@@ -261,14 +263,9 @@ def study(options: argparse.Namespace) -> int:
 def _study_occasion(options: argparse.Namespace) -> int:
     from datetime import datetime, timezone
 
-    from tiledsched.build.artifacts import ArtifactStore
-    from tiledsched.build.compiler import prepare_process
     from tiledsched.build.pool import BuildPool
-    from tiledsched.build.toolchain import check_arch, installed_toolchain
-    from tiledsched.kernels import template_for
     from tiledsched.measure.gpu import GpuRunner
     from tiledsched.search.programs import Workshop
-    from tiledsched.space import space_for
     from tiledsched.study.methods import make_methods
     from tiledsched.study.occasion import find_field, run_occasion
     from tiledsched.study.rows import append_rows, check_columns
@@ -277,13 +274,9 @@ def _study_occasion(options: argparse.Namespace) -> int:
         raise ConfigError("a study needs --arch and --csv; pass both, or --summary FILE")
     path = Path(options.csv)
     check_columns(path)
-    prepare_process()
     began = datetime.now(timezone.utc)
     seed = int(began.timestamp()) if options.seed is None else options.seed
-    settings, space, toolchain = _settings(options), space_for(options.arch), installed_toolchain()
-    check_arch(toolchain, options.arch)
-    template = template_for(space.kernel)
-    artifacts = ArtifactStore(Path(settings.cache) if settings.cache else None)
+    _, space, toolchain, template, artifacts = _compiling(options)
     runner = GpuRunner(template, seed=seed)
     try:
         if runner.device.arch != options.arch:

@@ -86,12 +86,6 @@ def tile_errors(xp: Any, out: Any, reference: Any, *, tile_m: int,
     return relative, largest
 
 
-def compare(xp: Any, out: Any, reference: Any, *, tile_m: int, repeatable: bool) -> Accuracy:
-    """Errors of `out` against `reference`, both `[batch, heads, rows, columns]`, in tiles of `tile_m` rows."""
-    relative, largest = tile_errors(xp, out, reference, tile_m=tile_m)
-    return summary(relative, largest, repeatable=repeatable)
-
-
 def summary(relative: numpy.ndarray, largest: float, *, repeatable: bool) -> Accuracy:
     """`tile_errors` of the random inputs in short."""
     worst = _place(relative, int(relative.argmax()))

@@ -7,7 +7,7 @@ grid. Only one of them is ever measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tiledsched.build.artifacts import ArtifactStore
@@ -15,13 +15,18 @@ from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, BuildTask
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.errors import Failure
+from tiledsched.errors import Failure, FailureKind
 from tiledsched.kernels.template import KernelTemplate
+from tiledsched.measure.runner import Candidate, Device, Failed, Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import BuildRecord
 
+Key = tuple[str, tuple[int, int, int]]
+"""(fingerprint, grid): what makes a program distinct."""
+RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
+"""Failures that say more of the day than of the program: no verdict on it."""
 Progress = Callable[[int, int], None]
 """Called with (done, total) after each build."""
 
@@ -45,7 +50,7 @@ class Program:
         return self.schedules[0]
 
     @property
-    def key(self) -> tuple[str, tuple[int, int, int]]:
+    def key(self) -> Key:
         """What makes it distinct."""
         return self.fingerprint, self.grid
 
@@ -109,7 +114,7 @@ class Workshop:
 
     def programs(self, schedules: Sequence[Schedule], problem: Problem, sm_count: int) -> list[Program]:
         """The distinct programs among built schedules, in the order of their first schedule."""
-        found: dict[tuple[str, tuple[int, int, int]], Program] = {}
+        found: dict[Key, Program] = {}
         for schedule in schedules:
             record = self.record(schedule, problem)
             if record is None or record.facts is None:
@@ -120,3 +125,34 @@ class Workshop:
             found[record.fingerprint, grid] = Program(fingerprint=record.fingerprint, grid=grid, facts=record.facts,
                                                       schedules=members)  # fmt: skip
         return list(found.values())
+
+    def candidates(self, programs: Iterable[Program]) -> list[Candidate]:
+        """Programs with their machine code read back; one whose file is damaged is left out and built next time."""
+        candidates = []
+        for program in programs:
+            artifact = self.artifacts.get(self.arch, program.fingerprint)
+            if artifact is not None:
+                candidates.append(Candidate(schedule=program.schedule, artifact=artifact))
+        return candidates
+
+    def keep(self, outcome: Measurement | Failed, run_id: int, problem: Problem, device: Device) -> int | None:
+        """Store what measuring one program came to; the number of the measurement, None for a failure."""
+        if isinstance(outcome, Measurement):
+            return self.db.record_measurement(run_id, self.template.name, self._source_hash, self.toolchain, outcome)
+        self.db.record_failure(run_id, self.template.name, self.arch, "measure", outcome.schedule, outcome.failure,
+                               problem=problem, fingerprint=outcome.fingerprint, device=device)  # fmt: skip
+        return None
+
+
+def deadlines(budget_s: float | None, count: int) -> Iterator[float | None]:
+    """For each of `count` problems in turn, the `time.monotonic()` by which it should be done; None without a budget.
+
+    What is left when a problem begins is shared evenly by it and those after it.
+    """
+    started = time.monotonic()
+    for left in range(count, 0, -1):
+        if budget_s is None:
+            yield None
+        else:
+            now = time.monotonic()
+            yield now + max(0.0, started + budget_s - now) / left

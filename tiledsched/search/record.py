@@ -20,12 +20,12 @@ from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import arch_spec
-from tiledsched.errors import FailureKind, NoValidScheduleError
+from tiledsched.errors import NoValidScheduleError
 from tiledsched.kernels.template import KernelTemplate
-from tiledsched.measure.runner import REGIMES, Candidate, Failed, Measurement, Runner
+from tiledsched.measure.runner import REGIMES, Failed, Measurement, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
-from tiledsched.search.programs import Program, Workshop
+from tiledsched.search.programs import RETRIED, Key, Program, Workshop, deadlines
 from tiledsched.search.race import Outcome, Rules, race
 from tiledsched.space import SearchSpace
 from tiledsched.store.db import TuningDB
@@ -43,10 +43,6 @@ LEADER_RATIO = 1.10
 """A leader's median is within this ratio of the best."""
 BATCH = 64
 """Programs raced at once; a batch is stored before the next begins."""
-RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
-"""Failures that say more of the day than of the program."""
-Key = tuple[str, tuple[int, int, int]]
-"""(fingerprint, grid): a program."""
 Value = tuple[str, str]
 """(knob, value as text): True is not 1."""
 
@@ -220,13 +216,13 @@ class Recorder:
     def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, template: KernelTemplate,
                  toolchain: Toolchain, options: RecordOptions, *, pool: BuildPool, run_id: int,
                  runner: Runner | None = None, progress: Callable[[str], None] | None = None) -> None:  # fmt: skip
-        self.db, self.artifacts, self.space, self.template, self.toolchain = db, artifacts, space, template, toolchain
+        self.db, self.space, self.template, self.toolchain = db, space, template, toolchain
         self.options, self.run_id, self.runner = options, run_id, runner
         self.say = progress or (lambda line: None)
         self.source_hash = template.source_hash
         self._batch = max(16, 4 * pool.jobs)
         self._pinned: dict[str, KnobValue] = {"accum_mode": options.accum_mode}
-        self._workshop = Workshop(db, artifacts, template, space.arch, toolchain, pool,
+        self.workshop = Workshop(db, artifacts, template, space.arch, toolchain, pool,
                                   timeout_s=options.compile_timeout_s)  # fmt: skip
         self._plans: dict[tuple[object, ...], Plan] = {}
 
@@ -236,17 +232,12 @@ class Recorder:
         Raises:
             NoValidScheduleError: for some problem no schedule is valid or builds; those before it are written.
         """
-        started = time.monotonic()
-        for index, problem in enumerate(problems):
-            deadline_s = None
-            if self.options.budget_s is not None:
-                left = started + self.options.budget_s - time.monotonic()
-                deadline_s = time.monotonic() + max(0.0, left) / (len(problems) - index)
+        for deadline_s, problem in zip(deadlines(self.options.budget_s, len(problems)), problems, strict=True):
             yield self._record(problem, folder, deadline_s)
 
     def _record(self, problem: Problem, folder: Path, deadline_s: float | None) -> RecordResult:
         planned, programs, compiled = self._build(problem, deadline_s)
-        builds = [self._workshop.record(schedule, problem) for schedule in planned]
+        builds = [self.workshop.record(schedule, problem) for schedule in planned]
         built: dict[str, Any] = {
             "problem": problem, "schedules": len(planned), "programs": len(programs), "wanted": self.options.programs,
             "compiled": compiled, "failed_builds": sum(bool(build and build.failure) for build in builds),
@@ -272,9 +263,9 @@ class Recorder:
             more = order.first(len(planned) + self._batch)
             if len(more) == len(planned):
                 break
-            compiled += self._workshop.build(more[len(planned) :], problem, deadline_s=deadline_s)
+            compiled += self.workshop.build(more[len(planned) :], problem, deadline_s=deadline_s)
             planned = more
-            programs = self._workshop.programs(planned, problem, sm_count)
+            programs = self.workshop.programs(planned, problem, sm_count)
             self.say(f"{problem}: built {len(planned)} schedules, {len(programs)} of {wanted} programs")
         if not programs:
             why = f"none of {len(planned)} schedules builds" if planned else "no schedule is valid"
@@ -375,11 +366,7 @@ class _Measuring:
             self._runner.begin(self._problem)
             self._begun = True
         recorder = self._recorder
-        candidates = []
-        for key in keys:
-            artifact = recorder.artifacts.get(recorder.space.arch, self._programs[key].fingerprint)
-            if artifact is not None:  # a damaged file is gone now, and built again by the next run
-                candidates.append(Candidate(schedule=self._programs[key].schedule, artifact=artifact))
+        candidates = recorder.workshop.candidates(self._programs[key] for key in keys)
         known_us = self._best_us() if regime == "burst" else math.inf
         race(self._runner, self._problem, candidates, rules=rules, regime=regime, known_us=known_us,
              deadline_s=self._deadline_s, on_outcome=lambda outcome: self._keep(outcome, regime))  # fmt: skip
@@ -392,17 +379,13 @@ class _Measuring:
         recorder, runner = self._recorder, self._runner
         grid = recorder.template.grid(outcome.schedule, self._problem, runner.device.sm_count)
         key = outcome.fingerprint, grid
+        recorder.workshop.keep(outcome, recorder.run_id, self._problem, runner.device)
         if isinstance(outcome, Failed):
             self.failed.add(key)
             self._known[regime].pop(key, None)
-            recorder.db.record_failure(recorder.run_id, recorder.template.name, recorder.space.arch, "measure",
-                                       outcome.schedule, outcome.failure, problem=self._problem,
-                                       fingerprint=outcome.fingerprint, device=runner.device)  # fmt: skip
-            return
-        self.measured += 1
-        self._known[regime][key] = outcome
-        recorder.db.record_measurement(recorder.run_id, recorder.template.name, recorder.source_hash,
-                                       recorder.toolchain, outcome)  # fmt: skip
+        else:
+            self.measured += 1
+            self._known[regime][key] = outcome
 
 
 def _in_field(known: Measurement | None) -> bool:

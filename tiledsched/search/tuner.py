@@ -20,14 +20,14 @@ from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import ArchSpec, arch_spec
-from tiledsched.errors import FailureKind, NoValidScheduleError
+from tiledsched.errors import NoValidScheduleError
 from tiledsched.kernels import template_for
 from tiledsched.kernels.template import KernelTemplate
-from tiledsched.measure.runner import Candidate, Failed, Measurement, Runner
+from tiledsched.measure.runner import Failed, Measurement, Runner
 from tiledsched.model.static import estimate_us
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
-from tiledsched.search.programs import Program, Workshop
+from tiledsched.search.programs import RETRIED, Program, Workshop, deadlines
 from tiledsched.search.race import RULES, Outcome, race
 from tiledsched.search.sampler import ScheduleSampler
 from tiledsched.space import SearchSpace
@@ -38,8 +38,6 @@ FINALISTS = 16
 """Programs in the deciding race."""
 MODEL_SEEDS = 16
 """Schedules the model likes best, proposed first where they are built already."""
-RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
-"""Failures that are no verdict on a program."""
 LOOKS = {regime: dataclasses.replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds)
          for regime, rules in RULES.items()}  # fmt: skip
 """How a batch is measured: enough to learn from; the deciding race comes last."""
@@ -114,7 +112,7 @@ class Tuner:
                  toolchain: Toolchain, options: TuneOptions, *, pool: BuildPool, run_id: int,
                  runner: Runner | None = None, watcher: Watcher | None = None) -> None:  # fmt: skip
         self.db, self.space, self.template, self.toolchain = db, space, template, toolchain
-        self.artifacts, self.options, self.run_id, self.runner = artifacts, options, run_id, runner
+        self.options, self.run_id, self.runner = options, run_id, runner
         self.watcher = watcher or Silent()
         self.workshop = Workshop(db, artifacts, template, space.arch, toolchain, pool,
                                  timeout_s=options.compile_timeout_s)  # fmt: skip
@@ -130,13 +128,8 @@ class Tuner:
             NoValidScheduleError: for some problem no schedule is valid, or none of them works; the problems before it
                 are stored.
         """
-        started = time.monotonic()
         results = []
-        for index, problem in enumerate(problems):
-            deadline_s = None
-            if self.options.budget_s is not None:
-                left = started + self.options.budget_s - time.monotonic()
-                deadline_s = time.monotonic() + max(0.0, left) / (len(problems) - index)
+        for deadline_s, problem in zip(deadlines(self.options.budget_s, len(problems)), problems, strict=True):
             if self.runner is None:
                 results.append(self._model(problem, deadline_s))
             else:
@@ -249,7 +242,7 @@ class Tuner:
         fresh = [program for program in programs if program.key not in known]
         known_us = min((us for us in times.values() if us is not None), default=math.inf)
         regime = self.options.regime
-        result = race(runner, problem, self._candidates(fresh), rules=LOOKS[regime], regime=regime, known_us=known_us,
+        result = race(runner, problem, self.workshop.candidates(fresh), rules=LOOKS[regime], regime=regime, known_us=known_us,
                       deadline_s=deadline_s, on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
         for outcome in result.outcomes:
             times[outcome.schedule] = outcome.median_us if isinstance(outcome, Measurement) else None
@@ -277,7 +270,7 @@ class Tuner:
         preference = [program.schedule for schedule in preferred for program in finalists
                       if schedule in program.schedules]  # fmt: skip
         self.watcher.stage(problem, "deciding", len(finalists))
-        result = race(runner, problem, self._candidates(finalists), preference=preference, regime=self.options.regime,
+        result = race(runner, problem, self.workshop.candidates(finalists), preference=preference, regime=self.options.regime,
                       on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
         if result.winner is None:
             raise NoValidScheduleError(self._nothing_works(problem, tried))
@@ -299,25 +292,11 @@ class Tuner:
                                   accum_mode=self.options.accum_mode)  # fmt: skip
         return [self.space.complete(entry.schedule) for entry in entries]
 
-    def _candidates(self, programs: Sequence[Program]) -> list[Candidate]:
-        """Programs with their machine code read back; one whose file is damaged is left out and built next time."""
-        candidates = []
-        for program in programs:
-            artifact = self.artifacts.get(self.space.arch, program.fingerprint)
-            if artifact is not None:
-                candidates.append(Candidate(schedule=program.schedule, artifact=artifact))
-        return candidates
-
     def _keep(self, outcome: Outcome, problem: Problem, runner: Runner) -> None:
         """Store one outcome, at once."""
-        if isinstance(outcome, Measurement):
-            self._measurement_ids[outcome.schedule] = self.db.record_measurement(
-                self.run_id, self.template.name, self._source_hash, self.toolchain, outcome
-            )
-        else:
-            self.db.record_failure(self.run_id, self.template.name, self.space.arch, "measure", outcome.schedule,
-                                   outcome.failure, problem=problem, fingerprint=outcome.fingerprint,
-                                   device=runner.device)  # fmt: skip
+        number = self.workshop.keep(outcome, self.run_id, problem, runner.device)
+        if number is not None:
+            self._measurement_ids[outcome.schedule] = number
 
     # Both
 

@@ -16,7 +16,7 @@ from tiledsched.errors import Failure, MeasureError
 from tiledsched.measure.runner import Candidate, Device, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.search.programs import Workshop
+from tiledsched.search.programs import Key, Workshop
 from tiledsched.space import SearchSpace
 from tiledsched.store.db import TuningDB
 from tiledsched.study.methods import Choice, Method, versions
@@ -29,7 +29,6 @@ LEADERS = 4
 BLOCK = 10
 ACCUM_MODE = "fp32"
 """The accuracy class of the study."""
-Key = tuple[str, tuple[int, int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
