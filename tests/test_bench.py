@@ -1,0 +1,501 @@
+"""The bench without a GPU: its problems, rows, turns, errors and statuses, on a made-up stand."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import json
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+
+from tiledsched.bench import run as run_module
+from tiledsched.bench import sampling
+from tiledsched.bench.accuracy import MOST_PAIRS, MOST_SCORES, Error, compared_pairs, error_of, reference_of_pair
+from tiledsched.bench.methods import METHODS, OURS, TORCH_METHODS, UNTUNED, Arrays, choose_methods, untuned_schedule
+from tiledsched.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
+from tiledsched.bench.run import BenchOptions, Prepared, Ready, bench_cell, run_bench
+from tiledsched.bench.sampling import LEAST_SAMPLES, QUEUED, sample_counts, sample_in_turn, spread_evenly
+from tiledsched.bench.suites import SUITES
+from tiledsched.cli import main
+from tiledsched.errors import ConfigError, MeasureError
+from tiledsched.kernels.reference import attention_reference
+from tiledsched.measure.runner import Conditions
+from tiledsched.problem import Problem
+from tiledsched.space import space_for
+
+PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+OTHER = PROBLEM.replace(causal=True)
+FIRST_COLUMNS = ["regime", "method", "dtype", "causal", "batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim",
+                 "median_us", "ci_low_us", "ci_high_us", "tflops", "max_abs_err", "sm_clock_mhz", "status"]  # fmt: skip
+TIMES = {
+    OURS: 100.0,
+    "untuned": 200.0,
+    "torch_flash": 150.0,
+    "torch_cudnn": 90.0,
+    "torch_math": 6000.0,
+    "matmul": 500.0,
+}
+
+
+# The problems
+
+
+def test_the_attention_suite_is_the_grid_it_says() -> None:
+    problems = SUITES["attention"].problems
+    assert len(set(problems)) == len(problems) == 96
+    full = [p for p in problems if p.heads * p.head_dim == 2048 and p.heads != 8]
+    single = [p for p in problems if (p.batch, p.heads) == (1, 8)]
+    assert len(full) == len(single) == 48
+    assert {p.batch * p.seq_q for p in full} == {16384}
+    for half in (full, single):
+        grid = itertools.product(
+            (512, 1024, 2048, 4096, 8192, 16384), (64, 128), (False, True), ("float16", "bfloat16")
+        )
+        assert {(p.seq_q, p.head_dim, p.causal, p.dtype) for p in half} == set(grid)
+
+
+def test_other_suites_hold_what_their_names_say() -> None:
+    assert all(p.kv_heads < p.heads for p in SUITES["gqa"].problems)
+    assert all(p.seq_q <= 16 < p.seq_k for p in SUITES["decode"].problems)
+    assert {p.head_dim for p in SUITES["odd-head-dims"].problems} > {80, 96, 192}
+    assert all(len(set(suite.problems)) == len(suite.problems) for suite in SUITES.values())
+
+
+def test_the_documentation_lists_every_suite_and_method_and_column() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "bench.md").read_text()
+    for suite in SUITES.values():
+        assert f"| `{suite.name}` | {len(suite.problems)}: " in text
+    for name in (*METHODS, *COLUMNS):
+        assert f"`{name}`" in text, name
+
+
+# Turns
+
+
+def test_quick_methods_get_all_rounds_and_slow_ones_their_share_of_the_time() -> None:
+    counts = sample_counts([50, 4000, 20_000, 400_000], regime="burst", rounds=30)
+    assert counts == [30, 30, 8, LEAST_SAMPLES]  # 10 ms, 10 ms, 40 ms and 0.8 s each, of 0.3 s
+    assert sample_counts([50, 4000, 400_000], regime="sustained", rounds=30) == [300, 75, LEAST_SAMPLES]
+
+
+def test_a_budget_shortens_what_rounds_would_take_and_never_below_six() -> None:
+    assert sample_counts([50, 50], regime="burst", rounds=30, seconds=0.2) == [10, 10]
+    assert sample_counts([50, 50], regime="burst", rounds=30, seconds=100) == [30, 30]
+    assert sample_counts([50, 50], regime="burst", rounds=30, seconds=-1) == [LEAST_SAMPLES] * 2
+    assert sample_counts([], regime="burst", rounds=30, seconds=1) == []
+
+
+def test_samples_of_each_method_are_spread_over_the_whole_run() -> None:
+    order = spread_evenly([20, 20, 4], random.Random(1))
+    assert [order.count(index) for index in range(3)] == [20, 20, 4]
+    assert all(order[start : start + 11].count(2) in (0, 1, 2) for start in range(0, 44, 11))
+    assert order != spread_evenly([20, 20, 4], random.Random(2))
+    rounds = spread_evenly([5, 5], random.Random(3))
+    assert [sorted(rounds[start : start + 2]) for start in range(0, 10, 2)] == [[0, 1]] * 5
+
+
+class Watch:
+    """A stopwatch that runs nothing: method i takes `times_us[i]`, of a clock of its own."""
+
+    def __init__(self, times_us, clock=None) -> None:
+        self.times_us, self.clock, self.starts, self.ahead, self.most_ahead = times_us, clock, [], 0, 0
+        self.paced = set()
+
+    def queue(self, index, *, paced):
+        self.paced.add(paced)
+        self.ahead += 1
+        self.most_ahead = max(self.ahead, self.most_ahead)
+        if self.clock:
+            self.starts.append((index, self.clock.now))
+            self.clock.now += self.times_us[index] / 1e6
+        return index
+
+    def read(self, queued):
+        self.ahead -= 1
+        return self.times_us[queued]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Log:
+    def __init__(self) -> None:
+        self.polled = 0
+
+    def poll(self) -> None:
+        self.polled += 1
+
+    def summary(self) -> Conditions:
+        return Conditions(sm_clock_mhz=1980, power_w=400.0, throttle_reasons=("power cap", "sync boost"))
+
+
+def test_burst_leaves_the_gap_and_after_a_slow_launch_as_long_a_rest(monkeypatch) -> None:
+    clock, log = Clock(), Log()
+    monkeypatch.setattr(sampling, "time", clock)
+    watch = Watch([100.0, 30_000.0], clock)
+    samples = sample_in_turn(watch, [6, 6], regime="burst", rng=random.Random(0), log=log)
+    assert samples == [[100.0] * 6, [30_000.0] * 6]
+    assert watch.paced == {True}
+    for (index, start), (_, following) in itertools.pairwise(watch.starts):
+        assert following - start == pytest.approx(0.010 if index == 0 else 0.060)
+    assert log.polled >= 6
+
+
+def test_sustained_warms_up_first_and_keeps_the_queue_full(monkeypatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(sampling, "time", clock)
+    watch = Watch([1000.0, 3000.0], clock)
+    samples = sample_in_turn(watch, [40, 12], regime="sustained", rng=random.Random(0), log=Log(), warmup_s=0.5)
+    assert [len(each) for each in samples] == [40, 12]
+    assert watch.paced == {False}
+    assert watch.most_ahead == QUEUED + 1
+    assert watch.ahead == 0
+    assert sum(start < 0.5 for _, start in watch.starts) == len(watch.starts) - 52  # none of the warm-up counts
+
+
+# Methods
+
+
+def test_methods_are_chosen_in_their_own_order_and_unknown_ones_refused() -> None:
+    assert [m.name for m in choose_methods(["torch_cudnn", "tiledsched"], ceiling=True)] == [
+        "tiledsched",
+        "torch_cudnn",
+        "matmul",
+    ]
+    default = [m.name for m in choose_methods(None)]
+    assert {OURS, "untuned", "eager", *TORCH_METHODS} <= set(default)
+    assert "matmul" not in default
+    with pytest.raises(ConfigError, match="unknown method 'torch_best'; known are tiledsched, untuned"):
+        choose_methods(["torch_best"])
+
+
+def test_a_method_that_holds_the_scores_is_skipped_where_they_do_not_fit() -> None:
+    large = Problem.standard(seq_len=16384, head_dim=64)
+    said = METHODS["torch_math"].refusal(large, 139 << 30)
+    assert said == "skipped: its score matrices would take 128 GiB"
+    assert METHODS["torch_math"].refusal(PROBLEM, 139 << 30) == ""
+    assert METHODS["torch_flash"].refusal(large, 1 << 30) == ""
+
+
+def test_a_method_that_is_not_installed_says_so_only_when_asked_for() -> None:
+    missing = dataclasses.replace(METHODS["tilegym"], package="no_such_package_anywhere")
+    assert missing.refusal(PROBLEM, 1 << 40) == "not installed: no_such_package_anywhere"
+    assert METHODS["tilegym"].installed == ("tilegym" in {m.name for m in choose_methods(None)})
+    assert "tilegym" in {m.name for m in choose_methods(["tilegym"])}
+
+
+def test_the_untuned_schedule_names_every_knob_of_the_space() -> None:
+    schedule = untuned_schedule("sm_90")
+    assert set(schedule) == set(space_for("sm_90").knobs)
+    assert UNTUNED.items() <= dict(schedule).items()
+
+
+CPU_PROBLEMS = [
+    Problem(seq_q=33, seq_k=33, head_dim=16, batch=2, heads=2, kv_heads=2, causal=True),
+    Problem(seq_q=20, seq_k=50, head_dim=32, heads=4, kv_heads=2, dtype="bfloat16"),
+    Problem(seq_q=20, seq_k=50, head_dim=32, heads=4, kv_heads=1, causal=True),
+    Problem(seq_q=20, seq_k=50, head_dim=32, heads=2, kv_heads=2, causal=True, alignment="bottom_right"),
+    Problem(seq_q=16, seq_k=16, head_dim=32, value_dim=16, heads=2, kv_heads=2, causal=True),
+]
+
+
+@pytest.mark.parametrize("name", ["eager", "torch_math", "torch_auto"])
+@pytest.mark.parametrize("problem", CPU_PROBLEMS, ids=str)
+def test_what_torch_computes_is_the_problem(name, problem) -> None:
+    torch = pytest.importorskip("torch")
+    rng = numpy.random.default_rng(3)
+    keys = (problem.batch, problem.kv_heads, problem.seq_k)
+    shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
+              (*keys, problem.value_columns))  # fmt: skip
+    q, k, v = (torch.from_numpy(rng.standard_normal(shape)).to(getattr(torch, problem.dtype)) for shape in shapes)
+    out = METHODS[name].make(Arrays(torch=torch, problem=problem, q=q, k=k, v=v))()
+    assert tuple(out.shape) == (*shapes[0][:3], problem.value_columns)
+    pairs = compared_pairs(problem)
+    assert len(pairs) == problem.batch * problem.heads
+    wide = [x.double().numpy() for x in (q, k, v)]
+    expected = [reference_of_pair(numpy, problem, wide[0][b, h], *(x[b, h // problem.group] for x in wide[1:]))
+                for b, h in pairs]  # fmt: skip
+    error = error_of(numpy, [out[b, h].double().numpy() for b, h in pairs], expected, finite=True)
+    assert error.verdict(problem.dtype) == ""
+    assert 0 < error.relative < (1e-3 if problem.dtype == "float16" else 8e-3)
+
+
+# Errors
+
+
+def test_pairs_are_the_same_every_time_and_bounded_by_work() -> None:
+    many = Problem.standard(seq_len=512, head_dim=64)
+    pairs = compared_pairs(many)
+    assert pairs == compared_pairs(many)
+    assert len(pairs) == len(set(pairs)) == MOST_PAIRS
+    assert pairs[0] == (0, 0)
+    assert pairs[-1] == (many.batch - 1, many.heads - 1)
+    large = Problem.standard(seq_len=16384, head_dim=64)
+    assert len(compared_pairs(large)) == MOST_SCORES // 16384**2 == 4
+    huge = Problem(seq_q=65536, seq_k=65536, head_dim=64, heads=8, kv_heads=8)
+    assert compared_pairs(huge) == [(0, 0), (0, 7)]
+    assert compared_pairs(Problem(seq_q=65536, seq_k=65536, head_dim=64)) == [(0, 0)]
+    assert compared_pairs(Problem(seq_q=8, seq_k=8, head_dim=64, heads=2, kv_heads=2)) == [(0, 0), (0, 1)]
+
+
+def test_errors_are_those_of_all_pairs_together() -> None:
+    rng = numpy.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 40, 16)) for _ in range(3))
+    reference = attention_reference(numpy, q, k, v, causal=True, scale=0.25)
+    problem = Problem(seq_q=40, seq_k=40, head_dim=16, heads=2, kv_heads=2, causal=True)
+    expected = [reference_of_pair(numpy, problem, q[0, h], k[0, h], v[0, h]) for h in range(2)]
+    numpy.testing.assert_allclose(expected, reference[0], rtol=1e-12)
+    outputs = [each.copy() for each in expected]
+    outputs[1][3, 5] += 0.5
+    error = error_of(numpy, outputs, expected, finite=True)
+    assert error.max_abs == pytest.approx(0.5)
+    assert error.relative == pytest.approx(0.5 / numpy.linalg.norm(reference))
+    assert error_of(numpy, outputs, expected, finite=False).verdict("float16").startswith("wrong result: not every")
+    assert Error(max_abs=1.0, relative=0.02).verdict("float16") == "wrong result: relative error 0.02"
+    assert Error(max_abs=1.0, relative=0.02).verdict("bfloat16") == ""
+
+
+# Cells
+
+
+class Stand:
+    """A stand without a GPU: methods take `TIMES`; `failing` ones have a status; `dies` breaks at that problem."""
+
+    device, versions = "NVIDIA Sample", "driver 1 torch 2"
+
+    def __init__(self, failing=None, dies=None, breaks=False, lost=False) -> None:
+        self.failing, self.dies, self.breaks, self.lost, self.prepared = failing or {}, dies, breaks, lost, []
+
+    def prepare(self, problem, methods, regime):
+        if problem == self.dies:
+            raise MeasureError("the GPU cannot be used any more")
+        self.prepared.append((regime, problem))
+        names = [method.name for method in methods if method.name not in self.failing]
+        ready = tuple(Ready(method=METHODS[name], look_us=TIMES[name], launches=0,
+                            error=None if name == "matmul" else Error(max_abs=1e-3, relative=2e-4),
+                            compared="" if name == "matmul" else "4/64",
+                            details={"schedule": "64x64", "provenance": "measured"} if name == OURS else {})
+                      for name in names)  # fmt: skip
+        watch = Watch([TIMES[name] for name in names])
+        if self.breaks:
+            watch.read = self._break
+        return Prepared(ready=ready, failed=self.failing, watch=watch, log=Log())
+
+    def check(self) -> None:
+        if self.lost:
+            raise MeasureError("the GPU cannot be used any more")
+
+    def _break(self, queued):
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore of it")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(run_module, "BURST_GAP_S", 0.0005)
+    monkeypatch.setattr(run_module, "SUSTAINED_WARMUP_S", 0.0)
+    monkeypatch.setattr(run_module, "SUSTAINED_REWARM_S", 0.0)
+
+
+def options(names=(OURS, "untuned", "torch_flash", "torch_cudnn"), **more) -> BenchOptions:
+    return BenchOptions(methods=tuple(METHODS[name] for name in names), rounds=8, **more)
+
+
+def test_a_cell_has_a_row_for_each_method_in_order_whatever_became_of_it(quick) -> None:
+    stand = Stand(failing={"untuned": "not served: why"})
+    rows = bench_cell(stand, ("burst", PROBLEM), options((OURS, "untuned", "torch_cudnn", "matmul")))
+    assert [(row.method, row.status) for row in rows] == [
+        (OURS, "ok"), ("untuned", "not served: why"), ("torch_cudnn", "ok"), ("matmul", "ok"),
+    ]  # fmt: skip
+    ours, untuned, cudnn, matmul = rows
+    assert (ours.median_us, ours.ci_low_us, ours.ci_high_us, ours.samples) == (100.0, 100.0, 100.0, 8)
+    assert (ours.max_abs_err, ours.rel_err, ours.compared, ours.provenance) == (1e-3, 2e-4, "4/64", "measured")
+    assert (ours.device, ours.conditions.sm_clock_mhz) == ("NVIDIA Sample", 1980)
+    assert untuned.median_us is None
+    assert untuned.tflops is None
+    assert cudnn.tflops == pytest.approx(PROBLEM.flops / 90e-6 / 1e12)
+    assert matmul.tflops == pytest.approx(2 * 8192**3 / 500e-6 / 1e12)
+    assert matmul.ceiling_ratio == 1.0
+    assert ours.ceiling_ratio == pytest.approx(ours.tflops / matmul.tflops)
+
+
+def test_what_breaks_while_timed_costs_the_cell_and_not_the_run(quick) -> None:
+    rows = bench_cell(Stand(failing={"untuned": "out of memory"}, breaks=True), ("burst", PROBLEM), options())
+    assert [row.status for row in rows] == ["while timed: RuntimeError: CUDA error: unspecified launch failure",
+                                            "out of memory"] + [rows[0].status] * 2  # fmt: skip
+    assert all(row.median_us is None for row in rows)
+
+
+def test_cells_are_kept_one_by_one_burst_before_sustained(quick) -> None:
+    kept, said, stand = [], [], Stand()
+    rows = run_bench([PROBLEM, OTHER], options(regimes=("burst", "sustained")), stand, done={("burst", OTHER)},
+                     keep=kept.append, progress=said.append)  # fmt: skip
+    assert stand.prepared == [("burst", PROBLEM), ("sustained", PROBLEM), ("sustained", OTHER)]
+    assert [len(cell) for cell in kept] == [4, 4, 4]
+    assert rows == [row for cell in kept for row in cell]
+    assert len(said) == 3
+    assert said[0].startswith("[1/3] burst B=16")
+    assert "torch_cudnn 90.0 us" in said[0]
+
+
+def test_a_lost_gpu_ends_the_run_and_leaves_what_was_kept(quick) -> None:
+    kept = []
+    with pytest.raises(MeasureError):
+        run_bench([PROBLEM, OTHER], options(), Stand(dies=OTHER), keep=kept.append)
+    assert len(kept) == 1
+    with pytest.raises(MeasureError):  # lost while timed: rows that would say nothing are not kept
+        run_bench([PROBLEM], options(), Stand(breaks=True, lost=True), keep=kept.append)
+    assert len(kept) == 1
+
+
+def test_a_spent_budget_leaves_the_rest_for_the_next_run(quick, monkeypatch) -> None:
+    said, stand, now = [], Stand(), itertools.count(step=0.4)
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: next(now))
+    run_bench(
+        [PROBLEM.replace(batch=batch) for batch in range(1, 9)], options(budget_s=4.0), stand, progress=said.append
+    )
+    assert 1 <= len(stand.prepared) < 8
+    left = 8 - len(stand.prepared)
+    assert said[-1] == f"the budget is spent, {left} of 8 cells are left; go on with --resume"
+
+
+# Rows
+
+
+def sample_rows(regime="burst", problem=PROBLEM, **times) -> list[BenchRow]:
+    return [BenchRow(problem=problem, method=name, regime=regime, status="ok" if us else "out of memory", median_us=us,
+                     ci_low_us=us and us * 0.99, ci_high_us=us and us * 1.01, max_abs_err=us and 1e-3, rel_err=us and 2e-4,
+                     samples=30 if us else None, compared="4/64", conditions=Log().summary(),
+                     flops=METHODS[name].flops, device="NVIDIA Sample", versions="torch 2.11")
+            for name, us in times.items()]  # fmt: skip
+
+
+def test_columns_begin_as_agreed() -> None:
+    assert COLUMNS[: len(FIRST_COLUMNS)] == FIRST_COLUMNS
+    assert {"rel_err", "power_w", "throttle", "provenance", "measured_program", "schedule", "ceiling_ratio"} < set(
+        COLUMNS
+    )
+
+
+def test_rows_survive_the_file(tmp_path) -> None:
+    path = tmp_path / "new" / "rows.csv"
+    problem = Problem(seq_q=8, seq_k=64, head_dim=64, value_dim=32, causal=True, alignment="bottom_right", heads=4,
+                      kv_heads=2)  # fmt: skip
+    rows = sample_rows(problem=problem, tiledsched=100.0, torch_math=None, matmul=500.0)
+    rows[0] = dataclasses.replace(rows[0], schedule="64x64", provenance="measured", measured_program=False)
+    append_rows(rows[:2], path)
+    append_rows(rows[2:], path)
+    again = read_rows(path)
+    assert [row.to_csv() for row in again] == [row.to_csv() for row in rows]
+    assert again[0].problem == problem
+    assert again[0].conditions.throttle_reasons == ("power cap", "sync boost")
+    assert (again[0].measured_program, again[1].measured_program) == (False, None)
+    assert again[2].tflops == pytest.approx(rows[2].tflops, rel=1e-3)
+
+
+def test_a_killed_run_keeps_its_cells_and_the_next_leaves_them_out(tmp_path) -> None:
+    path = tmp_path / "rows.csv"
+    names = ["tiledsched", "torch_flash"]
+    append_rows(sample_rows(tiledsched=100.0, torch_flash=None), path)
+    append_rows(sample_rows("sustained", tiledsched=110.0), path)  # flash was not asked for
+    whole = path.read_text()
+    append_rows(sample_rows(problem=OTHER, tiledsched=120.0), path)
+    path.write_text(path.read_text()[:-5])  # killed in the middle of a line
+    assert len(read_rows(path)) == 3
+    assert finished_cells(path, names) == {("burst", PROBLEM)}
+    assert path.read_text() == whole
+    append_rows(sample_rows("sustained", tiledsched=111.0, torch_flash=140.0), path)
+    assert finished_cells(path, names) == {("burst", PROBLEM), ("sustained", PROBLEM)}
+    assert [row.median_us for row in read_rows(path) if row.regime == "sustained"] == [111.0, 140.0]  # the last counts
+    assert finished_cells(tmp_path / "none.csv", names) == set()
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", ",".join(FIRST_COLUMNS) + "\n" + ",".join(["x"] * 17) + "\n"])
+def test_another_file_is_refused(tmp_path, text) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"is not a bench: .*; pass a file that bench --csv wrote"):
+        read_rows(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_rows(tmp_path / "none.csv")
+
+
+def test_an_earlier_version_s_file_is_read_and_not_appended_to(tmp_path) -> None:
+    path = tmp_path / "rows.csv"
+    rows = [row.to_csv() for row in sample_rows(tiledsched=100.0)]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=FIRST_COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    assert read_rows(path)[0].median_us == 100.0
+    with pytest.raises(ConfigError, match="columns of another version"):
+        finished_cells(path, [OURS])
+
+
+# The command
+
+
+def test_the_command_appends_resumes_and_sums_up(quick, tmp_path, monkeypatch, capsys) -> None:
+    stand = Stand(failing={"torch_math": "skipped: too large"})
+    monkeypatch.setattr("tiledsched.bench.stand.TorchStand", lambda *, verify: stand)
+    monkeypatch.chdir(tmp_path)
+    bench = ["bench", "--seq-len", "1024", "--head-dim", "64", "--causal", "no", "--rounds", "8", "--csv", "rows.csv",
+             "--methods", "tiledsched,torch_cudnn,torch_math", "--ceiling"]  # fmt: skip
+    assert main([*bench, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in said["rows"]] == [OURS, "torch_cudnn", "torch_math", "matmul"]
+    assert said["summary"][0]["ratio"] == pytest.approx(0.9)
+    assert said["summary"][0]["below"] == 1
+    assert main(bench) == 2
+    assert "go on with it with --resume" in capsys.readouterr().err
+    bench[bench.index("no")] = "both"
+    assert main([*bench, "--resume", "--regime", "both"]) == 0
+    assert stand.prepared == [("burst", PROBLEM), ("burst", OTHER), ("sustained", PROBLEM), ("sustained", OTHER)]
+    out = capsys.readouterr().out
+    assert "skipped: too large" in out
+    assert "Worst cells: " in out
+    assert len(read_rows(tmp_path / "rows.csv")) == 16
+    assert main(["bench", "--summary", "rows.csv"]) == 0
+    assert "torch's best backend takes 0.900x our time (geometric mean of 2 cells); in 2 of them it is faster" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--methods", "fastest"], "unknown method 'fastest'"),
+        (["--resume"], "pass --csv FILE"),
+        (["--summary", "none.csv"], "pass a file that bench --csv wrote"),
+    ],
+)
+def test_wrong_use_is_explained(arguments, words, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_stand_without_a_gpu_says_what_is_missing() -> None:
+    from tiledsched.bench.stand import TorchStand
+
+    try:
+        import cupy  # noqa: F401
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU here")
+    except ImportError:
+        pass
+    with pytest.raises(MeasureError, match=r"is not installed; run: pip install|torch sees no CUDA device"):
+        TorchStand()

@@ -1,0 +1,72 @@
+"""What the rows of a bench come to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_bench import OTHER, PROBLEM, sample_rows
+
+from tiledsched.bench.rows import read_rows
+from tiledsched.bench.summary import geometric_mean, summarise, to_markdown
+from tiledsched.cli import main
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results" / "h200"
+THIRD = PROBLEM.replace(dtype="bfloat16")
+
+
+def rows():
+    return [
+        *sample_rows(tiledsched=100.0, torch_flash=150.0, torch_cudnn=80.0, triton=200.0, matmul=500.0),
+        *sample_rows(problem=OTHER, tiledsched=100.0, torch_flash=125.0, torch_cudnn=None, triton=None, matmul=500.0),
+        *sample_rows(problem=THIRD, tiledsched=None, torch_flash=125.0, torch_cudnn=130.0, triton=90.0, matmul=500.0),
+        *sample_rows("sustained", tiledsched=120.0, torch_flash=180.0),
+    ]
+
+
+def test_ours_is_compared_with_the_best_of_torch_in_each_cell() -> None:
+    burst, sustained = summarise(rows())
+    first, second = burst.cells
+    assert (first.problem, first.torch_method, first.ratio) == (PROBLEM, "torch_cudnn", pytest.approx(0.8))
+    assert (second.problem, second.torch_method, second.ratio) == (OTHER, "torch_flash", pytest.approx(1.25))
+    assert burst.ratio == pytest.approx(1.0)  # sqrt(0.8 * 1.25)
+    assert (burst.below, burst.without) == (1, 1)
+    assert [cell.problem for cell in burst.worst] == [PROBLEM, OTHER]
+    assert first.ours_tflops == pytest.approx(PROBLEM.tflops(100.0))
+    assert (sustained.ratio, sustained.below, sustained.without) == (pytest.approx(1.5), 0, 0)
+
+
+def test_every_other_method_has_its_mean_and_its_failures() -> None:
+    methods = {method.method: method for method in summarise(rows())[0].methods}
+    assert set(methods) == {"torch_flash", "torch_cudnn", "triton"}
+    assert methods["torch_flash"].ratio == pytest.approx((1.5 * 1.25) ** 0.5)
+    assert (methods["torch_flash"].cells, methods["torch_flash"].faster, methods["torch_flash"].without) == (2, 0, 0)
+    assert (methods["torch_cudnn"].cells, methods["torch_cudnn"].faster, methods["torch_cudnn"].without) == (1, 1, 1)
+    assert (methods["triton"].cells, methods["triton"].without) == (1, 1)
+
+
+def test_nothing_to_compare_is_said() -> None:
+    (only,) = summarise(sample_rows(torch_flash=100.0))
+    assert (only.ratio, only.cells, only.without) == (None, (), 1)
+    assert "no cell has both" in to_markdown([only])
+    assert to_markdown([]) == "No rows."
+    assert geometric_mean([]) is None
+
+
+def test_the_markdown_of_the_recorded_results_says_what_their_rows_say(capsys) -> None:
+    assert main(["bench", "--summary", str(RESULTS / "main.csv"), str(RESULTS / "main_sustained.csv")]) == 0
+    text = capsys.readouterr().out
+    found = {(row.problem, row.method): row for row in read_rows(RESULTS / "main.csv")}
+    problems = {problem for problem, _ in found}
+    assert len(problems) == 8
+    product = 1.0
+    for problem in problems:
+        ours, theirs = (found[problem, name].median_us for name in ("tiledsched", "torch_cudnn"))
+        product *= min(theirs, found[problem, "torch_flash"].median_us) / ours
+    assert f"takes {product ** (1 / 8):.3f}x our time (geometric mean of 8 cells)" in text
+    assert text.count("**burst** regime") == text.count("**sustained** regime") == 1
+    problem = next(
+        problem for problem in problems if problem.head_dim == 64 and problem.seq_q == 4096 and problem.causal
+    )
+    row = found[problem, "tiledsched"]
+    assert f"| {problem} | {row.tflops:.1f} |" in text

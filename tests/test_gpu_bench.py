@@ -1,0 +1,88 @@
+"""The bench and the ablation on a real GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tiledsched.bench.methods import METHODS, OURS, choose_methods
+from tiledsched.bench.run import BenchOptions, run_bench
+from tiledsched.bench.summary import summarise
+from tiledsched.problem import Problem
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cupy")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+MUST = {OURS, "untuned", "torch_flash", "torch_efficient", "torch_math", "torch_auto", "eager"}
+PROBLEMS = [
+    Problem.standard(seq_len=512, head_dim=64, batch=1, heads=8),
+    Problem.standard(seq_len=1024, head_dim=128, dtype="bfloat16", causal=True, batch=2, heads=8),
+]
+
+
+@pytest.fixture(scope="module")
+def stand():
+    from tiledsched.bench.stand import TorchStand
+
+    return TorchStand()
+
+
+@pytest.mark.parametrize("regime", ["burst", "sustained"])
+def test_every_method_installed_has_a_time_and_is_right(stand, regime) -> None:
+    methods = tuple(choose_methods(None, ceiling=True))
+    rows = run_bench(PROBLEMS, BenchOptions(methods=methods, regimes=(regime,), rounds=8), stand)
+    assert [row.method for row in rows] == [method.name for method in methods] * len(PROBLEMS)
+    said = {(row.method, str(row.problem)): row.status for row in rows}
+    for row in rows:
+        if row.method in MUST:
+            assert row.status == "ok", said
+            assert 0 < row.ci_low_us <= row.median_us <= row.ci_high_us
+            assert row.rel_err < (2e-3 if row.problem.dtype == "float16" else 1.5e-2)
+            assert 0 < row.ceiling_ratio < 1
+        if regime == "sustained" and row.method == OURS:
+            assert row.conditions.graph_launches == 20  # short, and capturable
+    assert summarise(rows)[0].without == 0
+
+
+def test_slow_launches_and_quick_ones_have_the_times_they_have_alone(stand) -> None:
+    """A graph replay, an event pair behind a flush and torch's own view of one kernel agree within what a flush costs."""
+    problem = Problem.standard(seq_len=4096, head_dim=64)
+    ours = (METHODS[OURS], METHODS["torch_math"])
+    both = run_bench([problem], BenchOptions(methods=ours, rounds=10), stand)
+    alone = run_bench([problem], BenchOptions(methods=ours[:1], rounds=10), stand)
+    assert both[0].median_us == pytest.approx(alone[0].median_us, rel=0.1)
+    assert both[1].samples < both[0].samples
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape",
+    # batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim
+    [
+        (2, 4, 2, 300, 300, 64, 64),
+        (1, 2, 2, 77, 200, 80, 80),
+        (1, 4, 1, 1, 1000, 128, 128),
+        (1, 2, 2, 256, 256, 192, 128),
+    ],
+)
+def test_the_triton_kernel_is_right(shape, dtype) -> None:
+    from tiledsched.bench.triton_attention import triton_attention
+
+    batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim = shape
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    q = torch.randn(batch, heads, seq_q, head_dim, generator=generator, device="cuda").to(dtype)
+    k = torch.randn(batch, kv_heads, seq_k, head_dim, generator=generator, device="cuda").to(dtype)
+    v = torch.randn(batch, kv_heads, seq_k, value_dim, generator=generator, device="cuda").to(dtype)
+    wide_k, wide_v = (x.repeat_interleave(heads // kv_heads, 1).double() for x in (k, v))
+    for causal, bottom_right in ((False, False), (True, False), (True, True)):
+        scores = q.double() @ wide_k.transpose(-1, -2) * head_dim**-0.5
+        if causal:
+            offset = seq_k - seq_q if bottom_right else 0
+            hidden = torch.ones(seq_q, seq_k, dtype=torch.bool, device="cuda").triu(offset + 1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        reference = torch.softmax(scores, -1) @ wide_v
+        out = triton_attention(q, k, v, causal=causal, bottom_right=bottom_right).double()
+        assert float((out - reference).norm() / reference.norm()) < (1.5e-3 if dtype is torch.float16 else 1e-2)

@@ -1,0 +1,85 @@
+"""The rows of an ablation, and their CSV file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiledsched.problem import Problem
+
+LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
+VIEWS = (LADDER, WITHOUT, TRIED)
+OK = "ok"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationRow:
+    """One schedule on the way from the plain one to the tuned one, or beside the tuned one."""
+
+    problem: Problem
+    """What was computed."""
+    regime: str
+    """burst or sustained."""
+    view: str
+    """ladder: a rung. without: the tuned schedule with one knob turned back. tried: a rung that was possible, from the run
+    that chose among them.
+    """
+    rung: int
+    """Place on the ladder, 0 the plain schedule; of what was tried, the rung it might have been."""
+    knob: str
+    """The knobs changed, joined by +; empty for rung 0."""
+    before: str
+    """Their values before."""
+    after: str
+    """Their values after."""
+    schedule: str
+    """The whole schedule, for people."""
+    schedule_id: str
+    """Its id."""
+    median_us: float | None = None
+    """Median of the samples; None where there are none."""
+    ci_low_us: float | None = None
+    """Lower end of its 95% confidence interval."""
+    ci_high_us: float | None = None
+    """Upper end."""
+    speedup_over_previous: float | None = None
+    """Time before the change over time after: of the rung before; of the tuned schedule, for `without`."""
+    speedup_over_plain: float | None = None
+    """Time of rung 0 over its own; None for what was tried, which ran in another run."""
+    status: str
+    """ok, or why there is no time: a constraint broken, a failed build or launch, nothing recorded."""
+    device: str = ""
+    """GPU."""
+    runner: str = ""
+    """gpu or replay."""
+
+    def to_csv(self) -> dict[str, Any]:
+        """A flat row, also for `--json`."""
+        p = self.problem
+        return {
+            "regime": self.regime, "dtype": p.dtype, "causal": p.causal, "batch": p.batch, "heads": p.heads,
+            "kv_heads": p.kv_heads, "seq_q": p.seq_q, "seq_k": p.seq_k, "head_dim": p.head_dim, "view": self.view,
+            "rung": self.rung, "knob": self.knob, "from": self.before, "to": self.after,
+            "median_us": _rounded(self.median_us), "ci_low_us": _rounded(self.ci_low_us),
+            "ci_high_us": _rounded(self.ci_high_us), "speedup_over_previous": _rounded(self.speedup_over_previous),
+            "speedup_over_plain": _rounded(self.speedup_over_plain), "status": self.status, "schedule": self.schedule,
+            "schedule_id": self.schedule_id, "alignment": p.alignment, "value_dim": p.value_dim, "device": self.device,
+            "runner": self.runner,
+        }  # fmt: skip
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def write_rows(rows: Sequence[AblationRow], path: Path) -> None:
+    """One CSV file of all rows; what was there is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flat = [row.to_csv() for row in rows]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(flat[0]) if flat else [])
+        writer.writeheader()
+        writer.writerows(flat)

@@ -1,0 +1,103 @@
+"""Where the programs of an ablation come from: the compiler, or a recorded landscape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from tiledsched.build.cubin import Artifact
+from tiledsched.errors import Failure, FailureKind, MeasureError
+from tiledsched.measure.runner import Candidate, Measurement
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.search.programs import Workshop
+from tiledsched.space import SearchSpace
+from tiledsched.store.exchange import Table
+
+NOT_RECORDED = "not recorded"
+
+
+class Source(Protocol):
+    """Programs by schedule."""
+
+    def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
+        """For each schedule what the runner can time, or why there is nothing to time."""
+        ...
+
+
+class Built:
+    """Builds what is asked for, once ever per toolchain; needs the compiler and no GPU."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        self._workshop = workshop
+
+    def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
+        """See :class:`Source`."""
+        workshop = self._workshop
+        workshop.build(schedules, problem)
+        found: dict[Schedule, Candidate | str] = {}
+        for schedule in schedules:
+            record = workshop.record(schedule, problem)
+            if record is None or record.failure is not None:
+                found[schedule] = said(record.failure) if record and record.failure else "not built"
+                continue
+            artifact = workshop.artifacts.get(workshop.arch, record.fingerprint)
+            damaged = f"{FailureKind.ARTIFACT_CORRUPT}: run again to build it anew"
+            found[schedule] = damaged if artifact is None else Candidate(schedule=schedule, artifact=artifact)
+        return found
+
+
+class Recorded:
+    """What a landscape file holds, by schedule. Nothing is built.
+
+    Args:
+        table: the file's contents; measurements of one problem, device and regime.
+        space: names the knobs that the record lacks.
+
+    Raises:
+        MeasureError: it holds no measurement.
+    """
+
+    def __init__(self, table: Table, space: SearchSpace) -> None:
+        if not table.measurements:
+            raise MeasureError("a replay needs a recorded landscape, and the file holds no measurement; choose another")
+        measured = [stored.measurement for stored in table.measurements]
+        self.measurements = [replace(one, schedule=space.complete(one.schedule)) for one in measured]
+        self.problem, self.regime = measured[0].problem, measured[0].regime
+        self._facts = {artifact.fingerprint: artifact.facts for artifact in table.artifacts}
+        self._by_schedule = {one.schedule: one for one in self.measurements}
+
+    @property
+    def best(self) -> Measurement:
+        """The fastest that was checked.
+
+        Raises:
+            MeasureError: nothing was checked.
+        """
+        checked = [one for one in self.measurements if one.accuracy is not None]
+        if not checked:
+            raise MeasureError(f"no program of {self.problem} passed the accuracy check; record it again")
+        return min(checked, key=lambda one: (one.median_us, one.schedule.id))
+
+    def holds(self, schedule: Schedule) -> bool:
+        """Whether it is in the record."""
+        return schedule in self._by_schedule
+
+    def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
+        """See :class:`Source`."""
+        found: dict[Schedule, Candidate | str] = {}
+        for schedule in schedules:
+            one = self._by_schedule.get(schedule) if problem == self.problem else None
+            facts = self._facts.get(one.fingerprint) if one else None
+            if one is None or facts is None:
+                found[schedule] = NOT_RECORDED
+            else:
+                artifact = Artifact(arch=one.device.arch, fingerprint=one.fingerprint, facts=facts, cubin=b"")
+                found[schedule] = Candidate(schedule=schedule, artifact=artifact)
+        return found
+
+
+def said(failure: Failure) -> str:
+    """A failure as a row's status."""
+    return f"{failure.kind}: {failure.message}"

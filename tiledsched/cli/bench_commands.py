@@ -1,0 +1,137 @@
+"""The commands that compare: `bench` with other attentions, `ablate` a tuned schedule with the plain one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiledsched.cli import output
+from tiledsched.cli.commands import _compiling, _open, _print_json, _problems, _runner
+from tiledsched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tiledsched.ablation.rows import AblationRow
+    from tiledsched.problem import Problem
+    from tiledsched.schedule import Schedule
+    from tiledsched.space import SearchSpace
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Time sdpa beside every other attention; or sum up rows that were measured before."""
+    if options.summary:
+        return _bench_summary(options)
+    if options.db:
+        os.environ["TILEDSCHED_DB"] = options.db  # sdpa reads its own settings
+    from tiledsched.bench.methods import choose_methods
+    from tiledsched.bench.rows import append_rows, finished_cells
+    from tiledsched.bench.run import BenchOptions, run_bench
+    from tiledsched.bench.stand import TorchStand
+    from tiledsched.bench.suites import SUITES
+    from tiledsched.bench.summary import summarise, to_markdown
+
+    methods = choose_methods(options.methods, ceiling=options.ceiling)
+    regimes = ("burst", "sustained") if options.regime == "both" else (options.regime,)
+    path = Path(options.csv) if options.csv else None
+    if options.resume and path is None:
+        raise ConfigError("--resume goes on with a file; pass --csv FILE, too")
+    if path is not None and path.exists() and not options.resume:
+        raise ConfigError(f"{path} is there already; go on with it with --resume, or choose another file")
+    done = finished_cells(path, [method.name for method in methods]) if path else set()
+    problems = list(SUITES[options.suite].problems) if options.suite else _problems(options)
+    how = BenchOptions(methods=tuple(methods), regimes=regimes, rounds=options.rounds, budget_s=options.budget)
+    rows = run_bench(problems, how, TorchStand(verify=options.verify), done=done,
+                     keep=lambda found: append_rows(found, path) if path else None, progress=output.note)  # fmt: skip
+    summaries = summarise(rows)
+    if options.json:
+        _print_json({"rows": [row.to_json() for row in rows], "summary": [each.to_json() for each in summaries]})
+    else:
+        output.print_bench(rows)
+        print(to_markdown(summaries))
+    return 0
+
+
+def _bench_summary(options: argparse.Namespace) -> int:
+    from tiledsched.bench.rows import read_rows
+    from tiledsched.bench.summary import summarise, to_markdown
+
+    summaries = summarise([row for path in options.summary for row in read_rows(Path(path))])
+    if options.json:
+        _print_json({"summary": [each.to_json() for each in summaries]})
+    else:
+        print(to_markdown(summaries))
+    return 0
+
+
+def ablate(options: argparse.Namespace) -> int:
+    """Climb from the plain schedule to the tuned one, on the GPU or over recorded landscapes."""
+    from tiledsched.ablation.rows import write_rows
+
+    rows = _replayed(options) if options.replay else _ablated(options)
+    if options.csv:
+        write_rows(rows, Path(options.csv))
+    if options.json:
+        _print_json({"rows": [row.to_csv() for row in rows]})
+    else:
+        output.print_ablation(rows)
+    return 0
+
+
+def _replayed(options: argparse.Namespace) -> list[AblationRow]:
+    from tiledsched.ablation.ladder import Ladder
+    from tiledsched.ablation.sources import Recorded
+    from tiledsched.kernels import template_for
+    from tiledsched.measure.replay import ReplayRunner
+    from tiledsched.space import space_for
+    from tiledsched.store.exchange import read_table
+
+    rows: list[AblationRow] = []
+    for path in options.replay:
+        table = read_table(path)
+        arch = table.measurements[0].measurement.device.arch if table.measurements else options.arch
+        if arch != options.arch:
+            raise ConfigError(f"{path} was recorded on {arch}; pass --arch {arch}")
+        space = space_for(arch)
+        recorded, template = Recorded(table, space), template_for(space.kernel)
+        ladder = Ladder(ReplayRunner(template, recorded.measurements), recorded, space, template, recorded.problem,
+                        regime=recorded.regime, rounds=options.rounds, recorded=recorded.holds,
+                        progress=output.note)  # fmt: skip
+        plain = _plain(options.start or "default", space, recorded.problem)
+        rows += ladder.climb(plain, recorded.best.schedule)
+    return rows
+
+
+def _ablated(options: argparse.Namespace) -> list[AblationRow]:
+    from tiledsched.ablation.ladder import Ladder
+    from tiledsched.ablation.sources import Built
+    from tiledsched.build.pool import BuildPool
+    from tiledsched.search.programs import Workshop
+    from tiledsched.serve.entries import load_table
+
+    settings, space, toolchain, template, artifacts = _compiling(options)
+    runner = _runner(options, template, "--replay FILE")
+    try:
+        served = load_table(settings)
+        rows: list[AblationRow] = []
+        with _open(options) as db, BuildPool(options.jobs) as pool:
+            source = Built(Workshop(db, artifacts, template, options.arch, toolchain, pool))
+            for problem in _problems(options):
+                found = served.resolve(problem, options.arch, runner.device.name)
+                output.note(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
+                ladder = Ladder(runner, source, space, template, problem, regime=settings.regime, rounds=options.rounds,
+                                progress=output.note)  # fmt: skip
+                plain = _plain(options.start or "untuned", space, problem)
+                rows += ladder.climb(plain, space.complete(found.schedule))
+    finally:
+        runner.close()
+    return rows
+
+
+def _plain(start: str, space: SearchSpace, problem: Problem) -> Schedule:
+    """Rung 0: the space's default schedule, or 64x64 tiles with every hint left to the compiler."""
+    from tiledsched.bench.methods import untuned_schedule
+
+    if start == "default":
+        return space.default(problem, pinned={"accum_mode": "fp32"})
+    return untuned_schedule(space.arch).replace(num_ctas=1)  # no cluster is what the compiler takes; grids divide by it
