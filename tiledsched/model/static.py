@@ -2,16 +2,17 @@
 
 From the inside out:
 
-1. One key tile of one block, its *step*, has a tensor-core part (two products), a special-function part (one exp2 per
-   score) and an fp32 part (the rest of the softmax). Alone, a group of four warps does them one after the other. With
-   more groups on the SM, some of one part hides behind another's, down to a floor that the slowest part sets.
+1. One step of one block (`kv_subtiles` key tiles) has a tensor-core part (two products), a special-function part (one
+   exp2 per score) and an fp32 part (the rest of the softmax). Alone, a group of four warps does them one after the
+   other, and waits for keys and values where the shared memory holds too few tiles ahead. With more groups on the SM,
+   some of one part hides behind another's, down to a floor that the slowest part sets.
 2. Blocks are placed on the SMs as the hardware places them, or as a persistent grid deals them out, and the last SM to
    finish decides. Causal blocks differ in length, so the placement is simulated rather than averaged.
 3. Device memory is a second limit, which matters where the keys in flight overflow the L2 cache.
 
 Inputs are the problem, the tile, the order, the grid and what the machine code says of itself. Knobs that leave no
-trace in any of these cannot change the estimate. Constants are calibrated on the H200; docs/model.md says on what and
-how well.
+trace in any of these cannot change the estimate: `tiledsched.model.residual` has measured factors for them. Constants
+are calibrated on the H200; docs/model.md says on what and how well.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ ROWS_PER_WARP = 16
 
 WARPGROUP_ROWS = 64
 """Fewest rows for which the compiler uses wgmma or tcgen05."""
+SWIZZLE_PAIRS = 8
+"""(batch, head) pairs that a swizzled order takes together, as in the kernel."""
 
 # Calibrated.
 FP32_PER_ROW = 250.0
@@ -53,11 +56,23 @@ EXPOSED = 0.5
 STEP_LATENCY = 100.0
 """Cycles of barriers and dependent waits in a step, hidden by other groups."""
 SPLIT_STEP = 650.0
-"""Cycles of a step lost to exchange between groups that share rows, because there are fewer rows than they need."""
+"""Cycles lost per key tile to exchange between groups that share rows, because there are fewer rows than they need."""
+LAZY_STEP = 300.0
+"""Cycles of a step lost to the vote and the branch of a lazy rescaling."""
+LOAD_LATENCY = 800.0
+"""Cycles from the request of a tile to its first byte, from the L2 cache."""
+LOAD_BYTES_PER_CYCLE = 64.0
+"""Then, bytes per clock of one SM."""
+COPIED_BYTES_PER_CYCLE = 8.0
+"""Bytes per clock of one SM where threads load keys and values because the TMA unit may not: they wait for each."""
 BLOCK_LATENCY = 3000.0
 """Cycles from a block's start to its first step, and from its last to its end."""
 BLOCK_CYCLES_PER_ELEMENT = 0.1
 """Cycles of query load and epilogue per element of the output tile."""
+IEEE_CYCLES_PER_ELEMENT = 0.15
+"""More of them where the last division is rounded correctly."""
+PARTIAL_CYCLES_PER_ELEMENT = 0.3
+"""More of them where blocks share the keys of a tile and combine what they found. A guess: never measured."""
 PERSISTENT_SHARE = 0.65
 """Of the two above, what remains when a persistent block goes on to its next tile."""
 FREE_SPILL_BYTES = 32
@@ -78,21 +93,21 @@ EXACT_BLOCKS = 32768
 
 def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
     """Modelled microseconds of `schedule` on `problem`, on the GPU that `spec` describes."""
-    tile_m, tile_n = schedule.number("tile_m"), schedule.number("tile_n")
+    rows, step_n, splits = block_rows(schedule), step_keys(schedule), _number(schedule, "kv_splits")
     resident = resident_blocks(facts, spec)
-    masked = problem.causal or problem.seq_k % tile_n != 0
+    masked = problem.causal or problem.seq_k % step_n != 0
     split = bool(schedule["loop_split"])
     # cycles[k]: a step of every block while k blocks share an SM.
     cycles = [step_cycles(problem, schedule, facts, spec, k, masked=masked and not split) for k in range(resident + 1)]
-    overhead = BLOCK_LATENCY + BLOCK_CYCLES_PER_ELEMENT * tile_m * problem.tile_d / facts.num_ctas
-    overhead *= PERSISTENT_SHARE if schedule["persistent"] != "no" else 1.0
-    extra = overhead / cycles[resident]
+    extra = block_cycles(problem, schedule, facts) / cycles[resident]
     if masked and split:  # the steps on the diagonal, in a loop of their own
         dear = step_cycles(problem, schedule, facts, spec, resident, masked=True)
-        extra += max(1, tile_m // tile_n) * (dear / cycles[resident] - 1.0)
+        extra += max(1, rows // step_n) * (dear / cycles[resident] - 1.0)
     busy = busy_steps(
-        tile_m=tile_m, tile_n=tile_n, seq_q=problem.seq_q, seq_k=problem.seq_k, causal=problem.causal,
-        heads=problem.batch * problem.heads, order=str(schedule["block_order"]),
+        rows=rows // packed_heads(problem, schedule), step_n=step_n, seq_q=problem.seq_q, seq_k=problem.seq_k,
+        causal=problem.causal, first_key=problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0,
+        heads=problem.batch * problem.heads // packed_heads(problem, schedule), splits=splits,
+        order=str(schedule["block_order"]), snake=schedule["persistent"] == "snake",
         grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] != "no" else 0,
         sms=max(1, spec.sm_count // facts.num_ctas), resident=resident, extra=round(extra * 4.0) / 4.0,
     )  # fmt: skip
@@ -106,58 +121,111 @@ def resident_blocks(facts: ResourceFacts, spec: ArchSpec) -> int:
     return ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes)
 
 
+def block_rows(schedule: Schedule) -> int:
+    """Rows of one piece of work; those of several heads where they are packed."""
+    return schedule.number("tile_m") * schedule.number("q_subtiles")
+
+
+def step_keys(schedule: Schedule) -> int:
+    """Keys of one step."""
+    return schedule.number("tile_n") * schedule.number("kv_subtiles")
+
+
+def packed_heads(problem: Problem, schedule: Schedule) -> int:
+    """Query heads whose rows share a tile."""
+    return problem.group if schedule.get("pack_gqa", False) else 1
+
+
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
-    """Blocks launched, as the template launches them with `q_subtiles` 1 (clusters count once)."""
-    tiles = -(-problem.seq_q // schedule.number("tile_m")) * problem.batch * problem.heads
+    """Blocks launched, as the template launches them (clusters count once)."""
+    packed = packed_heads(problem, schedule)
+    blocks = -(-problem.seq_q * packed // block_rows(schedule)) * problem.batch * problem.heads // packed
     if schedule["persistent"] == "no":
-        return tiles
-    return min(tiles, max(1, spec.sm_count * max(1, schedule.number("occupancy")) // schedule.number("num_ctas")))
+        return blocks * _number(schedule, "kv_splits")
+    return min(blocks, max(1, spec.sm_count * max(1, schedule.number("occupancy")) // schedule.number("num_ctas")))
+
+
+def block_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts) -> float:
+    """Cycles of one piece of work outside its steps: start, query load, epilogue, end."""
+    per_element = BLOCK_CYCLES_PER_ELEMENT
+    if schedule["division"] == "ieee":
+        per_element += IEEE_CYCLES_PER_ELEMENT
+    if _number(schedule, "kv_splits") > 1:
+        per_element += PARTIAL_CYCLES_PER_ELEMENT
+    cycles = BLOCK_LATENCY + per_element * block_rows(schedule) * problem.tile_v / facts.num_ctas
+    return cycles * (PERSISTENT_SHARE if schedule["persistent"] != "no" else 1.0)
 
 
 def step_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec: ArchSpec, resident: int, *,
                 masked: bool) -> float:  # fmt: skip
-    """Cycles in which each of `resident` blocks on an SM gets through one key tile."""
-    rows, tile_n, tile_d = schedule.number("tile_m") / facts.num_ctas, schedule.number("tile_n"), problem.tile_d
+    """Cycles in which each of `resident` blocks on an SM gets through one step of its keys."""
+    tile_m, step_n = schedule.number("tile_m") / facts.num_ctas, step_keys(schedule)
+    chains, subtiles = schedule.number("q_subtiles"), schedule.number("kv_subtiles")
+    parted = _number(schedule, "column_parts") > 1
+    columns_k, columns_v = (problem.split_d, problem.split_v) if parted else (problem.tile_d, problem.tile_v)
+    rows = tile_m * chains
     warps = facts.threads // 32
     if warps > spec.producer_warps:  # warp-specialized: a group of warps only moves data
         warps -= spec.producer_warps
     groups = max(1, warps // WARPS_PER_GROUP)
-    scores = rows * tile_n
+    scores = rows * step_n
 
     rate = float(spec.tensor_flops * (spec.fp16_accumulate_speedup if schedule["accum_mode"] == "fp16" else 1))
-    if spec.product_rows > ROWS_PER_WARP and rows < WARPGROUP_ROWS:  # the compiler falls back to fp32 multiply-adds
+    if spec.product_rows > ROWS_PER_WARP and tile_m < WARPGROUP_ROWS:  # the compiler falls back to fp32 multiply-adds
         rate = 2.0 * spec.fp32_ops
-    elif rows < spec.product_rows:  # instructions half empty
-        rate = rate * rows / spec.product_rows
+    elif tile_m < spec.product_rows:  # instructions half empty
+        rate = rate * tile_m / spec.product_rows
     # Operands come from shared memory, once per instruction: k and v, and q too unless warps keep it in registers.
-    chunk = max(spec.product_rows, rows / warps)
-    operands = (2 * tile_n + (chunk if spec.product_rows > ROWS_PER_WARP else 0)) * tile_d * problem.element_bytes
-    operands *= max(1.0, rows / chunk)
-    tensor = max(4.0 * scores * tile_d / (rate * TENSOR_EFFICIENCY), operands / spec.shared_bytes)
+    chunk = max(spec.product_rows, tile_m / warps)
+    operands = step_n * (columns_k + columns_v) + (chunk * columns_k if spec.product_rows > ROWS_PER_WARP else 0)
+    operands *= problem.element_bytes * max(1.0, rows / chunk)
+    tensor = max(2.0 * scores * (columns_k + columns_v) / (rate * TENSOR_EFFICIENCY), operands / spec.shared_bytes)
     exp2 = scores / spec.exp2_ops
     fp32 = (scores * (FP32_PER_SCORE + (FP32_PER_MASKED_SCORE if masked else 0.0)) + rows * FP32_PER_ROW
-            + rows * tile_d * FP32_PER_ACCUMULATOR) / spec.fp32_ops  # fmt: skip
+            + rows * columns_v * FP32_PER_ACCUMULATOR) / spec.fp32_ops  # fmt: skip
 
-    spilled = max(0, facts.spill_bytes - FREE_SPILL_BYTES) * warps * 32
-    lost = 2.0 * spilled / SPILL_BYTES_PER_CYCLE + (SPLIT_STEP if rows < ROWS_PER_WARP * warps else 0.0)
+    lost = 2.0 * max(0, facts.spill_bytes - FREE_SPILL_BYTES) * warps * 32 / SPILL_BYTES_PER_CYCLE
+    if tile_m < ROWS_PER_WARP * warps:
+        lost += SPLIT_STEP * chains * subtiles
+    if schedule["lazy_rescale"]:
+        lost += LAZY_STEP * chains
+    if spec.producer_warps and not schedule["tma_loads"]:
+        lost += step_n * (columns_k + columns_v) * problem.element_bytes / COPIED_BYTES_PER_CYCLE
     total, slowest = tensor + exp2 + fp32, max(tensor, exp2, fp32)
     alone = (total + lost) / groups + STEP_LATENCY
+    if spec.producer_warps:
+        alone += _waiting(alone / (2 * subtiles), rows * columns_k * problem.element_bytes,
+                          schedule.number("tile_n") * columns_k * problem.element_bytes, facts)  # fmt: skip
     shared = resident * (slowest + EXPOSED * (total - slowest) + lost)
     return _smooth_max(alone, shared, SHARPNESS)
 
 
+def _waiting(pace: float, query_bytes: float, tile_bytes: float, facts: ResourceFacts) -> float:
+    """Cycles of a step spent waiting for loads, where a key or value tile is used up every `pace` cycles.
+
+    Shared memory beside the queries holds tiles in flight: a tile asked for when its place falls free has until all the
+    others are used up to arrive. This is where latency hints and persistent loops show: they change that number.
+    """
+    ahead = max(0.0, (facts.shared_bytes - query_bytes) / tile_bytes - 1.0)
+    return max(0.0, LOAD_LATENCY + tile_bytes / LOAD_BYTES_PER_CYCLE - ahead * pace)
+
+
 @lru_cache(maxsize=4096)
-def busy_steps(*, tile_m: int, tile_n: int, seq_q: int, seq_k: int, causal: bool, heads: int, order: str, grid: int,
-               sms: int, resident: int, extra: float) -> NDArray[np.float64]:  # fmt: skip
+def busy_steps(*, rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, heads: int, order: str, grid: int,
+               sms: int, resident: int, extra: float, snake: bool = False, splits: int = 1,
+               first_key: int = 0) -> NDArray[np.float64]:  # fmt: skip
     """How long each SM is how busy: `[sm, k]` is the number of steps SM `sm` makes while it runs k blocks.
 
-    A block of j key tiles counts j + `extra` steps. `grid` is that of a persistent launch, whose block w takes tiles w,
-    w + grid, ...; 0 is a plain launch, one block per tile. Blocks start in order, each in the slot that is free first;
-    SMs that would be equally busy appear once.
+    A block of j steps counts j + `extra`. `grid` is that of a persistent launch, whose block w takes pieces w, w + grid,
+    ... (a snake turns round after each lap); 0 is a plain launch, one block per piece, or `splits` of them. Blocks start
+    in order, each in the slot that is free first; SMs that would be equally busy appear once.
     """
-    jobs = tile_steps(tile_m, tile_n, seq_q, seq_k, causal, heads, order) + extra
+    steps = tile_steps(rows, step_n, seq_q, seq_k, causal, heads, order, first_key)
+    jobs = np.repeat(np.ceil(steps / splits), splits) + extra
     if grid:
-        jobs = np.bincount(np.arange(len(jobs)) % grid, weights=jobs, minlength=grid).astype(np.float64)
+        lap, block = np.divmod(np.arange(len(jobs)), grid)
+        block = np.where(lap % 2 == 1, grid - 1 - block, block) if snake else block
+        jobs = np.bincount(block, weights=jobs, minlength=grid).astype(np.float64)
     ends = np.zeros(sms * resident)
     if len(jobs) <= len(ends):
         ends[: len(jobs)] = jobs
@@ -179,20 +247,25 @@ def busy_steps(*, tile_m: int, tile_n: int, seq_q: int, seq_k: int, causal: bool
     return np.unique(busy, axis=0)
 
 
-def tile_steps(tile_m: int, tile_n: int, seq_q: int, seq_k: int, causal: bool, heads: int,
-               order: str) -> NDArray[np.float64]:  # fmt: skip
-    """Key tiles of every query tile, in the order in which the kernel takes them (its `coordinates`).
+def tile_steps(rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, heads: int, order: str,
+               first_key: int = 0) -> NDArray[np.float64]:  # fmt: skip
+    """Steps of every piece of work, in the order in which the kernel takes them (its `coordinates`).
 
-    A swizzled order is taken as reversed, and a snake as strided: their order within a group of heads or a round is not
-    modelled.
+    Causal row i sees keys 0..i + `first_key`.
     """
-    tiles = -(-seq_q // tile_m)
-    work = np.arange(tiles * heads)
-    tile = work // heads if order == "heads_fastest" else work % tiles
+    pieces = -(-seq_q // rows)
+    work = np.arange(pieces * heads)
+    if order == "heads_fastest":
+        piece = work // heads
+    elif order == "swizzled":
+        first, within = np.divmod(work, SWIZZLE_PAIRS * pieces)
+        piece = within // np.minimum(SWIZZLE_PAIRS, heads - first * SWIZZLE_PAIRS)
+    else:
+        piece = work % pieces
     if order != "natural":
-        tile = tiles - 1 - tile
-    visible = np.minimum((tile + 1) * tile_m, seq_k) if causal else np.full(len(work), seq_k)
-    return np.ceil(visible / tile_n)
+        piece = pieces - 1 - piece
+    visible = np.clip((piece + 1) * rows + first_key, 0, seq_k) if causal else np.full(len(work), seq_k)
+    return np.ceil(visible / step_n)
 
 
 def _dram_bytes(problem: Problem, schedule: Schedule, spec: ArchSpec, resident: int) -> float:
@@ -201,16 +274,26 @@ def _dram_bytes(problem: Problem, schedule: Schedule, spec: ArchSpec, resident: 
     Otherwise blocks of one head share only some of their reads, as they drift apart: taken as the square root of their
     number.
     """
-    tiles = -(-problem.seq_q // schedule.number("tile_m"))
+    pieces = -(-problem.seq_q // block_rows(schedule))
     heads = problem.batch * problem.heads
-    slots = min(tiles * heads, spec.sm_count * resident)
-    in_flight = heads if schedule["block_order"] == "heads_fastest" else -(-slots // tiles)
-    per_head = 2 * problem.seq_k * problem.head_dim * problem.element_bytes
+    slots = min(pieces * heads, spec.sm_count * resident)
+    if schedule["block_order"] == "heads_fastest":
+        in_flight = heads
+    elif schedule["block_order"] == "swizzled":
+        in_flight = min(heads, SWIZZLE_PAIRS * -(-slots // (SWIZZLE_PAIRS * pieces)))
+    else:
+        in_flight = -(-slots // pieces)
+    per_head = problem.seq_k * (problem.head_dim + problem.value_columns) * problem.element_bytes
     if min(in_flight, heads) / problem.group * per_head <= spec.l2_bytes:
         return float(problem.min_bytes)
-    reads = tiles / math.sqrt(max(1.0, slots * problem.group / in_flight))
+    reads = pieces / math.sqrt(max(1.0, slots * problem.group / in_flight))
     reads *= problem.visible_pairs / (problem.seq_q * problem.seq_k)
     return problem.min_bytes + max(0.0, reads - 1.0) * per_head * problem.batch * problem.kv_heads
+
+
+def _number(schedule: Schedule, knob: str) -> int:
+    """An integer knob that schedules stored before there was that knob lack; 1 is what the kernel did then."""
+    return int(schedule.get(knob, 1))
 
 
 def _smooth_max(first: float, second: float, sharpness: float) -> float:

@@ -94,6 +94,24 @@ def regimes_csv(report: Report) -> str:
     return _csv(head, rows)
 
 
+def importance_csv(report: Report) -> str:
+    """One row for every knob: the share of the difference between good programs and all that it accounts for."""
+    head = ["arch", "knob", "share_percent", "largest_share_percent", "problems"]
+    return _csv(head, [{"arch": report.arch, "knob": one.knob, "share_percent": f"{one.share * 100:.3f}",
+                        "largest_share_percent": f"{one.largest * 100:.3f}", "problems": one.problems}
+                       for one in report.measured.shares])  # fmt: skip
+
+
+def interactions_csv(report: Report) -> str:
+    """One row for every change of a knob whose effect depends on the rest of the schedule."""
+    head = ["arch", "knob", "before", "after", "circumstance", "change_with_percent", "pairs_with",
+            "change_without_percent", "pairs_without"]  # fmt: skip
+    return _csv(head, [{"arch": report.arch, "knob": one.knob, "before": one.before, "after": one.after,
+                        "circumstance": one.circumstance, "change_with_percent": f"{one.effect_with * 100:.3f}",
+                        "pairs_with": one.pairs_with, "change_without_percent": f"{one.effect_without * 100:.3f}",
+                        "pairs_without": one.pairs_without} for one in report.measured.interactions])  # fmt: skip
+
+
 def _problem_row(one: ProblemReport) -> dict[str, Any]:
     return {
         "device": one.device_name,

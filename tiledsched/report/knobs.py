@@ -1,7 +1,8 @@
-"""What each knob value was worth, over recorded landscapes: two Markdown tables.
+"""What each knob value was worth, over recorded landscapes: four Markdown tables.
 
 `python -m tiledsched.report.knobs tuning_db/landscapes/*_burst_*.json.xz`. Plain is the default of the space; the
-structural knobs are those it marks `measured_only`. Programs that were never checked count in no time.
+structural knobs are those it marks `measured_only`. Programs that were never checked count in no time of the first two
+tables; the other two are the report's importance and interactions.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiledsched.errors import ConfigError
 from tiledsched.measure.runner import Measurement
 from tiledsched.report.document import NOTHING, Table, to_markdown
+from tiledsched.report.importance import interactions, knob_shares
+from tiledsched.report.text import interactions_table, shares_table
 from tiledsched.schedule import KnobValue
 from tiledsched.space import SearchSpace, space_for
 from tiledsched.store.exchange import read_table
@@ -99,6 +102,9 @@ def problem_row(pins: Mapping[str, KnobValue], ranked: Sequence[Measurement]) ->
 
 def tables(space: SearchSpace, landscapes: Landscapes) -> tuple[Table, Table]:
     """One row for each recorded value that is not the default, in the space's order; one for each landscape."""
+    landscapes = [
+        [replace(one, schedule=space.complete(one.schedule)) for one in landscape] for landscape in landscapes
+    ]
     departures = [
         (name, value) for name, knob in space.knobs.items() for value in knob.choices if value != knob.default
     ]
@@ -112,4 +118,6 @@ if __name__ == "__main__":
     recorded = [[stored.measurement for stored in read_table(path).measurements] for path in sys.argv[1:]]
     if len({(one.device.arch, one.regime) for landscape in recorded for one in landscape}) != 1:
         raise ConfigError("the landscapes are not of one arch and one regime; give files of one of each")
-    print(to_markdown(tables(space_for(recorded[0][0].device.arch), recorded)), end="")
+    times = [[(one.schedule, one.median_us) for one in landscape] for landscape in recorded]
+    print(to_markdown([*tables(space_for(recorded[0][0].device.arch), recorded), shares_table(knob_shares(times)),
+                       interactions_table(interactions(times))]), end="")  # fmt: skip

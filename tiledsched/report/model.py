@@ -14,6 +14,7 @@ from tiledsched.kernels import template_for
 from tiledsched.kernels.template import KernelTemplate
 from tiledsched.problem import Problem
 from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_times
+from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.report.records import (
     MEASURED,
     MODELLED,
@@ -109,8 +110,10 @@ def _accum_mode(schedule: Schedule) -> str:
 
 def _section(provenance: str, problems: Sequence[ProblemReport]) -> Section:
     ordered = tuple(sorted(problems, key=lambda one: (one.group, one.seq_len, one.problem)))
+    times = [[(one.schedule, one.us) for one in report.timed if one.same_program_as is None]
+             for report in ordered if provenance == MEASURED]  # fmt: skip
     return Section(provenance=provenance, problems=ordered, sensitivity=sensitivity(ordered),
-                   knobs=joined_importance(ordered))  # fmt: skip
+                   knobs=joined_importance(ordered), shares=knob_shares(times), interactions=interactions(times))  # fmt: skip
 
 
 class _Spaces:

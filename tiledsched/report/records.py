@@ -95,6 +95,42 @@ class KnobImportance:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KnobShare:
+    """How much of the difference between good programs and all programs one knob accounts for."""
+
+    knob: str
+    """Its name."""
+    share: float
+    """0..1, the mean over problems."""
+    largest: float
+    """The largest of any problem."""
+    problems: int
+    """Problems in which the knob had more than one value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interaction:
+    """A change of one knob whose effect depends on the rest of the schedule."""
+
+    knob: str
+    """Its name."""
+    before: KnobValue
+    """From this value."""
+    after: KnobValue
+    """To this one."""
+    circumstance: str
+    """What makes the difference, e.g. `persistent=strided`."""
+    effect_with: float
+    """Time after / time before - 1 under the circumstance, geometric mean over the pairs."""
+    pairs_with: int
+    """Pairs behind it."""
+    effect_without: float
+    """The same elsewhere."""
+    pairs_without: int
+    """Pairs behind it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProblemReport:
     """Everything the report says about one problem on one device."""
 
@@ -210,6 +246,10 @@ class Section:
     """By the same groups, then regime."""
     knobs: tuple[KnobImportance, ...]
     """Over all problems, the most important first."""
+    shares: tuple[KnobShare, ...] = ()
+    """Importance of each knob over all problems; empty where modelled, or where little was measured."""
+    interactions: tuple[Interaction, ...] = ()
+    """Knobs that depend on each other, over all problems; empty where modelled."""
 
 
 @dataclass(frozen=True, kw_only=True)

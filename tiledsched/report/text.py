@@ -8,13 +8,15 @@ from pathlib import Path
 
 from tiledsched.errors import ConfigError
 from tiledsched.report import plots
-from tiledsched.report.csv_files import regimes_csv, schedules_csv, sensitivity_csv
+from tiledsched.report.csv_files import importance_csv, interactions_csv, regimes_csv, schedules_csv, sensitivity_csv
 from tiledsched.report.document import NOTHING, Block, Heading, Image, Paragraph, Table, to_html, to_markdown
 from tiledsched.report.records import (
     MEASURED,
     MODELLED,
     DeviceConditions,
+    Interaction,
     KnobImportance,
+    KnobShare,
     ProblemReport,
     Report,
     Section,
@@ -42,6 +44,8 @@ def write_report(report: Report, out_dir: str | Path) -> list[Path]:
         "schedules.csv": schedules_csv(report).encode(),
         "sensitivity.csv": sensitivity_csv(report).encode(),
         **({"regimes.csv": regimes_csv(report).encode()} if report.regimes else {}),
+        **({"interactions.csv": interactions_csv(report).encode()} if report.measured.interactions else {}),
+        **({"importance.csv": importance_csv(report).encode()} if report.measured.shares else {}),
         **(images or {}),
     }
     try:
@@ -99,6 +103,11 @@ def _section(section: Section, arch: str, images: Mapping[str, bytes] | None) ->
         blocks += [Heading(text=f"Tiling sensitivity, {name}"), *_sensitivity(section)]
     if section.knobs:
         blocks += [Heading(text=f"Knobs, {name}"), *_knobs(section)]
+    if section.shares:
+        blocks += [Heading(text="Which knobs matter"), Paragraph(text=SHARES), shares_table(section.shares)]
+    if section.interactions:
+        blocks += [Heading(text="Which knobs depend on each other"), Paragraph(text=INTERACTIONS),
+                   interactions_table(section.interactions)]  # fmt: skip
     if any(one.best.facts for one in section.problems):
         blocks += [Heading(text=f"Resources of the winners, {name}"), _resources(section)]
     blocks += _heat_maps(section, arch, images)
@@ -187,6 +196,36 @@ def _knobs(section: Section) -> list[Block]:
         ),
         _labelled(section.provenance, Table(head=head, rows=rows), 1),
     ]
+
+
+SHARES = (
+    "How much of the difference between the fastest tenth of the programs and all of them each knob accounts for (Optuna's "
+    "PED-ANOVA), as the mean share over problems and the largest of any. A knob can be important here and yet be settled: "
+    "a value that ruins a program separates the good from the rest."
+)
+INTERACTIONS = (
+    "Changes of one knob, all else equal, that do one thing under a circumstance and another elsewhere: the mean change of the "
+    "time, over pairs whose faster program is within 30% of the best. Of each change the circumstance that differs most."
+)
+
+
+def shares_table(shares: Sequence[KnobShare]) -> Table:
+    """Importance by knob."""
+    rows = tuple((f"`{one.knob}`", _percent(one.share), _percent(one.largest), str(one.problems)) for one in shares)
+    return Table(head=("knob", "mean share", "largest share", "problems"), rows=rows)
+
+
+def interactions_table(found: Sequence[Interaction]) -> Table:
+    """Interactions, one change to a row."""
+    rows = tuple(
+        (f"`{one.knob}`: {_value(one.before)} to {_value(one.after)}", f"`{one.circumstance}`", _change(one.effect_with),
+         str(one.pairs_with), _change(one.effect_without), str(one.pairs_without)) for one in found
+    )  # fmt: skip
+    return Table(head=("change", "circumstance", "time with it", "pairs", "time elsewhere", "pairs"), rows=rows)
+
+
+def _change(fraction: float) -> str:
+    return f"{fraction * 100:+.1f}%"
 
 
 def _values(effect: KnobImportance) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.build.cubin import read_artifact
@@ -29,6 +30,9 @@ class Explanation:
     launched_fingerprint: str = ""
     """Machine code a launch with these very tensors runs; empty unless asked for."""
 
+    controls: Mapping[str, str] = field(default_factory=dict)
+    """Setting or knob -> where its value was read; those that are not here have their defaults."""
+
     @property
     def is_measured_program(self) -> bool | None:
         """Whether what is launched is the machine code that was measured; None where either is not known."""
@@ -45,9 +49,11 @@ class Explanation:
             "schema_version": 1, "problem": self.problem.to_json(), "arch": self.arch, "device": self.device_name,
             "provenance": self.served.provenance, "reason": self.served.reason,
             "schedule": self.served.schedule.to_json(), "forced": dict(self.served.forced),
+            "expected_loss": asdict(self.served.expected_loss) if self.served.expected_loss else None,
             "median_us": evidence.median_us if evidence else None,
             "tflops": entry.tflops if entry else None,
             "entry": entry.to_json() if entry else None,
+            "controls": dict(self.controls),
             "launched_fingerprint": self.launched_fingerprint or None, "is_measured_program": self.is_measured_program,
         }  # fmt: skip
 
@@ -56,7 +62,13 @@ class Explanation:
         lines = [f"{self.problem} on {self.device_name or self.arch}",
                  f"  schedule    {served.schedule.short()}",
                  f"  provenance  {served.provenance}: {served.reason}"]  # fmt: skip
+        if served.expected_loss is not None:
+            loss = served.expected_loss
+            lines.append(f"  expected    loss {loss.mean:.1%} (worst {loss.worst:.1%}) against the best, from {loss.cases} such "
+                         "choices on held-out problems")  # fmt: skip
         if entry is not None:
+            if entry.problem != self.problem:
+                lines.append(f"  evidence is for {entry.problem}, schedule {entry.schedule.short()}:")
             if entry.measurement is not None:
                 m = entry.measurement
                 lines.append(f"  measured    {m.median_us:.1f} us [{m.ci_low_us:.1f}, {m.ci_high_us:.1f}], "
@@ -70,6 +82,8 @@ class Explanation:
             if entry.ties:
                 lines.append(f"  tied with   {'; '.join(tie.short() for tie in entry.ties)}")
             lines.append(f"  evidence    {entry.source}, {entry.candidates} distinct programs compared")
+        if self.controls:
+            lines.append(f"  settings    {', '.join(f'{name} from {where}' for name, where in self.controls.items())}")
         if self.launched_fingerprint:
             verdict = {True: "the program that was measured", False: "NOT the program that was measured",
                        None: "no measured program to compare with"}[self.is_measured_program]  # fmt: skip
@@ -77,13 +91,14 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_problem(table: Table, problem: Problem, arch: str, device_name: str = "") -> Explanation:
+def explain_problem(table: Table, problem: Problem, arch: str, device_name: str = "",
+                    controls: Mapping[str, str] | None = None) -> Explanation:  # fmt: skip
     """What `table` serves for `problem`; needs no GPU."""
     return Explanation(problem=problem, arch=arch, device_name=device_name,
-                       served=table.resolve(problem, arch, device_name))  # fmt: skip
+                       served=table.resolve(problem, arch, device_name), controls=controls or {})  # fmt: skip
 
 
-def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
             verify: bool = False) -> Explanation:  # fmt: skip
     """What `sdpa` would do with these tensors, and why.
 
@@ -97,23 +112,23 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool =
     """
     import torch
 
-    from tiledsched.serve.sdpa import plan_for
+    from tiledsched.serve.sdpa import plan_for, settings
 
     plan = plan_for(q, k, v, causal=causal)
     properties = torch.cuda.get_device_properties(q.device)
     arch = f"sm_{properties.major}{properties.minor}"
     fingerprint = _launched_fingerprint(plan, q, k, v, arch) if verify else ""
     return Explanation(problem=plan.problem, arch=arch, device_name=properties.name, served=plan.served,
-                       launched_fingerprint=fingerprint)  # fmt: skip
+                       launched_fingerprint=fingerprint, controls=settings().sources)  # fmt: skip
 
 
 def _launched_fingerprint(plan: Any, q: Any, k: Any, v: Any, arch: str) -> str:
-    import torch
     from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
-    arguments = (q, k, v, torch.empty_like(q), plan.scale_log2, *plan.constants)
+    from tiledsched.serve.launching import launch_arguments
+
     convention = CallingConvention.cutile_python_v2()
-    signature = KernelSignature.from_kernel_args(plan.kernel, arguments, convention)
+    signature = KernelSignature.from_kernel_args(plan.kernel, launch_arguments(plan, q, k, v), convention)
     output = io.BytesIO()
     export_kernel(plan.kernel, [signature], output, gpu_code=arch, output_format="cubin")
     return read_artifact(output.getvalue(), arch).fingerprint

@@ -1,21 +1,36 @@
 """Which schedule is served for a problem, and why.
 
-In order: this device's measurement, another device's of the same arch, the nearest measured problem, the model's choice
-for the problem, the model's for the nearest, the default. Problems are near only within one kind (causal or not, one
-padded head dimension, one accuracy class): a winner of another kind says little.
+In order: this device's measurement, another device's of the same arch, what won on the nearest measured problems (see
+`tiledsched.serve.policy`), the model's choice for the problem, the model's for the nearest, what won on problems of other
+kinds, the default. A kind is a mask, a padded head dimension and few rows or many, within one accuracy class: winners of
+another kind say less than the model about this one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tiledsched.device import ARCHS, arch_spec
 from tiledsched.errors import ConfigError, SpaceError
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.serve.policy import (
+    FEW_ROWS,
+    NEAR_KIND,
+    OTHER_KIND,
+    ExpectedLoss,
+    distance,
+    expected_loss,
+    kind,
+    plain_choice,
+    transfer,
+)
 from tiledsched.space import SearchSpace, space_for
 from tiledsched.store.records import EntryRecord
+
+MOST_ANSWERS = 4096
+"""Answers a table remembers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +47,8 @@ class Served:
     """The evidence; None for the default."""
     forced: Mapping[str, KnobValue]
     """Knobs that settings changed."""
+    expected_loss: ExpectedLoss | None = None
+    """How much slower than the best such choices were where all was measured; None where that is not known."""
 
 
 class Table:
@@ -46,6 +63,8 @@ class Table:
             if entry.kernel == kernel and entry.accum_mode == accum_mode and entry.regime in ("", regime):
                 self._by_arch.setdefault(entry.arch, []).append(entry)
         self._spaces: dict[str, SearchSpace] = {}
+        self._completed: dict[str, list[EntryRecord]] = {}
+        self._answers: dict[tuple[Problem, str], Served] = {}
 
     @property
     def archs(self) -> list[str]:
@@ -60,11 +79,46 @@ class Table:
             ConfigError: a forced knob makes the schedule invalid.
         """
         space = self._space(arch)
-        served = self._from_entries(problem, arch, device_name, space)
-        if served is None:
-            served = Served(schedule=self._default(space, problem), provenance="default", entry=None, forced={},
-                            reason=f"nothing is known about {arch} for this kind of problem")  # fmt: skip
+        measured = [entry for entry in self._known(space) if entry.provenance in ("measured", "transferred")]
+        served = (
+            _exact(measured, problem, device_name, space)
+            or self._shared(problem, space)
+            or self._told_by_others(problem, space)
+        )
         return self._with_forced(served, problem, space) if self.forced else served
+
+    def _known(self, space: SearchSpace) -> list[EntryRecord]:
+        """Entries of the arch, with every knob of the space."""
+        if space.arch not in self._completed:
+            self._completed[space.arch] = [replace(entry, schedule=space.complete(entry.schedule))
+                                           for entry in self._by_arch.get(space.arch, [])]  # fmt: skip
+        return self._completed[space.arch]
+
+    def _shared(self, problem: Problem, space: SearchSpace) -> Served | None:
+        """The one answer for all problems of about these lengths, where it is valid for this one.
+
+        A model that decodes asks for another length with every token; finding an answer anew would cost it milliseconds.
+        """
+        about = problem.replace(seq_q=_about(problem.seq_q), seq_k=_about(problem.seq_k))
+        key = (about, space.arch)
+        if key not in self._answers:
+            if len(self._answers) >= MOST_ANSWERS:
+                self._answers.clear()
+            self._answers[key] = self._told_by_others(about, space)
+        served = self._answers[key]
+        return None if space.violations(served.schedule, problem) else served
+
+    def _told_by_others(self, problem: Problem, space: SearchSpace) -> Served:
+        """The answer for a problem that was not measured."""
+        known = self._known(space)
+        measured = [entry for entry in known if entry.provenance in ("measured", "transferred")]
+        alike = [entry for entry in measured if kind(entry.problem) == kind(problem)]
+        return (
+            self._transferred(alike, problem, space)
+            or _modelled(known, problem, space)
+            or self._transferred(measured, problem, space, " of another kind")
+            or self._untold(problem, space)
+        )
 
     def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
         """In the accuracy class asked for, where the problem has it (bfloat16 has no fp16 accumulators)."""
@@ -73,17 +127,31 @@ class Table:
         except SpaceError:
             return space.default(problem)
 
-    def _from_entries(self, problem: Problem, arch: str, device_name: str, space: SearchSpace) -> Served | None:
-        kind = [replace(entry, schedule=space.complete(entry.schedule)) for entry in self._by_arch.get(arch, [])
-                if _kind(entry.problem) == _kind(problem)]  # fmt: skip
-        for provenances in (("measured", "transferred"), ("modelled", "default")):
-            ranked = sorted((entry for entry in kind if entry.provenance in provenances),
-                            key=lambda entry: (_distance(entry.problem, problem), entry.device_name != device_name,
-                                               entry.rank, entry.problem, entry.device_name))  # fmt: skip
-            for entry in ranked:
-                if not space.violations(entry.schedule, problem):
-                    return _served(entry, problem, device_name)
-        return None
+    def _transferred(self, entries: Sequence[EntryRecord], problem: Problem, space: SearchSpace,
+                     what: str = "") -> Served | None:  # fmt: skip
+        """A choice among what won elsewhere. With few rows, winners of other kinds are of no use."""
+        few_told_by_many = problem.seq_q <= FEW_ROWS and not any(kind(e.problem) == kind(problem) for e in entries)
+        if space.arch not in ARCHS or few_told_by_many:
+            return None
+        found = transfer(problem, entries, space, arch_spec(space.arch), OTHER_KIND if what else NEAR_KIND)
+        if found is None:
+            return None
+        where = found.entry.device_name or found.entry.arch
+        said = f"named by the nearest problem{what} ({found.entry.problem}), measured on {where}"
+        return Served(schedule=found.schedule, provenance="transferred", entry=found.entry, forced={},
+                      reason=said if found.asked == 1 else f"{said}, and best in the opinion of {found.asked} entries",
+                      expected_loss=expected_loss(found, problem))  # fmt: skip
+
+    def _untold(self, problem: Problem, space: SearchSpace) -> Served:
+        """The default, or, with few rows, the model's choice of the knobs made for them."""
+        default = self._default(space, problem)
+        if space.arch in ARCHS and problem.seq_q <= FEW_ROWS:
+            chosen = plain_choice(problem, default, space, arch_spec(space.arch))
+            if chosen != default:
+                return Served(schedule=chosen, provenance="modelled", entry=None, forced={},
+                              reason="nothing with few rows was measured; the model's choice of plain schedules")  # fmt: skip
+        return Served(schedule=default, provenance="default", entry=None, forced={},
+                      reason=f"nothing is known about {space.arch} for this kind of problem")  # fmt: skip
 
     def _with_forced(self, served: Served, problem: Problem, space: SearchSpace) -> Served:
         schedule = served.schedule.replace(**self.forced)
@@ -120,33 +188,39 @@ class Table:
         return True
 
 
-def _served(entry: EntryRecord, problem: Problem, device_name: str) -> Served:
-    same_problem = entry.problem == problem
-    if entry.provenance == "measured" and same_problem and entry.device_name == device_name:
-        return Served(schedule=entry.schedule, provenance="measured", entry=entry, forced={},
-                      reason="this problem was measured on this device")  # fmt: skip
-    if entry.provenance == "measured" and same_problem and not device_name:
-        return Served(schedule=entry.schedule, provenance="measured", entry=entry, forced={},
-                      reason=f"this problem was measured on {entry.device_name}")  # fmt: skip
-    if entry.provenance in ("measured", "transferred"):
-        what = "this problem" if same_problem else f"the nearest problem ({entry.problem})"
-        return Served(schedule=entry.schedule, provenance="transferred", entry=entry, forced={},
-                      reason=f"{what} was measured on {entry.device_name or entry.arch}")  # fmt: skip
-    what = "this problem" if same_problem else f"the nearest problem ({entry.problem})"
+def _about(length: int) -> int:
+    """A length within an eighth of `length` that stands for all of them; itself where it is short or a round number.
+
+    Not a round number itself, so that what is valid for it is valid for lengths that divide nothing.
+    """
+    if length <= FEW_ROWS or length % 32 == 0:
+        return length
+    step = 1 << max(0, (length - 1).bit_length() - 4)
+    return -(-length // step) * step - 1 if step > 1 else length
+
+
+def _exact(measured: Sequence[EntryRecord], problem: Problem, device_name: str, space: SearchSpace) -> Served | None:
+    """This very problem, measured: best on this device."""
+    same = [entry for entry in measured if entry.problem == problem and not space.violations(entry.schedule, problem)]
+    if not same:
+        return None
+    entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
+    here = entry.provenance == "measured" and device_name in ("", entry.device_name)
+    where = "this device" if device_name and here else entry.device_name or entry.arch
+    return Served(schedule=entry.schedule, provenance="measured" if here else "transferred", entry=entry, forced={},
+                  reason=f"this problem was measured on {where}")  # fmt: skip
+
+
+def _modelled(known: Sequence[EntryRecord], problem: Problem, space: SearchSpace) -> Served | None:
+    """The model's choice for the nearest problem of the kind."""
+    alike = [entry for entry in known if kind(entry.problem) == kind(problem)]
+    usable = [entry for entry in alike if entry.provenance not in ("measured", "transferred")
+              and not space.violations(entry.schedule, problem)]  # fmt: skip
+    if not usable:
+        return None
+    entry = min(
+        usable, key=lambda entry: (distance(entry.problem, problem), entry.rank, entry.problem, entry.device_name)
+    )
+    what = "this problem" if entry.problem == problem else f"the nearest problem ({entry.problem})"
     return Served(schedule=entry.schedule, provenance=entry.provenance, entry=entry, forced={},
                   reason=f"nothing was measured; the entry for {what} is the model's choice")  # fmt: skip
-
-
-def _kind(problem: Problem) -> tuple[bool, int]:
-    return problem.causal, problem.tile_d
-
-
-def _distance(a: Problem, b: Problem) -> float:
-    """How unlike two problems of one kind are: octaves of sequence length, and half as much for everything else.
-
-    Work per block follows the key length, the number of blocks follows rows and heads; dtype and grouping matter least.
-    """
-    octaves = abs(math.log2(a.seq_k / b.seq_k)) + 0.5 * abs(math.log2(a.seq_q / b.seq_q))
-    blocks = abs(math.log2(a.batch * a.heads / (b.batch * b.heads)))
-    other = 0.1 * (a.dtype != b.dtype) + 0.1 * (a.group != b.group) + 0.3 * (a.head_dim != b.head_dim)
-    return octaves + 0.5 * blocks + other

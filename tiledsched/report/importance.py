@@ -1,0 +1,136 @@
+"""Which knobs matter and which depend on each other, from the times of one or more problems: pure functions.
+
+Importance is Optuna's PED-ANOVA (Watanabe et al., arXiv:2304.10255): how differently a knob's values are spread over the
+fastest tenth of the programs and over all of them. Interactions are read off matched pairs, programs that differ in one
+knob only: where the change of that knob does one thing in one kind of kernel and another in the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from tiledsched.report.analysis import matched_pairs
+from tiledsched.report.records import Interaction, KnobShare
+from tiledsched.schedule import KnobValue, Schedule
+
+Times = Sequence[tuple[Schedule, float]]
+"""Distinct programs of one problem on one device: a schedule of each and its microseconds."""
+FEWEST_PROGRAMS = 20
+"""Programs below which a problem says nothing about importance."""
+FASTEST_SHARE = 0.1
+"""Share of the programs that counts as good."""
+WITHIN = 1.3
+"""A pair counts for interactions where the faster program takes at most this much of the best time: others never win."""
+FEWEST_PAIRS = 4
+"""Pairs on either side of an interaction."""
+FEWEST_ERRORS = 3.0
+"""Difference of an interaction in standard errors. Dozens are looked at, so that two would be met by chance."""
+LEAST_DIFFERENCE = math.log(1.03)
+"""Difference of an interaction, in log time."""
+
+
+def knob_shares(problems: Sequence[Times]) -> tuple[KnobShare, ...]:
+    """Importance of each knob, the mean over problems of its share of all importance; the largest first."""
+    shares: dict[str, list[float]] = defaultdict(list)
+    for times in problems:
+        if len(times) >= FEWEST_PROGRAMS:
+            for knob, share in _ped_anova(times).items():
+                shares[knob].append(share)
+    found = [KnobShare(knob=knob, share=statistics.fmean(each), largest=max(each), problems=len(each))
+             for knob, each in shares.items()]  # fmt: skip
+    return tuple(sorted(found, key=lambda one: (-one.share, one.knob)))
+
+
+def _ped_anova(times: Times) -> Mapping[str, float]:
+    import warnings
+
+    import optuna
+
+    values: dict[str, set[KnobValue]] = defaultdict(set)
+    for schedule, _ in times:
+        for knob, value in schedule.items():
+            values[knob].add(value)
+    choices: dict[str, optuna.distributions.BaseDistribution] = {
+        knob: optuna.distributions.CategoricalDistribution(sorted(known, key=str))
+        for knob, known in values.items() if len(known) > 1 and all(knob in schedule for schedule, _ in times)
+    }  # fmt: skip
+    if not choices:
+        return {}
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # marked experimental in some releases
+        study = optuna.create_study(direction="minimize")
+        study.add_trials([
+            optuna.trial.create_trial(params={knob: schedule[knob] for knob in choices}, distributions=choices, value=us)
+            for schedule, us in times
+        ])  # fmt: skip
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=FASTEST_SHARE)
+        return optuna.importance.get_param_importances(study, evaluator=evaluator)
+
+
+def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interaction, ...]:
+    """Changes of one knob whose effect depends on the rest of the kernel, the largest difference first.
+
+    For every change of one knob from one value to another, and for every circumstance (the value of another knob, the
+    tile, the tile of a persistent kernel), the mean log ratio of times with it is compared with the mean without it. Of
+    one change the circumstance with the largest difference is given.
+    """
+    effects: dict[tuple[str, KnobValue, KnobValue], list[tuple[float, frozenset[str]]]] = defaultdict(list)
+    for times in problems:
+        best = min((us for _, us in times), default=math.inf)
+        pairs_of = [(schedule, (schedule, us)) for schedule, us in times]
+        for knob in dict.fromkeys(knob for schedule, _ in times for knob in schedule):
+            for first, second in matched_pairs(pairs_of, knob):
+                if min(first[1], second[1]) <= WITHIN * best:
+                    (before, before_us), (after, after_us) = sorted(
+                        (first, second), key=lambda one: _rank(one[0][knob])
+                    )
+                    change = math.log(after_us / before_us)
+                    circumstances = frozenset(_circumstances(before, knob))
+                    effects[knob, before[knob], after[knob]].append((change, circumstances))
+    found = [one for change, seen in effects.items() if (one := _largest(change, seen)) is not None]
+    return tuple(sorted(found, key=lambda one: (-abs(one.effect_with - one.effect_without), one.knob)))[:most]
+
+
+def _rank(value: KnobValue) -> tuple[float, str]:
+    """Numbers in their order, words by the alphabet: the direction in which a change is told."""
+    return (0.0, value) if isinstance(value, str) else (float(value), "")
+
+
+def _circumstances(schedule: Schedule, without: str) -> Iterator[str]:
+    """What may be said of a schedule apart from one knob."""
+    if {"tile_m", "tile_n"} <= set(schedule) and without not in ("tile_m", "tile_n"):
+        tile = f"tile={schedule['tile_m']}x{schedule['tile_n']}"
+        yield tile
+        if "persistent" in schedule and without != "persistent":
+            yield f"{tile}, {'one block per tile' if schedule['persistent'] == 'no' else 'persistent'}"
+    for name, value in schedule.items():
+        if name != without:
+            yield f"{name}={str(value).lower()}"
+
+
+def _largest(
+    change: tuple[str, KnobValue, KnobValue], seen: Sequence[tuple[float, frozenset[str]]]
+) -> Interaction | None:
+    """The circumstance in which a change does most unlike what it does elsewhere; None where there is none for sure."""
+    best: Interaction | None = None
+    for circumstance in sorted({name for _, names in seen for name in names}):
+        inside = [effect for effect, names in seen if circumstance in names]
+        outside = [effect for effect, names in seen if circumstance not in names]
+        if min(len(inside), len(outside)) < FEWEST_PAIRS:
+            continue
+        difference = statistics.fmean(inside) - statistics.fmean(outside)
+        error = math.sqrt(statistics.variance(inside) / len(inside) + statistics.variance(outside) / len(outside))
+        if abs(difference) < max(LEAST_DIFFERENCE, FEWEST_ERRORS * error):
+            continue
+        one = Interaction(
+            knob=change[0], before=change[1], after=change[2], circumstance=circumstance,
+            effect_with=math.expm1(statistics.fmean(inside)), pairs_with=len(inside),
+            effect_without=math.expm1(statistics.fmean(outside)), pairs_without=len(outside),
+        )  # fmt: skip
+        if best is None or abs(one.effect_with - one.effect_without) > abs(best.effect_with - best.effect_without):
+            best = one
+    return best

@@ -1,0 +1,224 @@
+"""The schedule for a problem that was never measured, from what won on other problems of the same arch.
+
+The winners, ties and runners-up of the nearest problems are the candidates. Each neighbour has an opinion on each: how
+much slower it was there than the winner, corrected by how the static model says that changes from the neighbour's
+problem to this one (waves of blocks, the length of the loop). Where it was not measured there, the model tells that,
+too. The candidate with the least mean loss is served; neighbours count less with distance. Pure functions: no file but
+the expected losses, no GPU, no state but caches.
+
+`python -m tiledsched.serve.policy_study` measures what this loses and compares it with other policies; the expected
+losses of `tuning_db/model/transfer.json` come from there. docs/results/serving.md has the figures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tiledsched import data_files
+from tiledsched.device import ArchSpec
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.space import SearchSpace
+from tiledsched.store.records import EntryRecord
+
+FEW_ROWS = 64
+"""Up to this many query rows a problem is of another kind: decoding, whose time is the reading of the keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """How much the parts of the opinion count."""
+
+    neighbours: int = 4
+    """Entries asked, nearest first."""
+    reach: float = 1.0
+    """Distance over which an entry's weight falls by e."""
+    unnamed: float = 0.05
+    """Log of how much slower than its winner a schedule is taken to be, at least, that an entry does not name."""
+    model: float = 1.0
+    """Share of the model's correction that is believed."""
+
+
+NEAR_KIND = Parameters()
+"""Among problems of one kind."""
+OTHER_KIND = Parameters(neighbours=6, unnamed=0.1, model=0.7)
+"""Among problems of other kinds, who agree less with each other and with the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedLoss:
+    """How much slower than the best a choice was on problems held out, where all was measured."""
+
+    mean: float
+    """Geometric mean of time over the best time, minus 1."""
+    worst: float
+    """The largest."""
+    cases: int
+    """Choices behind these two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """A choice made from other problems."""
+
+    schedule: Schedule
+    """What to launch; it obeys the constraints of the problem."""
+    entry: EntryRecord
+    """The nearest entry that names it."""
+    distance: float
+    """Of the nearest entry asked."""
+    asked: int
+    """Entries that had a say."""
+
+
+def kind(problem: Problem) -> tuple[bool, int, bool]:
+    """What a problem must share with another so that its winner says much: mask, padded head dimension, few rows or many."""
+    return problem.causal, problem.tile_d, problem.seq_q <= FEW_ROWS
+
+
+def distance(a: Problem, b: Problem) -> float:
+    """How unlike two problems of one kind are: octaves of sequence length, and half as much for everything else.
+
+    Work per block follows the key length, the number of blocks follows rows and heads; dtype and grouping matter least.
+    """
+    octaves = abs(math.log2(a.seq_k / b.seq_k)) + 0.5 * abs(math.log2(a.seq_q / b.seq_q))
+    blocks = abs(math.log2(a.batch * a.heads / (b.batch * b.heads)))
+    other = 0.1 * (a.dtype != b.dtype) + 0.1 * (a.group != b.group) + 0.3 * (a.head_dim != b.head_dim)
+    return octaves + 0.5 * blocks + other
+
+
+def transfer(problem: Problem, entries: Iterable[EntryRecord], space: SearchSpace, spec: ArchSpec,
+             parameters: Parameters = NEAR_KIND) -> Transfer | None:  # fmt: skip
+    """The schedule with the least mean expected loss; None where no entry names a schedule that is valid here.
+
+    Args:
+        problem: what is to be computed.
+        entries: measured entries of one arch, complete schedules; for best results of the problem's kind.
+        space: of the arch; its constraints hold for what is returned.
+        spec: of the arch.
+        parameters: see there.
+    """
+    near = sorted(entries, key=lambda entry: (distance(entry.problem, problem), entry.problem, entry.device_name))
+    near = near[: parameters.neighbours]
+    if not near:
+        return None
+    closest = distance(near[0].problem, problem)
+    opinions = [(math.exp((closest - distance(entry.problem, problem)) / parameters.reach), entry,
+                 named_losses(entry, problem, space)) for entry in near]  # fmt: skip
+    # Whoever weighs next to nothing is not asked: each opinion costs an estimate of every candidate.
+    opinions = [opinion for opinion in opinions if opinion[0] > 0.02]
+
+    def opinion(entry: EntryRecord, losses: Mapping[Schedule, float], schedule: Schedule) -> float:
+        there = _log_us(entry.problem, schedule, spec)
+        loss = losses.get(schedule)
+        if loss is None:  # not named there: slower by something, or by as much as the model says
+            winner = next(iter(losses), schedule)
+            loss = max(parameters.unnamed, parameters.model * (there - _log_us(entry.problem, winner, spec)))
+        return loss + parameters.model * (_log_us(problem, schedule, spec) - there)
+
+    def mean_loss(schedule: Schedule) -> float:
+        total = sum(weight * opinion(entry, losses, schedule) for weight, entry, losses in opinions)
+        return round(total / sum(weight for weight, _, _ in opinions), 9)
+
+    candidates = {schedule for _, _, losses in opinions for schedule in losses}
+    if not candidates:
+        return None
+    best = min(candidates, key=lambda schedule: (mean_loss(schedule), schedule.id))
+    entry = next(entry for _, entry, losses in opinions if best in losses)
+    return Transfer(schedule=best, entry=entry, distance=closest, asked=len(opinions))
+
+
+def named_losses(entry: EntryRecord, problem: Problem, space: SearchSpace) -> dict[Schedule, float]:
+    """Log of time over the winner's, of every schedule that an entry names, as far as they can be made valid here."""
+    named = [(entry.schedule, 0.0), *((tie, 0.0) for tie in entry.ties)]
+    if entry.runner_up is not None:
+        named.append((entry.runner_up, math.log1p(max(0.0, entry.margin or 0.0))))
+    losses: dict[Schedule, float] = {}
+    for schedule, loss in named:
+        valid = repaired(space.complete(schedule), problem, space)
+        if valid is not None:
+            losses.setdefault(valid, loss)
+    return losses
+
+
+def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedule | None:
+    """`schedule` with as few knobs as possible back at their defaults that it obeys the constraints; None if that fails.
+
+    A broken constraint is mended by one of the knobs it reads, those of the structure before tiles, or by all of them.
+    """
+    values = space.constraint_values(problem)
+    for _ in space.knobs:
+        broken = next((each for each in space.constraints if not each.holds(values | dict(schedule))), None)
+        if broken is None:
+            return schedule
+        changed = {name: knob.default for name, knob in reversed(list(space.knobs.items()))
+                   if name in broken.names and schedule[name] != knob.default}  # fmt: skip
+        if not changed:
+            return None
+        single = (schedule.replace(**{name: default}) for name, default in changed.items())
+        mended = next((each for each in single if broken.holds(values | dict(each))), None)
+        schedule = mended or schedule.replace(**changed)
+    return None
+
+
+def plain_choice(problem: Problem, default: Schedule, space: SearchSpace, spec: ArchSpec) -> Schedule:
+    """Where nothing near was measured and there are few rows: the model's choice of splits, packing and tile height.
+
+    With one row and 8 heads the default launches 8 blocks on a GPU of a hundred SMs; the other knobs stay as they are.
+    """
+    knobs = [name for name in ("kv_splits", "pack_gqa", "tile_m") if name in space.knobs]
+    varied = (default.replace(**dict(zip(knobs, values, strict=True)))
+              for values in itertools.product(*(space.knobs[name].choices for name in knobs)))  # fmt: skip
+    valid = [default, *(each for each in varied if not space.violations(each, problem))]
+    return min(valid, key=lambda schedule: (_log_us(problem, schedule, spec), schedule.id))
+
+
+def expected_loss(found: Transfer, problem: Problem) -> ExpectedLoss | None:
+    """What to expect of a transfer: by kind, and within one kind by distance.
+
+    None where that was never measured: all landscapes are of square problems with a head dimension that needs no
+    padding, and as many key/value heads as query heads.
+    """
+    square = problem.seq_q == problem.seq_k and problem.group == 1
+    if not square or problem.seq_q <= FEW_ROWS or problem.head_dim != problem.tile_d or problem.value_dim:
+        return None
+    other = kind(found.entry.problem) != kind(problem)
+    return next((band.loss for band in loss_bands() if band.other_kind == other and found.distance <= band.up_to), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossBand:
+    """Expected loss within a range of distances."""
+
+    other_kind: bool
+    """Whether the neighbours are of another kind."""
+    up_to: float
+    """Distance of the nearest neighbour; bands are in rising order."""
+    loss: ExpectedLoss
+    """Measured there."""
+
+
+@lru_cache(maxsize=1)
+def loss_bands() -> tuple[LossBand, ...]:
+    """The bands in `tuning_db/model/transfer.json`; none where there is no such file."""
+    path = data_files.tuning_db() / "model" / "transfer.json"
+    if not path.is_file():
+        return ()
+    rows: Sequence[Mapping[str, float]] = json.loads(path.read_text(encoding="utf-8"))["bands"]
+    return tuple(LossBand(other_kind=bool(row["other_kind"]), up_to=row["up_to"], loss=ExpectedLoss(
+        mean=row["mean"], worst=row["worst"], cases=int(row["cases"]))) for row in rows)  # fmt: skip
+
+
+@lru_cache(maxsize=8192)
+def _log_us(problem: Problem, schedule: Schedule, spec: ArchSpec) -> float:
+    """Log of the static estimate. The machine code need not be known: what is assumed of it cancels between problems."""
+    # Imported here because most lookups find their problem measured and need no model.
+    from tiledsched.model.expected import expected_facts
+    from tiledsched.model.static import estimate_us
+
+    return math.log(estimate_us(problem, schedule, expected_facts(problem, schedule, spec), spec))
