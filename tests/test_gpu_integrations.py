@@ -1,0 +1,258 @@
+"""On a real GPU: programs built ahead start no compiler, and every way in reaches the kernel. Under a minute and a half."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+FIRST_CALL_S = 0.2
+"""What the first call of a process may take once the CUDA context exists."""
+
+FIRST_CALL = """
+import json, subprocess, sys, time
+sys.modules["cuda.tile._compile"] = None  # whoever asks cuTile to compile, or to look into its own cache, fails
+import torch
+from tiledsched import sdpa
+from tiledsched.serve.sdpa import plan_for
+def forbidden(*given, **more): raise AssertionError(f"started {given}")
+subprocess.run = subprocess.Popen = forbidden
+q, k, v = (torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.float16) for _ in range(3))
+torch.cuda.synchronize()
+begun = time.perf_counter()
+plan = plan_for(q, k, v, causal=True)
+planned = time.perf_counter()
+out = sdpa(q, k, v, causal=True)
+torch.cuda.synchronize()
+done = time.perf_counter()
+sdpa(q, k, v, causal=True)
+torch.cuda.synchronize()
+again = time.perf_counter()
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+print(json.dumps({"kernel": type(plan.kernel).__name__, "provenance": plan.served.provenance, "plan_s": planned - begun,
+                  "launch_s": done - planned, "first_s": done - begun, "second_s": again - done,
+                  "error": float((out - expected).float().norm() / expected.float().norm())}))
+"""
+
+
+def arch() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def tiledsched(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "tiledsched", *arguments], env=os.environ | environment, check=False,
+                          capture_output=True, text=True)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A cache folder after `tiledsched warmup` for this GPU, and what it said."""
+    folder = tmp_path_factory.mktemp("warm")
+    environment = {"TILEDSCHED_CACHE": str(folder), "TILEDSCHED_DB": str(folder / "none.db")}
+    done = tiledsched("warmup", "--json", **environment)
+    if "nothing is tuned" in done.stderr:
+        pytest.skip(f"no table ships for {arch()}")
+    assert done.returncode == 0, done.stderr
+    (said,) = json.loads(done.stdout)["bundles"]
+    return environment, said
+
+
+def first_call(**environment: str) -> dict:
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], env=os.environ | environment, capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    print(found)
+    return found
+
+
+def test_after_warmup_the_first_call_starts_no_compiler(warm) -> None:
+    environment, said = warm
+    print(said)
+    assert said["programs"] == said["reused"] + said["compiled"] > 0
+    found = min((first_call(**environment) for _ in range(2)), key=lambda each: each["first_s"])
+    assert found["kernel"] == "PrebuiltKernel"
+    assert found["error"] < 2e-3
+    assert found["first_s"] < FIRST_CALL_S
+
+
+def test_warming_up_again_builds_nothing(warm) -> None:
+    environment, said = warm
+    (again,) = json.loads(tiledsched("warmup", "--json", **environment).stdout)["bundles"]
+    assert (again["programs"], again["compiled"]) == (said["programs"], 0)
+
+
+def test_a_bundle_serves_a_machine_without_a_compiler(warm, tmp_path) -> None:
+    environment, _ = warm
+    file = tmp_path / "bundle.zip"
+    made = tiledsched("bundle", "--arch", arch(), "--out", str(file), **environment)  # builds nothing: warmup has
+    assert made.returncode == 0, made.stderr
+    found = first_call(TILEDSCHED_CACHE=str(tmp_path / "empty"), TILEDSCHED_DB=str(tmp_path / "none.db"),
+                       TILEDSCHED_BUNDLE=str(file))  # fmt: skip
+    assert found["kernel"] == "PrebuiltKernel"
+    assert found["error"] < 2e-3
+
+
+@pytest.fixture
+def serving(monkeypatch, tmp_path):
+    """`sdpa` that refuses what it does not serve, so that a test which passes was served."""
+    from tiledsched.serve import sdpa as module
+
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
+    module.reload()
+    yield module
+    monkeypatch.delenv("TILEDSCHED_FALLBACK")
+    module.reload()
+
+
+def tensors(batch, heads, rows, head_dim, kv_heads=None, columns=None, dtype=torch.float16):
+    generator = torch.Generator(device="cuda").manual_seed(rows + head_dim)
+    key = (batch, kv_heads or heads, columns or rows, head_dim)
+    shapes = ((batch, heads, rows, head_dim), key, key)
+    return tuple(torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
+
+
+def test_prebuilt_programs_work_on_streams_views_and_in_graphs(warm, monkeypatch, serving) -> None:
+    """The same bytes on every layout that may use them; layouts that may not are compiled and right as well."""
+    for name, value in warm[0].items():
+        monkeypatch.setenv(name, value)
+    serving.reload()
+    q, k, v = tensors(16, 16, 1024, 128)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert type(serving.plan_for(q, k, v, causal=True).kernel).__name__ == "PrebuiltKernel"
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = serving.sdpa(q, k, v, causal=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = serving.sdpa(q, k, v, causal=True)
+    captured.zero_()
+    graph.replay()
+    torch.testing.assert_close(captured, out, atol=0, rtol=0)
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # rows before heads in memory
+    torch.testing.assert_close(serving.sdpa(*views, causal=True), out, atol=0, rtol=0)
+    for fewer in ((2, 3), (1, 1)):
+        some = [x[: fewer[0], : fewer[1]] for x in (q, k, v)]
+        torch.testing.assert_close(serving.sdpa(*some, causal=True), out[: fewer[0], : fewer[1]], atol=2e-3, rtol=2e-2)
+    wide = torch.zeros(16, 16, 1024, 133, device="cuda", dtype=q.dtype)
+    wide[..., :128] = q
+    uneven = wide[..., :128]  # strides that are no multiple of 16 bytes
+    torch.testing.assert_close(serving.sdpa(uneven, k, v, causal=True), expected, atol=2e-3, rtol=2e-2)
+
+
+def test_torchs_function_is_served_while_routed(serving) -> None:
+    from tiledsched.serve.integrations.torch import route_torch_sdpa
+
+    q, k, v = tensors(2, 8, 512, 64, kv_heads=2)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    ours = serving.sdpa(q, k, v, causal=True, scale=0.2)
+    with route_torch_sdpa():
+        routed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2, enable_gqa=True)
+    torch.testing.assert_close(routed, ours, atol=0, rtol=0)
+    torch.testing.assert_close(
+        routed, attend(q, k, v, is_causal=True, scale=0.2, enable_gqa=True), atol=2e-3, rtol=2e-2
+    )
+
+
+def test_compiled_code_is_served_while_routed(serving) -> None:
+    from tiledsched.serve.integrations.torch import route_torch_sdpa
+
+    q, k, v = tensors(2, 8, 512, 64)
+    compiled = torch.compile(
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v) + 1, fullgraph=True
+    )
+    before = compiled(q, k, v)
+    with route_torch_sdpa():
+        torch.testing.assert_close(compiled(q, k, v), serving.sdpa(q, k, v) + 1, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(compiled(q, k, v), before, atol=0, rtol=0)
+
+
+def test_gradients_are_torchs_while_routed() -> None:
+    from tiledsched.serve.integrations.torch import route_torch_sdpa
+
+    q, k, v = (x.requires_grad_() for x in tensors(1, 4, 128, 64))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = torch.autograd.grad(attend(q, k, v, is_causal=True).sum(), (q, k, v))
+    with warnings.catch_warnings(), route_torch_sdpa():
+        warnings.simplefilter("ignore")
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found = torch.autograd.grad(out.sum(), (q, k, v))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-2)
+
+
+def small_run(model_run, **more):
+    shape = model_run.ModelShape(family="Llama", hidden=512, layers=2, heads=8, kv_heads=2, head_dim=64, vocabulary=512)
+    return shape, model_run.Workload(**({"batch": 2, "prompt": 256, "new_tokens": 8, "rounds": 2} | more))
+
+
+def test_a_model_is_served_in_prompt_and_generation(serving) -> None:
+    """With `fallback = error` every attention of it ran on the kernel."""
+    pytest.importorskip("transformers")
+    from tiledsched.serve.integrations import model_run
+
+    shape, work = small_run(model_run)
+    rows, comparison = model_run.run(shape, work)
+    print(comparison)
+    assert comparison.fallbacks == ()
+    assert comparison.relative_error < 1e-2
+    assert comparison.agreement > 0.9
+    assert comparison.largest_gap < 0.05
+    assert len(rows) == 4
+
+
+def test_a_prompt_in_chunks_is_served(serving) -> None:
+    pytest.importorskip("transformers")
+    from tiledsched.serve.integrations import model_run
+
+    shape, work = small_run(model_run)
+    model = model_run.make_model(shape, work)
+    tokens = torch.arange(2 * 96, device="cuda").reshape(2, 96) % 500 + 1
+    logits = {}
+    for method in model_run.METHODS:
+        model_run.use(model, method)
+        cache, found = None, []
+        for piece in tokens.split([40, 1, 55], dim=1):
+            with torch.no_grad():
+                output = model(input_ids=piece, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            found.append(output.logits)
+        logits[method] = torch.cat(found, dim=1).float()
+    theirs, ours = logits.values()
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-2
+
+
+def test_diffusers_is_served(serving) -> None:
+    pytest.importorskip("diffusers")
+    from diffusers.models import attention_dispatch
+
+    from tiledsched.serve.integrations import diffusers
+
+    diffusers.register()
+    q, k, v = (x.transpose(1, 2) for x in tensors(2, 8, 333, 64))
+    found = []
+    for name in ("native", "tiledsched"):
+        with attention_dispatch.attention_backend(name):
+            found.append(attention_dispatch.dispatch_attention_fn(q, k, v))
+    torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-2)
+
+
+def test_kernels_loads_a_package_that_is_served(serving, tmp_path) -> None:
+    kernels = pytest.importorskip("kernels")
+    from tiledsched.serve.integrations.kernel_package import write_kernel_package
+
+    write_kernel_package(tmp_path)
+    q, k, v = tensors(1, 8, 256, 128)
+    out = kernels.get_local_kernel(tmp_path).sdpa(q, k, v, causal=True)
+    torch.testing.assert_close(out, serving.sdpa(q, k, v, causal=True), atol=0, rtol=0)

@@ -1,0 +1,505 @@
+"""Ways in: what torch, transformers, diffusers and Hugging Face kernels ask of us, honoured. On the CPU torch computes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tiledsched.errors import ConfigError, UnsupportedError
+
+torch = pytest.importorskip("torch")
+ROOT = Path(__file__).parent.parent
+functional = torch.nn.functional
+
+
+@pytest.fixture(autouse=True)
+def serving(monkeypatch, tmp_path):
+    """Nothing is tuned, nothing is remembered, and what goes to torch is not worth a warning here."""
+    from tiledsched.serve import sdpa as module
+
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+    module.reload()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="tiledsched")
+        yield module
+    module.reload()
+
+
+def tensors(*shape, kv_heads=None, columns=None):
+    torch.manual_seed(0)
+    batch, heads, rows, head_dim = shape
+    key = (batch, kv_heads or heads, columns or rows, head_dim)
+    return torch.randn(shape), torch.randn(key), torch.randn(key)
+
+
+# torch
+
+
+@pytest.fixture
+def routing():
+    from tiledsched.serve.integrations import torch as module
+
+    yield module
+    module.disable()
+
+
+@pytest.fixture
+def routed_calls(routing, monkeypatch):
+    """What reaches `sdpa` through routing; the result is torch's, times two so that it can be told apart."""
+    calls = []
+
+    def recorder(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+        calls.append((attn_mask, dropout_p, is_causal, scale, enable_gqa))
+        return 2 * torch._C._nn.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale,
+                                                             enable_gqa=enable_gqa)  # fmt: skip
+
+    monkeypatch.setattr(routing, "sdpa", recorder)
+    return calls
+
+
+def test_routing_replaces_torchs_function_and_gives_it_back(routing) -> None:
+    before = functional.scaled_dot_product_attention
+    with routing.route_torch_sdpa():
+        assert functional.scaled_dot_product_attention is routing.routed_attention
+        with routing.route_torch_sdpa():
+            assert routing.enabled()
+        assert routing.enabled()
+    assert functional.scaled_dot_product_attention is before
+    with pytest.raises(ZeroDivisionError), routing.route_torch_sdpa():
+        1 / 0  # noqa: B018
+    assert functional.scaled_dot_product_attention is before
+    routing.enable()
+    routing.enable()
+    routing.disable()
+    assert functional.scaled_dot_product_attention is before
+
+
+def test_another_programs_replacement_stays(routing, monkeypatch) -> None:
+    def theirs(*arguments, **named):
+        raise AssertionError("not called")
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", functional.scaled_dot_product_attention)
+    routing.enable()
+    functional.scaled_dot_product_attention = theirs
+    routing.disable()
+    assert functional.scaled_dot_product_attention is theirs
+
+
+def test_routed_calls_keep_every_argument(routing, routed_calls) -> None:
+    q, k, v = tensors(2, 4, 6, 16, kv_heads=2)
+    mask = torch.zeros(6, 6)
+    with routing.route_torch_sdpa():
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+        functional.scaled_dot_product_attention(query=q, key=k, value=v, attn_mask=mask, enable_gqa=True)
+    assert routed_calls[0] == (None, 0.0, True, 0.3, True)
+    assert routed_calls[1][0] is mask
+
+
+def test_calls_torch_treats_in_its_own_ways_go_to_torch(routing, routed_calls) -> None:
+    q, k, v = tensors(1, 4, 6, 16, kv_heads=1)  # one head for all: torch broadcasts
+    before = functional.scaled_dot_product_attention
+    with routing.route_torch_sdpa():
+        torch.testing.assert_close(functional.scaled_dot_product_attention(q, k, v), before(q, k, v))
+        torch.testing.assert_close(functional.scaled_dot_product_attention(q[0], q[0], q[0]), before(q[0], q[0], q[0]))
+        with pytest.raises(RuntimeError):
+            functional.scaled_dot_product_attention(q, *tensors(1, 3, 6, 16)[1:])
+    assert routed_calls == []
+
+
+def test_what_is_not_served_ends_in_torchs_own_function(routing) -> None:
+    q, k, v = tensors(2, 4, 33, 16)
+    mask = torch.ones(33, 33, dtype=torch.bool).tril(2)
+    with routing.route_torch_sdpa():
+        for more in ({"is_causal": True}, {"attn_mask": mask}, {"scale": 0.5}):
+            out = functional.scaled_dot_product_attention(q, k, v, **more)
+            torch.testing.assert_close(out, torch._C._nn.scaled_dot_product_attention(q, k, v, **more))
+        q.requires_grad_()
+        functional.scaled_dot_product_attention(q, k, v).sum().backward()
+    assert q.grad is not None
+
+
+def test_compiled_code_follows_routing_on_and_off(routing, routed_calls) -> None:
+    q, k, v = tensors(1, 2, 8, 16)
+    compiled = torch.compile(
+        lambda q: functional.scaled_dot_product_attention(q, k, v), backend="eager", fullgraph=True
+    )
+    before = compiled(q)
+    with routing.route_torch_sdpa():
+        torch.testing.assert_close(compiled(q), 2 * before)
+    torch.testing.assert_close(compiled(q), before)
+
+
+def test_compiled_gradients_are_torchs(routing) -> None:
+    q, k, v = tensors(1, 2, 8, 16)
+    q.requires_grad_()
+    attend = functional.scaled_dot_product_attention
+    (expected,) = torch.autograd.grad(attend(q, k, v, is_causal=True).sum(), q)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+                             backend="aot_eager", fullgraph=True)  # fmt: skip
+    with routing.route_torch_sdpa():
+        (found,) = torch.autograd.grad(compiled(q).sum(), q)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="torch without the hook")
+def test_torchs_own_hook_turns_routing_on_and_off(routing) -> None:
+    assert "tiledsched" in torch.nn.attention.list_flash_attention_impls()
+    torch.nn.attention.activate_flash_attention_impl("tiledsched")
+    assert routing.enabled()
+    torch.nn.attention.restore_flash_attention_impl()
+    assert not routing.enabled()
+
+
+def test_multi_head_attention_is_routed(routing, routed_calls) -> None:
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 5, 32)
+    with routing.route_torch_sdpa():
+        layer(x, x, x, need_weights=False)
+    assert len(routed_calls) == 1
+
+
+# transformers
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def registered(transformers):
+    from tiledsched.serve.integrations import transformers as module
+
+    module.register()
+    return module
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 128, "bos_token_id": 0,
+         "eos_token_id": None, "pad_token_id": 0}  # fmt: skip
+FAMILIES = {"Llama": {}, "Qwen3": {}, "Mistral": {"sliding_window": 8}}
+
+
+def make(transformers, family="Llama", **more):
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES.get(family, {}) | more))
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def use(model, method):
+    from tiledsched.serve.integrations import model_run
+
+    model_run.use(model, method)
+    return model
+
+
+def both(model, call):
+    """What `call(model)` gives under torch's attention through transformers, and under ours."""
+    from tiledsched.serve.integrations.model_run import METHODS
+
+    found = []
+    for method in METHODS:
+        use(model, method)
+        with torch.no_grad():
+            found.append(call(model))
+    return found
+
+
+PROMPT = 1 + torch.arange(2 * 20).reshape(2, 20) % 96  # no token is the padding, else a mask would be inferred
+PADDED = torch.ones(2, 20, dtype=torch.long)
+PADDED[0, :7] = 0
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("padding", [None, PADDED], ids=["whole", "padded"])
+def test_logits_and_greedy_tokens_are_those_of_torch(registered, transformers, family, padding) -> None:
+    model = make(transformers, family)
+    theirs, ours = both(model, lambda m: m(input_ids=PROMPT, attention_mask=padding).logits)
+    torch.testing.assert_close(ours, theirs)
+    theirs, ours = both(model, lambda m: m.generate(input_ids=PROMPT, attention_mask=padding, max_new_tokens=9,
+                                                    do_sample=False))  # fmt: skip
+    assert theirs.shape == (2, 29)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_every_kind_of_cache_gives_the_same_tokens(registered, transformers, cache) -> None:
+    model = make(transformers)
+    theirs, ours = both(model, lambda m: m.generate(input_ids=PROMPT, max_new_tokens=9, do_sample=False,
+                                                    cache_implementation=cache, disable_compile=True))  # fmt: skip
+    assert torch.equal(ours, theirs)
+
+
+def in_chunks(model):
+    """The prompt in three pieces, each on the cache of those before it."""
+    cache, logits = None, []
+    for piece in PROMPT.split([9, 1, 10], dim=1):
+        output = model(input_ids=piece, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(registered, transformers, family) -> None:
+    model = make(transformers, family)
+    theirs, ours = both(model, in_chunks)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours, model(input_ids=PROMPT).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_each_phase_asks_for_the_mask_it_means(registered, transformers, monkeypatch) -> None:
+    """Causal for a prompt, nothing for one row, the lower right for rows on a cache; any other mask stays with torch."""
+    calls = []
+
+    def recorder(q, k, v, **more):
+        calls.append((q.shape[2], k.shape[2], more["causal"], more["enable_gqa"]))
+        return serving(q, k, v, **more)
+
+    serving = registered.sdpa
+    monkeypatch.setattr(registered, "sdpa", recorder)
+    model = make(transformers, num_hidden_layers=1)
+    both(model, in_chunks)
+    assert calls == [(9, 9, True, True), (1, 10, False, True), (10, 20, "bottom_right", True)]
+    calls.clear()
+    both(model, lambda m: m(input_ids=PROMPT, attention_mask=PADDED))
+    assert calls == []
+    both(model, lambda m: m.generate(input_ids=PROMPT, max_new_tokens=2, do_sample=False, cache_implementation="static",
+                                     disable_compile=True))  # fmt: skip
+    if transformers.__version__ >= "5":  # before, a static cache always came with a mask
+        assert calls[0] == (20, 20, True, True)  # the part of the cache that is written
+
+
+def test_an_encoder_is_not_causal(registered, transformers) -> None:
+    torch.manual_seed(2)
+    config = transformers.BertConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                                     vocab_size=97)  # fmt: skip
+    model = transformers.BertModel(config).eval()
+    for padding in (None, PADDED):
+        theirs, ours = both(
+            model, lambda m, padding=padding: m(input_ids=PROMPT, attention_mask=padding).last_hidden_state
+        )
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_compiled_model_stays_one_graph_and_needs_no_mask(registered, transformers, monkeypatch) -> None:
+    model = use(make(transformers), "tiledsched")
+    with torch.no_grad():
+        expected = model(input_ids=PROMPT).logits
+        monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
+        torch._dynamo.reset()
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=PROMPT).logits
+    torch.testing.assert_close(found, expected)
+
+
+def test_training_gives_torchs_gradients(registered, transformers) -> None:
+    model = make(transformers)
+    gradients = []
+    for method in ("sdpa", "tiledsched"):
+        use(model, method)
+        model.zero_grad()
+        model(input_ids=PROMPT, labels=PROMPT).loss.backward()
+        gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_what_changes_the_scores_is_refused(registered, transformers) -> None:
+    sizes = {"attn_logit_softcapping": 20.0}
+    model = make(transformers, "Gemma2", **sizes)
+    use(model, "tiledsched")
+    with pytest.raises(UnsupportedError, match=r"softcap.*attn_implementation='eager'"):
+        model(input_ids=PROMPT)
+    q, k, v = tensors(1, 2, 4, 16)
+    with pytest.raises(UnsupportedError, match="s_aux"):
+        registered.attention(torch.nn.Module(), q, k, v, None, s_aux=torch.zeros(2))
+
+
+def test_masks_are_refused_where_settings_say_so(registered, monkeypatch, serving) -> None:
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
+    serving.reload()
+    q, k, v = tensors(1, 2, 4, 16)
+    with pytest.raises(UnsupportedError, match="the mask is more than causal"):
+        registered.attention(torch.nn.Module(), q, k, v, torch.ones(1, 1, 4, 4, dtype=torch.bool))
+
+
+def test_a_missing_library_is_named(monkeypatch) -> None:
+    from tiledsched.serve.integrations import diffusers, transformers
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "diffusers.models.attention_dispatch", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tiledsched\[transformers\]'"):
+        transformers.register()
+    with pytest.raises(ConfigError, match=r"pip install 'tiledsched\[diffusers\]'"):
+        diffusers.register()
+
+
+# diffusers
+
+
+@pytest.fixture(scope="module")
+def dispatch():
+    pytest.importorskip("diffusers")
+    from diffusers.models import attention_dispatch
+
+    from tiledsched.serve.integrations import diffusers
+
+    diffusers.register()
+    diffusers.register()
+    return attention_dispatch
+
+
+@pytest.mark.parametrize("more", [{}, {"is_causal": True}, {"scale": 0.2}, {"attn_mask": PADDED[:, :12] == 1}])
+def test_diffusers_backend_gives_what_its_native_one_gives(dispatch, more) -> None:
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, 12, 4, 16) for _ in range(3))  # rows before heads
+    found = []
+    for name in ("native", "tiledsched"):
+        with dispatch.attention_backend(name):
+            found.append(dispatch.dispatch_attention_fn(q, k, v, **more))
+    assert found[0].shape == (2, 12, 4, 16)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_diffusers_model_runs_on_it(dispatch, monkeypatch) -> None:
+    import diffusers
+
+    from tiledsched.serve.integrations import diffusers as integration
+
+    torch.manual_seed(4)
+    model = diffusers.FluxTransformer2DModel(patch_size=1, in_channels=4, num_layers=1, num_single_layers=1,
+                                             attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
+                                             pooled_projection_dim=32, axes_dims_rope=[4, 4, 8]).eval()  # fmt: skip
+    inputs = {"hidden_states": torch.randn(1, 16, 4), "encoder_hidden_states": torch.randn(1, 8, 32),
+              "pooled_projections": torch.randn(1, 32), "timestep": torch.tensor([0.5]),
+              "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3)}  # fmt: skip
+    calls = []
+    serving = integration.sdpa
+    monkeypatch.setattr(integration, "sdpa", lambda *given: calls.append(given[0].shape) or serving(*given))
+    with torch.no_grad():
+        theirs = model(**inputs).sample
+        model.set_attention_backend("tiledsched")
+        ours = model(**inputs).sample
+    torch.testing.assert_close(ours, theirs)
+    assert calls == [(1, 2, 24, 16)] * 2
+
+
+def test_diffusers_backend_refuses_what_it_does_not_compute(dispatch) -> None:
+    from tiledsched.serve.integrations import diffusers
+
+    q = torch.randn(1, 4, 2, 16)
+    with pytest.raises(UnsupportedError, match="set_attention_backend"):
+        diffusers.attention(q, q, q, return_lse=True)
+
+
+# Hugging Face kernels
+
+
+def test_kernels_loads_the_package_from_a_folder(tmp_path, monkeypatch) -> None:
+    kernels = pytest.importorskip("kernels")
+    from tiledsched.serve.integrations.kernel_package import write_kernel_package
+
+    files = write_kernel_package(tmp_path)
+    assert {path.relative_to(tmp_path).parts[0] for path in files} == {"README.md", "build"}
+    kernel = kernels.get_local_kernel(tmp_path)
+    q, k, v = tensors(1, 4, 9, 16, kv_heads=2)
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(kernel.sdpa(q, k, v, causal=True, scale=0.3), expected)
+
+
+def test_the_kernel_package_says_what_it_holds(tmp_path) -> None:
+    import base64
+    import hashlib
+    import importlib.util
+
+    from tiledsched.serve.integrations.kernel_package import main
+
+    assert main([str(tmp_path)]) == 0
+    ids = set()
+    for backend in ("cuda", "cpu"):
+        variant = tmp_path / "build" / f"torch-{backend}"
+        metadata = json.loads((variant / "metadata.json").read_text())
+        assert metadata["backend"] == {"type": backend}
+        ids.add(metadata["id"])
+        for name, digest in metadata["digest"]["files"].items():
+            assert base64.b64encode(hashlib.sha256((variant / name).read_bytes()).digest()).decode() == digest
+    assert len(ids) == 2
+    older = variant / metadata["name"].replace("-", "_") / "__init__.py"
+    spec = importlib.util.spec_from_file_location("an_older_kernels", older)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.sdpa(*tensors(1, 2, 4, 16)).shape == (1, 2, 4, 16)
+
+
+# A model that runs
+
+
+def test_a_model_runs_under_both_and_tells_how_far_apart_they_are(transformers, capsys, tmp_path, monkeypatch) -> None:
+    from tiledsched.serve.integrations import model_run
+
+    small = {name: model_run.ModelShape(family=shape.family, hidden=64, layers=2, heads=4, kv_heads=1, head_dim=16,
+                                        vocabulary=64) for name, shape in model_run.MODELS.items()}  # fmt: skip
+    monkeypatch.setattr(model_run, "MODELS", small)
+    arguments = ["--device", "cpu", "--dtype", "float32", "--batch", "2", "--prompt", "12", "--new-tokens", "5", "--rounds",
+                 "2", "--csv", str(tmp_path / "rows.csv"), "--json"]  # fmt: skip
+    assert model_run.main(arguments) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert {(row["method"], row["phase"], row["tokens"]) for row in said["rows"]} == {
+        ("sdpa", "prefill", 24), ("sdpa", "decode", 10), ("tiledsched", "prefill", 24), ("tiledsched", "decode", 10)
+    }  # fmt: skip
+    assert all(row["tokens_per_s"] > 0 for row in said["rows"])
+    assert len(said["comparisons"]) == 2
+    for comparison in said["comparisons"]:
+        assert comparison["same_tokens"]
+        assert comparison["agreement"] == 1.0
+        assert comparison["relative_error"] < 1e-6
+    assert "cpu" in " ".join(said["comparisons"][0]["fallbacks"])
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 9
+
+
+def test_differing_choices_are_told_with_their_gap(transformers, monkeypatch) -> None:
+    from tiledsched.serve.integrations import model_run
+    from tiledsched.serve.integrations import transformers as integration
+
+    shape = model_run.ModelShape(family="Llama", hidden=64, layers=2, heads=4, kv_heads=1, head_dim=16, vocabulary=64)
+    work = model_run.Workload(batch=2, prompt=12, new_tokens=8, dtype=torch.float32, device="cpu")
+    serving = integration.sdpa
+    monkeypatch.setattr(integration, "sdpa", lambda *given, **more: -serving(*given, **more))  # a wrong kernel
+    model = model_run.make_model(shape, work)
+    found = model_run.compare(model, shape, work, torch.arange(24).reshape(2, 12) % 64)
+    assert found.relative_error > 0.01
+    assert found.agreement < 1.0
+    assert not found.same_tokens
+    assert found.first_difference is not None
+    assert found.largest_gap > 0
+
+
+# The recipes of docs/integrations.md
+
+
+def recipes() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "integrations.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(recipes())))
+def test_the_recipes_run(number, transformers, dispatch, routing, tmp_path, monkeypatch) -> None:
+    import diffusers
+
+    pytest.importorskip("kernels")
+    monkeypatch.chdir(tmp_path)
+    q, k, v = tensors(1, 2, 8, 16)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained",
+                        lambda name, attn_implementation, **more: use(make(transformers), attn_implementation))  # fmt: skip
+    transformer = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, attention_head_dim=16,
+                                                   num_attention_heads=2, axes_dims_rope=[4, 4, 8])  # fmt: skip
+    pipeline = SimpleNamespace(transformer=transformer)
+    names = {"q": q, "k": k, "v": v, "inputs": {"input_ids": PROMPT}, "pipeline": pipeline,
+             "encoder": torch.nn.MultiheadAttention(32, 2, batch_first=True), "x": torch.randn(1, 4, 32)}  # fmt: skip
+    exec(compile(recipes()[number], f"recipe {number}", "exec"), names)

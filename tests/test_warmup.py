@@ -1,0 +1,442 @@
+"""Machine code made ahead: what a bundle holds, when a launch may use it, and that no compiler starts where it does."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import store_samples
+
+from tiledsched.build.artifacts import ArtifactStore
+from tiledsched.build.compiler import Built
+from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.config import Settings, load_settings
+from tiledsched.errors import CompilerError, ConfigError, Failure, FailureKind
+from tiledsched.kernels import template_for
+from tiledsched.problem import Problem
+from tiledsched.serve import warmup
+from tiledsched.serve.bundle import Program, bundle_paths, read_bundle, warm_path, write_bundle
+from tiledsched.serve.entries import load_entries
+from tiledsched.serve.lookup import Table
+from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundles
+from tiledsched.space import space_for
+from tiledsched.store.records import EntryRecord
+
+ARCH = "sm_90"
+TEMPLATE = template_for("attention")
+PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+SCHEDULE = space_for(ARCH).default(PROBLEM)
+HINTED = SCHEDULE.replace(occupancy=2, num_worker_warps=8)
+SETTINGS = Settings()
+
+
+def artifact(fingerprint: str, arch: str) -> Artifact:
+    """Machine code that can be told from any other."""
+    return replace(store_samples.artifact(fingerprint, arch), cubin=fingerprint.encode())
+
+
+def entry(problem=PROBLEM, schedule=SCHEDULE, **more) -> EntryRecord:
+    values = {"kernel": "attention", "arch": ARCH, "problem": problem, "provenance": "modelled", "schedule": schedule,
+              "device_name": "", "regime": "", "measurement": None, "model_us": 500.0, "fingerprint": "f" * 24}  # fmt: skip
+    return EntryRecord(**(values | more))
+
+
+def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> Program:
+    return Program(kernel="attention", arch=ARCH, schedule=schedule, problem=problem, fingerprint=fingerprint)
+
+
+def write(path: Path, programs=None, *, entries=(), source_hash=None) -> Path:
+    programs = [program()] if programs is None else programs
+    made = {(each.arch, each.fingerprint): artifact(each.fingerprint, ARCH) for each in programs}
+    write_bundle(path, programs, made, list(entries), {"attention": source_hash or TEMPLATE.source_hash}, "a compiler")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+    monkeypatch.delenv("TILEDSCHED_BUNDLE", raising=False)
+    return tmp_path
+
+
+# The file
+
+
+def test_a_bundle_gives_back_what_was_put_in_and_the_same_bytes_each_time(tmp_path) -> None:
+    other = program(PROBLEM.replace(causal=True), HINTED, "cd" * 12)
+    path = write(tmp_path / "deep" / "one.zip", [program(), other], entries=[entry()])
+    bundle = read_bundle(path)
+    assert bundle.programs == (program(), other)
+    assert bundle.entries == (entry(),)
+    assert bundle.compiler == "a compiler"
+    assert bundle.cubin(other) == artifact(other.fingerprint, ARCH).cubin
+    again = write(tmp_path / "two.zip", [program(), other], entries=[entry()])
+    assert again.read_bytes() == path.read_bytes()
+    assert [each.name for each in path.parent.iterdir()] == ["one.zip"]
+
+
+def test_what_is_no_bundle_is_refused_with_what_to_do(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="tiledsched bundle --arch"):
+        read_bundle(tmp_path / "missing.zip")
+    (tmp_path / "text.zip").write_text("text")
+    with pytest.raises(ConfigError, match=r"text\.zip is no bundle"):
+        read_bundle(tmp_path / "text.zip")
+    with zipfile.ZipFile(tmp_path / "newer.zip", "w") as file:
+        file.writestr("bundle.json", json.dumps({"schema_version": 2}))
+    with pytest.raises(ConfigError, match="schema_version 2, this tiledsched reads 1"):
+        read_bundle(tmp_path / "newer.zip")
+    bundle = read_bundle(write(tmp_path / "good.zip"))
+    with pytest.raises(ConfigError, match="damaged"):
+        bundle.cubin(program(fingerprint="00" * 12))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="give another path"):
+        write(tmp_path / "file" / "out.zip")
+
+
+def test_a_process_finds_the_named_bundle_and_those_warmup_left(tmp_path, monkeypatch) -> None:
+    settings = load_settings()
+    assert bundle_paths(settings) == []
+    warm = write(warm_path(ARCH, settings))
+    assert warm.is_relative_to(tmp_path / "cache")
+    named = write(tmp_path / "named.zip")
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(named))
+    assert bundle_paths(load_settings()) == [named, warm]
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(tmp_path / "gone.zip"))
+    with pytest.raises(ConfigError, match=r"TILEDSCHED_BUNDLE = .*no such file"):
+        bundle_paths(settings)
+
+
+def test_a_bundles_entries_are_served(tmp_path, monkeypatch) -> None:
+    problem = Problem(seq_q=3, seq_k=3, head_dim=32)
+    tuned = entry(problem, space_for(ARCH).default(problem))
+    assert tuned not in load_entries(None)
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip", entries=[tuned])))
+    assert tuned in load_entries(None)
+
+
+def test_what_another_version_of_the_kernel_was_built_into_is_left_out(tmp_path, monkeypatch, caplog) -> None:
+    write(warm_path(ARCH, load_settings()), source_hash="0" * 12)
+    assert usable_bundles(TEMPLATE, load_settings()) == []
+    assert not caplog.records  # a stale cache is nobody's fault
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "old.zip", source_hash="0" * 12)))
+    assert usable_bundles(TEMPLATE, load_settings()) == []
+    assert "make it again" in caplog.text
+    write(tmp_path / "old.zip")  # made again, and read again
+    assert [bundle.path.name for bundle in usable_bundles(TEMPLATE, load_settings())] == ["old.zip"]
+
+
+def test_a_damaged_warm_bundle_costs_nothing_and_a_damaged_named_one_is_an_error(tmp_path, monkeypatch, caplog) -> None:
+    path = warm_path(ARCH, load_settings())
+    path.parent.mkdir(parents=True)
+    path.write_text("half a file")
+    assert usable_bundles(TEMPLATE, load_settings()) == []
+    assert "left out" in caplog.text
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(path))
+    with pytest.raises(ConfigError, match="is no bundle"):
+        usable_bundles(TEMPLATE, load_settings())
+
+
+# Which launches may use a program
+
+
+def asked(problem=PROBLEM, schedule=SCHEDULE, **changes):
+    """The signature of a launch: as built, with what a launch infers of its tensors on top."""
+    from cuda.tile.compilation import ArrayConstraint, KernelSignature
+
+    built = TEMPLATE.signature(schedule, problem)
+    inferred = {"shape_divisible_by": (1, 16, 16, 1)} | changes
+    parameters = []
+    for each in built.parameters:
+        if isinstance(each, ArrayConstraint):
+            fields = {name: getattr(each, name) for name in inspect.signature(ArrayConstraint.__init__).parameters
+                      if name != "self"} | inferred  # fmt: skip
+            each = ArrayConstraint(fields.pop("dtype"), fields.pop("ndim"), **fields)
+        parameters.append(each)
+    return KernelSignature(parameters, built.calling_convention)
+
+
+def test_a_launch_that_knows_more_of_its_tensors_may_use_the_program() -> None:
+    built = TEMPLATE.signature(SCHEDULE, PROBLEM)
+    assert serves(built, built)
+    assert serves(built, asked())
+    assert serves(built, asked(stride_divisible_by=(64, 64, 8, 1), base_addr_divisible_by=256))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_addr_divisible_by": 4},
+        {"stride_divisible_by": (8, 8, 1, 1)},
+        {
+            "stride_constant": (None, None, None, None),
+            "stride_lower_bound_incl": 0,
+            "stride_divisible_by": (8, 8, 8, 8),
+        },
+        {"stride_constant": (None, None, 64, 1)},  # a constant is not passed, so the arguments would be others
+        {"shape_constant": (1, None, None, 64)},
+        {"may_alias_internally": True},
+        {"alias_groups": ("a",)},
+        {"stride_lower_bound_incl": (None, 0, 0, None)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_launch_that_breaks_an_assumption_may_not(changes) -> None:
+    assert not serves(TEMPLATE.signature(SCHEDULE, PROBLEM), asked(**changes))
+
+
+def test_indices_of_another_width_are_another_program() -> None:
+    import cuda.tile as ct
+
+    assert not serves(TEMPLATE.signature(SCHEDULE, PROBLEM), asked(index_dtype=ct.int64))
+
+
+@pytest.mark.parametrize(
+    ("problem", "schedule"),
+    [
+        (PROBLEM.replace(causal=True), SCHEDULE), (PROBLEM.replace(dtype="bfloat16"), SCHEDULE),
+        (PROBLEM.replace(head_dim=128), SCHEDULE), (PROBLEM.replace(kv_heads=8), SCHEDULE),
+        (PROBLEM.replace(seq_k=1000), SCHEDULE), (PROBLEM, SCHEDULE.replace(tile_m=128)),
+    ],
+    ids=["causal", "dtype", "head_dim", "group", "length", "tile"],
+)  # fmt: skip
+def test_another_problem_class_or_tile_is_another_program(problem, schedule) -> None:
+    assert not serves(TEMPLATE.signature(SCHEDULE, PROBLEM), asked(problem, schedule))
+
+
+# Kernels that look into bundles
+
+
+def test_a_kernel_takes_the_program_with_its_hints_and_signature(tmp_path, monkeypatch) -> None:
+    causal = PROBLEM.replace(causal=True)
+    held = [program(), program(causal, fingerprint="cd" * 12), program(schedule=HINTED, fingerprint="ef" * 12)]
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip", held)))
+    for schedule, problem, wanted in ((SCHEDULE, PROBLEM, held[0]), (SCHEDULE, causal, held[1]),
+                                      (HINTED, PROBLEM, held[2])):  # fmt: skip
+        kernel = make_kernel(TEMPLATE, {ARCH: schedule}, problem, SETTINGS)
+        cubin, symbol, *more = kernel._compile(asked(problem, schedule), None, (9, 0))
+        assert cubin == artifact(wanted.fingerprint, ARCH).cubin
+        assert (symbol, more) == ("attention", [None, ()])
+        found = find_program(kernel.prebuilt[ARCH], TEMPLATE, asked(problem, schedule))
+        assert found is not None
+        assert found.program == wanted
+    assert (
+        make_kernel(TEMPLATE, {ARCH: SCHEDULE.replace(occupancy=3)}, PROBLEM, SETTINGS).__class__.__name__ == "kernel"
+    )
+
+
+def test_where_no_bundle_holds_it_the_kernel_compiles_or_says_why_it_cannot(tmp_path, monkeypatch) -> None:
+    import cuda.tile as ct
+
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
+    kernel = make_kernel(TEMPLATE, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
+    other = asked(PROBLEM.replace(causal=True))
+    monkeypatch.setattr(ct.kernel, "_compile", lambda self, *given: ("compiled", given))
+    assert kernel._compile(other, "context", (9, 0)) == ("compiled", (other, "context", (9, 0)))
+    assert kernel._compile(asked(), "context", (10, 0))[0] == "compiled"  # the bundle is for another arch
+
+    def missing(self, *given):
+        raise FileNotFoundError("'tileiras' compiler not found")
+
+    monkeypatch.setattr(ct.kernel, "_compile", missing)
+    with pytest.raises(CompilerError, match=r"no bundle holds this program for sm_90.*--any-length"):
+        kernel._compile(other, None, (9, 0))
+
+
+def test_what_cutile_asks_a_kernel_for_is_what_we_answer() -> None:
+    import cuda.tile as ct
+
+    assert list(inspect.signature(ct.kernel._compile).parameters) == [
+        "self",
+        "signature",
+        "context",
+        "compute_capability",
+    ]
+
+
+@pytest.mark.compiler
+def test_a_program_of_a_bundle_is_the_one_cutile_would_compile_and_no_compiler_starts(tmp_path) -> None:
+    """In a new process whose compiler cannot be started: the machine code comes all the same."""
+    from cuda.tile._cext import default_tile_context
+
+    problem = PROBLEM.replace(head_dim=32)
+    schedule = SCHEDULE.replace(tile_m=64, tile_n=32)
+    table = Table([entry(problem, schedule)])
+    made = warmup.prepare(ARCH, warm_path(ARCH, load_settings()), [entry(problem, schedule)], table, TEMPLATE,
+                          ArtifactStore(), "a compiler", jobs=1)  # fmt: skip
+    assert (made.programs, made.compiled, made.reused, made.failures) == (1, 1, 0, ())
+    signature = TEMPLATE.signature(schedule, problem)
+    theirs = TEMPLATE.kernel({ARCH: schedule}, problem)._compile(signature, default_tile_context, (9, 0))
+    code = f"""
+import subprocess, sys
+def forbidden(*given, **more): raise AssertionError(f"started {{given}}")
+subprocess.run = subprocess.Popen = forbidden
+from tiledsched.config import load_settings
+from tiledsched.kernels import template_for
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.serve.prebuilt import make_kernel
+schedule, problem = Schedule({schedule.to_json()!r}), Problem.from_json({problem.to_json()!r})
+template = template_for("attention")
+kernel = make_kernel(template, {{"sm_90": schedule}}, problem, load_settings())
+answer = kernel._compile(template.signature(schedule, problem), None, (9, 0))
+assert "cuda.tile._compile" not in sys.modules
+sys.stdout.buffer.write(answer[0])
+assert answer[1:] == {theirs[1:]!r}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert read_artifact(done.stdout, ARCH).fingerprint == read_artifact(theirs[0], ARCH).fingerprint
+
+
+# Preparing
+
+
+class Pool:
+    """Stands in for the compile processes; a tile of 128 rows does not build."""
+
+    tasks: list = []  # noqa: RUF012
+
+    def __init__(self, jobs=None) -> None:
+        Pool.tasks.clear()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        pass
+
+    def build(self, tasks):
+        for task in tasks:
+            Pool.tasks.append(task)
+            name = TEMPLATE.problem_class(task.schedule, task.problem).id + task.schedule.id
+            failed = (
+                Failure(kind=FailureKind.COMPILE_ERROR, message="too big") if task.schedule["tile_m"] == 128 else None
+            )
+            yield Built(task=task, artifact=None if failed else artifact(name[:24].ljust(24, "0"), ARCH), failure=failed,
+                        seconds=1.0)  # fmt: skip
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    monkeypatch.setattr(warmup, "BuildPool", Pool)
+    monkeypatch.setattr(warmup, "read_artifact", lambda cubin, arch: artifact(cubin.decode(), arch))
+    Pool.tasks.clear()
+    return Pool
+
+
+def prepare(path, entries, **more):
+    return warmup.prepare(ARCH, path, entries, Table(entries), TEMPLATE, ArtifactStore(), "a compiler", **more)
+
+
+def test_each_program_is_built_once_and_a_second_time_nothing_is(tmp_path, pool) -> None:
+    entries = [entry(), entry(PROBLEM.replace(seq_q=2048, seq_k=2048)), entry(PROBLEM.replace(causal=True), HINTED)]
+    made = prepare(tmp_path / "b.zip", entries)
+    assert (made.problems, made.programs, made.compiled, made.reused) == (
+        3,
+        2,
+        2,
+        0,
+    )  # a length is no program of its own
+    bundle = read_bundle(tmp_path / "b.zip")
+    assert {(each.schedule, each.problem.causal) for each in bundle.programs} == {(SCHEDULE, False), (HINTED, True)}
+    assert bundle.entries == tuple(entries)
+    assert made.size_bytes == (tmp_path / "b.zip").stat().st_size
+    again = prepare(tmp_path / "b.zip", entries)
+    assert (again.programs, again.compiled, again.reused) == (2, 0, 2)
+
+
+def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, pool) -> None:
+    store = ArtifactStore()
+    known = artifact("ab" * 12, ARCH)
+    store.put(known)
+    store.get = lambda arch, fingerprint: known if fingerprint == known.fingerprint else None  # type: ignore[method-assign]
+    measured = entry(fingerprint=known.fingerprint, source_hash=TEMPLATE.source_hash)
+    older = entry(fingerprint=known.fingerprint, source_hash="0" * 12)
+    for one, reused in ((measured, 1), (older, 0)):
+        made = warmup.prepare(ARCH, tmp_path / f"{reused}.zip", [one], Table([one]), TEMPLATE, store, "a compiler")
+        assert (made.reused, made.compiled) == (reused, 1 - reused)
+
+
+def test_more_kinds_of_problem_are_prepared_on_request(tmp_path, pool) -> None:
+    wanted = warmup.Wanted(dtypes=("float16", "bfloat16"), groups=(1, 4), any_length=True)
+    found = wanted.problems(PROBLEM)
+    assert len(found) == len(set(found)) == 8
+    assert {(each.dtype, each.group, each.seq_k) for each in found} == {
+        (dtype, group, rows) for dtype in ("float16", "bfloat16") for group in (1, 4) for rows in (1024, 1025)
+    }  # fmt: skip
+    assert warmup.Wanted(groups=(3,)).problems(PROBLEM) == [PROBLEM]  # 32 heads are no multiple of 3
+    decode = warmup.Wanted(decode=True).problems(PROBLEM.replace(causal=True))
+    assert [(each.seq_q, each.causal) for each in decode] == [(1024, True), (1, False)]
+    made = prepare(tmp_path / "b.zip", [entry()], wanted=wanted)
+    assert made.programs == made.problems == 8
+
+
+def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> None:
+    entries = [entry(), entry(PROBLEM.replace(causal=True), SCHEDULE.replace(tile_m=128))]
+    made = prepare(tmp_path / "b.zip", entries)
+    assert made.programs == 1
+    assert made.to_json()["failures"][0]["message"] == "too big"
+    assert "1 would not build (too big)" in str(made)
+    with pytest.raises(ConfigError, match="tiledsched tune --arch sm_121"):
+        warmup.prepare("sm_121", tmp_path / "c.zip", entries, Table(entries), TEMPLATE, ArtifactStore(), "a compiler")
+
+
+# The commands
+
+
+@pytest.fixture
+def small_table(monkeypatch):
+    entries = [entry()]
+    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda url: entries)
+
+
+def test_warmup_and_bundle_write_and_tell(tmp_path, pool, small_table, capsys) -> None:
+    from tiledsched.cli import main
+
+    assert main(["warmup", "--arch", ARCH, "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["bundles"]
+    assert said["file"] == str(tmp_path / "cache" / "bundles" / f"{ARCH}.zip")
+    assert (said["programs"], said["failures"]) == (1, [])
+    assert said["seconds"] >= 0
+    pool.tasks.clear()
+    assert main(["bundle", "--arch", ARCH, "--out", str(tmp_path / "out.zip")]) == 0
+    assert pool.tasks == []  # warmup has built it
+    assert "(1 had before, 0 built now)" in capsys.readouterr().out
+    assert main(["bundle", "--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--any-length"]) == 0
+    assert f"{ARCH}: 2 programs for 2 problems" in capsys.readouterr().out
+    assert len(read_bundle(tmp_path / "out.zip").programs) == 2
+
+
+def test_warmup_fails_where_a_program_would_not_build(pool, monkeypatch, capsys) -> None:
+    from tiledsched.cli import main
+
+    monkeypatch.setattr(
+        "tiledsched.serve.entries.load_entries", lambda url: [entry(schedule=SCHEDULE.replace(tile_m=128))]
+    )
+    assert main(["warmup", "--arch", ARCH]) == 1
+    assert "would not build" in capsys.readouterr().out
+
+
+def test_warmup_without_a_gpu_asks_for_an_arch(monkeypatch, capsys) -> None:
+    from tiledsched.cli import main
+
+    monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
+    assert main(["warmup"]) == 2
+    assert "pass --arch" in capsys.readouterr().err
+
+
+def test_bundles_are_named_in_the_log(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
+    kernel = make_kernel(TEMPLATE, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
+    with caplog.at_level(logging.INFO, logger="tiledsched"):
+        kernel._compile(asked(), None, (9, 0))
+    assert "ab" * 12 in caplog.text
+    assert "b.zip" in caplog.text

@@ -1,0 +1,187 @@
+"""A bundle: built machine code in one file, for processes that must not compile and machines that cannot.
+
+It is a zip file that holds `bundle.json` (what the programs are, and the entries they serve) and one stripped cubin for
+each arch and fingerprint. The same contents give the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiledsched.build.artifacts import default_cache_folder
+from tiledsched.build.cubin import Artifact
+from tiledsched.config import Settings
+from tiledsched.errors import ConfigError
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.store.codec import decode
+from tiledsched.store.records import EntryRecord
+
+SCHEMA_VERSION = 1
+"""Of `bundle.json`."""
+VARIABLE = "TILEDSCHED_BUNDLE"
+"""The bundle a process uses beside those that `tiledsched warmup` left in the cache folder."""
+INDEX = "bundle.json"
+EPOCH = (1980, 1, 1, 0, 0, 0)
+"""The date of every file in the zip: the earliest it can hold, so that contents alone decide the bytes."""
+MAKE = "make one with: tiledsched bundle --arch ARCH --out FILE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One program of a bundle."""
+
+    kernel: str
+    """Template name."""
+    arch: str
+    """e.g. sm_90."""
+    schedule: Schedule
+    """What was built."""
+    problem: Problem
+    """A problem of the class it was built for."""
+    fingerprint: str
+    """Its machine code."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        return {"kernel": self.kernel, "arch": self.arch, "schedule": self.schedule.to_json(),
+                "problem": self.problem.to_json(), "fingerprint": self.fingerprint}  # fmt: skip
+
+    @property
+    def cubin_name(self) -> str:
+        """The file of its machine code inside the bundle."""
+        return f"cubins/{self.arch}/{self.fingerprint}.cubin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A bundle file, opened; machine code is read when asked for."""
+
+    path: Path
+    """The file."""
+    source_hashes: Mapping[str, str]
+    """Template name -> hash of the tile code the programs were built from."""
+    compiler: str
+    """What built them, for people."""
+    programs: tuple[Program, ...]
+    """What it holds."""
+    entries: tuple[EntryRecord, ...]
+    """The tuned table it was made from: what is served, and on what evidence."""
+
+    def cubin(self, program: Program) -> bytes:
+        """The machine code of one of its programs.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        try:
+            with zipfile.ZipFile(self.path) as file:
+                return file.read(program.cubin_name)
+        except (OSError, KeyError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{self.path} is damaged ({error}); {MAKE}") from error
+
+
+def warm_path(arch: str, settings: Settings) -> Path:
+    """Where `tiledsched warmup` leaves the bundle of `arch`; every process with these settings finds it there."""
+    return _cache_folder(settings) / "bundles" / f"{arch}.zip"
+
+
+def bundle_paths(settings: Settings) -> list[Path]:
+    """The bundles a process uses: the one `TILEDSCHED_BUNDLE` names, then those that `warmup` left.
+
+    Raises:
+        ConfigError: the variable names a file that is not there.
+    """
+    warm = sorted((_cache_folder(settings) / "bundles").glob("*.zip"))
+    named = named_bundle()
+    return [named, *warm] if named else warm
+
+
+def named_bundle() -> Path | None:
+    """The bundle that `TILEDSCHED_BUNDLE` names.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return None
+    if not Path(text).is_file():
+        raise ConfigError(f"{VARIABLE} = {text!r}: no such file; {MAKE}")
+    return Path(text)
+
+
+def _cache_folder(settings: Settings) -> Path:
+    return Path(settings.cache) if settings.cache else default_cache_folder()
+
+
+def write_bundle(path: Path, programs: Sequence[Program], artifacts: Mapping[tuple[str, str], Artifact],
+                 entries: Sequence[EntryRecord], source_hashes: Mapping[str, str], compiler: str) -> int:  # fmt: skip
+    """Write a bundle; the file appears whole or not at all. Returns its bytes.
+
+    Args:
+        path: where to.
+        programs: what it shall hold.
+        artifacts: their machine code, by arch and fingerprint.
+        entries: the tuned table they come from.
+        source_hashes: template name -> hash of its tile code.
+        compiler: what built them.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    index = {
+        "schema_version": SCHEMA_VERSION, "source_hashes": dict(source_hashes), "compiler": compiler,
+        "programs": [program.to_json() for program in programs], "entries": [entry.to_json() for entry in entries],
+    }  # fmt: skip
+    names = {program.cubin_name: artifacts[program.arch, program.fingerprint].cubin for program in programs}
+    contents = io.BytesIO()
+    with zipfile.ZipFile(contents, "w") as file:
+        _add(file, INDEX, (json.dumps(index, sort_keys=True, indent=1) + "\n").encode())
+        for name in sorted(names):
+            _add(file, name, names[name])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+        partial.write_bytes(contents.getvalue())
+        os.replace(partial, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give another path") from error
+    return len(contents.getvalue())
+
+
+def _add(file: zipfile.ZipFile, name: str, data: bytes) -> None:
+    file.writestr(zipfile.ZipInfo(name, EPOCH), data, compress_type=zipfile.ZIP_DEFLATED)
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Open a bundle.
+
+    Raises:
+        ConfigError: it is no bundle, damaged, or of a newer schema.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            index = json.loads(file.read(INDEX))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {MAKE}") from error
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise ConfigError(f"{path} is no bundle ({error}); {MAKE}") from error
+    version = index.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ConfigError(f"{path} has schema_version {version!r}, this tiledsched reads {SCHEMA_VERSION}; {MAKE}")
+    programs = tuple(
+        Program(kernel=row["kernel"], arch=row["arch"], schedule=Schedule(row["schedule"]),
+                problem=Problem.from_json(row["problem"]), fingerprint=row["fingerprint"])
+        for row in index["programs"]
+    )  # fmt: skip
+    entries = tuple(decode(EntryRecord, row, f"{path.name}: entries[{i}]") for i, row in enumerate(index["entries"]))
+    return Bundle(path=path, source_hashes=index["source_hashes"], compiler=index["compiler"], programs=programs,
+                  entries=entries)  # fmt: skip
