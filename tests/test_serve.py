@@ -1,4 +1,4 @@
-"""Serving: which schedule a problem gets, settings, and what `sdpa` does with what its kernel cannot serve."""
+"""Serving: which schedule a problem gets, and what `sdpa` does with what its kernel cannot serve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from datetime import datetime, timezone
 
 import pytest
 
-from tiledsched.config import load_settings
 from tiledsched.errors import ConfigError, ProblemError, UnsupportedError
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.problem import Problem
@@ -74,11 +73,19 @@ def test_the_nearest_problem_serves_an_untuned_one() -> None:
     assert "nearest problem" in served.reason
 
 
-def test_kinds_never_mix() -> None:
-    table = Table([entry(PROBLEM.replace(causal=True)), entry(PROBLEM.replace(head_dim=128))])
-    assert table.resolve(PROBLEM, "sm_90").provenance == "default"
+def test_another_kind_is_asked_last() -> None:
+    causal, wide = PROBLEM.replace(causal=True), PROBLEM.replace(head_dim=128)
+    others = [entry(causal, knobs={"tile_m": 128, "loop_split": True, "num_worker_warps": 8}), entry(wide)]
+    served = Table(others).resolve(PROBLEM, "sm_90")
+    assert served.provenance == "transferred"
+    assert "another kind" in served.reason
+    assert space_for("sm_90").violations(served.schedule, PROBLEM) == []  # loop_split is for masks
+    modelled = entry(provenance="modelled", knobs={"tile_n": 128})
+    assert Table([*others, modelled]).resolve(PROBLEM, "sm_90").schedule == modelled.schedule
+    far = entry(PROBLEM.replace(seq_q=16384, seq_k=16384), knobs={"occupancy": 3})
+    assert Table([*others, modelled, far]).resolve(PROBLEM, "sm_90").schedule == far.schedule
     padded = PROBLEM.replace(head_dim=100)  # padded to 128 inside the kernel
-    assert table.resolve(padded, "sm_90").provenance == "transferred"
+    assert "another kind" not in Table(others).resolve(padded, "sm_90").reason
 
 
 def test_a_far_measurement_beats_the_model_and_the_model_beats_the_default() -> None:
@@ -94,7 +101,7 @@ def test_a_schedule_that_is_not_valid_for_the_problem_is_not_served() -> None:
     ragged = PROBLEM.replace(seq_k=1000)
     table = Table([entry(ragged, knobs={"loop_split": True})])
     assert table.resolve(ragged, "sm_90").schedule["loop_split"] is True
-    assert table.resolve(PROBLEM, "sm_90").provenance == "default"
+    assert table.resolve(PROBLEM, "sm_90").schedule["loop_split"] is False  # repaired
 
 
 def test_accuracy_classes_and_regimes_are_apart() -> None:
@@ -129,49 +136,55 @@ def test_explain_tells_evidence_and_marks_the_model() -> None:
     assert modelled.to_json()["median_us"] is None
 
 
+def test_explain_says_what_a_transfer_may_lose() -> None:
+    near = PROBLEM.replace(seq_q=2048, seq_k=2048)
+    told = explain_problem(Table([entry(near, knobs={"occupancy": 3})]), PROBLEM, "sm_90", "NVIDIA H200")
+    loss = told.served.expected_loss
+    assert 0.0 < loss.mean < loss.worst < 0.2
+    assert f"loss {loss.mean:.1%} (worst {loss.worst:.1%})" in str(told)
+    assert f"evidence is for {near}" in str(told)
+    assert told.to_json()["expected_loss"]["worst"] == loss.worst
+    measured = explain_problem(Table([entry()]), PROBLEM, "sm_90", "NVIDIA H200")
+    assert measured.to_json()["expected_loss"] is None
+    assert "expected" not in str(measured)
+
+
+def test_explain_says_which_settings_won() -> None:
+    sources = {"tile_m": "TILEDSCHED_TILE_M", "regime": "tiledsched.toml"}
+    explanation = explain_problem(Table([], forced={"tile_m": 128}), PROBLEM, "sm_90", controls=sources)
+    assert "settings    tile_m from TILEDSCHED_TILE_M, regime from tiledsched.toml" in str(explanation)
+    assert explanation.to_json()["controls"] == sources
+
+
+def test_lengths_that_are_near_share_an_answer(monkeypatch) -> None:
+    asked = []
+    look_up = Table._told_by_others
+    monkeypatch.setattr(Table, "_told_by_others", lambda *given: asked.append(given[1]) or look_up(*given))
+    table = Table([entry()])
+    answers = [table.resolve(PROBLEM.replace(seq_q=s, seq_k=s), "sm_90") for s in (1921, 1950, 2047)]
+    assert len(asked) == 1
+    assert all(answer is answers[0] for answer in answers)
+    round_one = table.resolve(PROBLEM.replace(seq_q=2048, seq_k=2048), "sm_90")
+    assert asked[-1].seq_k == 2048  # round lengths are asked for themselves
+    assert round_one.provenance == "transferred"
+    assert table.resolve(PROBLEM, "sm_90", "NVIDIA H200").provenance == "measured"
+
+
+@pytest.mark.parametrize("seq_k", [1001, 1002, 1008, 1024, 1056, 5000])
+def test_a_shared_answer_is_valid_for_the_problem(seq_k) -> None:
+    problem = PROBLEM.replace(seq_q=seq_k, seq_k=seq_k)
+    even = entry(problem.replace(seq_q=2048, seq_k=2048), knobs={"check_bounds": False})
+    for table in (Table([even]), Table([])):
+        served = table.resolve(problem, "sm_90", "NVIDIA H200")
+        assert space_for("sm_90").violations(served.schedule, problem) == []
+
+
 def test_lookup_of_a_large_table_is_quick() -> None:
     entries = [entry(PROBLEM.replace(seq_q=s, seq_k=s, batch=b)) for s in range(128, 4224, 128) for b in range(1, 17)]
     table = Table(entries)
     started = time.perf_counter()
     table.resolve(PROBLEM.replace(seq_q=777, seq_k=777), "sm_90")
     assert time.perf_counter() - started < 1.0
-
-
-# Settings
-
-
-def test_flags_beat_environment_beats_project_beats_user(tmp_path) -> None:
-    user, project = tmp_path / "user.toml", tmp_path / "project.toml"
-    user.write_text("regime = 'sustained'\ndb = 'user.db'\n[knobs]\ntile_m = 64\noccupancy = 1\n")
-    project.write_text("db = 'project.db'\n[knobs]\ntile_m = 128\n")
-    found = load_settings({"accum_mode": None, "fallback": "error"}, environ={"TILEDSCHED_DB": "env.db", "HOME": "/x",
-                          "TILEDSCHED_PERSISTENT": "strided"}, project=project, user=user)  # fmt: skip
-    assert (found.regime, found.db, found.fallback, found.accum_mode) == ("sustained", "env.db", "error", "fp32")
-    assert found.knobs == {"tile_m": 128, "occupancy": 1, "persistent": "strided"}
-    assert found.sources["tile_m"] == str(project)
-    assert found.sources["db"] == "TILEDSCHED_DB"
-
-
-@pytest.mark.parametrize(
-    ("environ", "words"),
-    [
-        ({"TILEDSCHED_FALLBACK": "numpy"}, "fallback = 'numpy'; allowed: torch, error"),
-        ({"TILEDSCHED_TILE_M": "big"}, "tile_m must be an integer"),
-        ({"TILEDSCHED_LOOP_SPLIT": "perhaps"}, "loop_split must be true or false"),
-        ({"TILEDSCHED_COLOUR": "red"}, "unknown setting 'colour'; known are db, cache"),
-    ],
-)
-def test_wrong_settings_name_the_allowed_values(tmp_path, environ, words) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_settings(environ=environ, project=tmp_path / "none", user=tmp_path / "none")
-    assert words in str(error.value)
-
-
-def test_a_broken_settings_file_is_named(tmp_path) -> None:
-    path = tmp_path / "project.toml"
-    path.write_text("= 3")
-    with pytest.raises(ConfigError, match=r"project\.toml is not valid TOML"):
-        load_settings(environ={}, project=path, user=tmp_path / "none")
 
 
 # sdpa without a GPU
@@ -224,7 +237,8 @@ def test_the_fallback_can_be_an_error(sdpa_module, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("shapes", "words"),
     [
-        (((2, 3, 4),) * 3, r"q must be \[batch, heads, rows, head_dim\]"),
+        (((4,),) * 3, r"q must be \[batch, heads, rows, head_dim\]"),
+        (((2, 3, 4), (2, 3, 5), (2, 3, 5)), "q and k must agree in head_dim"),
     ],
 )
 def test_wrong_shapes_name_the_argument(sdpa_module, shapes, words) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Problem", "Schedule", "SearchSpace", "TiledschedError", "__version__", "explain", "load_space", "sdpa",
-           "space_for"]  # fmt: skip
+__all__ = ["Problem", "Schedule", "SearchSpace", "TiledschedError", "__version__", "configure", "explain", "load_space",
+           "sdpa", "space_for"]  # fmt: skip
 
 if TYPE_CHECKING:
+    from tiledsched.config import configure
     from tiledsched.errors import TiledschedError
     from tiledsched.problem import Problem
     from tiledsched.schedule import Schedule
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Problem": "tiledsched.problem", "Schedule": "tiledsched.schedule", "SearchSpace": "tiledsched.space",
-    "TiledschedError": "tiledsched.errors", "explain": "tiledsched.serve.explain", "load_space": "tiledsched.space",
-    "sdpa": "tiledsched.serve.sdpa", "space_for": "tiledsched.space",
+    "TiledschedError": "tiledsched.errors", "configure": "tiledsched.config", "explain": "tiledsched.serve.explain",
+    "load_space": "tiledsched.space", "sdpa": "tiledsched.serve.sdpa", "space_for": "tiledsched.space",
 }  # fmt: skip
 
 

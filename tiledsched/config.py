@@ -1,20 +1,23 @@
-"""Settings: flags beat environment variables (`TILEDSCHED_*`), which beat the project's TOML, which beats the user's.
+"""Settings: flags beat `configure`, which beats environment variables (`TILEDSCHED_*`), which beat TOML files.
 
-The project's file is `tiledsched.toml` in the working directory; the user's is `config.toml` in the user's configuration
-directory. Both hold the setting names of :data:`SETTINGS` as top-level keys, and knob overrides in a table `[knobs]`.
+Of those the project's, `tiledsched.toml` in the working directory, beats the user's, `config.toml` in the user's
+configuration directory. Both hold the setting names of :data:`SETTINGS` as top-level keys, and knob overrides in a table
+`[knobs]`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
+from tiledsched import data_files
 from tiledsched.errors import ConfigError
 from tiledsched.schedule import KnobValue
 
@@ -25,22 +28,17 @@ else:
 
 PREFIX = "TILEDSCHED_"
 PROJECT_FILE = "tiledsched.toml"
-SETTINGS: dict[str, tuple[str, ...] | None] = {
-    "db": None,
-    "cache": None,
+SETTINGS: dict[str, tuple[str, ...] | type] = {
+    "db": str,
+    "cache": str,
     "fallback": ("torch", "error"),
     "regime": ("burst", "sustained"),
     "accum_mode": ("fp32", "fp16"),
+    "sync": bool,
+    "log_level": ("debug", "info", "warning", "error"),
 }
-"""Every setting and its allowed values; None means free text."""
-KNOBS: dict[str, type] = {
-    "tile_m": int, "tile_n": int, "latency_k": int, "latency_v": int, "occupancy": int, "opt_level": int,
-    "num_ctas": int, "num_worker_warps": int, "loop_split": bool, "block_order": str, "persistent": str,
-    "kv_direction": str, "q_subtiles": int, "kv_subtiles": int, "qk_ahead": bool, "k_load": str, "tma_loads": bool,
-    "tma_store": bool, "check_bounds": bool, "division": str, "lazy_rescale": bool,
-}  # fmt: skip
-"""Knobs that can be forced at serve time, `TILEDSCHED_TILE_M=128` and so on. accum_mode is a setting of its own."""
-OTHER_VARIABLES = ("TILEDSCHED_WORKER_KEY", "TILEDSCHED_TEST_POSTGRESQL")
+"""Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
+OTHER_VARIABLES = ("TILEDSCHED_WORKER_KEY", "TILEDSCHED_TEST_POSTGRESQL", "TILEDSCHED_BUNDLE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +55,50 @@ class Settings:
     """Whose winner is served."""
     accum_mode: str = "fp32"
     """Accuracy class served."""
+    sync: bool = False
+    """Whether every launch of `sdpa` is waited for, so that an error names the call that made it."""
+    log_level: str | None = None
+    """What the logger `tiledsched` lets through to stderr; None leaves logging to the program."""
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)
     """Knobs forced on every schedule served."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Setting or knob name -> where its value was read; absent for defaults."""
+
+
+_configured: dict[str, Any] = {}
+watchers: list[Callable[[], None]] = []
+"""Called after `configure` has changed something: whoever keeps what depends on settings forgets it."""
+
+
+class configure:  # noqa: N801  (called like a function, as torch.set_grad_enabled is)
+    """Set settings and knobs for this process: at once, and until the end of the block where used as a context manager.
+
+    `configure(regime="sustained")` stays; `with configure(tile_m=128, tile_n=64): ...` is undone. None takes a setting
+    back to what the environment and the files say. It holds for all threads.
+
+    Raises:
+        ConfigError: unknown name or value; nothing is changed.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self._before = dict(_configured)
+        after = {name: value for name, value in (_configured | values).items() if value is not None}
+        for name, value in after.items():
+            check_setting(name, value, "configure")
+        _replace_configured(after)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        _replace_configured(self._before)
+
+
+def _replace_configured(values: Mapping[str, Any]) -> None:
+    _configured.clear()
+    _configured.update(values)
+    for watcher in watchers:
+        watcher()
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None,
@@ -84,16 +122,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, environ: Mapping[st
     sources: dict[str, str] = {}
 
     def take(name: str, value: Any, where: str) -> None:
-        if name in KNOBS:
-            knobs[name] = _knob_value(name, value, where)
-        elif name in SETTINGS:
-            allowed = SETTINGS[name]
-            if not isinstance(value, str) or (allowed and value not in allowed):
-                raise ConfigError(f"{where}: {name} = {value!r}; allowed: {', '.join(allowed or ('any text',))}")
-            values[name] = value
-        else:
-            known = ", ".join([*SETTINGS, *KNOBS])
-            raise ConfigError(f"{where}: unknown setting {name!r}; known are {known}")
+        (values if name in SETTINGS else knobs)[name] = check_setting(name, value, where)
         sources[name] = where
 
     for path in (user, project):
@@ -102,6 +131,8 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, environ: Mapping[st
     for variable, text in environ.items():
         if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES and text != "":
             take(variable.removeprefix(PREFIX).lower(), text, variable)
+    for name, value in _configured.items():
+        take(name, value, "configure")
     for name, value in (flags or {}).items():
         if value is not None:
             take(name, value, f"--{name.replace('_', '-')}")
@@ -121,8 +152,41 @@ def _read_toml(path: Path) -> dict[str, Any]:
     return {**table, **knobs}
 
 
-def _knob_value(name: str, value: Any, where: str) -> KnobValue:
-    kind = KNOBS[name]
+@functools.cache
+def knob_kinds() -> Mapping[str, type]:
+    """Knobs that can be forced at serve time, `TILEDSCHED_TILE_M=128` and so on, and the type of their values.
+
+    They are those of the attention kernel's search space, except accum_mode, which is a setting of its own.
+    """
+    base = tomllib.loads((data_files.search_spaces() / "attention" / "base.toml").read_text(encoding="utf-8"))
+    return {name: type(knob["default"]) for name, knob in base["knobs"].items() if name not in SETTINGS}
+
+
+def check_setting(name: str, value: Any, where: str) -> Any:
+    """`value` as the type of the setting or knob `name`; text is read as in an environment variable.
+
+    Args:
+        name: a key of :data:`SETTINGS` or :func:`knob_kinds`.
+        value: of its type, or text.
+        where: where it was found, for the message.
+
+    Raises:
+        ConfigError: unknown name, or a value that is not allowed; the message says what is.
+    """
+    if name in SETTINGS:
+        allowed = SETTINGS[name]
+        if isinstance(allowed, type):
+            return _read_value(name, value, allowed, where)
+        if value not in allowed:
+            raise ConfigError(f"{where}: {name} = {value!r}; allowed: {', '.join(allowed)}")
+        return value
+    if name in knob_kinds():
+        return _read_value(name, value, knob_kinds()[name], where)
+    known = ", ".join([*SETTINGS, *knob_kinds()])
+    raise ConfigError(f"{where}: unknown setting {name!r}; known are {known}")
+
+
+def _read_value(name: str, value: Any, kind: type, where: str) -> KnobValue:
     if isinstance(value, str) and kind is bool:
         lowered = value.lower()
         if lowered in ("1", "true", "yes", "on"):

@@ -44,6 +44,10 @@ class UnsupportedError(TiledschedError, ValueError):
     """`sdpa` was given inputs its kernel cannot serve and was told not to fall back."""
 
 
+class LaunchError(TiledschedError, RuntimeError):
+    """A launch of `sdpa` failed, or cannot be made now; the message names the call."""
+
+
 class NoValidScheduleError(TiledschedError, RuntimeError):
     """Every candidate failed, or a space holds no valid schedule for a problem."""
 

@@ -1,9 +1,10 @@
-"""Everything that may be served: the tables that ship with the package, under the user's own database."""
+"""Everything that may be served: the tables that ship with the package, a bundle's, and the user's own database."""
 
 from __future__ import annotations
 
 from tiledsched import data_files
 from tiledsched.config import Settings
+from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import Table
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import database_exists
@@ -12,15 +13,23 @@ from tiledsched.store.records import EntryRecord
 
 
 def load_entries(url: str | None) -> list[EntryRecord]:
-    """Entries of the database (where there is one) and of shipped tables; the database wins at equal provenance."""
+    """Entries of shipped tables, of the bundle in use, and of the database (where there is one).
+
+    At equal provenance a later one of these wins.
+    """
     found: dict[tuple[str, ...], EntryRecord] = {}
     for path in sorted((data_files.tuning_db() / "tables").glob("*.json")):
         found.update((entry.key, entry) for entry in read_table(path).entries)
+    later: list[EntryRecord] = []
+    bundle = named_bundle()
+    if bundle is not None:
+        later.extend(read_bundle(bundle).entries)
     if database_exists(url):
         with TuningDB.open(url, read_only=True) as db:
-            for entry in db.entries():
-                if entry.key not in found or entry.rank <= found[entry.key].rank:
-                    found[entry.key] = entry
+            later.extend(db.entries())
+    for entry in later:
+        if entry.key not in found or entry.rank <= found[entry.key].rank:
+            found[entry.key] = entry
     return list(found.values())
 
 

@@ -1,0 +1,153 @@
+"""Settings: where they come from, what is refused, and that the documentation lists them all."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from tiledsched import config
+from tiledsched.config import SETTINGS, configure, knob_kinds, load_settings
+from tiledsched.errors import ConfigError
+from tiledsched.space import space_for
+
+SERVING = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    """No settings but a test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("platformdirs.user_config_dir", lambda name: str(tmp_path / "user"))
+    monkeypatch.delenv("TILEDSCHED_DB", raising=False)
+
+
+def test_flags_beat_environment_beats_project_beats_user(tmp_path) -> None:
+    user, project = tmp_path / "user.toml", tmp_path / "project.toml"
+    user.write_text("regime = 'sustained'\ndb = 'user.db'\n[knobs]\ntile_m = 64\noccupancy = 1\n")
+    project.write_text("db = 'project.db'\n[knobs]\ntile_m = 128\n")
+    found = load_settings({"accum_mode": None, "fallback": "error"}, environ={"TILEDSCHED_DB": "env.db", "HOME": "/x",
+                          "TILEDSCHED_PERSISTENT": "strided"}, project=project, user=user)  # fmt: skip
+    assert (found.regime, found.db, found.fallback, found.accum_mode) == ("sustained", "env.db", "error", "fp32")
+    assert found.knobs == {"tile_m": 128, "occupancy": 1, "persistent": "strided"}
+    assert found.sources["tile_m"] == str(project)
+    assert found.sources["db"] == "TILEDSCHED_DB"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"TILEDSCHED_FALLBACK": "numpy"}, "fallback = 'numpy'; allowed: torch, error"),
+        ({"TILEDSCHED_TILE_M": "big"}, "tile_m must be an integer"),
+        ({"TILEDSCHED_LOOP_SPLIT": "perhaps"}, "loop_split must be true or false"),
+        ({"TILEDSCHED_COLOUR": "red"}, "unknown setting 'colour'; known are db, cache"),
+    ],
+)
+def test_wrong_settings_name_the_allowed_values(tmp_path, environ, words) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_settings(environ=environ, project=tmp_path / "none", user=tmp_path / "none")
+    assert words in str(error.value)
+
+
+def test_a_broken_settings_file_is_named(tmp_path) -> None:
+    path = tmp_path / "project.toml"
+    path.write_text("= 3")
+    with pytest.raises(ConfigError, match=r"project\.toml is not valid TOML"):
+        load_settings(environ={}, project=path, user=tmp_path / "none")
+
+
+def test_every_kind_of_value_is_read(tmp_path) -> None:
+    project = tmp_path / "project.toml"
+    project.write_text("sync = true\nlog_level = 'info'\n[knobs]\nloop_split = false\n")
+    found = load_settings(environ={}, project=project, user=tmp_path / "none")
+    assert (found.sync, found.log_level, found.knobs) == (True, "info", {"loop_split": False})
+    assert load_settings(environ={"TILEDSCHED_SYNC": "0"}, project=project).sync is False
+
+
+def test_knobs_are_those_of_the_search_space() -> None:
+    space = space_for("sm_90")
+    assert set(knob_kinds()) | {"accum_mode"} == set(space.knobs)
+    assert all(type(space.knobs[name].default) is kind for name, kind in knob_kinds().items())
+    for name, knob in space.knobs.items():
+        found = load_settings(environ={f"TILEDSCHED_{name.upper()}": str(knob.default)})
+        assert (found.knobs.get(name) if name != "accum_mode" else found.accum_mode) == knob.default
+
+
+# configure
+
+
+def test_configure_beats_the_environment_and_is_undone(monkeypatch) -> None:
+    monkeypatch.setenv("TILEDSCHED_REGIME", "sustained")
+    with configure(regime="burst", tile_m=128):
+        found = load_settings()
+        assert (found.regime, found.knobs, found.sources["regime"]) == ("burst", {"tile_m": 128}, "configure")
+        with configure(regime=None, sync="yes"):
+            assert (load_settings().regime, load_settings().sync) == ("sustained", True)
+            assert load_settings().knobs == {"tile_m": 128}
+        assert load_settings({"regime": "sustained"}).regime == "sustained"  # a flag beats it
+        assert load_settings().regime == "burst"
+    assert (load_settings().regime, load_settings().knobs, load_settings().sync) == ("sustained", {}, False)
+
+
+def test_configure_stays_without_a_block_and_tells_who_watches(monkeypatch) -> None:
+    told = []
+    monkeypatch.setattr(config, "watchers", [lambda: told.append(load_settings().fallback)])
+    configure(fallback="error")
+    assert load_settings().fallback == "error"
+    configure(fallback=None)
+    assert told == ["error", "torch"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"regime": "tropical"}, "configure: regime = 'tropical'; allowed: burst, sustained"),
+        ({"colour": "red"}, "configure: unknown setting 'colour'"),
+        ({"tile_m": 12.5}, "configure: tile_m must be an integer"),
+        ({"sync": 1}, "configure: sync must be true or false"),
+    ],
+)
+def test_configure_refuses_and_changes_nothing(values, words) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        configure(accum_mode="fp16", **values)
+    assert load_settings().accum_mode == "fp32"
+
+
+def test_the_log_level_reaches_the_logger(monkeypatch) -> None:
+    pytest.importorskip("torch")
+    from tiledsched.serve import plans
+
+    logger = logging.getLogger("tiledsched")
+    before, handlers = logger.level, list(logger.handlers)
+    try:
+        with configure(log_level="debug"):
+            plans.settings()
+            assert logger.level == logging.DEBUG
+            assert logger.hasHandlers()
+    finally:
+        logger.setLevel(before)
+        logger.handlers[:] = handlers
+
+
+# The documentation
+
+
+def documented() -> dict[str, str]:
+    """Setting -> the row of the table in docs/serving.md."""
+    rows = re.findall(r"^\| `(\w+)` \| `TILEDSCHED_(\w+)` \| (.+) \|$", SERVING, re.MULTILINE)
+    assert all(name.upper() == variable for name, variable, _ in rows), rows
+    return {name: text for name, _, text in rows}
+
+
+def test_the_table_lists_every_setting() -> None:
+    assert set(documented()) == set(SETTINGS)
+    for name, allowed in SETTINGS.items():
+        if isinstance(allowed, tuple):
+            assert re.findall(r"`(\w+)`", documented()[name].split(":")[0]) == list(allowed), name
+
+
+def test_the_documentation_names_every_other_variable() -> None:
+    private = {"TILEDSCHED_WORKER_KEY", "TILEDSCHED_TEST_POSTGRESQL"}
+    assert [name for name in config.OTHER_VARIABLES if name not in private and f"`{name}`" not in SERVING] == []

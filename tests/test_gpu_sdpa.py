@@ -1,0 +1,377 @@
+"""`sdpa` on a real GPU: against torch's own tolerances, and under everything torch can put around an operator."""
+
+from __future__ import annotations
+
+import csv
+import re
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cupy")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
+
+from tiledsched import configure  # noqa: E402
+from tiledsched.errors import LaunchError, UnsupportedError  # noqa: E402
+
+# As in torch's test_transformers.py: the error of torch's math in the same dtype, times this, or the floor.
+FUDGE = 1.5
+FLOOR = {torch.float16: {"atol": 1e-3, "rtol": 1e-3}, torch.bfloat16: {"atol": 1e-3, "rtol": 1.6e-2}}
+
+
+@pytest.fixture(autouse=True)
+def serve(monkeypatch):
+    from tiledsched.serve import sdpa as module
+
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
+    module.reload()
+    yield module
+    module.reload()
+
+
+def tensors(batch=2, heads=4, kv_heads=None, rows=256, keys=None, columns=64, value_columns=None, dtype=torch.float16):
+    generator = torch.Generator(device="cuda").manual_seed(rows * 31 + columns)
+    kv = (batch, kv_heads or heads, keys or rows)
+    shapes = ((batch, heads, rows, columns), (*kv, columns), (*kv, value_columns or columns))
+    return tuple(torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
+
+
+def visible(q, k, causal):
+    """Which keys each row sees; None where all."""
+    rows, keys = q.shape[-2], k.shape[-2]
+    diagonal = {"top_left": 0, True: 0, "bottom_right": keys - rows}.get(causal)
+    return None if diagonal is None else torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(diagonal)
+
+
+def math_attention(q, k, v, causal, scale=None):
+    """softmax(scale * q @ k^T) @ v step by step in the dtype of q; rows that see nothing are zero."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    mask = visible(q, k, causal)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).nan_to_num(0.0) @ v
+
+
+def assert_right(out, q, k, v, causal=False, scale=None):
+    golden = math_attention(q.double(), k.double(), v.double(), causal, scale)
+    low = math_attention(q, k, v, causal, scale).double()
+    floor = FLOOR[q.dtype]
+    atol = max(floor["atol"], FUDGE * float((low - golden).abs().max()))
+    assert out.dtype == q.dtype
+    torch.testing.assert_close(out.double(), golden, atol=atol, rtol=floor["rtol"])
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("columns", [8, 64, 96, 128, 203])
+@pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
+def test_odd_sizes(serve, columns, causal) -> None:
+    for rows, keys in ((4, 143), (143, 579), (579, 127), (1, 127)):
+        q, k, v = tensors(rows=rows, keys=keys, columns=columns)
+        assert_right(serve.sdpa(q, k, v, causal=causal), q, k, v, causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bfloat16_and_scales(serve, causal) -> None:
+    q, k, v = tensors(rows=300, dtype=torch.bfloat16)
+    for scale in (None, 0.05, 1.0, 1):
+        assert_right(serve.sdpa(q, k, v, causal=causal, scale=scale), q, k, v, causal, scale)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "columns"), [(8, 2, 64), (8, 1, 128)])
+def test_grouped_heads(serve, heads, kv_heads, columns) -> None:
+    for causal in (False, "bottom_right"):
+        q, k, v = tensors(heads=heads, kv_heads=kv_heads, rows=130, keys=257, columns=columns)
+        assert_right(serve.sdpa(q, k, v, causal=causal), q, k, v, causal)
+        assert_right(serve.sdpa(q, k, v, causal=causal, enable_gqa=True), q, k, v, causal)
+
+
+@pytest.mark.parametrize(("columns", "value_columns"), [(192, 128), (64, 128), (128, 40)])
+def test_values_of_another_width(serve, columns, value_columns) -> None:
+    q, k, v = tensors(rows=200, columns=columns, value_columns=value_columns)
+    out = serve.sdpa(q, k, v, causal=True)
+    assert out.shape == (2, 4, 200, value_columns)
+    assert_right(out, q, k, v, True)
+
+
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_the_log_sum_exp(serve, causal) -> None:
+    q, k, v = tensors(rows=200, keys=130, heads=4, kv_heads=2)
+    out, lse = serve.sdpa(q, k, v, causal=causal, return_lse=True)
+    assert_right(out, q, k, v, causal)
+    scores = q.double() @ k.double().repeat_interleave(2, dim=1).mT / 8
+    mask = visible(q, k, causal)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=2e-3, rtol=1e-3)
+
+
+def test_every_layout_is_read_where_it_lies(serve) -> None:
+    batch, heads, rows, columns = 2, 4, 200, 64
+    packed = torch.randn(batch, rows, 3, heads, columns, device="cuda", dtype=torch.float16)
+    cache = torch.randn(2, batch, heads, 4 * rows, columns, device="cuda", dtype=torch.float16)
+    single = torch.randn(batch, 1, rows, columns, device="cuda", dtype=torch.float16)
+    q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
+    layouts = {
+        "packed": (q, k, v),
+        "cache": (q, cache[0, :, :, :333], cache[1, :, :, :333]),
+        "expanded": (q, single.expand(-1, heads, -1, -1), single.expand(-1, heads, -1, -1)),
+        "columns first": tuple(x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)),
+        "unaligned": tuple(
+            torch.randn(batch, heads, rows, columns + 1, device="cuda").half()[..., 1:] for _ in range(3)
+        ),
+    }
+    for name, views in layouts.items():
+        assert not all(x.is_contiguous() for x in views), name
+        copies = tuple(x.contiguous() for x in views)
+        for causal in (False, True):
+            out = serve.sdpa(*views, causal=causal)
+            assert_right(out, *copies, causal)
+    assert serve.sdpa(q, k, v).transpose(1, 2).is_contiguous()
+
+
+def test_masks_that_are_no_tensors(serve) -> None:
+    q, k, v = tensors(rows=100, keys=164)
+    assert torch.equal(serve.sdpa(q, k, v, causal_upper_left(100, 164)), serve.sdpa(q, k, v, True))
+    assert torch.equal(
+        serve.sdpa(q, k, v, attn_mask=causal_lower_right(100, 164)), serve.sdpa(q, k, v, causal="bottom_right")
+    )
+    with pytest.raises(UnsupportedError, match="a mask tensor"):
+        serve.sdpa(q, k, v, torch.ones(100, 164, dtype=torch.bool, device="cuda"))
+
+
+def test_split_keys(serve) -> None:
+    """The counters are zero again after each launch: the second and the third come out the same."""
+    q, k, v = tensors(rows=5, keys=4096)
+    with configure(kv_splits=4, tile_m=16, tile_n=64):
+        first = serve.sdpa(q, k, v)
+        assert serve.plan_for(q, k, v).served.schedule["kv_splits"] == 4
+        assert_right(first, q, k, v)
+        for _ in range(2):
+            assert_right(serve.sdpa(q, k, v), q, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = serve.sdpa(q, k, v)
+        for _ in range(2):
+            captured.zero_()
+            graph.replay()
+            assert_right(captured, q, k, v)
+
+
+# Around the operator
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_operators_pass_torchs_checks(serve, gradients) -> None:
+    with configure(fallback="torch"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q, k, v = (x.requires_grad_(gradients) for x in tensors(batch=1, heads=2, rows=32, keys=48))
+        # Outputs are compared with torch's attention where gradients are required, so not bit for bit.
+        close = {"rtol": 1e-2, "atol": 1e-2}
+        torch.library.opcheck(torch.ops.tiledsched.sdpa.default, (q, k, v, "top_left", 0.3), **close)
+        if not gradients:
+            torch.library.opcheck(torch.ops.tiledsched.sdpa_lse.default, (q, k, v), **close)
+
+
+@pytest.mark.parametrize("options", [{"backend": "aot_eager"}, {"backend": "inductor"}, {"mode": "reduce-overhead"}])
+def test_compiled_equals_eager(serve, options) -> None:
+    compiled = torch.compile(lambda q, k, v: serve.sdpa(q, k, v, causal=True), fullgraph=True, **options)
+    q, k, v = tensors(rows=192)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    eager = serve.sdpa(q, k, v, causal=True)
+    for _ in range(4):  # warm up, record, replay
+        out = compiled(q, k, v)
+        assert torch.equal(out, eager)
+        assert out.stride() == eager.stride()
+
+
+def test_one_dynamic_graph_serves_many_lengths(serve) -> None:
+    graphs = []
+
+    def keep(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda q, k, v: serve.sdpa(q, k, v), fullgraph=True, dynamic=True, backend=keep)
+    for rows in (70, 150, 333):
+        q, k, v = tensors(rows=rows)
+        assert torch.equal(compiled(q, k, v), serve.sdpa(q, k, v))
+    assert len(graphs) == 1
+
+
+def test_exported_equals_eager(serve) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return serve.sdpa(q, k, v, causal=True)
+
+    q, k, v = tensors()
+    rows = torch.export.Dim("rows", min=2, max=8192)
+    program = torch.export.export(Model(), (q, k, v), dynamic_shapes=({2: rows},) * 3)
+    q, k, v = tensors(rows=333)
+    assert torch.equal(program.module()(q, k, v), serve.sdpa(q, k, v, causal=True))
+
+
+def test_replay_equals_eager_on_new_inputs(serve) -> None:
+    q, k, v = tensors(rows=512)
+    serve.sdpa(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = serve.sdpa(q, k, v, causal=True)
+    for x in (q, k, v):
+        x.copy_(torch.randn_like(x))
+    captured.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, serve.sdpa(q, k, v, causal=True))
+
+
+def test_a_program_that_never_ran_is_refused_in_a_capture(serve) -> None:
+    q, k, v = tensors(rows=512)
+    with configure(latency_k=7, latency_v=9):  # a program that no other test launches
+        graph = torch.cuda.CUDAGraph()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the graph stays empty
+            with pytest.raises(LaunchError, match="call sdpa once with these shapes"), torch.cuda.graph(graph):
+                serve.sdpa(q, k, v)
+        warm = serve.sdpa(q, k, v)  # nothing is broken, and the advice helps
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = serve.sdpa(q, k, v)
+        graph.replay()
+        assert torch.equal(captured, warm)
+
+
+def test_it_runs_on_the_current_stream(serve) -> None:
+    q, k, v = tensors(rows=512)
+    want = serve.sdpa(q * 2, k, v)
+    late = torch.zeros_like(q)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # 50 ms: whoever does not wait for this stream reads zeros
+        late.copy_(q * 2)
+        out = serve.sdpa(late, k, v)
+    stream.synchronize()
+    assert torch.equal(out, want)
+
+
+def test_threads_and_their_streams(serve) -> None:
+    inputs = [tensors(rows=128 * (1 + i)) for i in range(4)]
+    want = [serve.sdpa(*each, causal=True) for each in inputs]
+    torch.cuda.synchronize()
+    failed = []
+
+    def call(index: int) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                outs = [serve.sdpa(*inputs[index], causal=True) for _ in range(50)]
+                torch.cuda.current_stream().synchronize()
+            assert all(torch.equal(out, want[index]) for out in outs)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_it_runs_where_the_tensors_are(serve) -> None:
+    q, k, v = tensors()
+    want = serve.sdpa(q, k, v)
+    there = [x.to("cuda:1") for x in (q, k, v)]
+    assert torch.cuda.current_device() == 0
+    for _ in range(2):
+        out = serve.sdpa(*there)
+        assert out.device == torch.device("cuda:1")
+        assert torch.equal(out.to("cuda:0"), want)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_casts_as_torch_does(serve, dtype) -> None:
+    q, k, v = tensors(dtype=torch.float32)
+    with torch.autocast("cuda", dtype=dtype):
+        out, theirs = serve.sdpa(q, k, v, causal=True), torch_sdpa(q, k, v, is_causal=True)
+        direct = torch.ops.tiledsched.sdpa(q, k, v, "top_left")
+        compiled = torch.compile(lambda *x: serve.sdpa(*x, causal=True), fullgraph=True, backend="aot_eager")(q, k, v)
+    assert out.dtype == theirs.dtype == dtype
+    want = serve.sdpa(q.to(dtype), k.to(dtype), v.to(dtype), causal=True)
+    assert torch.equal(out, want)
+    assert torch.equal(direct, want)
+    assert torch.equal(compiled, want)
+
+
+def test_gradients_are_torchs(serve) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors())
+    with pytest.raises(UnsupportedError, match="forward only"):
+        serve.sdpa(q, k, v)
+    with configure(fallback="torch"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seed = torch.randn_like(q)
+        want = torch.autograd.grad(torch_sdpa(q, k, v, is_causal=True), (q, k, v), seed)
+        eager = torch.autograd.grad(serve.sdpa(q, k, v, causal=True), (q, k, v), seed)
+        compiled = torch.compile(lambda *x: serve.sdpa(*x, causal=True), fullgraph=True, backend="aot_eager")
+        traced = torch.autograd.grad(compiled(q, k, v), (q, k, v), seed)
+    for got in (eager, traced):
+        for ours, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_right(serve.sdpa(q, k, v, causal=True), q.detach(), k.detach(), v.detach(), True)
+
+
+def test_sync_lets_a_call_stand_alone(serve) -> None:
+    q, k, v = tensors()
+    want = serve.sdpa(q, k, v)
+    with configure(sync=True):
+        out = serve.sdpa(q, k, v)
+        assert torch.cuda.current_stream().query()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # where waiting is not allowed, it does not wait
+            captured = serve.sdpa(q, k, v)
+        graph.replay()
+    assert torch.equal(out, want)
+    assert torch.equal(captured, want)
+
+
+def test_host_costs_are_measured(tmp_path) -> None:
+    from tiledsched.serve import host_cost
+
+    path = tmp_path / "host.csv"
+    assert host_cost.main(["--rounds", "5", "--csv", str(path)]) == 0
+    rows = {row["method"]: float(row["median_us"]) for row in csv.DictReader(path.open())}
+    assert set(rows) == {
+        "sdpa",
+        "operator",
+        "torch_auto",
+        "torch_flash",
+        "torch_cudnn",
+        "launch",
+        "graph_replay",
+        "lookup",
+    }
+    assert 0 < rows["lookup"] < rows["graph_replay"] < rows["sdpa"]
+
+
+def recipes() -> list[str]:
+    text = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_recipes_run(serve, recipe) -> None:
+    exec(recipe, dict(zip("qkv", tensors(rows=256), strict=True)))
+    configure(fallback=None)

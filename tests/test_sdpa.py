@@ -1,0 +1,417 @@
+"""`sdpa` as its callers see it, with the kernel run by the interpreter where a GPU would run it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from serve_on_cpu import TOLERANCE, capturing, expected, serve_on_cpu, tensors  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
+
+from tiledsched import configure  # noqa: E402
+from tiledsched.errors import LaunchError, ProblemError, UnsupportedError  # noqa: E402
+from tiledsched.serve import plans  # noqa: E402
+from tiledsched.serve import sdpa as serve  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    serve.reload()
+    yield
+    serve.reload()
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path):
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
+    found = serve_on_cpu(monkeypatch, tmp_path)
+    serve.reload()
+    return found
+
+
+@pytest.fixture
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# The signature
+
+
+@pytest.mark.parametrize(
+    ("given", "alignment"),
+    [
+        (((), {}), None),
+        (((), {"causal": False}), None),
+        (((), {"causal": True}), "top_left"),
+        (((), {"causal": "top_left"}), "top_left"),
+        (((), {"causal": "bottom_right"}), "bottom_right"),
+        (((), {"is_causal": True}), "top_left"),
+        (((True,), {}), "top_left"),
+        (((False,), {}), None),
+        (((None, 0.0, True), {}), "top_left"),
+        (((causal_upper_left(24, 40),), {}), "top_left"),
+        (((), {"attn_mask": causal_lower_right(24, 40)}), "bottom_right"),
+        (((), {"enable_gqa": True}), None),
+    ],
+)
+def test_every_way_to_ask_for_a_mask(launches, given, alignment) -> None:
+    q, k, v = tensors(rows=24, keys=40, heads=4, kv_heads=2)
+    for _ in range(2):  # through the operator, then the short way
+        out = serve.sdpa(q, k, v, *given[0], **given[1])
+        torch.testing.assert_close(out, expected(q, k, v, alignment), **TOLERANCE[q.dtype])
+    assert len(launches) == 2
+
+
+def test_torchs_names_are_taken(launches) -> None:
+    q, k, v = tensors()
+    want = serve.sdpa(q, k, v)
+    assert torch.equal(serve.sdpa(query=q, key=k, value=v), want)
+    assert torch.equal(serve.sdpa(q, k, value=v), want)
+    with pytest.raises(ProblemError, match="k is given twice, also as key"):
+        serve.sdpa(q, k, v, key=k)
+    with pytest.raises(ProblemError, match="v is missing"):
+        serve.sdpa(q, k)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"causal": "left"}, "causal = 'left'; allowed are False, True, 'top_left' and 'bottom_right'"),
+        ({"is_causal": "yes"}, "is_causal = 'yes'; allowed"),
+        ({"causal": [1]}, r"causal = \[1\]; allowed"),
+        ({"causal": True, "is_causal": True}, "is_causal = True and causal = True are both given"),
+        ({"attn_mask": True, "causal": True}, "given by name, too"),
+        ({"attn_mask": torch.ones(24, 24, dtype=torch.bool), "is_causal": True}, "attn_mask and a causal mask"),
+        ({"scale": [1.0]}, "scale must be a number or None, got list"),
+        ({"attn_mask": "none"}, "attn_mask must be a tensor"),
+        (
+            {"attn_mask": causal_lower_right(24, 25)},
+            "CausalBias for 24 query and 25 key rows, but q has 24 and k 24 rows",
+        ),
+    ],
+)
+def test_contradictions_are_refused(given, words) -> None:
+    with pytest.raises(ProblemError, match=words):
+        serve.sdpa(*tensors(), **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda q, k, v: (q.numpy(), k, v), "q must be a torch.Tensor, got ndarray"),
+        (lambda q, k, v: (q[0, 0, 0], k, v), r"q must be \[batch, heads, rows, head_dim\], got 1 axes"),
+        (lambda q, k, v: (q, k.float(), v), "q, k and v must have one dtype, got torch.float16, torch.float32"),
+        (lambda q, k, v: (q, k.to("meta"), v), "q, k and v must be on one device, got cpu, meta, cpu"),
+        (lambda q, k, v: (q[..., :8], k, v), "q and k must agree in head_dim"),
+        (lambda q, k, v: (q, k[:, :, :9], v), "k and v must agree in rows"),
+        (lambda q, k, v: (q, k, v[:, :1]), "k and v must agree in heads"),
+        (
+            lambda q, k, v: (q, k[:, :2].repeat(1, 2, 1, 1)[:, :3], v[:, :2].repeat(1, 2, 1, 1)[:, :3]),
+            "multiple of k's",
+        ),
+        (lambda q, k, v: (q, k.repeat(3, 1, 1, 1), v.repeat(3, 1, 1, 1)), "agree in batch"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change, words) -> None:
+    with pytest.raises(ProblemError, match=words):
+        serve.sdpa(*change(*tensors(batch=2, heads=4)))
+
+
+# What is served
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"batch": 2, "rows": 70, "keys": 33},
+        {"heads": 6, "kv_heads": 2, "rows": 5, "keys": 70},
+        {"columns": 40},
+        {"columns": 24, "value_columns": 16},
+        {"columns": 16, "value_columns": 33},
+        {"rows": 1, "keys": 70},
+    ],
+)
+@pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
+def test_it_equals_torch(launches, shape, causal, dtype) -> None:
+    q, k, v = tensors(**shape, dtype=dtype)
+    out = serve.sdpa(q, k, v, causal=causal)
+    torch.testing.assert_close(out, expected(q, k, v, causal), **TOLERANCE[dtype])
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("scale", [None, 0.5, 1])
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_the_log_sum_exp_is_returned(launches, scale, causal) -> None:
+    q, k, v = tensors(rows=24, keys=30, heads=4, kv_heads=2)
+    for _ in range(2):
+        out, lse = serve.sdpa(q, k, v, causal=causal, scale=scale, return_lse=True)
+    torch.testing.assert_close(out, expected(q, k, v, causal or None, scale), **TOLERANCE[q.dtype])
+    scores = q.float() @ k.float().repeat_interleave(2, dim=1).mT * (0.25 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(~torch.ones(24, 30, dtype=torch.bool).tril(6), float("-inf"))
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
+    assert (lse.dtype, lse.shape) == (torch.float32, (1, 4, 24))
+
+
+def test_rows_that_see_nothing_are_zero(launches) -> None:
+    q, k, v = tensors(rows=20, keys=8)
+    out, lse = serve.sdpa(q, k, v, causal="bottom_right", return_lse=True)
+    assert torch.equal(out[:, :, :12], torch.zeros_like(out[:, :, :12]))
+    assert torch.isneginf(lse[:, :, :12]).all()
+
+
+def test_three_axes_are_heads_without_a_batch(launches) -> None:
+    q, k, v = tensors(heads=3)
+    want = serve.sdpa(q, k, v, causal=True)
+    assert torch.equal(serve.sdpa(q[0], k[0], v[0], causal=True), want[0])
+    out, lse = serve.sdpa(q[0], k[0], v[0], return_lse=True)
+    assert (out.shape, lse.shape) == ((3, 24, 16), (3, 24))
+
+
+@pytest.mark.parametrize("value_columns", [16, 8])
+def test_the_output_keeps_the_order_of_axes(launches, value_columns) -> None:
+    q, k, v = tensors(batch=2, heads=3, value_columns=value_columns)
+    rows_first = q.transpose(1, 2).contiguous().transpose(1, 2)
+    out = serve.sdpa(rows_first, k, v)
+    assert out.transpose(1, 2).is_contiguous()
+    assert serve.sdpa(q, k, v).is_contiguous()
+    torch.testing.assert_close(out, serve.sdpa(q, k, v))
+
+
+def test_views_are_read_where_they_lie(launches) -> None:
+    q, k, v = tensors(heads=4, rows=20, keys=40, columns=32)
+    views = (q[:, 1:3, :, :16], k[:, ::2, 5:30, 16:], v[:, ::2, 5:30, 8:24])
+    assert not any(view.is_contiguous() for view in views)
+    torch.testing.assert_close(serve.sdpa(*views, True), expected(*views, "top_left"), **TOLERANCE[q.dtype])
+    assert [tuple(each.stride()) for each in launches[0][3][:3]] == [tuple(view.stride()) for view in views]
+
+
+def test_workspace_of_split_keys(launches, monkeypatch) -> None:
+    """The counters of one stream are kept; a capture gets its own."""
+    q, k, v = tensors(rows=4, keys=200)
+    want = expected(q, k, v)
+    with configure(kv_splits=2, tile_m=16, tile_n=64):
+        served = plans.plan_for(q, k, v).served
+        assert served.schedule["kv_splits"] == 2
+        for _ in range(3):
+            torch.testing.assert_close(serve.sdpa(q, k, v), want, **TOLERANCE[q.dtype])
+        with capturing(monkeypatch):
+            serve.sdpa(q, k, v)
+    operators, first, second, captured = (launch[3][7] for launch in launches)
+    assert first.dtype == torch.int32
+    assert first.data_ptr() == second.data_ptr()
+    assert first.data_ptr() not in (operators.data_ptr(), captured.data_ptr())
+
+
+# Plans
+
+
+def test_a_plan_is_made_once_and_found_again(launches, monkeypatch) -> None:
+    made = []
+    monkeypatch.setattr(plans, "_make_plan", lambda *given, make=plans._make_plan: made.append(given) or make(*given))
+    q, k, v = tensors()
+    for causal in (True, "top_left", True):
+        serve.sdpa(q, k, v, causal=causal)
+    serve.sdpa(q, k, v, True)
+    torch.ops.tiledsched.sdpa(q, k, v, "top_left")
+    assert (len(made), len(launches)) == (1, 5)
+    assert len({id(launch[2]) for launch in launches}) == 1
+    serve.sdpa(*tensors(rows=25), causal=True)
+    assert len(made) == 2
+    assert len({id(launch[2]) for launch in launches}) == 1  # the hints are the same, and so is the kernel object
+
+
+def test_plans_do_not_pile_up(launches, monkeypatch) -> None:
+    monkeypatch.setattr(plans, "MAX_PLANS", 3)
+    for rows in range(1, 8):
+        serve.sdpa(*tensors(rows=rows))
+        assert len(plans._plans) <= 3
+        assert plans.ready.keys() <= plans._plans.keys()
+
+
+def test_threads_share_plans(launches) -> None:
+    q, k, v = tensors(rows=8)
+    failed = []
+
+    def call() -> None:
+        try:
+            for _ in range(3):
+                torch.testing.assert_close(serve.sdpa(q, k, v), expected(q, k, v), **TOLERANCE[q.dtype])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(plans._plans) == 1
+
+
+def test_configure_holds_from_the_next_call(launches) -> None:
+    q, k, v = tensors()
+    serve.sdpa(q, k, v)
+    with configure(tile_m=128, tile_n=32):
+        serve.sdpa(q, k, v)
+        assert plans.plan_for(q, k, v).served.provenance == "forced"
+    serve.sdpa(q, k, v)
+    sizes = [launch[3][5:7] for launch in launches]
+    assert sizes[0] == sizes[2] != sizes[1] == (128, 32)
+
+
+def test_a_failed_launch_names_the_call(launches, monkeypatch) -> None:
+    import cuda.tile
+
+    def fail(*given) -> None:
+        raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
+
+    monkeypatch.setattr(cuda.tile, "launch", fail)
+    with pytest.raises(
+        LaunchError, match=r"S=24 D=16 float16 .*CUDA_ERROR_LAUNCH_FAILED; run again with TILEDSCHED_SYNC=1"
+    ):
+        serve.sdpa(*tensors())
+
+
+def test_sync_waits_for_each_launch(launches, monkeypatch) -> None:
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    q, k, v = tensors()
+    serve.sdpa(q, k, v)
+    assert waited == []
+    with configure(sync=True):
+        serve.sdpa(q, k, v)
+        serve.sdpa(q, k, v)
+    assert waited == [-1, -1]
+
+
+def test_a_capture_needs_a_program_that_has_run(launches, monkeypatch) -> None:
+    q, k, v = tensors(rows=32)
+    with (
+        capturing(monkeypatch),
+        pytest.raises(LaunchError, match="call sdpa once with these shapes and strides before"),
+    ):
+        serve.sdpa(q, k, v)
+    assert launches == []
+    want = serve.sdpa(q, k, v)
+    with capturing(monkeypatch):
+        assert torch.equal(serve.sdpa(q, k, v), want)
+        serve.sdpa(*tensors(rows=48))  # another shape, the same program
+        with pytest.raises(LaunchError):
+            serve.sdpa(q, k, v, causal=True)
+
+
+# What is left to torch
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"attn_mask": torch.ones(24, 24, dtype=torch.bool).tril()}, "a mask tensor is given"),
+        ({"attn_mask": torch.zeros(24, 24, dtype=torch.float16)}, "a mask tensor is given"),
+        ({"dropout_p": 1e-9}, "dropout is asked for"),
+        ({"scale": -1.0}, "the softmax scale must be positive"),
+        ({"scale": 0.0}, "the softmax scale must be positive"),
+    ],
+)
+def test_arguments_left_to_torch(launches, monkeypatch, given, words) -> None:
+    q, k, v = tensors()
+    with pytest.raises(UnsupportedError, match=words):
+        serve.sdpa(q, k, v, **given)
+    with configure(fallback="torch"):
+        with pytest.warns(UserWarning, match=words):
+            out = serve.sdpa(q, k, v, **given)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            serve.sdpa(q, k, v, **given)
+    torch.testing.assert_close(out, torch_sdpa(q, k, v, **given))
+    assert launches == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x.float(), "dtype torch.float32 is not served"),
+        (lambda x: x.repeat(1, 1, 1, 20), "head_dim 320 is above 256"),
+        (lambda x: x[:, :, :0], "a tensor is empty"),
+        (lambda x: x[None], "q, k and v have 5, 5 and 5 axes"),
+        (lambda x: x[0, 0], "q, k and v have 2, 2 and 2 axes"),
+    ],
+)
+def test_tensors_left_to_torch(launches, change, words) -> None:
+    q, k, v = (change(x) for x in tensors())
+    with pytest.raises(UnsupportedError, match=words):
+        serve.sdpa(q, k, v)
+    with configure(fallback="torch"), pytest.warns(UserWarning, match=words):
+        torch.testing.assert_close(serve.sdpa(q, k, v), torch_sdpa(q, k, v))
+
+
+def test_other_devices_are_left_to_torch(quiet) -> None:
+    q, k, v = (x.to("meta") for x in tensors())
+    assert serve.sdpa(q, k, v, causal=True).shape == q.shape
+
+
+def test_a_batch_that_broadcasts_is_left_to_torch(launches, quiet) -> None:
+    q, k, v = tensors(batch=2)
+    with pytest.raises(UnsupportedError, match="torch broadcasts it"):
+        serve.sdpa(q, k[:1], v[:1])
+
+
+def test_a_view_beyond_32_bits_is_left_to_torch(launches, monkeypatch) -> None:
+    q, k, v = tensors(keys=200)
+    serve.sdpa(q, k[:, :, :100], v[:, :, :100])
+    plans.forget_plans()
+    monkeypatch.setattr(plans, "LARGEST_INT32", k[:, :, :100].numel() + 1)
+    with pytest.raises(UnsupportedError, match="spans more than"):
+        serve.sdpa(q, k[:, :, :100], v[:, :, :100])
+    serve.sdpa(q, k[:, :, :100].contiguous(), v[:, :, :100].contiguous())
+
+
+def test_gpus_without_a_space_are_left_to_torch(launches, monkeypatch) -> None:
+    facts = plans.DeviceFacts(arch="sm_75", name="Tesla T4", sm_count=40)
+    monkeypatch.setattr(plans, "device_facts", lambda index: facts)
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors())
+    with configure(fallback="torch"), pytest.warns(UserWarning, match="no search space for sm_75"):
+        out, lse = serve.sdpa(q, k, v, causal=True, return_lse=True)
+    torch.testing.assert_close(out, expected(q, k, v, "top_left"), **TOLERANCE[q.dtype])
+    assert out.stride() == q.stride()  # as the operator promised when it was traced
+    assert lse.shape == (1, 2, 24)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(12, 30), (30, 12), (16, 16)])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_torch_understands_bottom_right_and_the_log_sum_exp(quiet, rows, keys, kv_heads) -> None:
+    q, k, v = tensors(rows=rows, keys=keys, heads=4, kv_heads=kv_heads, dtype=torch.float32)
+    out, lse = serve.sdpa(q, k, v, causal="bottom_right", return_lse=True)
+    torch.testing.assert_close(out, expected(q, k, v, "bottom_right"))
+    scores = q @ k.repeat_interleave(4 // kv_heads, dim=1).mT / 4
+    scores = scores.masked_fill(~torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows), float("-inf"))
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+def test_gradients_are_torchs(launches, quiet) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors())
+    with pytest.raises(UnsupportedError, match="forward only"):
+        serve.sdpa(q, k, v, causal=True)
+    with configure(fallback="torch"):
+        out = serve.sdpa(q, k, v, causal=True)
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        want = torch.autograd.grad(torch_sdpa(q, k, v, is_causal=True).sum(), (q, k, v))
+        for got, reference in zip(grads, want, strict=True):
+            torch.testing.assert_close(got, reference)
+        assert launches == []
+        with torch.no_grad():
+            assert not serve.sdpa(q, k, v, causal=True).requires_grad
+        with torch.inference_mode():
+            serve.sdpa(q, k, v, causal=True)
+        assert not serve.sdpa(q.detach(), k.detach(), v.detach(), causal=True).requires_grad
+    assert len(launches) == 3
