@@ -1,183 +1,211 @@
-"""Which schedule to try next: Optuna's ask and tell over one search space and problem."""
+"""Which schedule to try next, over one search space and problem: ask for schedules, build them, choose, measure, tell."""
 
 from __future__ import annotations
 
+import math
 import random
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from tiledsched.build.cubin import ResourceFacts
 from tiledsched.errors import ConfigError
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.search.surrogate import CUT, Encoder, Known, Surrogate, losses
 from tiledsched.space import SearchSpace
 
-if TYPE_CHECKING:
-    import optuna
+SAMPLERS = ("surrogate", "tpe", "random", "exhaustive")
+Estimate = Callable[[Schedule, ResourceFacts | None], float]
+"""Modelled microseconds of a schedule; the facts are None before it is built."""
+Mask = NDArray[np.bool_]
 
-SAMPLERS = ("tpe", "random", "exhaustive")
-STARTUP = 16
-"""Outcomes before TPE proposes; until then valid schedules are drawn evenly."""
-PROPOSALS = 2
-"""What TPE may propose per schedule asked for. It knows no constraints, so that most of it is invalid or known; then
-the nearest new schedule is taken. Asking again until it hits takes some 80 proposals, each slower than the last.
-"""
+
+class Strategy(Protocol):
+    """What tells the samplers apart. Schedules are known by their number among the valid ones."""
+
+    def propose(self, unseen: Mask, count: int) -> list[int]:
+        """Between 1 and `count` of the `unseen` `[valid]`, of which there is at least one."""
+        ...
+
+    def choose(self, waiting: Sequence[int], count: int) -> list[int]:
+        """Up to `count` of those built and waiting to be measured."""
+        ...
+
+    def built(self, index: int, facts: ResourceFacts) -> None:
+        """It builds, and this is what its machine code tells."""
+        ...
+
+    def tell(self, index: int, median_us: float | None) -> None:
+        """Its time, or None where it failed."""
+        ...
 
 
 class ScheduleSampler:
     """Proposes schedules never proposed before and learns from their times.
 
-    The study lives in memory and is rebuilt by telling it what the store knows; the store is the truth.
+    `ask` says what to build. What was built is reported with `built`, and `choose` says what of it to measure now; what
+    it leaves may be chosen later. Every outcome is reported with `tell`. The state lives in memory and is rebuilt by
+    telling it what the store knows; the store is the truth.
 
     Args:
         space: where schedules come from.
         problem: what they are for.
         pinned: knobs held at one value, such as the accumulator mode.
-        name: tpe (multivariate, constant-liar: Bergstra et al. 2011; taken to the nearest new schedule, and by turns
-            with one nearest to the best known), random, or exhaustive (enumeration order).
+        name: surrogate (a Gaussian process over schedules, see `tiledsched.search.surrogate`), tpe (see
+            `tiledsched.search.tpe`), random, or exhaustive (enumeration order).
         seed: the same seed proposes the same schedules.
-        first: schedules proposed before any of the sampler's own, such as the default one.
+        first: schedules proposed and chosen before any of the sampler's own, such as the default one.
+        estimate: the static model; None where there is none. Only the surrogate asks it.
+        elsewhere: what is known of other problems. Only the surrogate learns from it.
 
     Raises:
         ConfigError: unknown sampler name.
     """
 
-    def __init__(self, space: SearchSpace, problem: Problem, *, pinned: dict[str, KnobValue], name: str = "tpe",
-                 seed: int = 0, first: Sequence[Schedule] = ()) -> None:  # fmt: skip
+    def __init__(self, space: SearchSpace, problem: Problem, *, pinned: dict[str, KnobValue], name: str = "surrogate",
+                 seed: int = 0, first: Sequence[Schedule] = (), estimate: Estimate | None = None,
+                 elsewhere: Sequence[Known] = ()) -> None:  # fmt: skip
         if name not in SAMPLERS:
             raise ConfigError(f"unknown sampler {name!r}; known are {', '.join(SAMPLERS)}")
         self._valid = list(space.schedules(problem, pinned=pinned))
-        self._rng = random.Random(seed)
+        rng = random.Random(seed)
         if name == "random":
-            self._rng.shuffle(self._valid)
+            rng.shuffle(self._valid)
+        elif name == "surrogate":  # equal promise goes to the schedule closest to the plain kernel, then to chance
+            rng.shuffle(self._valid)
+            self._valid.sort(key=lambda schedule: departures(space, schedule))
         self._index = {schedule: index for index, schedule in enumerate(self._valid)}
-        self._choices = {name: {choice: code for code, choice in enumerate(knob.choices)}
-                         for name, knob in space.knobs.items()}  # fmt: skip
-        self._codes = np.array([self._encoded(schedule) for schedule in self._valid], dtype=np.int8)
         self._unseen = np.ones(len(self._valid), dtype=bool)
-        self._left = len(self._valid)
-        self._next = 0
-        self._queue = [schedule for schedule in first if schedule in self._index]
-        self._told = self._turn = 0
-        self._best: tuple[float, Schedule] | None = None
-        self._study = _Study(space, pinned, seed) if name == "tpe" else None
+        self._first = [self._index[schedule] for schedule in dict.fromkeys(first) if schedule in self._index]
+        self._waiting: dict[int, None] = {}
+        self._strategy: Strategy
+        if name == "surrogate":
+            self._strategy = SurrogateStrategy(space, problem, self._valid, estimate, elsewhere)
+        elif name == "tpe":
+            from tiledsched.search.tpe import TpeStrategy
+
+            self._strategy = TpeStrategy(space, self._valid, pinned, seed)
+        else:
+            self._strategy = InOrder()
 
     @property
     def size(self) -> int:
         """Valid schedules in all."""
         return len(self._valid)
 
-    def _encoded(self, schedule: Schedule) -> list[int]:
-        return [codes[schedule[name]] for name, codes in self._choices.items()]
-
     def ask(self, count: int) -> list[Schedule]:
         """Up to `count` schedules not proposed before; fewer only when the space is used up."""
-        proposed: list[Schedule] = []
-        while len(proposed) < count and self._left:
-            index = self._propose()
-            self._mark_seen(index)
-            schedule = self._valid[index]
-            if self._study is not None:
-                self._study.pending(schedule)
-            proposed.append(schedule)
-        return proposed
+        proposed = [index for index in self._first if self._unseen[index]][:count]
+        self._unseen[proposed] = False
+        while len(proposed) < count and self._unseen.any():
+            more = self._strategy.propose(self._unseen, count - len(proposed))
+            self._unseen[more] = False
+            proposed += more
+        return [self._valid[index] for index in proposed]
 
-    def _mark_seen(self, index: int) -> None:
-        self._left -= int(self._unseen[index])
-        self._unseen[index] = False
+    def built(self, schedule: Schedule, facts: ResourceFacts) -> None:
+        """A schedule of this space was built: from now on it may be chosen."""
+        if schedule in self._index:
+            index = self._index[schedule]
+            self._unseen[index] = False
+            self._waiting[index] = None
+            self._strategy.built(index, facts)
 
-    def _propose(self) -> int:
-        while self._queue:
-            index = self._index[self._queue.pop(0)]
-            if self._unseen[index]:
-                return index
-        if self._study is None:
-            while not self._unseen[self._next]:
-                self._next += 1
-            return self._next
-        if self._told < STARTUP:
-            return self._any_of(self._unseen)
-        self._turn += 1
-        if self._best is not None and self._turn % 2:
-            return self._near(self._best[1])
-        for _ in range(PROPOSALS):
-            wanted = self._study.propose()
-            index = self._index.get(wanted, -1)
-            if index >= 0 and self._unseen[index]:
-                return index
-        return self._near(wanted)
-
-    def _near(self, wanted: Schedule) -> int:
-        """One of the new schedules that differ from `wanted` in the fewest knobs."""
-        differences = (self._codes != np.array(self._encoded(wanted), dtype=np.int8)).sum(axis=1)
-        return self._any_of(self._unseen & (differences == differences[self._unseen].min()))
-
-    def _any_of(self, mask: np.ndarray) -> int:
-        return int(self._rng.choice(np.flatnonzero(mask)))
+    def choose(self, count: int) -> list[Schedule]:
+        """Up to `count` of those built and not told: what to measure now, the most promising first."""
+        chosen = [index for index in self._first if index in self._waiting][:count]
+        others = [index for index in self._waiting if index not in chosen]
+        if others and len(chosen) < count:
+            chosen += self._strategy.choose(others, count - len(chosen))
+        return [self._valid[index] for index in chosen]
 
     def known(self, times: Iterable[tuple[Schedule, float | None]]) -> None:
         """Tell it of schedules tried earlier: microseconds, or None for a failure. They are not proposed again."""
         for schedule, median_us in times:
-            if schedule in self._index:
-                self._mark_seen(self._index[schedule])
             self.tell(schedule, median_us)
 
     def tell(self, schedule: Schedule, median_us: float | None) -> None:
         """The outcome of a schedule: its time, or None where it failed. Schedules outside the space teach nothing."""
-        if self._study is not None and schedule in self._index:
-            self._told += 1
-            self._study.tell(schedule, median_us)
-            if median_us is not None and (self._best is None or median_us < self._best[0]):
-                self._best = median_us, schedule
+        if schedule in self._index:
+            index = self._index[schedule]
+            self._unseen[index] = False
+            self._waiting.pop(index, None)
+            self._strategy.tell(index, median_us)
+
+    def expected_gain(self) -> float:
+        """What the best candidate left promises, as a part of the best time; infinite where the sampler cannot tell."""
+        if not isinstance(self._strategy, SurrogateStrategy):
+            return math.inf
+        left = np.flatnonzero(self._unseen) if self._unseen.any() else np.array(list(self._waiting), dtype=np.int64)
+        return self._strategy.expected_gain(left) if len(left) else 0.0
 
 
-class _Study:
-    """An Optuna study in memory whose trials are schedules."""
+def departures(space: SearchSpace, schedule: Schedule) -> int:
+    """How many knobs that only a measurement can judge are off their default."""
+    return sum(schedule[name] != value for name, value in space.modelled_pins().items())
 
-    def __init__(self, space: SearchSpace, pinned: Mapping[str, KnobValue], seed: int) -> None:
-        import optuna
 
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # multivariate and constant_liar are marked experimental in some releases
-            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=1)
-        self._study = optuna.create_study(direction="minimize", sampler=sampler)
-        self._distributions: dict[str, optuna.distributions.BaseDistribution] = {
-            name: optuna.distributions.CategoricalDistribution([pinned[name]] if name in pinned else knob.choices)
-            for name, knob in space.knobs.items()
-        }
-        self._numbers: dict[Schedule, int] = {}
+class InOrder:
+    """The valid schedules one after the other."""
 
-    def propose(self) -> Schedule:
-        """What TPE would try next, valid or not; nothing is noted."""
-        import optuna
+    def propose(self, unseen: Mask, count: int) -> list[int]:
+        """The next ones."""
+        return [int(index) for index in np.flatnonzero(unseen)[:count]]
 
-        trial = self._study.ask(self._distributions)
-        self._study.tell(trial, state=optuna.trial.TrialState.FAIL)  # TPE takes no notice of failed trials
-        return Schedule(trial.params)
+    def choose(self, waiting: Sequence[int], count: int) -> list[int]:
+        """The first."""
+        return list(waiting[:count])
 
-    def pending(self, schedule: Schedule) -> None:
-        """Note that `schedule` is being tried, so that what is proposed meanwhile keeps away from it."""
-        import optuna
+    def built(self, index: int, facts: ResourceFacts) -> None:
+        """Nothing to learn."""
 
-        self._add(schedule, state=optuna.trial.TrialState.RUNNING)
-        self._numbers[schedule] = self._study.get_trials(deepcopy=False)[-1].number
+    def tell(self, index: int, median_us: float | None) -> None:
+        """Nothing to learn."""
 
-    def tell(self, schedule: Schedule, value: float | None) -> None:
-        """The outcome; of a schedule that was not pending, too."""
-        import optuna
 
-        number = self._numbers.pop(schedule, None)
-        if number is not None:
-            state = optuna.trial.TrialState.FAIL if value is None else optuna.trial.TrialState.COMPLETE
-            self._study.tell(number, value, state=state)
-        elif value is not None:
-            self._add(schedule, value=value)
+class SurrogateStrategy:
+    """What promises the largest expected improvement, after all that is known here and elsewhere."""
 
-    def _add(self, schedule: Schedule, **more: Any) -> None:
-        import optuna
+    def __init__(self, space: SearchSpace, problem: Problem, valid: Sequence[Schedule], estimate: Estimate | None,
+                 elsewhere: Sequence[Known]) -> None:  # fmt: skip
+        self._problem, self._valid, self._estimate, self._elsewhere = problem, valid, estimate, elsewhere
+        self._encoder = Encoder(space)
+        self._codes = self._encoder.encode(valid)
+        modelled_us = [estimate(schedule, None) if estimate else 1.0 for schedule in valid]
+        self._least_us = min(modelled_us, default=1.0)
+        self._modelled = losses(modelled_us)
+        self._here: dict[int, float | None] = {}
+        self._latest: Surrogate | None = None
 
-        trial = optuna.trial.create_trial(params=dict(schedule), distributions=self._distributions, **more)
-        self._study.add_trial(trial)
+    def _judge(self, candidates: Sequence[int] | NDArray[np.intp]) -> Surrogate:
+        return Surrogate(self._encoder, self._problem, self._codes, self._modelled, self._here, self._elsewhere,
+                         np.asarray(candidates, dtype=np.int64))  # fmt: skip
+
+    def expected_gain(self, left: NDArray[np.intp]) -> float:
+        """Of the best of `left`."""
+        self._latest = self._judge(left)
+        return float(self._latest.improvement().max())
+
+    def propose(self, unseen: Mask, count: int) -> list[int]:
+        """The most promising. Right after `expected_gain` was asked of the same, its judgement is used again."""
+        judged, self._latest = self._latest or self._judge(np.flatnonzero(unseen)), None
+        return judged.choose(count, unseen)
+
+    def choose(self, waiting: Sequence[int], count: int) -> list[int]:
+        """The most promising, now that their machine code is known."""
+        return self._judge(waiting).choose(count)
+
+    def built(self, index: int, facts: ResourceFacts) -> None:
+        """The static model is asked again."""
+        self._latest = None
+        if self._estimate:
+            modelled_us = self._estimate(self._valid[index], facts)
+            self._modelled[index] = min(CUT, math.log(modelled_us / self._least_us))
+
+    def tell(self, index: int, median_us: float | None) -> None:
+        """Learn it."""
+        self._latest = None
+        self._here[index] = median_us

@@ -1,7 +1,8 @@
 """Tune problems one by one: build, measure or model, and store what should be served.
 
-With a runner, schedules are proposed, built and measured in batches until the trials or the budget are used up; then
-the leaders race each other afresh, interleaved, because times of different batches are never compared for the verdict.
+With a runner, schedules are proposed and built, and the most promising of them measured, in batches, until no more gain is
+expected or the programs or the budget are used up; then the leaders race each other afresh, interleaved, because times of
+different batches are never compared for the verdict.
 Without one, every schedule is built and the model ranks the distinct programs. Everything is stored as it happens, so
 that an interrupted run loses nothing and the next one goes on.
 """
@@ -9,7 +10,6 @@ that an interrupted run loses nothing and the next one goes on.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,21 +23,23 @@ from tiledsched.device import ArchSpec, arch_spec
 from tiledsched.errors import NoValidScheduleError
 from tiledsched.kernels import template_for
 from tiledsched.kernels.template import KernelTemplate
-from tiledsched.measure.runner import Failed, Measurement, Runner
+from tiledsched.measure.runner import Failed, Runner
 from tiledsched.model.static import estimate_us
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.search.effort import EFFORTS
+from tiledsched.search.ledger import Ledger
+from tiledsched.search.prior import estimator, known_elsewhere, measured_elsewhere
 from tiledsched.search.programs import RETRIED, Program, Workshop, deadlines
 from tiledsched.search.race import RULES, Outcome, race
 from tiledsched.search.sampler import ScheduleSampler
+from tiledsched.search.surrogate import Known, likeness
 from tiledsched.space import SearchSpace
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import BuildRecord, EntryRecord
 
-FINALISTS = 16
-"""Programs in the deciding race."""
-MODEL_SEEDS = 16
-"""Schedules the model likes best, proposed first where they are built already."""
+MOST_WINNERS = 4
+"""Winners of like problems that are tried first where nothing else is known of those."""
 LOOKS = {regime: dataclasses.replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds)
          for regime, rules in RULES.items()}  # fmt: skip
 """How a batch is measured: enough to learn from; the deciding race comes last."""
@@ -49,11 +51,15 @@ class TuneOptions:
 
     accum_mode: str = "fp32"
     """Accuracy class to tune within."""
-    trials: int = 128
-    """Distinct programs to measure per problem, where there is a GPU; those measured before count."""
+    effort: str = "default"
+    """A key of EFFORTS: how many programs are measured and how many race for the decision."""
+    trials: int | None = None
+    """Distinct programs to measure per problem, at most, where there is a GPU; those measured before count. None for
+    those of the effort.
+    """
     budget_s: float | None = None
     """Seconds for the whole run, shared evenly by the problems; None for no limit."""
-    sampler: str = "tpe"
+    sampler: str = "surrogate"
     """See ScheduleSampler."""
     seed: int = 0
     """Of the sampler."""
@@ -116,7 +122,12 @@ class Tuner:
         self.watcher = watcher or Silent()
         self.workshop = Workshop(db, artifacts, template, space.arch, toolchain, pool,
                                  timeout_s=options.compile_timeout_s)  # fmt: skip
-        self._batch = max(8, 2 * pool.jobs)
+        self._effort = EFFORTS[options.effort]
+        self._trials = self._effort.programs if options.trials is None else options.trials
+        # The surrogate learns more from small batches, but every compile process should have something to do.
+        guided = options.sampler == "surrogate"
+        self._asked = max(self._effort.batch * self._effort.builds, pool.jobs) if guided else max(8, 2 * pool.jobs)
+        self._chosen = self._asked // self._effort.builds if guided else self._asked
         self._pinned: dict[str, KnobValue] = {"accum_mode": options.accum_mode}
         self._source_hash = template.source_hash
         self._measurement_ids: dict[Schedule, int] = {}
@@ -178,40 +189,48 @@ class Tuner:
 
     def _measure(self, problem: Problem, runner: Runner, deadline_s: float | None) -> TuneResult:
         started = time.monotonic()
-        sampler = ScheduleSampler(self.space, problem, pinned=self._pinned, name=self.options.sampler,
-                                  seed=self.options.seed, first=self._first(problem))  # fmt: skip
-        times = self._known_times(problem, runner)
-        sampler.known(times.items())
-        known = len(self.workshop.programs(list(times), problem, runner.device.sm_count))
-        tried, compiled, measured, failed = list(times), 0, 0, 0
+        elsewhere = self._elsewhere(problem, runner)
+        sampler = ScheduleSampler(
+            self.space, problem, pinned=self._pinned, name=self.options.sampler, seed=self.options.seed, elsewhere=elsewhere,
+            first=self._first(problem, elsewhere), estimate=estimator(problem, arch_spec(self.space.arch)),
+        )  # fmt: skip
+        ledger = Ledger(self.workshop, problem, runner.device.sm_count, sampler, self._known_times(problem, runner))
+        tried, compiled, measured, failed = list(ledger.times), 0, 0, 0
         runner.begin(problem)
-        self.watcher.stage(problem, "measuring", min(self.options.trials, sampler.size))
-        while known + measured < self.options.trials and not _late(deadline_s, share=0.8, started=started):
-            batch = sampler.ask(self._batch)
-            if not batch:
+        self.watcher.stage(problem, "measuring", min(self._trials, sampler.size))
+        while (left := self._trials - ledger.programs) > 0 and not _late(deadline_s, share=0.8, started=started):
+            if sampler.expected_gain() < self._effort.least_gain:
                 break
-            compiled += self.workshop.build(batch, problem, deadline_s=deadline_s)
-            outcomes = self._race_new(batch, problem, runner, times, deadline_s)
-            for schedule in batch:
-                sampler.tell(schedule, times.get(schedule))
-            tried += batch
+            asked = sampler.ask(self._asked)
+            compiled += self.workshop.build(asked, problem, deadline_s=deadline_s)
+            tried += asked
+            failed += ledger.note_builds(asked)
+            chosen = sampler.choose(min(self._chosen, left))
+            if not asked and not chosen:
+                break
+            outcomes = self._race(chosen, problem, runner, ledger.best_us, deadline_s)
+            ledger.note_outcomes(chosen, outcomes)
             measured += len(outcomes)
             failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
-            failed += self._build_failures(batch, problem)
-            self.watcher.step(known + measured)
-        return self._decide(problem, runner, times, tried, compiled, measured, failed, started)
+            self.watcher.step(ledger.programs)
+        return self._decide(problem, runner, ledger.times, tried, compiled, measured, failed, started)
 
-    def _first(self, problem: Problem) -> list[Schedule]:
-        """What to try first: the default, what won on the nearest problems, what the model likes."""
+    def _elsewhere(self, problem: Problem, runner: Runner) -> list[Known]:
+        if self.options.sampler != "surrogate":
+            return []
+        others = measured_elsewhere(
+            self.db, self.space, runner.device.name, self.options.regime, self.options.accum_mode
+        )
+        return known_elsewhere(problem, others, arch_spec(self.space.arch))
+
+    def _first(self, problem: Problem, elsewhere: Sequence[Known]) -> list[Schedule]:
+        """What to try first: the default, and what won on like problems of which no more is known than that."""
+        told = {known.problem for known in elsewhere}
         near = [entry for entry in self.db.entries(self.space.arch, self.template.name, provenance="measured")
-                if (entry.problem.head_dim, entry.problem.causal) == (problem.head_dim, problem.causal)]  # fmt: skip
-        near.sort(key=lambda entry: (abs(entry.problem.seq_q - problem.seq_q), entry.problem))
-        spec = arch_spec(self.space.arch)
-        pins = self.space.modelled_pins()  # of these the model knows nothing, and may be far off
-        known = [each for each in self.workshop.built(problem) if all(each[name] == pins[name] for name in pins)]
-        built = self.workshop.programs(known, problem, spec.sm_count)
-        modelled = [program.schedule for program in self._ranked(built, problem)[:MODEL_SEEDS]]
-        return [self._default(problem), *(self.space.complete(entry.schedule) for entry in near), *modelled]
+                if entry.problem != problem and entry.problem not in told]  # fmt: skip
+        near.sort(key=lambda entry: (-likeness(problem, entry.problem), entry.problem))
+        winners = dict.fromkeys(self.space.complete(entry.schedule) for entry in near)
+        return [self._default(problem), *list(winners)[: 0 if elsewhere else MOST_WINNERS]]
 
     def _known_times(self, problem: Problem, runner: Runner) -> dict[Schedule, float | None]:
         """Times in the store that still hold: same device, compiler, kernel source and space.
@@ -232,25 +251,13 @@ class Tuner:
                 known.setdefault(failed.schedule, None)
         return {schedule: us for schedule, us in known.items() if not self.space.violations(schedule, problem)}
 
-    def _race_new(self, batch: Sequence[Schedule], problem: Problem, runner: Runner,
-                  times: dict[Schedule, float | None], deadline_s: float | None) -> tuple[Outcome, ...]:  # fmt: skip
-        """Measure the programs of `batch` that are not known yet; equivalents take the time of their program."""
-        sm_count = runner.device.sm_count
-        known = {program.key: times[program.schedule]
-                 for program in self.workshop.programs(list(times), problem, sm_count)}  # fmt: skip
-        programs = self.workshop.programs(batch, problem, sm_count)
-        fresh = [program for program in programs if program.key not in known]
-        known_us = min((us for us in times.values() if us is not None), default=math.inf)
+    def _race(self, chosen: Sequence[Schedule], problem: Problem, runner: Runner, best_us: float,
+              deadline_s: float | None) -> tuple[Outcome, ...]:  # fmt: skip
+        """Measure the programs of `chosen`, well enough to learn from."""
+        programs = self.workshop.programs(chosen, problem, runner.device.sm_count)
         regime = self.options.regime
-        result = race(runner, problem, self.workshop.candidates(fresh), rules=LOOKS[regime], regime=regime, known_us=known_us,
+        result = race(runner, problem, self.workshop.candidates(programs), rules=LOOKS[regime], regime=regime, known_us=best_us,
                       deadline_s=deadline_s, on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
-        for outcome in result.outcomes:
-            times[outcome.schedule] = outcome.median_us if isinstance(outcome, Measurement) else None
-        for program in programs:
-            if program.key in known or program.schedule in times:
-                time_us = known.get(program.key, times.get(program.schedule))
-                for schedule in program.schedules:
-                    times.setdefault(schedule, time_us)
         return result.outcomes
 
     def _decide(self, problem: Problem, runner: Runner, times: dict[Schedule, float | None], tried: list[Schedule],
@@ -261,10 +268,12 @@ class Tuner:
         worked = [(us, schedule) for schedule, us in times.items() if us is not None]
         worked.sort(key=lambda pair: pair[0])  # stable: of equal programs, the one that was measured stays first
         ordered = [schedule for _, schedule in worked]
-        compiled += self.workshop.build(ordered[: 4 * FINALISTS], problem)
+        compiled += self.workshop.build(ordered[: 4 * self._effort.finalists], problem)
         programs = self.workshop.programs(ordered, problem, runner.device.sm_count)
-        finalists = programs[:FINALISTS]
-        finalists += [program for program in programs[FINALISTS:] if set(preferred) & set(program.schedules)]
+        finalists = programs[: self._effort.finalists]
+        finalists += [
+            program for program in programs[self._effort.finalists :] if set(preferred) & set(program.schedules)
+        ]
         if not finalists:
             raise NoValidScheduleError(self._nothing_works(problem, tried))
         preference = [program.schedule for schedule in preferred for program in finalists
