@@ -140,13 +140,17 @@ class RawModule:
         gpu.now_us += self.script["us"] * (1 + self.script["noise"] * gpu.rng.random())
         if gpu.verb != "check":
             return
-        from tiledsched.kernels.reference import attention_reference
+        from tiledsched.kernels.reference import attention_and_lse
         from tiledsched.measure.worker import _to_float32, _to_storage
 
-        q, k, v, out = arguments[0], arguments[9], arguments[18], arguments[27]
-        scale = float(arguments[36]) * numpy.log(2.0)
+        q, k, v, out, *extras = (value for value in arguments if isinstance(value, numpy.ndarray))
+        assert len(arguments) == sum(1 + 2 * array.ndim for array in (q, k, v, out, *extras)) + 1
+        scale = float(arguments[-1]) * numpy.log(2.0)
         wide = [_to_float32(array, gpu.problem.dtype) for array in (q, k, v)]
-        right = attention_reference(numpy, *wide, causal=gpu.problem.causal, scale=scale, dtype="float32")
+        right, lse = attention_and_lse(numpy, *wide, causal=gpu.problem.causal, scale=scale, dtype="float32",
+                                       alignment=gpu.problem.alignment)  # fmt: skip
+        if extras and what != "unwritten-lse":
+            extras[0][...] = lse + (1.0 if what == "wrong-lse" else 0.0)
         if what == "wrong":
             right[0, -1, -1, :] += 1.0
         if what == "wrong-head":

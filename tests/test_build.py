@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import os
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tiledsched.space import space_for
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 REPRODUCIBLE = ("sm_90", "sm_120", "sm_121")
 PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+NEW_KNOBS = ("kv_splits", "pack_gqa", "column_parts")
 
 
 def export(
@@ -34,13 +36,15 @@ def export(
     template = template_for("attention")
     signature = template.signature(schedule, problem)
     arrays = []
+    count = 4 + len(template.workspace(schedule, problem))
     for array in signature.parameters[:4]:
         fields = {field.name: getattr(array, field.name) for field in dataclasses.fields(array)}
         dtype, ndim = fields.pop("dtype"), fields.pop("ndim")
         arrays.append(type(array)(dtype, ndim, **(fields | {"shape_divisible_by": (*axes, 1)})))
     parameters = [*arrays, *signature.parameters[4:]]
+    assert len(parameters) == count + 1 + len(template.constants(schedule, problem))
     output = io.BytesIO()
-    export_kernel(template.kernel({arch: schedule}), [KernelSignature(parameters, signature.calling_convention, name)],
+    export_kernel(template.kernel({arch: schedule}, problem), [KernelSignature(parameters, signature.calling_convention, name)],
                   output, gpu_code=arch, output_format="cubin")  # fmt: skip
     return output.getvalue()
 
@@ -90,6 +94,67 @@ def test_every_structure_builds(arch: str) -> None:
         assert same == (not changes or tuple(changes) in {(name,) for name in INERT[arch]}), changes
 
 
+DECODE = Problem(seq_q=2, seq_k=4096, head_dim=96, causal=True, alignment="bottom_right", heads=8, kv_heads=2, lse=True)
+ELSEWHERE = {
+    "lse": (PROBLEM.replace(lse=True), {}),
+    "bottom right": (PROBLEM.replace(seq_q=300, causal=True, alignment="bottom_right"), {"loop_split": True}),
+    "bottom right, persistent": (
+        PROBLEM.replace(seq_q=300, causal=True, alignment="bottom_right"),
+        {"persistent": "snake", "block_order": "swizzled"},
+    ),
+    "value_dim": (PROBLEM.replace(head_dim=192, value_dim=128, causal=True), {"tile_n": 32, "column_parts": 2}),
+    "two parts": (PROBLEM.replace(head_dim=96), {"column_parts": 2}),
+    "packed": (DECODE, {"tile_m": 16, "pack_gqa": True}),
+    "split": (DECODE, {"kv_splits": 4}),
+    "packed and split": (
+        DECODE,
+        {"tile_m": 16, "pack_gqa": True, "kv_splits": 8, "column_parts": 2, "loop_split": True},
+    ),
+    "wide": (PROBLEM.replace(seq_k=1 << 20, seq_q=1 << 20, batch=64), {}),
+    "wide, lse": (PROBLEM.replace(seq_k=1 << 20, seq_q=1 << 20, batch=64, lse=True), {"block_order": "swizzled"}),
+}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_other_problems_build(arch: str) -> None:
+    fingerprints = set()
+    for name, (problem, knobs) in ELSEWHERE.items():
+        schedule = space_for(arch).default(problem).replace(**{"tile_m": 64, "tile_n": 64, "occupancy": 1, **knobs})
+        built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch))
+        assert built.failure is None, (name, built.failure)
+        fingerprints.add(built.artifact.fingerprint)
+    assert len(fingerprints) == len(ELSEWHERE)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("knobs", [{}, {"persistent": "strided"}, {"loop_split": True, "block_order": "reversed"}])
+def test_what_a_problem_does_without_is_not_in_its_code(knobs: dict) -> None:
+    """Constants for other problems leave no trace: two plain problems share their code whatever those are."""
+    plain = PROBLEM.replace(causal=True)
+    schedule = space_for("sm_90").default(plain).replace(**knobs)
+    template = template_for("attention")
+    other = plain.replace(seq_q=2048, batch=3)
+    assert template.problem_class(schedule, plain) == template.problem_class(schedule, other)
+    assert "bottom_right" not in template.problem_class(schedule, plain).to_json()
+    without = Schedule({name: value for name, value in schedule.items() if name not in NEW_KNOBS})
+    assert template.constants(without, plain) == template.constants(schedule, plain)
+    found = {read_artifact(export(each, plain, "sm_90"), "sm_90").fingerprint for each in (schedule, without)}
+    assert len(found) == 1
+
+
+@pytest.mark.compiler
+def test_shares_are_ordered_by_the_counter() -> None:
+    """Stores of the shares come before an atomic that releases and acquires on the device; nothing bypasses it by TMA."""
+    schedule = space_for("sm_90").default(DECODE).replace(tile_m=16, pack_gqa=True, kv_splits=4)
+    text = export(schedule, DECODE, "sm_90")
+    assert text.count(b"atom.global.acq_rel.add.u32") == 1
+    before, after = text.split(b"atom.global.acq_rel.add.u32")
+    assert b"st.global" in before
+    assert b"cp.async.bulk.tensor.2d.global.shared" not in before
+    assert b"ld.global" in after
+
+
 @pytest.mark.compiler
 def test_every_knob_value_builds_on_hopper() -> None:
     space = space_for("sm_90")
@@ -97,8 +162,10 @@ def test_every_knob_value_builds_on_hopper() -> None:
     seen = set()
     for name, knob in space.knobs.items():
         for choice in knob.choices:
-            schedule = next(space.schedules(problem, pinned={name: choice}))
-            built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90"))
+            schedules = ((each, found) for each in (problem, DECODE.replace(lse=False))
+                         for found in itertools.islice(space.schedules(each, pinned={name: choice}), 1))  # fmt: skip
+            which, schedule = next(schedules)
+            built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=which, arch="sm_90"))
             assert built.failure is None, (name, choice, built.failure)
             seen.add(built.artifact.fingerprint)
     assert len(seen) > 5

@@ -308,6 +308,18 @@ def commands() -> dict[str, object]:
     return found
 
 
+def test_problem_flags_reach_the_problem() -> None:
+    from tiledsched.cli.commands import _problems
+
+    common = ["tune", "--arch", "sm_90", "--seq-len", "4096", "--head-dim", "192", "--causal", "yes", "--batch", "2",
+              "--heads", "8", "--kv-heads", "2"]  # fmt: skip
+    plain = Problem(seq_q=4096, seq_k=4096, head_dim=192, causal=True, batch=2, heads=8, kv_heads=2)
+    assert _problems(make_parser().parse_args(common)) == [plain]
+    more = ["--seq-q", "4", "--alignment", "bottom_right", "--value-dim", "128", "--lse"]
+    other = plain.replace(seq_q=4, alignment="bottom_right", value_dim=128, lse=True)
+    assert _problems(make_parser().parse_args([*common, *more])) == [other]
+
+
 @pytest.mark.parametrize("name", sorted(commands()))
 def test_every_command_and_flag_has_help_and_documentation(name) -> None:
     parser = commands()[name]

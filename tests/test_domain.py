@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tiledsched.data_files import search_spaces
 from tiledsched.errors import ProblemError, SpaceError
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, two_parts
 from tiledsched.schedule import Schedule
 from tiledsched.space import load_space, space_for
 
@@ -19,8 +19,11 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_1
 KNOBS = {
     "tile_m", "tile_n", "latency_k", "latency_v", "occupancy", "opt_level", "accum_mode", "num_ctas",
     "num_worker_warps", "loop_split", "block_order", "persistent", "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead",
-    "k_load", "tma_loads", "tma_store", "check_bounds", "division", "lazy_rescale",
+    "k_load", "tma_loads", "tma_store", "check_bounds", "division", "lazy_rescale", "flat_steps", "reload_q",
+    "kv_splits", "pack_gqa", "column_parts",
 }  # fmt: skip
+PLAIN_ID = "385d33e462a2"
+"""Of a plain causal problem, as versions without other problems computed it."""
 
 
 def problems() -> st.SearchStrategy[Problem]:
@@ -83,11 +86,71 @@ def test_the_standard_problem_fills_16k_tokens() -> None:
         ({"heads": 3, "kv_heads": 2}, "multiple of kv_heads"),
         ({"causal": 1}, "true or false"),
         ({"batch": True}, "positive integer"),
+        ({"alignment": "middle"}, "alignment must be one of top_left, bottom_right"),
+        ({"value_dim": 257}, r"value_dim must be 0 \(as head_dim\) to 256"),
+        ({"value_dim": -1}, "value_dim"),
+        ({"value_dim": True}, "value_dim"),
+        ({"lse": 1}, "lse must be true or false"),
     ],
 )
 def test_wrong_problems_are_refused(change: dict, words: str) -> None:
     with pytest.raises(ProblemError, match=words):
         Problem(**({"seq_q": 16, "seq_k": 16, "head_dim": 64} | change))
+
+
+def test_ids_are_those_of_before_there_were_other_problems() -> None:
+    plain = Problem(seq_q=128, seq_k=256, head_dim=64, causal=True)
+    assert set(plain.to_json()) == {"seq_q", "seq_k", "head_dim", "dtype", "causal", "batch", "heads", "kv_heads"}
+    assert plain.id == PLAIN_ID
+    other = plain.replace(alignment="bottom_right", value_dim=32, lse=True)
+    assert other.to_json() == plain.to_json() | {"alignment": "bottom_right", "value_dim": 32, "lse": True}
+    assert Problem.from_json(other.to_json()) == other
+    assert len({plain.id, other.id, plain.replace(lse=True).id}) == 3
+    assert str(plain) == "B=1 H=1 Sq=128 Sk=256 D=64 float16 causal"
+    assert str(other) == "B=1 H=1 Sq=128 Sk=256 D=64/32 float16 causal bottom-right +lse"
+
+
+def test_one_problem_has_one_name() -> None:
+    square = Problem(seq_q=128, seq_k=128, head_dim=64, causal=True)
+    assert square.replace(alignment="bottom_right") == square
+    assert square.replace(value_dim=64) == square
+    full = Problem(seq_q=128, seq_k=256, head_dim=64)
+    assert full.replace(alignment="bottom_right") == full
+    assert full.replace(causal=True, alignment="bottom_right") != full.replace(causal=True)
+
+
+def test_work_of_other_problems() -> None:
+    """Counted pair by pair, but for the half of a pair that the usual count leaves out on the diagonal."""
+    for seq_q, seq_k in ((7, 12), (12, 7), (1, 9), (9, 1), (5, 5)):
+        for alignment in ("top_left", "bottom_right"):
+            problem = Problem(seq_q=seq_q, seq_k=seq_k, head_dim=64, causal=True, alignment=alignment, value_dim=32)
+            offset = seq_k - seq_q if problem.alignment == "bottom_right" else 0
+            pairs = sum(column <= row + offset for row in range(seq_q) for column in range(seq_k))
+            assert problem.visible_pairs == pairs - min(seq_q, seq_k) / 2
+            assert problem.flops == 2 * problem.visible_pairs * (64 + 32)
+    problem = Problem(seq_q=100, seq_k=300, head_dim=64, value_dim=32, heads=4, kv_heads=2)
+    assert problem.min_bytes == 2 * (4 * 100 * (64 + 32) + 2 * 300 * (64 + 32))
+    assert problem.replace(lse=True).min_bytes == problem.min_bytes + 4 * 4 * 100
+
+
+@pytest.mark.parametrize(
+    ("columns", "parts"),
+    [(1, (16, 0)), (16, (16, 0)), (17, (32, 0)), (40, (32, 16)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)),
+     (96, (64, 32)), (120, (128, 0)), (128, (128, 0)), (160, (128, 32)), (192, (128, 64)), (256, (256, 0))],
+)  # fmt: skip
+def test_columns_in_two_parts(columns: int, parts: tuple[int, int]) -> None:
+    assert two_parts(columns) == parts
+    problem = Problem(seq_q=1, seq_k=1, head_dim=columns)
+    assert columns <= problem.split_d <= problem.tile_d
+    assert problem.split_d == sum(parts)
+    assert parts[1] == 0 or parts[0] % parts[1] == 0  # so that the second part starts at a tile's edge
+
+
+def test_what_32_bits_do_not_reach_is_wide() -> None:
+    problem = Problem(seq_q=1 << 15, seq_k=1, head_dim=64, heads=1 << 10)
+    assert not problem.replace(heads=(1 << 10) - 1).wide
+    assert problem.wide  # 2**31 elements
+    assert Problem(seq_q=1, seq_k=1 << 15, head_dim=32, value_dim=64, heads=1 << 10, kv_heads=1 << 10).wide
 
 
 def test_a_problem_from_json_names_the_wrong_key() -> None:
@@ -157,8 +220,11 @@ def test_at_most_two_departures_from_the_plain_kernel() -> None:
     problem = Problem.standard(seq_len=1024, head_dim=64, causal=True)
     pins = space.modelled_pins()
     for schedule in itertools.islice(space.schedules(problem), 0, None, 17):
-        departures = sum(schedule[name] != value for name, value in pins.items())
-        departures += (schedule["persistent"] == "snake") + (schedule["block_order"] == "swizzled")
+        departures = sum(
+            schedule[name] != value for name, value in pins.items() if name not in ("flat_steps", "reload_q")
+        )
+        departures += 2 if schedule["flat_steps"] else schedule["persistent"] == "snake"
+        departures += schedule["block_order"] == "swizzled"
         latencies = bool(schedule["latency_k"] or schedule["latency_v"])
         assert departures + latencies <= 2
     plain = space.default(problem)
@@ -174,11 +240,36 @@ def test_what_only_a_measurement_shows_is_marked() -> None:
     pins = space.modelled_pins()
     assert set(pins) == {
         "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead", "k_load", "tma_loads", "tma_store", "check_bounds",
-        "division", "lazy_rescale",
+        "division", "lazy_rescale", "flat_steps", "reload_q", "kv_splits", "pack_gqa", "column_parts",
     }  # fmt: skip
     assert all(space.knobs[name].measured_only and space.knobs[name].default == value for name, value in pins.items())
     problem = Problem.standard(seq_len=1024, head_dim=64)
     assert all(pins.items() <= dict(schedule).items() for schedule in space.schedules(problem, pinned=pins))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_knobs_for_other_problems_rest_on_ordinary_ones(arch: str) -> None:
+    space = space_for(arch)
+    for causal in (False, True):
+        problem = Problem.standard(seq_len=1024, head_dim=128, causal=causal)
+        for schedule in space.schedules(problem, pinned={"check_bounds": True, "opt_level": 3}):
+            assert (schedule["kv_splits"], schedule["pack_gqa"], schedule["column_parts"]) == (1, False, 1)
+            assert schedule.number("tile_m") >= 64
+    decode = Problem(seq_q=2, seq_k=4096, head_dim=96, causal=True, alignment="bottom_right", heads=8, kv_heads=2)
+    for name, values in {"kv_splits": {1, 2, 4, 8, 16, 32}, "pack_gqa": {False, True}, "column_parts": {1, 2}}.items():
+        for value in values:
+            assert next(space.schedules(decode, pinned={name: value}), None) is not None, (name, value)
+    assert next(space.schedules(decode, pinned={"tile_m": 16}), None) is not None
+
+
+def test_a_value_that_some_constraint_rules_out_is_not_tried() -> None:
+    """A walk that tried small tiles with every value of the rest would not end."""
+    space = space_for("sm_90")
+    problem = Problem.standard(seq_len=4096, head_dim=128)
+    assert list(space.schedules(problem, pinned={"tile_m": 16})) == []
+    assert list(space.schedules(problem, pinned={"kv_splits": 4})) == []
+    with pytest.raises(SpaceError, match="no valid schedule"):
+        space.default(problem, pinned={"pack_gqa": True})
 
 
 def test_schedules_of_earlier_versions_are_completed() -> None:
@@ -243,7 +334,7 @@ def test_violations_say_why() -> None:
     schedule = space.default(problem).replace(loop_split=True)
     with pytest.raises(SpaceError, match="nothing to split"):
         space.validate(schedule, problem)
-    assert "not one of [64, 128]" in space.violations(schedule.replace(tile_m=96), problem)[0]
+    assert "not one of [64, 128, 16, 32]" in space.violations(schedule.replace(tile_m=96), problem)[0]
     assert "unknown knobs" in space.violations(Schedule(dict(schedule), wings=2), problem)[0]
     assert "missing" in space.violations(Schedule(tile_m=64), problem)[0]
 

@@ -8,6 +8,7 @@ import itertools
 import re
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import cuda.tile as ct
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from tiledsched.errors import CompilerError, ProblemError, TiledschedError
-from tiledsched.interpreter import InterpreterError, private, run, run_problem, values
+from tiledsched.interpreter import InterpreterError, private, run, run_outputs, run_problem, values
 from tiledsched.interpreter.builtins_in_tiles import BUILTINS
 from tiledsched.kernels.attention import AttentionTemplate
 from tiledsched.problem import Problem
@@ -529,6 +530,78 @@ def test_run_problem_refuses_arrays_of_another_problem():
         run_problem(AttentionTemplate(), schedule, problem, q, q, q[:, :, :4])
     with pytest.raises(ProblemError, match="k must be float16"):
         run_problem(AttentionTemplate(), schedule, problem, q, q.astype(BFLOAT16), q)
+
+
+# ---- the order of blocks ---------------------------------------------------------------------------------------------
+
+
+def note_turn(turns, counter):
+    ct.scatter(turns, ct.bid(0), ct.atomic_add(counter, 0, 1))
+
+
+def turns_of(order, blocks=9):
+    turns, counter = np.full(blocks, -1, np.int32), np.zeros(1, np.int32)
+    run(ct.kernel(note_turn), blocks, (turns, counter), order=order)
+    assert sorted(turns) == list(range(blocks))
+    return turns.tolist()
+
+
+def test_blocks_run_in_the_order_asked_for():
+    assert turns_of("forward") == list(range(9))
+    assert turns_of("reversed") == list(range(9))[::-1]
+    drawn = [turns_of(seed) for seed in range(5)]
+    assert len({tuple(each) for each in drawn}) == 5
+    assert turns_of(3) == drawn[3]
+
+
+def first_come(target, counter):
+    before = ct.atomic_add(counter, 0, 1)
+    if before == 0:
+        ct.scatter(target, 0, ct.bid(0))
+
+
+def test_a_result_that_depends_on_the_order_shows():
+    found = set()
+    for order in ("forward", "reversed", 1):
+        target, counter = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        run(ct.kernel(first_come), 5, (target, counter), order=order)
+        found.add(int(target[0]))
+    assert len(found) > 1
+
+
+# ---- every output of a problem ---------------------------------------------------------------------------------------
+
+
+def few_rows(**more):
+    problem = Problem(**{"seq_q": 3, "seq_k": 200, "head_dim": 16, "heads": 2, "kv_heads": 1, "lse": True, **more})
+    rng = np.random.default_rng(0)
+    shapes = ((1, 2, 3, 16), (1, 1, 200, 16), (1, 1, 200, problem.value_columns))
+    return problem, [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
+
+
+def test_outputs_are_named_and_those_not_asked_for_left_out():
+    problem, inputs = few_rows(value_dim=32)
+    schedule = space_for("sm_90").default(problem).replace(kv_splits=2)
+    found = run_outputs(AttentionTemplate(), schedule, problem, *inputs)
+    assert {name: (array.shape, array.dtype.name) for name, array in found.items()} == {
+        "out": ((1, 2, 3, 32), "float16"), "lse": ((1, 2, 3), "float32"),
+    }  # fmt: skip
+    without = run_outputs(AttentionTemplate(), schedule, problem.replace(lse=False), *inputs)
+    assert list(without) == ["out"]
+    np.testing.assert_array_equal(without["out"], found["out"])
+    np.testing.assert_array_equal(run_problem(AttentionTemplate(), schedule, problem, *inputs), found["out"])
+
+
+def test_a_workspace_left_dirty_is_refused():
+    class Forgetful(AttentionTemplate):
+        def workspace(self, schedule, problem):
+            return tuple(replace(extra, zeroed=extra.name in ("counters", "state"))
+                         for extra in super().workspace(schedule, problem))  # fmt: skip
+
+    problem, inputs = few_rows()
+    schedule = space_for("sm_90").default(problem).replace(kv_splits=2)
+    with pytest.raises(InterpreterError, match=r"needs state zeroed, but leaves \d+ elements"):
+        run_outputs(Forgetful(), schedule, problem, *inputs)
 
 
 # ---- the private names -----------------------------------------------------------------------------------------------

@@ -1,110 +1,41 @@
 """The attention kernel against a float64 reference, over problems and schedules drawn from the shipped search spaces.
 
 The kernel runs unmodified in the interpreter, so what is shown here is that the algorithm is right for every schedule:
-not that the compiler compiles it, which tests/test_build.py shows, nor that a GPU agrees, which measuring checks.
+not that the compiler compiles it, which tests/test_build.py shows, nor that a GPU agrees, which measuring checks. That
+these checks notice what is wrong is shown in tests/test_kernel_mutations.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import random
 import zlib
 
-import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from tiledsched import data_files
-from tiledsched.errors import SpaceError
-from tiledsched.interpreter import InterpreterError, run_problem
-from tiledsched.kernels import attention_tiles
-from tiledsched.kernels.attention import AttentionTemplate
-from tiledsched.kernels.attention_tiles import BLOCK_ORDERS, SWIZZLE_PAIRS, Constants, coordinates, snake
-from tiledsched.kernels.reference import attention_reference
-from tiledsched.problem import Problem
-from tiledsched.space import space_for
-
-ARCHS = sorted(path.stem for path in (data_files.search_spaces() / "attention").glob("sm_*.toml"))
-SPACES = {arch: space_for(arch) for arch in ARCHS}
-NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-TOLERANCE = {"float16": 1.5e-3, "bfloat16": 1e-2, "fp16 accumulator": 6e-3}
-"""Largest relative Frobenius error of any tile of the output; normal inputs make about a quarter of it."""
-TEMPLATE = AttentionTemplate()
-DRAWN = settings(
-    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], max_examples=300
+from kernel_checks import (
+    ARCHS,
+    DRAWN,
+    SPACES,
+    TEMPLATE,
+    cases,
+    check,
+    decoding_problems,
+    make_inputs,
+    one_hot_inputs,
+    schedule_for,
 )
 
-
-def make_inputs(problem, seed=0, *, amplitude=1.0):
-    """q, k and v of normal numbers."""
-    rng = np.random.default_rng(seed)
-    queries = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
-    keys = (problem.batch, problem.kv_heads, problem.seq_k, problem.head_dim)
-    return tuple((rng.standard_normal(s) * amplitude).astype(NUMPY[problem.dtype]) for s in (queries, keys, keys))
-
-
-def schedule_for(problem, arch="sm_90", **pinned):
-    """The default schedule with some knobs changed, which the space must allow."""
-    schedule = SPACES[arch].default(problem).replace(**pinned)
-    SPACES[arch].validate(schedule, problem)
-    return schedule
-
-
-def check(problem, schedule, inputs=None, *, scale=None, sm_count=2, template=TEMPLATE):
-    """Run the kernel and compare every tile of its output with the reference; return the output."""
-    q, k, v = make_inputs(problem) if inputs is None else inputs
-    scale = problem.head_dim**-0.5 if scale is None else scale
-    out = run_problem(template, schedule, problem, q, k, v, scale, sm_count=sm_count)
-    exact = attention_reference(np, q, k, v, causal=problem.causal, scale=scale)
-    assert np.isfinite(out).all(), "NaN or infinity: unwritten elements, or padding that was used"
-    tolerance = TOLERANCE["fp16 accumulator" if schedule["accum_mode"] == "fp16" else problem.dtype]
-    for start in range(0, problem.seq_q, schedule.number("tile_m")):
-        rows = slice(start, start + schedule.number("tile_m"))
-        error = np.linalg.norm(out[:, :, rows].astype(np.float64) - exact[:, :, rows], axis=(2, 3))
-        norm = np.linalg.norm(exact[:, :, rows], axis=(2, 3))
-        assert (error <= tolerance * norm + 1e-30).all(), (
-            f"rows from {start}: {np.max(error / np.maximum(norm, 1e-30))}"
-        )
-    return out
-
+from tiledsched.interpreter import run_problem
+from tiledsched.kernels import attention_entries
+from tiledsched.kernels.attention_tiles import BLOCK_ORDERS, SWIZZLE_PAIRS, Constants, coordinates, snake
+from tiledsched.problem import Problem
 
 # ---- drawn problems and schedules ------------------------------------------------------------------------------------
-
-LENGTHS = st.one_of(
-    st.integers(1, 200), st.sampled_from([1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300])
-)
-# With fewer than four columns a tile of averages may be near zero as a whole, and its relative error anything.
-HEAD_DIMS = st.one_of(st.sampled_from([8, 16, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256]), st.integers(4, 256))
-
-
-@st.composite
-def problems(draw, **fixed):
-    group, kv_heads = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (2, 2), (2, 5)]))
-    drawn = {
-        "seq_q": draw(LENGTHS),
-        "seq_k": draw(LENGTHS),
-        "head_dim": draw(HEAD_DIMS),
-        "dtype": draw(st.sampled_from(["float16", "bfloat16"])),
-        "causal": draw(st.booleans()),
-        "batch": draw(st.integers(1, 2)),
-        "heads": group * kv_heads,
-        "kv_heads": kv_heads,
-    }
-    return Problem(**drawn | fixed)
-
-
-@st.composite
-def cases(draw, **fixed):
-    """A problem and a valid schedule for it on some arch."""
-    problem, arch = draw(problems(**fixed)), draw(st.sampled_from(ARCHS))
-    seed = draw(st.integers(0, 2**32 - 1))
-    try:
-        return problem, SPACES[arch].sample(problem, random.Random(seed), tries=500)
-    except SpaceError:  # few schedules are left for wide heads on small parts: walk through them instead
-        return problem, random.Random(seed).choice(list(SPACES[arch].schedules(problem)))
 
 
 @DRAWN
@@ -112,6 +43,27 @@ def cases(draw, **fixed):
 def test_output_matches_the_reference(case, seed, sm_count):
     problem, schedule = case
     check(problem, schedule, make_inputs(problem, seed), sm_count=sm_count)
+
+
+ORDERS = st.one_of(st.sampled_from(["forward", "reversed"]), st.integers(0, 100))
+
+
+@settings(DRAWN, max_examples=100)
+@given(case=cases(decoding_problems), seed=st.integers(0, 1000), order=ORDERS)
+def test_few_rows_and_many_keys(case, seed, order):
+    """Where split keys, packed heads and small tiles are used; blocks run in whatever order."""
+    problem, schedule = case
+    check(problem, schedule, make_inputs(problem, seed), order=order)
+
+
+@settings(DRAWN, max_examples=40)
+@given(case=cases(), kv_splits=st.sampled_from([2, 4, 8]), order=ORDERS)
+def test_split_keys_under_any_structure(case, kv_splits, order):
+    """Splitting is explored on the plain kernel, and yet right on every other one it is allowed with."""
+    problem, schedule = case
+    schedule = schedule.replace(kv_splits=kv_splits, persistent="no", qk_ahead=False, num_ctas=1)
+    forward = check(problem, schedule)
+    np.testing.assert_array_equal(check(problem, schedule, order=order), forward)
 
 
 @settings(DRAWN, max_examples=30)
@@ -124,10 +76,11 @@ def test_any_positive_scale(case, log_scale):
 @settings(DRAWN, max_examples=30)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_which_knobs_change_the_result(case, seed):
-    """Tiles, accumulator, direction, key subtiles, division and lazy rescaling change what is added and in what order.
+    """Tiles, accumulator, direction, subtiles and shares of the keys, division, parts of the columns and lazy rescaling
+    change what is added and in what order.
 
     Every other knob decides where and when the same sums are done: it may not change one bit.
-    """
+    """  # fmt: skip
     problem, schedule = case
     inputs = make_inputs(problem, seed)
     sawtooth = schedule["kv_direction"] == "sawtooth"  # every other block turns round, so that its rows matter
@@ -146,6 +99,10 @@ SWEPT = [
     for (seq_q, seq_k), head_dim, dtype, causal in itertools.product(
         [(100, 130), (130, 100), (256, 128)], (64, 40), ("float16", "bfloat16"), (True, False)
     )
+]
+SWEPT += [
+    Problem(seq_q=seq_q, seq_k=2100, head_dim=96, causal=causal, alignment="bottom_right", heads=2, kv_heads=1)
+    for seq_q, causal in itertools.product((1, 5), (True, False))
 ]
 
 
@@ -246,25 +203,108 @@ def test_strided_and_shared_inputs():
     check(problem, schedule_for(problem), (q, k, v))
 
 
+# ---- other problems --------------------------------------------------------------------------------------------------
+
+
+def structures(*more):
+    """The structures that walk over keys each in its own way."""
+    return [{}, {"loop_split": True}, {"block_order": "reversed"}, {"block_order": "heads_fastest"},
+            {"block_order": "swizzled", "persistent": "snake"}, {"persistent": "strided"}, {"kv_direction": "sawtooth"},
+            {"kv_direction": "backward", "loop_split": True}, {"q_subtiles": 2}, {"kv_subtiles": 2},
+            {"qk_ahead": True, "loop_split": True}, {"lazy_rescale": True}, *more]  # fmt: skip
+
+
+@pytest.mark.parametrize("knobs", structures({"kv_splits": 2, "loop_split": True}), ids=str)
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(70, 190), (190, 70), (129, 64), (64, 129), (1, 100), (100, 1)])
+def test_a_mask_aligned_at_the_bottom_right(seq_q, seq_k, knobs):
+    problem = Problem(seq_q=seq_q, seq_k=seq_k, head_dim=24, causal=True, alignment="bottom_right", heads=4, kv_heads=2,
+                      lse=True)  # fmt: skip
+    if knobs.get("kv_splits", 1) * 32 > seq_k:
+        pytest.skip("fewer keys than shares")
+    check(problem, schedule_for(problem, tile_m=64, tile_n=32, **knobs))
+
+
+def test_rows_that_see_no_key_give_zeros():
+    problem = Problem(seq_q=100, seq_k=30, head_dim=32, causal=True, alignment="bottom_right", lse=True)
+    out = check(problem, schedule_for(problem, tile_m=64))
+    assert not out[:, :, :70].any()
+    assert out[:, :, 70:].all()
+
+
+@pytest.mark.parametrize("value_dim", [16, 40, 96, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 160, 192])
+@pytest.mark.parametrize("knobs", [{}, {"k_load": "permute"}, {"q_subtiles": 2}, {"lazy_rescale": True}], ids=str)
+def test_columns_in_one_part_and_in_two(head_dim, value_dim, knobs):
+    problem = Problem(seq_q=70, seq_k=90, head_dim=head_dim, value_dim=value_dim, causal=True)
+    narrow = problem.split_d < problem.tile_d or problem.split_v < problem.tile_v
+    for column_parts in (1, 2) if narrow else (1,):
+        check(problem, schedule_for(problem, tile_m=64, tile_n=32, column_parts=column_parts, **knobs))
+
+
+@pytest.mark.parametrize(("seq_q", "group", "tile_m"), [(1, 8, 16), (3, 4, 16), (5, 2, 32), (20, 8, 64), (16, 16, 64)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_splits", [1, 4])
+def test_packed_heads(seq_q, group, tile_m, causal, kv_splits):
+    problem = Problem(seq_q=seq_q, seq_k=300, head_dim=32, causal=causal, alignment="bottom_right", batch=2, lse=True,
+                      heads=2 * group, kv_heads=2)  # fmt: skip
+    schedule = schedule_for(problem, forced=True, tile_m=tile_m, tile_n=32, pack_gqa=True, kv_splits=kv_splits)
+    rows = TEMPLATE.rows_per_tile(schedule, problem)
+    assert rows == tile_m // group
+    assert TEMPLATE.grid(schedule, problem, 8)[0] == -(-seq_q // rows) * 4 * kv_splits
+    check(problem, schedule)
+
+
+def test_a_last_row_aligned_at_the_bottom_right_needs_no_mask():
+    problem = Problem(seq_q=1, seq_k=300, head_dim=32, causal=True, alignment="bottom_right")
+    schedule = schedule_for(problem, tile_m=16)
+    assert not TEMPLATE.problem_class(schedule, problem).causal
+    assert TEMPLATE.problem_class(schedule, problem.replace(seq_q=2)).causal
+    assert TEMPLATE.problem_class(schedule, problem.replace(alignment="top_left")).causal
+    check(problem, schedule)
+
+
+def test_what_is_launched_takes_what_is_said():
+    """The parameters of every entry: q, k, v, out, the extra arrays by name, a scale, the constants."""
+    plain = Problem(seq_q=8, seq_k=512, head_dim=64)
+    large = plain.replace(seq_q=1 << 20, seq_k=1 << 20, batch=64)
+    for problem, knobs in ((plain, {}), (plain.replace(lse=True), {}), (plain, {"kv_splits": 4}), (large, {}),
+                           (large.replace(lse=True), {})):  # fmt: skip
+        schedule = schedule_for(problem, **knobs)
+        names = inspect.signature(TEMPLATE.entry(schedule, problem)).parameters
+        extras = [extra.name.capitalize() for extra in TEMPLATE.workspace(schedule, problem)]
+        constants = [field.name for field in dataclasses.fields(Constants)]
+        assert list(names) == ["Q", "K", "V", "Out", *extras, "scale_log2", *constants]
+        assert len(TEMPLATE.constants(schedule, problem)) == len(constants)
+
+
+def test_a_workspace_is_as_large_as_the_shares_need():
+    problem = Problem(seq_q=5, seq_k=512, head_dim=96, batch=3, heads=8, kv_heads=2)
+    schedule = schedule_for(problem, tile_m=16, pack_gqa=True, kv_splits=4, column_parts=2)
+    lse, partial, state, counters = TEMPLATE.workspace(schedule, problem)
+    pieces = 2 * 3 * 2  # two tiles of four rows, three batch entries, two packs of heads
+    assert (lse.shape, lse.output) == ((3, 8, 5), False)
+    assert (partial.shape, partial.zeroed) == ((pieces * 4, 16, 64 + 32), False)
+    assert state.shape == (pieces * 4, 2, 16)
+    assert (counters.shape, counters.dtype, counters.zeroed) == ((pieces, 1), "int32", True)
+    assert TEMPLATE.workspace(schedule.replace(kv_splits=1), problem) == ()
+    (lse,) = TEMPLATE.workspace(schedule.replace(kv_splits=1), problem.replace(lse=True))
+    assert (lse.shape, lse.dtype, lse.output, lse.zeroed) == ((3, 8, 5), "float32", True, False)
+
+
+def test_wide_indices():
+    """The entry for arrays beyond 32-bit indices, here on small ones."""
+
+    class Wide(type(TEMPLATE)):
+        def entry(self, schedule, problem):
+            return getattr(attention_entries, f"{super().entry(schedule, problem).__name__}_wide")
+
+    problem = Problem(seq_q=70, seq_k=130, head_dim=40, causal=True, heads=4, kv_heads=2, lse=True)
+    for knobs in ({}, {"block_order": "swizzled", "persistent": "snake"}, {"q_subtiles": 2, "kv_subtiles": 2},
+                  {"loop_split": True, "block_order": "reversed"}, {"kv_splits": 2}):  # fmt: skip
+        check(problem, schedule_for(problem, **knobs), template=Wide())
+
+
 # ---- adversarial inputs ----------------------------------------------------------------------------------------------
-
-
-def one_hot_inputs(problem, seed=0):
-    """Inputs for which softmax picks exactly one key per row, and the output that makes: one row of v.
-
-    Keys are random signs, nearly orthogonal; a query is four times the key it looks for, so that with scale 1 every
-    other key is 2**-100 or less of it.
-    """
-    rng = np.random.default_rng(seed)
-    _, k, v = make_inputs(problem, seed)
-    k = np.sign(k.astype(np.float32)).astype(k.dtype)
-    shape = (problem.batch, problem.heads, problem.seq_q)
-    reach = np.minimum(np.arange(problem.seq_q) + 1, problem.seq_k) if problem.causal else problem.seq_k
-    chosen = np.broadcast_to(rng.integers(0, reach, shape), shape)
-    batch = np.arange(problem.batch)[:, None, None]
-    kv_head = (np.arange(problem.heads) // problem.group)[None, :, None]
-    q = (k[batch, kv_head, chosen] * np.float32(4)).astype(k.dtype)
-    return (q, k, v), v[batch, kv_head, chosen]
 
 
 @settings(DRAWN, max_examples=40)
@@ -310,141 +350,3 @@ def test_zero_values_give_zeros(case):
     problem, schedule = case
     q, k, v = make_inputs(problem)
     assert not check(problem, schedule, (q, k, np.zeros_like(v))).any()
-
-
-# ---- these tests can fail --------------------------------------------------------------------------------------------
-
-MUTATIONS = {
-    "causal mask one short": ("columns <= rows", "columns < rows"),
-    "causal mask one long": ("columns <= rows", "columns <= rows + 1"),
-    "column mask one long": ("columns < keys.K.shape[2]", "columns <= keys.K.shape[2]"),
-    "no column mask": ("not const.EVEN", "False"),
-    "no mask on scores": ("scores = ct.where(visible, scores, -math.inf)", "scores = scores"),
-    "accumulator not rescaled": ("acc = chain.acc * alpha.astype(chain.acc.dtype)", "acc = chain.acc"),
-    "row sum not rescaled": ("add_rows(chain.row_sum * alpha, p)", "add_rows(chain.row_sum, p)"),
-    "row maximum not kept": ("return Chain(acc, new_max, row_sum), p", "return Chain(acc, chain.row_max, row_sum), p"),
-    "row maximum starts at zero": ("start = -math.inf if", "start = 0.0 if"),
-    "scores not scaled": ("ct.exp2(s * scale_log2 - new_max", "ct.exp2(s - new_max"),
-    "output not normalized": ("ct.truediv(acc, row_sum, flush", "ct.truediv(acc, 1.0, flush"),
-    "wrong key/value head": ("kv_head = head // const.GROUP", "kv_head = head % K.shape[1]"),
-    "first loop starts late": ("range(boundary)", "range(1, boundary)"),
-    "second loop starts late": ("range(boundary, end)", "range(boundary + 1, end)"),
-    "loop ends early": ("range(end)", "range(end - 1)"),
-    "causal tiles unmasked": ("min(piece * block_m, seq_k) //", "min((piece + 1) * block_m, seq_k) //"),
-    "ragged tile unmasked": ("first_masked = seq_k // step_n", "first_masked = ct.cdiv(seq_k, step_n)"),
-    "causal end too early": ("min((piece + 1) * block_m, seq_k)", "min(piece * block_m + 1, seq_k)"),
-    "first value tile only": ("load(keys.V, (keys.batch, keys.kv_head, j, 0)", "load(keys.V, (keys.batch, keys.kv_head, 0, 0)"),
-    "first key tile only": ("(keys.batch, keys.kv_head, 0, j)", "(keys.batch, keys.kv_head, 0, 0)"),
-    "query of another head": ("load(Q, (batch, head, tile, 0)", "load(Q, (batch, kv_head, tile, 0)"),
-    "output of another head": ("ct.store(Out, (batch, head, ", "ct.store(Out, (batch, kv_head, "),
-    "batch and head exchanged": ("batch_head % heads, batch_head // heads", "batch_head // heads, batch_head % heads"),
-    "persistent blocks skip work": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):"),
-    "reversed order off by one": ("pieces - 1 - piece", "pieces - piece"),
-    "heads-fastest order wrong": ("piece = work // pairs", "piece = work // heads"),
-    "rows counted from zero": ("return tile * const.TILE_M +", "return 0 * const.TILE_M +"),
-    "columns counted from zero": ("columns = j * const.TILE_N +", "columns = 0 * const.TILE_N +"),
-    "padding undetermined": ("ct.PaddingMode.ZERO if const.CHECK_BOUNDS else ", ""),
-    "always a float16 accumulator": ("ct.float16 if const.FP16_ACCUM else ct.float32", "ct.float16"),
-    "probabilities rounded to integers": ("p[t].astype(values[t].dtype)", "p[t].astype(ct.int32).astype(values[t].dtype)"),
-    "output not cast": ("out.astype(Out.dtype)", "out"),
-    "snake's last lap missing": ("snake(ct.bid(0), blocks, total // blocks)", "blocks"),
-    "snake's last lap too long": ("total - snake(ct.bid(0), blocks, total // blocks)", "total"),
-    "snake turns short": ("(blocks - 1 - 2 * block)", "(blocks - 2 - 2 * block)"),
-    "swizzled groups overlap": ("(SWIZZLE_PAIRS * pieces) * SWIZZLE_PAIRS", "(SWIZZLE_PAIRS * pieces)"),
-    "last swizzled group too wide": ("width = min(SWIZZLE_PAIRS, pairs - first)", "width = SWIZZLE_PAIRS"),
-    "swizzled tile counted over heads": ("% (SWIZZLE_PAIRS * pieces) // width", "% (SWIZZLE_PAIRS * pieces) // pairs"),
-    "backward walk off by one": ("i = keys.steps - 1 - i\n", "i = keys.steps - i\n"),
-    "backward walk is masked forward": ("keys.steps - first_masked if backward else first_masked", "first_masked"),
-    "backward walk masks the wrong loop": ("backward = const.KV_DIRECTION == BACKWARD", "backward = False"),
-    "sawtooth stands still": ("(keys.steps - 1 - 2 * i)", "(keys.steps - 1 - i)"),
-    "sawtooth turns everywhere by two": ("piece % 2)", "piece % 2 * 2)"),
-    "unseen steps make NaN": ("-math.inf if const.KV_DIRECTION == FORWARD else LOWEST", "-math.inf"),
-    "lowest maximum too high": ("LOWEST = -3.4e38", "LOWEST = -10.0"),
-    "second query tile is the first": ("piece * const.Q_SUBTILES + s", "piece * const.Q_SUBTILES"),
-    "second query tile beyond the end": ("tile = min(tile, ct.cdiv(seq_q, const.TILE_M) - 1)", "tile = tile"),
-    "second key tile is the first": ("i * const.KV_SUBTILES + t", "i * const.KV_SUBTILES"),
-    "second key tile beyond the end": ("j if const.KV_SUBTILES == 1 or const.EVEN else", "j if True else"),
-    "maximum of the first key tile only": ("step_max = ct.maximum(step_max, ", "step_max = ct.minimum(step_max, "),
-    "scores ahead of themselves": ("products(queries, keys, i + 1, const)", "products(queries, keys, i, const)"),
-    "last step ahead not folded": ("fold(rows, keys, end, chains,", "fold(rows, keys, end - 1, chains,"),
-    "last step ahead unmasked": ("True, scale_log2, const)\n    return", "False, scale_log2, const)\n    return"),
-    "boundary beyond the last step": ("boundary = min(boundary, end)", "boundary = boundary"),
-    "keys not transposed": ("k = ct.permute(k, (1, 0))", "k = k"),
-    "bounds never checked": ("check_bounds=const.CHECK_BOUNDS", "check_bounds=False"),
-    "exact division by something else": ("out = ct.truediv(acc, row_sum)", "out = ct.truediv(acc, row_sum + 1)"),
-    "lazy rescaling never": ("> RESCALE_ABOVE", "> math.inf"),
-    "lazy rescaling forgets the sum": ("            row_sum = row_sum * alpha\n", "            row_sum = row_sum\n"),
-    "lazy rescaling forgets the output": ("acc = acc * alpha.astype(acc.dtype)", "acc = acc"),
-    "lazy rescaling takes the new maximum": ("new_max = chain.row_max", "new_max = new_max"),
-}  # fmt: skip
-
-
-def mutated(old, new):
-    """The attention template over a copy of the kernel's module with `old` replaced by `new`."""
-    source = inspect.getsource(attention_tiles)
-    assert old in source, f"the kernel no longer contains {old!r}: rewrite this mutation"
-    source = source.replace(old, new)
-    namespace = {"__name__": attention_tiles.__name__}
-    exec(compile(source, "mutated_attention", "exec"), namespace)
-
-    class Mutated(AttentionTemplate):
-        function = staticmethod(namespace["attention"])
-
-    return Mutated()
-
-
-def battery(template):
-    """Cases that between them must notice every mutation above."""
-    causal = Problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
-    ragged = causal.replace(causal=False, batch=1)
-    even = Problem(seq_q=256, seq_k=128, head_dim=64, causal=True, heads=2)
-    many = Problem(seq_q=130, seq_k=70, head_dim=16, causal=True, batch=3, heads=3, kv_heads=3)
-    tiles: dict = {"tile_m": 64, "tile_n": 64}
-    for problem, knobs in (
-        (causal, {}),
-        (causal, {"loop_split": True}),
-        (causal, {"loop_split": True, "block_order": "reversed", "persistent": "strided"}),
-        (causal, {"block_order": "heads_fastest", "persistent": "strided"}),
-        (causal.replace(seq_k=40), {"loop_split": True}),
-        (causal, {"tile_m": 128, "tile_n": 32}),
-        (ragged, {}),
-        (ragged, {"loop_split": True}),
-        (ragged.replace(seq_k=192, dtype="bfloat16"), {}),
-        (many, {"persistent": "snake", "block_order": "heads_fastest"}),
-        (many, {"block_order": "swizzled"}),
-        (causal, {"kv_direction": "backward", "tile_m": 128, "tile_n": 32}),
-        (causal, {"kv_direction": "backward", "loop_split": True}),
-        (causal, {"kv_direction": "sawtooth"}),
-        (causal.replace(seq_q=130), {"q_subtiles": 2}),
-        (ragged, {"kv_subtiles": 2}),
-        (ragged.replace(seq_k=40), {"kv_subtiles": 2}),
-        (causal, {"qk_ahead": True}),
-        (causal.replace(seq_k=64), {"qk_ahead": True, "loop_split": True}),
-        (causal, {"k_load": "permute"}),
-        (even, {"check_bounds": False}),
-        (ragged, {"division": "ieee"}),
-        (causal, {"lazy_rescale": True}),
-    ):
-        check(problem, schedule_for(problem, **tiles | knobs), template=template)
-    problem = causal.replace(head_dim=64)
-    schedule = schedule_for(problem, **tiles)
-    inputs, expected = one_hot_inputs(problem)
-    np.testing.assert_array_equal(run_problem(template, schedule, problem, *inputs, 1.0), expected)
-    q, k, v = make_inputs(problem)
-    check(problem, schedule, (np.full_like(q, -30), np.full_like(k, 30), v), template=template)
-    check(problem, schedule, (np.full_like(q, 60), np.full_like(k, 60), v), scale=1e-3, template=template)
-    backward = schedule_for(problem, tile_m=128, tile_n=32, kv_direction="backward")
-    check(problem, backward, (np.full_like(q, -30), np.full_like(k, 30), v), template=template)
-    lazy = schedule_for(problem, **tiles, lazy_rescale=True)
-    check(problem, lazy, (q * 8, k * 8, v), template=template)  # maxima that grow by more than 2**8, row by row
-
-
-def test_the_battery_passes_the_kernel():
-    battery(TEMPLATE)
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_are_noticed(name):
-    template = mutated(*MUTATIONS[name])
-    with pytest.raises((AssertionError, InterpreterError)):
-        battery(template)

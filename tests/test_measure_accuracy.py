@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from tiledsched.interpreter import run_problem
+from tiledsched.interpreter import run_outputs, run_problem
 from tiledsched.kernels import template_for
-from tiledsched.kernels.reference import attention_reference
-from tiledsched.measure.accuracy import LARGEST_ERROR, summary, tile_errors, tolerance, wrong_result
+from tiledsched.kernels.reference import attention_and_lse, attention_reference
+from tiledsched.measure.accuracy import LARGEST_ERROR, lse_errors, summary, tile_errors, tolerance, wrong_result
 from tiledsched.measure.inputs import KINDS, adversarial_heads, border_keys, kinds_of_heads
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
@@ -122,6 +122,51 @@ def test_heads_that_share_a_reference():
     assert np.argwhere(relative).tolist() == [[1, 0, 2]]
     apart, _ = tile_errors(np, out, shared[heads], tile_m=4)
     np.testing.assert_array_equal(relative, apart)
+
+
+def test_errors_of_a_log_sum_exp():
+    reference = np.zeros((1, 2, 10))
+    reference[0, 1, 8:] = -np.inf
+    lse = reference.astype(np.float32)
+    assert not lse_errors(np, lse, reference, tile_m=4).any()
+    lse[0, 0, 5] = 0.25
+    assert lse_errors(np, lse, reference, tile_m=4).tolist() == [[[0, 0.25, 0], [0, 0, 0]]]
+    for value in (np.nan, 0.0, np.inf):  # where there is nothing to see, only minus infinity will do
+        lse[0, 1, 9] = value
+        assert lse_errors(np, lse, reference, tile_m=4)[0, 1, 2] == np.inf
+    lse[0, 0, 0] = -np.inf
+    assert lse_errors(np, lse, reference, tile_m=4)[0, 0, 0] == np.inf
+    heads = np.array([[1, 0]])
+    assert not lse_errors(np, reference[:, ::-1], reference[0], tile_m=4, heads=heads).any()
+
+
+def test_the_reference_of_rows_that_see_nothing():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((1, 2, 5, 8)), rng.standard_normal((1, 1, 3, 8)), rng.standard_normal((1, 1, 3, 4))
+    out, lse = attention_and_lse(np, q, k, v, causal=True, scale=0.5, alignment="bottom_right")
+    assert out.shape == (1, 2, 5, 4)
+    assert not out[:, :, :2].any()
+    assert np.isneginf(lse[:, :, :2]).all()
+    np.testing.assert_allclose(out[:, :, 2], np.broadcast_to(v[:, :, 0], (1, 2, 4)))
+    np.testing.assert_allclose(lse[0, 1, 2], 0.5 * q[0, 1, 2] @ k[0, 0, 0])
+    full, whole = attention_and_lse(np, q, k, v, causal=False, scale=0.5)
+    np.testing.assert_allclose(out[:, :, 4], full[:, :, 4])
+    np.testing.assert_allclose(whole[0, 0], np.log(np.exp(0.5 * q[0, 0] @ k[0, 0].T).sum(axis=-1)))
+
+
+def test_borders_lie_on_the_diagonal_wherever_it_is():
+    """Each row's last key, or the one behind it, is what the row looks for most where that key is beside a border."""
+    for seq_q, seq_k, alignment in ((100, 300, "bottom_right"), (300, 100, "bottom_right"), (100, 300, "top_left")):
+        problem = Problem(seq_q=seq_q, seq_k=seq_k, head_dim=64, causal=True, alignment=alignment)
+        q, k, _ = adversarial_heads(np, np.random.default_rng(0), problem)
+        scores = q[0] @ k[0].T / 8
+        offset = seq_k - seq_q if alignment == "bottom_right" else 0
+        keys = [key for key in border_keys(seq_k) if 0 < key - offset < seq_q]
+        assert keys
+        for key in keys:
+            others = np.delete(scores[key - offset], [key, key - 1, *border_keys(seq_k)])
+            assert scores[key - offset, key] > others.max() + 3
+            assert scores[key - offset - 1, key] > others.max() + 3  # what the row before must not see
 
 
 def test_the_first_and_the_worst_wrong_tile_are_named():
@@ -355,6 +400,31 @@ def test_a_mask_off_by_one_far_down():
 
     assert error(normal) < gate
     assert error([q[0], k[0], v[0]]) > 5 * gate
+
+
+@pytest.mark.parametrize("accum_mode", ["fp32", "fp16"])
+@pytest.mark.parametrize("seq_q", [6, 96, 300])
+def test_the_kernel_passes_every_kind_of_other_problems(seq_q, accum_mode):
+    """Aligned at the bottom right, with other values' columns and the log-sum-exp."""
+    problem = Problem(seq_q=seq_q, seq_k=256, head_dim=40, value_dim=96, causal=True, alignment="bottom_right", batch=2,
+                      heads=8, kv_heads=4, lse=True)  # fmt: skip
+    plain = space_for("sm_90").default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
+    heads = kinds_of_heads(problem)
+    q, k, v = (array.astype(np.float16) for array in adversarial_heads(np, np.random.default_rng(2), problem))
+    exact, lse = attention_and_lse(np, q[None], k[None], v[None], causal=True, scale=0.2, alignment="bottom_right")
+    kv_heads = heads[:, :: problem.group]
+    template = template_for("attention")
+    for knobs in ({}, {"column_parts": 2}, {"kv_splits": 4}, {"pack_gqa": True}, {"pack_gqa": True, "kv_splits": 8},
+                  {"loop_split": True, "kv_direction": "backward"}):  # fmt: skip
+        schedule = plain.replace(**knobs)
+        gate, tile_m = tolerance("float16", schedule), template.rows_per_tile(schedule, problem)
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = run_outputs(template, schedule, problem, q[heads], k[kv_heads], v[kv_heads], 0.2, sm_count=2)
+        asked = np.isin(np.array(KINDS)[heads], gate.kinds)
+        relative, _ = tile_errors(np, found["out"], exact[0], tile_m=tile_m, heads=heads)
+        assert relative[asked].max() < gate.largest_error / 3, schedule.short()
+        errors = lse_errors(np, found["lse"], lse[0], tile_m=tile_m, heads=heads)
+        assert errors[asked].max() < gate.largest_lse_error / 3, schedule.short()
 
 
 @pytest.mark.parametrize("accum_mode", ["fp32", "fp16"])

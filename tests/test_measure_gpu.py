@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import fake_worker
@@ -39,7 +41,7 @@ def candidate(us=100.0, *, tile_m=16, **script) -> Candidate:
     made = artifact(stable_id([us, script], 24))
     made = Artifact(arch=made.arch, fingerprint=made.fingerprint, facts=made.facts, cubin=code)
     name = "-".join([str(us), *map(str, script.values())])
-    knobs = {"tile_m": tile_m, "q_subtiles": 1, "persistent": "no", "accum_mode": "fp32", "name": name}
+    knobs = {"tile_m": tile_m, "q_subtiles": 1, "persistent": "no", "accum_mode": "fp32", "kv_splits": 1, "name": name}
     return Candidate(schedule=Schedule(knobs), artifact=made)
 
 
@@ -80,6 +82,65 @@ def test_right_candidate(make_runner, problem):
     assert 0 < checked.accuracy.worst_tile_error < 1e-2
     assert 0 < checked.accuracy.max_abs_error < 0.05
     assert not runner.check(candidate(50.0, check="unrepeatable")).accuracy.repeatable
+
+
+OTHER = PROBLEM.replace(causal=True, alignment="bottom_right", value_dim=8, lse=True)
+"""Rows that see nothing, another width of values, and the log-sum-exp."""
+
+
+@pytest.mark.parametrize("problem", [OTHER, OTHER.replace(seq_q=8, dtype="bfloat16")], ids=str)
+@pytest.mark.parametrize("kv_splits", [1, 4])
+def test_other_problems(make_runner, problem, kv_splits):
+    runner = make_runner(problem=problem)
+    right = candidate(123.0)
+    right = replace(right, schedule=right.schedule.replace(kv_splits=kv_splits))
+    assert isinstance(runner.check(right), Checked)
+    for graph_launches in (0, 20):
+        runner._graph_launches["burst"] = graph_launches
+        assert runner.sample([right], rounds=2, regime="burst")[0].samples_us == pytest.approx((123.0, 123.0))
+    for act, what in (("wrong-lse", "random inputs: error of the log-sum-exp 1 above 0.002"),
+                      ("unwritten-lse", "error of the log-sum-exp inf"), ("wrong", "relative error")):  # fmt: skip
+        failure = runner.check(candidate(124.0, check=act))
+        assert failure.kind is FailureKind.WRONG_RESULT
+        assert what in failure.message
+
+
+def test_launches_share_what_they_ask_for_alike():
+    """The worker's state, without a process: extra arrays are made once for each list, and poisoned unless zeroed."""
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import fake_worker
+        sys.modules["cupy"] = fake_worker.fake_cupy("ready")
+        import numpy
+        from tiledsched.kernels.template import ExtraArray
+        from tiledsched.measure import worker
+        from tiledsched.measure.launch import Launch
+        from tiledsched.measure.accuracy import Tolerance
+        from tiledsched.problem import Problem
+        problem = Problem(seq_q=4, seq_k=4, head_dim=16)
+        state = worker.State(stream=fake_worker.Stream(), problem=problem, scalars=(0.5,))
+        extras = (ExtraArray(name="state", shape=(3, 2), dtype="float32"),
+                  ExtraArray(name="counters", shape=(3, 1), dtype="int32", zeroed=True))
+        launch = Launch(fingerprint="f", grid=(1, 1, 1), tile_m=16, tolerance=Tolerance(largest_error=1.0), extras=extras)
+        seen = []
+        state.kernels["f"] = lambda grid, block, arguments: seen.append(arguments)
+        q = numpy.zeros((1, 1, 4, 16), numpy.float16)
+        worker._poisoned_launch(state, launch, [q, q, q, q.copy()])
+        first, counters = worker._extra_arrays(state, extras)
+        assert numpy.isnan(first).all() and first.dtype == numpy.float32
+        assert not counters.any() and counters.dtype == numpy.int32
+        assert worker._extra_arrays(state, tuple(extras))[0] is first
+        (arguments,) = seen
+        assert len(arguments) == 4 * 9 + 2 * 5 + 1
+        assert arguments[36] is first and [int(size) for size in arguments[37:41]] == [3, 2, 2, 1]
+        assert {type(value) for value in arguments[1:9]} == {numpy.int32}
+        state.problem = problem.replace(seq_q=1 << 20, batch=1 << 10)
+        arguments = worker._arguments(state, launch, [q, q, q, q])
+        assert {type(value) for value in arguments[1:9]} == {numpy.int64}
+        assert {type(value) for value in arguments[37:41]} == {numpy.int32}
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(Path(__file__).parent)], check=True)
 
 
 def test_samples_are_interleaved_and_exact(make_runner):

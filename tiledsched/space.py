@@ -12,8 +12,8 @@ import itertools
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PROBLEM_NAMES = ("seq_q", "seq_k", "head_dim", "tile_d", "dtype", "causal", "batch", "heads", "kv_heads", "group",
-                 "element_bytes")  # fmt: skip
+PROBLEM_NAMES = ("seq_q", "seq_k", "head_dim", "value_columns", "tile_d", "tile_v", "split_d", "split_v", "dtype", "causal",
+                 "alignment", "lse", "batch", "heads", "kv_heads", "group", "element_bytes")  # fmt: skip
 ALLOWED_NODES = (ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Add,
                  ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt,
                  ast.GtE, ast.In, ast.NotIn, ast.Tuple, ast.Name, ast.Load, ast.Constant, ast.IfExp)  # fmt: skip
 KNOB_KEYS = ("choices", "default", "about", "measured_only")
 TOP_KEYS = ("extends", "kernel", "arch", "about", "limits", "knobs", "constraints")
+FEW_COMBINATIONS = 1 << 12
+"""Constraints that read knobs of no more combinations than this are asked which values they leave each knob."""
 MOST_COMBINATIONS = 1 << 19
 """Constraints that read knobs of more combinations than this are only checked once all of those knobs have values."""
 FORMER_VALUES: Mapping[tuple[str, KnobValue], KnobValue] = {
@@ -95,6 +97,22 @@ class SearchSpace:
     """The arch's numbers the constraints read, e.g. shared_memory_bytes."""
     source: str = ""
     """The file it was read from."""
+    candidates: tuple[Schedule, ...] = ()
+    """Where there are any, only these and the default are searched; the rest of the space is still valid."""
+
+    def limited_to(self, candidates: Iterable[Mapping[str, KnobValue]]) -> SearchSpace:
+        """The same space, of which only `candidates` are searched; knobs they do not name are at their defaults.
+
+        Raises:
+            SpaceError: a candidate has an unknown knob.
+        """
+        listed = []
+        for each in candidates:
+            unknown = sorted(set(each) - set(self.knobs))
+            if unknown:
+                raise SpaceError(f"candidate {dict(each)} has unknown knobs {unknown}; known are {list(self.knobs)}")
+            listed.append(Schedule({name: each.get(name, knob.default) for name, knob in self.knobs.items()}))
+        return replace(self, candidates=tuple(dict.fromkeys(listed)))
 
     @property
     def id(self) -> str:
@@ -139,9 +157,16 @@ class SearchSpace:
             pinned: knobs held at one value.
         """
         pinned = dict(pinned or {})
-        choices = {name: (pinned[name],) if name in pinned else knob.choices for name, knob in self.knobs.items()}
-        names = list(choices)
         values = self.constraint_values(problem)
+        if self.candidates:
+            listed = dict.fromkeys([self.default(problem, pinned=pinned), *self.candidates])
+            yield from (each for each in listed if all(each[name] == value for name, value in pinned.items())
+                        and all(one.holds(values | dict(each)) for one in self.constraints if not one.exploring))  # fmt: skip
+            return
+        choices = self._possible(
+            {name: (pinned[name],) if name in pinned else knob.choices for name, knob in self.knobs.items()}, values
+        )
+        names = list(choices)
         # allowed[i]: for each constraint that reads knob i, the knobs it reads up to i, and what they may be together.
         allowed: list[list[tuple[tuple[str, ...], Mapping[tuple[KnobValue, ...], None]]]] = [[] for _ in names]
         late: list[list[Constraint]] = [[] for _ in names]
@@ -171,6 +196,22 @@ class SearchSpace:
 
         yield from assign(0)
 
+    def _possible(self, choices: Mapping[str, tuple[KnobValue, ...]],
+                  values: Mapping[str, Any]) -> dict[str, tuple[KnobValue, ...]]:  # fmt: skip
+        """`choices` less those that some constraint rules out by itself, whatever the other knobs are.
+
+        Most problems leave knobs made for other problems one value; whoever walks or draws must not try the rest.
+        """
+        left = dict(choices)
+        before = 0
+        while before != (before := sum(map(len, left.values()))):
+            for constraint in self.constraints:
+                read = tuple((name, left[name]) for name in left if name in constraint.names)
+                if read and math.prod(len(each) for _, each in read) <= FEW_COMBINATIONS:
+                    others = tuple((name, value) for name, value in values.items() if name in constraint.names)
+                    left.update(_left_by(constraint, read, others))
+        return left
+
     def _prefixes(self, constraint: Constraint, choices: Mapping[str, tuple[KnobValue, ...]],
                   values: Mapping[str, Any]) -> tuple[Mapping[tuple[KnobValue, ...], None], ...]:  # fmt: skip
         """For 1, 2, ... of the knobs that `constraint` reads: their values for which the rest can be chosen."""
@@ -189,14 +230,14 @@ class SearchSpace:
             SpaceError: none found in `tries` draws; the constraints leave too little.
         """
         values = self.constraint_values(problem)
-        choices = {name: knob.choices for name, knob in self.knobs.items()}
+        choices = self._possible({name: knob.choices for name, knob in self.knobs.items()}, values)
         together: tuple[str, ...] = ()
         allowed: list[tuple[KnobValue, ...]] = [()]
         for constraint in self.constraints:
             read = tuple(name for name in choices if name in constraint.names)
             if len(read) > len(together) and math.prod(len(choices[name]) for name in read) <= MOST_COMBINATIONS:
                 together, allowed = read, list(self._prefixes(constraint, choices, values)[-1])
-        for _ in range(tries if allowed else 0):
+        for _ in range(tries if allowed and all(choices.values()) else 0):
             drawn = {name: rng.choice(each) for name, each in choices.items()}
             schedule = Schedule(drawn, **dict(zip(together, rng.choice(allowed), strict=True)))
             if not self.violations(schedule, problem):
@@ -227,6 +268,8 @@ class SearchSpace:
         Raises:
             SpaceError: the space holds no valid schedule for this problem.
         """
+        if self.candidates:
+            return replace(self, candidates=()).default(problem, pinned=pinned)
         pinned = dict(pinned or {})
         wanted = Schedule({name: knob.default for name, knob in self.knobs.items()} | pinned)
         if not self.violations(wanted, problem):
@@ -253,6 +296,21 @@ def _prefixes_allowed(constraint: Constraint, choices: tuple[tuple[str, tuple[Kn
         if constraint.holds(values):
             whole.append(combination)
     return tuple(dict.fromkeys(combination[:count] for combination in whole) for count in range(1, len(names) + 1))
+
+
+@lru_cache(maxsize=4096)
+def _left_by(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...],
+             others: tuple[tuple[str, Any], ...]) -> dict[str, tuple[KnobValue, ...]]:  # fmt: skip
+    """`choices` of the knobs that `constraint` reads, less those with which it never holds."""
+    names, values = [name for name, _ in choices], dict(others)
+    found: list[set[KnobValue]] = [set() for _ in names]
+    for combination in itertools.product(*(each for _, each in choices)):
+        values.update(zip(names, combination, strict=True))
+        if constraint.holds(values):
+            for seen, choice in zip(found, combination, strict=True):
+                seen.add(choice)
+    return {name: tuple(choice for choice in each if choice in seen)
+            for (name, each), seen in zip(choices, found, strict=True)}  # fmt: skip
 
 
 def _contains(choices: Sequence[KnobValue], value: object) -> bool:

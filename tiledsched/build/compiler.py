@@ -68,7 +68,7 @@ def compile_task(task: BuildTask) -> Built:
     started = time.perf_counter()
     artifact = failure = None
     try:
-        kernel = template.kernel({task.arch: task.schedule})
+        kernel = template.kernel({task.arch: task.schedule}, task.problem)
         signature = template.signature(task.schedule, task.problem)
         output = io.BytesIO()
         with ct.compiler_timeout(task.timeout_s):

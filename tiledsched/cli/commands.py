@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tiledsched.build.toolchain import Toolchain
     from tiledsched.config import Settings
     from tiledsched.kernels.template import KernelTemplate
+    from tiledsched.schedule import KnobValue
     from tiledsched.space import SearchSpace
     from tiledsched.store.db import TuningDB
 
@@ -43,10 +44,16 @@ def _print_json(value: dict[str, Any]) -> None:
 
 def _problems(options: argparse.Namespace) -> list[Problem]:
     masks = {"yes": (True,), "no": (False,), "both": (False, True)}[options.causal]
-    return [Problem.standard(seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=options.batch,
-                             heads=options.heads, kv_heads=options.kv_heads)
+    return [_detailed(Problem.standard(seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=options.batch,
+                                       heads=options.heads, kv_heads=options.kv_heads), options)
             for dtype in options.dtype for head_dim in options.head_dim for causal in masks
             for seq_len in options.seq_len]  # fmt: skip
+
+
+def _detailed(problem: Problem, options: argparse.Namespace) -> Problem:
+    """`problem` with what its usual sizes do not say."""
+    return problem.replace(seq_q=options.seq_q or problem.seq_q, alignment=options.alignment, value_dim=options.value_dim,
+                           lse=options.lse)  # fmt: skip
 
 
 def _space(options: argparse.Namespace) -> SearchSpace:
@@ -56,7 +63,23 @@ def _space(options: argparse.Namespace) -> SearchSpace:
     space = load_space(path) if path else space_for(options.arch)
     if space.arch != options.arch:
         raise ConfigError(f"{path} is for {space.arch}, not {options.arch}; pass --arch {space.arch}")
-    return space
+    candidates = getattr(options, "candidates", None)
+    return space.limited_to(_candidates(candidates)) if candidates else space
+
+
+def _candidates(path: str) -> list[dict[str, KnobValue]]:
+    """The schedules in a JSON file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a list of objects.
+    """
+    try:
+        listed = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read candidates from {path}: {error}") from error
+    if not (isinstance(listed, list) and listed and all(isinstance(each, dict) for each in listed)):
+        raise ConfigError(f"{path} must hold a JSON list of schedules, each an object of knob names and values")
+    return listed
 
 
 def _compiling(options: argparse.Namespace) -> tuple[Settings, SearchSpace, Toolchain, KernelTemplate, ArtifactStore]:
@@ -98,8 +121,8 @@ def tune(options: argparse.Namespace) -> int:
 
     settings, space, toolchain, template, artifacts = _compiling(options)
     problems = _problems(options)
-    tune_options = TuneOptions(accum_mode=settings.accum_mode, trials=options.trials, budget_s=options.budget,
-                               sampler=options.sampler, seed=options.seed, regime=settings.regime,
+    tune_options = TuneOptions(accum_mode=settings.accum_mode, effort=options.effort, trials=options.trials,
+                               budget_s=options.budget, sampler=options.sampler, seed=options.seed, regime=settings.regime,
                                compile_timeout_s=options.compile_timeout)  # fmt: skip
     runner = _runner(options, template)
     with _open(options) as db, BuildPool(options.jobs) as pool, output.TuneProgress() as watcher:
@@ -204,7 +227,9 @@ def explain(options: argparse.Namespace) -> int:
     problem = Problem.standard(seq_len=options.seq_len, head_dim=options.head_dim, dtype=options.dtype,
                                causal=options.causal, batch=options.batch, heads=options.heads,
                                kv_heads=options.kv_heads)  # fmt: skip
-    explanation = explain_problem(load_table(_settings(options)), problem, options.arch, options.device)
+    settings = _settings(options)
+    problem = _detailed(problem, options)
+    explanation = explain_problem(load_table(settings), problem, options.arch, options.device, settings.sources)
     if options.json:
         print(json.dumps(explanation.to_json(), indent=2))
     else:
@@ -226,21 +251,6 @@ def report(options: argparse.Namespace) -> int:
     else:
         for path in files:
             print(path)
-    return 0
-
-
-def bench(options: argparse.Namespace) -> int:
-    """Time sdpa beside its baselines."""
-    from tiledsched.bench import run_bench
-
-    rows = run_bench(_problems(options), rounds=options.rounds, regime=options.regime, verify=options.verify,
-                     progress=output.note)  # fmt: skip
-    if options.csv:
-        output.write_bench_csv(rows, Path(options.csv))
-    if options.json:
-        _print_json({"rows": [row.to_json() for row in rows]})
-    else:
-        output.print_bench(rows)
     return 0
 
 
@@ -339,6 +349,49 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         print(doctor_module.to_text(findings))
     return 0
+
+
+def warmup(options: argparse.Namespace) -> int:
+    """Build what this machine will be served, where every process finds it."""
+    from tiledsched.measure.nvml import devices
+    from tiledsched.serve.bundle import warm_path
+
+    archs = [options.arch] if options.arch else sorted({device.arch for device in devices()})
+    if not archs:
+        raise ConfigError("there is no GPU here to warm up for; pass --arch, e.g. --arch sm_90")
+    settings = _settings(options)
+    return _prepare(options, [(arch, warm_path(arch, settings)) for arch in archs])
+
+
+def bundle(options: argparse.Namespace) -> int:
+    """Build what an arch is served, into a file to take elsewhere."""
+    return _prepare(options, [(options.arch, Path(options.out))])
+
+
+def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]]) -> int:
+    from tiledsched.build.artifacts import ArtifactStore
+    from tiledsched.build.compiler import prepare_process
+    from tiledsched.build.toolchain import check_arch, installed_toolchain
+    from tiledsched.kernels import template_for
+    from tiledsched.serve.bundle import warm_path
+    from tiledsched.serve.entries import load_entries, load_table
+    from tiledsched.serve.warmup import Wanted, prepare
+
+    prepare_process()
+    settings = _settings(options)
+    toolchain = installed_toolchain()
+    entries, table = load_entries(settings.db), load_table(settings)
+    artifacts = ArtifactStore(Path(settings.cache) if settings.cache else None)
+    wanted = Wanted(dtypes=tuple(options.dtype), groups=tuple(options.group), any_length=options.any_length,
+                    decode=options.decode)  # fmt: skip
+    results = []
+    for arch, path in targets:
+        check_arch(toolchain, arch)
+        results.append(prepare(arch, path, entries, table, template_for(table.kernel), artifacts, toolchain.compiler,
+                               wanted=wanted, others=[warm_path(arch, settings)], jobs=options.jobs,
+                               progress=output.note))  # fmt: skip
+    _said(options, {"bundles": [result.to_json() for result in results]}, "\n".join(map(str, results)))
+    return 1 if any(result.failures for result in results) else 0
 
 
 def db_export(options: argparse.Namespace) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,9 +14,11 @@ from tiledsched.problem import Problem
 from tiledsched.store.records import EntryRecord
 
 if TYPE_CHECKING:
-    from tiledsched.bench import BenchRow
+    from tiledsched.ablation.rows import AblationRow
+    from tiledsched.bench.rows import BenchRow
     from tiledsched.search.record import RecordResult
     from tiledsched.search.tuner import TuneResult
+    from tiledsched.searchbench.scores import Summary as SearchSummary
     from tiledsched.store.queries import RegimeComparison
 
 WIDE = 200
@@ -180,9 +180,14 @@ def _loss(loss: float, distinct: bool) -> str:
 
 
 def print_bench(rows: Sequence[BenchRow]) -> None:
-    """One line per problem, one column per method: TFLOP/s, then ours over each of the others."""
+    """A table for each regime: one line per problem, one column per method: TFLOP/s, then its time over ours."""
+    for regime in dict.fromkeys(row.regime for row in rows):
+        _print_bench_regime(regime, [row for row in rows if row.regime == regime])
+
+
+def _print_bench_regime(regime: str, rows: Sequence[BenchRow]) -> None:
     methods = list(dict.fromkeys(row.method for row in rows))
-    table = Table(title="TFLOP/s, and in brackets the time of each method over ours")
+    table = Table(title=f"{regime}: TFLOP/s, and in brackets the time of each method over ours")
     table.add_column("problem")
     for method in methods:
         table.add_column(method, justify="right")
@@ -190,27 +195,55 @@ def print_bench(rows: Sequence[BenchRow]) -> None:
     for row in rows:
         by_problem.setdefault(row.problem, {})[row.method] = row
     for problem, found in by_problem.items():
-        ours = found["tiledsched"].median_us
-        cells = []
-        for method in methods:
-            row = found[method]
-            if row.median_us is None:
-                cells.append(row.status)
-            elif method == "tiledsched" or ours is None:
-                cells.append(f"{problem.tflops(row.median_us):.0f}")
-            else:
-                cells.append(f"{problem.tflops(row.median_us):.0f} ({row.median_us / ours:.2f}x)")
-        table.add_row(str(problem), *cells)
+        ours = found["tiledsched"].median_us if "tiledsched" in found else None
+        table.add_row(str(problem), *(_bench_cell(found.get(method), ours) for method in methods))
     console().print(table)
 
 
-def write_bench_csv(rows: Sequence[BenchRow], path: Path) -> None:
-    """One row per method and problem."""
-    if not rows:
-        return
-    flat = [row.to_csv() for row in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(flat[0]))
-        writer.writeheader()
-        writer.writerows(flat)
+def _bench_cell(row: BenchRow | None, ours_us: float | None) -> str:
+    if row is None or row.tflops is None or row.median_us is None:
+        return "-" if row is None else row.status
+    beside = row.method not in ("tiledsched", "matmul") and ours_us
+    return f"{row.tflops:.0f} ({row.median_us / ours_us:.2f}x)" if beside and ours_us else f"{row.tflops:.0f}"
+
+
+def print_searches(summaries: Sequence[SearchSummary]) -> None:
+    """One line per method: medians of what it takes to come near the exhaustive best, mean regrets on the way."""
+    table = Table(title="distinct programs measured to come within 1% of the best (median, 95% interval), and regret")
+    for name in ("method", "to 1%", "interval", "to 5%", "compiles to 1%", "device s to 1%", "reached", "regret at 10",
+                 "at 25", "at 50", "at 100", "seeds"):  # fmt: skip
+        table.add_column(name, justify="left" if name == "method" else "right")
+
+    def cell(value: float | None) -> str:
+        return "never" if value is None else f"{value:.4g}"
+
+    for line in summaries:
+        low, high = line.measurements_to_1pct_interval
+        regrets = (line.regret_10, line.regret_25, line.regret_50, line.regret_100)
+        table.add_row(line.sampler, cell(line.measurements_to_1pct), f"{cell(low)}-{cell(high)}",
+                      cell(line.measurements_to_5pct), cell(line.compiles_to_1pct), cell(line.device_s_to_1pct),
+                      f"{line.reached:.0%}", *(f"{regret:.2%}" for regret in regrets), str(line.seeds))  # fmt: skip
+    console().print(table)
+
+
+def print_ablation(rows: Sequence[AblationRow]) -> None:
+    """For each problem the ladder, and the tuned schedule without each knob; of what else was tried, only what failed."""
+    for problem in dict.fromkeys(row.problem for row in rows):
+        table = Table(title=f"{problem}: from the plain schedule to the tuned one")
+        for name, justify in (("", "left"), ("rung", "right"), ("knob", "left"), ("from", "left"), ("to", "left"),
+                              ("median us", "right"), ("95% interval", "right"), ("over previous", "right"),
+                              ("over plain", "right"), ("schedule or status", "left")):  # fmt: skip
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        for row in rows:
+            if row.problem == problem and (row.view != "tried" or row.status != "ok"):
+                timed = row.median_us is not None
+                table.add_row(row.view, str(row.rung), row.knob or "(plain)", row.before, row.after,
+                              f"{row.median_us:.1f}" if timed else "-",
+                              f"{row.ci_low_us:.1f}-{row.ci_high_us:.1f}" if timed else "-",
+                              _speedup(row.speedup_over_previous), _speedup(row.speedup_over_plain),
+                              row.schedule if row.status == "ok" else row.status)  # fmt: skip
+        console().print(table)
+
+
+def _speedup(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}x"

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tiledsched import __version__
-from tiledsched.cli import commands
-from tiledsched.problem import DTYPES
+from tiledsched.bench.suites import SUITES
+from tiledsched.cli import bench_commands, commands, search_commands
+from tiledsched.problem import ALIGNMENTS, DTYPES
+from tiledsched.search.effort import EFFORTS
 from tiledsched.study.rows import METHODS
 
 EPILOG = """exit codes: 0 done, 1 no valid schedule or a regression found, 2 usage or configuration, 130 interrupted.
@@ -44,6 +46,11 @@ def study_methods(text: str) -> list[str]:
     return values
 
 
+def names(text: str) -> list[str]:
+    """`a,b` -> both; the command checks them."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def positive(text: str) -> int:
     """One positive integer."""
     return integers(text)[0] if "," not in text else integers("")[0]
@@ -68,8 +75,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_explain(subs)
     _add_report(subs)
     _add_bench(subs)
+    _add_ablate(subs)
+    _add_bench_search(subs)
     _add_study(subs)
     _add_landscapes(subs)
+    _add_warmup(subs)
+    _add_bundle(subs)
     _add_doctor(subs)
     _add_db(subs)
     return parser
@@ -99,6 +110,16 @@ def _problem_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, metavar="N", help="sequences (default: 16k tokens in all)")
     parser.add_argument("--heads", type=positive, metavar="N", help="query heads (default: 2048 / head dimension)")
     parser.add_argument("--kv-heads", type=positive, metavar="N", help="key/value heads (default: as many as heads)")
+    _other_problem_flags(parser)
+
+
+def _other_problem_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seq-q", type=positive, metavar="N", help="query rows (default: as many as keys)")
+    parser.add_argument("--alignment", choices=ALIGNMENTS, default="top_left", help="where the causal diagonal starts, or "
+                        "ends: matters where --seq-q does (default: top_left)")  # fmt: skip
+    parser.add_argument("--value-dim", type=positive, default=0, metavar="D", help="columns of v and the output (default: "
+                        "as the head dimension)")  # fmt: skip
+    parser.add_argument("--lse", action="store_true", help="return the log-sum-exp of each row, too")
 
 
 def _add_tune(subs: Any) -> None:
@@ -107,16 +128,20 @@ def _add_tune(subs: Any) -> None:
     parser.add_argument("--arch", required=True, metavar="ARCH", help="target, e.g. sm_121")
     _problem_flags(parser)
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
-    parser.add_argument("--trials", type=positive, default=128, metavar="N", help="distinct programs to measure per problem "
-                        "(default: 128)")  # fmt: skip
-    parser.add_argument("--sampler", default="tpe", choices=("tpe", "random", "exhaustive"), help="what proposes "
-                        "schedules (default: tpe)")  # fmt: skip
+    parser.add_argument("--effort", default="default", choices=tuple(EFFORTS), help="how many programs are measured and "
+                        "race for the decision (default: default)")  # fmt: skip
+    parser.add_argument("--trials", type=positive, metavar="N", help="distinct programs to measure per problem, at most "
+                        "(default: as the effort says)")  # fmt: skip
+    parser.add_argument("--sampler", default="surrogate", choices=("surrogate", "tpe", "random", "exhaustive"),
+                        help="what proposes schedules (default: surrogate)")  # fmt: skip
     parser.add_argument("--accum-mode", choices=("fp32", "fp16"), help="accuracy class (default: fp32)")
     parser.add_argument("--regime", choices=("burst", "sustained"), help="cool and at full clocks, or at the power cap "
                         "(default: burst)")  # fmt: skip
     parser.add_argument("--runner", choices=("auto", "gpu", "none"), default="auto", help="measure on the GPU, or only "
                         "build and rank; auto measures where a GPU of the arch is present (default: auto)")  # fmt: skip
     parser.add_argument("--space", metavar="FILE", help="your own search space (TOML)")
+    parser.add_argument("--candidates", metavar="FILE",
+                        help="search only these schedules and the default: a JSON list of knobs and values")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampler (default: 0)")
     parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
     parser.add_argument("--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule "
@@ -158,6 +183,7 @@ def _add_explain(subs: Any) -> None:
     parser.add_argument("--batch", type=positive, metavar="N", help="sequences (default: 16k tokens in all)")
     parser.add_argument("--heads", type=positive, metavar="N", help="query heads (default: 2048 / head dimension)")
     parser.add_argument("--kv-heads", type=positive, metavar="N", help="key/value heads (default: as many as heads)")
+    _other_problem_flags(parser)
     parser.add_argument("--device", default="", metavar="NAME", help="GPU name as the driver gives it")
 
 
@@ -170,14 +196,56 @@ def _add_report(subs: Any) -> None:
 
 
 def _add_bench(subs: Any) -> None:
-    parser = _command(subs, "bench", commands.bench, "time sdpa beside torch's backends and the untuned kernel, "
-                      "interleaved on this GPU")  # fmt: skip
+    parser = _command(subs, "bench", bench_commands.bench, "time sdpa beside torch's backends, the untuned kernel, Triton "
+                      "and others, interleaved on this GPU")  # fmt: skip
     _problem_flags(parser)
-    parser.add_argument("--regime", choices=("burst", "sustained"), default="burst", help="default: burst")
-    parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="samples of each (default: 30)")
-    parser.add_argument("--csv", metavar="FILE", help="also write one row per method and problem")
+    parser.add_argument("--suite", choices=tuple(SUITES), help="a named set of problems instead of the flags above")
+    parser.add_argument("--methods", type=names, metavar="M[,M]", help="what takes part (default: all that is "
+                        "installed)")  # fmt: skip
+    parser.add_argument("--ceiling", action="store_true", help="also an 8192^3 matmul, and every rate over it")
+    parser.add_argument("--regime", choices=("burst", "sustained", "both"), default="burst", help="cool and at full "
+                        "clocks, at the power cap, or one after the other (default: burst)")  # fmt: skip
+    parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="samples of a quick method (default: 30); "
+                        "slow ones get fewer")  # fmt: skip
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all problems together (default: no limit)")
+    parser.add_argument("--csv", metavar="FILE", help="also write one row per method and problem, as they are known")
+    parser.add_argument("--resume", action="store_true", help="go on with the file of --csv: leave out what is in it")
     parser.add_argument("--verify", action="store_true", help="also check that what is launched is the machine code "
                         "that was measured (needs the compiler)")  # fmt: skip
+    parser.add_argument("--summary", nargs="+", metavar="FILE", help="measure nothing: sum up the rows of these files, "
+                        "as Markdown")  # fmt: skip
+
+
+def _add_bench_search(subs: Any) -> None:
+    parser = _command(subs, "bench-search", search_commands.bench_search, "replay ways to search on recorded landscapes: how "
+                      "many measurements each takes; needs no GPU", db=False)  # fmt: skip
+    parser.add_argument("--samplers", type=names, metavar="NAME[,NAME]", help="which methods (default: all)")
+    parser.add_argument("--seeds", type=positive, default=50, metavar="N", help="runs of each method on each landscape, at "
+                        "most (default: 50)")  # fmt: skip
+    parser.add_argument("--landscapes", nargs="+", metavar="FILE", help="what to search (default: the burst landscapes that "
+                        "ship with the package)")  # fmt: skip
+    parser.add_argument("--jobs", type=positive, metavar="N", help="processes (default: one per CPU)")
+    parser.add_argument("--csv", metavar="FILE", help="also write one row per run; rows of other methods that are there "
+                        "stay and are summed up, too; a name that ends in .xz is compressed")  # fmt: skip
+    parser.add_argument("--figure", metavar="FILE", help="also draw it (PNG or SVG; needs matplotlib)")
+
+
+def _add_ablate(subs: Any) -> None:
+    parser = _command(subs, "ablate", bench_commands.ablate, "say what each knob of the tuned schedule is worth: a ladder "
+                      "from the plain kernel, and the tuned one without each knob")  # fmt: skip
+    parser.add_argument("--arch", required=True, metavar="ARCH", help="of this GPU or of the record, e.g. sm_90")
+    _problem_flags(parser)
+    parser.add_argument("--replay", nargs="+", metavar="FILE", help="measure nothing: climb over these recorded "
+                        "landscapes, whose problems count instead of the flags")  # fmt: skip
+    parser.add_argument("--start", choices=("untuned", "default"), help="where the ladder begins: 64x64 tiles without "
+                        "hints, or the space's default (default: untuned; with --replay, default)")  # fmt: skip
+    parser.add_argument("--regime", choices=("burst", "sustained"), help="cool and at full clocks, or at the power cap "
+                        "(default: burst; with --replay, the record's)")  # fmt: skip
+    parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="samples of each in the final run "
+                        "(default: 30)")  # fmt: skip
+    parser.add_argument("--csv", metavar="FILE", help="also write the rows")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the inputs (default: 0)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
 
 
 def _add_study(subs: Any) -> None:
@@ -202,6 +270,31 @@ def _add_landscapes(subs: Any) -> None:
     parser.add_argument("--format", choices=("tiledsched", "t4", "kernel-tuner-cache"), default="tiledsched",
                         help="of those files: this package's, T4 results, or what Kernel Tuner's simulation mode reads "
                         "(default: tiledsched)")  # fmt: skip
+
+
+def _add_warmup(subs: Any) -> None:
+    parser = _command(subs, "warmup", commands.warmup, "build what the tuned table serves ahead, so that the first call "
+                      "of a process starts no compiler")  # fmt: skip
+    parser.add_argument("--arch", metavar="ARCH", help="e.g. sm_90 (default: those of the GPUs here)")
+    _prepare_flags(parser)
+
+
+def _add_bundle(subs: Any) -> None:
+    parser = _command(subs, "bundle", commands.bundle, "write what the tuned table serves, built, to a file for machines "
+                      "without a compiler")  # fmt: skip
+    parser.add_argument("--arch", required=True, metavar="ARCH", help="e.g. sm_90; no GPU of it is needed")
+    parser.add_argument("--out", required=True, metavar="FILE", help="file to write; what it holds is used again")
+    _prepare_flags(parser)
+
+
+def _prepare_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", type=dtypes, default=[], metavar="T[,T]", help=f"also {' or '.join(DTYPES)} "
+                        "(default: what the entries have)")  # fmt: skip
+    parser.add_argument("--group", type=integers, default=[], metavar="G[,G]", help="also so many query heads per key/value "
+                        "head (default: what the entries have)")  # fmt: skip
+    parser.add_argument("--any-length", action="store_true", help="also key lengths that no tile divides")
+    parser.add_argument("--decode", action="store_true", help="also one query row, as generation with a cache asks for")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
 
 
 def _add_doctor(subs: Any) -> None:

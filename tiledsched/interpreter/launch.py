@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import random
 import typing
 from collections.abc import Sequence
 from types import FunctionType
@@ -21,19 +22,22 @@ from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
 from tiledsched.interpreter.values import TILE_TYPE, InterpreterError, Tile, in_range
 
 if TYPE_CHECKING:
-    from tiledsched.kernels.template import KernelTemplate
+    from tiledsched.kernels.template import ExtraArray, KernelTemplate
     from tiledsched.problem import Problem
     from tiledsched.schedule import Schedule
 
 DispatchMode: Any = load_dispatch_mode()
 Grid = int | tuple[int, ...]
+BlockOrder = int | typing.Literal["forward", "reversed"]
+"""The order in which blocks run: an integer is the seed of a random one. A right kernel gives the same in each."""
 
 
 class Launch(DispatchMode):
     """One launch: the grid, the block whose turn it is, and the answer to every `ct.*` call."""
 
-    def __init__(self, grid: tuple[int, int, int], check_overlap: bool) -> None:
+    def __init__(self, grid: tuple[int, int, int], check_overlap: bool, order: BlockOrder = "forward") -> None:
         self.grid = grid
+        self.order = order
         self.check_overlap = check_overlap
         self.block = (0, 0, 0)
         self.serial = 0
@@ -41,10 +45,15 @@ class Launch(DispatchMode):
         self._own = {innermost(ct.bid): self.bid, innermost(ct.num_blocks): self.num_blocks}
 
     def blocks(self) -> typing.Iterator[tuple[int, int, int]]:
-        """Every block in turn, x fastest."""
-        for z, y, x in itertools.product(*map(range, reversed(self.grid))):
+        """Every block in turn: x fastest, or the same backwards, or drawn by a seed."""
+        blocks = [(x, y, z) for z, y, x in itertools.product(*map(range, reversed(self.grid)))]
+        if self.order == "reversed":
+            blocks.reverse()
+        elif self.order != "forward":
+            random.Random(self.order).shuffle(blocks)
+        for block in blocks:
             self.serial += 1
-            self.block = (x, y, z)
+            self.block = block
             yield self.block
 
     def bid(self, axis: int) -> Tile:
@@ -78,7 +87,9 @@ def _axis(axis: int) -> int:
     return axis
 
 
-def run(kernel: Any, grid: Grid, args: Sequence[Any], *, check_overlap: bool = True) -> None:
+def run(
+    kernel: Any, grid: Grid, args: Sequence[Any], *, check_overlap: bool = True, order: BlockOrder = "forward"
+) -> None:
     """Run a cuTile kernel on the CPU; arrays among `args` are changed in place.
 
     Args:
@@ -87,6 +98,7 @@ def run(kernel: Any, grid: Grid, args: Sequence[Any], *, check_overlap: bool = T
         args: NumPy arrays, of any strides, and Python numbers, in the order of the kernel's parameters; constants
             included. Numbers whose parameter is not a `ct.Constant` become run-time scalars (int32, float32).
         check_overlap: whether a store to an element that another block stored to is an error.
+        order: in which blocks run; see `BlockOrder`.
 
     Raises:
         InterpreterError: the kernel did what cuTile forbids or leaves undefined, or what is not supported here.
@@ -95,7 +107,7 @@ def run(kernel: Any, grid: Grid, args: Sequence[Any], *, check_overlap: bool = T
     sides = grid if isinstance(grid, tuple) else (grid,)
     if not 1 <= len(sides) <= 3 or any(side < 1 for side in sides):
         raise InterpreterError(f"a grid has one to three axes of at least one block, got {grid}")
-    launch = Launch((*sides, 1, 1)[:3], check_overlap)  # type: ignore[arg-type]
+    launch = Launch((*sides, 1, 1)[:3], check_overlap, order)  # type: ignore[arg-type]
     values = _arguments(function, args, launch)
     body = with_tile_builtins(function)
     with np.errstate(all="ignore"), launch.as_current():
@@ -116,8 +128,28 @@ def run_problem(
     scale: float | None = None,
     *,
     sm_count: int = 8,
+    order: BlockOrder = "forward",
 ) -> np.ndarray[Any, Any]:
     """Attention of q, k and v by the template's kernel with one schedule, run on the CPU.
+
+    As :func:`run_outputs`, for the output alone: `[batch, heads, seq_q, value_columns]` in q's type.
+    """
+    return run_outputs(template, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order)["out"]
+
+
+def run_outputs(
+    template: KernelTemplate,
+    schedule: Schedule,
+    problem: Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float | None = None,
+    *,
+    sm_count: int = 8,
+    order: BlockOrder = "forward",
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Every output of the template's kernel with one schedule, run on the CPU.
 
     Args:
         template: the attention template.
@@ -125,26 +157,40 @@ def run_problem(
         problem: what is computed; the arrays must have its shapes.
         q: `[batch, heads, seq_q, head_dim]` of NumPy's float16 or ml_dtypes' bfloat16, of any strides.
         k: `[batch, kv_heads, seq_k, head_dim]`, likewise.
-        v: as k.
+        v: `[batch, kv_heads, seq_k, value_columns]`, likewise.
         scale: softmax scale, above 0; 1 / sqrt(head_dim) unless given.
         sm_count: multiprocessors the grid is made for; few, so that persistent blocks take several tiles.
+        order: in which blocks run.
 
     Returns:
-        `[batch, heads, seq_q, head_dim]` in q's type; NaN where the kernel wrote nothing.
+        `out`, `[batch, heads, seq_q, value_columns]` in q's type, and `lse`, float32 `[batch, heads, seq_q]`, where the
+        problem asks for it; NaN where the kernel wrote nothing.
 
     Raises:
         ProblemError: arrays that are not the problem's.
-        InterpreterError: see :func:`run`.
+        InterpreterError: see :func:`run`; or the kernel left behind a workspace that it needs zeroed, and is not.
     """
-    keys = (problem.batch, problem.kv_heads, problem.seq_k, problem.head_dim)
-    wanted = {"q": (problem.batch, problem.heads, problem.seq_q, problem.head_dim), "k": keys, "v": keys}
+    queries, keys = (problem.batch, problem.heads, problem.seq_q), (problem.batch, problem.kv_heads, problem.seq_k)
+    wanted = {"q": (*queries, problem.head_dim), "k": (*keys, problem.head_dim), "v": (*keys, problem.value_columns)}
     for (name, shape), array in zip(wanted.items(), (q, k, v), strict=True):
         if array.shape != shape or array.dtype.name != problem.dtype:
             raise ProblemError(f"{name} must be {problem.dtype} of shape {shape}, got {array.dtype} {array.shape}")
-    out = np.full(q.shape, poison(TILE_TYPE[q.dtype]), q.dtype)
-    args = (q, k, v, out, *template.scalars(problem, scale), *template.constants(schedule, problem))
-    run(template.function, template.grid(schedule, problem, sm_count), args)
-    return out
+    out = np.full((*queries, problem.value_columns), poison(TILE_TYPE[q.dtype]), q.dtype)
+    extras = template.workspace(schedule, problem)
+    arrays = [_extra_array(extra) for extra in extras]
+    args = (q, k, v, out, *arrays, *template.scalars(problem, scale), *template.constants(schedule, problem))
+    run(template.entry(schedule, problem), template.grid(schedule, problem, sm_count), args, order=order)
+    for extra, array in zip(extras, arrays, strict=True):
+        if extra.zeroed and np.any(array):
+            raise InterpreterError(f"the kernel needs {extra.name} zeroed, but leaves {np.count_nonzero(array)} elements "
+                                   "that are not: a second launch would go wrong")  # fmt: skip
+    return {"out": out} | {extra.name: array for extra, array in zip(extras, arrays, strict=True) if extra.output}
+
+
+def _extra_array(extra: ExtraArray) -> np.ndarray[Any, Any]:
+    """As a launch gets it: zeros where it needs them, or else what shows that it was read unwritten."""
+    dtype = np.dtype(extra.dtype)
+    return np.full(extra.shape, 0 if extra.zeroed else poison(TILE_TYPE[dtype]), dtype)
 
 
 def _arguments(function: FunctionType, args: Sequence[Any], launch: Launch) -> list[Any]:

@@ -1,6 +1,6 @@
-"""The attention kernel's side on the host: its constants, signature, arguments and grid.
+"""The attention kernel's side on the host: which entry is launched, its constants, signature, arrays and grid.
 
-What runs on the GPU is in `tiledsched.kernels.attention_tiles`.
+What runs on the GPU is in `tiledsched.kernels.attention_entries`, `attention_split` and `attention_tiles`.
 """
 
 from __future__ import annotations
@@ -13,41 +13,72 @@ from typing import TYPE_CHECKING
 import cuda.tile as ct
 
 from tiledsched.errors import ProblemError
-from tiledsched.kernels.attention_tiles import BLOCK_ORDERS, KV_DIRECTIONS, PERSISTENT_MODES, Constants, attention
+from tiledsched.kernels import attention_entries, attention_flat, attention_split, attention_tiles
+from tiledsched.kernels.attention_tiles import BLOCK_ORDERS, KV_DIRECTIONS, PERSISTENT_MODES, Constants
 from tiledsched.kernels.reference import default_scale
-from tiledsched.kernels.template import KernelTemplate, ProblemClass
+from tiledsched.kernels.template import ExtraArray, KernelTemplate, ProblemClass
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from cuda.tile.compilation import KernelSignature
+    from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
 LOG2_E = 1.0 / math.log(2.0)
 SMALLEST_NORMAL, LARGEST_FLOAT = 1.2e-38, 3.4e38
 
 
 class AttentionTemplate(KernelTemplate):
-    """The host's side of :func:`tiledsched.kernels.attention_tiles.attention`."""
+    """The host's side of the kernels in :mod:`tiledsched.kernels.attention_entries`."""
 
     name = "attention"
+    modules = (attention_entries, attention_flat, attention_split, attention_tiles)
 
     @property
     def function(self) -> Callable[..., None]:
-        return attention
+        return attention_entries.attention
+
+    def entry(self, schedule: Schedule, problem: Problem) -> Callable[..., None]:
+        kind = "attention_lse" if problem.lse else "attention"
+        if _splits(schedule) > 1:
+            kind = "attention_split"
+        entry: Callable[..., None] = getattr(attention_entries, f"{kind}_wide" if problem.wide else kind)
+        return entry
+
+    def workspace(self, schedule: Schedule, problem: Problem) -> tuple[ExtraArray, ...]:
+        splits, tile_m = _splits(schedule), schedule.number("tile_m")
+        lse = ExtraArray(name="lse", shape=(problem.batch, problem.heads, problem.seq_q), dtype="float32",
+                         output=problem.lse)  # fmt: skip
+        if splits == 1:
+            return (lse,) if problem.lse else ()
+        pieces = self._pieces(schedule, problem)
+        slots = pieces * schedule.number("q_subtiles") * splits
+        columns = sum(_parts(problem.tile_v, problem.parts_v, schedule))
+        return (
+            lse,
+            ExtraArray(name="partial", shape=(slots, tile_m, columns), dtype="float32"),
+            ExtraArray(name="state", shape=(slots, 2, tile_m), dtype="float32"),
+            ExtraArray(name="counters", shape=(pieces, 1), dtype="int32", zeroed=True),
+        )
 
     def problem_class(self, schedule: Schedule, problem: Problem) -> ProblemClass:
-        step_n = schedule.number("tile_n") * schedule.number("kv_subtiles")
-        return ProblemClass(head_dim=problem.head_dim, dtype=problem.dtype, causal=problem.causal, group=problem.group,
-                            even=problem.seq_k % step_n == 0)  # fmt: skip
+        step_n = schedule.number("tile_n") * schedule.number("kv_subtiles") * max(1, _flat(schedule))
+        causal = _needs_mask(problem)
+        return ProblemClass(head_dim=problem.head_dim, dtype=problem.dtype, causal=causal, group=problem.group,
+                            even=problem.seq_k % step_n == 0, value_dim=problem.value_dim, lse=problem.lse,
+                            bottom_right=causal and problem.alignment == "bottom_right",
+                            wide=problem.wide)  # fmt: skip
 
     def constants(self, schedule: Schedule, problem: Problem) -> tuple[bool | int | float, ...]:
+        which = self.problem_class(schedule, problem)
+        tile_d, rest_d = _parts(problem.tile_d, problem.parts_d, schedule)
+        tile_v, rest_v = _parts(problem.tile_v, problem.parts_v, schedule)
         constants = Constants(
             TILE_M=schedule.number("tile_m"),
             TILE_N=schedule.number("tile_n"),
-            TILE_D=problem.tile_d,
+            TILE_D=tile_d,
             GROUP=problem.group,
-            CAUSAL=problem.causal,
-            EVEN=self.problem_class(schedule, problem).even,
+            CAUSAL=which.causal,
+            EVEN=which.even,
             FP16_ACCUM=schedule["accum_mode"] == "fp16",
             LATENCY_K=schedule.number("latency_k"),
             LATENCY_V=schedule.number("latency_v"),
@@ -64,22 +95,24 @@ class AttentionTemplate(KernelTemplate):
             CHECK_BOUNDS=bool(schedule["check_bounds"]),
             IEEE_DIVISION=schedule["division"] == "ieee",
             LAZY_RESCALE=bool(schedule["lazy_rescale"]),
+            BOTTOM_RIGHT=which.bottom_right,
+            REST_D=rest_d,
+            TILE_V=tile_v,
+            REST_V=rest_v,
+            PACK=_pack(schedule, problem),
+            KV_SPLITS=_splits(schedule),
+            FLAT_STEPS=_flat(schedule),
+            RELOAD_Q=bool(schedule.get("reload_q", False)),
         )
         return astuple(constants)
 
     def signature(self, schedule: Schedule, problem: Problem) -> KernelSignature:
-        from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint
+        from cuda.tile.compilation import CallingConvention, KernelSignature, ScalarConstraint
 
-        # A launch also infers which axes are multiples of 16. Nothing is assumed of them here: on every arch whose
-        # code is reproducible the machine code is the same with and without (tests/test_build.py checks).
-        aligned = 16 // problem.element_bytes if problem.head_dim * problem.element_bytes % 16 == 0 else 1
-        array = ArrayConstraint(
-            getattr(ct, problem.dtype), 4, index_dtype=ct.int32, stride_lower_bound_incl=0, alias_groups=(),
-            may_alias_internally=False, stride_constant=(None, None, None, 1),
-            shape_constant=(None, None, None, problem.head_dim),
-            stride_divisible_by=(aligned, aligned, aligned, 1), base_addr_divisible_by=16,
-        )  # fmt: skip
-        parameters = [array] * 4 + [ScalarConstraint(ct.float32), *self.constants(schedule, problem)]
+        query, value = _head_array(problem, problem.head_dim), _head_array(problem, problem.value_columns)
+        extras = [_extra_array(extra) for extra in self.workspace(schedule, problem)]
+        parameters = [query, query, value, value, *extras, ScalarConstraint(ct.float32),
+                      *self.constants(schedule, problem)]  # fmt: skip
         return KernelSignature(parameters, CallingConvention.cutile_python_v2(), symbol=self.name)
 
     def scalars(self, problem: Problem, scale: float | None = None) -> tuple[float, ...]:
@@ -94,10 +127,74 @@ class AttentionTemplate(KernelTemplate):
         return (value,)
 
     def grid(self, schedule: Schedule, problem: Problem, sm_count: int) -> tuple[int, int, int]:
-        """One block per piece of work; a persistent grid is as many blocks as the occupancy hint says fit at once."""
-        rows = schedule.number("tile_m") * schedule.number("q_subtiles")
-        blocks = -(-problem.seq_q // rows) * problem.batch * problem.heads
+        """One block per piece of work, or one for each share of its keys.
+
+        A persistent grid is as many blocks as the occupancy hint says fit at once.
+        """
+        blocks = self._pieces(schedule, problem) * _splits(schedule)
         if schedule["persistent"] != "no":
             resident = sm_count * max(1, schedule.number("occupancy")) // schedule.number("num_ctas")
             blocks = min(blocks, max(1, resident))
         return (blocks, 1, 1)
+
+    def rows_per_tile(self, schedule: Schedule, problem: Problem) -> int:
+        return schedule.number("tile_m") // _pack(schedule, problem)
+
+    def _pieces(self, schedule: Schedule, problem: Problem) -> int:
+        rows = self.rows_per_tile(schedule, problem) * schedule.number("q_subtiles")
+        return -(-problem.seq_q // rows) * problem.batch * (problem.heads // _pack(schedule, problem))
+
+
+def _needs_mask(problem: Problem) -> bool:
+    """Whether a causal mask hides anything: not from a single row that ends where the keys end."""
+    return problem.causal and not (problem.alignment == "bottom_right" and problem.seq_q == 1)
+
+
+# Schedules that were stored before there were these knobs do without them.
+
+
+def _splits(schedule: Schedule) -> int:
+    """Blocks that share the keys of one piece of work."""
+    return int(schedule.get("kv_splits", 1))
+
+
+def _flat(schedule: Schedule) -> int:
+    """Steps per turn of a flat loop; 0 for nested loops."""
+    return int(schedule.get("flat_steps", 0))
+
+
+def _pack(schedule: Schedule, problem: Problem) -> int:
+    """Query heads whose rows share a tile."""
+    return problem.group if schedule.get("pack_gqa", False) else 1
+
+
+def _parts(tile: int, parts: tuple[int, int], schedule: Schedule) -> tuple[int, int]:
+    """Columns of the first and second part of a row as `schedule` divides it."""
+    return parts if schedule.get("column_parts", 1) == 2 else (tile, 0)
+
+
+def _head_array(problem: Problem, columns: int) -> ArrayConstraint:
+    """An array `[batch, heads, rows, columns]`."""
+    from cuda.tile.compilation import ArrayConstraint
+
+    # A launch also infers which axes are multiples of 16. Nothing is assumed of them here: on every arch whose
+    # code is reproducible the machine code is the same with and without (tests/test_build.py checks).
+    aligned = 16 // problem.element_bytes if columns * problem.element_bytes % 16 == 0 else 1
+    return ArrayConstraint(
+        getattr(ct, problem.dtype), 4, index_dtype=ct.int64 if problem.wide else ct.int32, stride_lower_bound_incl=0,
+        alias_groups=(), may_alias_internally=False, stride_constant=(None, None, None, 1),
+        shape_constant=(None, None, None, columns), stride_divisible_by=(aligned, aligned, aligned, 1),
+        base_addr_divisible_by=16,
+    )  # fmt: skip
+
+
+def _extra_array(extra: ExtraArray) -> ArrayConstraint:
+    """A contiguous array; the axes behind the first are constants of the schedule, except in arrays of rows."""
+    from cuda.tile.compilation import ArrayConstraint
+
+    inner = (None, *extra.shape[1:]) if extra.name != "lse" else (None,) * len(extra.shape)
+    return ArrayConstraint(
+        getattr(ct, extra.dtype), len(extra.shape), index_dtype=ct.int32, stride_lower_bound_incl=0, alias_groups=(),
+        may_alias_internally=False, stride_constant=(*(None,) * (len(extra.shape) - 1), 1), shape_constant=inner,
+        base_addr_divisible_by=16,
+    )  # fmt: skip

@@ -6,8 +6,9 @@ applied after the row maximum is taken, which is right for positive scales and s
 
 These functions run on the GPU through cuTile and, unmodified, on the CPU through `tiledsched.interpreter`. They share
 one object of compile-time constants, and cuTile inlines them all: an `if` on a constant leaves no trace in the machine
-code. From the outside in: `attention` deals out the work, `attend` does one piece of it, `walk` goes over its keys, and
-`step` takes one step of that walk: `products` makes the scores, `fold` their softmax and the product with the values.
+code. From the outside in: `deal_out` gives the blocks their work, `visit` does one piece of it and `finish` stores it;
+`walk` goes over the piece's keys, and `step` takes one step of that walk: `products` makes the scores, `fold` their
+softmax and the product with the values. The kernels themselves are in :mod:`tiledsched.kernels.attention_entries`.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import cuda.tile as ct
 
@@ -29,18 +30,13 @@ ONE_EACH, STRIDED, SNAKE = range(3)
 KV_DIRECTIONS = ("forward", "backward", "sawtooth")
 FORWARD, BACKWARD, SAWTOOTH = range(3)
 
+LN_2 = math.log(2.0)
 SWIZZLE_PAIRS = 8
 """(batch, head) pairs that a swizzled order takes together: as many as have their keys and values in the L2 cache."""
 RESCALE_ABOVE = 8.0
 """Growth of a row's maximum, in powers of two, up to which a lazy rescaling lets the old maximum stand."""
 LOWEST = -3.4e38
 """A running maximum below every score and yet finite, so that a step without visible keys does not make NaN."""
-
-# The head dimension is a compile-time constant. Saying so also keeps cuTile from making a size-one batch axis static,
-# which would give batch 1 its own machine code.
-HeadArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
-Int = ct.Constant[int]
-Bool = ct.Constant[bool]
 
 
 @dataclass(frozen=True)
@@ -52,11 +48,11 @@ class Constants:
     TILE_N: int
     """Keys of a tile."""
     TILE_D: int
-    """Columns of a tile: the head dimension, rounded up to a power of two."""
+    """Columns of a tile of queries or keys: the head dimension rounded up to a power of two, or its first part."""
     GROUP: int
     """Query heads per key/value head."""
     CAUSAL: bool
-    """Whether row i sees keys 0..i only."""
+    """Whether a row sees no keys beyond its own."""
     EVEN: bool
     """Whether the keys of a step divide the number of keys."""
     FP16_ACCUM: bool
@@ -91,6 +87,22 @@ class Constants:
     """Whether the last division is rounded correctly."""
     LAZY_RESCALE: bool
     """Whether small growth of the row maximum leaves the accumulator as it is."""
+    BOTTOM_RIGHT: bool
+    """Whether the last query's own key is the last one; else the first query's is the first."""
+    REST_D: int
+    """Columns of the second part of queries and keys; 0 where there is one part."""
+    TILE_V: int
+    """As TILE_D, of the values and the output."""
+    REST_V: int
+    """As REST_D, of the values and the output."""
+    PACK: int
+    """Query heads whose rows share a tile: 1, or all GROUP of a key/value head."""
+    KV_SPLITS: int
+    """Blocks that share the keys of one piece of work."""
+    FLAT_STEPS: int
+    """Steps per turn of one flat loop over all pieces of a block; 0 for a loop of its own for each piece."""
+    RELOAD_Q: bool
+    """Whether a flat loop loads the queries again at each turn."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,11 @@ class Keys:
     kv_head: Any
     """Second index into both."""
     steps: Any
-    """Steps of the walk."""
+    """Steps of the walk over all keys that are seen."""
+    begin: Any
+    """First of them that this block takes."""
+    end: Any
+    """First that it does not take any more."""
     odd: Any
     """1 where a sawtooth walk goes backward, else 0."""
 
@@ -116,36 +132,39 @@ class Chain:
     """The running softmax of one query tile. Loops carry it in this order; another order makes other machine code."""
 
     acc: Any
-    """Sum of 2**(scaled score - row_max) times the key's row of V, `[TILE_M, TILE_D]`."""
+    """Sum of 2**(scaled score - row_max) times the key's row of V: a tuple of `[TILE_M, TILE_V]` and any second part."""
     row_max: Any
     """Largest scaled score so far, `[TILE_M, 1]`; with LAZY_RESCALE, that of the last rescaling."""
     row_sum: Any
     """Sum of 2**(scaled score - row_max), `[TILE_M, 1]`."""
 
 
-def attention(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_log2: float,
-              TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
-              LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int, KV_DIRECTION: Int,
-              Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool, TMA_LOADS: Bool, TMA_STORE: Bool,
-              CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool):  # fmt: skip
-    """Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, head_dim]`.
+@dataclass(frozen=True)
+class Piece:
+    """One piece of work: Q_SUBTILES query tiles of one head, or of the PACK heads that share their keys."""
 
-    `scale_log2` is the softmax scale times log2(e). A piece of work is Q_SUBTILES query tiles of one head. A block
-    takes one piece, or, when PERSISTENT, one of every `num_blocks`; a snake turns round after each lap over the blocks.
-    """
-    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
-                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
-                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE)  # fmt: skip
-    pieces = ct.cdiv(Q.shape[2], const.TILE_M * const.Q_SUBTILES)
-    if PERSISTENT == STRIDED:
-        for work in range(ct.bid(0), pieces * Q.shape[1] * Q.shape[0], ct.num_blocks(0)):
-            attend(Q, K, V, Out, scale_log2, work, pieces, const)
-    elif PERSISTENT == SNAKE:
-        total, blocks = pieces * Q.shape[1] * Q.shape[0], ct.num_blocks(0)
+    batch: Any
+    """First index into all arrays."""
+    head: Any
+    """Second index into Q and the outputs, in units of PACK heads."""
+    tiles: Any
+    """Indices of the query tiles."""
+
+
+def deal_out(Q, K, V, Out, Lse, scale_log2, const):
+    """All of the current block's work. A block takes one piece, or, when PERSISTENT, one of every `num_blocks`; a snake
+    turns round after each lap over the blocks. `Lse` may be None.
+    """  # fmt: skip
+    pieces = pieces_per_head(Q, const)
+    if const.PERSISTENT == STRIDED:
+        for work in range(ct.bid(0), pieces * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)):
+            attend(Q, K, V, Out, Lse, scale_log2, work, pieces, const)
+    elif const.PERSISTENT == SNAKE:
+        total, blocks = pieces * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)
         for lap in range(ct.cdiv(total - snake(ct.bid(0), blocks, total // blocks), blocks)):
-            attend(Q, K, V, Out, scale_log2, lap * blocks + snake(ct.bid(0), blocks, lap), pieces, const)
+            attend(Q, K, V, Out, Lse, scale_log2, lap * blocks + snake(ct.bid(0), blocks, lap), pieces, const)
     else:
-        attend(Q, K, V, Out, scale_log2, ct.bid(0), pieces, const)
+        attend(Q, K, V, Out, Lse, scale_log2, ct.bid(0), pieces, const)
 
 
 def snake(block, blocks, lap):
@@ -153,35 +172,88 @@ def snake(block, blocks, lap):
     return block + lap % 2 * (blocks - 1 - 2 * block)
 
 
-def attend(Q, K, V, Out, scale_log2, work, pieces, const):
+def pieces_per_head(Q, const):
+    """Pieces of work that a head, or a pack of heads, comes to."""
+    return ct.cdiv(Q.shape[2], const.TILE_M // const.PACK * const.Q_SUBTILES)
+
+
+def pack_count(Q, const):
+    """Query heads, in units of PACK."""
+    return Q.shape[1] if const.PACK == 1 else Q.shape[1] // const.PACK
+
+
+def attend(Q, K, V, Out, Lse, scale_log2, work, pieces, const):
     """One piece of work, start to finish."""
-    piece, head, batch = coordinates(work, pieces, Q.shape[1], Q.shape[0], const)
-    kv_head = head // const.GROUP
-    tiles = tuple(query_tile(piece, s, Q.shape[2], const) for s in ct.static_iter(range(const.Q_SUBTILES)))
-    rows = tuple(rows_of(tile, const) for tile in ct.static_iter(tiles))
-    shape = (const.TILE_M, const.TILE_D)
-    queries = tuple(load(Q, (batch, head, tile, 0), shape, "C", 0, True, const) for tile in ct.static_iter(tiles))
+    piece, chains = visit(Q, K, V, scale_log2, work, pieces, 0, const)
+    for s in ct.static_iter(range(const.Q_SUBTILES)):
+        finish(Out, Lse, piece, piece.tiles[s], chains[s], const)
+
+
+def visit(Q, K, V, scale_log2, work, pieces, split, const):
+    """The `work`-th piece of work, and its chains after the `split`-th of KV_SPLITS shares of its keys."""
+    place, head, batch = coordinates(work, pieces, pack_count(Q, const), Q.shape[0], const)
+    kv_head = head // const.GROUP if const.PACK == 1 else head
+    seq_q, seq_k = Q.shape[2], K.shape[2]
+    offset = seq_k - seq_q if const.BOTTOM_RIGHT else 0
+    tiles = tuple(query_tile(place, s, seq_q, const) for s in ct.static_iter(range(const.Q_SUBTILES)))
+    rows = tuple(rows_of(tile, offset, const) for tile in ct.static_iter(tiles))
+    queries = tuple(load_queries(Q, (batch, head, tile), const) for tile in ct.static_iter(tiles))
     chains = tuple(fresh_chain(const) for _ in ct.static_iter(range(const.Q_SUBTILES)))
 
-    # Steps before `first_masked` lie wholly inside the mask; those from `steps` on lie wholly outside.
-    seq_k, block_m, step_n = K.shape[2], const.TILE_M * const.Q_SUBTILES, const.TILE_N * const.KV_SUBTILES
-    if const.CAUSAL:
-        first_masked = min(piece * block_m, seq_k) // step_n
-        steps = ct.cdiv(min((piece + 1) * block_m, seq_k), step_n)
+    first_masked, steps = steps_of(place, offset, seq_k, const)
+    begin, end = 0, steps
+    if const.KV_SPLITS > 1:
+        begin, end = steps * split // const.KV_SPLITS, steps * (split + 1) // const.KV_SPLITS
+    keys = Keys(K, V, batch, kv_head, steps, begin, end, place % 2)
+    chains = walk(queries, rows, keys, chains, first_masked, scale_log2, const)
+    return Piece(batch, head, tiles), chains
+
+
+def steps_of(place, offset, seq_k, const):
+    """(first_masked, steps) of a piece: steps before the one lie wholly inside the mask, those from the other on outside."""
+    block_rows, step_n = const.TILE_M // const.PACK * const.Q_SUBTILES, const.TILE_N * const.KV_SUBTILES
+    if const.CAUSAL and const.BOTTOM_RIGHT:
+        first_masked = min(max(place * block_rows + offset, 0), seq_k) // step_n
+        steps = max(
+            ct.cdiv(min(max((place + 1) * block_rows + offset, 0), seq_k), step_n), 1
+        )  # one step at least: QK_AHEAD makes its scores
+    elif const.CAUSAL:
+        first_masked = min(place * block_rows, seq_k) // step_n
+        steps = ct.cdiv(min((place + 1) * block_rows, seq_k), step_n)
     else:
         first_masked = seq_k // step_n
         steps = ct.cdiv(seq_k, step_n)
-    keys = Keys(K, V, batch, kv_head, steps, piece % 2)
-    chains = walk(queries, rows, keys, chains, first_masked, scale_log2, const)
+    return first_masked, steps
 
-    for s in ct.static_iter(range(const.Q_SUBTILES)):
-        acc, row_sum = chains[s].acc.astype(ct.float32), chains[s].row_sum
+
+def finish(Out, Lse, piece, tile, chain, const):
+    """Divide a chain by its sum and store it; with `Lse`, its log-sum-exp, too."""
+    row_sum = chain.row_sum
+    if const.BOTTOM_RIGHT:  # rows that see no key: 0 / 1 is what is asked for, 0 / 0 is not
+        row_sum = ct.where(row_sum > 0.0, row_sum, 1.0)
+    for part in ct.static_iter(range(2 if const.REST_V else 1)):
+        acc = chain.acc[part].astype(ct.float32)
         if const.IEEE_DIVISION:
             out = ct.truediv(acc, row_sum)
         else:
             out = ct.truediv(acc, row_sum, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
-        ct.store(Out, (batch, head, tiles[s], 0), out.astype(Out.dtype).reshape((1, 1, const.TILE_M, const.TILE_D)),
+        width, column = part_of(part, const.TILE_V, const.REST_V)
+        ct.store(Out, (piece.batch, piece.head, tile, column), out.astype(Out.dtype).reshape(block_shape(width, const)),
                  check_bounds=const.CHECK_BOUNDS, allow_tma=None if const.TMA_STORE else False)  # fmt: skip
+    if Lse is not None:
+        lse = (chain.row_max + ct.log2(chain.row_sum)) * LN_2
+        ct.store(Lse, (piece.batch, piece.head, tile), lse.reshape((1, const.PACK, const.TILE_M // const.PACK)),
+                 check_bounds=const.CHECK_BOUNDS, allow_tma=False)  # fmt: skip
+
+
+def part_of(PART, TILE, REST):
+    """(width, index in units of the width) of one of the two parts of a row's columns."""
+    return (TILE, 0) if PART == 0 else (REST, TILE // REST)
+
+
+def block_shape(WIDTH, const):
+    """Shape of a tile of queries or outputs as it lies in its array."""
+    return (1, const.PACK, const.TILE_M // const.PACK, WIDTH)
 
 
 def coordinates(work, pieces, heads, batches, const):
@@ -203,58 +275,81 @@ def coordinates(work, pieces, heads, batches, const):
     return piece, batch_head % heads, batch_head // heads
 
 
-def query_tile(piece, s, seq_q, const):
+def query_tile(place, s, seq_q, const):
     """Index of the `s`-th query tile of a piece. One beyond the end becomes the last tile, which is done twice."""
-    tile = piece
+    tile = place
     if const.Q_SUBTILES > 1:
-        tile = piece * const.Q_SUBTILES + s
+        tile = place * const.Q_SUBTILES + s
         if const.CHECK_BOUNDS:
-            tile = min(tile, ct.cdiv(seq_q, const.TILE_M) - 1)
+            tile = min(tile, ct.cdiv(seq_q, const.TILE_M // const.PACK) - 1)
     return tile
 
 
-def rows_of(tile, const):
-    """Indices of the queries of a tile, `[TILE_M, 1]`."""
-    return tile * const.TILE_M + ct.arange(const.TILE_M, dtype=ct.int32)[:, None]
+def rows_of(tile, offset, const):
+    """The last key that each row of a tile sees when causal, `[TILE_M, 1]`."""
+    if const.PACK == 1:
+        last = tile * const.TILE_M + ct.arange(const.TILE_M, dtype=ct.int32)[:, None]
+    else:
+        rows = const.TILE_M // const.PACK
+        last = tile * rows + ct.arange(const.TILE_M, dtype=ct.int32)[:, None] % rows
+    return last + offset if const.BOTTOM_RIGHT else last
 
 
-def load(array, index, SHAPE, ORDER, LATENCY, MAY_USE_TMA, const):
-    """The tile of the last two axes at `index`, with zeros beyond the edge of the array."""
+def load(array, index, BLOCK, ORDER, LATENCY, MAY_USE_TMA, const):
+    """The tile of shape `BLOCK` at `index`, with zeros beyond the edge of the array."""
     # Without bounds there is no edge, and cuTile refuses a padding mode.
     padding = ct.PaddingMode.ZERO if const.CHECK_BOUNDS else ct.PaddingMode.UNDETERMINED
-    tile = ct.load(array, index, (1, 1, SHAPE[0], SHAPE[1]), order=ORDER, padding_mode=padding,
-                   check_bounds=const.CHECK_BOUNDS, latency=None if LATENCY == 0 else LATENCY,
-                   allow_tma=None if MAY_USE_TMA else False)  # fmt: skip
-    return tile.reshape(SHAPE)
+    return ct.load(array, index, BLOCK, order=ORDER, padding_mode=padding, check_bounds=const.CHECK_BOUNDS,
+                   latency=None if LATENCY == 0 else LATENCY, allow_tma=None if MAY_USE_TMA else False)  # fmt: skip
+
+
+def load_queries(Q, place, const):
+    """A query tile in its parts, `[TILE_M, TILE_D]` and `[TILE_M, REST_D]`."""
+    parts = ()
+    for part in ct.static_iter(range(2 if const.REST_D else 1)):
+        width, column = part_of(part, const.TILE_D, const.REST_D)
+        q = load(Q, (place[0], place[1], place[2], column), block_shape(width, const), "C", 0, True, const)
+        parts = (*parts, q.reshape((const.TILE_M, width)))
+    return parts
 
 
 def fresh_chain(const):
     """A running softmax over nothing."""
-    start = -math.inf if const.KV_DIRECTION == FORWARD else LOWEST
+    start = LOWEST if may_see_nothing(const) else -math.inf
     row_max = ct.full((const.TILE_M, 1), start, dtype=ct.float32)
     row_sum = ct.full((const.TILE_M, 1), 0.0, dtype=ct.float32)
-    acc = ct.full((const.TILE_M, const.TILE_D), 0.0, dtype=ct.float16 if const.FP16_ACCUM else ct.float32)
+    acc = ()
+    for part in ct.static_iter(range(2 if const.REST_V else 1)):
+        width = part_of(part, const.TILE_V, const.REST_V)[0]
+        acc = (*acc, ct.full((const.TILE_M, width), 0.0, dtype=ct.float16 if const.FP16_ACCUM else ct.float32))
     return Chain(acc, row_max, row_sum)
 
 
+def may_see_nothing(const):
+    """Whether a row may see no key in the first step of a walk, or no step may be taken."""
+    return const.KV_DIRECTION != FORWARD or const.BOTTOM_RIGHT or const.KV_SPLITS > 1
+
+
 def walk(queries, rows, keys, chains, first_masked, scale_log2, const):
-    """Fold all keys into the chains, in one loop or in two, of which one goes without masks."""
-    end = keys.steps
+    """Fold the block's keys into the chains, in one loop or in two, of which one goes without masks."""
+    begin, end = keys.begin, keys.end
     scores = ()
     if const.QK_AHEAD:  # the last step has no next one: it stands behind the loops
-        end = keys.steps - 1
-        scores = products(queries, keys, 0, const)
+        end = end - 1
+        scores = products(queries, keys, begin, const)
     if const.LOOP_SPLIT:
         backward = const.KV_DIRECTION == BACKWARD
         boundary = keys.steps - first_masked if backward else first_masked
-        if const.QK_AHEAD:
+        if const.KV_SPLITS > 1:
+            boundary = max(boundary, begin)
+        if const.QK_AHEAD or const.KV_SPLITS > 1:
             boundary = min(boundary, end)
-        for i in range(boundary):
+        for i in range(begin, boundary):
             chains, scores = step(queries, rows, keys, i, chains, scores, backward, scale_log2, const)
         for i in range(boundary, end):
             chains, scores = step(queries, rows, keys, i, chains, scores, not backward, scale_log2, const)
     else:
-        for i in range(end):
+        for i in range(begin, end):
             chains, scores = step(queries, rows, keys, i, chains, scores, True, scale_log2, const)
     if const.QK_AHEAD:
         chains = fold(rows, keys, end, chains, scores, True, scale_log2, const)
@@ -283,7 +378,11 @@ def key_tile(keys, i, t, const):
 def existing_tile(keys, i, t, const):
     """The same, or the last tile instead of one beyond it."""
     j = key_tile(keys, i, t, const)
-    return j if const.KV_SUBTILES == 1 or const.EVEN else min(j, ct.cdiv(keys.K.shape[2], const.TILE_N) - 1)
+    return (
+        j
+        if (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2) or const.EVEN
+        else min(j, ct.cdiv(keys.K.shape[2], const.TILE_N) - 1)
+    )
 
 
 def products(queries, keys, i, const):
@@ -293,29 +392,40 @@ def products(queries, keys, i, const):
 
 
 def load_keys(keys, i, t, const):
-    """The `t`-th key tile of the `i`-th step, `[TILE_D, TILE_N]`."""
+    """The `t`-th key tile of the `i`-th step in its parts, `[TILE_D, TILE_N]` and `[REST_D, TILE_N]`."""
     j = existing_tile(keys, i, t, const)
-    if const.PERMUTE_K:
-        k = load(keys.K, (keys.batch, keys.kv_head, j, 0), (const.TILE_N, const.TILE_D), "C", const.LATENCY_K,
-                 const.TMA_LOADS, const)  # fmt: skip
-        k = ct.permute(k, (1, 0))
-    else:
-        k = load(keys.K, (keys.batch, keys.kv_head, 0, j), (const.TILE_D, const.TILE_N), (0, 1, 3, 2), const.LATENCY_K,
-                 const.TMA_LOADS, const)  # fmt: skip
-    return k
+    parts = ()
+    for part in ct.static_iter(range(2 if const.REST_D else 1)):
+        width, column = part_of(part, const.TILE_D, const.REST_D)
+        if const.PERMUTE_K:
+            k = load(keys.K, (keys.batch, keys.kv_head, j, column), (1, 1, const.TILE_N, width), "C", const.LATENCY_K,
+                     const.TMA_LOADS, const)  # fmt: skip
+            k = ct.permute(k.reshape((const.TILE_N, width)), (1, 0))
+        else:
+            k = load(keys.K, (keys.batch, keys.kv_head, column, j), (1, 1, width, const.TILE_N), (0, 1, 3, 2),
+                     const.LATENCY_K, const.TMA_LOADS, const).reshape((width, const.TILE_N))  # fmt: skip
+        parts = (*parts, k)
+    return parts
 
 
 def load_values(keys, i, t, const):
-    """The `t`-th value tile of the `i`-th step, `[TILE_N, TILE_D]`."""
+    """The `t`-th value tile of the `i`-th step in its parts, `[TILE_N, TILE_V]` and `[TILE_N, REST_V]`."""
     j = existing_tile(keys, i, t, const)
-    return load(keys.V, (keys.batch, keys.kv_head, j, 0), (const.TILE_N, const.TILE_D), "C", const.LATENCY_V,
-                const.TMA_LOADS, const)  # fmt: skip
+    parts = ()
+    for part in ct.static_iter(range(2 if const.REST_V else 1)):
+        width, column = part_of(part, const.TILE_V, const.REST_V)
+        v = load(keys.V, (keys.batch, keys.kv_head, j, column), (1, 1, const.TILE_N, width), "C", const.LATENCY_V,
+                 const.TMA_LOADS, const)  # fmt: skip
+        parts = (*parts, v.reshape((const.TILE_N, width)))
+    return parts
 
 
 def score(q, k, const):
-    """q @ k."""
-    accum_dtype = ct.float16 if const.FP16_ACCUM else ct.float32
-    return ct.mma(q, k, ct.full((const.TILE_M, const.TILE_N), 0.0, dtype=accum_dtype))
+    """q @ k, over their parts."""
+    product = ct.full((const.TILE_M, const.TILE_N), 0.0, dtype=ct.float16 if const.FP16_ACCUM else ct.float32)
+    for part in ct.static_iter(range(2 if const.REST_D else 1)):
+        product = ct.mma(q[part], k[part], product)
+    return product
 
 
 def fold(rows, keys, i, chains, scores, MASKED, scale_log2, const):
@@ -339,7 +449,7 @@ def soften(chain, scores, rows, keys, i, MASKED, scale_log2, const):
         if ct.max(new_max - chain.row_max) > RESCALE_ABOVE:
             alpha = ct.exp2(chain.row_max - new_max, flush_to_zero=True)
             row_sum = row_sum * alpha
-            acc = acc * alpha.astype(acc.dtype)
+            acc = scaled(acc, alpha)
         else:
             new_max = chain.row_max
         p = tuple(ct.exp2(s * scale_log2 - new_max, flush_to_zero=True) for s in ct.static_iter(scores))
@@ -348,8 +458,13 @@ def soften(chain, scores, rows, keys, i, MASKED, scale_log2, const):
         p = tuple(ct.exp2(s * scale_log2 - new_max, flush_to_zero=True) for s in ct.static_iter(scores))
         alpha = ct.exp2(chain.row_max - new_max, flush_to_zero=True)
         row_sum = add_rows(chain.row_sum * alpha, p)
-        acc = chain.acc * alpha.astype(chain.acc.dtype)
+        acc = scaled(chain.acc, alpha)
     return Chain(acc, new_max, row_sum), p
+
+
+def scaled(acc, alpha):
+    """An accumulator, in its parts, times `alpha`."""
+    return tuple(part * alpha.astype(part.dtype) for part in ct.static_iter(acc))
 
 
 def add_rows(row_sum, p):
@@ -375,7 +490,10 @@ def mask(scores, rows, keys, j, MASKED, const):
 
 def accumulate(chain, p, values, const):
     """Add the product of the probabilities and the values to the accumulator."""
-    acc = chain.acc
-    for t in ct.static_iter(range(const.KV_SUBTILES)):
-        acc = ct.mma(p[t].astype(values[t].dtype), values[t], acc)
+    acc = ()
+    for part in ct.static_iter(range(2 if const.REST_V else 1)):
+        total = chain.acc[part]
+        for t in ct.static_iter(range(const.KV_SUBTILES)):
+            total = ct.mma(p[t].astype(values[t][part].dtype), values[t][part], total)
+        acc = (*acc, total)
     return Chain(acc, chain.row_max, chain.row_sum)

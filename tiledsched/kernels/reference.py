@@ -13,24 +13,36 @@ from tiledsched.problem import Problem
 ROWS_PER_CHUNK = 2048
 
 
-def attention_reference(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float, dtype: str = "float64") -> Any:
-    """softmax(scale * q @ k^T, masked) @ v, computed in `dtype`.
+def attention_reference(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float, dtype: str = "float64",
+                        alignment: str = "top_left") -> Any:  # fmt: skip
+    """softmax(scale * q @ k^T, masked) @ v, computed in `dtype`: the first of what `attention_and_lse` returns."""
+    return attention_and_lse(xp, q, k, v, causal=causal, scale=scale, dtype=dtype, alignment=alignment)[0]
+
+
+def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float, dtype: str = "float64",
+                      alignment: str = "top_left") -> tuple[Any, Any]:  # fmt: skip
+    """softmax(scale * q @ k^T, masked) @ v and log(sum(exp(scale * q @ k^T, masked))), computed in `dtype`.
 
     Args:
         xp: numpy or cupy.
         q: `[batch, heads, seq_q, head_dim]`, any float type NumPy can widen.
-        k: `[batch, kv_heads, seq_k, head_dim]`; v likewise. Each serves heads / kv_heads query heads.
-        causal: whether query row i sees key columns 0..i only.
+        k: `[batch, kv_heads, seq_k, head_dim]`. Each serves heads / kv_heads query heads.
+        v: `[batch, kv_heads, seq_k, value_columns]`, likewise.
+        causal: whether query row i sees key columns 0..i only, or, aligned at the bottom right, 0..i + seq_k - seq_q.
         scale: softmax scale.
         dtype: float64, or float32 where the GPU's float64 is slow.
+        alignment: top_left or bottom_right.
 
     Returns:
-        `[batch, heads, seq_q, head_dim]` in `dtype`.
+        `[batch, heads, seq_q, value_columns]` and `[batch, heads, seq_q]` in `dtype`. A row that sees no key gives zeros
+        and minus infinity.
     """
-    batch, heads, seq_q, head_dim = q.shape
+    batch, heads, seq_q, _ = q.shape
     kv_heads, seq_k = k.shape[1], k.shape[2]
     group = heads // kv_heads
-    out = xp.empty((batch, heads, seq_q, head_dim), dtype=dtype)
+    offset = seq_k - seq_q if alignment == "bottom_right" else 0
+    out = xp.empty((batch, heads, seq_q, v.shape[3]), dtype=dtype)
+    lse = xp.empty((batch, heads, seq_q), dtype=dtype)
     for b in range(batch):
         for h in range(heads):
             keys = k[b, h // group].astype(dtype)
@@ -39,12 +51,16 @@ def attention_reference(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale:
                 rows = slice(start, min(start + ROWS_PER_CHUNK, seq_q))
                 scores = (q[b, h, rows].astype(dtype) @ keys.T) * scale
                 if causal:
-                    row = xp.arange(rows.start, rows.stop)[:, None]
-                    scores = xp.where(xp.arange(seq_k)[None, :] <= row, scores, -xp.inf)
-                scores -= scores.max(axis=-1, keepdims=True)
+                    last = xp.arange(rows.start, rows.stop)[:, None] + offset
+                    scores = xp.where(xp.arange(seq_k)[None, :] <= last, scores, -xp.inf)
+                largest = scores.max(axis=-1, keepdims=True)
+                seen = largest > -xp.inf
+                scores -= xp.where(seen, largest, 0.0)
                 xp.exp(scores, out=scores)
-                out[b, h, rows] = (scores @ values) / scores.sum(axis=-1, keepdims=True)
-    return out
+                total = xp.where(seen, scores.sum(axis=-1, keepdims=True), 1.0)
+                out[b, h, rows] = (scores @ values) / total
+                lse[b, h, rows] = (largest + xp.log(total))[:, 0]
+    return out, lse
 
 
 def default_scale(problem: Problem) -> float:

@@ -7,8 +7,10 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tiledsched.errors import ProblemError
 from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import Schedule
 
@@ -28,7 +30,7 @@ class ProblemClass:
     """
 
     head_dim: int
-    """Columns of each array: a compile-time constant."""
+    """Columns of q and k, and of the others where value_dim is 0: a compile-time constant."""
     dtype: str
     """Element type of all four arrays."""
     causal: bool
@@ -37,15 +39,42 @@ class ProblemClass:
     """Query heads per key/value head: a compile-time constant."""
     even: bool
     """Whether seq_k is a multiple of the schedule's tile_n, so that no column mask is needed."""
+    bottom_right: bool = False
+    """Whether the causal mask is aligned at the bottom right."""
+    value_dim: int = 0
+    """Columns of v and the output where they are not head_dim."""
+    lse: bool = False
+    """Whether the log-sum-exp is stored."""
+    wide: bool = False
+    """Whether arrays are indexed with 64 bits."""
 
     @property
     def id(self) -> str:
         """Stable id, part of the key under which a build is stored."""
-        return stable_id(asdict(self))
+        return stable_id(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
-        return asdict(self)
+        """A plain dict; what most problems do without is left out, so that ids stay as they were before it came."""
+        return {name: value for name, value in asdict(self).items() if value or name not in RARE}
+
+
+RARE = ("bottom_right", "value_dim", "lse", "wide")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtraArray:
+    """A contiguous array that a launch takes beside q, k, v and out."""
+
+    name: str
+    """Which one, e.g. lse."""
+    shape: tuple[int, ...]
+    """Elements along each axis."""
+    dtype: str
+    """Element type, as NumPy and torch call it: float32 or int32."""
+    output: bool = False
+    """Whether it is a result; else a workspace, which launches that may overlap in time must not share."""
+    zeroed: bool = False
+    """Whether it must hold zeros when the kernel starts. The kernel leaves zeros behind, so once is enough."""
 
 
 class KernelTemplate(ABC):
@@ -54,10 +83,25 @@ class KernelTemplate(ABC):
     name: str
     """As in search-space files and the database."""
 
+    modules: tuple[ModuleType, ...]
+    """Every module with tile code of the kernel."""
+
     @property
     @abstractmethod
     def function(self) -> Callable[..., None]:
-        """The undecorated kernel function."""
+        """The entry of plain problems under plain schedules."""
+
+    @abstractmethod
+    def entry(self, schedule: Schedule, problem: Problem) -> Callable[..., None]:
+        """The undecorated kernel function that is launched.
+
+        Its parameters are, in this order: q, k, v, out, the arrays of :meth:`workspace`, :meth:`scalars`,
+        :meth:`constants`. A launch takes them all; a built cubin has no parameters for the constants.
+        """
+
+    @abstractmethod
+    def workspace(self, schedule: Schedule, problem: Problem) -> tuple[ExtraArray, ...]:
+        """Arrays beside q, k, v and out, in the order of the kernel's parameters; none for plain problems and schedules."""
 
     @abstractmethod
     def constants(self, schedule: Schedule, problem: Problem) -> tuple[bool | int | float, ...]:
@@ -79,12 +123,25 @@ class KernelTemplate(ABC):
     def scalars(self, problem: Problem, scale: float | None = None) -> tuple[float, ...]:
         """Run-time scalar arguments, which follow the arrays; `scale` None means the kernel's usual one."""
 
-    def kernel(self, schedules: Mapping[str, Schedule]) -> ct.kernel:
+    @abstractmethod
+    def rows_per_tile(self, schedule: Schedule, problem: Problem) -> int:
+        """Query rows of a head that one output tile holds: what accuracy is judged by."""
+
+    def kernel(self, schedules: Mapping[str, Schedule], problem: Problem | None = None) -> ct.kernel:
         """One kernel object that carries the hints of every arch in `schedules` as `ct.ByTarget` values.
 
+        Without a problem it is a kernel of the plain entry, `function`.
         A hint of 0 leaves the choice to the compiler, except for `opt_level`, where 0 is a level.
+
+        Raises:
+            ProblemError: the schedules need different entries; make a kernel of each.
         """
         import cuda.tile as ct
+
+        entries = {self.entry(schedule, problem) if problem else self.function for schedule in schedules.values()}
+        if len(entries) != 1:
+            names = sorted(entry.__name__ for entry in entries)
+            raise ProblemError(f"these schedules run different kernels ({', '.join(names)}); make one kernel of each")
 
         hints = {}
         for knob in HINT_KNOBS:
@@ -92,11 +149,10 @@ class KernelTemplate(ABC):
             by_arch = {arch: value if value or knob == "opt_level" else None for arch, value in values.items()}
             first = next(iter(by_arch.values()))
             hints[knob] = ct.ByTarget(default=first, **by_arch)
-        return ct.kernel(self.function, **hints)
+        return ct.kernel(entries.pop(), **hints)
 
     @property
     def source_hash(self) -> str:
-        """Hash of the module's source: evidence measured on other code is told apart by it."""
-        module = inspect.getmodule(self.function)
-        assert module is not None
-        return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()[:12]
+        """Hash of the source of the tile code: evidence measured on other code is told apart by it."""
+        text = "".join(inspect.getsource(module) for module in self.modules)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]

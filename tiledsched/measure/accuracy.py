@@ -27,6 +27,10 @@ LARGEST_ERROR = {("float16", "fp32"): 4e-3, ("bfloat16", "fp32"): 2e-2, ("float1
 On normal inputs, rounding alone makes 3e-4 in float16 and 2.3e-3 in bfloat16 at any length; one key left out of 1024
 makes 2.8e-2, and 32 left out of 16384 make 4e-2 (docs/measuring.md).
 """
+LARGEST_LSE_ERROR = {"fp32": 2e-3, "fp16": 1e-1}
+"""Largest absolute error of a log-sum-exp that passes, by accum_mode. It is a sum of float32 scores and a logarithm: what
+rounding makes is far below (tests/test_measure_accuracy.py), and one key left out of 500 equal ones is as much.
+"""
 BEYOND_FP16_SUMS = ("large", "cancelling")
 """Kinds of inputs that a kernel with float16 accumulators need not get right."""
 
@@ -39,13 +43,15 @@ class Tolerance:
     """Largest relative Frobenius error of a tile that passes."""
     kinds: tuple[str, ...] = KINDS
     """Kinds of adversarial inputs on which it is asked."""
+    largest_lse_error: float = LARGEST_LSE_ERROR["fp32"]
+    """Largest absolute error of a row's log-sum-exp that passes."""
 
 
 def tolerance(dtype: str, schedule: Schedule) -> Tolerance:
     """The gate for outputs of `schedule` on arrays of `dtype`."""
     mode = str(schedule["accum_mode"])
     kinds = KINDS if mode == "fp32" else tuple(kind for kind in KINDS if kind not in BEYOND_FP16_SUMS)
-    return Tolerance(largest_error=LARGEST_ERROR[dtype, mode], kinds=kinds)
+    return Tolerance(largest_error=LARGEST_ERROR[dtype, mode], kinds=kinds, largest_lse_error=LARGEST_LSE_ERROR[mode])
 
 
 def tile_errors(xp: Any, out: Any, reference: Any, *, tile_m: int,
@@ -86,6 +92,31 @@ def tile_errors(xp: Any, out: Any, reference: Any, *, tile_m: int,
     return relative, largest
 
 
+def lse_errors(xp: Any, lse: Any, reference: Any, *, tile_m: int,
+               heads: numpy.ndarray | None = None) -> numpy.ndarray:  # fmt: skip
+    """Largest absolute errors of `lse`, `[batch, heads, rows]`, in tiles of `tile_m` rows: `[batch, heads, tiles]`.
+
+    Where the reference is minus infinity, a row that sees no key, so must `lse` be. NaN makes the error infinite.
+
+    Args:
+        xp: numpy or cupy.
+        lse: any float type.
+        reference: of the same shape; or, where `heads` is given, `[any, rows]`.
+        tile_m: rows per tile; the last may have fewer.
+        heads: `[batch, heads]`, which entry of `reference` each head is compared with.
+    """
+    batch, head_count, rows = lse.shape
+    tiles = -(-rows // tile_m)
+    expected = reference if heads is None else reference[xp.asarray(heads)]
+    finite = xp.isfinite(expected)
+    error = xp.where(finite, xp.abs(lse - xp.where(finite, expected, 0.0)), xp.where(lse == expected, 0.0, xp.inf))
+    error = xp.where(xp.isnan(error), xp.inf, error)
+    by_row = xp.zeros((batch, head_count, tiles * tile_m))
+    by_row[..., :rows] = error
+    largest = by_row.reshape(batch, head_count, tiles, tile_m).max(axis=-1)
+    return numpy.asarray(largest.get() if hasattr(largest, "get") else largest)
+
+
 def summary(relative: numpy.ndarray, largest: float, *, repeatable: bool) -> Accuracy:
     """`tile_errors` of the random inputs in short."""
     worst = _place(relative, int(relative.argmax()))
@@ -93,19 +124,21 @@ def summary(relative: numpy.ndarray, largest: float, *, repeatable: bool) -> Acc
                     repeatable=repeatable)  # fmt: skip
 
 
-def wrong_result(relative: numpy.ndarray, largest_error: float, kinds: numpy.ndarray) -> Failure | None:
+def wrong_result(relative: numpy.ndarray, largest_error: float, kinds: numpy.ndarray,
+                 what: str = "relative error") -> Failure | None:  # fmt: skip
     """The failure of a result whose `tile_errors` are `relative`, or None where every tile is within the limit.
 
     Args:
         relative: `[batch, heads, tiles]`.
         largest_error: that passes.
         kinds: `[batch, heads]`, name of each head's inputs, for the message.
+        what: what `relative` is, for the message.
     """
     wrong = numpy.flatnonzero(~(relative <= largest_error))
     if not wrong.size:
         return None
     first, worst = _place(relative, int(wrong[0])), _place(relative, int(relative.argmax()))
-    message = (f"{kinds[first[:2]]} inputs: relative error {relative[first]:.3g} above {largest_error:.3g} in "
+    message = (f"{kinds[first[:2]]} inputs: {what} {relative[first]:.3g} above {largest_error:.3g} in "
                f"{_words(first)}, the first of {wrong.size} wrong tiles of {relative.size}")  # fmt: skip
     if worst != first:
         message += f"; the worst, {relative[worst]:.3g}, on {kinds[worst[:2]]} inputs in {_words(worst)}"

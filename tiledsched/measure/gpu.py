@@ -324,8 +324,10 @@ class GpuRunner:
                 return answer
             self._worker.loaded.add(artifact.fingerprint)
         grid = self._template.grid(candidate.schedule, self._problem, self.device.sm_count)
-        return Launch(fingerprint=artifact.fingerprint, grid=grid, tile_m=candidate.schedule.number("tile_m"),
-                      tolerance=tolerance(self._problem.dtype, candidate.schedule))  # fmt: skip
+        return Launch(fingerprint=artifact.fingerprint, grid=grid,
+                      tile_m=self._template.rows_per_tile(candidate.schedule, self._problem),
+                      tolerance=tolerance(self._problem.dtype, candidate.schedule),
+                      extras=self._template.workspace(candidate.schedule, self._problem))  # fmt: skip
 
     def _crashed(self) -> bool:
         """Whether the worker ended by a fault of its own, not by somebody's SIGKILL or exit."""

@@ -49,19 +49,24 @@ def adversarial_heads(xp: Any, rng: Any, problem: Problem) -> tuple[Any, Any, An
     Args:
         xp: numpy or cupy.
         rng: a Generator of that module.
-        problem: shapes and key count; dtype and mask do not matter.
+        problem: shapes, key count and where the diagonal of a causal mask lies; dtype does not matter.
 
     Returns:
-        `[kinds, seq_q, head_dim]` and twice `[kinds, seq_k, head_dim]`, float32, in the order of `KINDS`.
+        `[kinds, seq_q, head_dim]`, `[kinds, seq_k, head_dim]` and `[kinds, seq_k, value_columns]`, float32, in the order
+        of `KINDS`.
     """
     count = min(len(KINDS), problem.batch * problem.kv_heads)
     queries = rng.standard_normal((count, problem.seq_q, problem.head_dim), dtype=numpy.float32)
     keys = rng.standard_normal((count, problem.seq_k, problem.head_dim), dtype=numpy.float32)
-    values = rng.standard_normal((count, problem.seq_k, problem.head_dim), dtype=numpy.float32)
+    values = rng.standard_normal((count, problem.seq_k, problem.value_columns), dtype=numpy.float32)
     signs = xp.where(rng.standard_normal((CODES, problem.head_dim), dtype=numpy.float32) < 0, -1.0, 1.0)
     signs = signs.astype(numpy.float32)
+    diagonal = problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0
     for index, kind in enumerate(KINDS[:count]):
-        _SHAPE[kind](xp, queries[index], keys[index], values[index], signs)
+        if kind == "borders":
+            _borders(xp, queries[index], keys[index], signs, diagonal)
+        else:
+            _SHAPE[kind](xp, queries[index], keys[index], values[index], signs)
     return queries, keys, values
 
 
@@ -73,17 +78,18 @@ def border_keys(seq_k: int) -> list[int]:
     return sorted({key for key in beside if 0 <= key < seq_k} | {seq_k - 1})
 
 
-# Each function below is given one head's standard normal q `[seq_q, head_dim]`, k and v `[seq_k, head_dim]`, and changes
-# them in place. `signs` is `[CODES, head_dim]`, each element 1 or -1.
+# Each function below is given one head's standard normal q `[seq_q, head_dim]`, k `[seq_k, head_dim]` and v `[seq_k,
+# value_columns]`, and changes them in place. `signs` is `[CODES, head_dim]`, each element 1 or -1.
 
 
-def _borders(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
-    """One key beside a tile border outweighs the rest: the last that row i may see when causal, or the first it may not.
+def _borders(xp: Any, q: Any, k: Any, signs: Any, diagonal: int) -> None:
+    """One key beside a tile border outweighs the rest: the last that a row may see when causal, or the first it may not.
 
-    Row i looks in direction i % CODES. The key at border position p answers to the directions of row p, for which it is
-    on the diagonal, and of row p - 1, which must not see it when causal; other rows of both directions see it alike.
+    The last key that row i may see is p = i + diagonal, and it looks in direction p % CODES. The key at border position p
+    answers to the directions of that row and of the one before, which must not see it when causal; other rows of both
+    directions see it alike.
     """
-    _near(xp, q, signs[xp.arange(q.shape[0]) % CODES])
+    _near(xp, q, signs[(xp.arange(q.shape[0]) + diagonal) % CODES])
     per_key = BORDER_SCORE / q.shape[1] ** 0.5
     for key in border_keys(k.shape[0]):
         k[key] = per_key * (signs[(key - 1) % CODES] + signs[key % CODES])
@@ -149,5 +155,5 @@ def _ramp(xp: Any, q: Any, k: Any, direction: Any, scores: Any) -> None:
     k += (scores / q.shape[1] ** 0.5)[:, None] * direction
 
 
-_SHAPE = {"borders": _borders, "negative": _negative, "rising": _rising, "falling": _falling, "peaked": _peaked,
+_SHAPE = {"negative": _negative, "rising": _rising, "falling": _falling, "peaked": _peaked,
           "large": _large, "cancelling": _cancelling, "uniform": _uniform}  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiledsched.kernels.template import ExtraArray
 from tiledsched.measure.accuracy import Tolerance
 
 
@@ -16,6 +17,8 @@ class Launch:
     grid: tuple[int, int, int]
     """Blocks."""
     tile_m: int
-    """Rows per output tile, for the error per tile."""
+    """Rows of a head per output tile, for the error per tile."""
     tolerance: Tolerance
     """What is asked of its result."""
+    extras: tuple[ExtraArray, ...] = ()
+    """Arrays it takes beside q, k, v and out."""

@@ -25,9 +25,10 @@ import numpy
 
 from tiledsched.build.cubin import is_whole
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernels.reference import attention_reference, default_scale
+from tiledsched.kernels.reference import attention_and_lse, default_scale
+from tiledsched.kernels.template import ExtraArray
 from tiledsched.measure import timing
-from tiledsched.measure.accuracy import summary, tile_errors, wrong_result
+from tiledsched.measure.accuracy import lse_errors, summary, tile_errors, wrong_result
 from tiledsched.measure.inputs import KINDS, adversarial_heads, kinds_of_heads
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.nvml import ConditionsLog, current_device
@@ -65,13 +66,17 @@ class State:
     folder: str = ""
     kernels: dict[str, Any] = field(default_factory=dict)
     problem: Problem | None = None
+    scalars: tuple[float, ...] = ()
     arrays: list[Any] = field(default_factory=list)
-    reference: Any = None
-    arguments: tuple[Any, ...] = ()
-    adversarial_arguments: tuple[Any, ...] = ()
+    """q, k, v and out."""
+    adversarial_arrays: list[Any] = field(default_factory=list)
     """The same output, other inputs."""
+    reference: Any = None
+    """The right output and log-sum-exp."""
     adversarial_reference: Any = None
-    """`[kinds, seq_q, head_dim]`: heads whose inputs are of one kind share it."""
+    """`[kinds, seq_q, value_columns]` and `[kinds, seq_q]`: heads whose inputs are of one kind share them."""
+    extras: dict[tuple[ExtraArray, ...], list[Any]] = field(default_factory=dict)
+    """Arrays beside those, by what launches ask for. Launches follow one another, so that equal ones share them."""
     flush: Any = None
     spin: Any = None
     device: Any = None
@@ -90,41 +95,54 @@ def start(folder: str) -> State:
 
 def begin(state: State, problem: Problem, scalars: tuple[float, ...], seed: int) -> None:
     """Inputs drawn from a normal distribution and adversarial ones, their references, the kernel's argument lists."""
-    state.arrays, state.arguments, state.adversarial_arguments = [], (), ()  # frees what the last problem took
+    state.arrays, state.adversarial_arrays, state.extras = [], [], {}  # frees what the last problem took
     state.reference = state.adversarial_reference = None
     rng = cupy.random.default_rng(seed)
     query = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
     key = (problem.batch, problem.kv_heads, problem.seq_k, problem.head_dim)
-    drawn = (rng.standard_normal(shape, dtype=numpy.float32) for shape in (query, key, key))
+    drawn = (
+        rng.standard_normal(shape, dtype=numpy.float32) for shape in (query, key, (*key[:3], problem.value_columns))
+    )
     values = [_to_storage(array, problem.dtype) for array in drawn]
-    out = cupy.empty(query, dtype=values[0].dtype)
+    out = cupy.empty((*query[:3], problem.value_columns), dtype=values[0].dtype)
     state.reference = _reference(state, problem, values)
-    state.problem, state.arrays = problem, [*values, out]
-    state.arguments = _arguments(state.arrays, scalars)
+    state.problem, state.scalars, state.arrays = problem, scalars, [*values, out]
     distinct = [_to_storage(array, problem.dtype) for array in adversarial_heads(cupy, rng, problem)]
-    state.adversarial_reference = _reference(state, problem, [array[None] for array in distinct])[0]
+    references = _reference(state, problem, [array[None] for array in distinct])
+    state.adversarial_reference = tuple(reference[0] for reference in references)
     heads = cupy.asarray(kinds_of_heads(problem))
     kinds = (heads, heads[:, :: problem.group], heads[:, :: problem.group])
     inputs = [cupy.ascontiguousarray(array[kind]) for array, kind in zip(distinct, kinds, strict=True)]
-    state.adversarial_arguments = _arguments([*inputs, out], scalars)
+    state.adversarial_arrays = [*inputs, out]
     cupy.cuda.Device().synchronize()
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-def _reference(state: State, problem: Problem, stored: list[Any]) -> Any:
+def _reference(state: State, problem: Problem, stored: list[Any]) -> tuple[Any, Any]:
     precision = "float64" if state.device.arch in FAST_FLOAT64 else "float32"
     q, k, v = (_to_float32(array, problem.dtype) for array in stored)
-    return attention_reference(cupy, q, k, v, causal=problem.causal, scale=default_scale(problem), dtype=precision)
+    return attention_and_lse(cupy, q, k, v, causal=problem.causal, scale=default_scale(problem), dtype=precision,
+                             alignment=problem.alignment)  # fmt: skip
 
 
-def _arguments(arrays: list[Any], scalars: tuple[float, ...]) -> tuple[Any, ...]:
+def _extra_arrays(state: State, extras: tuple[ExtraArray, ...]) -> list[Any]:
+    """The arrays of a launch beside q, k, v and out. What must be zero is so from the start; kernels leave it so."""
+    if extras not in state.extras:
+        with state.stream:
+            state.extras[extras] = [cupy.zeros(extra.shape, dtype=extra.dtype) for extra in extras]
+    return state.extras[extras]
+
+
+def _arguments(state: State, launch: Launch, arrays: list[Any]) -> tuple[Any, ...]:
     """As cuTile's calling convention wants them: each array's address, shape and strides, then the scalars."""
+    assert state.problem is not None
     arguments: list[Any] = []
-    for array in arrays:
+    for place, array in enumerate([*arrays, *_extra_arrays(state, launch.extras)]):
+        index = numpy.int64 if state.problem.wide and place < len(arrays) else numpy.int32
         arguments.append(array)
-        arguments.extend(numpy.int32(size) for size in array.shape)
-        arguments.extend(numpy.int32(stride // array.itemsize) for stride in array.strides)
-    return (*arguments, *(numpy.float32(scalar) for scalar in scalars))
+        arguments.extend(index(size) for size in array.shape)
+        arguments.extend(index(stride // array.itemsize) for stride in array.strides)
+    return (*arguments, *(numpy.float32(scalar) for scalar in state.scalars))
 
 
 def load(state: State, fingerprint: str, symbol: str, cubin: bytes) -> None:
@@ -146,38 +164,55 @@ def look(state: State, launch: Launch) -> float:
 
 
 def check(state: State, launch: Launch) -> Checked | Failure:
-    """Over poisoned output: two launches on the random inputs, right everywhere, and whether they give the same bits;
+    """Over poisoned outputs: two launches on the random inputs, right everywhere, and whether they give the same bits;
     then one on the adversarial inputs.
     """  # fmt: skip
     assert state.problem is not None
-    first, _ = _poisoned_launch(state, launch, state.arguments)
+    first, _ = _poisoned_launch(state, launch, state.arrays)
     first = first.copy()
-    out, elapsed_us = _poisoned_launch(state, launch, state.arguments)
+    out, elapsed_us = _poisoned_launch(state, launch, state.arrays)
     limit = launch.tolerance
     heads = kinds_of_heads(state.problem)
     values = _to_float32(out, state.problem.dtype)
-    relative, largest = tile_errors(cupy, values, state.reference, tile_m=launch.tile_m)
-    failure = wrong_result(relative, limit.largest_error, numpy.full(heads.shape, "random"))
+    relative, largest = tile_errors(cupy, values, state.reference[0], tile_m=launch.tile_m)
+    names = numpy.full(heads.shape, "random")
+    failure = wrong_result(relative, limit.largest_error, names) or _wrong_lse(state, launch, names, None)
     if failure is not None:
         return failure
     repeatable = bool((first.view(numpy.uint16) == out.view(numpy.uint16)).all())
     accuracy = summary(relative, largest, repeatable=repeatable)
-    out, _ = _poisoned_launch(state, launch, state.adversarial_arguments)
+    out, _ = _poisoned_launch(state, launch, state.adversarial_arrays)
     kinds = numpy.array(KINDS)[heads]
     values = _to_float32(out, state.problem.dtype)
-    relative, _ = tile_errors(cupy, values, state.adversarial_reference, tile_m=launch.tile_m, heads=heads)
+    relative, _ = tile_errors(cupy, values, state.adversarial_reference[0], tile_m=launch.tile_m, heads=heads)
     relative[~numpy.isin(kinds, limit.kinds)] = 0.0
-    failure = wrong_result(relative, limit.largest_error, kinds)
+    failure = wrong_result(relative, limit.largest_error, kinds) or _wrong_lse(state, launch, kinds, heads)
     if failure is not None:
         return failure
     accuracy = dataclasses.replace(accuracy, adversarial_tile_error=float(relative.max()))
     return Checked(accuracy=accuracy, first_look_us=elapsed_us)
 
 
-def _poisoned_launch(state: State, launch: Launch, arguments: tuple[Any, ...]) -> tuple[Any, float]:
+def _wrong_lse(state: State, launch: Launch, kinds: numpy.ndarray, heads: numpy.ndarray | None) -> Failure | None:
+    """What is wrong with the log-sum-exp that the last launch left, where the problem asks for it."""
+    assert state.problem is not None
+    if not state.problem.lse:
+        return None
+    lse = _extra_arrays(state, launch.extras)[[extra.name for extra in launch.extras].index("lse")]
+    reference = (state.reference if heads is None else state.adversarial_reference)[1]
+    errors = lse_errors(cupy, lse, reference, tile_m=launch.tile_m, heads=heads)
+    errors[~numpy.isin(kinds, (*launch.tolerance.kinds, "random"))] = 0.0
+    return wrong_result(errors, launch.tolerance.largest_lse_error, kinds, "error of the log-sum-exp")
+
+
+def _poisoned_launch(state: State, launch: Launch, arrays: list[Any]) -> tuple[Any, float]:
     """The output of one launch, NaN where nothing was written, and its microseconds."""
-    out = state.arrays[-1]
+    out = arrays[-1]
     out.view(numpy.uint16)[...] = 0x7FFF  # NaN in float16 and bfloat16 alike
+    for extra, array in zip(launch.extras, _extra_arrays(state, launch.extras), strict=True):
+        if not extra.zeroed:
+            array.fill(numpy.nan)
+    arguments = _arguments(state, launch, arrays)
     with state.stream:
         before, after = cupy.cuda.Event(), cupy.cuda.Event()
         cupy.cuda.Device().synchronize()
@@ -197,14 +232,15 @@ class Stopwatch:
 
     def __init__(self, state: State, launches: list[Launch], graph_launches: int = 0) -> None:
         self._state, self._launches, self._count = state, launches, max(1, graph_launches)
-        self._graphs = [self._capture(launch) for launch in launches] if graph_launches else []
+        self._arguments = [_arguments(state, launch, state.arrays) for launch in launches]
+        self._graphs = [self._capture(index) for index in range(len(launches))] if graph_launches else []
 
-    def _capture(self, launch: Launch) -> Any:
-        state = self._state
+    def _capture(self, index: int) -> Any:
+        state, launch = self._state, self._launches[index]
         with state.stream:
             state.stream.begin_capture()
             for _ in range(self._count):
-                state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), state.arguments)
+                state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), self._arguments[index])
             return state.stream.end_capture()
 
     def queue(self, index: int, *, paced: bool) -> Any:
@@ -219,7 +255,7 @@ class Stopwatch:
             if self._graphs:
                 self._graphs[index].launch(state.stream)
             else:
-                state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), state.arguments)
+                state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), self._arguments[index])
             after.record(state.stream)
         return before, after
 

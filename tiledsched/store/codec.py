@@ -14,6 +14,8 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tiledsched.errors import DatabaseError, TiledschedError
+from tiledsched.kernels.template import ProblemClass
+from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 T = TypeVar("T")
@@ -21,7 +23,7 @@ T = TypeVar("T")
 
 def encode(value: Any) -> Any:
     """`value` as dicts, lists, strings, numbers, booleans and None; times become ISO 8601 text."""
-    if isinstance(value, Schedule):
+    if isinstance(value, (Schedule, Problem, ProblemClass)):
         return value.to_json()
     if is_dataclass(value):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}

@@ -107,8 +107,10 @@ def landscape_file_name(problem: Problem, device_name: str, regime: str) -> str:
     seq = f"s{p.seq_q}" if p.seq_q == p.seq_k else f"sq{p.seq_q}_sk{p.seq_k}"
     heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
     device = device_name.removeprefix("NVIDIA ").replace(" ", "-").lower()
-    mask = "causal" if p.causal else "full"
-    return f"{device}_{regime}_{seq}_d{p.head_dim}_{p.dtype}_{mask}_b{p.batch}_{heads}.json.xz"
+    mask = "full" if not p.causal else "causal" if p.alignment == "top_left" else "bottom-right"
+    columns = f"d{p.head_dim}-{p.value_dim}" if p.value_dim else f"d{p.head_dim}"
+    lse = "_lse" if p.lse else ""
+    return f"{device}_{regime}_{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{lse}.json.xz"
 
 
 def import_table(db: TuningDB, path: str | os.PathLike[str]) -> MergeResult:

@@ -22,6 +22,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
 )
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -101,6 +102,9 @@ class ProblemRow(Base):
     batch: Mapped[int]
     heads: Mapped[int]
     kv_heads: Mapped[int]
+    alignment: Mapped[str] = mapped_column(String(16), server_default="top_left")
+    value_dim: Mapped[int] = mapped_column(server_default="0")
+    lse: Mapped[bool] = mapped_column(server_default=false())
 
 
 class ScheduleRow(Base):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, func, select
@@ -28,7 +29,7 @@ from tiledsched.store.models import (
 )
 from tiledsched.store.records import BuildRecord, EntryRecord, MeasurementSummary, StoredMeasurement, Toolchain
 
-PROBLEM_COLUMNS = ("seq_q", "seq_k", "head_dim", "dtype", "causal", "batch", "heads", "kv_heads")
+PROBLEM_COLUMNS = tuple(field.name for field in fields(Problem))
 
 
 def matching(wanted: Mapping[Any, Any]) -> list[ColumnElement[bool]]:

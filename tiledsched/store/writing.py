@@ -6,6 +6,7 @@ Rows that others point at are inserted first and only where missing: their ids a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
@@ -84,7 +85,7 @@ class Parents:
     def problem(self, problem: Problem) -> str:
         """Its id."""
         identity = problem.id
-        self._put(ProblemRow, identity, {"id": identity, **problem.to_json()})
+        self._put(ProblemRow, identity, {"id": identity, **asdict(problem)})
         return identity
 
     def schedule(self, schedule: Schedule) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tiledsched.build.toolchain import package_version
 from tiledsched.errors import Failure, MeasureError
-from tiledsched.kernels.template import KernelTemplate
+from tiledsched.kernels.template import ExtraArray, KernelTemplate
 from tiledsched.measure.gpu import CHECK_LAUNCHES
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, Measurement, Runner
 from tiledsched.problem import Problem
@@ -163,10 +163,10 @@ class TorchMethod:
             raise MeasureError(f"{error.name} is not installed; run: pip install 'tiledsched[gpu]'") from error
         if not torch.cuda.is_available():
             raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
-        query = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
-        key = (problem.batch, problem.kv_heads, problem.seq_k, problem.head_dim)
-        self._arrays = tuple(torch.randn(shape, device="cuda", dtype=getattr(torch, problem.dtype))
-                             for shape in (query, key, key, query))  # fmt: skip
+        queries, keys = (problem.batch, problem.heads, problem.seq_q), (problem.batch, problem.kv_heads, problem.seq_k)
+        shapes = ((*queries, problem.head_dim), (*keys, problem.head_dim), (*keys, problem.value_columns),
+                  (*queries, problem.value_columns))  # fmt: skip
+        self._arrays = tuple(torch.randn(shape, device="cuda", dtype=getattr(torch, problem.dtype)) for shape in shapes)
         self._sm_count = torch.cuda.get_device_properties(0).multi_processor_count
         ct.launch(torch.cuda.current_stream(), *self._launch(candidates[0], problem))
         torch.cuda.synchronize()
@@ -181,7 +181,15 @@ class TorchMethod:
 
     def _arguments(self, candidate: Candidate, problem: Problem) -> tuple[Any, ...]:
         template = self._template
-        return (*self._arrays, *template.scalars(problem), *template.constants(candidate.schedule, problem))
+        extras = self._extra_arrays(template.workspace(candidate.schedule, problem))
+        return (*self._arrays, *extras, *template.scalars(problem), *template.constants(candidate.schedule, problem))
+
+    def _extra_arrays(self, extras: tuple[ExtraArray, ...]) -> list[Any]:
+        if not extras:
+            return []
+        import torch
+
+        return [torch.zeros(extra.shape, device="cuda", dtype=getattr(torch, extra.dtype)) for extra in extras]
 
 
 def built_kernel(template: KernelTemplate, candidate: Candidate, problem: Problem) -> Any:
@@ -207,7 +215,7 @@ def built_kernel(template: KernelTemplate, candidate: Candidate, problem: Proble
         def replace_hints(self, **hints: Any) -> Built:
             return self
 
-    return Built(template.function)
+    return Built(template.entry(candidate.schedule, problem))
 
 
 class InTurn(TorchMethod):
@@ -296,7 +304,7 @@ class ExhaustiveJit(Exhaustive):
     name = "exhaustive-jit"
 
     def _kernel(self, candidate: Candidate, problem: Problem) -> Any:
-        return self._template.kernel({candidate.artifact.arch: candidate.schedule})
+        return self._template.kernel({candidate.artifact.arch: candidate.schedule}, problem)
 
 
 def make_methods(names: Sequence[str], template: KernelTemplate, runner: Runner) -> list[Method]:

@@ -91,7 +91,7 @@ class StudyRow:
         Raises:
             KeyError, ValueError: a cell is missing or is no number where one is needed.
         """
-        sizes = {name: int(cells[name]) for name in PROBLEM_COLUMNS if name not in ("dtype", "causal")}
+        sizes: dict[str, Any] = {name: int(cells[name]) for name in PROBLEM_COLUMNS if name not in ("dtype", "causal")}
         problem = Problem(**sizes, dtype=cells["dtype"], causal=cells["causal"] == "True")
         return cls(
             occasion=cells["occasion"], seed=int(cells["seed"]), position=int(cells["position"]), method=cells["method"],

@@ -1,0 +1,153 @@
+"""Problems, schedules and inputs drawn for the attention kernel's tests, and the check of one run against the reference."""
+
+from __future__ import annotations
+
+import random
+
+import ml_dtypes
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from tiledsched import data_files
+from tiledsched.errors import SpaceError
+from tiledsched.interpreter import run_outputs
+from tiledsched.kernels.attention import AttentionTemplate
+from tiledsched.kernels.reference import attention_and_lse
+from tiledsched.problem import Problem
+from tiledsched.space import space_for
+
+ARCHS = sorted(path.stem for path in (data_files.search_spaces() / "attention").glob("sm_*.toml"))
+SPACES = {arch: space_for(arch) for arch in ARCHS}
+NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+TOLERANCE = {"float16": 1.5e-3, "bfloat16": 1e-2, "fp16 accumulator": 6e-3}
+"""Largest relative Frobenius error of any tile of the output; normal inputs make about a quarter of it."""
+LSE_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
+"""Largest error of a log-sum-exp, beside as much of its size."""
+TEMPLATE = AttentionTemplate()
+DRAWN = settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], max_examples=200
+)
+
+
+def make_inputs(problem, seed=0, *, amplitude=1.0):
+    """q, k and v of normal numbers."""
+    rng = np.random.default_rng(seed)
+    queries = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
+    keys = (problem.batch, problem.kv_heads, problem.seq_k, problem.head_dim)
+    values = (*keys[:3], problem.value_columns)
+    return tuple((rng.standard_normal(s) * amplitude).astype(NUMPY[problem.dtype]) for s in (queries, keys, values))
+
+
+def schedule_for(problem, arch="sm_90", *, forced=False, **pinned):
+    """The default schedule with some knobs changed, which the space must allow; `forced`: but for exploring's sake."""
+    space = SPACES[arch]
+    schedule = space.default(problem).replace(**pinned)
+    if forced:
+        values = space.constraint_values(problem) | dict(schedule)
+        broken = [each.because for each in space.constraints if not each.exploring and not each.holds(values)]
+        assert not broken, broken
+    else:
+        space.validate(schedule, problem)
+    return schedule
+
+
+def check(problem, schedule, inputs=None, *, scale=None, sm_count=2, template=TEMPLATE, order="forward"):
+    """Run the kernel and compare every tile of its outputs with the reference; return the output."""
+    q, k, v = make_inputs(problem) if inputs is None else inputs
+    scale = problem.head_dim**-0.5 if scale is None else scale
+    found = run_outputs(template, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order)
+    exact, lse = attention_and_lse(np, q, k, v, causal=problem.causal, scale=scale, alignment=problem.alignment)
+    out = found["out"]
+    assert np.isfinite(out).all(), "NaN or infinity: unwritten elements, or padding that was used"
+    tolerance = TOLERANCE["fp16 accumulator" if schedule["accum_mode"] == "fp16" else problem.dtype]
+    for start in range(0, problem.seq_q, schedule.number("tile_m")):
+        rows = slice(start, start + schedule.number("tile_m"))
+        error = np.linalg.norm(out[:, :, rows].astype(np.float64) - exact[:, :, rows], axis=(2, 3))
+        norm = np.linalg.norm(exact[:, :, rows], axis=(2, 3))
+        assert (error <= tolerance * norm + 1e-30).all(), (
+            f"rows from {start}: {np.max(error / np.maximum(norm, 1e-30))}"
+        )
+    assert ("lse" in found) == problem.lse
+    if problem.lse:
+        unseen = np.isneginf(lse)
+        np.testing.assert_array_equal(np.isneginf(found["lse"]), unseen)
+        limit = LSE_TOLERANCE[str(schedule["accum_mode"])]
+        np.testing.assert_allclose(found["lse"][~unseen], lse[~unseen], atol=limit, rtol=limit)
+    return out
+
+
+LENGTHS = st.one_of(
+    st.integers(1, 200), st.sampled_from([1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300])
+)
+# With fewer than four columns a tile of averages may be near zero as a whole, and its relative error anything.
+HEAD_DIMS = st.one_of(st.sampled_from([8, 16, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256]), st.integers(4, 256))
+
+
+@st.composite
+def problems(draw, **fixed):
+    """Any problem."""
+    group, kv_heads = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (2, 2), (2, 5)]))
+    drawn = {
+        "seq_q": draw(LENGTHS),
+        "seq_k": draw(LENGTHS),
+        "head_dim": draw(HEAD_DIMS),
+        "dtype": draw(st.sampled_from(["float16", "bfloat16"])),
+        "causal": draw(st.booleans()),
+        "batch": draw(st.integers(1, 2)),
+        "heads": group * kv_heads,
+        "kv_heads": kv_heads,
+        "alignment": draw(st.sampled_from(["top_left", "bottom_right"])),
+        "value_dim": draw(st.sampled_from([0, 0, 0, 16, 40, 64, 96, 128])),
+        "lse": draw(st.booleans()),
+    }
+    return Problem(**drawn | fixed)
+
+
+@st.composite
+def decoding_problems(draw, **fixed):
+    """Few query rows at the end of many keys."""
+    group, kv_heads = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (4, 1), (8, 1), (3, 1), (4, 2)]))
+    drawn = {
+        "seq_q": draw(st.integers(1, 16)),
+        "seq_k": draw(st.integers(16, 700)),
+        "causal": True,
+        "alignment": "bottom_right",
+        "heads": group * kv_heads,
+        "kv_heads": kv_heads,
+    }
+    return draw(problems(**drawn | fixed))
+
+
+@st.composite
+def cases(draw, of=problems, **fixed):
+    """A problem and a valid schedule for it on some arch."""
+    problem, arch = draw(of(**fixed)), draw(st.sampled_from(ARCHS))
+    seed = draw(st.integers(0, 2**32 - 1))
+    try:
+        return problem, SPACES[arch].sample(problem, random.Random(seed), tries=500)
+    except SpaceError:  # few schedules are left for wide heads on small parts: walk through them instead
+        return problem, random.Random(seed).choice(list(SPACES[arch].schedules(problem)))
+
+
+def one_hot_inputs(problem, seed=0):
+    """Inputs for which softmax picks exactly one key per row, and the output that makes: one row of v.
+
+    Keys are random signs, nearly orthogonal; a query is four times the key it looks for, so that with scale 1 every
+    other key is 2**-100 or less of it. A row that sees no key gives zeros.
+    """
+    rng = np.random.default_rng(seed)
+    _, k, v = make_inputs(problem, seed)
+    k = np.sign(k.astype(np.float32)).astype(k.dtype)
+    shape = (problem.batch, problem.heads, problem.seq_q)
+    offset = problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0
+    seen = np.clip(np.arange(problem.seq_q) + 1 + offset, 0, problem.seq_k)
+    reach = np.maximum(seen, 1) if problem.causal else problem.seq_k
+    chosen = np.broadcast_to(rng.integers(0, reach, shape), shape)
+    batch = np.arange(problem.batch)[:, None, None]
+    kv_head = (np.arange(problem.heads) // problem.group)[None, :, None]
+    q = (k[batch, kv_head, chosen] * np.float32(4)).astype(k.dtype)
+    expected = v[batch, kv_head, chosen].copy()
+    if problem.causal:
+        expected[:, :, seen == 0] = 0
+    return (q, k, v), expected

@@ -1,0 +1,195 @@
+"""On a real GPU: the kernels for other problems, against float64 and against the CPU interpreter's idea of them."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+
+from tiledsched.errors import Failure
+from tiledsched.kernels import template_for
+from tiledsched.kernels.reference import attention_and_lse
+from tiledsched.measure.accuracy import LARGEST_ERROR, LARGEST_LSE_ERROR
+from tiledsched.measure.runner import Batch, Candidate, Checked
+from tiledsched.problem import Problem
+from tiledsched.space import space_for
+
+torch = pytest.importorskip("torch")
+cupy = pytest.importorskip("cupy")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+RIGHT = Problem(seq_q=200, seq_k=700, head_dim=64, causal=True, alignment="bottom_right", batch=2, heads=4, kv_heads=2,
+                lse=True)  # fmt: skip
+DECODE = RIGHT.replace(seq_q=1, seq_k=5000, heads=16, kv_heads=2)
+CASES = [
+    (RIGHT, {}),
+    (RIGHT.replace(seq_q=700, seq_k=200), {"loop_split": True}),
+    (RIGHT.replace(seq_q=700, seq_k=200), {"persistent": "snake", "block_order": "swizzled"}),
+    (RIGHT.replace(seq_q=700, seq_k=200), {"qk_ahead": True, "loop_split": True}),
+    (RIGHT, {"kv_direction": "backward", "loop_split": True}),
+    (RIGHT.replace(dtype="bfloat16"), {"kv_splits": 4}),
+    (RIGHT.replace(head_dim=192, value_dim=128), {"tile_n": 32}),
+    (RIGHT.replace(head_dim=192, value_dim=128), {"tile_n": 32, "column_parts": 2}),
+    (RIGHT.replace(head_dim=80), {"column_parts": 2}),
+    (RIGHT.replace(head_dim=96, lse=False), {"column_parts": 2, "q_subtiles": 2}),
+    (RIGHT.replace(head_dim=160), {"column_parts": 2, "tile_n": 32}),
+    (DECODE, {}),
+    (DECODE, {"tile_m": 16, "pack_gqa": True}),
+    (DECODE, {"tile_m": 16, "pack_gqa": True, "kv_splits": 16}),
+    (DECODE.replace(seq_q=4), {"tile_m": 32, "pack_gqa": True, "kv_splits": 8, "loop_split": True}),
+    (DECODE.replace(seq_q=7, head_dim=96, causal=False), {"kv_splits": 32, "tile_n": 32, "column_parts": 2}),
+    (DECODE.replace(lse=False, dtype="bfloat16"), {"kv_splits": 8}),
+]
+
+
+def arch() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def schedule_for(problem, knobs):
+    schedule = space_for(arch()).default(problem)
+    return schedule.replace(**{"tile_m": 64, "tile_n": 64, "occupancy": 1, "num_ctas": 1, **knobs})
+
+
+class Launcher:
+    """One kernel with its arrays, launched by cuTile itself."""
+
+    def __init__(self, problem, schedule, q, k, v) -> None:
+        template = template_for("attention")
+        self.out = torch.full((*q.shape[:3], problem.value_columns), float("nan"), dtype=q.dtype, device="cuda")
+        self.extras = {}
+        for extra in template.workspace(schedule, problem):
+            dtype = getattr(torch, extra.dtype)
+            self.extras[extra.name] = torch.zeros(extra.shape, dtype=dtype, device="cuda")
+        self.kernel = template.kernel({arch(): schedule}, problem)
+        properties = torch.cuda.get_device_properties(0)
+        self.grid = template.grid(schedule, problem, properties.multi_processor_count)
+        self.arguments = (q, k, v, self.out, *self.extras.values(), *template.scalars(problem),
+                          *template.constants(schedule, problem))  # fmt: skip
+
+    def launch(self):
+        import cuda.tile as ct
+
+        ct.launch(torch.cuda.current_stream(), self.grid, self.kernel, self.arguments)
+        return self.out
+
+
+def tensors(problem, seed=0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    keys = (problem.batch, problem.kv_heads, problem.seq_k)
+    shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
+              (*keys, problem.value_columns))  # fmt: skip
+    return [
+        torch.randn(shape, generator=generator, device="cuda", dtype=getattr(torch, problem.dtype)) for shape in shapes
+    ]
+
+
+def assert_right(problem, launcher, inputs) -> None:
+    arrays = [tensor.double().cpu().numpy() for tensor in inputs]
+    exact, lse = attention_and_lse(numpy, *arrays, causal=problem.causal, scale=problem.head_dim**-0.5,
+                                   alignment=problem.alignment)  # fmt: skip
+    out = launcher.out.double().cpu().numpy()
+    assert numpy.isfinite(out).all()
+    error = numpy.linalg.norm(out - exact, axis=(2, 3)) / numpy.linalg.norm(exact, axis=(2, 3))
+    assert error.max() < LARGEST_ERROR[problem.dtype, "fp32"] / 2
+    if problem.lse:
+        found = launcher.extras["lse"].double().cpu().numpy()
+        numpy.testing.assert_array_equal(numpy.isneginf(found), numpy.isneginf(lse))
+        seen = numpy.isfinite(lse)
+        assert numpy.abs(found[seen] - lse[seen]).max() < LARGEST_LSE_ERROR["fp32"] / 2
+
+
+@pytest.mark.parametrize(("problem", "knobs"), CASES, ids=str)
+def test_launched_by_cutile(problem, knobs) -> None:
+    inputs = tensors(problem)
+    launcher = Launcher(problem, schedule_for(problem, knobs), *inputs)
+    first = launcher.launch().clone()
+    assert_right(problem, launcher, inputs)
+    for _ in range(20):  # the counters are back at zero, and the last block to arrive is another one each time
+        launcher.out.fill_(float("nan"))
+        assert torch.equal(launcher.launch(), first)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    from tiledsched.measure.gpu import GpuRunner
+
+    runner = GpuRunner(template_for("attention"))
+    yield runner
+    runner.close()
+
+
+@pytest.mark.parametrize(("problem", "knobs"), CASES, ids=str)
+def test_checked_and_timed_by_the_worker(runner, problem, knobs) -> None:
+    from tiledsched.build.compiler import BuildTask, compile_task
+
+    schedule = schedule_for(problem, knobs)
+    built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch()))
+    assert built.failure is None, built.failure
+    candidate = Candidate(schedule=schedule, artifact=built.artifact)
+    runner.begin(problem)
+    checked = runner.check(candidate)
+    assert isinstance(checked, Checked), checked
+    assert checked.accuracy.repeatable
+    (batch,) = runner.sample([candidate], rounds=3, regime="burst")
+    assert isinstance(batch, Batch), batch
+
+
+def test_shares_stay_whole_under_load() -> None:
+    """Many pieces, many shares, thousands of launches: one share read before it was written would show."""
+    problem = Problem(seq_q=16, seq_k=4096, head_dim=128, batch=4, heads=32, kv_heads=8)
+    inputs = tensors(problem)
+    launcher = Launcher(problem, schedule_for(problem, {"kv_splits": 16, "tile_m": 64, "pack_gqa": True}), *inputs)
+    first = launcher.launch().clone()
+    assert_right(problem, launcher, inputs)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for turn in range(3000):
+        launcher.extras["partial"].fill_(float("nan")) if turn % 100 == 0 else None
+        wrong += (launcher.launch() != first).sum()
+    assert int(wrong) == 0
+    assert not launcher.extras["counters"].any()
+
+
+def test_a_graph_replays_a_split_launch() -> None:
+    inputs = tensors(DECODE)
+    launcher = Launcher(DECODE, schedule_for(DECODE, {"kv_splits": 8, "tile_m": 16, "pack_gqa": True}), *inputs)
+    first = launcher.launch().clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launcher.launch()
+    for _ in range(5):
+        launcher.out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(launcher.out, first)
+
+
+def test_arrays_of_more_than_two_thousand_million_elements() -> None:
+    """Queries of 2**31 elements and more, of which the last rows are checked."""
+    problem = Problem(seq_q=(1 << 18) + 8, seq_k=256, head_dim=128, batch=16, heads=4, kv_heads=4)
+    assert problem.wide
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("needs 12 GB of free memory")
+    inputs = tensors(problem)
+    for knobs in ({}, {"persistent": "strided"}):
+        launcher = Launcher(problem, schedule_for(problem, {"tile_m": 128, "num_worker_warps": 8, **knobs}), *inputs)
+        launcher.launch()
+        q, k, v = inputs
+        for batch, rows in ((0, slice(0, 300)), (15, slice(-300, None))):
+            part = (q[batch : batch + 1, :, rows], k[batch : batch + 1], v[batch : batch + 1])
+            exact, _ = attention_and_lse(numpy, *(tensor.double().cpu().numpy() for tensor in part), causal=False,
+                                         scale=128**-0.5)  # fmt: skip
+            found = launcher.out[batch : batch + 1, :, rows].double().cpu().numpy()
+            assert numpy.linalg.norm(found - exact) < LARGEST_ERROR["float16", "fp32"] * numpy.linalg.norm(exact)
+        assert not launcher.out.isnan().any()
+
+
+def test_a_kernel_of_another_mask_is_refused(runner) -> None:
+    from tiledsched.build.compiler import BuildTask, compile_task
+
+    schedule, other = schedule_for(RIGHT, {}), RIGHT.replace(alignment="top_left")
+    built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=other, arch=arch()))
+    runner.begin(RIGHT)
+    failure = runner.check(Candidate(schedule=schedule, artifact=built.artifact))
+    assert isinstance(failure, Failure)
+    assert "random inputs" in failure.message

@@ -1,0 +1,254 @@
+"""That the kernel's tests can fail: faults put into the tile code one at a time, each of which a small battery notices."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from unittest import mock
+
+import numpy as np
+import pytest
+from kernel_checks import TEMPLATE, check, make_inputs, one_hot_inputs, schedule_for
+
+from tiledsched.interpreter import InterpreterError, run_problem
+from tiledsched.kernels import attention_entries, attention_flat, attention_split, attention_tiles
+from tiledsched.kernels.attention import AttentionTemplate
+from tiledsched.problem import Problem
+
+MUTATIONS = {
+    "causal mask one short": ("columns <= rows", "columns < rows"),
+    "causal mask one long": ("columns <= rows", "columns <= rows + 1"),
+    "column mask one long": ("columns < keys.K.shape[2]", "columns <= keys.K.shape[2]"),
+    "no column mask": ("not const.EVEN", "False"),
+    "no mask on scores": ("scores = ct.where(visible, scores, -math.inf)", "scores = scores"),
+    "accumulator not rescaled": ("acc = scaled(chain.acc, alpha)", "acc = chain.acc"),
+    "row sum not rescaled": ("add_rows(chain.row_sum * alpha, p)", "add_rows(chain.row_sum, p)"),
+    "row maximum not kept": ("return Chain(acc, new_max, row_sum), p", "return Chain(acc, chain.row_max, row_sum), p"),
+    "row maximum starts at zero": ("if may_see_nothing(const) else -math.inf", "if may_see_nothing(const) else 0.0"),
+    "scores not scaled": ("ct.exp2(s * scale_log2 - new_max", "ct.exp2(s - new_max"),
+    "output not normalized": ("ct.truediv(acc, row_sum, flush", "ct.truediv(acc, 1.0, flush"),
+    "wrong key/value head": ("kv_head = head // const.GROUP if", "kv_head = head % K.shape[1] if"),
+    "first loop starts late": ("range(begin, boundary)", "range(begin + 1, boundary)"),
+    "second loop starts late": ("range(boundary, end)", "range(boundary + 1, end)"),
+    "loop ends early": ("range(begin, end)", "range(begin, end - 1)"),
+    "causal tiles unmasked": ("min(place * block_rows, seq_k) //", "min((place + 1) * block_rows, seq_k) //"),
+    "ragged tile unmasked": ("first_masked = seq_k // step_n", "first_masked = ct.cdiv(seq_k, step_n)"),
+    "causal end too early": ("min((place + 1) * block_rows, seq_k)", "min(place * block_rows + 1, seq_k)"),
+    "first value tile only": (
+        "load(keys.V, (keys.batch, keys.kv_head, j, column)",
+        "load(keys.V, (keys.batch, keys.kv_head, 0, column)",
+    ),
+    "first key tile only": ("(keys.batch, keys.kv_head, column, j)", "(keys.batch, keys.kv_head, column, 0)"),
+    "query of another head": ("load_queries(Q, (batch, head, tile)", "load_queries(Q, (batch, kv_head, tile)"),
+    "output of another head": (
+        "ct.store(Out, (piece.batch, piece.head,",
+        "ct.store(Out, (piece.batch, piece.head // const.GROUP,",
+    ),
+    "batch and head exchanged": ("batch_head % heads, batch_head // heads", "batch_head // heads, batch_head % heads"),
+    "persistent blocks skip work": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):"),
+    "reversed order off by one": ("pieces - 1 - piece", "pieces - piece"),
+    "heads-fastest order wrong": ("piece = work // pairs", "piece = work // heads"),
+    "rows counted from zero": ("last = tile * const.TILE_M +", "last = 0 * const.TILE_M +"),
+    "columns counted from zero": ("columns = j * const.TILE_N +", "columns = 0 * const.TILE_N +"),
+    "padding undetermined": ("ct.PaddingMode.ZERO if const.CHECK_BOUNDS else ", ""),
+    "always a float16 accumulator": ("ct.float16 if const.FP16_ACCUM else ct.float32", "ct.float16"),
+    "probabilities rounded to integers": (
+        "p[t].astype(values[t][part].dtype)",
+        "p[t].astype(ct.int32).astype(values[t][part].dtype)",
+    ),
+    "output not cast": ("out.astype(Out.dtype)", "out"),
+    "snake's last lap missing": ("snake(ct.bid(0), blocks, total // blocks)", "blocks"),
+    "snake's last lap too long": ("total - snake(ct.bid(0), blocks, total // blocks)", "total"),
+    "snake turns short": ("(blocks - 1 - 2 * block)", "(blocks - 2 - 2 * block)"),
+    "swizzled groups overlap": ("(SWIZZLE_PAIRS * pieces) * SWIZZLE_PAIRS", "(SWIZZLE_PAIRS * pieces)"),
+    "last swizzled group too wide": ("width = min(SWIZZLE_PAIRS, pairs - first)", "width = SWIZZLE_PAIRS"),
+    "swizzled tile counted over heads": ("% (SWIZZLE_PAIRS * pieces) // width", "% (SWIZZLE_PAIRS * pieces) // pairs"),
+    "backward walk off by one": ("i = keys.steps - 1 - i\n", "i = keys.steps - i\n"),
+    "backward walk is masked forward": ("keys.steps - first_masked if backward else first_masked", "first_masked"),
+    "backward walk masks the wrong loop": ("backward = const.KV_DIRECTION == BACKWARD", "backward = False"),
+    "sawtooth stands still": ("(keys.steps - 1 - 2 * i)", "(keys.steps - 1 - i)"),
+    "sawtooth turns everywhere by two": ("end, place % 2)", "end, place % 2 * 2)"),
+    "unseen steps make NaN": ("LOWEST if may_see_nothing(const) else -math.inf", "-math.inf"),
+    "lowest maximum too high": ("LOWEST = -3.4e38", "LOWEST = -10.0"),
+    "second query tile is the first": ("place * const.Q_SUBTILES + s", "place * const.Q_SUBTILES"),
+    "second query tile beyond the end": (
+        "tile = min(tile, ct.cdiv(seq_q, const.TILE_M // const.PACK) - 1)",
+        "tile = tile",
+    ),
+    "second key tile is the first": ("i * const.KV_SUBTILES + t", "i * const.KV_SUBTILES"),
+    "second key tile beyond the end": ("if (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2) or const.EVEN", "if True"),
+    "maximum of the first key tile only": ("step_max = ct.maximum(step_max, ", "step_max = ct.minimum(step_max, "),
+    "scores ahead of themselves": ("products(queries, keys, i + 1, const)", "products(queries, keys, i, const)"),
+    "last step ahead not folded": ("fold(rows, keys, end, chains,", "fold(rows, keys, end - 1, chains,"),
+    "last step ahead unmasked": ("True, scale_log2, const)\n    return", "False, scale_log2, const)\n    return"),
+    "boundary beyond the last step": ("boundary = min(boundary, end)", "boundary = boundary"),
+    "keys not transposed": ("ct.permute(k.reshape((const.TILE_N, width)), (1, 0))", "k.reshape((width, const.TILE_N))"),
+    "bounds never checked": ("check_bounds=const.CHECK_BOUNDS", "check_bounds=False"),
+    "exact division by something else": ("out = ct.truediv(acc, row_sum)", "out = ct.truediv(acc, row_sum + 1)"),
+    "lazy rescaling never": ("> RESCALE_ABOVE", "> math.inf"),
+    "lazy rescaling forgets the sum": ("            row_sum = row_sum * alpha\n", "            row_sum = row_sum\n"),
+    "lazy rescaling forgets the output": ("acc = scaled(acc, alpha)", "acc = acc"),
+    "lazy rescaling takes the new maximum": ("new_max = chain.row_max", "new_max = new_max"),
+}  # fmt: skip
+
+MUTATIONS_ELSEWHERE = {
+    "bottom-right mask off by one": ("return last + offset if", "return last + offset + 1 if"),
+    "bottom-right mask at the top left": ("return last + offset if const.BOTTOM_RIGHT else last", "return last"),
+    "bottom-right offset the wrong way": ("seq_k - seq_q if const.BOTTOM_RIGHT", "seq_q - seq_k if const.BOTTOM_RIGHT"),
+    "bottom-right end too early": (
+        "min(max((place + 1) * block_rows + offset, 0)",
+        "min(max(place * block_rows + 1 + offset, 0)",
+    ),
+    "bottom-right tiles unmasked": (
+        "min(max(place * block_rows + offset, 0)",
+        "min(max((place + 1) * block_rows + offset, 0)",
+    ),
+    "no step where nothing is seen": (", seq_k), step_n), 1\n", ", seq_k), step_n), 0\n"),
+    "nothing divided by nothing": ("ct.where(row_sum > 0.0, row_sum, 1.0)", "row_sum"),
+    "log-sum-exp in powers of two": ("ct.log2(chain.row_sum)) * LN_2", "ct.log2(chain.row_sum))"),
+    "log-sum-exp without its maximum": ("(chain.row_max + ct.log2(", "(0.0 * chain.row_max + ct.log2("),
+    "log-sum-exp of another head": (
+        "ct.store(Lse, (piece.batch, piece.head,",
+        "ct.store(Lse, (piece.batch, piece.head // const.GROUP,",
+    ),
+    "second part of the columns is the first": ("else (REST, TILE // REST)", "else (REST, 0)"),
+    "second part of the columns left out": (
+        "product = ct.mma(q[part], k[part], product)",
+        "product = ct.mma(q[0], k[0], product)",
+    ),
+    "second part takes the first's values": ("total = chain.acc[part]", "total = chain.acc[0]"),
+    "packed rows counted as one head's": ("[:, None] % rows", "[:, None]"),
+    "packed tiles too tall": ("last = tile * rows +", "last = tile * const.TILE_M +"),
+    "packed heads spread over all": ("if const.PACK == 1 else head", "if const.PACK == 1 else head // const.GROUP"),
+    "packed pieces of one head": ("Q.shape[1] if const.PACK == 1 else Q.shape[1] // const.PACK", "Q.shape[1]"),
+    "shares overlap": ("begin, end = steps * split //", "begin, end = steps * split // 2 //"),
+    "shares leave gaps": ("steps * (split + 1) // const.KV_SPLITS", "steps // const.KV_SPLITS * (split + 1)"),
+    "boundary before the share": ("boundary = max(boundary, begin)", "boundary = boundary"),
+    "boundary behind the share": ("if const.QK_AHEAD or const.KV_SPLITS > 1", "if const.QK_AHEAD"),
+    "first to arrive combines": ("arrived == const.KV_SPLITS - 1", "arrived == 0"),
+    "nobody combines": ("arrived == const.KV_SPLITS - 1", "arrived == const.KV_SPLITS"),
+    "counter not reset": ("ct.scatter(Counters, (work, 0), 0)", "pass"),
+    "counter of the block": ("ct.atomic_add(Counters, (work, 0), 1)", "ct.atomic_add(Counters, (work // 2, 0), 1)"),
+    "every share in one slot": ("* const.KV_SPLITS + split", "* const.KV_SPLITS"),
+    "shares not rescaled": ("share.reshape((const.TILE_M, width)) * here", "share.reshape((const.TILE_M, width))"),
+    "total not rescaled": ("acc = scaled(chain.acc, before)", "acc = chain.acc"),
+    "sums not rescaled": ("chain.row_sum * before + row_sum * here", "chain.row_sum + row_sum"),
+    "share of another maximum": (
+        "ct.store(State, (slot, 0, 0), chain.row_max",
+        "ct.store(State, (slot, 0, 0), chain.row_sum",
+    ),
+    "shares in float16": ("chain.acc[part].astype(ct.float32).reshape", "chain.acc[part].astype(ct.float16).reshape"),
+}  # fmt: skip
+
+
+MODULES = (attention_tiles, attention_split, attention_flat, attention_entries)
+"""In the order in which they name each other."""
+
+
+def mutated(old, new):
+    """The attention template over copies of the kernel's modules with `old` replaced by `new` wherever it stands."""
+    sources = {module.__name__: inspect.getsource(module) for module in MODULES}
+    assert any(old in source for source in sources.values()), f"the kernel no longer contains {old!r}: rewrite this"
+    copies = {name: types.ModuleType(name) for name in sources}
+    with mock.patch.dict(sys.modules, copies):  # so that they import each other
+        for name, source in sources.items():
+            exec(compile(source.replace(old, new), f"mutated_{name}", "exec"), copies[name].__dict__)
+
+    class Mutated(AttentionTemplate):
+        def entry(self, schedule, problem):
+            return getattr(copies[attention_entries.__name__], super().entry(schedule, problem).__name__)
+
+    return Mutated()
+
+
+def battery(template):
+    """Cases that between them must notice every mutation above."""
+    causal = Problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
+    ragged = causal.replace(causal=False, batch=1)
+    even = Problem(seq_q=256, seq_k=128, head_dim=64, causal=True, heads=2)
+    many = Problem(seq_q=130, seq_k=70, head_dim=16, causal=True, batch=3, heads=3, kv_heads=3)
+    tiles: dict = {"tile_m": 64, "tile_n": 64}
+    for problem, knobs in (
+        (causal, {}),
+        (causal, {"loop_split": True}),
+        (causal, {"loop_split": True, "block_order": "reversed", "persistent": "strided"}),
+        (causal, {"block_order": "heads_fastest", "persistent": "strided"}),
+        (causal.replace(seq_k=40), {"loop_split": True}),
+        (causal, {"tile_m": 128, "tile_n": 32}),
+        (ragged, {}),
+        (ragged, {"loop_split": True}),
+        (ragged.replace(seq_k=192, dtype="bfloat16"), {}),
+        (many, {"persistent": "snake", "block_order": "heads_fastest"}),
+        (many, {"block_order": "swizzled"}),
+        (causal, {"kv_direction": "backward", "tile_m": 128, "tile_n": 32}),
+        (causal, {"kv_direction": "backward", "loop_split": True}),
+        (causal, {"kv_direction": "sawtooth"}),
+        (causal.replace(seq_q=130), {"q_subtiles": 2}),
+        (ragged, {"kv_subtiles": 2}),
+        (ragged.replace(seq_k=40), {"kv_subtiles": 2}),
+        (causal, {"qk_ahead": True}),
+        (causal.replace(seq_k=64), {"qk_ahead": True, "loop_split": True}),
+        (causal, {"k_load": "permute"}),
+        (even, {"check_bounds": False}),
+        (ragged, {"division": "ieee"}),
+        (causal, {"lazy_rescale": True}),
+    ):
+        check(problem, schedule_for(problem, **tiles | knobs), template=template)
+    problem = causal.replace(head_dim=64)
+    schedule = schedule_for(problem, **tiles)
+    inputs, expected = one_hot_inputs(problem)
+    np.testing.assert_array_equal(run_problem(template, schedule, problem, *inputs, 1.0), expected)
+    q, k, v = make_inputs(problem)
+    check(problem, schedule, (np.full_like(q, -30), np.full_like(k, 30), v), template=template)
+    check(problem, schedule, (np.full_like(q, 60), np.full_like(k, 60), v), scale=1e-3, template=template)
+    backward = schedule_for(problem, tile_m=128, tile_n=32, kv_direction="backward")
+    check(problem, backward, (np.full_like(q, -30), np.full_like(k, 30), v), template=template)
+    lazy = schedule_for(problem, **tiles, lazy_rescale=True)
+    check(problem, lazy, (q * 8, k * 8, v), template=template)  # maxima that grow by more than 2**8, row by row
+
+
+def battery_elsewhere(template):
+    """Cases that must notice every mutation of what only some problems and schedules use."""
+    causal = Problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
+    tiles: dict = {"tile_m": 64, "tile_n": 64}
+    right = causal.replace(alignment="bottom_right", lse=True)
+    tall, few = right.replace(seq_k=90), right.replace(seq_q=5, seq_k=330)
+    for problem, knobs in (
+        (right, {}),
+        (right.replace(seq_q=90), {"loop_split": True}),
+        (tall, {"qk_ahead": True, "loop_split": True}),
+        (tall, {"kv_direction": "backward", "loop_split": True}),
+        (right.replace(head_dim=96, value_dim=80), {"column_parts": 2}),
+        (few, {"tile_m": 16, "pack_gqa": True}),
+        (few.replace(seq_q=16), {"tile_m": 16, "pack_gqa": True}),
+        (few, {"kv_splits": 4, "loop_split": True}),
+        (few.replace(seq_q=100, heads=2, batch=1), {"kv_splits": 2, "loop_split": True}),
+        (few, {"kv_splits": 4, "tile_m": 16, "pack_gqa": True}),
+        (causal, {"kv_splits": 2, "loop_split": True, "tile_m": 128, "tile_n": 32}),
+    ):
+        for order in ("forward", "reversed") if "kv_splits" in knobs else ("forward",):
+            check(problem, schedule_for(problem, **tiles | knobs), template=template, order=order)
+    narrow = few.replace(causal=False)
+    q, k, v = make_inputs(narrow)
+    large = (v.astype(np.float32) * 2e4).clip(-60000, 60000).astype(v.dtype)
+    check(narrow, schedule_for(narrow, **tiles, kv_splits=4), (q, k, large), template=template)
+
+
+@pytest.mark.parametrize("run", [battery, battery_elsewhere])
+def test_the_batteries_pass_the_kernel(run):
+    run(TEMPLATE)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_are_noticed(name):
+    template = mutated(*MUTATIONS[name])
+    with pytest.raises((AssertionError, InterpreterError)):
+        battery(template)
+
+
+@pytest.mark.parametrize("name", MUTATIONS_ELSEWHERE)
+def test_mutations_elsewhere_are_noticed(name):
+    template = mutated(*MUTATIONS_ELSEWHERE[name])
+    with pytest.raises((AssertionError, InterpreterError)):
+        battery_elsewhere(template)
