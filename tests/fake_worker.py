@@ -150,7 +150,7 @@ class RawModule:
         right, lse = attention_and_lse(numpy, *wide, causal=gpu.problem.causal, scale=scale, dtype="float32",
                                        alignment=gpu.problem.alignment)  # fmt: skip
         if extras and what != "unwritten-lse":
-            extras[0][...] = lse + (1.0 if what == "wrong-lse" else 0.0)
+            extras[0][..., 0] = lse + (1.0 if what == "wrong-lse" else 0.0)
         if what == "wrong":
             right[0, -1, -1, :] += 1.0
         if what == "wrong-head":

@@ -93,7 +93,7 @@ def assert_right(problem, launcher, inputs) -> None:
     error = numpy.linalg.norm(out - exact, axis=(2, 3)) / numpy.linalg.norm(exact, axis=(2, 3))
     assert error.max() < LARGEST_ERROR[problem.dtype, "fp32"] / 2
     if problem.lse:
-        found = launcher.extras["lse"].double().cpu().numpy()
+        found = launcher.extras["lse"].squeeze(-1).double().cpu().numpy()
         numpy.testing.assert_array_equal(numpy.isneginf(found), numpy.isneginf(lse))
         seen = numpy.isfinite(lse)
         assert numpy.abs(found[seen] - lse[seen]).max() < LARGEST_LSE_ERROR["fp32"] / 2

@@ -46,7 +46,7 @@ class AttentionTemplate(KernelTemplate):
 
     def workspace(self, schedule: Schedule, problem: Problem) -> tuple[ExtraArray, ...]:
         splits, tile_m = _splits(schedule), schedule.number("tile_m")
-        lse = ExtraArray(name="lse", shape=(problem.batch, problem.heads, problem.seq_q), dtype="float32",
+        lse = ExtraArray(name="lse", shape=(problem.batch, problem.heads, problem.seq_q, 1), dtype="float32",
                          output=problem.lse)  # fmt: skip
         if splits == 1:
             return (lse,) if problem.lse else ()
@@ -192,7 +192,7 @@ def _extra_array(extra: ExtraArray) -> ArrayConstraint:
     """A contiguous array; the axes behind the first are constants of the schedule, except in arrays of rows."""
     from cuda.tile.compilation import ArrayConstraint
 
-    inner = (None, *extra.shape[1:]) if extra.name != "lse" else (None,) * len(extra.shape)
+    inner = (None, None, None, 1) if extra.name == "lse" else (None, *extra.shape[1:])
     return ArrayConstraint(
         getattr(ct, extra.dtype), len(extra.shape), index_dtype=ct.int32, stride_lower_bound_incl=0, alias_groups=(),
         may_alias_internally=False, stride_constant=(*(None,) * (len(extra.shape) - 1), 1), shape_constant=inner,

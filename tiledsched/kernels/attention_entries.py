@@ -22,9 +22,10 @@ from tiledsched.kernels.attention_tiles import Constants, deal_out
 # which would give batch 1 its own machine code.
 HeadArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
 WideHeadArray = Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64, static_shape_dims=(3,))]
-RowArray = Annotated[ct.Array, ct.ArrayAnnotation()]
+# Of these a launch would also make strides of one static, which axes of size one have by chance.
+RowArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,), static_stride_dims=(3,))]
 SlotArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2))]
-CounterArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1,))]
+CounterArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1,), static_stride_dims=(1,))]
 Int = ct.Constant[int]
 Bool = ct.Constant[bool]
 
@@ -54,7 +55,7 @@ def attention_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse:
                   TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
                   BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
                   FLAT_STEPS: Int, RELOAD_Q: Bool):  # fmt: skip
-    """The same, and Lse = log(sum(exp(scale * Q @ K^T, masked))) of each row, `[batch, heads, rows]`."""
+    """The same, and Lse = log(sum(exp(scale * Q @ K^T, masked))) of each row, `[batch, heads, rows, 1]`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,

@@ -242,7 +242,7 @@ def finish(Out, Lse, piece, tile, chain, const):
                  check_bounds=const.CHECK_BOUNDS, allow_tma=None if const.TMA_STORE else False)  # fmt: skip
     if Lse is not None:
         lse = (chain.row_max + ct.log2(chain.row_sum)) * LN_2
-        ct.store(Lse, (piece.batch, piece.head, tile), lse.reshape((1, const.PACK, const.TILE_M // const.PACK)),
+        ct.store(Lse, (piece.batch, piece.head, tile, 0), lse.reshape(block_shape(1, const)),
                  check_bounds=const.CHECK_BOUNDS, allow_tma=False)  # fmt: skip
 
 

@@ -198,7 +198,7 @@ def _wrong_lse(state: State, launch: Launch, kinds: numpy.ndarray, heads: numpy.
     assert state.problem is not None
     if not state.problem.lse:
         return None
-    lse = _extra_arrays(state, launch.extras)[[extra.name for extra in launch.extras].index("lse")]
+    lse = _extra_arrays(state, launch.extras)[[extra.name for extra in launch.extras].index("lse")][..., 0]
     reference = (state.reference if heads is None else state.adversarial_reference)[1]
     errors = lse_errors(cupy, lse, reference, tile_m=launch.tile_m, heads=heads)
     errors[~numpy.isin(kinds, (*launch.tolerance.kinds, "random"))] = 0.0

@@ -48,7 +48,7 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
         raise LaunchError(_describe_failure(plan, error)) from error
     if first:
         _launched.add(_program_key(plan, arrays))
-    return (out, arrays[4]) if plan.problem.lse else out
+    return (out, arrays[4].squeeze(-1)) if plan.problem.lse else out
 
 
 def launch_arguments(plan: Plan, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
