@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from tiledsched.build.cubin import ResourceFacts
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
@@ -42,6 +43,13 @@ class Ledger:
     def best_us(self) -> float:
         """The least time so far; infinite where nothing worked."""
         return min((us for us in self.times.values() if us is not None), default=math.inf)
+
+    def measured(self) -> list[tuple[Schedule, ResourceFacts | None, float]]:
+        """Each distinct program that worked: its first schedule, its facts, its microseconds."""
+        worked = [schedule for schedule, us in self.times.items() if us is not None]
+        return [(program.schedule, program.facts, us)
+                for program in self._workshop.programs(worked, self._problem, self._sm_count)
+                if (us := self.times[program.schedule]) is not None]  # fmt: skip
 
     def note_builds(self, asked: Sequence[Schedule]) -> int:
         """Take down what became of builds; how many of them failed. A schedule not reached before a deadline is left."""

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from tiledsched.build.cubin import REGISTERS_PER_SM, ResourceFacts, ctas_per_sm
+from collections.abc import Iterable, Mapping
+
+from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ArchSpec
 from tiledsched.measure.runner import Measurement
-from tiledsched.model.static import WARPS_PER_GROUP, estimate_us
+from tiledsched.model.expected import expected_facts
+from tiledsched.model.static import estimate_us
 from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.sampler import Estimate
 from tiledsched.search.surrogate import Known, likeness
 from tiledsched.space import SearchSpace
 from tiledsched.store.db import TuningDB
 
+MeasuredPrograms = dict[Problem, list[tuple[Schedule, ResourceFacts | None, float]]]
+"""The measured programs of each problem: schedule, facts, microseconds."""
 MOST_PROBLEMS = 4
 """Problems learnt from, the most alike: more of them change nothing on the bench."""
 MOST_PROGRAMS = 96
 """Programs of each: the fastest half of that, and others spread evenly over the rest."""
 FEWEST_PROGRAMS = 8
 """Measured programs below which a problem teaches nothing."""
-WARP_THREADS = 32
-MOST_REGISTERS = 255
+MOST_PLAIN = 256
+"""Plain schedules, the most promising ones, around which the structural knobs are explored."""
 
 
 def estimator(problem: Problem, spec: ArchSpec) -> Estimate:
@@ -32,22 +37,27 @@ def estimator(problem: Problem, spec: ArchSpec) -> Estimate:
     return estimate
 
 
-def expected_facts(problem: Problem, schedule: Schedule, spec: ArchSpec) -> ResourceFacts:
-    """What the machine code will probably tell: no spills, the threads asked for, and registers that fit the occupancy."""
-    warps = (schedule.number("num_worker_warps") or WARPS_PER_GROUP) + spec.producer_warps
-    threads = warps * WARP_THREADS
-    occupancy = max(1, schedule.number("occupancy"))
-    registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
-    rows = schedule.number("tile_m") * int(schedule.get("q_subtiles", 1))
-    columns = schedule.number("tile_n") * int(schedule.get("kv_subtiles", 1))
-    shared_bytes = (rows + 2 * columns) * problem.tile_d * problem.element_bytes
-    return ResourceFacts(registers=registers, threads=threads, shared_bytes=shared_bytes, spill_bytes=0,
-                         num_ctas=schedule.number("num_ctas"), code_bytes=0,
-                         ctas_per_sm=ctas_per_sm(spec.arch, registers, threads, shared_bytes))  # fmt: skip
+def promising_part(space: SearchSpace, problem: Problem, pinned: Mapping[str, KnobValue], estimate: Estimate,
+                   winners: Iterable[Schedule]) -> SearchSpace:  # fmt: skip
+    """The part of a large space that is worth judging: tens of thousands of schedules would take longer than measuring.
+
+    All plain schedules (knobs that only a measurement can judge at their defaults), and every variant of the most promising
+    of them, by the static model, and of past winners.
+    """
+    if space.candidates:
+        return space
+    plain = list(space.schedules(problem, pinned={**pinned, **space.modelled_pins()}))
+    plain.sort(key=lambda schedule: (estimate(schedule, None), schedule.id))
+    fixed = [name for name, knob in space.knobs.items() if not knob.measured_only and name not in pinned]
+    bases = dict.fromkeys(tuple(schedule[name] for name in fixed) for schedule in [*winners, *plain[:MOST_PLAIN]])
+    found = dict.fromkeys(plain)
+    for base in bases:
+        held = {**pinned, **dict(zip(fixed, base, strict=True))}
+        found |= dict.fromkeys(space.schedules(problem, pinned=held))
+    return space.limited_to(found)
 
 
-def known_elsewhere(problem: Problem, others: dict[Problem, list[tuple[Schedule, ResourceFacts | None, float]]],
-                    spec: ArchSpec) -> list[Known]:  # fmt: skip
+def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec) -> list[Known]:  # fmt: skip
     """What to learn from: the problems most alike, and of each a choice of programs that shows its best and its spread.
 
     Args:
@@ -71,7 +81,7 @@ def known_elsewhere(problem: Problem, others: dict[Problem, list[tuple[Schedule,
 
 
 def measured_elsewhere(db: TuningDB, space: SearchSpace, device_name: str, regime: str,
-                       accum_mode: str) -> dict[Problem, list[tuple[Schedule, ResourceFacts | None, float]]]:  # fmt: skip
+                       accum_mode: str) -> MeasuredPrograms:  # fmt: skip
     """Every problem's measured programs on one device, for `known_elsewhere`. Of each program the newest measurement."""
     artifacts = db.artifacts(space.arch)
     found = {}

@@ -29,7 +29,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.effort import EFFORTS
 from tiledsched.search.ledger import Ledger
-from tiledsched.search.prior import estimator, known_elsewhere, measured_elsewhere
+from tiledsched.search.prior import MeasuredPrograms, estimator, known_elsewhere, measured_elsewhere, promising_part
 from tiledsched.search.programs import RETRIED, Program, Workshop, deadlines
 from tiledsched.search.race import RULES, Outcome, race
 from tiledsched.search.sampler import ScheduleSampler
@@ -131,6 +131,7 @@ class Tuner:
         self._pinned: dict[str, KnobValue] = {"accum_mode": options.accum_mode}
         self._source_hash = template.source_hash
         self._measurement_ids: dict[Schedule, int] = {}
+        self._others: MeasuredPrograms = {}
 
     def tune(self, problems: Sequence[Problem]) -> list[TuneResult]:
         """Tune every problem in turn.
@@ -190,38 +191,45 @@ class Tuner:
     def _measure(self, problem: Problem, runner: Runner, deadline_s: float | None) -> TuneResult:
         started = time.monotonic()
         elsewhere = self._elsewhere(problem, runner)
-        sampler = ScheduleSampler(
-            self.space, problem, pinned=self._pinned, name=self.options.sampler, seed=self.options.seed, elsewhere=elsewhere,
-            first=self._first(problem, elsewhere), estimate=estimator(problem, arch_spec(self.space.arch)),
-        )  # fmt: skip
+        estimate, first = estimator(problem, arch_spec(self.space.arch)), self._first(problem, elsewhere)
+        space = self.space
+        if self.options.sampler == "surrogate":
+            leaders = [known.schedules[0] for known in elsewhere]
+            space = promising_part(space, problem, self._pinned, estimate, [*first, *leaders])
+        sampler = ScheduleSampler(space, problem, pinned=self._pinned, name=self.options.sampler, seed=self.options.seed,
+                                  elsewhere=elsewhere, first=first, estimate=estimate)  # fmt: skip
         ledger = Ledger(self.workshop, problem, runner.device.sm_count, sampler, self._known_times(problem, runner))
         tried, compiled, measured, failed = list(ledger.times), 0, 0, 0
         runner.begin(problem)
         self.watcher.stage(problem, "measuring", min(self._trials, sampler.size))
-        while (left := self._trials - ledger.programs) > 0 and not _late(deadline_s, share=0.8, started=started):
+        while (left := self._trials - ledger.programs) > 0:
+            if ledger.programs and _late(deadline_s, share=0.8, started=started):
+                break
             if sampler.expected_gain() < self._effort.least_gain:
                 break
             asked = sampler.ask(self._asked)
-            compiled += self.workshop.build(asked, problem, deadline_s=deadline_s)
+            # What is tried first is built in any case: a run out of time still serves something measured.
+            compiled += self.workshop.build(asked, problem, deadline_s=deadline_s if ledger.programs else None)
             tried += asked
             failed += ledger.note_builds(asked)
             chosen = sampler.choose(min(self._chosen, left))
             if not asked and not chosen:
                 break
-            outcomes = self._race(chosen, problem, runner, ledger.best_us, deadline_s)
+            outcomes = self._race(chosen, problem, runner, ledger.best_us, deadline_s if ledger.programs else None)
             ledger.note_outcomes(chosen, outcomes)
             measured += len(outcomes)
             failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
             self.watcher.step(ledger.programs)
+        self._others[problem] = ledger.measured()
         return self._decide(problem, runner, ledger.times, tried, compiled, measured, failed, started)
 
     def _elsewhere(self, problem: Problem, runner: Runner) -> list[Known]:
         if self.options.sampler != "surrogate":
             return []
-        others = measured_elsewhere(
-            self.db, self.space, runner.device.name, self.options.regime, self.options.accum_mode
-        )
-        return known_elsewhere(problem, others, arch_spec(self.space.arch))
+        if not self._others:  # read once; what this run measures is added as it goes
+            self._others = measured_elsewhere(self.db, self.space, runner.device.name, self.options.regime,
+                                              self.options.accum_mode)  # fmt: skip
+        return known_elsewhere(problem, self._others, arch_spec(self.space.arch))
 
     def _first(self, problem: Problem, elsewhere: Sequence[Known]) -> list[Schedule]:
         """What to try first: the default, and what won on like problems of which no more is known than that."""
