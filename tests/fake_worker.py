@@ -106,6 +106,8 @@ class Graph:
 
 
 class Event:
+    done = False  # the spin is never over before all is queued
+
     def record(self, stream: Stream) -> None:
         self.at_us = gpu.now_us
 

@@ -11,6 +11,7 @@ import types
 import numpy
 import pytest
 
+import tiledsched.bench.stand as stand_module
 from tiledsched.bench import methods as methods_module
 from tiledsched.bench.methods import METHODS, OURS
 from tiledsched.bench.run import BenchOptions, bench_cell
@@ -23,6 +24,10 @@ torch = pytest.importorskip("torch")
 PROBLEM = Problem(seq_q=48, seq_k=48, head_dim=16, batch=2, heads=4, kv_heads=2, causal=True)
 
 
+LATE: list[bool] = []
+"""Whether the spin was over before all was queued: popped at each question, false when empty."""
+
+
 class Event:
     def __init__(self, *, enable_timing) -> None:
         assert enable_timing
@@ -32,6 +37,9 @@ class Event:
 
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return bool(LATE) and LATE.pop()
 
     def elapsed_time(self, other) -> float:
         return (other.at - self.at) * 1e3
@@ -236,3 +244,22 @@ def test_that_it_could_not_be_told_what_was_launched_is_told(cuda, monkeypatch) 
     row = cell([made(METHODS["torch_auto"].make)])[OURS]
     assert row.status == "ok"
     assert row.provenance == "not known: ImportError: no such name"
+
+
+def test_a_host_that_was_late_is_never_timed_and_gets_more_spin_from_then_on(cuda, monkeypatch) -> None:
+    spins, calls = [], []
+    monkeypatch.setattr(torch.cuda, "_sleep", spins.append)
+    LATE.extend([False, True, True])
+    watch = stand_module.TorchStopwatch(
+        torch, [lambda: calls.append("slow"), lambda: calls.append("quick")], torch.empty(1)
+    )
+    watch.queue(0, paced=True)
+    assert spins == [stand_module.SPIN_CYCLES * factor for factor in (1, 2, 4)]
+    watch.queue(0, paced=True)
+    watch.queue(1, paced=True)
+    assert spins[3:] == [4 * stand_module.SPIN_CYCLES, stand_module.SPIN_CYCLES]
+    assert calls == ["slow"] * 4 + ["quick"]
+    LATE.extend([True] * 20)
+    watch.queue(1, paced=True)  # a call that is always late ends, too
+    assert len(calls) == 5 + stand_module.MOST_DOUBLINGS + 1
+    LATE.clear()

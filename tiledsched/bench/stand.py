@@ -19,6 +19,8 @@ from tiledsched.problem import Problem
 
 SPIN_CYCLES = 600_000
 """About 0.3 ms at 1.98 GHz: the host queues what follows meanwhile, so that events never time it."""
+MOST_DOUBLINGS = 5
+"""Times that the spin of a slow-launching call is doubled."""
 GRAPH_BELOW_US = 150.0
 """Sustained: shorter calls are timed as one CUDA graph of `GRAPH_LAUNCHES`; back to back, the host takes longer to launch such
 a call than the GPU to run it, and events would time the host.
@@ -195,6 +197,7 @@ class TorchStopwatch:
     def __init__(self, torch: Any, calls: Sequence[Call], flush: Any) -> None:
         self._torch, self._calls, self._flush = torch, list(calls), flush
         self._launches = [1] * len(self._calls)
+        self._spin_cycles = [SPIN_CYCLES] * len(self._calls)
 
     def capture(self, index: int, launches: int) -> bool:
         """From now on time call `index` as a CUDA graph of so many; False where it cannot be captured."""
@@ -213,14 +216,23 @@ class TorchStopwatch:
         return True
 
     def queue(self, index: int, *, paced: bool) -> tuple[int, Any, Any]:
-        """Events around one call, or one graph; when paced, behind an L2 flush and a spin kernel."""
-        before, after = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if paced:
-            self._flush.zero_()
-            self._torch.cuda._sleep(SPIN_CYCLES)
-        before.record()
-        self._calls[index]()
-        after.record()
+        """Events around one call, or one graph; when paced, behind an L2 flush and a spin kernel.
+
+        If the spin was over before all was queued, the events timed the host: they are dropped, and from now on this call
+        is given twice the spin.
+        """
+        for doubling in range(MOST_DOUBLINGS + 1):
+            before, after = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if paced:
+                self._flush.zero_()
+                self._torch.cuda._sleep(self._spin_cycles[index])
+            before.record()
+            self._calls[index]()
+            after.record()
+            if not paced or doubling == MOST_DOUBLINGS or not before.query():
+                break
+            after.synchronize()
+            self._spin_cycles[index] *= 2
         return index, before, after
 
     def read(self, queued: tuple[int, Any, Any]) -> float:
