@@ -18,7 +18,7 @@ tune: $(VENV)/.tune-ready
 	$(BIN)/tiledsched tune --arch $(ARCH) $(TUNE_ARGS)
 
 test: $(VENV)/.test-ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .

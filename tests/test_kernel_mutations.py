@@ -77,7 +77,7 @@ MUTATIONS = {
         "tile = tile",
     ),
     "second key tile is the first": ("i * const.KV_SUBTILES + t", "i * const.KV_SUBTILES"),
-    "second key tile beyond the end": ("if (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2) or const.EVEN", "if True"),
+    "second key tile beyond the end": ("if const.EVEN or (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2):", "if True:"),
     "maximum of the first key tile only": ("step_max = ct.maximum(step_max, ", "step_max = ct.minimum(step_max, "),
     "scores ahead of themselves": ("products(queries, keys, i + 1, const)", "products(queries, keys, i, const)"),
     "last step ahead not folded": ("fold(rows, keys, end, chains,", "fold(rows, keys, end - 1, chains,"),
@@ -104,7 +104,7 @@ MUTATIONS_ELSEWHERE = {
         "min(max(place * block_rows + offset, 0)",
         "min(max((place + 1) * block_rows + offset, 0)",
     ),
-    "no step where nothing is seen": (", seq_k), step_n), 1\n", ", seq_k), step_n), 0\n"),
+    "no step where nothing is seen": ("steps = max(steps, 1)", "steps = max(steps, 0)"),
     "nothing divided by nothing": ("ct.where(row_sum > 0.0, row_sum, 1.0)", "row_sum"),
     "log-sum-exp in powers of two": ("ct.log2(chain.row_sum)) * LN_2", "ct.log2(chain.row_sum))"),
     "log-sum-exp without its maximum": ("(chain.row_max + ct.log2(", "(0.0 * chain.row_max + ct.log2("),
@@ -139,6 +139,25 @@ MUTATIONS_ELSEWHERE = {
         "ct.store(State, (slot, 0, 0), chain.row_sum",
     ),
     "shares in float16": ("chain.acc[part].astype(ct.float32).reshape", "chain.acc[part].astype(ct.float16).reshape"),
+}  # fmt: skip
+
+MUTATIONS_FLAT = {
+    "counting from the first lap only": ("range(laps_of(Q, blocks, const))", "range(1)"),
+    "a piece takes one turn more": ("return ct.cdiv(steps_of(", "return 1 + ct.cdiv(steps_of("),
+    "old output in the next piece": ("            chain = forgetful(chain, const)\n", ""),
+    "old queries in the next piece": ("if not const.RELOAD_Q:", "if False:"),
+    "queries never loaded again": ("if const.RELOAD_Q:", "if False:"),
+    "steps go on counting": ("            i = 0\n", ""),
+    "one step of two": ("keys, i + u, first_masked", "keys, i, first_masked"),
+    "steps counted singly": ("i = i + const.FLAT_STEPS", "i = i + 1"),
+    "always the same lap": ("lap = lap + 1", "lap = lap"),
+    "snake goes straight": ("place = snake(ct.bid(0), blocks, lap) if", "place = ct.bid(0) if"),
+    "beyond the last piece": ("min(lap * blocks + place, pieces * heads * batches - 1)", "lap * blocks + place"),
+    "masked a step late": ("if i >= first_masked:", "if i > first_masked:"),
+    "never masked": ("if i >= first_masked:", "if i < 0:"),
+    "forgets by the wrong maximum": ("(const.TILE_M, 1), LOWEST, dtype", "(const.TILE_M, 1), 0.0, dtype"),
+    "remembers what saw nothing": ("return fresh_chain(const)\n    return", "pass\n    return"),
+    "second step beyond the end": ("if const.EVEN or (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2):", "if True:"),
 }  # fmt: skip
 
 
@@ -235,7 +254,32 @@ def battery_elsewhere(template):
     check(narrow, schedule_for(narrow, **tiles, kv_splits=4), (q, k, large), template=template)
 
 
-@pytest.mark.parametrize("run", [battery, battery_elsewhere])
+def battery_flat(template):
+    """Cases that must notice every mutation of a flat loop."""
+    causal = Problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
+    flat: dict = {"tile_m": 64, "tile_n": 64, "persistent": "strided", "flat_steps": 1}
+    for problem, knobs in (
+        (causal, {}),
+        (causal, {"flat_steps": 2, "persistent": "snake", "tile_n": 32}),
+        (causal, {"loop_split": True, "reload_q": True}),
+        (causal.replace(heads=5, kv_heads=5, batch=1, seq_q=130), {"persistent": "snake"}),
+        (causal.replace(causal=False), {"flat_steps": 2}),
+        (causal.replace(causal=False, seq_k=192), {"flat_steps": 2, "reload_q": True}),
+        (causal.replace(seq_k=90, alignment="bottom_right"), {"loop_split": True}),
+    ):
+        check(problem, schedule_for(problem, **flat | knobs), template=template)
+    q, k, v = make_inputs(causal)
+    check(causal, schedule_for(causal, **flat), (np.full_like(q, -30), np.full_like(k, 30), v), template=template)
+
+
+@pytest.mark.parametrize("name", MUTATIONS_FLAT)
+def test_mutations_of_flat_loops_are_noticed(name):
+    template = mutated(*MUTATIONS_FLAT[name])
+    with pytest.raises((AssertionError, InterpreterError)):
+        battery_flat(template)
+
+
+@pytest.mark.parametrize("run", [battery, battery_elsewhere, battery_flat])
 def test_the_batteries_pass_the_kernel(run):
     run(TEMPLATE)
 

@@ -214,9 +214,8 @@ def steps_of(place, offset, seq_k, const):
     block_rows, step_n = const.TILE_M // const.PACK * const.Q_SUBTILES, const.TILE_N * const.KV_SUBTILES
     if const.CAUSAL and const.BOTTOM_RIGHT:
         first_masked = min(max(place * block_rows + offset, 0), seq_k) // step_n
-        steps = max(
-            ct.cdiv(min(max((place + 1) * block_rows + offset, 0), seq_k), step_n), 1
-        )  # one step at least: QK_AHEAD makes its scores
+        steps = ct.cdiv(min(max((place + 1) * block_rows + offset, 0), seq_k), step_n)
+        steps = max(steps, 1)  # one at least: QK_AHEAD makes its scores
     elif const.CAUSAL:
         first_masked = min(place * block_rows, seq_k) // step_n
         steps = ct.cdiv(min((place + 1) * block_rows, seq_k), step_n)
@@ -378,11 +377,9 @@ def key_tile(keys, i, t, const):
 def existing_tile(keys, i, t, const):
     """The same, or the last tile instead of one beyond it."""
     j = key_tile(keys, i, t, const)
-    return (
-        j
-        if (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2) or const.EVEN
-        else min(j, ct.cdiv(keys.K.shape[2], const.TILE_N) - 1)
-    )
+    if const.EVEN or (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2):
+        return j
+    return min(j, ct.cdiv(keys.K.shape[2], const.TILE_N) - 1)
 
 
 def products(queries, keys, i, const):
