@@ -262,7 +262,7 @@ def battery_flat(template):
         (causal, {}),
         (causal, {"flat_steps": 2, "persistent": "snake", "tile_n": 32}),
         (causal, {"loop_split": True, "reload_q": True}),
-        (causal.replace(heads=5, kv_heads=5, batch=1, seq_q=130), {"persistent": "snake"}),
+        (causal.replace(heads=5, kv_heads=5, batch=1, seq_q=130), {"persistent": "snake", "occupancy": 2}),
         (causal.replace(causal=False), {"flat_steps": 2}),
         (causal.replace(causal=False, seq_k=192), {"flat_steps": 2, "reload_q": True}),
         (causal.replace(seq_k=90, alignment="bottom_right"), {"loop_split": True}),
