@@ -345,3 +345,12 @@ def test_progress_off_a_terminal_is_a_few_lines(capsys) -> None:
     assert len(lines) == 5
     assert lines[0].endswith("compiling 100")
     assert [line.split()[-1] for line in lines[1:]] == ["25/100", "50/100", "75/100", "100/100"]
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("[]", "must hold a JSON list"), ("{", "cannot read candidates"),
+                                              ('[{"tile_q": 1}]', "unknown knobs")])  # fmt: skip
+def test_candidates_that_cannot_be_read(tmp_path, capsys, text, wanted) -> None:
+    path = tmp_path / "candidates.json"
+    path.write_text(text)
+    assert main(["tune", "--arch", "sm_90", "--candidates", str(path), "--db", str(tmp_path / "a.db")]) == 2
+    assert wanted in capsys.readouterr().err

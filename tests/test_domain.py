@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiledsched import data_files
 from tiledsched.data_files import search_spaces
 from tiledsched.errors import ProblemError, SpaceError
 from tiledsched.problem import Problem, two_parts
@@ -429,3 +431,33 @@ def test_a_space_that_allows_nothing_says_so(tmp_path) -> None:
         space.default(problem)
     with pytest.raises(SpaceError, match="relax its constraints"):
         space.sample(problem, random.Random(0), tries=20)
+
+
+def test_a_space_limited_to_candidates() -> None:
+    space, problem = space_for("sm_90"), Problem.standard(seq_len=1024, head_dim=64)
+    listed = [{"tile_m": 128, "tile_n": 128}, {"loop_split": True}, {"tile_m": 512}, {"tile_m": 128, "tile_n": 128}]
+    limited = space.limited_to(listed)
+    default = space.default(problem)
+    assert limited.default(problem) == default
+    # a split loop needs a mask, no tile has 512 rows, and the same candidate counts once
+    assert list(limited.schedules(problem)) == [default, default.replace(tile_m=128, tile_n=128)]
+    assert default.replace(loop_split=True) in list(limited.schedules(problem.replace(causal=True)))
+    assert list(limited.schedules(problem, pinned={"tile_m": 128})) == [limited.default(problem, pinned={"tile_m": 128}),
+                                                                       default.replace(tile_m=128, tile_n=128)]  # fmt: skip
+    with pytest.raises(SpaceError, match=r"unknown knobs \['tile_q'\]"):
+        space.limited_to([{"tile_q": 64}])
+
+
+@pytest.mark.parametrize(
+    "path", sorted((data_files.tuning_db() / "candidates").glob("*.json")), ids=lambda path: path.stem
+)
+def test_shipped_candidates_name_known_knobs_and_values(path) -> None:
+    listed = json.loads(path.read_text())
+    arch = path.stem if path.stem.startswith("sm_") else "sm_100"
+    space = space_for(arch).limited_to(listed)
+    assert len(space.candidates) == len(listed)
+    problems = [
+        Problem.standard(seq_len=1024, head_dim=d, causal=causal) for d in (64, 128) for causal in (False, True)
+    ]
+    reached = {schedule for problem in problems for schedule in space.schedules(problem)}
+    assert len(reached & set(space.candidates)) > 0.8 * len(listed)

@@ -103,6 +103,8 @@ class SearchSpace:
     def limited_to(self, candidates: Iterable[Mapping[str, KnobValue]]) -> SearchSpace:
         """The same space, of which only `candidates` are searched; knobs they do not name are at their defaults.
 
+        A candidate that is not valid for a problem is passed over there; constraints on what is explored do not count.
+
         Raises:
             SpaceError: a candidate has an unknown knob.
         """
@@ -161,6 +163,7 @@ class SearchSpace:
         if self.candidates:
             listed = dict.fromkeys([self.default(problem, pinned=pinned), *self.candidates])
             yield from (each for each in listed if all(each[name] == value for name, value in pinned.items())
+                        and all(_contains(knob.choices, each[name]) for name, knob in self.knobs.items())
                         and all(one.holds(values | dict(each)) for one in self.constraints if not one.exploring))  # fmt: skip
             return
         choices = self._possible(
