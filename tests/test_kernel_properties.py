@@ -282,13 +282,13 @@ def test_a_workspace_is_as_large_as_the_shares_need():
     schedule = schedule_for(problem, tile_m=16, pack_gqa=True, kv_splits=4, column_parts=2)
     lse, partial, state, counters = TEMPLATE.workspace(schedule, problem)
     pieces = 2 * 3 * 2  # two tiles of four rows, three batch entries, two packs of heads
-    assert (lse.shape, lse.output) == ((3, 8, 5), False)
+    assert (lse.shape, lse.output) == ((3, 8, 5, 1), False)
     assert (partial.shape, partial.zeroed) == ((pieces * 4, 16, 64 + 32), False)
     assert state.shape == (pieces * 4, 2, 16)
     assert (counters.shape, counters.dtype, counters.zeroed) == ((pieces, 1), "int32", True)
     assert TEMPLATE.workspace(schedule.replace(kv_splits=1), problem) == ()
     (lse,) = TEMPLATE.workspace(schedule.replace(kv_splits=1), problem.replace(lse=True))
-    assert (lse.shape, lse.dtype, lse.output, lse.zeroed) == ((3, 8, 5), "float32", True, False)
+    assert (lse.shape, lse.dtype, lse.output, lse.zeroed) == ((3, 8, 5, 1), "float32", True, False)
 
 
 def test_wide_indices():

@@ -184,7 +184,9 @@ def run_outputs(
         if extra.zeroed and np.any(array):
             raise InterpreterError(f"the kernel needs {extra.name} zeroed, but leaves {np.count_nonzero(array)} elements "
                                    "that are not: a second launch would go wrong")  # fmt: skip
-    return {"out": out} | {extra.name: array[..., 0] for extra, array in zip(extras, arrays, strict=True) if extra.output}
+    return {"out": out} | {
+        extra.name: array[..., 0] for extra, array in zip(extras, arrays, strict=True) if extra.output
+    }
 
 
 def _extra_array(extra: ExtraArray) -> np.ndarray[Any, Any]:

@@ -1,6 +1,7 @@
-"""What the serving policy loses on problems held out, beside other policies: the tables of docs/results/serving.md.
+r"""What the serving policy loses on problems held out, beside other policies: the tables of docs/results/serving.md.
 
-    python -m tiledsched.serve.policy_study tuning_db/landscapes/*_burst_*.json.xz --table tuning_db/tables/sm_90.json
+    python -m tiledsched.serve.policy_study tuning_db/landscapes/*_burst_*.json.xz \
+        --table docs/results/serving/sm_90_2026-11-20.json.xz
 
 Every landscape in turn is the problem nobody measured. A policy sees the table without it (*one out*), or without every
 entry of the same sequence lengths, head dimension and mask (*likes out*), and its choice is looked up in the landscape.
