@@ -114,7 +114,7 @@ class Compiler:
     def fingerprint(schedule) -> str:
         return stable_id({name: value for name, value in schedule.items() if name != INERT}, 24)
 
-    def build(self, tasks):
+    def build(self, tasks, *, leave=0):
         for task in tasks:
             self.compiled += 1
             made = artifact(self.fingerprint(task.schedule)) if self.works else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.util
 import os
 import time
@@ -45,7 +46,7 @@ class StubPool:
         self.compiled = []
         self.stopped_early = False
 
-    def build(self, tasks):
+    def build(self, tasks, *, leave=0):
         try:
             for task in tasks:
                 self.compiled.append(task.schedule)
@@ -294,3 +295,33 @@ def test_real_compiles(workshop, tmp_path):
     assert "\n" not in shop.record(broken, PROBLEM).failure.message
     assert shop.record(endless, PROBLEM).failure.kind is FailureKind.COMPILE_TIMEOUT
     assert shop.missing([plain, alike, broken, endless], PROBLEM) == []
+
+
+def test_stragglers_go_on_and_come_with_a_later_call(monkeypatch) -> None:
+    tasks = [
+        BuildTask(kernel="attention", schedule=Schedule(tile_m=16 << i), problem=PROBLEM, arch="sm_90")
+        for i in range(5)
+    ]
+    started: dict[BuildTask, concurrent.futures.Future] = {}
+
+    class Processes:
+        def schedule(self, function, *, args, timeout):
+            task = args[0]
+            assert task not in started, "a running task was started again"
+            started[task] = concurrent.futures.Future()
+            if task is not tasks[3]:
+                started[task].set_result(Built(task=task, artifact=None, failure=None, seconds=0.1))
+            return started[task]
+
+        def stop(self) -> None: ...
+        def join(self) -> None: ...
+
+    pool = BuildPool(4)
+    processes = Processes()
+    monkeypatch.setattr(pool, "_started", lambda: processes)
+    assert {built.task for built in pool.build(tasks[:4], leave=1)} == set(tasks[:3])
+    assert list(pool.build([tasks[3]], leave=1)) == []  # it is still running
+    started[tasks[3]].set_result(Built(task=tasks[3], artifact=None, failure=None, seconds=9.0))
+    assert {built.task for built in pool.build([tasks[4]])} >= {tasks[4]}
+    assert list(pool.build([])) == []
+    assert len(started) == 5

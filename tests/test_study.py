@@ -65,7 +65,7 @@ class MadeUp:
         self.changed: set = set()
         self.compiled = 0
 
-    def build(self, tasks):
+    def build(self, tasks, *, leave=0):
         for task in tasks:
             self.compiled += 1
             fingerprint = "0" * 24 if task.schedule in self.changed else print_of(task.schedule)

@@ -39,27 +39,40 @@ class BuildPool:
     def __init__(self, jobs: int | None = None) -> None:
         self.jobs = jobs or default_jobs()
         self._pool: ProcessPool | None = None
+        self._running: dict[concurrent.futures.Future[Built], BuildTask] = {}
 
-    def build(self, tasks: Iterable[BuildTask]) -> Iterator[Built]:
+    def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """Compile every task; yield each outcome as it is known, in no particular order.
+
+        Args:
+            tasks: what to compile; one that is running already is not started again.
+            leave: end when no more than so many of `tasks` are unfinished. They go on, and later calls yield them, too.
 
         Leaving the loop early (or Ctrl-C) stops the processes; what was yielded stays valid.
         """
-        tasks = list(tasks)
-        if not tasks:
-            return
-        pool = self._started()
-        pending: dict[concurrent.futures.Future[Built], BuildTask] = {
-            pool.schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S): task for task in tasks
-        }
+        wanted = self._start(tasks)
+        ended = False
         try:
-            while pending:
-                done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
+            while len(wanted & self._running.keys()) > leave:
+                done, _ = concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
                 for future in done:
-                    yield _outcome(pending.pop(future), future)
+                    yield _outcome(self._running.pop(future), future)
+            ended = True
         finally:
-            if pending:
+            if not ended:
                 self.close()
+
+    def _start(self, tasks: Iterable[BuildTask]) -> set[concurrent.futures.Future[Built]]:
+        """The futures of `tasks`, of which those not running yet are started."""
+        running = {task: future for future, task in self._running.items()}
+        wanted = set()
+        for task in tasks:
+            future = running.get(task)
+            if future is None:
+                future = self._started().schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S)
+                self._running[future] = task
+            wanted.add(future)
+        return wanted
 
     def _started(self) -> ProcessPool:
         if self._pool is None:
@@ -73,6 +86,7 @@ class BuildPool:
             self._pool.stop()
             self._pool.join()
             self._pool = None
+            self._running.clear()
 
     def __enter__(self) -> BuildPool:
         return self

@@ -87,22 +87,23 @@ class Workshop:
         return record.failure is not None or self.artifacts.has(self.arch, record.fingerprint)
 
     def build(self, schedules: Iterable[Schedule], problem: Problem, *, progress: Progress | None = None,
-              deadline_s: float | None = None) -> int:  # fmt: skip
+              deadline_s: float | None = None, leave: int = 0) -> int:  # fmt: skip
         """Build what is missing; each outcome is stored as it is known. Returns how many were compiled.
 
-        After `deadline_s` (`time.monotonic()`) the rest is left for the next run.
+        After `deadline_s` (`time.monotonic()`) the rest is left for the next run. With `leave`, so many may go on being
+        built; they are stored by a later call.
         """
         tasks = [BuildTask(kernel=self.template.name, schedule=schedule, problem=problem, arch=self.arch,
                            timeout_s=self._timeout_s) for schedule in self.missing(schedules, problem)]  # fmt: skip
         count = 0
-        for count, built in enumerate(self._pool.build(tasks), start=1):
+        for count, built in enumerate(self._pool.build(tasks, leave=leave), start=1):
             outcome: Artifact | Failure | None = built.artifact or built.failure
             assert outcome is not None
             if isinstance(outcome, Artifact):
                 self.artifacts.put(outcome)  # the file first: a row must never point at nothing
             record = BuildRecord.of(outcome, kernel=self.template.name, source_hash=self._source_hash,
                                     toolchain=self.toolchain, arch=self.arch, schedule=built.task.schedule,
-                                    problem_class=self.template.problem_class(built.task.schedule, problem),
+                                    problem_class=self.template.problem_class(built.task.schedule, built.task.problem),
                                     seconds=built.seconds)  # fmt: skip
             self.db.record_build(record)
             self._builds[record.key] = record

@@ -128,6 +128,9 @@ class Tuner:
         guided = options.sampler == "surrogate"
         self._asked = max(self._effort.batch * self._effort.builds, pool.jobs) if guided else max(8, 2 * pool.jobs)
         self._chosen = self._asked // self._effort.builds if guided else self._asked
+        # Of each batch the last to compile take several times as long as most: they go on while the others are measured,
+        # where there are cores enough for both.
+        self._leave = max(0, pool.jobs - 4) // 2
         self._pinned: dict[str, KnobValue] = {"accum_mode": options.accum_mode}
         self._source_hash = template.source_hash
         self._measurement_ids: dict[Schedule, int] = {}
@@ -200,6 +203,7 @@ class Tuner:
                                   elsewhere=elsewhere, first=first, estimate=estimate)  # fmt: skip
         ledger = Ledger(self.workshop, problem, runner.device.sm_count, sampler, self._known_times(problem, runner))
         tried, compiled, measured, failed = list(ledger.times), 0, 0, 0
+        underway: list[Schedule] = []
         runner.begin(problem)
         self.watcher.stage(problem, "measuring", min(self._trials, sampler.size))
         while (left := self._trials - ledger.programs) > 0:
@@ -209,11 +213,15 @@ class Tuner:
                 break
             asked = sampler.ask(self._asked)
             # What is tried first is built in any case: a run out of time still serves something measured.
-            compiled += self.workshop.build(asked, problem, deadline_s=deadline_s if ledger.programs else None)
+            late = [] if asked else underway
+            compiled += self.workshop.build([*asked, *late], problem, leave=min(len(asked) // 4, self._leave),
+                                            deadline_s=deadline_s if ledger.programs else None)  # fmt: skip
             tried += asked
-            failed += ledger.note_builds(asked)
+            reached = [each for each in [*underway, *asked] if self.workshop.record(each, problem)]
+            underway = [each for each in [*underway, *asked] if each not in reached]
+            failed += ledger.note_builds(reached)
             chosen = sampler.choose(min(self._chosen, left))
-            if not asked and not chosen:
+            if not asked and not chosen and not underway:
                 break
             outcomes = self._race(chosen, problem, runner, ledger.best_us, deadline_s if ledger.programs else None)
             ledger.note_outcomes(chosen, outcomes)
