@@ -178,7 +178,9 @@ def test_a_problem_nobody_measured_says_what_to_do(db) -> None:
 def test_a_default_that_does_not_build_says_what_to_do(db) -> None:
     made = MadeUp()
     failure = Failure(kind=FailureKind.COMPILE_ERROR, message="no")
-    made.build = lambda tasks, leave=0: (Built(task=each, artifact=None, failure=failure, seconds=0.1) for each in tasks)
+    made.build = lambda tasks, leave=0: (
+        Built(task=each, artifact=None, failure=failure, seconds=0.1) for each in tasks
+    )
     with pytest.raises(MeasureError, match="default schedule does not build"):
         find_field(db, workshop(db, made), SPACE, PROBLEM, DEVICE, 9)
 
