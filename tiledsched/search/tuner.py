@@ -217,8 +217,9 @@ class Tuner:
             compiled += self.workshop.build([*asked, *late], problem, leave=min(len(asked) // 4, self._leave),
                                             deadline_s=deadline_s if ledger.programs else None)  # fmt: skip
             tried += asked
-            reached = [each for each in [*underway, *asked] if self.workshop.record(each, problem)]
-            underway = [each for each in [*underway, *asked] if each not in reached]
+            underway += asked
+            reached = [each for each in underway if self.workshop.record(each, problem)]
+            underway = [each for each in underway if not self.workshop.record(each, problem)]
             failed += ledger.note_builds(reached)
             chosen = sampler.choose(min(self._chosen, left))
             if not asked and not chosen and not underway:
