@@ -19,13 +19,13 @@ from tiledsched.bench.methods import METHODS, OURS, TORCH_METHODS, UNTUNED, Arra
 from tiledsched.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
 from tiledsched.bench.run import BenchOptions, Prepared, Ready, bench_cell, run_bench
 from tiledsched.bench.sampling import LEAST_SAMPLES, QUEUED, sample_counts, sample_in_turn, spread_evenly
-from tiledsched.bench.suites import SUITES
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError, MeasureError
 from tiledsched.kernels.reference import attention_reference
 from tiledsched.measure.runner import Conditions
 from tiledsched.problem import Problem
 from tiledsched.space import space_for
+from tiledsched.suites import SUITES
 
 PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
 OTHER = PROBLEM.replace(causal=True)

@@ -16,6 +16,7 @@ from tiledsched.errors import ProblemError, SpaceError
 from tiledsched.problem import Problem, two_parts
 from tiledsched.schedule import Schedule
 from tiledsched.space import load_space, space_for
+from tiledsched.suites import SUITES
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 KNOBS = {
@@ -456,8 +457,5 @@ def test_shipped_candidates_name_known_knobs_and_values(path) -> None:
     arch = path.stem if path.stem.startswith("sm_") else "sm_100"
     space = space_for(arch).limited_to(listed)
     assert len(space.candidates) == len(listed)
-    problems = [
-        Problem.standard(seq_len=1024, head_dim=d, causal=causal) for d in (64, 128) for causal in (False, True)
-    ]
-    reached = {schedule for problem in problems for schedule in space.schedules(problem)}
+    reached = {schedule for suite in SUITES.values() for problem in suite.problems for schedule in space.schedules(problem)}
     assert len(reached & set(space.candidates)) > 0.8 * len(listed)

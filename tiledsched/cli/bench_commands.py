@@ -28,7 +28,6 @@ def bench(options: argparse.Namespace) -> int:
     from tiledsched.bench.rows import append_rows, finished_cells
     from tiledsched.bench.run import BenchOptions, run_bench
     from tiledsched.bench.stand import TorchStand
-    from tiledsched.bench.suites import SUITES
     from tiledsched.bench.summary import summarise, to_markdown
 
     methods = choose_methods(options.methods, ceiling=options.ceiling)
@@ -39,7 +38,7 @@ def bench(options: argparse.Namespace) -> int:
     if path is not None and path.exists() and not options.resume:
         raise ConfigError(f"{path} is there already; go on with it with --resume, or choose another file")
     done = finished_cells(path, [method.name for method in methods]) if path else set()
-    problems = list(SUITES[options.suite].problems) if options.suite else _problems(options)
+    problems = _problems(options)
     how = BenchOptions(methods=tuple(methods), regimes=regimes, rounds=options.rounds, budget_s=options.budget)
     rows = run_bench(problems, how, TorchStand(verify=options.verify), done=done,
                      keep=lambda found: append_rows(found, path) if path else None, progress=output.note)  # fmt: skip

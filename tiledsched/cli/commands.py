@@ -14,6 +14,7 @@ from tiledsched.cli import output
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError
 from tiledsched.problem import Problem
+from tiledsched.suites import SUITES
 
 if TYPE_CHECKING:
     from tiledsched.build.artifacts import ArtifactStore
@@ -43,6 +44,8 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _problems(options: argparse.Namespace) -> list[Problem]:
+    if options.suite:
+        return list(SUITES[options.suite].problems)
     masks = {"yes": (True,), "no": (False,), "both": (False, True)}[options.causal]
     return [_detailed(Problem.standard(seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=options.batch,
                                        heads=options.heads, kv_heads=options.kv_heads), options)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tiledsched import __version__
-from tiledsched.bench.suites import SUITES
 from tiledsched.cli import bench_commands, commands, search_commands
 from tiledsched.problem import ALIGNMENTS, DTYPES
 from tiledsched.search.effort import EFFORTS
 from tiledsched.study.rows import METHODS
+from tiledsched.suites import SUITES
 
 EPILOG = """exit codes: 0 done, 1 no valid schedule or a regression found, 2 usage or configuration, 130 interrupted.
 Data goes to stdout, progress and logs to stderr. Settings: flags, then TILEDSCHED_* variables, then tiledsched.toml,
@@ -111,6 +111,7 @@ def _problem_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=positive, metavar="N", help="query heads (default: 2048 / head dimension)")
     parser.add_argument("--kv-heads", type=positive, metavar="N", help="key/value heads (default: as many as heads)")
     _other_problem_flags(parser)
+    parser.add_argument("--suite", choices=tuple(SUITES), help="a named set of problems instead of the flags above")
 
 
 def _other_problem_flags(parser: argparse.ArgumentParser) -> None:
@@ -199,7 +200,6 @@ def _add_bench(subs: Any) -> None:
     parser = _command(subs, "bench", bench_commands.bench, "time sdpa beside torch's backends, the untuned kernel, Triton "
                       "and others, interleaved on this GPU")  # fmt: skip
     _problem_flags(parser)
-    parser.add_argument("--suite", choices=tuple(SUITES), help="a named set of problems instead of the flags above")
     parser.add_argument("--methods", type=names, metavar="M[,M]", help="what takes part (default: all that is "
                         "installed)")  # fmt: skip
     parser.add_argument("--ceiling", action="store_true", help="also an 8192^3 matmul, and every rate over it")

@@ -1,4 +1,4 @@
-"""Named sets of problems: what to bench when the question is how good the kernel is, not one shape."""
+"""Named sets of problems: what to tune and bench when the question is how good the kernel is, not one shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Suite:
     about: str
     """One line for people."""
     problems: tuple[Problem, ...]
-    """In the order they are benched."""
+    """In the order they are tuned and benched."""
 
 
 def _attention() -> tuple[Problem, ...]:
