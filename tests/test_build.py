@@ -8,6 +8,7 @@ import itertools
 import os
 from pathlib import Path
 
+import bad_kernels
 import pytest
 
 from tiledsched.build import toolchain as toolchain_module
@@ -188,6 +189,25 @@ def test_the_kernels_name_is_not_part_of_the_fingerprint() -> None:
     names = ("attention", "another_name_altogether")
     found = {read_artifact(export(schedule, PROBLEM, "sm_90", name=name), "sm_90").fingerprint for name in names}
     assert len(found) == 1
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
+def test_widths_of_one_tile_are_different_programs(arch: str) -> None:
+    """Their machine code is the same: the width is only in the TMA descriptors, which host code in the cubin writes."""
+    found = set()
+    for head_dim in (40, 48, 64):
+        problem = PROBLEM.replace(head_dim=head_dim)
+        task = BuildTask(kernel="attention", schedule=space_for(arch).default(problem), problem=problem, arch=arch)
+        found.add(compile_task(task).artifact.fingerprint)
+    assert len(found) == 3
+
+
+@pytest.mark.compiler
+def test_the_kernels_that_misbehave_build() -> None:
+    """Only a GPU test launches them, so that nothing else would notice."""
+    for function in (bad_kernels.stray, bad_kernels.slow):
+        assert bad_kernels.build(function, PROBLEM, "sm_90").facts.code_bytes > 0
 
 
 @pytest.mark.compiler

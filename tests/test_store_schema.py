@@ -201,6 +201,8 @@ def test_an_old_database_is_upgraded_and_keeps_its_rows(old, tmp_path):
     connection.close()
     assert before["entries"] == before["measurements"] == before["failures"] == 2
     assert before["builds"] == 3
+    if old.stem < "store_0003":  # of these, the two that succeeded know only half their fingerprint
+        before["builds"] = 1
     with TuningDB.open(path) as db:
         assert db.schema_revision == HEAD
         assert db.check() == []
@@ -212,7 +214,7 @@ def test_an_old_database_is_upgraded_and_keeps_its_rows(old, tmp_path):
         assert measured.runner_up == schedule(64, 32)
         assert (modelled.provenance, modelled.model_us) == ("modelled", 90.0)
         assert len(db.landscape(PROBLEM, DEVICE.name, "burst")) == 2
-        assert len(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) == 3
+        assert len(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) == before["builds"]
         assert [run.status for run in db.runs()] == ["done"]
 
 

@@ -63,7 +63,9 @@ class Artifact:
     arch: str
     """Target, e.g. sm_121."""
     fingerprint: str
-    """24 hex digits over the machine code, its constants and launch attributes. Same fingerprint, same program."""
+    """24 hex digits over the machine code, its constants, what the launch does on the host, and launch attributes. Same
+    fingerprint, same program.
+    """
     facts: ResourceFacts
     """Resources it takes."""
     cubin: bytes
@@ -97,9 +99,20 @@ def _fingerprint(sections: list[Any], kernel: str, facts: ResourceFacts) -> str:
             # Without the kernel's name, which differs between ahead-of-time and launch-time builds.
             digest.update(section.name.removesuffix(f".{kernel}").encode())
             digest.update(section.data())
+        elif section.name == ".nv.host":
+            digest.update(_host_code(section.data()))
     launch = (facts.registers, facts.threads, facts.shared_bytes, facts.num_ctas)
     digest.update(repr(launch).encode())
     return digest.hexdigest()[:24]
+
+
+def _host_code(data: bytes) -> bytes:
+    """The code the driver runs on the host at launch: it writes the TMA descriptors, which hold the arrays' constant sizes.
+
+    Two kernels can differ in nothing else. It lies in an ELF file of its own; the kernel's name there is not code.
+    """
+    sections = ELFFile(io.BytesIO(data)).iter_sections()
+    return b"".join(section.data() for section in sections if section.name in (".text", ".ltext"))
 
 
 def _facts(sections: list[Any], arch: str, *, kernel: str, code_bytes: int) -> ResourceFacts:
