@@ -192,6 +192,9 @@ def test_a_tuned_schedule_that_is_the_plain_one_is_one_rung() -> None:
 
 def test_the_compiler_is_asked_once_for_each_schedule(tmp_path) -> None:
     class Compiler(MadeUp):
+        def start(self):
+            pass
+
         def build(self, tasks, *, leave=0):
             for built in super().build(tasks):
                 bad = built.task.schedule["tile_m"] == 128

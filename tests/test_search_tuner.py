@@ -55,6 +55,9 @@ class Recorded:
     def key(self, schedule):
         return self.fingerprints[schedule], TEMPLATE.grid(schedule, self.problem, 132)
 
+    def start(self):
+        pass
+
     def build(self, tasks, *, leave=0):
         for task in tasks:
             self.compiled += 1
@@ -228,7 +231,8 @@ class Slow(Recorded):
         self.came_late = 0
 
     def build(self, tasks, *, leave=0):
-        before, built = self.late, list(super().build(tasks))
+        running = {each.task for each in self.late}
+        before, built = self.late, list(super().build(task for task in tasks if task not in running))
         kept = len(built) - leave
         self.late = built[kept:]
         self.came_late += len(before)

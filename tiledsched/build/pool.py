@@ -7,6 +7,8 @@ one candidate.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -26,6 +28,8 @@ def start_process() -> None:
     os.setpgrp()
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     prepare_process()
+    with contextlib.suppress(ImportError):  # whoever compiles finds out
+        importlib.import_module("cuda.tile.compilation")  # takes as long as many a compile
 
 
 def default_jobs() -> int:
@@ -73,6 +77,11 @@ class BuildPool:
                 self._running[future] = task
             wanted.add(future)
         return wanted
+
+    def start(self) -> None:
+        """Start the processes in the background, ahead of the first task. Safe to call again."""
+        if self._pool is None:
+            self._started().schedule(os.getpid)  # a task is what starts them all
 
     def _started(self) -> ProcessPool:
         if self._pool is None:

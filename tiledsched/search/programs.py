@@ -67,6 +67,10 @@ class Workshop:
             db.find_builds(template.name, self._source_hash, toolchain, arch)
         )
 
+    def start(self) -> None:
+        """Start the compile processes, so that they are ready when there is something to build."""
+        self._pool.start()
+
     def record(self, schedule: Schedule, problem: Problem) -> BuildRecord | None:
         """What is known of building `schedule` for `problem`'s class; None where it was never tried."""
         return self._builds.get((schedule.id, self.template.problem_class(schedule, problem).id))

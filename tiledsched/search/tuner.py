@@ -193,6 +193,7 @@ class Tuner:
 
     def _measure(self, problem: Problem, runner: Runner, deadline_s: float | None) -> TuneResult:
         started = time.monotonic()
+        self.workshop.start()
         elsewhere = self._elsewhere(problem, runner)
         estimate, first = estimator(problem, arch_spec(self.space.arch)), self._first(problem, elsewhere)
         space = self.space
@@ -204,14 +205,16 @@ class Tuner:
         ledger = Ledger(self.workshop, problem, runner.device.sm_count, sampler, self._known_times(problem, runner))
         tried, compiled, measured, failed = list(ledger.times), 0, 0, 0
         underway: list[Schedule] = []
+        ahead = sampler.ask(self._asked)
+        self.workshop.build(ahead, problem, leave=len(ahead))  # they compile while the GPU makes inputs and reference
         runner.begin(problem)
         self.watcher.stage(problem, "measuring", min(self._trials, sampler.size))
         while (left := self._trials - ledger.programs) > 0:
             if ledger.programs and _late(deadline_s, share=0.8, started=started):
                 break
-            if sampler.expected_gain() < self._effort.least_gain:
+            if not ahead and sampler.expected_gain() < self._effort.least_gain:
                 break
-            asked = sampler.ask(self._asked)
+            asked, ahead = ahead or sampler.ask(self._asked), []
             # What is tried first is built in any case: a run out of time still serves something measured.
             late = [] if asked else underway
             compiled += self.workshop.build([*asked, *late], problem, leave=min(len(asked) // 4, self._leave),
