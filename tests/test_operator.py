@@ -10,34 +10,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from serve_on_cpu import TOLERANCE, expected, serve_on_cpu, tensors  # noqa: E402
+from serve_on_cpu import TOLERANCE, expected, tensors  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
 
 from tiledsched import configure  # noqa: E402
 from tiledsched.serve import sdpa as serve  # noqa: E402
 from tiledsched.serve.operator import sdpa_lse_operator, sdpa_operator  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    serve.reload()
-    yield
-    serve.reload()
-
-
-@pytest.fixture
-def launches(monkeypatch, tmp_path):
-    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
-    found = serve_on_cpu(monkeypatch, tmp_path)
-    serve.reload()
-    return found
-
-
-@pytest.fixture
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 # Under torch's machinery
