@@ -38,7 +38,7 @@ def attend(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse:
     found = plans.find_plan(q, k, v, causal, scale, lse)
     if isinstance(found, plans.Plan):
         result = launch_plan(found, q, k, v, first=True)
-        plans.ready[key] = found
+        plans.keep_ready(key, found)
         return result
     report(found)
     result = attend_in_torch(q, k, v, None, 0.0, causal, scale, lse)

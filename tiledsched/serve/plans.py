@@ -91,10 +91,17 @@ def plan_key(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, ls
     Strides matter in one case only: where an array is not contiguous it may span more than its elements, and more than
     a 32-bit index reaches.
     """
+    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, causal, scale, lse)
     if q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
-        return (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), causal, scale, lse)
-    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), causal, scale, lse,
-            q.stride(), k.stride(), v.stride())  # fmt: skip
+        return key
+    return (*key, q.stride(), k.stride(), v.stride())
+
+
+def keep_ready(key: tuple[Any, ...], plan: Plan) -> None:
+    """Count `plan` as launched, unless it was forgotten meanwhile: it may be of other settings than the next call."""
+    with _lock:
+        if _plans.get(key) is plan:
+            ready[key] = plan
 
 
 def find_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> Plan | str:
