@@ -141,5 +141,10 @@ def unserved(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float) -> str:
     return ""
 
 
+def needs_gradients(q: Any, k: Any, v: Any) -> bool:
+    """Whether the result must be differentiable."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
 def _shape(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.shape)

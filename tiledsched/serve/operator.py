@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tiledsched.serve import plans
+from tiledsched.serve.arguments import needs_gradients
 from tiledsched.serve.fallback import attend_in_torch, report
 from tiledsched.serve.launching import empty_output, launch_plan
 
@@ -49,11 +50,6 @@ def attend(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse:
 def is_plain_call() -> bool:
     """Whether nothing stands between a call and the launch: no tracing, transform, mode or autocast is active."""
     return not (_dispatch_modes() or torch.is_autocast_enabled() or _trace_state()) and _transform_level() is None
-
-
-def needs_gradients(q: Any, k: Any, v: Any) -> bool:
-    """Whether the result must be differentiable."""
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:

@@ -2,14 +2,19 @@
 
 A plan depends on shapes, dtype, device and flags, not on strides: cuTile itself tells apart, at every launch, the
 layouts that need other machine code. What the table says is looked up when a plan is made, never in a call.
+
+Reading shapes, strides, dtypes and devices in Python costs most of a lookup. So the plans used last are tried first, each
+with torch's own comparison of tensors, in C++; it is stricter than the key, and whatever it refuses is looked up by key.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +27,7 @@ from tiledsched.kernels import template_for
 from tiledsched.kernels.template import HINT_KNOBS, ExtraArray
 from tiledsched.problem import LARGEST_INT32, Problem
 from tiledsched.schedule import Schedule
-from tiledsched.serve.arguments import CAUSAL, check_tensors, unserved
+from tiledsched.serve.arguments import CAUSAL, check_tensors, needs_gradients, unserved
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import Served, Table
 from tiledsched.serve.prebuilt import make_kernel
@@ -31,6 +36,8 @@ log = logging.getLogger("tiledsched")
 KERNEL = "attention"
 MAX_PLANS = 4096
 """Plans kept. A decoding model poses a new problem with every token, so all are forgotten when there are more."""
+MAX_RECENT = 2
+"""Plans tried before the key is made: self- and cross-attention take turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +89,13 @@ _lock = threading.RLock()
 _plans: dict[tuple[Any, ...], Plan | str] = {}
 ready: dict[tuple[Any, ...], Plan] = {}
 """Plans that have been launched, by `plan_key`: their programs are compiled and loaded."""
+_recent: tuple[tuple[str | None, float | None, bool, Callable[..., bool], Plan], ...] = ()
+"""Plans in `ready` and the calls they are for: causal, scale, lse, and torch's comparison of q, k and v with those of such
+a call, in type, sizes, strides, dtype, device, layout, requires_grad and the state of torch's dispatcher.
+
+Plain tuples, which are read fastest; never changed, only replaced, for threads that read them."""
+_found_last: Plan | None = None
+"""By key."""
 _kernels: dict[tuple[Any, ...], Any] = {}
 
 
@@ -97,11 +111,69 @@ def plan_key(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, ls
     return (*key, q.stride(), k.stride(), v.stride())
 
 
+def find_ready(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> Plan | None:
+    """The plan for a call that needs nothing but a launch; None where there is none yet, or gradients are required.
+
+    Args:
+        q, k, v: plain tensors, not nested ones: torch's comparison would end the process.
+        causal, scale, lse: as for :func:`find_plan`.
+    """
+    global _found_last
+    for same_causal, same_scale, same_lse, alike, plan in _recent:
+        if same_causal == causal and same_scale == scale and same_lse == lse and alike(q, k, v):
+            return plan
+    if needs_gradients(q, k, v):
+        return None
+    key = plan_key(q, k, v, causal, scale, lse)
+    found = ready.get(key)
+    if found is not None and found is _found_last:  # twice running: many kinds in turn change nothing
+        _try_first(key, found, q, k, v, causal, scale, lse)
+    _found_last = found
+    return found
+
+
 def keep_ready(key: tuple[Any, ...], plan: Plan) -> None:
     """Count `plan` as launched, unless it was forgotten meanwhile: it may be of other settings than the next call."""
     with _lock:
         if _plans.get(key) is plan:
             ready[key] = plan
+
+
+def _try_first(key: tuple[Any, ...], plan: Plan, q: Any, k: Any, v: Any, causal: str | None, scale: float | None,
+               lse: bool) -> None:  # fmt: skip
+    """Try `plan` first from now on, where torch's comparison is of use."""
+    global _recent
+    compare = _comparison()
+    if compare is None or q is k or q is v or k is v:  # it takes no tensor twice
+        return
+    if q.requires_grad or k.requires_grad or v.requires_grad:  # it would not see gradients being enabled
+        return
+    recent = (causal, scale, lse, compare(q, k, v).check, plan)
+    with _lock:
+        if ready.get(key) is plan:  # and not forgotten meanwhile
+            _recent = (recent, *_recent[: MAX_RECENT - 1])
+
+
+@functools.cache
+def _comparison() -> Any:
+    """What makes torch's comparison with given tensors; None where this torch has none, or none as we know it.
+
+    It is torch's own business, made for the guards of compiled code. Without it every lookup is by key.
+    """
+    try:
+        guards = importlib.import_module("torch._C._dynamo.guards").TensorGuards
+        compare = functools.partial(guards, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        one, other = (torch.empty(shape, device="cpu") for shape in ((2, 3), (3, 2)))
+        check = compare(one, other).check
+        return compare if check(one, other) is True and check(other, one) is False else None
+    except (AttributeError, ImportError, RuntimeError, TypeError):
+        return None
+
+
+def _forget_ready() -> None:
+    global _recent, _found_last
+    ready.clear()
+    _recent, _found_last = (), None
 
 
 def find_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> Plan | str:
@@ -124,7 +196,7 @@ def find_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
             found = _make_plan(q, k, v, causal, scale, lse)
             if len(_plans) >= MAX_PLANS:
                 _plans.clear()
-                ready.clear()
+                _forget_ready()
             _plans[key] = found
     return found
 
@@ -147,7 +219,7 @@ def forget_plans() -> None:
     """Make every plan again, under the settings as they are then. Programs stay loaded."""
     with _lock:
         _plans.clear()
-        ready.clear()
+        _forget_ready()
         settings.cache_clear()
         table.cache_clear()
 

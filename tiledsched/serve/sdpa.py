@@ -18,18 +18,11 @@ from tiledsched.serve import plans
 from tiledsched.serve.arguments import check_scale, check_tensors, name_tensors, read_mask, unserved
 from tiledsched.serve.fallback import attend_in_torch, forget_warnings, report
 from tiledsched.serve.launching import launch_plan
-from tiledsched.serve.operator import (
-    cast_for_autocast,
-    is_plain_call,
-    needs_gradients,
-    sdpa_lse_operator,
-    sdpa_operator,
-)
-from tiledsched.serve.plans import Plan, plan_for, plan_key, settings, table
+from tiledsched.serve.operator import cast_for_autocast, is_plain_call, sdpa_lse_operator, sdpa_operator
+from tiledsched.serve.plans import Plan, find_ready, plan_for, settings, table
 
 __all__ = ["Plan", "plan_for", "reload", "sdpa", "settings", "table"]
 _traced = torch.compiler.is_dynamo_compiling
-_ready = plans.ready
 
 
 def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None,
@@ -71,11 +64,12 @@ def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = No
     # way, through the operator, and so does the first call of each kind.
     if (not _traced() and type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and attn_mask is None
             and not dropout_p and (causal is None or not is_causal) and query is None and key is None and value is None
-            and (scale is None or type(scale) is float) and is_plain_call() and not needs_gradients(q, k, v)):  # fmt: skip
+            and (scale is None or type(scale) is float) and is_plain_call()
+            and not (q.is_nested or k.is_nested or v.is_nested)):  # type: ignore[union-attr]  # fmt: skip
         asked: Any = is_causal if causal is None else causal
         alignment = "top_left" if asked is True else asked or None
         if alignment is None or type(alignment) is str:
-            plan = _ready.get(plan_key(q, k, v, alignment, scale, return_lse))
+            plan = find_ready(q, k, v, alignment, scale, return_lse)
             if plan is not None:
                 return launch_plan(plan, q, k, v, keep_zeros=True)
     q, k, v = name_tensors(q, k, v, query, key, value)

@@ -1,0 +1,358 @@
+"""Finding the plan of a call: by torch's comparison with calls before it, and by key where torch has no such thing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from serve_on_cpu import TOLERANCE, expected, tensors  # noqa: E402
+
+from tiledsched import configure  # noqa: E402
+from tiledsched.errors import ProblemError, UnsupportedError  # noqa: E402
+from tiledsched.serve import plans  # noqa: E402
+from tiledsched.serve import sdpa as serve  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+@pytest.fixture(params=["compared", "by key"])
+def served(request, launches, monkeypatch):
+    """Launches to come, with torch's comparison and without it."""
+    assert plans._comparison() is not None, "this torch compares no tensors: adapt plans._comparison"
+    if request.param == "by key":
+        monkeypatch.setattr(plans, "_comparison", lambda: None)
+    yield launches
+    assert bool(plans._recent) <= (request.param == "compared")
+
+
+def warm(*given, **flags):
+    """Call until the plan is tried first: through the operator, twice by key, by comparison."""
+    for _ in range(4):
+        out = serve.sdpa(*given, **flags)
+    return out
+
+
+def rows_first(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def odd_strides(x):
+    """The same tensor, contiguous, with a stride of the axis of size 1 that no new tensor has."""
+    assert x.shape[0] == 1
+    return x.as_strided(x.shape, (7, *x.stride()[1:]))
+
+
+def misaligned(x):
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def calls():
+    """Calls that differ from the first in one thing each: (tensors, flags)."""
+    q, k, v = tensors(rows=8, heads=4)
+    longer, grouped = tensors(rows=8, keys=9, heads=4), tensors(rows=8, heads=4, kv_heads=2)
+    one_head = tuple(x[:, :1] for x in (k, v))
+    return {
+        "plain": ((q, k, v), {}),
+        "rows": (tensors(rows=9, keys=8, heads=4), {}),
+        "keys": (longer, {}),
+        "heads": (tensors(rows=8), {}),
+        "batch": (tensors(rows=8, heads=4, batch=2), {}),
+        "columns": (tensors(rows=8, heads=4, columns=24), {}),
+        "value columns": (tensors(rows=8, heads=4, value_columns=24), {}),
+        "dtype": (tuple(x.bfloat16() for x in (q, k, v)), {}),
+        "rows and heads swapped": (tuple(x.reshape(1, 8, 4, 16) for x in (q, k, v)), {}),
+        "grouped": (grouped, {"enable_gqa": True}),
+        "transposed": ((rows_first(q), rows_first(k), rows_first(v)), {}),
+        "transposed q": ((rows_first(q), k, v), {}),
+        "transposed v": ((q, k, rows_first(v)), {}),
+        "sliced": ((q, longer[1][:, :, :8], longer[2][:, :, 1:]), {}),
+        "expanded": ((q, *(x.expand(1, 4, 8, 16) for x in one_head)), {}),
+        "odd strides": (tuple(map(odd_strides, (q, k, v))), {}),
+        "misaligned": ((misaligned(q), k, v), {}),
+        "top_left": ((q, k, v), {"causal": True}),
+        "bottom_right": (longer, {"causal": "bottom_right"}),
+        "scale": ((q, k, v), {"scale": 0.5}),
+        "other scale": ((q, k, v), {"scale": 0.25000001}),
+        "log-sum-exp": ((q, k, v), {"return_lse": True}),
+        "one tensor": ((q, q, q), {}),
+        "k is v": ((q, k, k), {}),
+    }
+
+
+def arguments(call):
+    given, flags = call
+    causal = {True: "top_left"}.get(flags.get("causal"), flags.get("causal"))
+    return (*given, causal, flags.get("scale"), flags.get("return_lse", False))
+
+
+def check(call) -> None:
+    """One call, against torch."""
+    given, flags = call
+    out = serve.sdpa(*given, **flags)
+    want = expected(*given, arguments(call)[3], flags.get("scale"))
+    out = out[0] if flags.get("return_lse") else out
+    torch.testing.assert_close(out, want, **TOLERANCE[want.dtype])
+
+
+@pytest.mark.parametrize("name", calls())
+def test_a_call_after_another_gets_its_own_plan(served, name) -> None:
+    others, call = calls(), calls()[name]
+    warm(*others["plain"][0])
+    for _ in range(4):
+        check(call)
+        check(others["plain"])
+
+
+def test_any_call_after_any_other_gets_the_plan_of_its_key(served) -> None:
+    every = {name: arguments(call) for name, call in calls().items()}
+    for given, flags in calls().values():
+        serve.sdpa(*given, **flags)
+    for before in every.values():
+        for after in every.values():
+            plans._recent = ()
+            for each in (before, before, before, after, after, after, before):
+                assert plans.find_ready(*each) is plans.ready[plans.plan_key(*each)]
+
+
+def test_calls_in_turn_are_not_looked_up_by_key(launches, monkeypatch) -> None:
+    kinds = ("plain", "keys")
+    for name in kinds:
+        warm(*calls()[name][0], **calls()[name][1])
+    monkeypatch.setattr(plans, "plan_key", None)
+    for _ in range(2):
+        for name in kinds:
+            check(calls()[name])
+
+
+@pytest.mark.parametrize("other", ["plain", "odd strides"])
+def test_what_a_comparison_refuses_is_compared_anew(launches, monkeypatch, other) -> None:
+    """Strides of an axis of size 1 are not in the key, and inference mode is not, either."""
+    warm(*calls()["plain"][0])
+    with torch.inference_mode(other == "plain"):
+        warm(*calls()[other][0])
+        monkeypatch.setattr(plans, "plan_key", None)
+        check(calls()[other])
+    check(calls()["plain"])
+
+
+def test_few_are_compared_and_many_in_turn_change_nothing(launches) -> None:
+    for given, flags in calls().values():
+        warm(*given, **flags)
+    before = plans._recent
+    assert len(before) == plans.MAX_RECENT
+    for _ in range(3):
+        for name in ("dtype", "keys", "top_left", "scale"):
+            check(calls()[name])
+    assert plans._recent is before
+
+
+# Devices
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_tensors_on_several_devices_are_refused(served, place) -> None:
+    given = list(calls()["plain"][0])
+    warm(*given)
+    given[place] = given[place].to("meta")
+    with pytest.raises(ProblemError, match="must be on one device"):
+        serve.sdpa(*given)
+
+
+def test_each_device_has_its_plan(served) -> None:
+    """With fake tensors, which are of any device; `sdpa` itself never looks these up."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        places = [[torch.empty(1, 2, 8, 16, device=f"cuda:{index}") for _ in "qkv"] for index in (0, 1)]
+    for index, given in enumerate(places):
+        key = plans.plan_key(*given, None, None, False)
+        plans._plans[key] = plans.ready[key] = f"plan of {index}"
+    for index in (0, 0, 1, 1, 0, 1):
+        assert plans.find_ready(*places[index], None, None, False) == f"plan of {index}"
+    assert plans.find_ready(places[0][0], places[1][1], places[0][2], None, None, False) is None
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_gradients_are_noticed(served, place) -> None:
+    given = list(calls()["plain"][0])
+    warm(*given)
+    given[place] = given[place].clone().requires_grad_()
+    with torch.no_grad():
+        warm(*given)
+    with torch.inference_mode():
+        warm(*given)
+    with pytest.raises(UnsupportedError, match="forward only"):
+        serve.sdpa(*given)
+    with torch.no_grad():
+        warm(*given)
+
+
+# Settings
+
+
+def test_settings_hold_at_once(served) -> None:
+    given = calls()["plain"][0]
+    warm(*given)
+    with configure(tile_m=128, tile_n=32):
+        warm(*given)
+    with configure(accum_mode="fp16"):
+        warm(*given)
+    warm(*given)
+    serve.reload()
+    warm(*given)
+    sizes = [launch[3][5:7] for launch in served]
+    assert set(sizes[4:8]) == {(128, 32)}
+    assert (128, 32) not in (sizes[:4] + sizes[12:])
+    assert len({id(launch[2]) for launch in served[16:]}) == 1  # a kernel object of the time after the reload
+    assert served[16][2] is not served[15][2]
+
+
+def test_what_is_forgotten_during_a_lookup_stays_forgotten(launches, monkeypatch) -> None:
+    given = calls()["plain"][0]
+    serve.sdpa(*given)
+    serve.sdpa(*given)
+    found = plans._comparison()
+
+    def reload_meanwhile():
+        plans.forget_plans()
+        return found
+
+    monkeypatch.setattr(plans, "_comparison", reload_meanwhile)
+    serve.sdpa(*given)
+    assert (plans._recent, plans.ready) == ((), {})
+
+
+def test_what_is_forgotten_during_a_launch_stays_forgotten(launches, monkeypatch) -> None:
+    import cuda.tile
+
+    def reload_meanwhile(*given) -> None:
+        launches(*given)
+        plans.forget_plans()
+
+    monkeypatch.setattr(cuda.tile, "launch", reload_meanwhile)
+    serve.sdpa(*calls()["plain"][0])
+    assert len(launches) == 1
+    assert plans.ready == {}
+
+
+# Threads
+
+
+def test_threads_with_calls_of_their_own(served) -> None:
+    failed = []
+
+    def repeat(names) -> None:
+        try:
+            for _ in range(5):
+                for name in names:
+                    check(calls()[name])
+        except BaseException as error:
+            failed.append(error)
+
+    names = list(calls())
+    threads = [threading.Thread(target=repeat, args=(names[start::4],)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+# Tensors and states that a comparison must refuse
+
+
+def special():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    q = calls()["plain"][0][0]
+    return {
+        "meta": q.to("meta"),
+        "fake": FakeTensorMode().from_tensor(q),
+        "functional": torch._to_functional_tensor(q),
+        "parameter": torch.nn.Parameter(q, requires_grad=False),
+        "negated": torch._neg_view(q),
+        "sparse": q.to_sparse(),
+        "compressed": torch.sparse_csr_tensor([0, 1], [0], q[0, 0, 0, :1], (1, 8)),
+        "zeros without memory": torch._efficientzerotensor(q.shape, dtype=q.dtype),
+        "no tensor": None,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    "name",
+    ["meta", "fake", "functional", "parameter", "negated", "sparse", "compressed", "zeros without memory", "no tensor"],
+)
+def test_special_tensors_are_refused(launches, name) -> None:
+    q, k, v = calls()["plain"][0]
+    warm(q, k, v)
+    alike, odd = plans._recent[0][3], special()[name]
+    assert alike(q, k, v)
+    assert not any(alike(*given) for given in ((odd, k, v), (q, odd, v), (q, k, odd)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nested_tensors_raise_and_do_no_worse(served, place) -> None:
+    given = list(calls()["plain"][0])
+    warm(*given)
+    given[place] = torch.nested.nested_tensor([given[place][0]])
+    with pytest.raises(RuntimeError, match="NestedTensor"):
+        serve.sdpa(*given)
+
+
+def test_autocast_is_noticed(served, monkeypatch) -> None:
+    given = calls()["plain"][0]
+    warm(*given)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cpu", ask=torch.is_autocast_enabled: ask(device))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert warm(*given).dtype == torch.bfloat16
+    assert serve.sdpa(*given).dtype == torch.float16
+
+
+def test_tracing_and_transforms_are_noticed(served) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = calls()["plain"][0]
+    want = warm(*given)
+    graph = make_fx(lambda *x: serve.sdpa(*x))(*given)
+    assert any("tiledsched.sdpa" in str(node.target) for node in graph.graph.nodes)
+    many = tuple(torch.stack([x, x + 1]) for x in given)
+    both = torch.func.vmap(lambda *x: serve.sdpa(*x))(*many)
+    torch.testing.assert_close(both[0], want)
+    torch.testing.assert_close(both[1], serve.sdpa(*(x[1] for x in many)))
+
+
+# Where torch has no comparison, or another
+
+
+class Refusing:
+    def __init__(self, *given, **named) -> None:
+        raise TypeError("other arguments")
+
+
+class Careless:
+    def __init__(self, *given, **named) -> None:
+        self.check = lambda *tensors: True
+
+
+@pytest.mark.parametrize("found", [None, Refusing, Careless])
+def test_a_torch_with_another_comparison_is_looked_up_by_key(launches, monkeypatch, found) -> None:
+    if found is None:
+        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    else:
+        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", found)
+    plans._comparison.cache_clear()
+    try:
+        for name in ("plain", "transposed", "plain"):
+            warm(*calls()[name][0])
+            check(calls()[name])
+        assert plans._recent == ()
+    finally:
+        plans._comparison.cache_clear()
