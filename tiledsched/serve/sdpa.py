@@ -1,6 +1,6 @@
 """`sdpa`: attention on the schedule that the tuned table names, with the signature of torch's own.
 
-The first call of a shape resolves its schedule and makes a plan; later calls find the plan in a dictionary and launch.
+The first call of a shape resolves its schedule and makes a plan; later calls find the plan and launch.
 Nothing is tuned inside a call.
 """
 
@@ -61,7 +61,7 @@ def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = No
         LaunchError: the launch failed, or a CUDA graph is being captured and this program never ran before.
     """
     # The short way: all that stands between a call and the launch in the common case. Whatever is special goes the long
-    # way, through the operator, and so does the first call of each kind.
+    # way, through the operator, and so does the first call of each kind. Nested tensors would end the process in find_ready.
     if (not _traced() and type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and attn_mask is None
             and not dropout_p and (causal is None or not is_causal) and query is None and key is None and value is None
             and (scale is None or type(scale) is float) and is_plain_call()
