@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 import cuda.tile as ct
@@ -104,7 +103,7 @@ class AttentionTemplate(KernelTemplate):
             FLAT_STEPS=_flat(schedule),
             RELOAD_Q=bool(schedule.get("reload_q", False)),
         )
-        return astuple(constants)
+        return tuple(vars(constants).values())
 
     def signature(self, schedule: Schedule, problem: Problem) -> KernelSignature:
         from cuda.tile.compilation import CallingConvention, KernelSignature, ScalarConstraint

@@ -36,6 +36,10 @@ log = logging.getLogger("tiledsched")
 KERNEL = "attention"
 MAX_PLANS = 4096
 """Plans kept. A decoding model poses a new problem with every token, so all are forgotten when there are more."""
+COMPARED = ((2, 11), (2, 12), (2, 13))
+"""Releases of torch whose comparison of tensors was tried. It is torch's own business, made for the guards of compiled code;
+under any other release every lookup is by key.
+"""
 MAX_RECENT = 2
 """Plans tried before the key is made: self- and cross-attention take turns."""
 
@@ -156,10 +160,10 @@ def _try_first(key: tuple[Any, ...], plan: Plan, q: Any, k: Any, v: Any, causal:
 
 @functools.cache
 def _comparison() -> Any:
-    """What makes torch's comparison with given tensors; None where this torch has none, or none as we know it.
-
-    It is torch's own business, made for the guards of compiled code. Without it every lookup is by key.
-    """
+    """What makes torch's comparison with given tensors; None where this torch has none, or none as we know it."""
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if release not in COMPARED:
+        return None
     try:
         guards = importlib.import_module("torch._C._dynamo.guards").TensorGuards
         compare = functools.partial(guards, dynamic_dims_sizes=None, dynamic_dims_strides=None)
