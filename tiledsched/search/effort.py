@@ -23,7 +23,7 @@ class Effort:
 
 
 EFFORTS: Mapping[str, Effort] = {
-    "quick": Effort(programs=24, batch=8, builds=2, finalists=8, least_gain=2e-3),
+    "quick": Effort(programs=16, batch=8, builds=2, finalists=8, least_gain=2e-3),
     "default": Effort(programs=64, batch=8, builds=2, finalists=16, least_gain=5e-4),
     "thorough": Effort(programs=192, batch=8, builds=2, finalists=24, least_gain=0.0),
 }

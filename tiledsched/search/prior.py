@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ArchSpec
-from tiledsched.measure.runner import Measurement
 from tiledsched.model.expected import expected_facts
 from tiledsched.model.static import estimate_us
 from tiledsched.problem import Problem
@@ -57,7 +56,13 @@ def promising_part(space: SearchSpace, problem: Problem, pinned: Mapping[str, Kn
     return space.limited_to(found)
 
 
-def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec) -> list[Known]:  # fmt: skip
+def nearest(problem: Problem, measured: Iterable[Problem]) -> list[Problem]:
+    """Of other measured problems those to learn from, the most alike first."""
+    others = (other for other in measured if other != problem)
+    return sorted(others, key=lambda other: (-likeness(problem, other), other))[:MOST_PROBLEMS]
+
+
+def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec) -> list[Known]:
     """What to learn from: the problems most alike, and of each a choice of programs that shows its best and its spread.
 
     Args:
@@ -65,10 +70,8 @@ def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec) 
         others: for each problem its measured programs: schedule, facts, microseconds.
         spec: of the arch.
     """
-    near = sorted((other for other in others if other != problem and len(others[other]) >= FEWEST_PROGRAMS),
-                  key=lambda other: (-likeness(problem, other), other))  # fmt: skip
     found = []
-    for other in near[:MOST_PROBLEMS]:
+    for other in nearest(problem, (other for other in others if len(others[other]) >= FEWEST_PROGRAMS)):
         programs = sorted(others[other], key=lambda program: (program[2], program[0].id))
         half = MOST_PROGRAMS // 2
         rest = programs[half:]
@@ -80,20 +83,38 @@ def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec) 
     return found
 
 
-def measured_elsewhere(db: TuningDB, space: SearchSpace, device_name: str, regime: str,
-                       accum_mode: str) -> MeasuredPrograms:  # fmt: skip
-    """Every problem's measured programs on one device, for `known_elsewhere`. Of each program the newest measurement."""
-    artifacts = db.artifacts(space.arch)
-    found = {}
-    for summary in db.landscapes():
-        if (summary.device_name, summary.regime) != (device_name, regime):
-            continue
-        taken: list[Measurement] = [stored.measurement for stored in
-                                    db.latest_measurements(summary.problem, device_name=device_name, regime=regime)]  # fmt: skip
-        programs = []
-        for one in taken:
-            schedule, artifact = space.complete(one.schedule), artifacts.get((space.arch, one.fingerprint))
-            if schedule.get("accum_mode", accum_mode) == accum_mode:
-                programs.append((schedule, artifact.facts if artifact else None, one.median_us))
-        found[summary.problem] = programs
-    return found
+class Elsewhere:
+    """What one database knows of other problems, read as it is needed: most of a large one is of no use to a problem."""
+
+    def __init__(self, db: TuningDB, space: SearchSpace, device_name: str, regime: str, accum_mode: str) -> None:
+        self._db, self._space = db, space
+        self._device_name, self._regime, self._accum_mode = device_name, regime, accum_mode
+        self._programs: MeasuredPrograms = {}
+        self._facts: dict[str, ResourceFacts | None] = {}
+
+    def known(self, problem: Problem, spec: ArchSpec) -> list[Known]:
+        """What to learn from for `problem`; see `known_elsewhere`."""
+        where = (self._device_name, self._regime)
+        measured = {line.problem for line in self._db.landscapes()
+                    if (line.device_name, line.regime) == where and line.distinct_programs >= FEWEST_PROGRAMS}  # fmt: skip
+        measured |= {other for other, programs in self._programs.items() if len(programs) >= FEWEST_PROGRAMS}
+        near = nearest(problem, measured)
+        for other in near:
+            if other not in self._programs:
+                self._programs[other] = self._read(other)
+        return known_elsewhere(problem, {other: self._programs[other] for other in near}, spec)
+
+    def note(self, problem: Problem, programs: list[tuple[Schedule, ResourceFacts | None, float]]) -> None:
+        """What was measured of `problem` just now."""
+        self._programs[problem] = programs
+
+    def _read(self, problem: Problem) -> list[tuple[Schedule, ResourceFacts | None, float]]:
+        """The newest measurement of each program."""
+        if not self._facts:
+            self._facts = {key[1]: artifact.facts for key, artifact in self._db.artifacts(self._space.arch).items()}
+        taken = [stored.measurement for stored in
+                 self._db.latest_measurements(problem, device_name=self._device_name, regime=self._regime)]  # fmt: skip
+        schedules = [self._space.complete(one.schedule) for one in taken]
+        return [(schedule, self._facts.get(one.fingerprint), one.median_us)
+                for schedule, one in zip(schedules, taken, strict=True)
+                if schedule.get("accum_mode", self._accum_mode) == self._accum_mode]  # fmt: skip

@@ -29,7 +29,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.effort import EFFORTS
 from tiledsched.search.ledger import Ledger
-from tiledsched.search.prior import MeasuredPrograms, estimator, known_elsewhere, measured_elsewhere, promising_part
+from tiledsched.search.prior import Elsewhere, estimator, promising_part
 from tiledsched.search.programs import RETRIED, Program, Workshop, deadlines
 from tiledsched.search.race import RULES, Outcome, race
 from tiledsched.search.sampler import ScheduleSampler
@@ -134,7 +134,7 @@ class Tuner:
         self._pinned: dict[str, KnobValue] = {"accum_mode": options.accum_mode}
         self._source_hash = template.source_hash
         self._measurement_ids: dict[Schedule, int] = {}
-        self._others: MeasuredPrograms = {}
+        self._others: Elsewhere | None = None
 
     def tune(self, problems: Sequence[Problem]) -> list[TuneResult]:
         """Tune every problem in turn.
@@ -194,10 +194,10 @@ class Tuner:
     def _measure(self, problem: Problem, runner: Runner, deadline_s: float | None) -> TuneResult:
         started = time.monotonic()
         self.workshop.start()
-        elsewhere = self._elsewhere(problem, runner)
-        estimate, first = estimator(problem, arch_spec(self.space.arch)), self._first(problem, elsewhere)
-        space = self.space
-        if self.options.sampler == "surrogate":
+        spec, guided = arch_spec(self.space.arch), self.options.sampler == "surrogate"
+        elsewhere = self._elsewhere(runner).known(problem, spec) if guided else []
+        estimate, first, space = estimator(problem, spec), self._first(problem, elsewhere), self.space
+        if guided:
             leaders = [known.schedules[0] for known in elsewhere]
             space = promising_part(space, problem, self._pinned, estimate, [*first, *leaders])
         sampler = ScheduleSampler(space, problem, pinned=self._pinned, name=self.options.sampler, seed=self.options.seed,
@@ -232,16 +232,15 @@ class Tuner:
             measured += len(outcomes)
             failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
             self.watcher.step(ledger.programs)
-        self._others[problem] = ledger.measured()
+        self._elsewhere(runner).note(problem, ledger.measured())
         return self._decide(problem, runner, ledger.times, tried, compiled, measured, failed, started)
 
-    def _elsewhere(self, problem: Problem, runner: Runner) -> list[Known]:
-        if self.options.sampler != "surrogate":
-            return []
-        if not self._others:  # read once; what this run measures is added as it goes
-            self._others = measured_elsewhere(self.db, self.space, runner.device.name, self.options.regime,
-                                              self.options.accum_mode)  # fmt: skip
-        return known_elsewhere(problem, self._others, arch_spec(self.space.arch))
+    def _elsewhere(self, runner: Runner) -> Elsewhere:
+        """Kept for the whole run."""
+        if self._others is None:
+            self._others = Elsewhere(self.db, self.space, runner.device.name, self.options.regime,
+                                     self.options.accum_mode)  # fmt: skip
+        return self._others
 
     def _first(self, problem: Problem, elsewhere: Sequence[Known]) -> list[Schedule]:
         """What to try first: the default, and what won on like problems of which no more is known than that."""
