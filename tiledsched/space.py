@@ -100,7 +100,10 @@ class SearchSpace:
     candidates: tuple[Schedule, ...] = ()
     """Where there are any, only these and the default are searched; the rest of the space is still valid."""
 
-    def limited_to(self, candidates: Iterable[Mapping[str, KnobValue]]) -> SearchSpace:
+    listed_in: str = ""
+    """Where the candidates are from, for people."""
+
+    def limited_to(self, candidates: Iterable[Mapping[str, KnobValue]], listed_in: str = "") -> SearchSpace:
         """The same space, of which only `candidates` are searched; knobs they do not name are at their defaults.
 
         A candidate that is not valid for a problem is passed over there; constraints on what is explored do not count.
@@ -114,7 +117,7 @@ class SearchSpace:
             if unknown:
                 raise SpaceError(f"candidate {dict(each)} has unknown knobs {unknown}; known are {list(self.knobs)}")
             listed.append(Schedule({name: each.get(name, knob.default) for name, knob in self.knobs.items()}))
-        return replace(self, candidates=tuple(dict.fromkeys(listed)))
+        return replace(self, candidates=tuple(dict.fromkeys(listed)), listed_in=listed_in)
 
     @property
     def id(self) -> str:

@@ -67,7 +67,7 @@ def _space(options: argparse.Namespace) -> SearchSpace:
     if space.arch != options.arch:
         raise ConfigError(f"{path} is for {space.arch}, not {options.arch}; pass --arch {space.arch}")
     candidates = getattr(options, "candidates", None)
-    return space.limited_to(_candidates(candidates)) if candidates else space
+    return space.limited_to(_candidates(candidates), Path(candidates).name) if candidates else space
 
 
 def _candidates(path: str) -> list[dict[str, KnobValue]]:

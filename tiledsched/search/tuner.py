@@ -132,6 +132,7 @@ class Tuner:
         # where there are cores enough for both.
         self._leave = max(0, pool.jobs - 4) // 2
         self._pinned: dict[str, KnobValue] = {"accum_mode": options.accum_mode}
+        self._source = f"tune run {run_id}, {space.listed_in}" if space.listed_in else f"tune run {run_id}"
         self._source_hash = template.source_hash
         self._measurement_ids: dict[Schedule, int] = {}
         self._others: Elsewhere | None = None
@@ -340,7 +341,7 @@ class Tuner:
     def _entry(self, problem: Problem, schedule: Schedule, fingerprint: str, **more: object) -> EntryRecord:
         values: dict[str, object] = {
             "kernel": self.template.name, "arch": self.space.arch, "problem": problem, "schedule": schedule,
-            "fingerprint": fingerprint, "accum_mode": self.options.accum_mode, "source": f"tune run {self.run_id}",
+            "fingerprint": fingerprint, "accum_mode": self.options.accum_mode, "source": self._source,
             "toolchain": self.toolchain, "source_hash": self._source_hash, "run_id": self.run_id, **more,
         }  # fmt: skip
         return EntryRecord(**values)  # type: ignore[arg-type]
