@@ -135,9 +135,13 @@ def test_problems_unlike_all_measured_ones_are_served_within_the_constraints(pro
 def test_few_rows_are_a_kind_of_their_own(shipped) -> None:
     decode = Problem(seq_q=1, seq_k=8192, head_dim=128, heads=8, kv_heads=8)
     assert kind(decode) != kind(decode.replace(seq_q=8192))
-    served = shipped.resolve(decode, "sm_90", "NVIDIA H200")
+    entries = [each for each in read_table(TABLE).entries if each.problem.seq_q == each.problem.seq_k]
+    served = Table(entries).resolve(decode, "sm_90", "NVIDIA H200")
     assert (served.provenance, served.expected_loss) == ("modelled", None)
     assert served.schedule["kv_splits"] > 1  # 8 blocks would leave 124 SMs idle
+    told = shipped.resolve(decode, "sm_90", "NVIDIA H200")
+    assert told.provenance == "transferred"  # decoding was measured
+    assert told.schedule["kv_splits"] > 1
 
 
 def test_expected_losses_grow_with_distance_and_are_given_only_where_measured() -> None:

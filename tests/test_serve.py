@@ -73,6 +73,21 @@ def test_the_nearest_problem_serves_an_untuned_one() -> None:
     assert "nearest problem" in served.reason
 
 
+def test_what_was_measured_outside_the_explored_part_is_served() -> None:
+    """A list of candidates may leave it; the constraints that say what cannot work still count."""
+    knobs = {"q_subtiles": 2, "block_order": "swizzled", "latency_k": 2, "occupancy": 2}
+    known, space = entry(knobs=knobs), space_for("sm_90")
+    assert space.violations(known.schedule, PROBLEM)
+    assert space.unworkable(known.schedule, PROBLEM) == []
+    served = Table([known]).resolve(PROBLEM, "sm_90", known.device_name)
+    assert (served.schedule, served.provenance) == (known.schedule, "measured")
+    near = PROBLEM.replace(batch=PROBLEM.batch + 1)
+    assert Table([known]).resolve(near, "sm_90").schedule == known.schedule
+    broken = entry(knobs={"loop_split": True})  # for masks
+    assert space.unworkable(broken.schedule, PROBLEM)
+    assert Table([broken]).resolve(PROBLEM, "sm_90", broken.device_name).provenance != "measured"
+
+
 def test_another_kind_is_asked_last() -> None:
     causal, wide = PROBLEM.replace(causal=True), PROBLEM.replace(head_dim=128)
     others = [entry(causal, knobs={"tile_m": 128, "loop_split": True, "num_worker_warps": 8}), entry(wide)]

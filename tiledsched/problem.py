@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from tiledsched.errors import ProblemError
@@ -226,7 +227,7 @@ class Problem:
             raise ProblemError(f"a problem needs {sorted(missing)}")
         return cls(**data)
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Stable 12-digit hex id: equal problems have equal ids in every process and version."""
         return stable_id(self.to_json())

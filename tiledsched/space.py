@@ -134,6 +134,13 @@ class SearchSpace:
 
     def violations(self, schedule: Schedule, problem: Problem) -> list[str]:
         """Every reason `schedule` is not in this space for `problem`; an empty list means it is valid."""
+        return self._reasons(schedule, problem, self.constraints)
+
+    def unworkable(self, schedule: Schedule, problem: Problem) -> list[str]:
+        """Every reason `schedule` cannot work for `problem`. What is merely not explored can, and may have been a candidate."""
+        return self._reasons(schedule, problem, [each for each in self.constraints if not each.exploring])
+
+    def _reasons(self, schedule: Schedule, problem: Problem, constraints: Iterable[Constraint]) -> list[str]:
         reasons = []
         for name, knob in self.knobs.items():
             if name not in schedule:
@@ -146,7 +153,7 @@ class SearchSpace:
         if reasons:
             return reasons
         values = self.constraint_values(problem) | dict(schedule)
-        return [f"{c.require}: {c.because}" for c in self.constraints if not c.holds(values)]
+        return [f"{c.require}: {c.because}" for c in constraints if not c.holds(values)]
 
     def validate(self, schedule: Schedule, problem: Problem) -> None:
         """Raise SpaceError naming every violated constraint, if any."""
@@ -166,8 +173,7 @@ class SearchSpace:
         if self.candidates:
             listed = dict.fromkeys([self.default(problem, pinned=pinned), *self.candidates])
             yield from (each for each in listed if all(each[name] == value for name, value in pinned.items())
-                        and all(_contains(knob.choices, each[name]) for name, knob in self.knobs.items())
-                        and all(one.holds(values | dict(each)) for one in self.constraints if not one.exploring))  # fmt: skip
+                        and not self.unworkable(each, problem))  # fmt: skip
             return
         choices = self._possible(
             {name: (pinned[name],) if name in pinned else knob.choices for name, knob in self.knobs.items()}, values

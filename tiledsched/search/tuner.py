@@ -269,7 +269,7 @@ class Tuner:
             same_program = build is not None and build.fingerprint == failed.fingerprint
             if same_program and failed.device_name == runner.device.name and failed.failure.kind not in RETRIED:
                 known.setdefault(failed.schedule, None)
-        return {schedule: us for schedule, us in known.items() if not self.space.violations(schedule, problem)}
+        return {schedule: us for schedule, us in known.items() if not self.space.unworkable(schedule, problem)}
 
     def _race(self, chosen: Sequence[Schedule], problem: Problem, runner: Runner, best_us: float,
               deadline_s: float | None) -> tuple[Outcome, ...]:  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tiledsched import data_files
 from tiledsched.config import Settings
 from tiledsched.serve.bundle import named_bundle, read_bundle
@@ -12,14 +14,16 @@ from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord
 
 
-def load_entries(url: str | None) -> list[EntryRecord]:
+def load_entries(url: str | None, archs: Collection[str] | None = None) -> list[EntryRecord]:
     """Entries of shipped tables, of the bundle in use, and of the database (where there is one).
 
-    At equal provenance a later one of these wins.
+    At equal provenance a later one of these wins. With `archs`, shipped tables of other archs are not read, which would
+    take a call's first process longer than all else.
     """
     found: dict[tuple[str, ...], EntryRecord] = {}
     for path in sorted((data_files.tuning_db() / "tables").glob("*.json")):
-        found.update((entry.key, entry) for entry in read_table(path).entries)
+        if archs is None or path.stem in archs:
+            found.update((entry.key, entry) for entry in read_table(path).entries)
     later: list[EntryRecord] = []
     bundle = named_bundle()
     if bundle is not None:
@@ -33,7 +37,7 @@ def load_entries(url: str | None) -> list[EntryRecord]:
     return list(found.values())
 
 
-def load_table(settings: Settings, *, kernel: str = "attention") -> Table:
-    """The lookup table under `settings`."""
-    return Table(load_entries(settings.db), kernel=kernel, regime=settings.regime, accum_mode=settings.accum_mode,
+def load_table(settings: Settings, *, kernel: str = "attention", archs: Collection[str] | None = None) -> Table:
+    """The lookup table under `settings`; with `archs`, only what was shipped for those."""
+    return Table(load_entries(settings.db, archs), kernel=kernel, regime=settings.regime, accum_mode=settings.accum_mode,
                  forced=settings.knobs)  # fmt: skip

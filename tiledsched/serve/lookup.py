@@ -106,7 +106,7 @@ class Table:
                 self._answers.clear()
             self._answers[key] = self._told_by_others(about, space)
         served = self._answers[key]
-        return None if space.violations(served.schedule, problem) else served
+        return None if space.unworkable(served.schedule, problem) else served
 
     def _told_by_others(self, problem: Problem, space: SearchSpace) -> Served:
         """The answer for a problem that was not measured."""
@@ -201,7 +201,7 @@ def _about(length: int) -> int:
 
 def _exact(measured: Sequence[EntryRecord], problem: Problem, device_name: str, space: SearchSpace) -> Served | None:
     """This very problem, measured: best on this device."""
-    same = [entry for entry in measured if entry.problem == problem and not space.violations(entry.schedule, problem)]
+    same = [entry for entry in measured if entry.problem == problem and not space.unworkable(entry.schedule, problem)]
     if not same:
         return None
     entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
@@ -215,7 +215,7 @@ def _modelled(known: Sequence[EntryRecord], problem: Problem, space: SearchSpace
     """The model's choice for the nearest problem of the kind."""
     alike = [entry for entry in known if kind(entry.problem) == kind(problem)]
     usable = [entry for entry in alike if entry.provenance not in ("measured", "transferred")
-              and not space.violations(entry.schedule, problem)]  # fmt: skip
+              and not space.unworkable(entry.schedule, problem)]  # fmt: skip
     if not usable:
         return None
     entry = min(

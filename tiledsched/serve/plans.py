@@ -251,8 +251,9 @@ def settings() -> Settings:
 
 @functools.cache
 def table() -> Table:
-    """The tuned table of this process, read once."""
-    return load_table(settings(), kernel=KERNEL)
+    """The tuned table of this process, for the GPUs of this machine, read once."""
+    archs = {device_facts(index).arch for index in range(torch.cuda.device_count())}
+    return load_table(settings(), kernel=KERNEL, archs=archs or None)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ value is reported by its key in both.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import datetime
 from enum import Enum
@@ -19,6 +20,8 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 T = TypeVar("T")
+Decoder = Callable[[Any, str], Any]
+"""Given plain data and where it stands, the value; DatabaseError where it is wrong."""
 
 
 def encode(value: Any) -> Any:
@@ -44,61 +47,71 @@ def decode(cls: type[T], data: Any, where: str) -> T:
     Raises:
         DatabaseError: a key is missing, unknown or of the wrong type; the message starts with its path under `where`.
     """
-    value: T = _decode(cls, data, where)
+    value: T = _decoder(cls)(data, where)  # type: ignore[arg-type]  # a class is hashable
     return value
 
 
 @cache
-def _annotations(cls: type) -> dict[str, tuple[Any, bool]]:
-    hints = get_type_hints(cls)
-    return {
-        field.name: (hints[field.name], field.default is MISSING and field.default_factory is MISSING)
-        for field in fields(cls)
-    }
-
-
-def _decode(kind: Any, data: Any, where: str) -> Any:
-    origin = get_origin(kind)
+def _decoder(kind: Any) -> Decoder:
+    """What decodes values of one annotation: a table holds tens of thousands of values and a few dozen annotations."""
+    origin, arms = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        if data is None and type(None) in get_args(kind):
-            return None
-        return _decode(next(arm for arm in get_args(kind) if arm is not type(None)), data, where)
+        inner = _decoder(next(arm for arm in arms if arm is not type(None)))
+        optional = type(None) in arms
+        return lambda data, where: None if data is None and optional else inner(data, where)
     if origin is tuple:
-        return _tuple(get_args(kind), _require(list, data, where), where)
+        return _tuple_decoder(arms)
     if origin is dict:
-        return _require(dict, data, where)
+        return lambda data, where: _require(dict, data, where)
     if is_dataclass(kind):
-        return _dataclass(kind, _require(dict, data, where), where)  # type: ignore[arg-type]
+        return _dataclass_decoder(kind)  # type: ignore[arg-type]
     if kind is Schedule:
-        return _call(Schedule.from_json, _require(dict, data, where), where)
+        return lambda data, where: _call(Schedule.from_json, _require(dict, data, where), where)
     if kind is datetime:
-        time = _call(datetime.fromisoformat, _require(str, data, where), where)
-        if time.tzinfo is None:
-            raise DatabaseError(f"{where}: {data!r} has no time zone; write it with +00:00")
-        return time
+        return _time
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _call(kind, _require(str, data, where), where)
-    return _require(kind, data, where)
+        return lambda data, where: _call(kind, _require(str, data, where), where)
+    return lambda data, where: _require(kind, data, where)
 
 
-def _dataclass(cls: type, data: dict[str, Any], where: str) -> Any:
-    known = _annotations(cls)
-    for key in data:
-        if key not in known:
-            raise DatabaseError(f"{where}.{key}: unknown key; known are {', '.join(known)}")
-    for key, (_, required) in known.items():
-        if required and key not in data:
-            raise DatabaseError(f"{where}.{key}: missing; add it")
-    values = {key: _decode(known[key][0], item, f"{where}.{key}") for key, item in data.items()}
-    return _call(lambda keywords: cls(**keywords), values, where)
+def _time(data: Any, where: str) -> datetime:
+    time: datetime = _call(datetime.fromisoformat, _require(str, data, where), where)
+    if time.tzinfo is None:
+        raise DatabaseError(f"{where}: {data!r} has no time zone; write it with +00:00")
+    return time
 
 
-def _tuple(arms: tuple[Any, ...], data: list[Any], where: str) -> tuple[Any, ...]:
-    if len(arms) == 2 and arms[1] is Ellipsis:
-        arms = (arms[0],) * len(data)
-    if len(arms) != len(data):
-        raise DatabaseError(f"{where}: expected {len(arms)} values, got {len(data)}; correct the list")
-    return tuple(_decode(arm, item, f"{where}[{i}]") for i, (arm, item) in enumerate(zip(arms, data, strict=True)))
+def _dataclass_decoder(cls: type) -> Decoder:
+    hints = get_type_hints(cls)
+    known = {field.name: _decoder(hints[field.name]) for field in fields(cls)}
+    required = [field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING]
+
+    def decode_dataclass(data: Any, where: str) -> Any:
+        _require(dict, data, where)
+        for key in data:
+            if key not in known:
+                raise DatabaseError(f"{where}.{key}: unknown key; known are {', '.join(known)}")
+        for key in required:
+            if key not in data:
+                raise DatabaseError(f"{where}.{key}: missing; add it")
+        values = {key: known[key](item, f"{where}.{key}") for key, item in data.items()}
+        return _call(lambda keywords: cls(**keywords), values, where)
+
+    return decode_dataclass
+
+
+def _tuple_decoder(arms: tuple[Any, ...]) -> Decoder:
+    many = len(arms) == 2 and arms[1] is Ellipsis
+    decoders = [_decoder(arm) for arm in arms if arm is not Ellipsis]
+
+    def decode_tuple(data: Any, where: str) -> tuple[Any, ...]:
+        _require(list, data, where)
+        wanted = decoders * len(data) if many else decoders
+        if len(wanted) != len(data):
+            raise DatabaseError(f"{where}: expected {len(wanted)} values, got {len(data)}; correct the list")
+        return tuple(one(item, f"{where}[{i}]") for i, (one, item) in enumerate(zip(wanted, data, strict=True)))
+
+    return decode_tuple
 
 
 def _require(kind: type, data: Any, where: str) -> Any:
