@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,16 @@ def test_every_other_method_has_its_mean_and_its_failures() -> None:
     assert (methods["torch_flash"].cells, methods["torch_flash"].faster, methods["torch_flash"].without) == (2, 0, 0)
     assert (methods["torch_cudnn"].cells, methods["torch_cudnn"].faster, methods["torch_cudnn"].without) == (1, 1, 1)
     assert (methods["triton"].cells, methods["triton"].without) == (1, 1)
+
+
+def test_cells_served_what_was_not_measured_for_them_are_named() -> None:
+    found = [replace(row, provenance="measured" if row.problem == PROBLEM else "transferred") for row in rows()]
+    burst, sustained = summarise(found)
+    assert [cell.problem for cell in burst.elsewhere] == [OTHER]
+    assert sustained.elsewhere == []
+    text = to_markdown([burst])
+    assert f"1 cells were not served an entry measured for them: {OTHER} (transferred)." in text
+    assert "not served" not in to_markdown([sustained])
 
 
 def test_nothing_to_compare_is_said() -> None:

@@ -31,6 +31,8 @@ class CellSummary:
     """Its time over ours: above 1 we are faster."""
     ceiling_ratio: float | None
     """Our rate over that of the matmul; None where that took no part."""
+    provenance: str
+    """Of the schedule we served; empty where the row does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,11 @@ class RegimeSummary:
     def below(self) -> int:
         """Cells where torch's best is faster than ours."""
         return sum(cell.ratio < 1 for cell in self.cells)
+
+    @property
+    def elsewhere(self) -> list[CellSummary]:
+        """Cells served something else than an entry measured for them: `tune` first, or they say little of the table."""
+        return [cell for cell in self.cells if cell.provenance not in ("", "measured")]
 
     @property
     def worst(self) -> list[CellSummary]:
@@ -114,7 +121,8 @@ def _cell(problem: Problem, found: dict[str, BenchRow]) -> CellSummary | None:
     assert best.median_us
     return CellSummary(problem=problem, ours_tflops=problem.tflops(ours.median_us),
                        torch_tflops=problem.tflops(best.median_us), torch_method=best.method,
-                       ratio=best.median_us / ours.median_us, ceiling_ratio=ours.ceiling_ratio)  # fmt: skip
+                       ratio=best.median_us / ours.median_us, ceiling_ratio=ours.ceiling_ratio,
+                       provenance=ours.provenance)  # fmt: skip
 
 
 def _method(method: str, found: Sequence[dict[str, BenchRow]]) -> MethodSummary:
@@ -147,6 +155,10 @@ def _regime_markdown(summary: RegimeSummary) -> str:
     if len(summary.cells) > 1:
         worst = (f"{cell.problem} {cell.ratio:.2f}x ({cell.torch_method})" for cell in summary.worst)
         blocks.append("Worst cells: " + "; ".join(worst) + ".")
+    if summary.elsewhere:
+        named = (f"{cell.problem} ({cell.provenance})" for cell in summary.elsewhere[:WORST])
+        more = "; ..." if len(summary.elsewhere) > WORST else ""
+        blocks.append(f"{len(summary.elsewhere)} cells were not served an entry measured for them: {'; '.join(named)}{more}.")
     return "\n\n".join(blocks)
 
 
