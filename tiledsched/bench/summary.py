@@ -158,7 +158,9 @@ def _regime_markdown(summary: RegimeSummary) -> str:
     if summary.elsewhere:
         named = (f"{cell.problem} ({cell.provenance})" for cell in summary.elsewhere[:WORST])
         more = "; ..." if len(summary.elsewhere) > WORST else ""
-        blocks.append(f"{len(summary.elsewhere)} cells were not served an entry measured for them: {'; '.join(named)}{more}.")
+        blocks.append(
+            f"{len(summary.elsewhere)} cells were not served an entry measured for them: {'; '.join(named)}{more}."
+        )
     return "\n\n".join(blocks)
 
 
