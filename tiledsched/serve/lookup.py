@@ -64,6 +64,7 @@ class Table:
                 self._by_arch.setdefault(entry.arch, []).append(entry)
         self._spaces: dict[str, SearchSpace] = {}
         self._completed: dict[str, list[EntryRecord]] = {}
+        self._told: dict[str, dict[Problem, list[EntryRecord]]] = {}
         self._answers: dict[tuple[Problem, str], Served] = {}
 
     @property
@@ -79,9 +80,8 @@ class Table:
             ConfigError: a forced knob makes the schedule invalid.
         """
         space = self._space(arch)
-        measured = [entry for entry in self._known(space) if entry.provenance in ("measured", "transferred")]
         served = (
-            _exact(measured, problem, device_name, space)
+            _exact(self._told_of(problem, space), device_name, space)
             or self._shared(problem, space)
             or self._told_by_others(problem, space)
         )
@@ -93,6 +93,16 @@ class Table:
             self._completed[space.arch] = [replace(entry, schedule=space.complete(entry.schedule))
                                            for entry in self._by_arch.get(space.arch, [])]  # fmt: skip
         return self._completed[space.arch]
+
+    def _told_of(self, problem: Problem, space: SearchSpace) -> list[EntryRecord]:
+        """Entries measured for `problem` itself."""
+        if space.arch not in self._told:
+            by_problem: dict[Problem, list[EntryRecord]] = {}
+            for entry in self._known(space):
+                if entry.provenance in ("measured", "transferred"):
+                    by_problem.setdefault(entry.problem, []).append(entry)
+            self._told[space.arch] = by_problem
+        return self._told[space.arch].get(problem, [])
 
     def _shared(self, problem: Problem, space: SearchSpace) -> Served | None:
         """The one answer for all problems of about these lengths, where it is valid for this one.
@@ -199,9 +209,9 @@ def _about(length: int) -> int:
     return -(-length // step) * step - 1 if step > 1 else length
 
 
-def _exact(measured: Sequence[EntryRecord], problem: Problem, device_name: str, space: SearchSpace) -> Served | None:
+def _exact(told: Sequence[EntryRecord], device_name: str, space: SearchSpace) -> Served | None:
     """This very problem, measured: best on this device."""
-    same = [entry for entry in measured if entry.problem == problem and not space.unworkable(entry.schedule, problem)]
+    same = [entry for entry in told if not space.unworkable(entry.schedule, entry.problem)]
     if not same:
         return None
     entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
