@@ -8,10 +8,12 @@ from datetime import datetime, timezone
 
 import pytest
 
+from tiledsched import data_files
 from tiledsched.errors import ConfigError, ProblemError, UnsupportedError
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
+from tiledsched.serve.entries import load_entries
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import Table
 from tiledsched.space import space_for
@@ -71,6 +73,13 @@ def test_the_nearest_problem_serves_an_untuned_one() -> None:
     assert served.provenance == "transferred"
     assert served.schedule["occupancy"] == 3
     assert "nearest problem" in served.reason
+
+
+def test_only_the_shipped_tables_asked_for_are_read(tmp_path) -> None:
+    nowhere = str(tmp_path / "none.db")
+    assert {each.arch for each in load_entries(nowhere, {"sm_90", "sm_121"})} == {"sm_90", "sm_121"}
+    everywhere = {each.arch for each in load_entries(nowhere)}
+    assert everywhere == {path.stem for path in (data_files.tuning_db() / "tables").glob("*.json")}
 
 
 def test_what_was_measured_outside_the_explored_part_is_served() -> None:
