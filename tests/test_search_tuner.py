@@ -50,13 +50,13 @@ class Recorded:
         self.schedules = tuple(self.fingerprints)
         self.best_us = min(m.median_us for m in self.measurements)
         self.times = {self.key(m.schedule): m.median_us for m in self.measurements}
-        self.compiled = 0
+        self.compiled = self.started = 0
 
     def key(self, schedule):
         return self.fingerprints[schedule], TEMPLATE.grid(schedule, self.problem, 132)
 
     def start(self):
-        pass
+        self.started += 1
 
     def build(self, tasks, *, leave=0):
         for task in tasks:
@@ -113,6 +113,15 @@ def test_an_exhaustive_search_measures_every_program_once_and_a_second_run_nothi
     assert second.measured == 0
     assert recorded.compiled == compiled
     assert second.entry.schedule == first.entry.schedule
+
+
+def test_a_search_that_has_what_it_may_measure_builds_nothing_more(db) -> None:
+    recorded = Recorded(LANDSCAPES[1])
+    tune(recorded, db, effort="quick")
+    compiled, started = recorded.compiled, recorded.started
+    assert started == 1
+    again = tune(recorded, db, effort="quick")
+    assert (recorded.compiled, recorded.started, again.measured) == (compiled, started, 0)
 
 
 def test_an_interrupted_search_goes_on_where_it_stopped(db) -> None:

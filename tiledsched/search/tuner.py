@@ -193,8 +193,9 @@ class Tuner:
     # With a GPU
 
     def _measure(self, problem: Problem, runner: Runner, deadline_s: float | None) -> TuneResult:
-        started = time.monotonic()
-        self.workshop.start()
+        started, known_us = time.monotonic(), self._known_times(problem, runner)
+        if not known_us:
+            self.workshop.start()
         spec, guided = arch_spec(self.space.arch), self.options.sampler == "surrogate"
         elsewhere = self._elsewhere(runner).known(problem, spec) if guided else []
         estimate, first, space = estimator(problem, spec), self._first(problem, elsewhere), self.space
@@ -203,11 +204,12 @@ class Tuner:
             space = promising_part(space, problem, self._pinned, estimate, [*first, *leaders])
         sampler = ScheduleSampler(space, problem, pinned=self._pinned, name=self.options.sampler, seed=self.options.seed,
                                   elsewhere=elsewhere, first=first, estimate=estimate)  # fmt: skip
-        ledger = Ledger(self.workshop, problem, runner.device.sm_count, sampler, self._known_times(problem, runner))
+        ledger = Ledger(self.workshop, problem, runner.device.sm_count, sampler, known_us)
         tried, compiled, measured, failed = list(ledger.times), 0, 0, 0
         underway: list[Schedule] = []
-        ahead = sampler.ask(self._asked)
-        self.workshop.build(ahead, problem, leave=len(ahead))  # they compile while the GPU makes inputs and reference
+        # Where nothing is known yet, the first batch compiles while the GPU makes inputs and reference.
+        ahead = [] if ledger.programs else sampler.ask(self._asked)
+        compiled += self.workshop.build(ahead, problem, leave=len(ahead))
         runner.begin(problem)
         self.watcher.stage(problem, "measuring", min(self._trials, sampler.size))
         while (left := self._trials - ledger.programs) > 0:
