@@ -40,6 +40,8 @@ FLUSH_TIMES_L2 = 2
 SPIN_US = 300.0
 ATTEMPTS = 4
 """At a sample that the host is not to slow: it is busy with other things now and then."""
+REHEARSED_ROWS = 64
+"""Rows of a tile in the rehearsal; any number does."""
 FAST_FLOAT64 = ("sm_80", "sm_90", "sm_100")
 MARKS = {
     FailureKind.OUT_OF_MEMORY: ("out of memory",),
@@ -58,10 +60,6 @@ extern "C" __global__ void spin(unsigned long long nanoseconds) {
     do { asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); } while (now - start < nanoseconds);
 }
 """
-
-
-REHEARSED_ROWS = 64
-"""Rows of a tile in the rehearsal; any number does."""
 
 
 @dataclass

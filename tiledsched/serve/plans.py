@@ -36,7 +36,7 @@ log = logging.getLogger("tiledsched")
 KERNEL = "attention"
 MAX_PLANS = 4096
 """Plans kept. A decoding model poses a new problem with every token, so all are forgotten when there are more."""
-COMPARED = ((2, 11), (2, 12), (2, 13))
+COMPARED = ((2, 11), (2, 13))
 """Releases of torch whose comparison of tensors was tried. It is torch's own business, made for the guards of compiled code;
 under any other release every lookup is by key.
 """
