@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,11 @@ class SearchSpace:
             "constraints": sorted(constraint.require for constraint in self.constraints),
         })  # fmt: skip
 
+    @cached_property
+    def needed(self) -> tuple[Constraint, ...]:
+        """The constraints that say what cannot work; the others only bound what is explored."""
+        return tuple(each for each in self.constraints if not each.exploring)
+
     def constraint_values(self, problem: Problem) -> dict[str, Any]:
         """What constraints may read beside the knobs: the problem's fields and the arch's limits."""
         return {name: getattr(problem, name) for name in PROBLEM_NAMES} | dict(self.limits)
@@ -138,7 +143,7 @@ class SearchSpace:
 
     def unworkable(self, schedule: Schedule, problem: Problem) -> list[str]:
         """Every reason `schedule` cannot work for `problem`. What is merely not explored can, and may have been a candidate."""
-        return self._reasons(schedule, problem, [each for each in self.constraints if not each.exploring])
+        return self._reasons(schedule, problem, self.needed)
 
     def _reasons(self, schedule: Schedule, problem: Problem, constraints: Iterable[Constraint]) -> list[str]:
         reasons = []

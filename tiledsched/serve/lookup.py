@@ -175,8 +175,7 @@ class Table:
                 raise ConfigError(f"forced knob {name} = {value!r}; allowed on {space.arch}: {list(choices)}")
         # A researcher may leave the listed choices and the paths explored, but not what the constraints say cannot work.
         values = space.constraint_values(problem) | dict(schedule)
-        broken = [f"{c.require} ({c.because})" for c in space.constraints
-                  if not c.exploring and not c.holds(values)]  # fmt: skip
+        broken = [f"{c.require} ({c.because})" for c in space.needed if not c.holds(values)]
         if broken:
             raise ConfigError(
                 f"forced knobs {self.forced} cannot work for {problem} on {space.arch}: {'; '.join(broken)}"

@@ -152,9 +152,8 @@ def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedu
     A broken constraint is mended by one of the knobs it reads, those of the structure before tiles, or by all of them.
     """
     values = space.constraint_values(problem)
-    needed = [each for each in space.constraints if not each.exploring]
     for _ in space.knobs:
-        broken = next((each for each in needed if not each.holds(values | dict(schedule))), None)
+        broken = next((each for each in space.needed if not each.holds(values | dict(schedule))), None)
         if broken is None:
             return schedule
         changed = {name: knob.default for name, knob in reversed(list(space.knobs.items()))
