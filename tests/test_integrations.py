@@ -459,7 +459,9 @@ def test_a_model_runs_under_both_and_tells_how_far_apart_they_are(transformers, 
     for comparison in said["comparisons"]:
         assert comparison["same_tokens"]
         assert comparison["agreement"] == 1.0
-        assert comparison["relative_error"] < 1e-6
+        assert comparison["prompt_error"] < 1e-6
+        assert comparison["step_error"] < 1e-6
+        assert comparison["control_first_difference"] is None
     assert "cpu" in " ".join(said["comparisons"][0]["fallbacks"])
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 9
 
@@ -474,7 +476,10 @@ def test_differing_choices_are_told_with_their_gap(transformers, monkeypatch) ->
     monkeypatch.setattr(integration, "sdpa", lambda *given, **more: -serving(*given, **more))  # a wrong kernel
     model = model_run.make_model(shape, work)
     found = model_run.compare(model, shape, work, torch.arange(24).reshape(2, 12) % 64)
-    assert found.relative_error > 0.01
+    assert found.prompt_error > 0.01
+    assert found.step_error > 0.01
+    assert found.control_step_error < 1e-5
+    assert found.control_agreement == 1.0
     assert found.agreement < 1.0
     assert not found.same_tokens
     assert found.first_difference is not None

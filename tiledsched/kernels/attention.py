@@ -102,6 +102,7 @@ class AttentionTemplate(KernelTemplate):
             KV_SPLITS=_splits(schedule),
             FLAT_STEPS=_flat(schedule),
             RELOAD_Q=bool(schedule.get("reload_q", False)),
+            Q_AHEAD=bool(schedule.get("q_ahead", False)),
         )
         return tuple(vars(constants).values())
 

@@ -1,8 +1,8 @@
 """One flat loop over the steps of all pieces of a block, instead of a loop for each piece.
 
 Nested loops drain the pipeline between two pieces and fill it again: the loads of the next piece begin when the output of
-this one is done. In a flat loop the change of piece is a branch at the end of a turn, and loads run ahead across it. Each
-step pays a little for that, which many short sequences win back (docs/results/knobs.md).
+this one is done. In a flat loop the change of piece is a branch at the end of a turn, and loads run ahead across it: those of
+keys and values by themselves, those of queries with Q_AHEAD or, with RELOAD_Q, because they are loads of the loop. Each step pays a little for that, which many short sequences win back (docs/results/knobs.md).
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -45,7 +45,8 @@ def flow(Q, K, V, Out, Lse, scale_log2, const):
     lap, i = 0, 0
     place, head, batch = piece_of(Q, 0, blocks, const)
     left = turns_of(place, offset, seq_k, const)
-    queries = load_queries(Q, (batch, head, place), const)
+    queries = queries_of(Q, 0, blocks, const)
+    ahead = queries_of(Q, 1, blocks, const) if const.Q_AHEAD else ()
     chain = forgetful(fresh_chain(const), const)
     for _ in range(turns):
         if const.RELOAD_Q:
@@ -64,7 +65,10 @@ def flow(Q, K, V, Out, Lse, scale_log2, const):
             place, head, batch = piece_of(Q, lap, blocks, const)
             left = turns_of(place, offset, seq_k, const)
             chain = forgetful(chain, const)
-            if not const.RELOAD_Q:
+            if const.Q_AHEAD:
+                queries = ahead
+                ahead = queries_of(Q, lap + 1, blocks, const)
+            elif not const.RELOAD_Q:
                 queries = load_queries(Q, (batch, head, place), const)
 
 
@@ -80,6 +84,12 @@ def piece_of(Q, lap, blocks, const):
     pieces, heads, batches = pieces_per_head(Q, const), pack_count(Q, const), Q.shape[0]
     place = snake(ct.bid(0), blocks, lap) if const.PERSISTENT == SNAKE else ct.bid(0)
     return coordinates(min(lap * blocks + place, pieces * heads * batches - 1), pieces, heads, batches, const)
+
+
+def queries_of(Q, lap, blocks, const):
+    """The queries of the piece that the current block takes in a lap; past its last, any that exist."""
+    place, head, batch = piece_of(Q, lap, blocks, const)
+    return load_queries(Q, (batch, head, place), const)
 
 
 def turns_of(place, offset, seq_k, const):

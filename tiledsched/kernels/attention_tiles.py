@@ -103,6 +103,8 @@ class Constants:
     """Steps per turn of one flat loop over all pieces of a block; 0 for a loop of its own for each piece."""
     RELOAD_Q: bool
     """Whether a flat loop loads the queries again at each turn."""
+    Q_AHEAD: bool
+    """Whether a flat loop loads the queries of each piece while it works on the piece before."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 The models are small transformers of two families, made from a configuration with random weights; nothing is downloaded.
 One model runs under both implementations, in turn: the prompt (prefill), then greedy generation (decode). Compared are
-the logits of the prompt and the tokens generated; a choice between two nearly equal logits may fall either way with any
-change of rounding, so generation is also compared position by position on torch's tokens.
+the logits of the prompt and the tokens generated. A choice between two nearly equal logits may fall either way with any
+change of rounding; so generation is also compared step by step, both continuing torch's tokens, and torch is compared with
+itself: its fastest backend with its plain one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tiledsched.errors import ConfigError, TiledschedError
 from tiledsched.serve.integrations import transformers as integration
@@ -92,16 +94,26 @@ class Comparison:
 
     model: str
     """Its shape."""
-    relative_error: float
-    """Norm of the difference of the prompt's logits over the norm of torch's."""
+    prompt_error: float
+    """Norm of the difference of the prompt's logits, made in one pass, over the norm of torch's."""
+    step_error: float
+    """The same of the logits from which tokens are chosen, one step after the other."""
     same_tokens: bool
     """Whether greedy generation gave the same tokens."""
     first_difference: int | None
     """First position at which a generated token differs; None where none does."""
     agreement: float
-    """Share of positions where both choose the same token after torch's tokens."""
+    """Share of steps where both choose the same token after torch's tokens."""
     largest_gap: float
     """Where they choose differently: how far apart the two logits are for torch, at most; 0 where they never do."""
+    control_first_difference: int | None
+    """As `first_difference`, of torch's math backend instead of ours."""
+    control_step_error: float
+    """As `step_error`, of torch's math backend."""
+    control_agreement: float
+    """As `agreement`, of torch's math backend."""
+    control_largest_gap: float
+    """As `largest_gap`, of torch's math backend."""
     fallbacks: tuple[str, ...]
     """What tiledsched left to torch, and why."""
 
@@ -167,13 +179,17 @@ def prefill(model: Any, prompt: torch.Tensor) -> Any:
 
 
 @torch.no_grad()
-def decode(model: Any, output: Any, count: int) -> torch.Tensor:
-    """`count` greedy tokens after a prefill, `[batch, count]`."""
-    tokens = []
-    for _ in range(count):
-        tokens.append(output.logits[:, -1].argmax(-1, keepdim=True))
-        output = model(input_ids=tokens[-1], past_key_values=output.past_key_values, use_cache=True)
-    return torch.cat(tokens, dim=1)
+def decode(model: Any, output: Any, count: int, after: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` greedy tokens after a prefill, `[batch, count]`, and the logits they were chosen from, `[count, batch,
+    vocabulary]`. With `after`, `[batch, count]`, each step continues those tokens, whatever was chosen.
+    """  # fmt: skip
+    tokens, logits = [], []
+    for step in range(count):
+        logits.append(output.logits[:, -1])
+        tokens.append(logits[-1].argmax(-1, keepdim=True))
+        fed = tokens[-1] if after is None else after[:, step : step + 1]
+        output = model(input_ids=fed, past_key_values=output.past_key_values, use_cache=True)
+    return torch.cat(tokens, dim=1), torch.stack(logits)
 
 
 @torch.no_grad()
@@ -182,28 +198,62 @@ def all_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([model(input_ids=each[None], use_cache=True).logits.float().cpu() for each in tokens])
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Generation:
+    """What one implementation generated."""
+
+    tokens: torch.Tensor
+    """By itself, `[batch, count]`."""
+    logits: torch.Tensor
+    """Of each step after torch's tokens, `[batch, count, vocabulary]`, float32 on the CPU."""
+
+    def first_difference(self, other: _Generation) -> int | None:
+        """First position at which a token differs."""
+        different = (self.tokens != other.tokens).any(0).nonzero()
+        return int(different[0]) if len(different) else None
+
+    def agreement(self, other: _Generation) -> tuple[float, float]:
+        """(share of steps where both choose the same, largest gap between the two choices here where they do not)."""
+        mine, theirs = self.logits.argmax(-1), other.logits.argmax(-1)
+        apart = mine != theirs
+        gaps = (self.logits.gather(-1, mine[..., None]) - self.logits.gather(-1, theirs[..., None]))[..., 0][apart]
+        return 1.0 - float(apart.float().mean()), float(gaps.max()) if len(gaps) else 0.0
+
+
+def _generate(model: Any, work: Workload, prompt: torch.Tensor, after: torch.Tensor | None = None) -> _Generation:
+    tokens, logits = decode(model, prefill(model, prompt), work.new_tokens)
+    if after is not None:
+        _, logits = decode(model, prefill(model, prompt), work.new_tokens, after)
+    return _Generation(tokens=tokens, logits=logits.transpose(0, 1).float().cpu())
+
+
+def _relative_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((logits - reference).norm() / reference.norm())
+
+
 def compare(model: Any, shape: ModelShape, work: Workload, prompt: torch.Tensor) -> Comparison:
     """Logits and tokens of both implementations."""
-    tokens, logits = {}, {}
+    torchs, our_name = METHODS
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for method in METHODS:
-            use(model, method)
-            tokens[method] = decode(model, prefill(model, prompt), work.new_tokens).cpu()
-        whole = torch.cat([prompt.cpu(), tokens[METHODS[0]]], dim=1).to(prompt.device)
-        for method in METHODS:
-            use(model, method)
-            logits[method] = all_logits(model, whole)
-    theirs, ours = (logits[method] for method in METHODS)
-    choices = [each[:, prompt.shape[1] - 1 : -1].argmax(-1) for each in (theirs, ours)]
-    apart = choices[0] != choices[1]
-    scores = theirs[:, prompt.shape[1] - 1 : -1]
-    gaps = (scores.gather(-1, choices[0][..., None]) - scores.gather(-1, choices[1][..., None]))[..., 0][apart]
-    different = (tokens[METHODS[0]] != tokens[METHODS[1]]).any(0).nonzero()
+        use(model, torchs)
+        reference = _generate(model, work, prompt)
+        with sdpa_kernel(SDPBackend.MATH):
+            control = _generate(model, work, prompt, reference.tokens)
+        whole = torch.cat([prompt, reference.tokens], dim=1)
+        torchs_logits = all_logits(model, whole)
+        use(model, our_name)
+        ours = _generate(model, work, prompt, reference.tokens)
+        prompt_error = _relative_error(all_logits(model, whole), torchs_logits)
+    agreement, gap = reference.agreement(ours)
+    control_agreement, control_gap = reference.agreement(control)
+    first = reference.first_difference(ours)
     return Comparison(
-        model=str(shape), relative_error=float((ours - theirs).norm() / theirs.norm()),
-        same_tokens=not len(different), first_difference=int(different[0]) if len(different) else None,
-        agreement=1.0 - float(apart.float().mean()), largest_gap=float(gaps.max()) if len(gaps) else 0.0,
+        model=str(shape), prompt_error=prompt_error, step_error=_relative_error(ours.logits, reference.logits),
+        same_tokens=first is None, first_difference=first, agreement=agreement, largest_gap=gap,
+        control_first_difference=reference.first_difference(control),
+        control_step_error=_relative_error(control.logits, reference.logits),
+        control_agreement=control_agreement, control_largest_gap=control_gap,
         fallbacks=tuple(dict.fromkeys(str(each.message) for each in caught if "tiledsched" in str(each.message))),
     )  # fmt: skip
 
@@ -305,8 +355,16 @@ def _print(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> None:
         )
     for each in comparisons:
         tokens = "the same tokens" if each.same_tokens else f"tokens differ from position {each.first_difference}"
-        print(f"{each.model}: logits {each.relative_error:.2e} apart, {tokens}, {each.agreement:.1%} of choices agree on "
-              f"torch's tokens (largest gap where not: {each.largest_gap:.3g})")  # fmt: skip
+        print(
+            f"{each.model}: logits {each.prompt_error:.2e} apart for the prompt, {each.step_error:.2e} step by step; {tokens}"
+        )
+        print(
+            f"  after torch's tokens {each.agreement:.1%} of choices agree (largest gap where not: {each.largest_gap:.3g})"
+        )
+        control = each.control_first_difference
+        print(f"  torch's math backend: {each.control_step_error:.2e} apart step by step, "
+              f"{'the same tokens' if control is None else f'tokens differ from position {control}'}, "
+              f"{each.control_agreement:.1%} agree (largest gap where not: {each.control_largest_gap:.3g})")  # fmt: skip
         for reason in each.fallbacks:
             print(f"  {reason}")
 
