@@ -16,7 +16,7 @@ from tiledsched.kernels import template_for
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.problem import Problem
 from tiledsched.search.effort import EFFORTS
-from tiledsched.search.prior import estimator, promising_part
+from tiledsched.search.prior import Elsewhere, estimator, promising_part
 from tiledsched.search.tuner import TuneOptions, Tuner
 from tiledsched.space import SearchSpace, space_for
 from tiledsched.store.db import TuningDB
@@ -152,6 +152,26 @@ def test_evidence_from_another_compiler_is_not_reused(db) -> None:
     second = tune(recorded, db, trials=16)
     assert second.measured >= 16
     assert second.entry.toolchain.tileiras == "13.5.1"
+
+
+def test_what_an_older_compiler_found_is_tried_first(db) -> None:
+    recorded = Recorded(LANDSCAPES[1])
+    first = tune(recorded, db)
+    recorded.toolchain = dataclasses.replace(recorded.toolchain, tileiras="13.5.1")
+    second = tune(recorded, db, trials=2)  # the default, and what is served
+    assert second.entry.schedule == first.entry.schedule
+    assert second.entry.toolchain.tileiras == "13.5.1"
+
+
+def test_a_problem_is_learnt_from_itself_only_when_asked_to(db) -> None:
+    recorded = Recorded(LANDSCAPES[1])
+    tune(recorded, db, trials=16)
+    device = ReplayRunner(TEMPLATE, recorded.measurements).device.name
+    elsewhere = Elsewhere(db, space_for("sm_90"), device, "burst", "fp32")
+    assert elsewhere.known(recorded.problem, arch_spec("sm_90"), itself=False) == []
+    (known,) = elsewhere.known(recorded.problem, arch_spec("sm_90"), itself=True)
+    assert known.problem == recorded.problem
+    assert min(known.times_us) == pytest.approx(recorded.best_us, rel=0.05)
 
 
 def test_what_neighbours_took_is_learnt_from(db, tmp_path) -> None:

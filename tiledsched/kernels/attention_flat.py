@@ -1,8 +1,9 @@
 """One flat loop over the steps of all pieces of a block, instead of a loop for each piece.
 
 Nested loops drain the pipeline between two pieces and fill it again: the loads of the next piece begin when the output of
-this one is done. In a flat loop the change of piece is a branch at the end of a turn, and loads run ahead across it: those of
-keys and values by themselves, those of queries with Q_AHEAD or, with RELOAD_Q, because they are loads of the loop. Each step pays a little for that, which many short sequences win back (docs/results/knobs.md).
+this one is done. In a flat loop the change of piece is a branch at the end of a turn, and loads run ahead across it: those
+of keys and values by themselves; those of queries with Q_AHEAD, or with RELOAD_Q, which makes them loads of the loop. Each
+step pays a little for that, which many short sequences win back (docs/results/knobs.md).
 """
 
 # Tile code is typed by cuTile, not by Python.

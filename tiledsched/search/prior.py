@@ -56,22 +56,24 @@ def promising_part(space: SearchSpace, problem: Problem, pinned: Mapping[str, Kn
     return space.limited_to(found)
 
 
-def nearest(problem: Problem, measured: Iterable[Problem]) -> list[Problem]:
-    """Of other measured problems those to learn from, the most alike first."""
-    others = (other for other in measured if other != problem)
+def nearest(problem: Problem, measured: Iterable[Problem], *, itself: bool = False) -> list[Problem]:
+    """Of measured problems those to learn from, the most alike first; `problem` among them only if asked for."""
+    others = (other for other in measured if itself or other != problem)
     return sorted(others, key=lambda other: (-likeness(problem, other), other))[:MOST_PROBLEMS]
 
 
-def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec) -> list[Known]:
+def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, *, itself: bool = False) -> list[Known]:
     """What to learn from: the problems most alike, and of each a choice of programs that shows its best and its spread.
 
     Args:
-        problem: what is to be tuned; it is not learnt from.
+        problem: what is to be tuned.
         others: for each problem its measured programs: schedule, facts, microseconds.
         spec: of the arch.
+        itself: learn from `problem` itself, too, where `others` has it.
     """
     found = []
-    for other in nearest(problem, (other for other in others if len(others[other]) >= FEWEST_PROGRAMS)):
+    taught = (other for other in others if len(others[other]) >= FEWEST_PROGRAMS)
+    for other in nearest(problem, taught, itself=itself):
         programs = sorted(others[other], key=lambda program: (program[2], program[0].id))
         half = MOST_PROGRAMS // 2
         rest = programs[half:]
@@ -92,17 +94,17 @@ class Elsewhere:
         self._programs: MeasuredPrograms = {}
         self._facts: dict[str, ResourceFacts | None] = {}
 
-    def known(self, problem: Problem, spec: ArchSpec) -> list[Known]:
+    def known(self, problem: Problem, spec: ArchSpec, *, itself: bool) -> list[Known]:
         """What to learn from for `problem`; see `known_elsewhere`."""
         where = (self._device_name, self._regime)
         measured = {line.problem for line in self._db.landscapes()
                     if (line.device_name, line.regime) == where and line.distinct_programs >= FEWEST_PROGRAMS}  # fmt: skip
         measured |= {other for other, programs in self._programs.items() if len(programs) >= FEWEST_PROGRAMS}
-        near = nearest(problem, measured)
+        near = nearest(problem, measured, itself=itself)
         for other in near:
             if other not in self._programs:
                 self._programs[other] = self._read(other)
-        return known_elsewhere(problem, {other: self._programs[other] for other in near}, spec)
+        return known_elsewhere(problem, {other: self._programs[other] for other in near}, spec, itself=itself)
 
     def note(self, problem: Problem, programs: list[tuple[Schedule, ResourceFacts | None, float]]) -> None:
         """What was measured of `problem` just now."""

@@ -197,8 +197,10 @@ class Tuner:
         if not known_us:
             self.workshop.start()
         spec, guided = arch_spec(self.space.arch), self.options.sampler == "surrogate"
-        elsewhere = self._elsewhere(runner).known(problem, spec) if guided else []
-        estimate, first, space = estimator(problem, spec), self._first(problem, elsewhere), self.space
+        # Times of an older compiler or kernel are no verdict; they tell where to look.
+        elsewhere = self._elsewhere(runner).known(problem, spec, itself=not known_us) if guided else []
+        estimate, space = estimator(problem, spec), self.space
+        first = self._first(problem, runner, elsewhere)
         if guided:
             leaders = [known.schedules[0] for known in elsewhere]
             space = promising_part(space, problem, self._pinned, estimate, [*first, *leaders])
@@ -245,14 +247,18 @@ class Tuner:
                                      self.options.accum_mode)  # fmt: skip
         return self._others
 
-    def _first(self, problem: Problem, elsewhere: Sequence[Known]) -> list[Schedule]:
-        """What to try first: the default, and what won on like problems of which no more is known than that."""
+    def _first(self, problem: Problem, runner: Runner, elsewhere: Sequence[Known]) -> list[Schedule]:
+        """What to try first: the default, what is served now, and what won on like problems of which no more is known."""
         told = {known.problem for known in elsewhere}
         near = [entry for entry in self.db.entries(self.space.arch, self.template.name, provenance="measured")
                 if entry.problem != problem and entry.problem not in told]  # fmt: skip
         near.sort(key=lambda entry: (-likeness(problem, entry.problem), entry.problem))
         winners = dict.fromkeys(self.space.complete(entry.schedule) for entry in near)
-        return [self._default(problem), *list(winners)[: 0 if elsewhere else MOST_WINNERS]]
+        return [
+            self._default(problem),
+            *self._incumbent(problem, runner),
+            *list(winners)[: 0 if elsewhere else MOST_WINNERS],
+        ]
 
     def _known_times(self, problem: Problem, runner: Runner) -> dict[Schedule, float | None]:
         """Times in the store that still hold: same device, compiler, kernel source and space.
