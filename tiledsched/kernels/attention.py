@@ -103,6 +103,7 @@ class AttentionTemplate(KernelTemplate):
             FLAT_STEPS=_flat(schedule),
             RELOAD_Q=bool(schedule.get("reload_q", False)),
             Q_AHEAD=bool(schedule.get("q_ahead", False)),
+            STORE_LATE=bool(schedule.get("store_late", False)),
         )
         return tuple(vars(constants).values())
 

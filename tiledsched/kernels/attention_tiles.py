@@ -105,6 +105,8 @@ class Constants:
     """Whether a flat loop loads the queries again at each turn."""
     Q_AHEAD: bool
     """Whether a flat loop loads the queries of each piece while it works on the piece before."""
+    STORE_LATE: bool
+    """Whether a persistent block stores the output of a piece after the loads of the next one have begun."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,9 @@ def deal_out(Q, K, V, Out, Lse, scale_log2, const):
     turns round after each lap over the blocks. `Lse` may be None.
     """  # fmt: skip
     pieces = pieces_per_head(Q, const)
-    if const.PERSISTENT == STRIDED:
+    if const.STORE_LATE:
+        relay(Q, K, V, Out, Lse, scale_log2, const)
+    elif const.PERSISTENT == STRIDED:
         for work in range(ct.bid(0), pieces * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)):
             attend(Q, K, V, Out, Lse, scale_log2, work, pieces, const)
     elif const.PERSISTENT == SNAKE:
@@ -167,6 +171,25 @@ def deal_out(Q, K, V, Out, Lse, scale_log2, const):
             attend(Q, K, V, Out, Lse, scale_log2, lap * blocks + snake(ct.bid(0), blocks, lap), pieces, const)
     else:
         attend(Q, K, V, Out, Lse, scale_log2, ct.bid(0), pieces, const)
+
+
+def relay(Q, K, V, Out, Lse, scale_log2, const):
+    """All work of a persistent block; the output of a piece is stored at the beginning of the next one.
+
+    The compiler gives loads warps of their own, and lets them go on to the next piece when this one ends: to its queries,
+    and to its keys after them. They should not wait for the output to be stored.
+    """
+    pieces, blocks = pieces_per_head(Q, const), ct.num_blocks(0)
+    total = pieces * pack_count(Q, const) * Q.shape[0]
+    first = snake(ct.bid(0), blocks, total // blocks) if const.PERSISTENT == SNAKE else ct.bid(0)
+    piece = Piece(0, 0, tuple(0 for _ in ct.static_iter(range(const.Q_SUBTILES))))
+    chains = tuple(fresh_chain(const) for _ in ct.static_iter(range(const.Q_SUBTILES)))
+    for lap in range(ct.cdiv(total - first, blocks)):
+        if lap > 0:
+            finish_all(Out, Lse, piece, chains, const)
+        place = snake(ct.bid(0), blocks, lap) if const.PERSISTENT == SNAKE else ct.bid(0)
+        piece, chains = visit(Q, K, V, scale_log2, lap * blocks + place, pieces, 0, const)
+    finish_all(Out, Lse, piece, chains, const)
 
 
 def snake(block, blocks, lap):
@@ -187,6 +210,11 @@ def pack_count(Q, const):
 def attend(Q, K, V, Out, Lse, scale_log2, work, pieces, const):
     """One piece of work, start to finish."""
     piece, chains = visit(Q, K, V, scale_log2, work, pieces, 0, const)
+    finish_all(Out, Lse, piece, chains, const)
+
+
+def finish_all(Out, Lse, piece, chains, const):
+    """Store the output of a piece of work."""
     for s in ct.static_iter(range(const.Q_SUBTILES)):
         finish(Out, Lse, piece, piece.tiles[s], chains[s], const)
 
