@@ -162,6 +162,7 @@ def test_a_graph_replays_a_split_launch() -> None:
         launcher.out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(launcher.out, first)
+    del graph  # before the kernel, which takes its program with it when it goes
 
 
 def test_arrays_of_more_than_two_thousand_million_elements() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import re
 import threading
 import warnings
@@ -232,6 +233,20 @@ def test_replay_equals_eager_on_new_inputs(serve) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, serve.sdpa(q, k, v, causal=True))
+
+
+def test_a_graph_outlives_a_reload(serve) -> None:
+    q, k, v = tensors(rows=512)
+    expected = serve.sdpa(q, k, v).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = serve.sdpa(q, k, v)
+    serve.reload()
+    gc.collect()
+    captured.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, expected)
 
 
 def test_a_program_that_never_ran_is_refused_in_a_capture(serve) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 
@@ -47,6 +49,15 @@ def test_every_way_to_ask_for_a_mask(launches, given, alignment) -> None:
         out = serve.sdpa(q, k, v, *given[0], **given[1])
         torch.testing.assert_close(out, expected(q, k, v, alignment), **TOLERANCE[q.dtype])
     assert len(launches) == 2
+
+
+def test_a_kernel_outlives_a_reload(launches) -> None:
+    """A CUDA graph that someone captured may launch its program, which cuTile unloads with the kernel."""
+    serve.sdpa(*tensors())
+    kernel = weakref.ref(launches.pop()[2])
+    serve.reload()
+    gc.collect()
+    assert kernel() is not None
 
 
 def test_torchs_names_are_taken(launches) -> None:

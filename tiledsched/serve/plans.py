@@ -101,6 +101,8 @@ Plain tuples, which are read fastest; never changed, only replaced, for threads 
 _found_last: Plan | None = None
 """By key."""
 _kernels: dict[tuple[Any, ...], Any] = {}
+_retired: list[Any] = []
+"""Kernels of before a reload. cuTile unloads the programs of a kernel that is gone, and a CUDA graph may still launch them."""
 
 
 def plan_key(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> tuple[Any, ...]:
@@ -232,6 +234,7 @@ def forget_kernels() -> None:
     """Make every kernel again, too: what a bundle or cuTile's cache holds is looked for once more."""
     with _lock:
         forget_plans()
+        _retired.extend(_kernels.values())
         _kernels.clear()
 
 
