@@ -6,6 +6,8 @@ import dataclasses
 import io
 import itertools
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import bad_kernels
@@ -313,3 +315,29 @@ def test_a_compiler_too_old_for_the_arch_is_refused() -> None:
     check_arch(old, "sm_121")
     with pytest.raises(CompilerError, match=r"too old for sm_90, which needs 13\.4"):
         check_arch(old, "sm_90")
+
+
+COMPILE_ALONE = """
+import sys, time
+from tiledsched.build.compiler import BuildTask, compile_task
+from tiledsched.build.pool import start_process
+from tiledsched.problem import Problem
+from tiledsched.space import space_for
+
+start_process()
+problem = Problem.standard(seq_len=1024, head_dim=64)
+built = compile_task(BuildTask(kernel="attention", schedule=space_for("sm_90").default(problem), problem=problem, arch="sm_90"))
+print(built.artifact.fingerprint, sys.modules["torch"])
+"""
+
+
+def test_a_compile_process_does_without_torch() -> None:
+    """cuTile would load it for its dtypes. Without, the machine code is the same."""
+    pytest.importorskip("torch")
+    problem = Problem.standard(seq_len=1024, head_dim=64)
+    here = compile_task(
+        BuildTask(kernel="attention", schedule=space_for("sm_90").default(problem), problem=problem, arch="sm_90")
+    )
+    there = subprocess.run([sys.executable, "-c", COMPILE_ALONE], capture_output=True, text=True, check=True).stdout
+    assert here.artifact is not None
+    assert there.split() == [here.artifact.fingerprint, "None"]

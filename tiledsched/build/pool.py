@@ -12,6 +12,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterable, Iterator
 
 from pebble import ProcessExpired, ProcessPool
@@ -28,8 +29,11 @@ def start_process() -> None:
     os.setpgrp()
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     prepare_process()
+    # cuTile imports torch, where it is installed, for its dtypes. A compile needs none of them, and torch takes seconds.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
     with contextlib.suppress(ImportError):  # whoever compiles finds out
         importlib.import_module("cuda.tile.compilation")  # takes as long as many a compile
+        importlib.import_module("cuda.tile._compile")  # what its first use would import
 
 
 def default_jobs() -> int:
