@@ -277,6 +277,23 @@ def test_the_command_climbs_on_a_gpu(tmp_path, monkeypatch, capsys) -> None:
     assert "transferred schedule 64x64" in said.err  # measured on another device than the made-up one
 
 
+def test_what_ends_the_command_early_loses_only_the_problem_under_way(tmp_path, monkeypatch, capsys) -> None:
+    climb, climbed = Ladder.climb, []
+
+    def once(self, *given):
+        if climbed:
+            raise KeyboardInterrupt
+        climbed.append(self)
+        return climb(self, *given)
+
+    monkeypatch.setattr(Ladder, "climb", once)
+    file = tmp_path / "ladder.csv"
+    assert main(["ablate", "--arch", "sm_90", "--replay", str(LANDSCAPE), str(LANDSCAPE), "--csv", str(file)]) == 130
+    assert "from the plain schedule to the tuned one" in capsys.readouterr().out
+    with file.open(newline="") as rows:
+        assert len(list(csv.DictReader(rows))) > 3
+
+
 def test_without_a_gpu_and_without_a_record_it_says_what_to_do(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
     monkeypatch.setattr("tiledsched.measure.nvml.devices", list)

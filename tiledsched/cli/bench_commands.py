@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,17 +68,20 @@ def ablate(options: argparse.Namespace) -> int:
     """Climb from the plain schedule to the tuned one, on the GPU or over recorded landscapes."""
     from tiledsched.ablation.rows import write_rows
 
-    rows = _replayed(options) if options.replay else _ablated(options)
-    if options.csv:
-        write_rows(rows, Path(options.csv))
+    rows: list[AblationRow] = []
+    for ladder in _replayed(options) if options.replay else _ablated(options):
+        rows += ladder
+        if options.csv:  # after each problem: what ends the command early loses only the one under way
+            write_rows(rows, Path(options.csv))
+        if not options.json:
+            output.print_ablation(ladder)
     if options.json:
         _print_json({"rows": [row.to_csv() for row in rows]})
-    else:
-        output.print_ablation(rows)
     return 0
 
 
-def _replayed(options: argparse.Namespace) -> list[AblationRow]:
+def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
+    """The rows of each recorded problem."""
     from tiledsched.ablation.ladder import Ladder
     from tiledsched.ablation.sources import Recorded
     from tiledsched.kernels import template_for
@@ -85,7 +89,6 @@ def _replayed(options: argparse.Namespace) -> list[AblationRow]:
     from tiledsched.space import space_for
     from tiledsched.store.exchange import read_table
 
-    rows: list[AblationRow] = []
     for path in options.replay:
         table = read_table(path)
         arch = table.measurements[0].measurement.device.arch if table.measurements else options.arch
@@ -97,11 +100,11 @@ def _replayed(options: argparse.Namespace) -> list[AblationRow]:
                         regime=recorded.regime, rounds=options.rounds, recorded=recorded.holds,
                         progress=output.note)  # fmt: skip
         plain = _plain(options.start or "default", space, recorded.problem)
-        rows += ladder.climb(plain, recorded.best.schedule)
-    return rows
+        yield ladder.climb(plain, recorded.best.schedule)
 
 
-def _ablated(options: argparse.Namespace) -> list[AblationRow]:
+def _ablated(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
+    """The rows of each problem, measured."""
     from tiledsched.ablation.ladder import Ladder
     from tiledsched.ablation.sources import Built
     from tiledsched.build.pool import BuildPool
@@ -112,7 +115,6 @@ def _ablated(options: argparse.Namespace) -> list[AblationRow]:
     runner = _runner(options, template, "--replay FILE")
     try:
         served = load_table(settings)
-        rows: list[AblationRow] = []
         with _open(options) as db, BuildPool(options.jobs) as pool:
             source = Built(Workshop(db, artifacts, template, options.arch, toolchain, pool))
             for problem in _problems(options):
@@ -121,10 +123,9 @@ def _ablated(options: argparse.Namespace) -> list[AblationRow]:
                 ladder = Ladder(runner, source, space, template, problem, regime=settings.regime, rounds=options.rounds,
                                 progress=output.note)  # fmt: skip
                 plain = _plain(options.start or "untuned", space, problem)
-                rows += ladder.climb(plain, space.complete(found.schedule))
+                yield ladder.climb(plain, space.complete(found.schedule))
     finally:
         runner.close()
-    return rows
 
 
 def _plain(start: str, space: SearchSpace, problem: Problem) -> Schedule:

@@ -243,7 +243,7 @@ def _add_ablate(subs: Any) -> None:
                         "(default: burst; with --replay, the record's)")  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="samples of each in the final run "
                         "(default: 30)")  # fmt: skip
-    parser.add_argument("--csv", metavar="FILE", help="also write the rows")
+    parser.add_argument("--csv", metavar="FILE", help="also write the rows, after each problem")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the inputs (default: 0)")
     parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
 
