@@ -33,7 +33,6 @@ def start_process() -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
     with contextlib.suppress(ImportError):  # whoever compiles finds out
         importlib.import_module("cuda.tile.compilation")  # takes as long as many a compile
-        importlib.import_module("cuda.tile._compile")  # what its first use would import
 
 
 def default_jobs() -> int:
