@@ -204,7 +204,7 @@ def fake_cupy(mode: str) -> types.ModuleType:
     return cupy
 
 
-def main(mode: str, descriptor: str, folder: str) -> None:
+def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
     """Start as `mode` says; `ready:PATH` starts once, and finds no GPU as soon as PATH is there."""
     mode, _, marker = mode.partition(":")
     if marker:
@@ -231,7 +231,7 @@ def main(mode: str, descriptor: str, folder: str) -> None:
     timing.GAPS_S, timing.TRIAL_S = (0.0,), 0.0
     timing.SUSTAINED_WARMUP_S, timing.SUSTAINED_REWARM_S = 0.01, 0.0
     worker.is_whole = lambda cubin: True  # its cubins are JSON
-    worker.main(descriptor, folder)
+    worker.main(descriptor, folder, parent)
 
 
 if __name__ == "__main__":

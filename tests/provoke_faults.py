@@ -182,6 +182,7 @@ def too_large(bench: Bench, runner: Runner, fault: str) -> Failure:
     """A problem that does not fit, and after it one that does."""
     try:
         runner.begin(bench.too_large)
+        runner.wait()
     except MeasureError as error:
         if "memory" in str(error).lower():
             return Failure(kind=FailureKind.OUT_OF_MEMORY, message=str(error))

@@ -54,11 +54,18 @@ def make_runner():
         made.append(runner)
         if problem is not None:
             runner.begin(problem)
+        runner.wait()
         return runner
 
     yield make
     for runner in made:
         runner.close()
+
+
+def begun(runner: GpuRunner, problem) -> None:
+    """Begin, and wait for it."""
+    runner.begin(problem)
+    runner.wait()
 
 
 def is_gone(process: subprocess.Popen) -> bool:
@@ -375,9 +382,26 @@ def test_gpu_lost_on_the_way(make_runner, tmp_path):
 def test_problem_that_does_not_fit(make_runner):
     runner = make_runner()
     with pytest.raises(MeasureError, match=r"Out of memory.*smaller batch"):
-        runner.begin(PROBLEM.replace(head_dim=250))
+        begun(runner, PROBLEM.replace(head_dim=250))
     runner.begin(PROBLEM)
     assert_usable(runner)
+
+
+def test_what_goes_wrong_in_the_background_is_told_by_the_next_request(make_runner):
+    runner = make_runner()
+    runner.begin(PROBLEM.replace(head_dim=250))
+    with pytest.raises(MeasureError, match=r"Out of memory.*smaller batch"):
+        runner.check(candidate(10.0))
+    runner.begin(PROBLEM)
+    assert_usable(runner)
+
+
+def test_the_worker_starts_while_others_do_something_else(make_runner):
+    """Neither a start nor a `begin` is waited for before it is needed."""
+    runner = GpuRunner(template_for("attention"), timeouts=Timeouts(start_s=0.2), worker_command=command("silent"))
+    runner.begin(PROBLEM)
+    with pytest.raises(MeasureError, match="no answer to start"):
+        _ = runner.device
 
 
 def test_same_seed_same_requests(make_runner, monkeypatch):
@@ -416,7 +440,7 @@ def test_a_failed_start_leaves_nothing_behind(monkeypatch):
 
     monkeypatch.setattr(gpu, "Worker", Watched)
     with pytest.raises(MeasureError):
-        GpuRunner(template_for("attention"), worker_command=command("no-gpu"))
+        _ = GpuRunner(template_for("attention"), worker_command=command("no-gpu")).device
     assert is_gone(workers[0].process)
     assert not Path(workers[0]._folder.name).exists()
 

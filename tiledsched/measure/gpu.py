@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ class Worker:
         self._errors = Path(self._folder.name) / "stderr.txt"
         self.connection, theirs = Pipe()
         with theirs, self._errors.open("wb") as errors:
-            self.process = subprocess.Popen([*command, str(theirs.fileno()), self._folder.name],
+            self.process = subprocess.Popen([*command, str(theirs.fileno()), self._folder.name, str(os.getpid())],
                                             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                                             stdout=subprocess.DEVNULL, stderr=errors)  # fmt: skip
         self.loaded: set[str] = set()
@@ -111,10 +112,26 @@ class Worker:
         Raises:
             WorkerDiedError: as for `receive`.
         """
+        self.send(verb, *arguments)
+        return self.answer(timeout_s, verb)
+
+    def send(self, verb: str, *arguments: Any) -> None:
+        """Send one request, whose answer is to be waited for before the next one.
+
+        Raises:
+            WorkerDiedError: it ended before.
+        """
         try:
             self.connection.send((verb, *arguments))
         except OSError as error:
             raise WorkerDiedError(self._ended(f"before {verb}")) from error
+
+    def answer(self, timeout_s: float, verb: str) -> Any:
+        """The answer to the request sent last; a failure the worker reports is returned.
+
+        Raises:
+            WorkerDiedError: as for `receive`.
+        """
         outcome, value = self.receive(timeout_s, verb)
         if outcome == "lost":
             self.kill()
@@ -160,8 +177,11 @@ class GpuRunner:
         gap_ms: start-to-start distance of paced launches; None to find the steady one for each problem.
         worker_command: how to start the worker; tests start one with a made-up GPU.
 
+    The worker starts, and makes a problem's inputs, in the background: whoever needs it first waits for it.
+
     Raises:
-        MeasureError: no worker can be started: no GPU, no driver, or no CuPy.
+        MeasureError: by whatever waits for the worker: it cannot be started (no GPU, no driver, or no CuPy), or the
+            problem does not fit.
     """
 
     name = "gpu"
@@ -180,30 +200,42 @@ class GpuRunner:
         self._graph_launches: dict[str, int] = {}
         self.gap_trials: tuple[GapTrial, ...] = ()
         """What the last calibration saw; empty before the first."""
-        self._worker = self._start()
+        self._worker = Worker(self._command)
+        self._device: Device | None = None
+        # What the worker is still to say: that it has opened the GPU, that it holds the problem.
+        self._starting, self._beginning = True, False
 
-    def _start(self) -> Worker:
-        worker = Worker(self._command)
+    @property
+    def device(self) -> Device:
+        """The GPU, once the worker has opened it."""
+        if self._starting:
+            self._await_start()
+        assert self._device is not None
+        return self._device
+
+    def _await_start(self) -> None:
+        beginning, self._starting, self._beginning = self._beginning, False, False
         try:
-            kind, value = worker.receive(self._timeouts.start_s, "start")
+            kind, value = self._worker.receive(self._timeouts.start_s, "start")
         except WorkerDiedError as error:
             raise MeasureError(f"{error}; run: tiledsched doctor") from error
         if kind != "ready":
-            worker.kill()
+            self._worker.kill()
             raise MeasureError(f"the GPU cannot be used: {value}; run: tiledsched doctor")
-        self.device: Device = value
-        return worker
+        self._device, self._beginning = value, beginning
 
     def _draw_seed(self, purpose: str) -> int:
         self._draws += 1
         return int(stable_id([self._seed, purpose, self._draws], length=8), 16)
 
     def begin(self, problem: Problem) -> None:
-        """Inputs and reference for `problem`, on the worker."""
+        """Let the worker make inputs and reference for `problem`, in the background."""
+        if self._beginning:
+            self.wait()
         self._problem = problem
         self._expected_us.clear()
         self._gap_ms, self._graph_launches = self._given_gap_ms, {}
-        if self._worker.alive():
+        if self._starting or self._worker.alive():
             self._begin_on_worker()
         else:
             self._restart()
@@ -211,16 +243,26 @@ class GpuRunner:
     def _restart(self) -> None:
         """A new worker, brought back to the current problem."""
         self._worker.kill()
-        self._worker = self._start()
+        self._worker, self._starting = Worker(self._command), True
         if self._problem is not None:
             self._begin_on_worker()
 
     def _begin_on_worker(self) -> None:
         assert self._problem is not None
-        scalars = self._template.scalars(self._problem)
-        seed = self._draw_seed("inputs")
+        # Of a worker that ended, `wait` says why.
+        with suppress(WorkerDiedError):
+            self._worker.send("begin", self._problem, self._template.scalars(self._problem), self._draw_seed("inputs"))
+        self._beginning = True
+
+    def wait(self) -> None:
+        """Wait until the worker is ready for candidates. Whoever asks something of it waits by itself."""
+        if self._starting:
+            self._await_start()
+        if not self._beginning:
+            return
+        self._beginning = False
         try:
-            answer = self._worker.ask(self._timeouts.begin_s, "begin", self._problem, scalars, seed)
+            answer = self._worker.answer(self._timeouts.begin_s, "begin")
         except WorkerDiedError as error:
             raise MeasureError(f"cannot prepare {self._problem}: {error}; run: tiledsched doctor") from error
         if isinstance(answer, Failure):
@@ -335,8 +377,10 @@ class GpuRunner:
 
     def _guarded(self, ask: Callable[[], Any]) -> Any:
         """`ask()` on a living worker; the worker's death becomes the failure it stands for."""
+        self.wait()
         if not self._worker.alive():
             self._restart()
+            self.wait()
         try:
             return ask()
         except WorkerDiedError as error:

@@ -1,8 +1,8 @@
 """The process that owns the GPU. It loads cubins with CuPy and holds neither torch nor a compiler.
 
 It answers one request at a time over a pipe and keeps no state that cannot be made again: whoever started it may kill
-it at any moment and start another. Run as ``python -m tiledsched.measure.worker DESCRIPTOR FOLDER``, with the inherited
-file descriptor of the pipe's end and a folder to write to; `measure.gpu` does.
+it at any moment and start another. Run as ``python -m tiledsched.measure.worker DESCRIPTOR FOLDER PARENT``, with the
+inherited file descriptor of the pipe's end, a folder to write to and the process to end with; `measure.gpu` does.
 """
 
 from __future__ import annotations
@@ -366,9 +366,8 @@ def _context_lost() -> bool:
     return False
 
 
-def _end_with_parent(folder: str) -> None:
+def _end_with_parent(folder: str, parent: int) -> None:
     """End this process when the one that started it is gone, even if a kernel hangs just then."""
-    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -379,14 +378,14 @@ def _end_with_parent(folder: str) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(descriptor: str, folder: str) -> None:
+def main(descriptor: str, folder: str, parent: str) -> None:
     """Serve requests until the other side closes, or a failure makes the CUDA context useless.
 
     The first message is ("ready", Device) or ("fatal", why). Each request is answered by ("done", value), by ("failed",
     Failure), or by ("lost", Failure), after which this process ends: a new one gets a new context.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
-    _end_with_parent(folder)
+    _end_with_parent(folder, int(parent))
     with Connection(int(descriptor)) as connection:
         try:
             state = start(folder)

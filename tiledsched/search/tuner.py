@@ -193,9 +193,11 @@ class Tuner:
     # With a GPU
 
     def _measure(self, problem: Problem, runner: Runner, deadline_s: float | None) -> TuneResult:
-        started, known_us = time.monotonic(), self._known_times(problem, runner)
-        if not known_us:
-            self.workshop.start()
+        started = time.monotonic()
+        runner.begin(problem)
+        if not self.db.entries(self.space.arch, self.template.name, problem=problem, provenance="measured"):
+            self.workshop.start()  # and both while we look up and judge what there is
+        known_us = self._known_times(problem, runner)
         spec, guided = arch_spec(self.space.arch), self.options.sampler == "surrogate"
         # Times of an older compiler or kernel are no verdict; they tell where to look.
         elsewhere = self._elsewhere(runner).known(problem, spec, itself=not known_us) if guided else []
@@ -209,17 +211,13 @@ class Tuner:
         ledger = Ledger(self.workshop, problem, runner.device.sm_count, sampler, known_us)
         tried, compiled, measured, failed = list(ledger.times), 0, 0, 0
         underway: list[Schedule] = []
-        # Where nothing is known yet, the first batch compiles while the GPU makes inputs and reference.
-        ahead = [] if ledger.programs else sampler.ask(self._asked)
-        compiled += self.workshop.build(ahead, problem, leave=len(ahead))
-        runner.begin(problem)
         self.watcher.stage(problem, "measuring", min(self._trials, sampler.size))
         while (left := self._trials - ledger.programs) > 0:
             if ledger.programs and _late(deadline_s, share=0.8, started=started):
                 break
-            if not ahead and sampler.expected_gain() < self._effort.least_gain:
+            if ledger.programs and sampler.expected_gain() < self._effort.least_gain:
                 break
-            asked, ahead = ahead or sampler.ask(self._asked), []
+            asked = sampler.ask(self._asked)
             # What is tried first is built in any case: a run out of time still serves something measured.
             late = [] if asked else underway
             compiled += self.workshop.build([*asked, *late], problem, leave=min(len(asked) // 4, self._leave),
