@@ -78,10 +78,10 @@ class Recorded:
         return Artifact(arch=arch, fingerprint=fingerprint, facts=self.facts[fingerprint], cubin=b"")
 
 
-def tune(recorded: Recorded, db: TuningDB, *, runner=None, **options):
+def tune(recorded: Recorded, db: TuningDB, *, runner=None, space=None, **options):
     run_id = db.start_run({}, "sm_90")
     runner = runner or ReplayRunner(TEMPLATE, recorded.measurements, seed=1)
-    tuner = Tuner(db, recorded, recorded_space(recorded), TEMPLATE, recorded.toolchain, TuneOptions(**options), pool=recorded,
+    tuner = Tuner(db, recorded, space or recorded_space(recorded), TEMPLATE, recorded.toolchain, TuneOptions(**options), pool=recorded,
                   run_id=run_id, runner=runner)  # fmt: skip
     return tuner.tune([recorded.problem])[0]
 
@@ -159,6 +159,18 @@ def test_what_an_older_compiler_found_is_tried_first(db) -> None:
     first = tune(recorded, db)
     recorded.toolchain = dataclasses.replace(recorded.toolchain, tileiras="13.5.1")
     second = tune(recorded, db, trials=2)  # the default, and what is served
+    assert second.entry.schedule == first.entry.schedule
+    assert second.entry.toolchain.tileiras == "13.5.1"
+
+
+@pytest.mark.parametrize("sampler", ["surrogate", "exhaustive"])
+def test_candidates_that_lack_what_is_served_do_not_replace_it_by_less(db, sampler) -> None:
+    recorded = Recorded(LANDSCAPES[1])
+    first = tune(recorded, db)
+    slower = [each for each in recorded.schedules if recorded.fingerprints.get(each)
+              and recorded.times[recorded.key(each)] > 1.1 * recorded.best_us][:8]  # fmt: skip
+    recorded.toolchain = dataclasses.replace(recorded.toolchain, tileiras="13.5.1")
+    second = tune(recorded, db, space=space_for("sm_90").limited_to(slower), sampler=sampler)
     assert second.entry.schedule == first.entry.schedule
     assert second.entry.toolchain.tileiras == "13.5.1"
 

@@ -12,9 +12,9 @@ import itertools
 import math
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +73,16 @@ class Constraint:
     """Whether it only keeps the search small: a schedule that breaks it works, and may be forced."""
     names: frozenset[str]
     """The names the expression reads."""
-    code: Any = field(compare=False, repr=False)
-    """The compiled expression."""
 
     def holds(self, values: Mapping[str, Any]) -> bool:
         """Whether the condition is met under `values`, which must bind every name read."""
-        return bool(eval(self.code, {"__builtins__": {}}, values))
+        names = tuple(self.names)
+        return bool(_function(self.require, names)(*[values[name] for name in names]))
+
+    def over(self, names: Iterable[str], others: Mapping[str, Any]) -> Callable[..., bool]:
+        """The condition as a function of `names`, in their order; `others` binds what else it reads."""
+        function = _function(self.require, (*others, *names))
+        return partial(function, *others.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,12 @@ class SearchSpace:
                 raise SpaceError(f"candidate {dict(each)} has unknown knobs {unknown}; known are {list(self.knobs)}")
             listed.append(Schedule({name: each.get(name, knob.default) for name, knob in self.knobs.items()}))
         return replace(self, candidates=tuple(dict.fromkeys(listed)), listed_in=listed_in)
+
+    def including(self, schedules: Iterable[Schedule]) -> SearchSpace:
+        """The same space; where it is limited to candidates, `schedules` are among them."""
+        if not self.candidates:
+            return self
+        return replace(self, candidates=tuple(dict.fromkeys([*self.candidates, *schedules])))
 
     @property
     def id(self) -> str:
@@ -302,30 +312,29 @@ class SearchSpace:
         raise SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
 
 
+@lru_cache(maxsize=4096)
+def _function(expression: str, names: tuple[str, ...]) -> Callable[..., bool]:
+    """A constraint's expression, checked when it was read, as a function: spaces are walked by calling it a lot."""
+    function: Callable[..., bool] = eval(f"lambda {', '.join(names)}: ({expression}\n)", {"__builtins__": {}})
+    return function
+
+
 @lru_cache(maxsize=128)
 def _prefixes_allowed(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...],
                       others: tuple[tuple[str, Any], ...]) -> tuple[dict[tuple[KnobValue, ...], None], ...]:  # fmt: skip
     """See `SearchSpace._prefixes`; most constraints read little of a problem, so that its answers are used again."""
-    names, values = [name for name, _ in choices], dict(others)
-    whole = []
-    for combination in itertools.product(*(each for _, each in choices)):
-        values.update(zip(names, combination, strict=True))
-        if constraint.holds(values):
-            whole.append(combination)
-    return tuple(dict.fromkeys(combination[:count] for combination in whole) for count in range(1, len(names) + 1))
+    holds = constraint.over([name for name, _ in choices], dict(others))
+    whole = [combination for combination in itertools.product(*(each for _, each in choices)) if holds(*combination)]
+    return tuple(dict.fromkeys(combination[:count] for combination in whole) for count in range(1, len(choices) + 1))
 
 
 @lru_cache(maxsize=4096)
 def _left_by(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...],
              others: tuple[tuple[str, Any], ...]) -> dict[str, tuple[KnobValue, ...]]:  # fmt: skip
     """`choices` of the knobs that `constraint` reads, less those with which it never holds."""
-    names, values = [name for name, _ in choices], dict(others)
-    found: list[set[KnobValue]] = [set() for _ in names]
-    for combination in itertools.product(*(each for _, each in choices)):
-        values.update(zip(names, combination, strict=True))
-        if constraint.holds(values):
-            for seen, choice in zip(found, combination, strict=True):
-                seen.add(choice)
+    holds = constraint.over([name for name, _ in choices], dict(others))
+    whole = (combination for combination in itertools.product(*(each for _, each in choices)) if holds(*combination))
+    found = [set(column) for column in zip(*whole, strict=True)] or [set() for _ in choices]
     return {name: tuple(choice for choice in each if choice in seen)
             for (name, each), seen in zip(choices, found, strict=True)}  # fmt: skip
 
@@ -463,6 +472,5 @@ def _constraint(path: Path, index: int, table: Any, known: set[str]) -> Constrai
     unknown = sorted(names - known)
     if unknown:
         raise SpaceError(f"{where}.require reads unknown name {unknown[0]!r}; known are {', '.join(sorted(known))}")
-    code = compile(tree, f"<{where}>", "eval")
     return Constraint(require=text, because=table["because"], exploring=table.get("exploring", False),
-                      names=frozenset(names), code=code)  # fmt: skip
+                      names=frozenset(names))  # fmt: skip

@@ -119,15 +119,16 @@ def _run(db: TuningDB, options: argparse.Namespace) -> Iterator[int]:
 
 def tune(options: argparse.Namespace) -> int:
     """Tune, then print what is served now."""
+    settings, space, toolchain, template, artifacts = _compiling(options)
+    problems = _problems(options)
+    runner = _runner(options, template)
+    # Its process starts while we import the rest.
     from tiledsched.build.pool import BuildPool
     from tiledsched.search.tuner import TuneOptions, Tuner
 
-    settings, space, toolchain, template, artifacts = _compiling(options)
-    problems = _problems(options)
     tune_options = TuneOptions(accum_mode=settings.accum_mode, effort=options.effort, trials=options.trials,
                                budget_s=options.budget, sampler=options.sampler, seed=options.seed, regime=settings.regime,
                                compile_timeout_s=options.compile_timeout)  # fmt: skip
-    runner = _runner(options, template)
     with _open(options) as db, BuildPool(options.jobs) as pool, output.TuneProgress() as watcher:
         try:
             with _run(db, options) as run_id:

@@ -206,6 +206,8 @@ class Tuner:
         if guided:
             leaders = [known.schedules[0] for known in elsewhere]
             space = promising_part(space, problem, self._pinned, estimate, [*first, *leaders])
+        # What is served was perhaps never a candidate here; it is not replaced by what it would beat.
+        space = space.including(self._incumbent(problem, runner))
         sampler = ScheduleSampler(space, problem, pinned=self._pinned, name=self.options.sampler, seed=self.options.seed,
                                   elsewhere=elsewhere, first=first, estimate=estimate)  # fmt: skip
         ledger = Ledger(self.workshop, problem, runner.device.sm_count, sampler, known_us)
