@@ -81,8 +81,8 @@ class Recorded:
 def tune(recorded: Recorded, db: TuningDB, *, runner=None, space=None, **options):
     run_id = db.start_run({}, "sm_90")
     runner = runner or ReplayRunner(TEMPLATE, recorded.measurements, seed=1)
-    tuner = Tuner(db, recorded, space or recorded_space(recorded), TEMPLATE, recorded.toolchain, TuneOptions(**options), pool=recorded,
-                  run_id=run_id, runner=runner)  # fmt: skip
+    tuner = Tuner(db, recorded, space or recorded_space(recorded), TEMPLATE, recorded.toolchain, TuneOptions(**options),
+                  pool=recorded, run_id=run_id, runner=runner)  # fmt: skip
     return tuner.tune([recorded.problem])[0]
 
 
