@@ -177,7 +177,8 @@ def test_what_is_launched_is_what_would_be_measured(tmp_path, shape, causal) -> 
     from tiledsched.build.cubin import read_artifact
     from tiledsched.schedule import Schedule
 
-    environment = os.environ | {"CUDA_TILE_CACHE_DIR": str(tmp_path)}
+    # Nothing prebuilt: a kernel from a bundle never reaches cuTile's cache.
+    environment = os.environ | {"CUDA_TILE_CACHE_DIR": str(tmp_path), "TILEDSCHED_CACHE": str(tmp_path / "ours")}
     done = subprocess.run([sys.executable, "-c", LAUNCH.format(shape=shape, causal=causal)], env=environment, check=True,
                           capture_output=True, text=True)  # fmt: skip
     schedule = Schedule.from_json(json.loads(done.stdout.splitlines()[-1]))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tiledsched.errors import SpaceError
-from tiledsched.problem import canonical_json, stable_id
+from tiledsched.problem import stable_id
 
 KnobValue = int | bool | str
 
@@ -28,6 +28,7 @@ class Schedule(Mapping[str, KnobValue]):
     """
 
     __slots__ = ("_hash", "_id", "_values")
+    _id: str | None
 
     def __init__(self, values: Mapping[str, KnobValue] | None = None, /, **knobs: KnobValue) -> None:
         merged = dict(values or {}, **knobs)
@@ -35,9 +36,8 @@ class Schedule(Mapping[str, KnobValue]):
             if not isinstance(value, (bool, int, str)):
                 raise SpaceError(f"knob {name!r} must be an integer, true/false or a string, got {value!r}")
         self._values: dict[str, KnobValue] = {name: merged[name] for name in sorted(merged)}
-        text = canonical_json(self._values)
-        self._hash = hash(text)
-        self._id = stable_id(self._values)
+        self._hash = hash(tuple(self._values.items()))
+        self._id = None  # most schedules are never asked for it
 
     def __getitem__(self, name: str) -> KnobValue:
         return self._values[name]
@@ -52,7 +52,12 @@ class Schedule(Mapping[str, KnobValue]):
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and self._id == other._id
+        return self is other or (
+            isinstance(other, Schedule)
+            and self._hash == other._hash
+            and self._values == other._values
+            and [*map(type, self._values.values())] == [*map(type, other._values.values())]
+        )
 
     def __reduce__(self) -> tuple[type[Schedule], tuple[dict[str, KnobValue]]]:
         return (Schedule, (self._values,))
@@ -60,6 +65,8 @@ class Schedule(Mapping[str, KnobValue]):
     @property
     def id(self) -> str:
         """Stable 12-digit hex id of the canonical JSON."""
+        if self._id is None:
+            self._id = stable_id(self._values)
         return self._id
 
     def number(self, name: str) -> int:

@@ -11,7 +11,8 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,17 @@ class Bundle:
     """What built them, for people."""
     programs: tuple[Program, ...]
     """What it holds."""
-    entries: tuple[EntryRecord, ...]
-    """The tuned table it was made from: what is served, and on what evidence."""
+    table: Sequence[Any] = field(repr=False)
+    """The tuned table it was made from, as written. Whoever only wants a program need not read all the evidence."""
+
+    @cached_property
+    def entries(self) -> tuple[EntryRecord, ...]:
+        """That table: what is served, and on what evidence.
+
+        Raises:
+            DatabaseError: an entry is wrong.
+        """
+        return tuple(decode(EntryRecord, row, f"{self.path.name}: entries[{i}]") for i, row in enumerate(self.table))
 
     def cubin(self, program: Program) -> bytes:
         """The machine code of one of its programs.
@@ -182,6 +192,5 @@ def read_bundle(path: Path) -> Bundle:
                 problem=Problem.from_json(row["problem"]), fingerprint=row["fingerprint"])
         for row in index["programs"]
     )  # fmt: skip
-    entries = tuple(decode(EntryRecord, row, f"{path.name}: entries[{i}]") for i, row in enumerate(index["entries"]))
     return Bundle(path=path, source_hashes=index["source_hashes"], compiler=index["compiler"], programs=programs,
-                  entries=entries)  # fmt: skip
+                  table=index["entries"])  # fmt: skip

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cuda.tile as ct  # half of what the first call would take, were it imported there
 import torch
 
 from tiledsched import config
@@ -280,8 +281,6 @@ def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool) -> Probl
 
 
 def _make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> Plan | str:
-    from cuda.tile import launch
-
     check_tensors(q, k, v)
     reason = unserved(q, k, v, None, 0.0)
     if reason:
@@ -300,7 +299,7 @@ def _make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, 
     constants = template.constants(served.schedule, problem)
     log.info("%s on %s: %s (%s)", problem, facts.name, served.schedule.short(), served.provenance)
     return Plan(
-        launch=launch,
+        launch=ct.launch,
         kernel=_kernel_object(problem, facts.arch, served.schedule),
         grid=template.grid(served.schedule, problem, facts.sm_count),
         extra_arrays=template.workspace(served.schedule, problem),
