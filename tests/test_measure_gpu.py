@@ -363,11 +363,13 @@ def test_the_worker_ignores_ctrl_c(make_runner):
 
 @pytest.mark.parametrize(("mode", "words"), [("no-gpu", "no CUDA-capable device"), ("crash", "No module named 'cupy'"),
                                              ("silent", "no answer to start within 0.5 s")])  # fmt: skip
-def test_no_start(make_runner, mode, words):
+def test_no_start(mode, words):
     timeouts = Timeouts(start_s=0.5 if mode == "silent" else 20.0)
-    with pytest.raises(MeasureError, match=words) as caught:
-        make_runner(mode, timeouts=timeouts)
-    assert str(caught.value).endswith("run: tiledsched doctor")
+    runner = GpuRunner(template_for("attention"), timeouts=timeouts, worker_command=command(mode))
+    for _ in range(2):  # whoever asks again is told again
+        with pytest.raises(MeasureError, match=words) as caught:
+            _ = runner.device
+        assert str(caught.value).endswith("run: tiledsched doctor")
 
 
 def test_gpu_lost_on_the_way(make_runner, tmp_path):

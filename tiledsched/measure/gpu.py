@@ -208,6 +208,8 @@ class GpuRunner:
     @property
     def device(self) -> Device:
         """The GPU, once the worker has opened it."""
+        if self._device is None and not self._starting:
+            self._restart()
         if self._starting:
             self._await_start()
         assert self._device is not None
