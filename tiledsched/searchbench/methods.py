@@ -67,8 +67,8 @@ def _former(field: Field, landscapes: tuple[Field, ...], seed: int) -> Trace:
 
 OPTUNA_LIMITS = {"gp": 100}
 """Samplers that take seconds for one proposal: the measurements after which they are given up."""
-FEWER_SEEDS = {"tiledsched-thorough": 10, "tiledsched-thorough-warm": 10, "optuna-gp": 10, "optuna-cma-es": 20,
-               "optuna-qmc": 20, "optuna-brute-force": 20, "kernel-tuner-pso": 20, "grid": 1}  # fmt: skip
+FEWER_SEEDS = {"tiledsched-thorough": 10, "tiledsched-thorough-warm": 10, "optuna-gp": 10, "optuna-brute-force": 20,
+               "kernel-tuner-pso": 20, "grid": 1}  # fmt: skip
 """Of methods that take long, or leave nothing to chance."""
 
 _SEARCHES: Mapping[str, Search] = {
