@@ -62,12 +62,6 @@ def make_runner():
         runner.close()
 
 
-def begun(runner: GpuRunner, problem) -> None:
-    """Begin, and wait for it."""
-    runner.begin(problem)
-    runner.wait()
-
-
 def is_gone(process: subprocess.Popen) -> bool:
     return process.returncode is not None and not Path(f"/proc/{process.pid}").exists()
 
@@ -383,8 +377,9 @@ def test_gpu_lost_on_the_way(make_runner, tmp_path):
 
 def test_problem_that_does_not_fit(make_runner):
     runner = make_runner()
+    runner.begin(PROBLEM.replace(head_dim=250))
     with pytest.raises(MeasureError, match=r"Out of memory.*smaller batch"):
-        begun(runner, PROBLEM.replace(head_dim=250))
+        runner.wait()
     runner.begin(PROBLEM)
     assert_usable(runner)
 

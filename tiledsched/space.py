@@ -319,12 +319,18 @@ def _function(expression: str, names: tuple[str, ...]) -> Callable[..., bool]:
     return function
 
 
+def _allowed(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...],
+             others: tuple[tuple[str, Any], ...]) -> Iterator[tuple[KnobValue, ...]]:  # fmt: skip
+    """The combinations of `choices` for which `constraint` holds; `others` are what else it reads."""
+    holds = constraint.over([name for name, _ in choices], dict(others))
+    return (combination for combination in itertools.product(*(each for _, each in choices)) if holds(*combination))
+
+
 @lru_cache(maxsize=128)
 def _prefixes_allowed(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...],
                       others: tuple[tuple[str, Any], ...]) -> tuple[dict[tuple[KnobValue, ...], None], ...]:  # fmt: skip
     """See `SearchSpace._prefixes`; most constraints read little of a problem, so that its answers are used again."""
-    holds = constraint.over([name for name, _ in choices], dict(others))
-    whole = [combination for combination in itertools.product(*(each for _, each in choices)) if holds(*combination)]
+    whole = list(_allowed(constraint, choices, others))
     return tuple(dict.fromkeys(combination[:count] for combination in whole) for count in range(1, len(choices) + 1))
 
 
@@ -332,9 +338,9 @@ def _prefixes_allowed(constraint: Constraint, choices: tuple[tuple[str, tuple[Kn
 def _left_by(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...],
              others: tuple[tuple[str, Any], ...]) -> dict[str, tuple[KnobValue, ...]]:  # fmt: skip
     """`choices` of the knobs that `constraint` reads, less those with which it never holds."""
-    holds = constraint.over([name for name, _ in choices], dict(others))
-    whole = (combination for combination in itertools.product(*(each for _, each in choices)) if holds(*combination))
-    found = [set(column) for column in zip(*whole, strict=True)] or [set() for _ in choices]
+    found = [set(column) for column in zip(*_allowed(constraint, choices, others), strict=True)] or [
+        set() for _ in choices
+    ]
     return {name: tuple(choice for choice in each if choice in seen)
             for (name, each), seen in zip(choices, found, strict=True)}  # fmt: skip
 

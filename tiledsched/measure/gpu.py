@@ -170,14 +170,14 @@ class Worker:
 class GpuRunner:
     """Measures on the GPU through a worker that may die: each death costs the candidate that caused it.
 
+    The worker starts, and makes a problem's inputs, in the background: whoever needs it first waits for it.
+
     Args:
         template: whose candidates are measured.
         seed: of inputs and sample orders; every `begin` and `sample` draws anew from it.
         timeouts: when the worker is taken for hung.
         gap_ms: start-to-start distance of paced launches; None to find the steady one for each problem.
         worker_command: how to start the worker; tests start one with a made-up GPU.
-
-    The worker starts, and makes a problem's inputs, in the background: whoever needs it first waits for it.
 
     Raises:
         MeasureError: by whatever waits for the worker: it cannot be started (no GPU, no driver, or no CuPy), or the

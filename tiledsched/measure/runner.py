@@ -182,7 +182,10 @@ class Runner(Protocol):
         ...
 
     def begin(self, problem: Problem) -> None:
-        """Make fresh random inputs and the high-precision reference for `problem`; candidates that follow are for it."""
+        """Make fresh random inputs and the high-precision reference for `problem`; candidates that follow are for it.
+
+        It may go on in the background. What goes wrong then is raised by the next call.
+        """
         ...
 
     def look(self, candidate: Candidate) -> float | Failure:

@@ -102,11 +102,12 @@ def _dataclass_decoder(cls: type) -> Decoder:
 
 def _tuple_decoder(arms: tuple[Any, ...]) -> Decoder:
     many = len(arms) == 2 and arms[1] is Ellipsis
+    floats = arms == (float, Ellipsis)
     decoders = [_decoder(arm) for arm in arms if arm is not Ellipsis]
 
     def decode_tuple(data: Any, where: str) -> tuple[Any, ...]:
         _require(list, data, where)
-        if arms == (float, ...) and all(type(item) is float for item in data):  # samples, by the tens of thousands
+        if floats and all(type(item) is float for item in data):  # samples, by the tens of thousands
             return tuple(data)
         wanted = decoders * len(data) if many else decoders
         if len(wanted) != len(data):

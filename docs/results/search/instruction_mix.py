@@ -18,23 +18,21 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import spearmanr
 
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
-from tiledsched.device import arch_spec
 from tiledsched.kernels import template_for
-from tiledsched.model.static import estimate_us
+from tiledsched.model.evaluate import spearman
+from tiledsched.model.landscapes import read_landscape
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space import space_for
-from tiledsched.store.exchange import read_table
 
 ARCH = "sm_90"
 COUNTS = Path(__file__).with_suffix(".json.xz")
@@ -64,23 +62,20 @@ def key(schedule: Schedule, problem: Problem) -> str:
     return f"{template_for('attention').problem_class(schedule, problem).id} {schedule.id}"
 
 
-def recorded(path: Path) -> Iterator[tuple[Problem, Schedule, float, float]]:
-    """Problem, schedule, measured and modelled microseconds of each program of a landscape."""
-    table, space, spec = read_table(path), space_for(ARCH), arch_spec(ARCH)
-    facts = {artifact.fingerprint: artifact.facts for artifact in table.artifacts}
-    for one in {stored.measurement.fingerprint: stored.measurement for stored in reversed(table.measurements)}.values():
-        schedule, known = space.complete(one.schedule), facts[one.fingerprint]
-        if known is not None and schedule["num_ctas"] == 1:
-            yield one.problem, schedule, one.median_us, estimate_us(one.problem, schedule, known, spec)
+def read(path: Path) -> tuple[Problem, list[tuple[Schedule, float, float]]]:
+    """The problem of a landscape, and of each program the schedule, measured and modelled microseconds."""
+    found = read_landscape(path)
+    times = zip(found.programs, found.measured_us.tolist(), found.modelled_us.tolist(), strict=True)
+    return found.problem, [(one.schedule, *us) for one, *us in times if one.schedule["num_ctas"] == 1]
 
 
 def build(disassembler: str, paths: Sequence[Path]) -> None:
     """Count the instructions of every program worth a look."""
     wanted: dict[str, BuildTask] = {}
     for path in paths:
-        programs = list(recorded(path))
-        best = min(measured for _, _, measured, _ in programs)
-        for problem, schedule, measured, _ in programs:
+        problem, programs = read(path)
+        best = min(measured for _, measured, _ in programs)
+        for schedule, measured, _ in programs:
             if measured <= WORTH_A_LOOK * best:
                 wanted.setdefault(key(schedule, problem), BuildTask(kernel="attention", schedule=schedule, problem=problem,
                                                                     arch=ARCH, timeout_s=120.0))  # fmt: skip
@@ -140,9 +135,10 @@ def study(paths: Sequence[Path]) -> None:
     names = sorted(name for name, programs in used.items() if programs > FEWEST_PROGRAMS)
     landscapes: list[tuple[bool, list[Program]]] = []
     for path in paths:
-        rows = [row for row in recorded(path) if key(row[1], row[0]) in counts]
-        landscapes.append((rows[0][0].causal, [Program(measured, modelled, schedule, counts[key(schedule, problem)])
-                                               for problem, schedule, measured, modelled in rows]))  # fmt: skip
+        problem, programs = read(path)
+        landscapes.append((problem.causal, [Program(measured, modelled, schedule, counts[key(schedule, problem)])
+                                            for schedule, measured, modelled in programs
+                                            if key(schedule, problem) in counts]))  # fmt: skip
     print(
         f"{len(landscapes)} landscapes, {sum(len(each) for _, each in landscapes)} programs, {len(names)} instructions"
     )
@@ -162,7 +158,7 @@ def study(paths: Sequence[Path]) -> None:
                                     for some in (programs, known))  # fmt: skip
                 order = order + corrected(held_out, fitted, np.concatenate([each - each.mean() for each in residuals]))
             loss = np.exp(measured[np.argsort(order, kind="stable")] - measured.min()) - 1.0
-            scores.append((spearmanr(order, measured)[0], np.std(order - measured), loss[0], loss[:10].min(),
+            scores.append((spearman(order, measured), np.std(order - measured), loss[0], loss[:10].min(),
                            1 + int(np.argmax(loss <= 0.01))))  # fmt: skip
         rank, spread, first, ten, _ = np.mean(scores, axis=0)
         places = [place for *_, place in scores]
