@@ -442,21 +442,23 @@ def test_a_failed_start_leaves_nothing_behind(monkeypatch):
     assert not Path(workers[0]._folder.name).exists()
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "hanging"])
-def test_the_worker_ends_with_its_parent(busy):
-    """Even when the parent is killed, and even in the middle of a kernel that never ends."""
+@pytest.mark.parametrize("when", ["starting", "idle", "hanging"])
+def test_the_worker_ends_with_its_parent(when):
+    """Even when the parent is killed, before it heard anything or in the middle of a kernel that never ends."""
     program = f"""
 import sys
 sys.path[:0] = {[str(Path(SCRIPT).parent)]!r}
 from test_measure_gpu import *
 runner = GpuRunner(template_for("attention"), timeouts=Timeouts(), worker_command=command())
 runner.begin(PROBLEM)
+if {when!r} != "starting":
+    runner.wait()
 print(runner._worker.process.pid, runner._worker._folder.name, flush=True)
-runner.check(candidate(check="hang")) if {busy} else time.sleep(600)
+runner.check(candidate(check="hang")) if {when!r} == "hanging" else time.sleep(600)
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     worker, folder = parent.stdout.readline().split()
-    if busy:
+    if when == "hanging":
         time.sleep(0.3)
     parent.kill()
     parent.wait()

@@ -388,28 +388,31 @@ def main(descriptor: str, folder: str, parent: str) -> None:
     _end_with_parent(folder, int(parent))
     with Connection(int(descriptor)) as connection:
         try:
-            state = start(folder)
+            _serve(connection, folder)
+        except (EOFError, ConnectionError):  # nobody is left to ask, or to be told
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve(connection: Connection, folder: str) -> None:
+    try:
+        state = start(folder)
+    except Exception as error:
+        connection.send(("fatal", f"{type(error).__name__}: {error}"))
+        return
+    connection.send(("ready", state.device))
+    while True:
+        request = connection.recv()
+        try:
+            value = answer(state, request)
         except Exception as error:
-            connection.send(("fatal", f"{type(error).__name__}: {error}"))
-            return
-        connection.send(("ready", state.device))
-        while True:
-            try:
-                request = connection.recv()
-            except EOFError:
-                shutil.rmtree(folder, ignore_errors=True)
-                return
-            try:
-                value = answer(state, request)
-            except Exception as error:
-                value = _failure(error, FailureKind.LAUNCH_FAILURE)
-            if not isinstance(value, Failure):
-                connection.send(("done", value))
-            elif not _context_lost():
-                connection.send(("failed", value))
-            else:
-                connection.send(("lost", value))
-                os._exit(1)
+            value = _failure(error, FailureKind.LAUNCH_FAILURE)
+        if not isinstance(value, Failure):
+            connection.send(("done", value))
+        elif not _context_lost():
+            connection.send(("failed", value))
+        else:
+            connection.send(("lost", value))
+            os._exit(1)
 
 
 if __name__ == "__main__":
