@@ -74,6 +74,7 @@ STRUCTURE = [
     {"kv_direction": "backward", "loop_split": True}, {"lazy_rescale": True, "kv_subtiles": 2},
     {"flat_steps": 2, "persistent": "strided"}, {"flat_steps": 1, "reload_q": True, "loop_split": True, "persistent": "snake"},
     {"flat_steps": 1, "q_ahead": True, "loop_split": True, "persistent": "snake"},
+    {"q_in_registers": True}, {"unroll": 2}, {"store_late": True, "q_in_registers": True, "persistent": "strided"},
     {"store_late": True, "persistent": "strided"}, {"store_late": True, "loop_split": True, "persistent": "snake"},
 ]  # fmt: skip
 INERT = {

@@ -17,6 +17,10 @@ from tiledsched.kernels.attention import AttentionTemplate
 from tiledsched.problem import Problem
 
 MUTATIONS = {
+    "the last turn left out": ("ct.cdiv(steps, const.UNROLL) * const", "steps // const.UNROLL * const"),
+    "a masked step in an unmasked turn": ("first_masked // const.UNROLL * const.UNROLL", "first_masked"),
+    "the same step all turn": ("keys, i + u, chains", "keys, i, chains"),
+    "queries doubled on the way": ("scale_log2 > 0.0, 1.0, 2.0", "scale_log2 > 0.0, 2.0, 1.0"),
     "causal mask one short": ("columns <= rows", "columns < rows"),
     "causal mask one long": ("columns <= rows", "columns <= rows + 1"),
     "column mask one long": ("columns < keys.K.shape[2]", "columns <= keys.K.shape[2]"),
@@ -29,9 +33,9 @@ MUTATIONS = {
     "scores not scaled": ("ct.exp2(s * scale_log2 - new_max", "ct.exp2(s - new_max"),
     "output not normalized": ("ct.truediv(acc, row_sum, flush", "ct.truediv(acc, 1.0, flush"),
     "wrong key/value head": ("kv_head = head // const.GROUP if", "kv_head = head % K.shape[1] if"),
-    "first loop starts late": ("range(begin, boundary)", "range(begin + 1, boundary)"),
-    "second loop starts late": ("range(boundary, end)", "range(boundary + 1, end)"),
-    "loop ends early": ("range(begin, end)", "range(begin, end - 1)"),
+    "first loop starts late": ("range(begin, boundary, const", "range(begin + 1, boundary, const"),
+    "second loop starts late": ("range(boundary, end, const", "range(boundary + 1, end, const"),
+    "loop ends early": ("range(begin, end, const", "range(begin, end - 1, const"),
     "causal tiles unmasked": ("min(place * block_rows, seq_k) //", "min((place + 1) * block_rows, seq_k) //"),
     "ragged tile unmasked": ("first_masked = seq_k // step_n", "first_masked = ct.cdiv(seq_k, step_n)"),
     "causal end too early": ("min((place + 1) * block_rows, seq_k)", "min(place * block_rows + 1, seq_k)"),
@@ -81,7 +85,7 @@ MUTATIONS = {
         "tile = tile",
     ),
     "second key tile is the first": ("i * const.KV_SUBTILES + t", "i * const.KV_SUBTILES"),
-    "second key tile beyond the end": ("if const.EVEN or (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2):", "if True:"),
+    "second key tile beyond the end": ("if const.EVEN or (const.KV_SUBTILES == 1 and", "if True or (const.KV_SUBTILES == 1 and"),
     "maximum of the first key tile only": ("step_max = ct.maximum(step_max, ", "step_max = ct.minimum(step_max, "),
     "scores ahead of themselves": ("products(queries, keys, i + 1, const)", "products(queries, keys, i, const)"),
     "last step ahead not folded": ("fold(rows, keys, end, chains,", "fold(rows, keys, end - 1, chains,"),
@@ -117,6 +121,10 @@ MUTATIONS_ELSEWHERE = {
         "ct.store(Lse, (piece.batch, piece.head // const.GROUP,",
     ),
     "second part of the columns is the first": ("else (REST, TILE // REST)", "else (REST, 0)"),
+    "second part of the columns not held": (
+        "part * one.astype(part.dtype) for part in ct.static_iter(parts)",
+        "parts[0] * one.astype(part.dtype) for part in ct.static_iter(parts)",
+    ),
     "second part of the columns left out": (
         "product = ct.mma(q[part], k[part], product)",
         "product = ct.mma(q[0], k[0], product)",
@@ -135,9 +143,13 @@ MUTATIONS_ELSEWHERE = {
     "counter not reset": ("ct.scatter(Counters, (work, 0), 0)", "pass"),
     "counter of the block": ("ct.atomic_add(Counters, (work, 0), 1)", "ct.atomic_add(Counters, (work // 2, 0), 1)"),
     "every share in one slot": ("* const.KV_SPLITS + split", "* const.KV_SPLITS"),
-    "shares not rescaled": ("share.reshape((const.TILE_M, width)) * here", "share.reshape((const.TILE_M, width))"),
-    "total not rescaled": ("acc = scaled(chain.acc, before)", "acc = chain.acc"),
-    "sums not rescaled": ("chain.row_sum * before + row_sum * here", "chain.row_sum + row_sum"),
+    "shares not rescaled": ("share.reshape((const.TILE_M, width)) * share_weight", "share.reshape((const.TILE_M, width))"),
+    "sums not rescaled": ("ct.sum(sums * weight(maxima, row_max), axis=0)", "ct.sum(sums, axis=0)"),
+    "sum of the first share": ("sums = ct.load(State, (place, 1, 0), shares", "sums = ct.load(State, (place, 0, 0), shares"),
+    "shares of one group": ("range(const.KV_SPLITS // together(const))", "range(1)"),
+    "every group the first": ("group * together(const) + each", "each"),
+    "one share of each group": ("ct.static_iter(range(together(const)))", "ct.static_iter(range(1))"),
+    "states of the first query tile": ("place, shares = work * const.Q_SUBTILES + s,", "place, shares = 0,"),
     "share of another maximum": (
         "ct.store(State, (slot, 0, 0), chain.row_max",
         "ct.store(State, (slot, 0, 0), chain.row_sum",
@@ -164,7 +176,7 @@ MUTATIONS_FLAT = {
     "never masked": ("if i >= first_masked:", "if i < 0:"),
     "forgets by the wrong maximum": ("(const.TILE_M, 1), LOWEST, dtype", "(const.TILE_M, 1), 0.0, dtype"),
     "remembers what saw nothing": ("return fresh_chain(const)\n    return", "pass\n    return"),
-    "second step beyond the end": ("if const.EVEN or (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2):", "if True:"),
+    "second step beyond the end": ("if const.EVEN or (const.KV_SUBTILES == 1 and", "if True or (const.KV_SUBTILES == 1 and"),
 }  # fmt: skip
 
 
@@ -195,6 +207,7 @@ def battery(template):
     even = Problem(seq_q=256, seq_k=128, head_dim=64, causal=True, heads=2)
     many = Problem(seq_q=130, seq_k=70, head_dim=16, causal=True, batch=3, heads=3, kv_heads=3)
     tiles: dict = {"tile_m": 64, "tile_n": 64}
+    in_turns: dict = {"unroll": 2, "q_in_registers": True, "persistent": "snake"}
     for problem, knobs in (
         (causal, {}),
         (causal, {"loop_split": True}),
@@ -207,6 +220,11 @@ def battery(template):
         (ragged.replace(seq_k=192, dtype="bfloat16"), {}),
         (many, {"persistent": "snake", "block_order": "heads_fastest"}),
         (many, {"persistent": "snake", "store_late": True}),
+        (many, {"persistent": "snake", "store_late": True, "q_in_registers": True}),
+        (causal, in_turns),
+        (causal, in_turns | {"loop_split": True}),
+        (causal, in_turns | {"loop_split": True, "kv_direction": "backward"}),
+        (ragged, in_turns | {"persistent": "strided"}),
         (causal, {"persistent": "strided", "store_late": True, "q_subtiles": 2}),
         (many, {"block_order": "swizzled"}),
         (causal, {"kv_direction": "backward", "tile_m": 128, "tile_n": 32}),
@@ -248,11 +266,13 @@ def battery_elsewhere(template):
         (tall, {"qk_ahead": True, "loop_split": True}),
         (tall, {"kv_direction": "backward", "loop_split": True}),
         (right.replace(head_dim=96, value_dim=80), {"column_parts": 2}),
+        (right.replace(head_dim=96, value_dim=80), {"column_parts": 2, "q_in_registers": True, "persistent": "snake"}),
         (few, {"tile_m": 16, "pack_gqa": True}),
         (few.replace(seq_q=16), {"tile_m": 16, "pack_gqa": True}),
         (few, {"kv_splits": 4, "loop_split": True}),
         (few.replace(seq_q=100, heads=2, batch=1), {"kv_splits": 2, "loop_split": True}),
         (few, {"kv_splits": 4, "tile_m": 16, "pack_gqa": True}),
+        (few.replace(value_dim=100), {"kv_splits": 4}),
         (causal, {"kv_splits": 2, "loop_split": True, "tile_m": 128, "tile_n": 32}),
     ):
         for order in ("forward", "reversed") if "kv_splits" in knobs else ("forward",):

@@ -60,7 +60,7 @@ class AttentionTemplate(KernelTemplate):
         )
 
     def problem_class(self, schedule: Schedule, problem: Problem) -> ProblemClass:
-        step_n = schedule.number("tile_n") * schedule.number("kv_subtiles") * max(1, _flat(schedule))
+        step_n = schedule.number("tile_n") * schedule.number("kv_subtiles") * max(_unroll(schedule), _flat(schedule))
         causal = _needs_mask(problem)
         return ProblemClass(head_dim=problem.head_dim, dtype=problem.dtype, causal=causal, group=problem.group,
                             even=problem.seq_k % step_n == 0, value_dim=problem.value_dim, lse=problem.lse,
@@ -104,6 +104,8 @@ class AttentionTemplate(KernelTemplate):
             RELOAD_Q=bool(schedule.get("reload_q", False)),
             Q_AHEAD=bool(schedule.get("q_ahead", False)),
             STORE_LATE=bool(schedule.get("store_late", False)),
+            Q_IN_REGISTERS=bool(schedule.get("q_in_registers", False)),
+            UNROLL=_unroll(schedule),
         )
         return tuple(vars(constants).values())
 
@@ -162,6 +164,11 @@ def _splits(schedule: Schedule) -> int:
 def _flat(schedule: Schedule) -> int:
     """Steps per turn of a flat loop; 0 for nested loops."""
     return int(schedule.get("flat_steps", 0))
+
+
+def _unroll(schedule: Schedule) -> int:
+    """Steps per turn of a nested loop."""
+    return int(schedule.get("unroll", 1))
 
 
 def _pack(schedule: Schedule, problem: Problem) -> int:

@@ -23,9 +23,11 @@ from tiledsched.kernels.attention_tiles import (
     fresh_chain,
     part_of,
     pieces_per_head,
-    scaled,
     visit,
 )
+
+REGISTERS_TOGETHER = 16384
+"""Registers of a block for shares on their way: a decoding block waits for each load longer than it works on it."""
 
 
 def attend_share(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, const):
@@ -51,36 +53,55 @@ def slot_of(work, s, split, const):
 
 
 def keep(Partial, State, slot, chain, const):
-    """Store a chain. Plain stores: what TMA writes, the counter's release need not order."""
+    """Store a chain. Plain stores: what TMA writes, the counter's release need not order. Slots have no edges to cross."""
     for part in ct.static_iter(range(2 if const.REST_V else 1)):
         width, column = part_of(part, const.TILE_V, const.REST_V)
         ct.store(Partial, (slot, 0, column), chain.acc[part].astype(ct.float32).reshape((1, const.TILE_M, width)),
-                 allow_tma=False)  # fmt: skip
-    ct.store(State, (slot, 0, 0), chain.row_max.reshape((1, 1, const.TILE_M)), allow_tma=False)
-    ct.store(State, (slot, 1, 0), chain.row_sum.reshape((1, 1, const.TILE_M)), allow_tma=False)
+                 check_bounds=False, allow_tma=False)  # fmt: skip
+    ct.store(State, (slot, 0, 0), chain.row_max.reshape((1, 1, const.TILE_M)), check_bounds=False, allow_tma=False)
+    ct.store(State, (slot, 1, 0), chain.row_sum.reshape((1, 1, const.TILE_M)), check_bounds=False, allow_tma=False)
 
 
 def combine(Partial, State, work, s, const):
     """The chain over all keys from the shares of the `s`-th query tile of a piece."""
-    chain = empty_total(const)
-    for split in range(const.KV_SPLITS):
-        slot = slot_of(work, s, split, const)
-        row_max = ct.load(State, (slot, 0, 0), (1, 1, const.TILE_M), allow_tma=False).reshape((const.TILE_M, 1))
-        row_sum = ct.load(State, (slot, 1, 0), (1, 1, const.TILE_M), allow_tma=False).reshape((const.TILE_M, 1))
-        new_max = ct.maximum(chain.row_max, row_max)
-        before = ct.exp2(chain.row_max - new_max, flush_to_zero=True)
-        here = ct.exp2(row_max - new_max, flush_to_zero=True)
-        acc = scaled(chain.acc, before)
-        total = ()
-        for part in ct.static_iter(range(2 if const.REST_V else 1)):
-            width, column = part_of(part, const.TILE_V, const.REST_V)
-            share = ct.load(Partial, (slot, 0, column), (1, const.TILE_M, width), allow_tma=False)
-            total = (*total, acc[part] + share.reshape((const.TILE_M, width)) * here)
-        chain = Chain(total, new_max, chain.row_sum * before + row_sum * here)
-    return chain
+    place, shares = work * const.Q_SUBTILES + s, (const.KV_SPLITS, 1, const.TILE_M)
+    maxima = ct.load(State, (place, 0, 0), shares, check_bounds=False, allow_tma=False)
+    sums = ct.load(State, (place, 1, 0), shares, check_bounds=False, allow_tma=False)
+    row_max = ct.max(maxima, axis=0)
+    row_sum = ct.sum(sums * weight(maxima, row_max), axis=0)
+    row_max, row_sum = row_max.reshape((const.TILE_M, 1)), row_sum.reshape((const.TILE_M, 1))
+    acc = empty_total(const)
+    for group in range(const.KV_SPLITS // together(const)):
+        for each in ct.static_iter(range(together(const))):
+            slot = slot_of(work, s, group * together(const) + each, const)
+            acc = add_share(Partial, State, slot, row_max, acc, const)
+    return Chain(acc, row_max, row_sum)
+
+
+def together(const):
+    """Shares in a group, whose loads are under way at once: a power of two, as KV_SPLITS is."""
+    columns = const.TILE_V * (2 if const.REST_V else 1)
+    return min(const.KV_SPLITS, max(1, REGISTERS_TOGETHER // (const.TILE_M * columns)))
+
+
+def weight(row_max, total_max):
+    """What a share counts in the total."""
+    return ct.exp2(row_max - total_max, flush_to_zero=True)
+
+
+def add_share(Partial, State, slot, row_max, acc, const):
+    """The accumulator `acc`, in its parts, with a share added to it."""
+    own_max = ct.load(State, (slot, 0, 0), (1, 1, const.TILE_M), check_bounds=False, allow_tma=False)
+    share_weight = weight(own_max.reshape((const.TILE_M, 1)), row_max)
+    total = ()
+    for part in ct.static_iter(range(2 if const.REST_V else 1)):
+        width, column = part_of(part, const.TILE_V, const.REST_V)
+        share = ct.load(Partial, (slot, 0, column), (1, const.TILE_M, width), check_bounds=False, allow_tma=False)
+        total = (*total, acc[part] + share.reshape((const.TILE_M, width)) * share_weight)
+    return total
 
 
 def empty_total(const):
-    """A chain over nothing that sums in float32, whatever the shares' accumulators were."""
-    chain = fresh_chain(const)
-    return Chain(tuple(part.astype(ct.float32) for part in ct.static_iter(chain.acc)), chain.row_max, chain.row_sum)
+    """An accumulator over nothing, in its parts, that sums in float32 whatever the shares' did."""
+    acc = fresh_chain(const).acc
+    return tuple(part.astype(ct.float32) for part in ct.static_iter(acc))

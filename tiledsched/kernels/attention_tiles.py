@@ -7,8 +7,8 @@ applied after the row maximum is taken, which is right for positive scales and s
 These functions run on the GPU through cuTile and, unmodified, on the CPU through `tiledsched.interpreter`. They share
 one object of compile-time constants, and cuTile inlines them all: an `if` on a constant leaves no trace in the machine
 code. From the outside in: `deal_out` gives the blocks their work, `visit` does one piece of it and `finish` stores it;
-`walk` goes over the piece's keys, and `step` takes one step of that walk: `products` makes the scores, `fold` their
-softmax and the product with the values. The kernels themselves are in :mod:`tiledsched.kernels.attention_entries`.
+`walk` goes over the piece's keys, in turns of one `step` or more: `products` makes the scores, `fold` their softmax and
+the product with the values. The kernels themselves are in :mod:`tiledsched.kernels.attention_entries`.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -107,6 +107,10 @@ class Constants:
     """Whether a flat loop loads the queries of each piece while it works on the piece before."""
     STORE_LATE: bool
     """Whether a persistent block stores the output of a piece after the loads of the next one have begun."""
+    Q_IN_REGISTERS: bool
+    """Whether a nested loop's queries are held in registers, so that their shared memory is free for the next ones."""
+    UNROLL: int
+    """Steps in one turn of the loop over a piece's keys; each has shared memory of its own for them."""
 
 
 @dataclass(frozen=True)
@@ -228,9 +232,13 @@ def visit(Q, K, V, scale_log2, work, pieces, split, const):
     tiles = tuple(query_tile(place, s, seq_q, const) for s in ct.static_iter(range(const.Q_SUBTILES)))
     rows = tuple(rows_of(tile, offset, const) for tile in ct.static_iter(tiles))
     queries = tuple(load_queries(Q, (batch, head, tile), const) for tile in ct.static_iter(tiles))
+    queries = tuple(held(q, scale_log2, const) for q in ct.static_iter(queries))
     chains = tuple(fresh_chain(const) for _ in ct.static_iter(range(const.Q_SUBTILES)))
 
     first_masked, steps = steps_of(place, offset, seq_k, const)
+    if const.UNROLL > 1:  # whole turns; what is too much is masked
+        first_masked = first_masked // const.UNROLL * const.UNROLL
+        steps = ct.cdiv(steps, const.UNROLL) * const.UNROLL
     begin, end = 0, steps
     if const.KV_SPLITS > 1:
         begin, end = steps * split // const.KV_SPLITS, steps * (split + 1) // const.KV_SPLITS
@@ -342,6 +350,14 @@ def load_queries(Q, place, const):
     return parts
 
 
+def held(parts, scale_log2, const):
+    """A query tile as the products take it. With Q_IN_REGISTERS it is computed, and what is computed lies in registers."""
+    if const.Q_IN_REGISTERS:
+        one = ct.where(scale_log2 > 0.0, 1.0, 2.0)  # it always is, but the compiler does not know
+        parts = tuple(part * one.astype(part.dtype) for part in ct.static_iter(parts))
+    return parts
+
+
 def fresh_chain(const):
     """A running softmax over nothing."""
     start = LOWEST if may_see_nothing(const) else -math.inf
@@ -373,16 +389,23 @@ def walk(queries, rows, keys, chains, first_masked, scale_log2, const):
             boundary = max(boundary, begin)
         if const.QK_AHEAD or const.KV_SPLITS > 1:
             boundary = min(boundary, end)
-        for i in range(begin, boundary):
-            chains, scores = step(queries, rows, keys, i, chains, scores, backward, scale_log2, const)
-        for i in range(boundary, end):
-            chains, scores = step(queries, rows, keys, i, chains, scores, not backward, scale_log2, const)
+        for i in range(begin, boundary, const.UNROLL):
+            chains, scores = turn(queries, rows, keys, i, chains, scores, backward, scale_log2, const)
+        for i in range(boundary, end, const.UNROLL):
+            chains, scores = turn(queries, rows, keys, i, chains, scores, not backward, scale_log2, const)
     else:
-        for i in range(begin, end):
-            chains, scores = step(queries, rows, keys, i, chains, scores, True, scale_log2, const)
+        for i in range(begin, end, const.UNROLL):
+            chains, scores = turn(queries, rows, keys, i, chains, scores, True, scale_log2, const)
     if const.QK_AHEAD:
         chains = fold(rows, keys, end, chains, scores, True, scale_log2, const)
     return chains
+
+
+def turn(queries, rows, keys, i, chains, scores, MASKED, scale_log2, const):
+    """One turn of the loop: the UNROLL steps from the `i`-th on."""
+    for u in ct.static_iter(range(const.UNROLL)):
+        chains, scores = step(queries, rows, keys, i + u, chains, scores, MASKED, scale_log2, const)
+    return chains, scores
 
 
 def step(queries, rows, keys, i, chains, scores, MASKED, scale_log2, const):
@@ -407,7 +430,7 @@ def key_tile(keys, i, t, const):
 def existing_tile(keys, i, t, const):
     """The same, or the last tile instead of one beyond it."""
     j = key_tile(keys, i, t, const)
-    if const.EVEN or (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2):
+    if const.EVEN or (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2 and const.UNROLL == 1):
         return j
     return min(j, ct.cdiv(keys.K.shape[2], const.TILE_N) - 1)
 
