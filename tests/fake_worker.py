@@ -49,6 +49,8 @@ class Gpu:
 
     def __init__(self) -> None:
         self.now_us = 0.0
+        self.in_a_row = 0
+        """Launches since it was waited for."""
         self.lost: str | None = None
         self.verb = ""
         self.problem = None
@@ -120,6 +122,7 @@ class Device:
 
     def synchronize(self) -> None:
         gpu.alive()
+        gpu.in_a_row = 0
 
 
 class RawModule:
@@ -137,6 +140,7 @@ class RawModule:
             gpu.captured.append(lambda: self.launch(grid, block, arguments))
             return
         gpu.alive()
+        gpu.in_a_row += 1
         what = self.script.get(gpu.verb, "")
         gpu.act(what)
         gpu.now_us += self.script["us"] * (1 + self.script["noise"] * gpu.rng.random())
@@ -155,6 +159,8 @@ class RawModule:
             extras[0][..., 0] = lse + (1.0 if what == "wrong-lse" else 0.0)
         if what == "wrong":
             right[0, -1, -1, :] += 1.0
+        if what == "wrong-in-a-row":  # a race: right where launches are apart
+            right[0, -1, -1, :] += 1.0 if gpu.in_a_row > 1 else 0.0
         if what == "wrong-head":
             right[0, -1] += 1.0
         if what == "narrow":  # a kernel whose sums end early: right on the random inputs, not where values are large

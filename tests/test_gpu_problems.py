@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 RIGHT = Problem(seq_q=200, seq_k=700, head_dim=64, causal=True, alignment="bottom_right", batch=2, heads=4, kv_heads=2,
                 lse=True)  # fmt: skip
 DECODE = RIGHT.replace(seq_q=1, seq_k=5000, heads=16, kv_heads=2)
+LONG = Problem(seq_q=8, seq_k=8192, head_dim=128, dtype="bfloat16", heads=16, kv_heads=4)
 CASES = [
     (RIGHT, {}),
     (RIGHT.replace(seq_q=700, seq_k=200), {"loop_split": True}),
@@ -35,9 +36,12 @@ CASES = [
     (DECODE, {}),
     (DECODE, {"tile_m": 16, "pack_gqa": True}),
     (DECODE, {"tile_m": 16, "pack_gqa": True, "kv_splits": 16}),
-    (DECODE.replace(seq_q=4), {"tile_m": 32, "pack_gqa": True, "kv_splits": 8, "loop_split": True}),
-    (DECODE.replace(seq_q=7, head_dim=96, causal=False), {"kv_splits": 32, "tile_n": 32, "column_parts": 2}),
+    (DECODE.replace(seq_q=4), {"tile_m": 16, "pack_gqa": True, "kv_splits": 8, "loop_split": True}),
+    (DECODE.replace(seq_q=7, head_dim=96, causal=False), {"kv_splits": 32, "tile_n": 32}),
     (DECODE.replace(lse=False, dtype="bfloat16"), {"kv_splits": 8}),
+    (LONG, {"tile_m": 16, "tile_n": 128, "pack_gqa": True, "kv_splits": 8}),
+    (LONG, {"tile_m": 16, "tile_n": 64, "pack_gqa": True, "kv_splits": 4, "occupancy": 2}),
+    (LONG, {"tile_m": 64, "tile_n": 128, "kv_splits": 4}),
 ]
 
 

@@ -85,6 +85,14 @@ def test_right_candidate(make_runner, problem):
     assert not runner.check(candidate(50.0, check="unrepeatable")).accuracy.repeatable
 
 
+def test_a_race_that_shows_only_in_launches_in_a_row(make_runner):
+    runner = make_runner(problem=PROBLEM)
+    failure = runner.check(candidate(50.0, check="wrong-in-a-row"))
+    assert failure.kind is FailureKind.WRONG_RESULT
+    assert "after launches in a row" in failure.message
+    assert isinstance(runner.check(candidate(9000.0, check="wrong-in-a-row")), Checked)  # slow ones are not repeated
+
+
 OTHER = PROBLEM.replace(causal=True, alignment="bottom_right", value_dim=8, lse=True)
 """Rows that see nothing, another width of values, and the log-sum-exp."""
 

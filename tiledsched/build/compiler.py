@@ -74,6 +74,9 @@ def compile_task(task: BuildTask) -> Built:
         with ct.compiler_timeout(task.timeout_s):
             export_kernel(kernel, [signature], output, gpu_code=task.arch, output_format="cubin")
         artifact = read_artifact(output.getvalue(), task.arch)
+        wrong = template.unsound(task.schedule, task.problem, artifact)
+        if wrong:
+            artifact, failure = None, Failure(kind=FailureKind.COMPILE_ERROR, message=wrong)
     except ct.TileCompilerTimeoutError:
         failure = Failure(kind=FailureKind.COMPILE_TIMEOUT, message=f"compiler stopped after {task.timeout_s:g} s")
     except Exception as error:  # whatever a compiler trips over must cost one candidate, not the run

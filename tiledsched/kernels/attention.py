@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import cuda.tile as ct
 
+from tiledsched.device import arch_spec
 from tiledsched.errors import ProblemError
 from tiledsched.kernels import attention_entries, attention_flat, attention_split, attention_tiles
 from tiledsched.kernels.attention_tiles import BLOCK_ORDERS, KV_DIRECTIONS, PERSISTENT_MODES, Constants
@@ -21,6 +22,8 @@ from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
     from cuda.tile.compilation import ArrayConstraint, KernelSignature
+
+    from tiledsched.build.cubin import Artifact
 
 LOG2_E = 1.0 / math.log(2.0)
 SMALLEST_NORMAL, LARGEST_FLOAT = 1.2e-38, 3.4e38
@@ -139,6 +142,20 @@ class AttentionTemplate(KernelTemplate):
             resident = sm_count * max(1, schedule.number("occupancy")) // schedule.number("num_ctas")
             blocks = min(blocks, max(1, resident))
         return (blocks, 1, 1)
+
+    def unsound(self, schedule: Schedule, problem: Problem, artifact: Artifact) -> str | None:
+        """Split keys whose tiles have one place in shared memory.
+
+        The release that counts a share as done orders all loads before it, and the compiler (13.4 on sm_90) loads a key or
+        value tile before it waits for the one before to be read: right only where that lies elsewhere.
+        """
+        columns = _parts(problem.tile_d, problem.parts_d, schedule) + _parts(problem.tile_v, problem.parts_v, schedule)
+        pair = schedule.number("tile_n") * schedule.number("kv_subtiles") * sum(columns) * problem.element_bytes
+        shared, spec = artifact.facts.shared_bytes, arch_spec(artifact.arch)
+        if _splits(schedule) == 1 or not spec.producer_warps or shared >= 2 * pair:
+            return None
+        return (f"the compiler left room for one key and one value tile ({shared} bytes of shared memory; both take {pair}). "
+                "Where keys are split it overwrites them while they are read")  # fmt: skip
 
     def rows_per_tile(self, schedule: Schedule, problem: Problem) -> int:
         return schedule.number("tile_m") // _pack(schedule, problem)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import cuda.tile as ct
     from cuda.tile.compilation import KernelSignature
 
+    from tiledsched.build.cubin import Artifact
+
 HINT_KNOBS = ("num_ctas", "occupancy", "opt_level", "num_worker_warps")
 """Knobs that reach cuTile as kernel hints; the rest are compile-time constants of the kernel."""
 
@@ -122,6 +124,10 @@ class KernelTemplate(ABC):
     @abstractmethod
     def scalars(self, problem: Problem, scale: float | None = None) -> tuple[float, ...]:
         """Run-time scalar arguments, which follow the arrays; `scale` None means the kernel's usual one."""
+
+    def unsound(self, schedule: Schedule, problem: Problem, artifact: Artifact) -> str | None:
+        """Why the machine code must not be run, where the compiler is known to make it wrong; else None."""
+        return None
 
     @abstractmethod
     def rows_per_tile(self, schedule: Schedule, problem: Problem) -> int:

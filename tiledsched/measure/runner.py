@@ -85,7 +85,7 @@ class Accuracy:
     worst_tile: tuple[int, int, int]
     """(batch, head, query tile) of that tile."""
     repeatable: bool
-    """Whether two launches gave the same bits."""
+    """Whether two launches, and launches in a row, gave the same bits."""
     adversarial_tile_error: float = 0.0
     """Largest relative error of any tile on the adversarial inputs; 0 in records from before there were any."""
 
@@ -193,7 +193,9 @@ class Runner(Protocol):
         ...
 
     def check(self, candidate: Candidate) -> Checked | Failure:
-        """Run `candidate` over NaN-poisoned output, on random inputs twice and on adversarial ones; compare every tile."""
+        """Run `candidate` over NaN-poisoned output, on random inputs (twice, and in quick succession) and on adversarial ones;
+        compare every tile.
+        """
         ...
 
     def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:

@@ -40,6 +40,8 @@ FLUSH_TIMES_L2 = 2
 SPIN_US = 300.0
 ATTEMPTS = 4
 """At a sample that the host is not to slow: it is busy with other things now and then."""
+ROWS, MOST_IN_A_ROW, ROW_US = 3, 10, 5000.0
+"""Launches in quick succession that a check makes: how often, how many, and about how long they may take together."""
 REHEARSED_ROWS = 64
 """Rows of a tile in the rehearsal; any number does."""
 FAST_FLOAT64 = ("sm_80", "sm_90", "sm_100")
@@ -132,7 +134,7 @@ def _rehearse(state: State, problem: Problem, out: Any) -> None:
     tile_errors(cupy, values, state.reference[0], tile_m=REHEARSED_ROWS)
     tile_errors(cupy, values, state.adversarial_reference[0], tile_m=REHEARSED_ROWS,
                 heads=kinds_of_heads(problem))  # fmt: skip
-    bool((out.view(numpy.uint16) == out.view(numpy.uint16)).all())
+    _same_bits(out, out)
     with state.stream:
         state.flush.fill(0)
         state.spin((1,), (1,), (numpy.uint64(1),))
@@ -185,7 +187,7 @@ def look(state: State, launch: Launch) -> float:
 
 def check(state: State, launch: Launch) -> Checked | Failure:
     """Over poisoned outputs: two launches on the random inputs, right everywhere, and whether they give the same bits;
-    then one on the adversarial inputs.
+    the same after launches in a row; then one on the adversarial inputs.
     """  # fmt: skip
     assert state.problem is not None
     first, _ = _poisoned_launch(state, launch, state.arrays)
@@ -199,7 +201,16 @@ def check(state: State, launch: Launch) -> Checked | Failure:
     failure = wrong_result(relative, limit.largest_error, names) or _wrong_lse(state, launch, names, None)
     if failure is not None:
         return failure
-    repeatable = bool((first.view(numpy.uint16) == out.view(numpy.uint16)).all())
+    repeatable = _same_bits(first, out)
+    # A race may show only once the loads come as fast as they can, out of the L2 cache.
+    for _ in range(ROWS):
+        out, _ = _poisoned_launch(state, launch, state.arrays, max(1, min(MOST_IN_A_ROW, int(ROW_US / elapsed_us))))
+        if not _same_bits(first, out):
+            hot, _ = tile_errors(cupy, _to_float32(out, state.problem.dtype), state.reference[0], tile_m=launch.tile_m)
+            failure = wrong_result(hot, limit.largest_error, names, "after launches in a row, relative error")
+            if failure is not None:
+                return failure
+            repeatable = False
     accuracy = summary(relative, largest, repeatable=repeatable)
     out, _ = _poisoned_launch(state, launch, state.adversarial_arrays)
     kinds = numpy.array(KINDS)[heads]
@@ -211,6 +222,10 @@ def check(state: State, launch: Launch) -> Checked | Failure:
         return failure
     accuracy = dataclasses.replace(accuracy, adversarial_tile_error=float(relative.max()))
     return Checked(accuracy=accuracy, first_look_us=elapsed_us)
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    return bool((one.view(numpy.uint16) == other.view(numpy.uint16)).all())
 
 
 def _wrong_lse(state: State, launch: Launch, kinds: numpy.ndarray, heads: numpy.ndarray | None) -> Failure | None:
@@ -225,8 +240,8 @@ def _wrong_lse(state: State, launch: Launch, kinds: numpy.ndarray, heads: numpy.
     return wrong_result(errors, launch.tolerance.largest_lse_error, kinds, "error of the log-sum-exp")
 
 
-def _poisoned_launch(state: State, launch: Launch, arrays: list[Any]) -> tuple[Any, float]:
-    """The output of one launch, NaN where nothing was written, and its microseconds."""
+def _poisoned_launch(state: State, launch: Launch, arrays: list[Any], in_a_row: int = 1) -> tuple[Any, float]:
+    """The output of the last of so many launches, NaN where nothing was written, and their microseconds."""
     out = arrays[-1]
     out.view(numpy.uint16)[...] = 0x7FFF  # NaN in float16 and bfloat16 alike
     for extra, array in zip(launch.extras, _extra_arrays(state, launch.extras), strict=True):
@@ -237,7 +252,8 @@ def _poisoned_launch(state: State, launch: Launch, arrays: list[Any]) -> tuple[A
         before, after = cupy.cuda.Event(), cupy.cuda.Event()
         cupy.cuda.Device().synchronize()
         before.record(state.stream)
-        state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), arguments)
+        for _ in range(in_a_row):
+            state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), arguments)
         after.record(state.stream)
     after.synchronize()
     return out, float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
