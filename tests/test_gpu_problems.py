@@ -39,9 +39,9 @@ CASES = [
     (DECODE.replace(seq_q=4), {"tile_m": 16, "pack_gqa": True, "kv_splits": 8, "loop_split": True}),
     (DECODE.replace(seq_q=7, head_dim=96, causal=False), {"kv_splits": 32, "tile_n": 32}),
     (DECODE.replace(lse=False, dtype="bfloat16"), {"kv_splits": 8}),
-    (LONG, {"tile_m": 16, "tile_n": 128, "pack_gqa": True, "kv_splits": 8}),
-    (LONG, {"tile_m": 16, "tile_n": 64, "pack_gqa": True, "kv_splits": 4, "occupancy": 2}),
-    (LONG, {"tile_m": 64, "tile_n": 128, "kv_splits": 4}),
+    (LONG, {"tile_m": 16, "tile_n": 128, "pack_gqa": True, "kv_splits": 32}),
+    (LONG, {"tile_m": 16, "tile_n": 128, "pack_gqa": True, "kv_splits": 4, "tma_loads": False}),
+    (LONG, {"tile_m": 16, "tile_n": 64, "pack_gqa": True, "kv_splits": 8, "tma_loads": False, "occupancy": 2}),
 ]
 
 

@@ -144,15 +144,16 @@ class AttentionTemplate(KernelTemplate):
         return (blocks, 1, 1)
 
     def unsound(self, schedule: Schedule, problem: Problem, artifact: Artifact) -> str | None:
-        """Split keys whose tiles have one place in shared memory.
+        """Split keys whose tiles share a place in shared memory.
 
-        The release that counts a share as done orders all loads before it, and the compiler (13.4 on sm_90) loads a key or
-        value tile before it waits for the one before to be read: right only where that lies elsewhere.
+        The release that counts a share as done orders all loads before it, and the compiler (13.4 on sm_90) then has the TMA
+        unit load a tile before it waits for the one in the same place to be read. The search space lets a share take two
+        steps at most; here are the programs that have no room for both.
         """
         columns = _parts(problem.tile_d, problem.parts_d, schedule) + _parts(problem.tile_v, problem.parts_v, schedule)
         pair = schedule.number("tile_n") * schedule.number("kv_subtiles") * sum(columns) * problem.element_bytes
         shared, spec = artifact.facts.shared_bytes, arch_spec(artifact.arch)
-        if _splits(schedule) == 1 or not spec.producer_warps or shared >= 2 * pair:
+        if _splits(schedule) == 1 or not (schedule["tma_loads"] and spec.producer_warps) or shared >= 2 * pair:
             return None
         return (f"the compiler left room for one key and one value tile ({shared} bytes of shared memory; both take {pair}). "
                 "Where keys are split it overwrites them while they are read")  # fmt: skip

@@ -171,7 +171,7 @@ def plain_choice(problem: Problem, default: Schedule, space: SearchSpace, spec: 
 
     With one row and 8 heads the default launches 8 blocks on a GPU of a hundred SMs; the other knobs stay as they are.
     """
-    knobs = [name for name in ("kv_splits", "pack_gqa", "tile_m") if name in space.knobs]
+    knobs = [name for name in ("kv_splits", "pack_gqa", "tile_m", "tma_loads") if name in space.knobs]
     varied = (default.replace(**dict(zip(knobs, values, strict=True)))
               for values in itertools.product(*(space.knobs[name].choices for name in knobs)))  # fmt: skip
     valid = [default, *(each for each in varied if not space.violations(each, problem))]
