@@ -151,6 +151,20 @@ def test_what_a_problem_does_without_is_not_in_its_code(knobs: dict) -> None:
 
 
 @pytest.mark.compiler
+def test_split_keys_whose_tiles_share_a_place_are_refused() -> None:
+    """Compilers up to 13.4 load a tile over one that is still read; without TMA loads, or keys in one share, they do not."""
+    problem = DECODE.replace(head_dim=128, causal=False, alignment="top_left")
+    crowded = space_for("sm_90").default(problem).replace(tile_m=16, tile_n=128, occupancy=2, kv_splits=8)
+    for knobs, right in (({}, False), ({"tma_loads": False}, True), ({"kv_splits": 1}, True), ({"occupancy": 1}, True)):
+        task = BuildTask(kernel="attention", schedule=crowded.replace(**knobs), problem=problem, arch="sm_90")
+        built = compile_task(task)
+        assert (built.artifact is not None) == right, (knobs, built.failure)
+        if not right:
+            assert built.failure.kind is FailureKind.COMPILE_ERROR
+            assert "overwrites them while they are read" in built.failure.message
+
+
+@pytest.mark.compiler
 def test_shares_are_ordered_by_the_counter() -> None:
     """Stores of the shares come before an atomic that releases and acquires on the device; nothing bypasses it by TMA."""
     schedule = space_for("sm_90").default(DECODE).replace(tile_m=16, pack_gqa=True, kv_splits=4)

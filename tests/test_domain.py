@@ -252,6 +252,19 @@ def test_what_only_a_measurement_shows_is_marked() -> None:
     assert all(pins.items() <= dict(schedule).items() for schedule in space.schedules(problem, pinned=pins))
 
 
+def test_shares_of_keys_take_two_steps_with_tma_loads() -> None:
+    space = space_for("sm_90")
+    problem = Problem(seq_q=1, seq_k=4096, head_dim=128, heads=8, kv_heads=8)
+    schedule = space.default(problem).replace(tile_m=16, tile_n=128, kv_splits=16)
+    assert space.unworkable(schedule, problem) == []
+    for changed in ({"kv_splits": 8}, {"tile_n": 64}, {"occupancy": 2}, {"tile_m": 32}, {"num_worker_warps": 8}):
+        other = schedule.replace(**changed)
+        assert any("still being read" in why for why in space.unworkable(other, problem)), changed
+        assert space.unworkable(other.replace(tma_loads=False), problem) == []
+    assert space.unworkable(schedule, problem.replace(seq_k=4097)) != []
+    assert space.unworkable(schedule, problem.replace(causal=True)) != []  # masks take the room of the second step
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_knobs_for_other_problems_rest_on_ordinary_ones(arch: str) -> None:
     space = space_for(arch)

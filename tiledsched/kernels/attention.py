@@ -147,8 +147,8 @@ class AttentionTemplate(KernelTemplate):
         """Split keys whose tiles share a place in shared memory.
 
         The release that counts a share as done orders all loads before it, and the compiler (13.4 on sm_90) then has the TMA
-        unit load a tile before it waits for the one in the same place to be read. The search space lets a share take two
-        steps at most; here are the programs that have no room for both.
+        unit load a tile before it waits for the one in the same place to be read. The search space lets a share take one step,
+        or two where all programs built so far have room for both; this is for those to come.
         """
         columns = _parts(problem.tile_d, problem.parts_d, schedule) + _parts(problem.tile_v, problem.parts_v, schedule)
         pair = schedule.number("tile_n") * schedule.number("kv_subtiles") * sum(columns) * problem.element_bytes
