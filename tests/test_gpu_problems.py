@@ -27,7 +27,7 @@ CASES = [
     (RIGHT.replace(seq_q=700, seq_k=200), {"persistent": "snake", "block_order": "swizzled"}),
     (RIGHT.replace(seq_q=700, seq_k=200), {"qk_ahead": True, "loop_split": True}),
     (RIGHT, {"kv_direction": "backward", "loop_split": True}),
-    (RIGHT.replace(dtype="bfloat16"), {"kv_splits": 4}),
+    (RIGHT.replace(dtype="bfloat16"), {"kv_splits": 4, "tma_loads": False}),
     (RIGHT.replace(head_dim=192, value_dim=128), {"tile_n": 32}),
     (RIGHT.replace(head_dim=192, value_dim=128), {"tile_n": 32, "column_parts": 2}),
     (RIGHT.replace(head_dim=80), {"column_parts": 2}),
@@ -35,10 +35,10 @@ CASES = [
     (RIGHT.replace(head_dim=160), {"column_parts": 2, "tile_n": 32}),
     (DECODE, {}),
     (DECODE, {"tile_m": 16, "pack_gqa": True}),
-    (DECODE, {"tile_m": 16, "pack_gqa": True, "kv_splits": 16}),
-    (DECODE.replace(seq_q=4), {"tile_m": 16, "pack_gqa": True, "kv_splits": 8, "loop_split": True}),
-    (DECODE.replace(seq_q=7, head_dim=96, causal=False), {"kv_splits": 32, "tile_n": 32}),
-    (DECODE.replace(lse=False, dtype="bfloat16"), {"kv_splits": 8}),
+    (DECODE, {"tile_m": 16, "pack_gqa": True, "kv_splits": 16, "tma_loads": False}),
+    (DECODE.replace(seq_q=4), {"tile_m": 16, "pack_gqa": True, "kv_splits": 8, "tma_loads": False, "loop_split": True}),
+    (DECODE.replace(seq_q=7, head_dim=96, causal=False), {"kv_splits": 32, "tile_n": 32, "tma_loads": False}),
+    (DECODE.replace(lse=False, dtype="bfloat16"), {"kv_splits": 8, "tma_loads": False}),
     (LONG, {"tile_m": 16, "tile_n": 128, "pack_gqa": True, "kv_splits": 32}),
     (LONG, {"tile_m": 16, "tile_n": 128, "pack_gqa": True, "kv_splits": 4, "tma_loads": False}),
     (LONG, {"tile_m": 16, "tile_n": 64, "pack_gqa": True, "kv_splits": 8, "tma_loads": False, "occupancy": 2}),
@@ -143,7 +143,9 @@ def test_shares_stay_whole_under_load() -> None:
     """Many pieces, many shares, thousands of launches: one share read before it was written would show."""
     problem = Problem(seq_q=16, seq_k=4096, head_dim=128, batch=4, heads=32, kv_heads=8)
     inputs = tensors(problem)
-    launcher = Launcher(problem, schedule_for(problem, {"kv_splits": 16, "tile_m": 64, "pack_gqa": True}), *inputs)
+    launcher = Launcher(
+        problem, schedule_for(problem, {"kv_splits": 16, "tma_loads": False, "tile_m": 64, "pack_gqa": True}), *inputs
+    )
     first = launcher.launch().clone()
     assert_right(problem, launcher, inputs)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -156,7 +158,9 @@ def test_shares_stay_whole_under_load() -> None:
 
 def test_a_graph_replays_a_split_launch() -> None:
     inputs = tensors(DECODE)
-    launcher = Launcher(DECODE, schedule_for(DECODE, {"kv_splits": 8, "tile_m": 16, "pack_gqa": True}), *inputs)
+    launcher = Launcher(
+        DECODE, schedule_for(DECODE, {"kv_splits": 8, "tma_loads": False, "tile_m": 16, "pack_gqa": True}), *inputs
+    )
     first = launcher.launch().clone()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
