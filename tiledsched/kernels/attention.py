@@ -150,10 +150,12 @@ class AttentionTemplate(KernelTemplate):
         unit load a tile before it waits for the one in the same place to be read. The search space lets a share take one step,
         or two where all programs built so far have room for both; this is for those to come.
         """
+        if _splits(schedule) == 1 or not schedule["tma_loads"] or not arch_spec(artifact.arch).producer_warps:
+            return None
         columns = _parts(problem.tile_d, problem.parts_d, schedule) + _parts(problem.tile_v, problem.parts_v, schedule)
         pair = schedule.number("tile_n") * schedule.number("kv_subtiles") * sum(columns) * problem.element_bytes
-        shared, spec = artifact.facts.shared_bytes, arch_spec(artifact.arch)
-        if _splits(schedule) == 1 or not (schedule["tma_loads"] and spec.producer_warps) or shared >= 2 * pair:
+        shared = artifact.facts.shared_bytes
+        if shared >= 2 * pair:
             return None
         return (f"the compiler left room for one key and one value tile ({shared} bytes of shared memory; both take {pair}). "
                 "Where keys are split it overwrites them while they are read")  # fmt: skip
