@@ -203,8 +203,9 @@ def check(state: State, launch: Launch) -> Checked | Failure:
         return failure
     repeatable = _same_bits(first, out)
     # A race may show only once the loads come as fast as they can, out of the L2 cache.
+    in_a_row = max(1, min(MOST_IN_A_ROW, int(ROW_US / elapsed_us)))
     for _ in range(ROWS):
-        out, _ = _poisoned_launch(state, launch, state.arrays, max(1, min(MOST_IN_A_ROW, int(ROW_US / elapsed_us))))
+        out, _ = _poisoned_launch(state, launch, state.arrays, in_a_row)
         if not _same_bits(first, out):
             hot, _ = tile_errors(cupy, _to_float32(out, state.problem.dtype), state.reference[0], tile_m=launch.tile_m)
             failure = wrong_result(hot, limit.largest_error, names, "after launches in a row, relative error")
