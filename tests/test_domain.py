@@ -23,7 +23,7 @@ KNOBS = {
     "tile_m", "tile_n", "latency_k", "latency_v", "occupancy", "opt_level", "accum_mode", "num_ctas",
     "num_worker_warps", "loop_split", "block_order", "persistent", "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead",
     "k_load", "tma_loads", "tma_store", "check_bounds", "division", "lazy_rescale", "flat_steps", "reload_q",
-    "q_ahead", "store_late", "q_in_registers", "unroll", "kv_splits", "pack_gqa", "column_parts",
+    "q_ahead", "store_late", "q_in_registers", "unroll", "peel_first", "kv_splits", "pack_gqa", "column_parts",
 }  # fmt: skip
 PLAIN_ID = "385d33e462a2"
 """Of a plain causal problem, as versions without other problems computed it."""
@@ -225,7 +225,7 @@ def test_at_most_two_departures_from_the_plain_kernel() -> None:
     for schedule in itertools.islice(space.schedules(problem), 0, None, 17):
         departures = sum(
             schedule[name] != value for name, value in pins.items()
-            if name not in ("flat_steps", "reload_q", "q_ahead", "store_late", "q_in_registers", "unroll")
+            if name not in ("flat_steps", "reload_q", "q_ahead", "store_late", "q_in_registers", "unroll", "peel_first")
         )  # fmt: skip
         departures += 2 if schedule["flat_steps"] else schedule["persistent"] == "snake"
         departures += schedule["block_order"] == "swizzled"
@@ -245,7 +245,7 @@ def test_what_only_a_measurement_shows_is_marked() -> None:
     assert set(pins) == {
         "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead", "k_load", "tma_loads", "tma_store", "check_bounds",
         "division", "lazy_rescale", "flat_steps", "reload_q", "q_ahead", "store_late", "q_in_registers", "unroll",
-        "kv_splits", "pack_gqa", "column_parts",
+        "peel_first", "kv_splits", "pack_gqa", "column_parts",
     }  # fmt: skip
     assert all(space.knobs[name].measured_only and space.knobs[name].default == value for name, value in pins.items())
     problem = Problem.standard(seq_len=1024, head_dim=64)

@@ -65,9 +65,11 @@ MUTATIONS = {
     "snake's last lap missing": ("snake(ct.bid(0), blocks, total // blocks)", "blocks"),
     "snake's last lap too long": ("total - snake(ct.bid(0), blocks, total // blocks)", "total"),
     "the last output never stored": ("    finish_all(Out, Lse, piece, chains, const)\n\n\ndef snake", "\n\ndef snake"),
-    "an output of nothing": ("if lap > 0:", "if lap >= 0:"),
-    "one output in two": ("if lap > 0:", "if lap > 1:"),
-    "every block's late pieces are the first's": ("lap * blocks + place, pieces, 0", "lap * blocks, pieces, 0"),
+    "an output of nothing": ("lap > 0 if", "lap >= 0 if"),
+    "one output in two": ("lap > 0 if", "lap > 1 if"),
+    "an output of nothing, unpeeled": ("else work >= blocks", "else work >= 0"),
+    "one output in two, unpeeled": ("else work >= blocks", "else work >= 2 * blocks"),
+    "every block's late pieces are the first's": ("work = lap * blocks + place", "work = lap * blocks"),
     "snake turns short": ("(blocks - 1 - 2 * block)", "(blocks - 2 - 2 * block)"),
     "swizzled groups overlap": ("(SWIZZLE_PAIRS * pieces) * SWIZZLE_PAIRS", "(SWIZZLE_PAIRS * pieces)"),
     "last swizzled group too wide": ("width = min(SWIZZLE_PAIRS, pairs - first)", "width = SWIZZLE_PAIRS"),
@@ -76,7 +78,8 @@ MUTATIONS = {
     "backward walk is masked forward": ("keys.steps - first_masked if backward else first_masked", "first_masked"),
     "backward walk masks the wrong loop": ("backward = const.KV_DIRECTION == BACKWARD", "backward = False"),
     "sawtooth stands still": ("(keys.steps - 1 - 2 * i)", "(keys.steps - 1 - i)"),
-    "sawtooth turns everywhere by two": ("end, place % 2)", "end, place % 2 * 2)"),
+    "sawtooth turns everywhere by two": ("else place % 2", "else place % 2 * 2"),
+    "wide sawtooth turns everywhere by two": ("TOOTH % 2 if", "TOOTH % 2 * 2 if"),
     "unseen steps make NaN": ("LOWEST if may_see_nothing(const) else -math.inf", "-math.inf"),
     "lowest maximum too high": ("LOWEST = -3.4e38", "LOWEST = -10.0"),
     "second query tile is the first": ("place * const.Q_SUBTILES + s", "place * const.Q_SUBTILES"),
@@ -221,6 +224,7 @@ def battery(template):
         (many, {"persistent": "snake", "block_order": "heads_fastest"}),
         (many, {"persistent": "snake", "store_late": True}),
         (many, {"persistent": "snake", "store_late": True, "q_in_registers": True}),
+        (many, {"persistent": "snake", "store_late": True, "peel_first": False}),
         (causal, in_turns),
         (causal, in_turns | {"loop_split": True}),
         (causal, in_turns | {"loop_split": True, "kv_direction": "backward"}),
@@ -230,6 +234,7 @@ def battery(template):
         (causal, {"kv_direction": "backward", "tile_m": 128, "tile_n": 32}),
         (causal, {"kv_direction": "backward", "loop_split": True}),
         (causal, {"kv_direction": "sawtooth"}),
+        (ragged.replace(seq_q=300), {"kv_direction": "wide_sawtooth"}),
         (causal.replace(seq_q=130), {"q_subtiles": 2}),
         (ragged, {"kv_subtiles": 2}),
         (ragged.replace(seq_k=40), {"kv_subtiles": 2}),
@@ -240,7 +245,7 @@ def battery(template):
         (ragged, {"division": "ieee"}),
         (causal, {"lazy_rescale": True}),
     ):
-        check(problem, schedule_for(problem, **tiles | knobs), template=template)
+        check(problem, schedule_for(problem, forced=True, **tiles | knobs), template=template)
     problem = causal.replace(head_dim=64)
     schedule = schedule_for(problem, **tiles)
     inputs, expected = one_hot_inputs(problem)

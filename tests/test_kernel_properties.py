@@ -83,7 +83,7 @@ def test_which_knobs_change_the_result(case, seed):
     """  # fmt: skip
     problem, schedule = case
     inputs = make_inputs(problem, seed)
-    sawtooth = schedule["kv_direction"] == "sawtooth"  # every other block turns round, so that its rows matter
+    sawtooth = "sawtooth" in schedule["kv_direction"]  # some blocks turn round, so that their rows matter
     plain = schedule.replace(occupancy=1, num_worker_warps=4, num_ctas=1, latency_k=0, latency_v=0, opt_level=3,
                              loop_split=False, block_order="natural", persistent="no", qk_ahead=False,
                              q_subtiles=schedule["q_subtiles"] if sawtooth else 1,
@@ -203,6 +203,19 @@ def test_strided_and_shared_inputs():
     check(problem, schedule_for(problem), (q, k, v))
 
 
+def test_a_wide_sawtooth_turns_round_after_four_tiles():
+    problem = Problem(seq_q=600, seq_k=200, head_dim=16)
+    forward, sawtooth, wide = (
+        check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, kv_direction=direction))
+        for direction in ("forward", "sawtooth", "wide_sawtooth")
+    )
+    for tile in range(10):
+        rows = slice(tile * 64, tile * 64 + 64)
+        assert (wide[:, :, rows] == forward[:, :, rows]).all() == (tile not in (4, 5, 6, 7))
+        if tile in (5, 7):  # where the narrow one walks backward, too
+            np.testing.assert_array_equal(wide[:, :, rows], sawtooth[:, :, rows])
+
+
 # ---- other problems --------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +223,7 @@ def structures(*more):
     """The structures that walk over keys each in its own way."""
     return [{}, {"loop_split": True}, {"block_order": "reversed"}, {"block_order": "heads_fastest"},
             {"block_order": "swizzled", "persistent": "snake"}, {"persistent": "strided"}, {"kv_direction": "sawtooth"},
+            {"kv_direction": "wide_sawtooth"}, {"persistent": "strided", "store_late": True, "peel_first": False},
             {"kv_direction": "backward", "loop_split": True}, {"q_subtiles": 2}, {"kv_subtiles": 2},
             {"qk_ahead": True, "loop_split": True}, {"lazy_rescale": True}, *more]  # fmt: skip
 

@@ -13,8 +13,8 @@ KnobValue = int | bool | str
 
 PLAIN = {"accum_mode": "fp32", "block_order": "natural", "check_bounds": True, "column_parts": 1,
          "division": "approximate", "k_load": "order", "kv_direction": "forward", "kv_splits": 1, "kv_subtiles": 1,
-         "num_ctas": 1, "opt_level": 3, "persistent": "no", "q_subtiles": 1, "tma_loads": True, "tma_store": True,
-         "unroll": 1}  # fmt: skip
+         "num_ctas": 1, "opt_level": 3, "peel_first": True, "persistent": "no", "q_subtiles": 1, "tma_loads": True,
+         "tma_store": True, "unroll": 1}  # fmt: skip
 """Values that go without saying when a schedule is written for people; of other knobs, 0 and false."""
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import cuda.tile as ct
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 LOG2_E = 1.0 / math.log(2.0)
 SMALLEST_NORMAL, LARGEST_FLOAT = 1.2e-38, 3.4e38
+HEAD_ARRAYS = 4
+"""The first parameters: q, k, v and out."""
 
 
 class AttentionTemplate(KernelTemplate):
@@ -109,6 +112,7 @@ class AttentionTemplate(KernelTemplate):
             STORE_LATE=bool(schedule.get("store_late", False)),
             Q_IN_REGISTERS=bool(schedule.get("q_in_registers", False)),
             UNROLL=_unroll(schedule),
+            PEEL_FIRST=bool(schedule.get("peel_first", True)),
         )
         return tuple(vars(constants).values())
 
@@ -120,6 +124,19 @@ class AttentionTemplate(KernelTemplate):
         parameters = [query, query, value, value, *extras, ScalarConstraint(ct.float32),
                       *self.constants(schedule, problem)]  # fmt: skip
         return KernelSignature(parameters, CallingConvention.cutile_python_v2(), symbol=self.name)
+
+    def assumed(self, signature: KernelSignature) -> KernelSignature:
+        """A launch also infers what sizes, and the strides of the arrays of split keys, are multiples of. On the latter the
+        compiler (13.4 on sm_90) makes other machine code, and wrong one: loads of four maxima at addresses of one.
+        """  # fmt: skip
+        from cuda.tile.compilation import ArrayConstraint, KernelSignature
+
+        parameters = list(signature.parameters)
+        arrays = [place for place, each in enumerate(parameters) if isinstance(each, ArrayConstraint)]
+        for place in arrays:
+            less: dict[str, Any] = {} if place < HEAD_ARRAYS else {"stride_divisible_by": 1}
+            parameters[place] = replace(parameters[place], shape_divisible_by=1, **less)
+        return KernelSignature(parameters, signature.calling_convention, signature.symbol)
 
     def scalars(self, problem: Problem, scale: float | None = None) -> tuple[float, ...]:
         """The softmax scale (1 / sqrt(head_dim) unless given) times log2(e).

@@ -37,12 +37,12 @@ def attention(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_lo
               CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool, BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int,
               REST_V: Int, PACK: Int, KV_SPLITS: Int,
               FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
-              UNROLL: Int):  # fmt: skip
+              UNROLL: Int, PEEL_FIRST: Bool):  # fmt: skip
     """Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, columns]`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
-                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL)  # fmt: skip
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
     if FLAT_STEPS:
         flow(Q, K, V, Out, None, scale_log2, const)
     else:
@@ -56,12 +56,12 @@ def attention_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse:
                   TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
                   BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
                   FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
-                  UNROLL: Int):  # fmt: skip
+                  UNROLL: Int, PEEL_FIRST: Bool):  # fmt: skip
     """The same, and Lse = log(sum(exp(scale * Q @ K^T, masked))) of each row, `[batch, heads, rows, 1]`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
-                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL)  # fmt: skip
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
     if FLAT_STEPS:
         flow(Q, K, V, Out, Lse, scale_log2, const)
     else:
@@ -76,12 +76,12 @@ def attention_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Ls
                     TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
                     BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
                     FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
-                    UNROLL: Int):  # fmt: skip
+                    UNROLL: Int, PEEL_FIRST: Bool):  # fmt: skip
     """The same by KV_SPLITS blocks for each piece of work; see :mod:`tiledsched.kernels.attention_split`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
-                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL)  # fmt: skip
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
     attend_share(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, const)
 
 

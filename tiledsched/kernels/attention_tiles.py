@@ -27,12 +27,14 @@ BLOCK_ORDERS = ("natural", "reversed", "heads_fastest", "swizzled")
 NATURAL, REVERSED, HEADS_FASTEST, SWIZZLED = range(4)
 PERSISTENT_MODES = ("no", "strided", "snake")
 ONE_EACH, STRIDED, SNAKE = range(3)
-KV_DIRECTIONS = ("forward", "backward", "sawtooth")
-FORWARD, BACKWARD, SAWTOOTH = range(3)
+KV_DIRECTIONS = ("forward", "backward", "sawtooth", "wide_sawtooth")
+FORWARD, BACKWARD, SAWTOOTH, WIDE_SAWTOOTH = range(4)
 
 LN_2 = math.log(2.0)
 SWIZZLE_PAIRS = 8
 """(batch, head) pairs that a swizzled order takes together: as many as have their keys and values in the L2 cache."""
+TOOTH = 4
+"""Neighbouring query tiles that a wide sawtooth walks in the same direction."""
 RESCALE_ABOVE = 8.0
 """Growth of a row's maximum, in powers of two, up to which a lazy rescaling lets the old maximum stand."""
 LOWEST = -3.4e38
@@ -111,6 +113,8 @@ class Constants:
     """Whether a nested loop's queries are held in registers, so that their shared memory is free for the next ones."""
     UNROLL: int
     """Steps in one turn of the loop over a piece's keys; each has shared memory of its own for them."""
+    PEEL_FIRST: bool
+    """Whether the compiler sees that a block which stores late has nothing to store in its first lap."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,8 @@ def relay(Q, K, V, Out, Lse, scale_log2, const):
     """All work of a persistent block; the output of a piece is stored at the beginning of the next one.
 
     The compiler gives loads warps of their own, and lets them go on to the next piece when this one ends: to its queries,
-    and to its keys after them. They should not wait for the output to be stored.
+    and to its keys after them. They should not wait for the output to be stored. A first lap that the compiler can tell from
+    the others gets code of its own, and the loads of the second lap wait for its end.
     """
     pieces, blocks = pieces_per_head(Q, const), ct.num_blocks(0)
     total = pieces * pack_count(Q, const) * Q.shape[0]
@@ -189,10 +194,13 @@ def relay(Q, K, V, Out, Lse, scale_log2, const):
     piece = Piece(0, 0, tuple(0 for _ in ct.static_iter(range(const.Q_SUBTILES))))
     chains = tuple(fresh_chain(const) for _ in ct.static_iter(range(const.Q_SUBTILES)))
     for lap in range(ct.cdiv(total - first, blocks)):
-        if lap > 0:
-            finish_all(Out, Lse, piece, chains, const)
         place = snake(ct.bid(0), blocks, lap) if const.PERSISTENT == SNAKE else ct.bid(0)
-        piece, chains = visit(Q, K, V, scale_log2, lap * blocks + place, pieces, 0, const)
+        work = lap * blocks + place
+        # The same, twice: the compiler knows the first lap by the lap's number, and not by that of the work.
+        later = lap > 0 if const.PEEL_FIRST else work >= blocks
+        if later:
+            finish_all(Out, Lse, piece, chains, const)
+        piece, chains = visit(Q, K, V, scale_log2, work, pieces, 0, const)
     finish_all(Out, Lse, piece, chains, const)
 
 
@@ -242,7 +250,8 @@ def visit(Q, K, V, scale_log2, work, pieces, split, const):
     begin, end = 0, steps
     if const.KV_SPLITS > 1:
         begin, end = steps * split // const.KV_SPLITS, steps * (split + 1) // const.KV_SPLITS
-    keys = Keys(K, V, batch, kv_head, steps, begin, end, place % 2)
+    odd = place // TOOTH % 2 if const.KV_DIRECTION == WIDE_SAWTOOTH else place % 2
+    keys = Keys(K, V, batch, kv_head, steps, begin, end, odd)
     chains = walk(queries, rows, keys, chains, first_masked, scale_log2, const)
     return Piece(batch, head, tiles), chains
 
@@ -422,7 +431,7 @@ def key_tile(keys, i, t, const):
     """Index of the `t`-th key tile of the `i`-th step. It may lie beyond the last one, where all is masked."""
     if const.KV_DIRECTION == BACKWARD:
         i = keys.steps - 1 - i
-    elif const.KV_DIRECTION == SAWTOOTH:
+    elif const.KV_DIRECTION >= SAWTOOTH:
         i = i + keys.odd * (keys.steps - 1 - 2 * i)
     return i if const.KV_SUBTILES == 1 else i * const.KV_SUBTILES + t
 

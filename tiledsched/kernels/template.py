@@ -115,7 +115,13 @@ class KernelTemplate(ABC):
 
     @abstractmethod
     def signature(self, schedule: Schedule, problem: Problem) -> KernelSignature:
-        """Types and assumptions of every parameter, equal to what a launch on contiguous arrays infers."""
+        """Types and assumptions of every parameter; a launch on contiguous arrays infers these and more."""
+
+    def assumed(self, signature: KernelSignature) -> KernelSignature:
+        """What machine code is built on where a launch's arguments suggest `signature`: what :meth:`signature` says of them,
+        so that what is launched is what was built and measured.
+        """  # fmt: skip
+        return signature
 
     @abstractmethod
     def grid(self, schedule: Schedule, problem: Problem, sm_count: int) -> tuple[int, int, int]:
