@@ -76,6 +76,7 @@ STRUCTURE = [
     {"flat_steps": 1, "q_ahead": True, "loop_split": True, "persistent": "snake"},
     {"q_in_registers": True}, {"unroll": 2}, {"store_late": True, "q_in_registers": True, "persistent": "strided"},
     {"store_late": True, "persistent": "strided"}, {"store_late": True, "loop_split": True, "persistent": "snake"},
+    {"store_late": True, "peel_first": False, "persistent": "strided"}, {"kv_direction": "wide_sawtooth"},
 ]  # fmt: skip
 INERT = {
     "sm_80": ("tma_store",),
@@ -183,7 +184,7 @@ def test_every_knob_value_builds_on_hopper() -> None:
     seen = set()
     for name, knob in space.knobs.items():
         for choice in knob.choices:
-            schedules = ((each, found) for each in (problem, DECODE.replace(lse=False))
+            schedules = ((each, found) for each in (problem, DECODE.replace(lse=False), PROBLEM)
                          for found in itertools.islice(space.schedules(each, pinned={name: choice}), 1))  # fmt: skip
             which, schedule = next(schedules)
             built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=which, arch="sm_90"))
@@ -200,6 +201,29 @@ def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> Non
     plain = read_artifact(export(schedule, PROBLEM, arch), arch).fingerprint
     for axes in ((16, 16, 16), (16, 1, 16), (1, 16, 1)):
         assert read_artifact(export(schedule, PROBLEM, arch, axes=axes), arch).fingerprint == plain
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("knobs", [{}, {"kv_splits": 16, "tile_m": 16, "tma_loads": False}], ids=str)
+def test_a_launch_assumes_no_more_than_an_artifact(knobs: dict) -> None:
+    """Of the strides of the arrays of split keys it could: they are multiples of 16 bytes, and the code would be wrong."""
+    from cuda.tile.compilation import ArrayConstraint, KernelSignature
+
+    template, problem = template_for("attention"), DECODE
+    schedule = space_for("sm_90").default(problem).replace(**knobs)
+    built = template.signature(schedule, problem)
+    inferred = [
+        dataclasses.replace(
+            each,
+            shape_divisible_by=[1 if size is not None else 16 for size in each.shape_constant],
+            stride_divisible_by=[1 if stride is not None else 16 for stride in each.stride_constant],
+        )
+        if isinstance(each, ArrayConstraint) else each for each in built.parameters
+    ]  # fmt: skip
+    for place, each in enumerate(built.parameters[:4]):
+        inferred[place] = dataclasses.replace(inferred[place], stride_divisible_by=each.stride_divisible_by)
+    assert KernelSignature(inferred, built.calling_convention, built.symbol) != built
+    assert template.assumed(KernelSignature(inferred, built.calling_convention, built.symbol)) == built
 
 
 @pytest.mark.compiler

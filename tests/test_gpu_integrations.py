@@ -36,7 +36,7 @@ sdpa(q, k, v, causal=True)
 torch.cuda.synchronize()
 again = time.perf_counter()
 expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-print(json.dumps({"kernel": type(plan.kernel).__name__, "provenance": plan.served.provenance, "plan_s": planned - begun,
+print(json.dumps({"prebuilt": any(plan.kernel.prebuilt.values()), "provenance": plan.served.provenance, "plan_s": planned - begun,
                   "launch_s": done - planned, "first_s": done - begun, "second_s": again - done,
                   "error": float((out - expected).float().norm() / expected.float().norm())}))
 """
@@ -79,7 +79,7 @@ def test_after_warmup_the_first_call_starts_no_compiler(warm) -> None:
     print(said)
     assert said["programs"] == said["reused"] + said["compiled"] > 0
     found = min((first_call(**environment) for _ in range(2)), key=lambda each: each["first_s"])
-    assert found["kernel"] == "PrebuiltKernel"
+    assert found["prebuilt"]
     assert found["error"] < 2e-3
     assert found["first_s"] < FIRST_CALL_S
 
@@ -97,7 +97,7 @@ def test_a_bundle_serves_a_machine_without_a_compiler(warm, tmp_path) -> None:
     assert made.returncode == 0, made.stderr
     found = first_call(TILEDSCHED_CACHE=str(tmp_path / "empty"), TILEDSCHED_DB=str(tmp_path / "none.db"),
                        TILEDSCHED_BUNDLE=str(file))  # fmt: skip
-    assert found["kernel"] == "PrebuiltKernel"
+    assert found["prebuilt"]
     assert found["error"] < 2e-3
 
 
@@ -127,7 +127,7 @@ def test_prebuilt_programs_work_on_streams_views_and_in_graphs(warm, monkeypatch
     serving.reload()
     q, k, v = tensors(16, 16, 1024, 128)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert type(serving.plan_for(q, k, v, causal=True).kernel).__name__ == "PrebuiltKernel"
+    assert any(serving.plan_for(q, k, v, causal=True).kernel.prebuilt.values())
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy
 import pytest
 
+from tiledsched.config import load_settings
 from tiledsched.errors import Failure
 from tiledsched.kernels import template_for
 from tiledsched.kernels.reference import attention_and_lse
 from tiledsched.measure.accuracy import LARGEST_ERROR, LARGEST_LSE_ERROR
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.problem import Problem
+from tiledsched.serve.prebuilt import make_kernel
 from tiledsched.space import space_for
 
 torch = pytest.importorskip("torch")
@@ -56,7 +58,7 @@ def schedule_for(problem, knobs):
 
 
 class Launcher:
-    """One kernel with its arrays, launched by cuTile itself."""
+    """One kernel with its arrays, launched as `sdpa` launches it."""
 
     def __init__(self, problem, schedule, q, k, v) -> None:
         template = template_for("attention")
@@ -65,7 +67,7 @@ class Launcher:
         for extra in template.workspace(schedule, problem):
             dtype = getattr(torch, extra.dtype)
             self.extras[extra.name] = torch.zeros(extra.shape, dtype=dtype, device="cuda")
-        self.kernel = template.kernel({arch(): schedule}, problem)
+        self.kernel = make_kernel(template, {arch(): schedule}, problem, load_settings())
         properties = torch.cuda.get_device_properties(0)
         self.grid = template.grid(schedule, problem, properties.multi_processor_count)
         self.arguments = (q, k, v, self.out, *self.extras.values(), *template.scalars(problem),
@@ -104,7 +106,7 @@ def assert_right(problem, launcher, inputs) -> None:
 
 
 @pytest.mark.parametrize(("problem", "knobs"), CASES, ids=str)
-def test_launched_by_cutile(problem, knobs) -> None:
+def test_launched_as_sdpa_does(problem, knobs) -> None:
     inputs = tensors(problem)
     launcher = Launcher(problem, schedule_for(problem, knobs), *inputs)
     first = launcher.launch().clone()

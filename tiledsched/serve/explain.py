@@ -104,7 +104,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool |
 
     Args:
         q, k, v, causal: as for :func:`tiledsched.sdpa`.
-        verify: also compile, with the assumptions a launch infers from these very tensors, what would be launched, and
+        verify: also compile, for these very tensors, what would be launched, and
             compare its machine code with the measured one. Takes about a second and needs the compiler.
 
     Raises:
@@ -130,5 +130,5 @@ def _launched_fingerprint(plan: Any, q: Any, k: Any, v: Any, arch: str) -> str:
     convention = CallingConvention.cutile_python_v2()
     signature = KernelSignature.from_kernel_args(plan.kernel, launch_arguments(plan, q, k, v), convention)
     output = io.BytesIO()
-    export_kernel(plan.kernel, [signature], output, gpu_code=arch, output_format="cubin")
+    export_kernel(plan.kernel, [plan.kernel.template.assumed(signature)], output, gpu_code=arch, output_format="cubin")
     return read_artifact(output.getvalue(), arch).fingerprint

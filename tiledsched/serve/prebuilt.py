@@ -1,4 +1,4 @@
-"""Kernel objects that launch machine code from bundles, and compile only what no bundle holds.
+"""Kernel objects that launch what was measured: machine code from bundles, else compiled on the same assumptions.
 
 cuTile asks a kernel object for machine code when it is first launched with arguments of a new kind. Its own answer
 starts the compiler twice even when its disk cache holds the program (for its version, and for the bytecode it reads)
@@ -36,7 +36,8 @@ class Prebuilt:
 
 def make_kernel(template: KernelTemplate, schedules: Mapping[str, Schedule], problem: Problem,
                 settings: Settings) -> Any:  # fmt: skip
-    """`template.kernel(schedules, problem)` that takes its machine code from bundles where they hold it.
+    """`template.kernel(schedules, problem)` that takes its machine code from bundles where they hold it, else has it
+    compiled as it was for measuring.
 
     Args:
         template: whose kernel.
@@ -52,9 +53,8 @@ def make_kernel(template: KernelTemplate, schedules: Mapping[str, Schedule], pro
     """
     kernel = template.kernel(schedules, problem)
     candidates = {arch: _with_hints(template, arch, schedule, settings) for arch, schedule in schedules.items()}
-    if any(candidates.values()):
-        kernel.__class__ = _kernel_class()  # the same object otherwise, with the hints `template.kernel` gave it
-        kernel.prebuilt, kernel.template = candidates, template
+    kernel.__class__ = _kernel_class()  # the same object otherwise, with the hints `template.kernel` gave it
+    kernel.prebuilt, kernel.template = candidates, template
     return kernel
 
 
@@ -146,7 +146,7 @@ def _kernel_class() -> type:
     """A subclass of `ct.kernel` that looks into bundles first (`_compile` is not public, and pinned by a test)."""
     import cuda.tile as ct
 
-    class PrebuiltKernel(ct.kernel):
+    class ServedKernel(ct.kernel):
         prebuilt: Mapping[str, list[Prebuilt]]
         template: KernelTemplate
 
@@ -159,13 +159,13 @@ def _kernel_class() -> type:
                 log.info("%s from %s", found.program.fingerprint, found.bundle.path)
                 return found.bundle.cubin(found.program), symbol, None, ()
             try:
-                return super()._compile(signature, context, compute_capability, *more)
+                return super()._compile(self.template.assumed(signature), context, compute_capability, *more)
             except FileNotFoundError as error:
                 raise CompilerError(f"no bundle holds this program for {arch} and there is no compiler ({error}); add it "
                                     "to the bundle (tiledsched bundle --dtype, --group, --any-length, --decode) or install the "
                                     "compiler: tiledsched doctor") from error  # fmt: skip
 
-    return PrebuiltKernel
+    return ServedKernel
 
 
 def _arch(compute_capability: tuple[int, int] | None) -> str:
