@@ -18,10 +18,12 @@ from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.cubin import is_whole, read_artifact, strip_debug
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
+from tiledsched.config import load_settings
 from tiledsched.errors import CompilerError, FailureKind
 from tiledsched.kernels import template_for
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
+from tiledsched.serve.prebuilt import make_kernel
 from tiledsched.space import space_for
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
@@ -205,8 +207,9 @@ def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> Non
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("knobs", [{}, {"kv_splits": 16, "tile_m": 16, "tma_loads": False}], ids=str)
-def test_a_launch_assumes_no_more_than_an_artifact(knobs: dict) -> None:
-    """Of the strides of the arrays of split keys it could: they are multiples of 16 bytes, and the code would be wrong."""
+def test_a_launch_runs_what_was_built(knobs: dict) -> None:
+    """It could assume more: that the strides of the arrays of split keys are multiples of 16 bytes. The code would be wrong."""
+    from cuda.tile._cext import default_tile_context
     from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
     template, problem = template_for("attention"), DECODE
@@ -222,8 +225,13 @@ def test_a_launch_assumes_no_more_than_an_artifact(knobs: dict) -> None:
     ]  # fmt: skip
     for place, each in enumerate(built.parameters[:4]):
         inferred[place] = dataclasses.replace(inferred[place], stride_divisible_by=each.stride_divisible_by)
-    assert KernelSignature(inferred, built.calling_convention, built.symbol) != built
-    assert template.assumed(KernelSignature(inferred, built.calling_convention, built.symbol)) == built
+    asked = KernelSignature(inferred, built.calling_convention, built.symbol)
+    assert asked != built
+    assert template.assumed(asked) == built
+    served = make_kernel(template, {"sm_90": schedule}, problem, load_settings())
+    artifact = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90")).artifact
+    launched = served._compile(asked, default_tile_context, (9, 0))[0]
+    assert read_artifact(launched, "sm_90").fingerprint == artifact.fingerprint
 
 
 @pytest.mark.compiler

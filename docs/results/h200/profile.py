@@ -1,4 +1,9 @@
-"""What `profile.csv` was profiled with: one launch of sdpa and of torch's cuDNN backend for each of six problems."""
+"""What was profiled: launches of sdpa and of torch's cuDNN backend, in turn, for six problems.
+
+`profile.py` for `profile.csv`, one launch of each; `profile.py cycles` for `cycles.csv`, six.
+"""
+
+import sys
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -10,6 +15,8 @@ PROBLEMS = [  # batch, heads, rows, causal; 128 columns
     (32, 16, 512, False), (16, 16, 1024, False), (8, 16, 2048, False), (1, 16, 16384, False), (32, 16, 512, True),
     (4, 16, 4096, True),
 ]  # fmt: skip
+CYCLES = [(32, 16, 512, False), (16, 16, 1024, False), (8, 16, 2048, False), (4, 16, 4096, False), (16, 16, 1024, True),
+          (1, 8, 512, False)]  # fmt: skip
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
@@ -23,11 +30,11 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> No
         scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def main() -> None:
-    """Two launches of each to warm up, then one that is profiled."""
+def main(problems: list[tuple[int, int, int, bool]], rounds: int) -> None:
+    """Two launches of each to warm up, then those that are profiled."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     calls = []
-    for batch, heads, rows, causal in PROBLEMS:
+    for batch, heads, rows, causal in problems:
         shape = (batch, heads, rows, 128)
         q, k, v = (torch.randn(shape, generator=generator, device="cuda").half() for _ in range(3))
         calls += [(ours, (q, k, v, causal)), (cudnn, (q, k, v, causal))]
@@ -35,11 +42,14 @@ def main() -> None:
         call(*arguments)
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
-    for call, arguments in calls:
+    for call, arguments in calls * rounds:
         call(*arguments)
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["cycles"]:
+        main(CYCLES, 6)
+    else:
+        main(PROBLEMS, 1)
