@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cuda.tile as ct
 
@@ -132,10 +132,10 @@ class AttentionTemplate(KernelTemplate):
         from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
         parameters = list(signature.parameters)
-        arrays = [place for place, each in enumerate(parameters) if isinstance(each, ArrayConstraint)]
-        for place in arrays:
-            less: dict[str, Any] = {} if place < HEAD_ARRAYS else {"stride_divisible_by": 1}
-            parameters[place] = replace(parameters[place], shape_divisible_by=1, **less)
+        for place, each in enumerate(parameters):
+            if isinstance(each, ArrayConstraint):
+                strides = each.stride_divisible_by if place < HEAD_ARRAYS else 1
+                parameters[place] = replace(each, shape_divisible_by=1, stride_divisible_by=strides)
         return KernelSignature(parameters, signature.calling_convention, signature.symbol)
 
     def scalars(self, problem: Problem, scale: float | None = None) -> tuple[float, ...]:
