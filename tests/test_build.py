@@ -205,6 +205,18 @@ def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> Non
         assert read_artifact(export(schedule, PROBLEM, arch, axes=axes), arch).fingerprint == plain
 
 
+def test_only_the_shares_of_split_keys_lie_at_constant_places() -> None:
+    """They are loaded sixteen bytes at a time for it. Of their maxima the compiler would load four at the address of one."""
+    template = template_for("attention")
+    schedule = space_for("sm_90").default(DECODE).replace(kv_splits=16, tile_m=16, tma_loads=False)
+    extras = template.workspace(schedule, DECODE)
+    named = dict(zip((extra.name for extra in extras), template.signature(schedule, DECODE).parameters[4:], strict=False))
+    slots, rows, columns = next(extra.shape for extra in extras if extra.name == "partial")
+    assert slots > 1
+    assert tuple(named["partial"].stride_constant) == (rows * columns, columns, 1)
+    assert tuple(named["state"].stride_constant) == (None, None, 1)
+
+
 @pytest.mark.compiler
 @pytest.mark.parametrize("knobs", [{}, {"kv_splits": 16, "tile_m": 16, "tma_loads": False}], ids=str)
 def test_a_launch_runs_what_was_built(knobs: dict) -> None:

@@ -238,8 +238,11 @@ def _extra_array(extra: ExtraArray) -> ArrayConstraint:
     from cuda.tile.compilation import ArrayConstraint
 
     inner = (None, None, None, 1) if extra.name == "lse" else (None, *extra.shape[1:])
+    outer: tuple[int | None, ...] = (None,) * (len(extra.shape) - 1)
+    if extra.name == "partial":
+        outer = (extra.shape[1] * extra.shape[2], extra.shape[2])
     return ArrayConstraint(
         getattr(ct, extra.dtype), len(extra.shape), index_dtype=ct.int32, stride_lower_bound_incl=0, alias_groups=(),
-        may_alias_internally=False, stride_constant=(*(None,) * (len(extra.shape) - 1), 1), shape_constant=inner,
+        may_alias_internally=False, stride_constant=(*outer, 1), shape_constant=inner,
         base_addr_divisible_by=16,
     )  # fmt: skip
