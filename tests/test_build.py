@@ -79,6 +79,7 @@ STRUCTURE = [
     {"q_in_registers": True}, {"unroll": 2}, {"store_late": True, "q_in_registers": True, "persistent": "strided"},
     {"store_late": True, "persistent": "strided"}, {"store_late": True, "loop_split": True, "persistent": "snake"},
     {"store_late": True, "peel_first": False, "persistent": "strided"}, {"kv_direction": "wide_sawtooth"},
+    {"q_subtiles": 2, "q_in_registers": True, "persistent": "strided"},
 ]  # fmt: skip
 INERT = {
     "sm_80": ("tma_store",),
@@ -210,7 +211,9 @@ def test_only_the_shares_of_split_keys_lie_at_constant_places() -> None:
     template = template_for("attention")
     schedule = space_for("sm_90").default(DECODE).replace(kv_splits=16, tile_m=16, tma_loads=False)
     extras = template.workspace(schedule, DECODE)
-    named = dict(zip((extra.name for extra in extras), template.signature(schedule, DECODE).parameters[4:], strict=False))
+    named = dict(
+        zip((extra.name for extra in extras), template.signature(schedule, DECODE).parameters[4:], strict=False)
+    )
     slots, rows, columns = next(extra.shape for extra in extras if extra.name == "partial")
     assert slots > 1
     assert tuple(named["partial"].stride_constant) == (rows * columns, columns, 1)

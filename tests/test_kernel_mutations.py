@@ -247,6 +247,7 @@ def battery(template):
     for problem, knobs in (  # right in these tiles, too, though explored in others only
         (many, {"persistent": "snake", "store_late": True, "peel_first": False}),
         (ragged.replace(seq_q=300), {"kv_direction": "wide_sawtooth"}),
+        (ragged.replace(seq_q=300), {"q_subtiles": 2, "q_in_registers": True, "persistent": "strided"}),
     ):
         check(problem, schedule_for(problem, forced=True, **tiles | knobs), template=template)
     problem = causal.replace(head_dim=64)

@@ -37,7 +37,7 @@ KNOB_KEYS = ("choices", "default", "about", "measured_only")
 TOP_KEYS = ("extends", "kernel", "arch", "about", "limits", "knobs", "constraints")
 FEW_COMBINATIONS = 1 << 12
 """Constraints that read knobs of no more combinations than this are asked which values they leave each knob."""
-MOST_COMBINATIONS = 1 << 19
+MOST_COMBINATIONS = 1 << 20
 """Constraints that read knobs of more combinations than this are only checked once all of those knobs have values."""
 FORMER_VALUES: Mapping[tuple[str, KnobValue], KnobValue] = {
     ("persistent", False): "no", ("persistent", True): "strided",
