@@ -196,39 +196,35 @@ class SearchSpace:
         allowed: list[list[tuple[Callable[..., Any], Container[Any]]]] = [[] for _ in names]
         late: list[list[Constraint]] = [[] for _ in names]
         for constraint in self.constraints:
-            read = [index for index, name in enumerate(names) if name in constraint.names]
+            read = tuple(name for name in names if name in constraint.names)
             if not read:
                 if not constraint.holds(values):
                     return
-            elif math.prod(len(choices[names[index]]) for index in read) <= MOST_COMBINATIONS:
+            elif math.prod(len(choices[name]) for name in read) <= MOST_COMBINATIONS:
                 first, *longer = self._prefixes(constraint, choices, values)
-                choices[names[read[0]]] = tuple(each for each in choices[names[read[0]]] if (each,) in first)
+                choices[read[0]] = tuple(each for each in choices[read[0]] if (each,) in first)
                 for count, prefixes in enumerate(longer, start=2):
-                    allowed[read[count - 1]].append((itemgetter(*read[:count]), prefixes))
+                    allowed[names.index(read[count - 1])].append((itemgetter(*read[:count]), prefixes))
             else:
-                late[read[-1]].append(constraint)
+                late[names.index(read[-1])].append(constraint)
 
-        chosen: list[Any] = [None] * len(names)
-        untried = [iter(choices[names[0]])] if names else []
+        if not names:
+            yield Schedule({name: values[name] for name in self.knobs})
+        untried = [iter(choices[name]) for name in names[:1]]
         while untried:
             index = len(untried) - 1
             for choice in untried[-1]:
-                chosen[index] = choice
-                if any(read(chosen) not in prefixes for read, prefixes in allowed[index]):
+                values[names[index]] = choice
+                if any(together(values) not in prefixes for together, prefixes in allowed[index]):
                     continue
-                if late[index] and not all(
-                    each.holds(values | dict(zip(names, chosen, strict=True))) for each in late[index]
-                ):
+                if not all(constraint.holds(values) for constraint in late[index]):
                     continue
                 if index + 1 < len(names):
                     untried.append(iter(choices[names[index + 1]]))
                     break
-                found = values | dict(zip(names, chosen, strict=True))
-                yield Schedule({name: found[name] for name in self.knobs})
+                yield Schedule({name: values[name] for name in self.knobs})
             else:
                 untried.pop()
-        if not names:
-            yield Schedule({name: values[name] for name in self.knobs})
 
     def _possible(self, choices: Mapping[str, tuple[KnobValue, ...]],
                   values: Mapping[str, Any]) -> dict[str, tuple[KnobValue, ...]]:  # fmt: skip
