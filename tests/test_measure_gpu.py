@@ -20,7 +20,7 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.errors import Failure, FailureKind, MeasureError
 from tiledsched.kernels import template_for
 from tiledsched.measure import gpu
-from tiledsched.measure.gpu import GpuRunner, Timeouts
+from tiledsched.measure.gpu import SHORT_GAP_MS, GpuRunner, Timeouts
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import Schedule
@@ -104,9 +104,10 @@ def test_other_problems(make_runner, problem, kv_splits):
     right = candidate(123.0)
     right = replace(right, schedule=right.schedule.replace(kv_splits=kv_splits))
     assert isinstance(runner.check(right), Checked)
-    for graph_launches in (0, 20):
-        runner._graph_launches["burst"] = graph_launches
-        assert runner.sample([right], rounds=2, regime="burst")[0].samples_us == pytest.approx((123.0, 123.0))
+    for regime, launches in (("burst", 0), ("sustained", 20)):
+        (batch,) = runner.sample([right], rounds=2, regime=regime)
+        assert batch.samples_us == pytest.approx((123.0, 123.0))
+        assert batch.conditions.graph_launches == launches
     for act, what in (("wrong-lse", "random inputs: error of the log-sum-exp 1 above 0.002"),
                       ("unwritten-lse", "error of the log-sum-exp inf"), ("wrong", "relative error")):  # fmt: skip
         failure = runner.check(candidate(124.0, check=act))
@@ -206,22 +207,28 @@ def test_pacing_is_calibrated_once_per_problem(make_runner):
     assert given.gap_trials == ()
 
 
-def test_short_launches_are_timed_in_graphs(make_runner):
-    """All of a problem in the same way, and the time is that of one launch."""
+def test_short_launches_at_the_power_cap_are_timed_in_graphs(make_runner):
+    """All of a problem in the same way, and the time is that of one launch. Paced ones are timed one by one."""
     runner = make_runner()
-    pair = [candidate(8.0), candidate(30.0)]
+    pair = [candidate(140.0), candidate(200.0)]
     for each in pair:
         runner.look(each)
-    fast, slow = runner.sample(pair, rounds=3, regime="burst")
-    assert fast.samples_us == pytest.approx((8.0,) * 3)
-    assert slow.samples_us == pytest.approx((30.0,) * 3)
-    assert fast.conditions.graph_launches == slow.conditions.graph_launches == 20
+    for regime, launches in (("burst", 0), ("sustained", 20)):
+        batches = runner.sample(pair, rounds=3, regime=regime)
+        assert [batch.samples_us for batch in batches] == [pytest.approx((us,) * 3) for us in (140.0, 200.0)]
+        assert [batch.conditions.graph_launches for batch in batches] == [launches] * 2
     runner.begin(PROBLEM)
-    runner.look(candidate(60.0))
-    for regime, launches in (("burst", 0), ("sustained", 20)):  # back to back the host is slower than this kernel
-        (batch,) = runner.sample([candidate(60.0)], rounds=1, regime=regime)
-        assert batch.samples_us == (pytest.approx(60.0),)
-        assert batch.conditions.graph_launches == launches
+    runner.look(candidate(160.0))
+    (batch,) = runner.sample([candidate(160.0)], rounds=1, regime="sustained")
+    assert batch.conditions.graph_launches == 0
+
+
+def test_short_launches_are_not_calibrated(make_runner):
+    runner = make_runner()
+    runner.look(candidate(30.0))
+    (batch,) = runner.sample([candidate(30.0)], rounds=3, regime="burst")
+    assert batch.samples_us == pytest.approx((30.0,) * 3)
+    assert (batch.conditions.gap_ms, runner.gap_trials) == (SHORT_GAP_MS, ())
 
 
 def test_a_calibration_that_fails_costs_nobody_else(make_runner):

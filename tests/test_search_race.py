@@ -185,6 +185,21 @@ def test_each_regime_has_its_rules(regime):
     assert runner.calls[0][1] == RULES[regime].opening_rounds
 
 
+def test_short_ones_take_more_rounds():
+    """Paced launches of a few microseconds spread by several percent: 2% are found all the same."""
+    short, long = ({"a": us, "b": us * 1.02} for us in (10.0, 100.0))
+    for times, factor in ((short, 4), (long, 1)):
+        runner = SyntheticRunner(times, noise=0.04, seed=3)
+        run(runner)
+        assert runner.calls[0][1] == factor * RULES["burst"].opening_rounds
+        assert factor * 50 < runner.samples["a"] <= factor * RULES["burst"].most_rounds
+    won = [name_of(run(SyntheticRunner(short, noise=0.04, seed=seed))[0].winner) for seed in range(10)]
+    assert won == ["a"] * 10
+    runner = SyntheticRunner(short, noise=0.04)
+    run(runner, regime="sustained")
+    assert runner.calls[0][1] == RULES["sustained"].opening_rounds
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_ties_resolve_by_preference_then_id(seed):
     times = {"a": 100.0, "b": 100.01, "c": 100.02, "slow": 105.0}
@@ -380,7 +395,7 @@ def test_ctrl_c_inside_the_report_does_not_report_twice():
 
 
 def test_losing_the_gpu_reports_what_is_known():
-    runner = SyntheticRunner({"a": 1.0, "b": 1.0})
+    runner = SyntheticRunner({"a": 100.0, "b": 100.0})
     sample, reported = runner.sample, []
 
     def lost_later(candidates, **how):

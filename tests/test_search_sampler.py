@@ -69,6 +69,24 @@ def test_never_twice_and_only_valid(space, name):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
+def test_a_wider_sampler_proposes_what_was_added(space, name):
+    everything = list(space.schedules(PROBLEM, pinned=PINNED | {"tile_m": 128, "latency_v": 0}))
+    listed, more = everything[:20], everything[20:60]
+    invalid = listed[0].replace(latency_k=4)
+    assert space.violations(invalid, PROBLEM)
+    sampler = ScheduleSampler(space.limited_to(listed), PROBLEM, pinned=PINNED, name=name)
+    size = sampler.size
+    first = sampler.ask(5)
+    for schedule in first:
+        sampler.tell(schedule, landscape(schedule))
+    sampler.widen([*more, invalid, first[0]])
+    assert sampler.size == size + len(more) + 1
+    asked = asked_in_batches(sampler, size=7)
+    assert {*listed, *more, invalid} <= {*asked, *first}
+    assert len({*asked, *first}) == len(asked) + len(first) == sampler.size
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_all_of_it_when_asked_long_enough(space, name):
     pinned = PINNED | {"tile_m": 128, "order": "a", "split": False, "latency_v": 0}
     everything = list(space.schedules(PROBLEM, pinned=pinned))

@@ -11,7 +11,7 @@ from tiledsched import data_files
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.device import arch_spec
-from tiledsched.errors import Failure, FailureKind, NoValidScheduleError
+from tiledsched.errors import ConfigError, Failure, FailureKind, NoValidScheduleError
 from tiledsched.kernels import template_for
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.problem import Problem
@@ -104,7 +104,7 @@ def test_the_default_search_finds_the_recorded_best(db, path) -> None:
 
 
 def test_an_exhaustive_search_measures_every_program_once_and_a_second_run_nothing(db) -> None:
-    recorded = Recorded(LANDSCAPES[1])
+    recorded = Recorded(LANDSCAPES[4])
     first = tune(recorded, db, trials=10**6, sampler="exhaustive")
     assert first.measured == first.programs == len(set(recorded.times))
     assert recorded.times[recorded.key(first.entry.schedule)] <= 1.005 * recorded.best_us
@@ -116,7 +116,7 @@ def test_an_exhaustive_search_measures_every_program_once_and_a_second_run_nothi
 
 
 def test_a_search_that_has_what_it_may_measure_builds_nothing_more(db) -> None:
-    recorded = Recorded(LANDSCAPES[1])
+    recorded = Recorded(LANDSCAPES[4])
     tune(recorded, db, effort="quick")
     compiled, started = recorded.compiled, recorded.started
     assert started == 1
@@ -125,7 +125,7 @@ def test_a_search_that_has_what_it_may_measure_builds_nothing_more(db) -> None:
 
 
 def test_an_interrupted_search_goes_on_where_it_stopped(db) -> None:
-    recorded = Recorded(LANDSCAPES[1])
+    recorded = Recorded(LANDSCAPES[4])
 
     class Interrupted(ReplayRunner):
         looks = 0
@@ -143,6 +143,17 @@ def test_an_interrupted_search_goes_on_where_it_stopped(db) -> None:
     result = tune(recorded, db, trials=64)
     assert result.programs == kept + result.measured  # nothing lost, nothing measured twice
     assert result.measured < 64
+
+
+def test_times_in_graphs_are_not_reused(db) -> None:
+    """Short paced launches were timed in graphs once, out of warm caches: another quantity."""
+    recorded = Recorded(LANDSCAPES[1])
+    tune(recorded, db, effort="quick")
+    in_graphs = [
+        each for each in db.latest_measurements(recorded.problem) if each.measurement.conditions.graph_launches
+    ]
+    assert len(in_graphs) >= 8
+    assert tune(recorded, db, effort="quick").measured >= len(in_graphs)
 
 
 def test_evidence_from_another_compiler_is_not_reused(db) -> None:
@@ -173,6 +184,30 @@ def test_candidates_that_lack_what_is_served_do_not_replace_it_by_less(db, sampl
     second = tune(recorded, db, space=space_for("sm_90").limited_to(slower), sampler=sampler)
     assert second.entry.schedule == first.entry.schedule
     assert second.entry.toolchain.tileiras == "13.5.1"
+
+
+def test_neighbours_of_the_fastest_are_found_outside_what_is_explored(db) -> None:
+    """From a list that lacks the recorded best, in steps of two knobs."""
+    recorded = Recorded(LANDSCAPES[2])
+    best = next(m.schedule for m in recorded.measurements if m.median_us == recorded.best_us)
+    near = set(space_for("sm_90").neighbours(best, recorded.problem, pinned=("accum_mode",)))
+    slower = {each: recorded.times[recorded.key(each)] for each in near if each in recorded.fingerprints}
+    start = min((each for each in slower if slower[each] > 1.01 * recorded.best_us), key=lambda each: slower[each])
+    listed = space_for("sm_90").limited_to([start])
+    without = tune(recorded, db, space=listed)
+    assert without.entry.schedule == start
+    found = tune(recorded, db, space=listed, neighbours=True, effort="thorough")
+    assert recorded.key(found.entry.schedule) == recorded.key(best)
+    assert found.measured <= EFFORTS["thorough"].programs
+
+
+def test_neighbours_need_something_measured(db) -> None:
+    recorded = Recorded(LANDSCAPES[0])
+    tuner = Tuner(db, recorded, recorded_space(recorded), TEMPLATE, recorded.toolchain, TuneOptions(neighbours=True),
+                  pool=recorded, run_id=db.start_run({}, "sm_90"))  # fmt: skip
+    with pytest.raises(ConfigError, match="no GPU of sm_90 is used here; leave out --neighbours"):
+        tuner.tune([recorded.problem])
+    assert recorded.compiled == 0
 
 
 def test_a_problem_is_learnt_from_itself_only_when_asked_to(db) -> None:

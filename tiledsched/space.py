@@ -226,6 +226,21 @@ class SearchSpace:
             else:
                 untried.pop()
 
+    def neighbours(self, schedule: Schedule, problem: Problem, *, pinned: Container[str] = (),
+                   changes: int = 2) -> Iterator[Schedule]:  # fmt: skip
+        """Every schedule that can work for `problem` and differs from `schedule` in up to `changes` knobs, fewest first.
+
+        What is explored does not bound them. `pinned` knobs are not changed.
+        """
+        others = {name: [choice for choice in knob.choices if choice != schedule[name]]
+                  for name, knob in self.knobs.items() if name not in pinned}  # fmt: skip
+        for count in range(1, changes + 1):
+            for changed in itertools.combinations(others, count):
+                for choices in itertools.product(*(others[name] for name in changed)):
+                    found = schedule.replace(**dict(zip(changed, choices, strict=True)))
+                    if not self.unworkable(found, problem):
+                        yield found
+
     def _possible(self, choices: Mapping[str, tuple[KnobValue, ...]],
                   values: Mapping[str, Any]) -> dict[str, tuple[KnobValue, ...]]:  # fmt: skip
         """`choices` less those that some constraint rules out by itself, whatever the other knobs are.

@@ -127,8 +127,8 @@ def tune(options: argparse.Namespace) -> int:
     from tiledsched.search.tuner import TuneOptions, Tuner
 
     tune_options = TuneOptions(accum_mode=settings.accum_mode, effort=options.effort, trials=options.trials,
-                               budget_s=options.budget, sampler=options.sampler, seed=options.seed, regime=settings.regime,
-                               compile_timeout_s=options.compile_timeout)  # fmt: skip
+                               budget_s=options.budget, sampler=options.sampler, neighbours=options.neighbours,
+                               seed=options.seed, regime=settings.regime, compile_timeout_s=options.compile_timeout)  # fmt: skip
     with _open(options) as db, BuildPool(options.jobs) as pool, output.TuneProgress() as watcher:
         try:
             with _run(db, options) as run_id:

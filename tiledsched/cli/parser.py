@@ -143,6 +143,8 @@ def _add_tune(subs: Any) -> None:
     parser.add_argument("--space", metavar="FILE", help="your own search space (TOML)")
     parser.add_argument("--candidates", metavar="FILE",
                         help="search only these schedules, the default and what is served: a JSON list")  # fmt: skip
+    parser.add_argument("--neighbours", action="store_true", help="also try what differs from the fastest so far in one or "
+                        "two knobs, beyond what the space or the list explores")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampler (default: 0)")
     parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
     parser.add_argument("--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule "

@@ -19,7 +19,7 @@ from tiledsched.kernels.template import KernelTemplate
 from tiledsched.measure.accuracy import tolerance
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, GapTrial
-from tiledsched.measure.timing import BURST_GAP_S, steady_gap
+from tiledsched.measure.timing import BURST_GAP_S, SHORT_US, steady_gap
 from tiledsched.problem import Problem, stable_id
 
 WORKER_COMMAND = (sys.executable, "-m", "tiledsched.measure.worker")
@@ -32,12 +32,14 @@ SLOWEST_FLOPS = 1e11
 finished on an H200 made 6e12.
 """
 CHECK_LAUNCHES = 3
-GRAPH_BELOW_US = {"burst": 50.0, "sustained": 150.0}
-"""Candidates whose look is shorter are timed by CUDA graphs of `GRAPH_LAUNCHES` launches: events are off by a microsecond
-or two, and back to back the host takes longer to launch such a kernel than the GPU to run it.
+GRAPH_BELOW_US = 150.0
+"""Sustained: candidates whose look is shorter are timed by CUDA graphs of `GRAPH_LAUNCHES` launches. Back to back, the host
+takes longer to launch such a kernel than the GPU to run it.
 """
 GRAPH_LAUNCHES = 20
 DEFAULT_GAP_MS = BURST_GAP_S * 1e3
+SHORT_GAP_MS = 2.0
+"""Distance of launches below `SHORT_US`: they leave the GPU at rest anyway, and spread too much to calibrate by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +199,7 @@ class GpuRunner:
         self._expected_us: dict[str, float] = {}
         self._given_gap_ms = gap_ms
         self._gap_ms: float | None = None
-        self._graph_launches: dict[str, int] = {}
+        self._graph_launches: int | None = None
         self.gap_trials: tuple[GapTrial, ...] = ()
         """What the last calibration saw; empty before the first."""
         self._worker = Worker(self._command)
@@ -236,7 +238,7 @@ class GpuRunner:
             self.wait()
         self._problem = problem
         self._expected_us.clear()
-        self._gap_ms, self._graph_launches = self._given_gap_ms, {}
+        self._gap_ms, self._graph_launches = self._given_gap_ms, None
         if self._starting or self._worker.alive():
             self._begin_on_worker()
         else:
@@ -314,18 +316,21 @@ class GpuRunner:
         return [tried if isinstance(tried, Failure) else next(again) for tried in alone]
 
     def _settle_timing(self, candidates: Sequence[Candidate], regime: str) -> None:
-        """Once per problem and regime: events or graphs, and how far apart. The fastest candidate at hand decides both.
+        """Once per problem and regime: launches or graphs, and how far apart. The fastest candidate at hand decides both.
 
         A candidate that fails here fails again when it is sampled, and is told apart there.
         """
         fastest = min(candidates, key=self._expected, default=None)
         if fastest is None:
             return
-        if regime not in self._graph_launches:
-            self._graph_launches[regime] = GRAPH_LAUNCHES if self._expected(fastest) < GRAPH_BELOW_US[regime] else 0
-        if self._gap_ms is None and regime == "burst":
+        if regime == "sustained":
+            if self._graph_launches is None:
+                self._graph_launches = GRAPH_LAUNCHES if self._expected(fastest) < GRAPH_BELOW_US else 0
+        elif self._gap_ms is None and self._expected(fastest) < SHORT_US:
+            self._gap_ms = SHORT_GAP_MS
+        elif self._gap_ms is None:
             timeout_s = self._timeouts.sample_s + self._timeouts.each_sample_s * 100
-            answer = self._ask_one(timeout_s, "calibrate", fastest, self._graph_launches[regime])
+            answer = self._ask_one(timeout_s, "calibrate", fastest)
             if not isinstance(answer, Failure):
                 self.gap_trials = tuple(answer)
                 self._gap_ms = steady_gap(answer).gap_ms
@@ -336,7 +341,7 @@ class GpuRunner:
     def _sample_together(self, candidates: Sequence[Candidate], rounds: int,
                          regime: str) -> list[Batch | Failure] | Failure:  # fmt: skip
         limits = self._timeouts
-        graph_launches = self._graph_launches.get(regime, 0)
+        graph_launches = (self._graph_launches or 0) if regime == "sustained" else 0
         gap_ms = DEFAULT_GAP_MS if self._gap_ms is None else self._gap_ms
         expected_s = sum(map(self._expected, candidates)) / 1e6 * max(1, graph_launches)
         timeout_s = limits.sample_s + rounds * (len(candidates) * limits.each_sample_s + limits.slack * expected_s)

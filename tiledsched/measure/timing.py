@@ -18,6 +18,8 @@ from tiledsched.measure.statistics import relative_spread
 
 BURST_GAP_S = 0.010
 """Start-to-start distance of paced launches where none was calibrated. On an H200 it serves every kernel."""
+SHORT_US = 50.0
+"""Paced launches below this spread by several percent: their start and events, a microsecond or two, are part of the time."""
 GAPS_S = (0.002, 0.005, 0.010, 0.020)
 """Distances tried by a calibration."""
 LEAST_REST = 2.0

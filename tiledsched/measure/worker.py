@@ -263,8 +263,8 @@ def _poisoned_launch(state: State, launch: Launch, arrays: list[Any], in_a_row: 
 class Stopwatch:
     """Launches loaded kernels between CuPy events; see :class:`tiledsched.measure.timing.Stopwatch`.
 
-    With `graph_launches`, a sample is so many launches replayed as one CUDA graph, divided by their number: a launch of
-    a few microseconds is too short for the events around it. Nothing flushes the L2 cache between them.
+    With `graph_launches`, a sample is so many launches replayed as one CUDA graph, divided by their number: back to back,
+    the host cannot keep up with short kernels.
     """
 
     def __init__(self, state: State, launches: list[Launch], graph_launches: int = 0) -> None:
@@ -326,9 +326,9 @@ def sample(state: State, launches: list[Launch], rounds: int, regime: str, seed:
     return [Batch(samples_us=tuple(values), conditions=conditions) for values in samples]
 
 
-def find_gap(state: State, launch: Launch, graph_launches: int) -> list[GapTrial]:
+def find_gap(state: State, launch: Launch) -> list[GapTrial]:
     """What pacing `launch` at several distances comes to."""
-    return calibrate(Stopwatch(state, [launch], graph_launches), log=ConditionsLog)
+    return calibrate(Stopwatch(state, [launch]), log=ConditionsLog)
 
 
 def _to_storage(values: Any, dtype: str) -> Any:

@@ -40,6 +40,12 @@ class Ledger:
         return len(self._known)
 
     @property
+    def best(self) -> Schedule | None:
+        """The fastest so far; None where nothing worked."""
+        worked = {schedule: us for schedule, us in self.times.items() if us is not None}
+        return min(worked, key=lambda schedule: worked[schedule], default=None)
+
+    @property
     def best_us(self) -> float:
         """The least time so far; infinite where nothing worked."""
         return min((us for us in self.times.values() if us is not None), default=math.inf)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ArchSpec
+from tiledsched.measure.runner import Measurement
 from tiledsched.model.expected import expected_facts
 from tiledsched.model.static import estimate_us
 from tiledsched.problem import Problem
@@ -85,6 +86,13 @@ def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, 
     return found
 
 
+def timed_as_now(measurement: Measurement) -> bool:
+    """Whether it is the time of a launch out of a cold cache, if paced: short ones were timed in graphs once, and some of the
+    recorded landscapes are.
+    """  # fmt: skip
+    return measurement.regime != "burst" or measurement.conditions.graph_launches == 0
+
+
 class Elsewhere:
     """What one database knows of other problems, read as it is needed: most of a large one is of no use to a problem."""
 
@@ -116,6 +124,8 @@ class Elsewhere:
             self._facts = {key[1]: artifact.facts for key, artifact in self._db.artifacts(self._space.arch).items()}
         taken = [stored.measurement for stored in
                  self._db.latest_measurements(problem, device_name=self._device_name, regime=self._regime)]  # fmt: skip
+        as_now = [one for one in taken if timed_as_now(one)]
+        taken = as_now if len(as_now) >= FEWEST_PROGRAMS else taken
         schedules = [self._space.complete(one.schedule) for one in taken]
         return [(schedule, self._facts.get(one.fingerprint), one.median_us)
                 for schedule, one in zip(schedules, taken, strict=True)

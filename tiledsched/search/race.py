@@ -13,11 +13,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tiledsched.errors import Failure
 from tiledsched.measure.runner import Accuracy, Candidate, Conditions, Failed, Measurement, Runner
 from tiledsched.measure.statistics import median_interval, probability_not_slower, relative_uncertainty
+from tiledsched.measure.timing import SHORT_US
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
@@ -42,6 +43,8 @@ class Rules:
     """Samples of everyone still in, per heat."""
     most_rounds: int = 60
     """Samples of one candidate, at most."""
+    short_factor: int = 1
+    """How many times as many rounds where the fastest takes less than `SHORT_US`, in openings, heats and at most."""
     precision: float = 0.002
     """Heats end when the interval of everyone's median reaches no farther than this part of it to either side."""
     confidence: float = 0.95
@@ -51,9 +54,17 @@ class Rules:
     tie only those so close to the fastest may be chosen.
     """
 
+    def of_short(self) -> Rules:
+        """The rules where the fastest takes less than `SHORT_US`."""
+        return replace(self, opening_rounds=self.short_factor * self.opening_rounds,
+                       heat_rounds=self.short_factor * self.heat_rounds,
+                       most_rounds=self.short_factor * self.most_rounds)  # fmt: skip
 
-RULES = {"burst": Rules(), "sustained": Rules(opening_rounds=20, heat_rounds=40, most_rounds=400)}
-"""Rules of each regime: at the power cap samples follow each other at once, and spread more."""
+
+RULES = {"burst": Rules(short_factor=4), "sustained": Rules(opening_rounds=20, heat_rounds=40, most_rounds=400)}
+"""Rules of each regime: at the power cap samples follow each other at once, and spread more; paced ones do where they are
+short.
+"""
 
 
 @dataclass(eq=False)
@@ -130,6 +141,7 @@ class _Course:
     def __init__(self, runner: Runner, problem: Problem, rules: Rules, regime: str, report: Callable[[Outcome], None],
                  deadline_s: float | None) -> None:  # fmt: skip
         self.runner, self.problem, self.rules, self.regime = runner, problem, rules, regime
+        self._rules_of_short = rules.of_short()
         self._report, self._deadline_s = report, deadline_s
         self.racers: list[Racer] = []
         self.alive: list[Racer] = []
@@ -159,7 +171,10 @@ class _Course:
         left = sorted((racer for racer in self.racers if racer.failure is None), key=lambda racer: racer.first_look_us)
         while left and left[0].first_look_us <= ratio * known_us and not self.check(left[0]):
             left.pop(0)
-        limit_us = ratio * min([known_us, *(racer.first_look_us for racer in left[:1])])
+        best_us = min([known_us, *(racer.first_look_us for racer in left[:1])])
+        if best_us < SHORT_US:
+            self.rules = self._rules_of_short
+        limit_us = ratio * best_us
         self.alive = []
         for racer in left:
             if limit_us < racer.first_look_us <= ratio * limit_us and not self.late():

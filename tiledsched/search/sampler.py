@@ -42,6 +42,10 @@ class Strategy(Protocol):
         """Its time, or None where it failed."""
         ...
 
+    def widen(self, more: Sequence[Schedule]) -> None:
+        """`more` are valid from now on, numbered on from the last."""
+        ...
+
 
 class ScheduleSampler:
     """Proposes schedules never proposed before and learns from their times.
@@ -90,6 +94,14 @@ class ScheduleSampler:
             self._strategy = TpeStrategy(space, self._valid, pinned, seed)
         else:
             self._strategy = InOrder()
+
+    def widen(self, more: Iterable[Schedule]) -> None:
+        """From now on these schedules are valid, too, whatever the space says."""
+        new = [schedule for schedule in dict.fromkeys(more) if schedule not in self._index]
+        self._index |= {schedule: index for index, schedule in enumerate(new, start=len(self._valid))}
+        self._valid += new
+        self._unseen = np.concatenate([self._unseen, np.ones(len(new), dtype=bool)])
+        self._strategy.widen(new)
 
     @property
     def size(self) -> int:
@@ -165,13 +177,16 @@ class InOrder:
     def tell(self, index: int, median_us: float | None) -> None:
         """Nothing to learn."""
 
+    def widen(self, more: Sequence[Schedule]) -> None:
+        """Nothing to prepare."""
+
 
 class SurrogateStrategy:
     """What promises the largest expected improvement, after all that is known here and elsewhere."""
 
     def __init__(self, space: SearchSpace, problem: Problem, valid: Sequence[Schedule], estimate: Estimate | None,
                  elsewhere: Sequence[Known]) -> None:  # fmt: skip
-        self._problem, self._valid, self._estimate, self._elsewhere = problem, valid, estimate, elsewhere
+        self._problem, self._valid, self._estimate, self._elsewhere = problem, list(valid), estimate, elsewhere
         self._encoder = Encoder(space)
         self._codes = self._encoder.encode(valid)
         modelled_us = [estimate(schedule, None) if estimate else 1.0 for schedule in valid]
@@ -209,3 +224,12 @@ class SurrogateStrategy:
         """Learn it."""
         self._latest = None
         self._here[index] = median_us
+
+    def widen(self, more: Sequence[Schedule]) -> None:
+        """The static model judges them as it judged the others."""
+        self._latest = None
+        self._valid += more
+        self._codes = np.concatenate([self._codes, self._encoder.encode(more)])
+        modelled_us = [self._estimate(schedule, None) if self._estimate else 1.0 for schedule in more]
+        cut = [min(CUT, math.log(us / self._least_us)) for us in modelled_us]
+        self._modelled = np.concatenate([self._modelled, cut])

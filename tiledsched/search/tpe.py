@@ -35,7 +35,7 @@ class TpeStrategy:
     def __init__(
         self, space: SearchSpace, valid: Sequence[Schedule], pinned: Mapping[str, KnobValue], seed: int
     ) -> None:
-        self._valid = valid
+        self._valid = list(valid)
         self._rng = random.Random(seed)
         self._index = {schedule: index for index, schedule in enumerate(valid)}
         self._choices = {name: {choice: code for code, choice in enumerate(knob.choices)}
@@ -89,6 +89,13 @@ class TpeStrategy:
         self._study.tell(schedule, median_us)
         if median_us is not None and (self._best is None or median_us < self._best[0]):
             self._best = median_us, schedule
+
+    def widen(self, more: Sequence[Schedule]) -> None:
+        """They may be proposed."""
+        self._index |= {schedule: index for index, schedule in enumerate(more, start=len(self._valid))}
+        self._valid += more
+        codes = np.array([self._encoded(schedule) for schedule in more], dtype=np.int8)
+        self._codes = np.concatenate([self._codes, codes.reshape(len(more), len(self._choices))])
 
 
 class _Study:

@@ -20,7 +20,7 @@ from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import ArchSpec, arch_spec
-from tiledsched.errors import NoValidScheduleError
+from tiledsched.errors import ConfigError, NoValidScheduleError
 from tiledsched.kernels import template_for
 from tiledsched.kernels.template import KernelTemplate
 from tiledsched.measure.runner import Failed, Runner
@@ -29,7 +29,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.effort import EFFORTS
 from tiledsched.search.ledger import Ledger
-from tiledsched.search.prior import Elsewhere, estimator, promising_part
+from tiledsched.search.prior import Elsewhere, estimator, promising_part, timed_as_now
 from tiledsched.search.programs import RETRIED, Program, Workshop, deadlines
 from tiledsched.search.race import RULES, Outcome, race
 from tiledsched.search.sampler import ScheduleSampler
@@ -61,6 +61,8 @@ class TuneOptions:
     """Seconds for the whole run, shared evenly by the problems; None for no limit."""
     sampler: str = "surrogate"
     """See ScheduleSampler."""
+    neighbours: bool = False
+    """Whether schedules one or two knobs from the fastest so far are tried, too, whatever the space explores."""
     seed: int = 0
     """Of the sampler."""
     regime: str = "burst"
@@ -143,7 +145,11 @@ class Tuner:
         Raises:
             NoValidScheduleError: for some problem no schedule is valid, or none of them works; the problems before it
                 are stored.
+            ConfigError: neighbours are wanted, and nothing is measured that would say of what.
         """
+        if self.options.neighbours and self.runner is None:
+            raise ConfigError(f"neighbours of the fastest schedule are known only where it is measured, and no GPU of "
+                              f"{self.space.arch} is used here; leave out --neighbours")  # fmt: skip
         results = []
         for deadline_s, problem in zip(deadlines(self.options.budget_s, len(problems)), problems, strict=True):
             if self.runner is None:
@@ -213,10 +219,15 @@ class Tuner:
         ledger = Ledger(self.workshop, problem, runner.device.sm_count, sampler, known_us)
         tried, compiled, measured, failed = list(ledger.times), 0, 0, 0
         underway: list[Schedule] = []
-        self.watcher.stage(problem, "measuring", min(self._trials, sampler.size))
+        followed: set[Schedule] = set()
+        most = self._trials if self.options.neighbours else min(self._trials, sampler.size)
+        self.watcher.stage(problem, "measuring", most)
         while (left := self._trials - ledger.programs) > 0:
             if ledger.programs and _late(deadline_s, share=0.8, started=started):
                 break
+            if self.options.neighbours and ledger.best is not None and ledger.best not in followed:
+                followed.add(ledger.best)
+                sampler.widen(self.space.neighbours(ledger.best, problem, pinned=self._pinned))
             if ledger.programs and sampler.expected_gain() < self._effort.least_gain:
                 break
             asked = sampler.ask(self._asked)
@@ -270,7 +281,7 @@ class Tuner:
         for stored in self.db.measurements(problem, self.space.arch, runner.device.name, self.options.regime,
                                            source_hash=self._source_hash, toolchain=self.toolchain):  # fmt: skip
             schedule = self.space.complete(stored.measurement.schedule)
-            if schedule["accum_mode"] == self.options.accum_mode:
+            if schedule["accum_mode"] == self.options.accum_mode and timed_as_now(stored.measurement):
                 known.setdefault(schedule, stored.measurement.median_us)
         for failed in self.db.failures(self.space.arch, problem, stage="measure"):
             build = self.workshop.record(failed.schedule, problem)
