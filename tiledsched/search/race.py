@@ -23,6 +23,8 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 Outcome = Measurement | Failed
+CHEAP_LOOK_US = 1000.0
+"""A second look at whoever took less than this costs nothing, and a hiccup of 0.1 ms makes a short one look hopeless."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,9 @@ class Rules:
     """How a race is run. The defaults decide among tens of candidates in a few seconds."""
 
     hopeless_ratio: float = 1.5
-    """A look this many times slower than the best right one is the end of it; below the square of it, a second look."""
+    """A look this many times slower than the best right one is the end of it; below the square of it, or below
+    `CHEAP_LOOK_US`, a second look.
+    """
     check_all: bool = False
     """Whether everyone who is not hopeless is checked, or only who stays in after the opening."""
     group: int = 32
@@ -177,7 +181,7 @@ class _Course:
         limit_us = ratio * best_us
         self.alive = []
         for racer in left:
-            if limit_us < racer.first_look_us <= ratio * limit_us and not self.late():
+            if limit_us < racer.first_look_us <= max(ratio * limit_us, CHEAP_LOOK_US) and not self.late():
                 seen = self.runner.look(racer.candidate)
                 if not isinstance(seen, Failure):
                     racer.first_look_us = min(seen, racer.first_look_us)
