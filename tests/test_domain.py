@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -447,6 +448,31 @@ def test_a_space_that_allows_nothing_says_so(tmp_path) -> None:
         space.default(problem)
     with pytest.raises(SpaceError, match="relax its constraints"):
         space.sample(problem, random.Random(0), tries=20)
+
+
+def test_neighbours_are_all_that_work_within_two_knobs() -> None:
+    """Fewest changes first, also where the space does not explore; against trying every schedule of a small space."""
+    space = space_for("sm_90")
+    few = {"tile_m", "tile_n", "occupancy", "num_worker_warps", "num_ctas", "latency_k", "loop_split", "persistent"}
+    space = replace(space, knobs={name: knob if name in few else replace(knob, choices=(knob.default,))
+                                  for name, knob in space.knobs.items()})  # fmt: skip
+    problem = Problem.standard(seq_len=1024, head_dim=64, causal=True)
+    start = space.default(problem)
+    found = list(space.neighbours(start, problem, pinned=("tile_n",)))
+
+    def changes(schedule) -> int:
+        return sum(schedule[name] != start[name] for name in start)
+
+    names = sorted(few)
+    everything = (start.replace(**dict(zip(names, choices, strict=True)))
+                  for choices in itertools.product(*(space.knobs[name].choices for name in names)))  # fmt: skip
+    near = (each for each in everything if 1 <= changes(each) <= 2 and each["tile_n"] == start["tile_n"])
+    expected = {each for each in near if not space.unworkable(each, problem)}
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+    assert [changes(each) for each in found] == sorted(changes(each) for each in found)
+    assert any(space.violations(each, problem) for each in found)
+    assert set(space.neighbours(start, problem, pinned=("tile_n",), changes=1)) == {x for x in found if changes(x) == 1}
 
 
 def test_a_space_limited_to_candidates() -> None:

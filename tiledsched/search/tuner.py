@@ -134,7 +134,8 @@ class Tuner:
         # where there are cores enough for both.
         self._leave = max(0, pool.jobs - 4) // 2
         self._pinned: dict[str, KnobValue] = {"accum_mode": options.accum_mode}
-        self._source = f"tune run {run_id}, {space.listed_in}" if space.listed_in else f"tune run {run_id}"
+        self._source = ", ".join(part for part in (
+            f"tune run {run_id}", space.listed_in, "neighbours" if options.neighbours else "") if part)  # fmt: skip
         self._source_hash = template.source_hash
         self._measurement_ids: dict[Schedule, int] = {}
         self._others: Elsewhere | None = None
