@@ -15,17 +15,13 @@ from tiledsched.bench.methods import MATMUL, OURS, Arrays, Call, Method
 from tiledsched.bench.run import Prepared, Ready, first_line
 from tiledsched.errors import MeasureError, UnsupportedError
 from tiledsched.measure.nvml import ConditionsLog, current_device
+from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
 from tiledsched.problem import Problem
 
 SPIN_CYCLES = 600_000
 """About 0.3 ms at 1.98 GHz: the host queues what follows meanwhile, so that events never time it."""
 MOST_DOUBLINGS = 5
 """Times that the spin of a slow-launching call is doubled."""
-GRAPH_BELOW_US = 150.0
-"""Sustained: shorter calls are timed as one CUDA graph of `GRAPH_LAUNCHES`; back to back, the host takes longer to launch such
-a call than the GPU to run it, and events would time the host.
-"""
-GRAPH_LAUNCHES = 20
 LOOKS = 3
 PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn")
 """Whose versions are noted, where installed."""

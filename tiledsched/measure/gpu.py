@@ -19,7 +19,7 @@ from tiledsched.kernels.template import KernelTemplate
 from tiledsched.measure.accuracy import tolerance
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, GapTrial
-from tiledsched.measure.timing import BURST_GAP_S, SHORT_US, steady_gap
+from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
 from tiledsched.problem import Problem, stable_id
 
 WORKER_COMMAND = (sys.executable, "-m", "tiledsched.measure.worker")
@@ -32,11 +32,6 @@ SLOWEST_FLOPS = 1e11
 finished on an H200 made 6e12.
 """
 CHECK_LAUNCHES = 3
-GRAPH_BELOW_US = 150.0
-"""Sustained: candidates whose look is shorter are timed by CUDA graphs of `GRAPH_LAUNCHES` launches. Back to back, the host
-takes longer to launch such a kernel than the GPU to run it.
-"""
-GRAPH_LAUNCHES = 20
 DEFAULT_GAP_MS = BURST_GAP_S * 1e3
 SHORT_GAP_MS = 2.0
 """Distance of launches below `SHORT_US`: they leave the GPU at rest anyway, and spread too much to calibrate by."""

@@ -38,6 +38,11 @@ SUSTAINED_REWARM_S = 0.2
 """The same when the last such run ended within `STILL_WARM_S`."""
 STILL_WARM_S = 1.0
 """How long the GPU stays as warm as it was."""
+GRAPH_BELOW_US = 150.0
+"""Sustained: launches that take less are timed as one CUDA graph of `GRAPH_LAUNCHES`; back to back, the host takes longer to
+launch such a kernel than the GPU to run it, and events would time the host.
+"""
+GRAPH_LAUNCHES = 20
 
 
 class Stopwatch(Protocol):
