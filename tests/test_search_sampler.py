@@ -79,11 +79,14 @@ def test_a_wider_sampler_proposes_what_was_added(space, name):
     first = sampler.ask(5)
     for schedule in first:
         sampler.tell(schedule, landscape(schedule))
-    sampler.widen([*more, invalid, first[0]])
-    assert sampler.size == size + len(more) + 1
+    known = more.pop()
+    sampler.tell(known, landscape(known))  # from an earlier search, say
+    sampler.widen([*more, known, invalid, first[0]])
+    assert sampler.size == size + len(more) + 2
     asked = asked_in_batches(sampler, size=7)
     assert {*listed, *more, invalid} <= {*asked, *first}
-    assert len({*asked, *first}) == len(asked) + len(first) == sampler.size
+    assert known not in asked
+    assert len({*asked, *first, known}) == len(asked) + len(first) + 1 == sampler.size
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

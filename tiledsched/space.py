@@ -284,9 +284,10 @@ class SearchSpace:
                 together, allowed = read, list(self._prefixes(constraint, choices, values)[-1])
         for _ in range(tries if allowed and all(choices.values()) else 0):
             drawn = {name: rng.choice(each) for name, each in choices.items()}
-            schedule = Schedule(drawn, **dict(zip(together, rng.choice(allowed), strict=True)))
-            if not self.violations(schedule, problem):
-                return schedule
+            drawn |= zip(together, rng.choice(allowed), strict=True)
+            bound = values | drawn
+            if all(constraint.holds(bound) for constraint in self.constraints):
+                return Schedule(drawn)
         raise SpaceError(f"no valid schedule for {problem} in {tries} draws from {self.source}; relax its constraints")
 
     def modelled_pins(self) -> dict[str, KnobValue]:

@@ -85,6 +85,7 @@ class ScheduleSampler:
         self._unseen = np.ones(len(self._valid), dtype=bool)
         self._first = [self._index[schedule] for schedule in dict.fromkeys(first) if schedule in self._index]
         self._waiting: dict[int, None] = {}
+        self._outside: dict[Schedule, float | None] = {}
         self._strategy: Strategy
         if name == "surrogate":
             self._strategy = SurrogateStrategy(space, problem, self._valid, estimate, elsewhere)
@@ -102,6 +103,7 @@ class ScheduleSampler:
         self._valid += new
         self._unseen = np.concatenate([self._unseen, np.ones(len(new), dtype=bool)])
         self._strategy.widen(new)
+        self.known((schedule, self._outside[schedule]) for schedule in new if schedule in self._outside)
 
     @property
     def size(self) -> int:
@@ -140,8 +142,10 @@ class ScheduleSampler:
             self.tell(schedule, median_us)
 
     def tell(self, schedule: Schedule, median_us: float | None) -> None:
-        """The outcome of a schedule: its time, or None where it failed. Schedules outside the space teach nothing."""
-        if schedule in self._index:
+        """The outcome of a schedule: its time, or None where it failed. One that is not valid teaches nothing until it is."""
+        if schedule not in self._index:
+            self._outside[schedule] = median_us
+        else:
             index = self._index[schedule]
             self._unseen[index] = False
             self._waiting.pop(index, None)
