@@ -11,7 +11,7 @@ from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.kernels import template_for
 from tiledsched.kernels.attention_entries import HeadArray
 from tiledsched.problem import Problem
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 
 def stray(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_log2: float):

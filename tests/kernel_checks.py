@@ -15,7 +15,7 @@ from tiledsched.interpreter import run_outputs
 from tiledsched.kernels.attention import AttentionTemplate
 from tiledsched.kernels.reference import attention_and_lse
 from tiledsched.problem import Problem
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 ARCHS = sorted(path.stem for path in (data_files.search_spaces() / "attention").glob("sm_*.toml"))
 SPACES = {arch: space_for(arch) for arch in ARCHS}

@@ -39,7 +39,7 @@ from tiledsched.measure.runner import Candidate, Failed, Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.search.race import RaceResult, Rules, race
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 RULES = Rules(opening_rounds=3, heat_rounds=5, most_rounds=18)
 GOOD = 3

@@ -6,7 +6,7 @@ from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.kernels import template_for
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
 from tiledsched.problem import Problem
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.records import BuildRecord, EntryRecord, Toolchain
 
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nvvm="13.4.12")

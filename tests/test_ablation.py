@@ -21,7 +21,7 @@ from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions
 from tiledsched.problem import Problem
 from tiledsched.search.programs import Workshop
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import Table, read_table
 

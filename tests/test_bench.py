@@ -24,7 +24,7 @@ from tiledsched.errors import ConfigError, MeasureError
 from tiledsched.kernels.reference import attention_reference
 from tiledsched.measure.runner import Conditions
 from tiledsched.problem import Problem
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.suites import SUITES
 
 PROBLEM = Problem.standard(seq_len=1024, head_dim=64)

@@ -24,7 +24,7 @@ from tiledsched.kernels import template_for
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.prebuilt import make_kernel
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 REPRODUCIBLE = ("sm_90", "sm_120", "sm_121")
@@ -386,7 +386,7 @@ import sys, time
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.pool import start_process
 from tiledsched.problem import Problem
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 start_process()
 problem = Problem.standard(seq_len=1024, head_dim=64)

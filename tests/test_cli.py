@@ -18,7 +18,7 @@ import pytest
 from tiledsched.cli import main
 from tiledsched.cli.parser import make_parser
 from tiledsched.problem import Problem
-from tiledsched.space import load_space
+from tiledsched.space_files import load_space
 
 ROOT = Path(__file__).parent.parent
 SPACE = """

@@ -11,7 +11,7 @@ import pytest
 from tiledsched import config
 from tiledsched.config import SETTINGS, configure, knob_kinds, load_settings
 from tiledsched.errors import ConfigError
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 SERVING = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
 

@@ -19,7 +19,7 @@ from tiledsched.kernels.reference import attention_reference
 from tiledsched.measure.accuracy import LARGEST_ERROR
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.problem import Problem
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 torch = pytest.importorskip("torch")
 cupy = pytest.importorskip("cupy")

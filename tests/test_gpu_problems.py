@@ -13,7 +13,7 @@ from tiledsched.measure.accuracy import LARGEST_ERROR, LARGEST_LSE_ERROR
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.problem import Problem
 from tiledsched.serve.prebuilt import make_kernel
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 torch = pytest.importorskip("torch")
 cupy = pytest.importorskip("cupy")

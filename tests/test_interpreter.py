@@ -21,7 +21,7 @@ from tiledsched.interpreter import InterpreterError, private, run, run_outputs, 
 from tiledsched.interpreter.builtins_in_tiles import BUILTINS
 from tiledsched.kernels.attention import AttentionTemplate
 from tiledsched.problem import Problem
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 Int = ct.Constant[int]
 BFLOAT16 = ml_dtypes.bfloat16

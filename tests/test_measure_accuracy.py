@@ -14,7 +14,7 @@ from tiledsched.measure.accuracy import LARGEST_ERROR, lse_errors, summary, tile
 from tiledsched.measure.inputs import KINDS, adversarial_heads, border_keys, kinds_of_heads
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 
 def compare(xp, out, reference, *, tile_m, repeatable):

@@ -23,7 +23,7 @@ from tiledsched.model.landscapes import Landscape, MeasuredProgram, read_landsca
 from tiledsched.model.static import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import import_table
 

@@ -26,7 +26,7 @@ from tiledsched.serve.policy import (
     transfer,
 )
 from tiledsched.serve.policy_study import Study, bands, summary, write_bands
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
 

@@ -21,7 +21,8 @@ from tiledsched.measure.runner import Accuracy, Batch, Checked, Conditions
 from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import Schedule
 from tiledsched.search.record import COVERAGE, FIELD, LEADERS, SUSTAINED, Recorder, RecordOptions, plan
-from tiledsched.space import SearchSpace, space_for
+from tiledsched.space import SearchSpace
+from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape, read_table
 

@@ -11,7 +11,7 @@ from report_samples import plain, taken
 
 from tiledsched import data_files
 from tiledsched.report.knobs import fastest_first, knob_row, problem_row, tables, verdict
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 
 SPACE = space_for("sm_90")

@@ -23,7 +23,7 @@ from tiledsched.errors import Failure, FailureKind
 from tiledsched.problem import Problem
 from tiledsched.report.analysis import matched_pairs, seq_regime
 from tiledsched.report.model import build_report
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import EntryRecord
 

@@ -17,7 +17,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.search import tpe
 from tiledsched.search.sampler import SAMPLERS, ScheduleSampler
-from tiledsched.space import load_space
+from tiledsched.space_files import load_space
 
 PROBLEM = Problem.standard(seq_len=4096, head_dim=128, causal=True)
 PINNED = {"accum_mode": "fp32"}
@@ -118,7 +118,7 @@ def test_same_proposals_in_another_process(space):
     """Hashes of strings differ between processes; proposals must not."""
     program = f"""
 from tiledsched.search.sampler import ScheduleSampler
-from tiledsched.space import load_space
+from tiledsched.space_files import load_space
 from test_search_sampler import *
 sampler = ScheduleSampler(load_space({space.source!r}), PROBLEM, pinned=PINNED, seed=5)
 print([schedule.id for schedule in asked_in_batches(sampler, limit=60)])

@@ -18,7 +18,8 @@ from tiledsched.problem import Problem
 from tiledsched.search.effort import EFFORTS
 from tiledsched.search.prior import Elsewhere, estimator, promising_part
 from tiledsched.search.tuner import TuneOptions, Tuner
-from tiledsched.space import SearchSpace, space_for
+from tiledsched.space import SearchSpace
+from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 

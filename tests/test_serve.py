@@ -16,7 +16,7 @@ from tiledsched.schedule import Schedule
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import Table
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
 
 PROBLEM = Problem.standard(seq_len=1024, head_dim=64)

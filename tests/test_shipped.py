@@ -13,7 +13,7 @@ import pytest
 from tiledsched import data_files
 from tiledsched.kernels import template_for
 from tiledsched.serve.lookup import Table
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 
 ROOT = Path(__file__).parent.parent

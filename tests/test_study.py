@@ -23,7 +23,7 @@ from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.problem import Problem, stable_id
 from tiledsched.search.programs import Workshop
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.study import methods as methods_module
 from tiledsched.study.methods import Choice, Counted, Exhaustive, InTurn, RaceMethod, built_kernel

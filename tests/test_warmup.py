@@ -26,7 +26,7 @@ from tiledsched.serve.bundle import Program, bundle_paths, read_bundle, warm_pat
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.lookup import Table
 from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundles
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.records import EntryRecord
 
 ARCH = "sm_90"

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from tiledsched.schedule import Schedule
     from tiledsched.serve.explain import explain
     from tiledsched.serve.sdpa import sdpa
-    from tiledsched.space import SearchSpace, load_space, space_for
+    from tiledsched.space import SearchSpace
+    from tiledsched.space_files import load_space, space_for
 
 _HOMES = {
     "Problem": "tiledsched.problem", "Schedule": "tiledsched.schedule", "SearchSpace": "tiledsched.space",
     "TiledschedError": "tiledsched.errors", "configure": "tiledsched.config", "explain": "tiledsched.serve.explain",
-    "load_space": "tiledsched.space", "sdpa": "tiledsched.serve.sdpa", "space_for": "tiledsched.space",
+    "load_space": "tiledsched.space_files", "sdpa": "tiledsched.serve.sdpa", "space_for": "tiledsched.space_files",
 }  # fmt: skip
 
 

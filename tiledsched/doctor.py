@@ -25,7 +25,7 @@ from tiledsched.build.compiler import MISLEADING_VARIABLES
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.measure import nvml
-from tiledsched.space import shipped_archs, space_for
+from tiledsched.space_files import shipped_archs, space_for
 
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "warn", "missing", "broken")

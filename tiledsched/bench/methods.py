@@ -105,7 +105,7 @@ _untuned_kernels: dict[tuple[str, Any], Any] = {}
 
 def untuned_schedule(arch: str) -> Schedule:
     """`UNTUNED` with the knobs it does not name at the defaults of the arch's space."""
-    from tiledsched.space import space_for
+    from tiledsched.space_files import space_for
 
     return space_for(arch).complete(Schedule(UNTUNED))
 

@@ -86,7 +86,7 @@ def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     from tiledsched.ablation.sources import Recorded
     from tiledsched.kernels import template_for
     from tiledsched.measure.replay import ReplayRunner
-    from tiledsched.space import space_for
+    from tiledsched.space_files import space_for
     from tiledsched.store.exchange import read_table
 
     for path in options.replay:

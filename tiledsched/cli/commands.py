@@ -60,7 +60,7 @@ def _detailed(problem: Problem, options: argparse.Namespace) -> Problem:
 
 
 def _space(options: argparse.Namespace) -> SearchSpace:
-    from tiledsched.space import load_space, space_for
+    from tiledsched.space_files import load_space, space_for
 
     path = getattr(options, "space", None)  # study compares shipped schedules and takes no file
     space = load_space(path) if path else space_for(options.arch)

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from tiledsched.model.landscapes import Landscape, landscape_of, read_landscape
 from tiledsched.model.residual import fit
 from tiledsched.problem import Problem
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 
 TOPS = (1, 5, 10)

@@ -17,7 +17,7 @@ from tiledsched.measure.runner import Measurement
 from tiledsched.model.static import estimate_us, grid_blocks
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 
 

@@ -19,7 +19,7 @@ from tiledsched.model.static import estimate_us
 from tiledsched.problem import Problem
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.schedule import Schedule
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 Choice = tuple[int, int, int, int]
 """tile_m, tile_n, occupancy, worker warps."""

@@ -18,7 +18,8 @@ from tiledsched.report.document import NOTHING, Table, to_markdown
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.report.text import interactions_table, shares_table
 from tiledsched.schedule import KnobValue
-from tiledsched.space import SearchSpace, space_for
+from tiledsched.space import SearchSpace
+from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 
 Landscapes = Sequence[Sequence[Measurement]]

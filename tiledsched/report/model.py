@@ -26,7 +26,8 @@ from tiledsched.report.records import (
     Timed,
 )
 from tiledsched.schedule import Schedule
-from tiledsched.space import SearchSpace, space_for
+from tiledsched.space import SearchSpace
+from tiledsched.space_files import space_for
 from tiledsched.store.queries import KnobEffect, compare_regimes, knob_effects
 from tiledsched.store.records import BuildRecord, EntryRecord, FailureRecord, StoredMeasurement, Toolchain
 

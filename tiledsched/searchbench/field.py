@@ -15,7 +15,8 @@ from tiledsched.build.cubin import ResourceFacts
 from tiledsched.errors import ConfigError
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
-from tiledsched.space import SearchSpace, space_for
+from tiledsched.space import SearchSpace
+from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import StoredMeasurement
 

@@ -26,7 +26,8 @@ from tiledsched.serve.policy import (
     plain_choice,
     transfer,
 )
-from tiledsched.space import SearchSpace, space_for
+from tiledsched.space import SearchSpace
+from tiledsched.space_files import space_for
 from tiledsched.store.records import EntryRecord
 
 MOST_ANSWERS = 4096

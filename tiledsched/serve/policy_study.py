@@ -39,7 +39,8 @@ from tiledsched.serve.policy import (
     kind,
     transfer,
 )
-from tiledsched.space import SearchSpace, space_for
+from tiledsched.space import SearchSpace
+from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord
 

@@ -32,7 +32,7 @@ from tiledsched.model.evaluate import spearman
 from tiledsched.model.landscapes import read_landscape
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.space import space_for
+from tiledsched.space_files import space_for
 
 ARCH = "sm_90"
 COUNTS = Path(__file__).with_suffix(".json.xz")
