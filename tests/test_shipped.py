@@ -9,9 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
+from kernel_checks import check
 
 from tiledsched import data_files
 from tiledsched.kernels import template_for
+from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Table
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
@@ -37,6 +39,28 @@ def test_a_shipped_table_is_valid_and_served(path) -> None:
             assert entry.measurement.samples >= 8
             assert entry.measurement.ci_high_us - entry.measurement.ci_low_us < 0.03 * entry.measurement.median_us
             assert entry.measurement.accuracy.worst_tile_error < 4e-3
+
+
+def small_problem(problem: Problem) -> Problem:
+    """Like `problem`, with few sequences and heads, and shorter where there are many rows."""
+    heads = {"batch": 1, "heads": 2 * problem.group, "kv_heads": 2}
+    if problem.seq_q == problem.seq_k:
+        return problem.replace(seq_q=512, seq_k=512, **heads)
+    return problem.replace(seq_k=min(problem.seq_k, 8192), **heads)
+
+
+def test_what_was_measured_is_right_in_the_interpreter() -> None:
+    """Neighbours of winners leave what is explored, and with it what the tests of the kernel draw from."""
+    space = space_for("sm_90")
+    entries = read_table(data_files.tuning_db() / "tables" / "sm_90.json").entries
+    cases = dict.fromkeys((small_problem(entry.problem), space.complete(entry.schedule)) for entry in entries)
+    assert len(cases) > 100
+    for problem, schedule in cases:
+        assert space.unworkable(schedule, problem) == []
+        check(problem, schedule)
+        uneven = problem.replace(seq_k=problem.seq_k - 37, seq_q=min(problem.seq_q, problem.seq_k - 37))
+        if not space.unworkable(schedule, uneven):
+            check(uneven, schedule)
 
 
 @pytest.mark.parametrize("path", LANDSCAPES, ids=lambda path: path.name.split(".")[0])
