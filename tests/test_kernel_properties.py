@@ -27,6 +27,7 @@ from kernel_checks import (
     decoding_problems,
     make_inputs,
     one_hot_inputs,
+    problems,
     schedule_for,
 )
 
@@ -64,6 +65,20 @@ def test_split_keys_under_any_structure(case, kv_splits, order):
     schedule = schedule.replace(kv_splits=kv_splits, persistent="no", qk_ahead=False, num_ctas=1)
     forward = check(problem, schedule)
     np.testing.assert_array_equal(check(problem, schedule, order=order), forward)
+
+
+@pytest.mark.parametrize("of", [problems, decoding_problems])
+@settings(DRAWN, max_examples=120)
+@given(data=st.data(), arch=st.sampled_from(ARCHS), seed=st.integers(0, 2**32 - 1))
+def test_what_is_not_explored_is_right_where_it_can_work(of, data, arch, seed):
+    """Where a search by neighbours may go: from the default schedule by one knob after the other."""
+    problem, space, rng = data.draw(of()), SPACES[arch], random.Random(seed)
+    schedule = space.default(problem)
+    for name in rng.sample(list(space.knobs), len(space.knobs)):
+        changed = schedule.replace(**{name: rng.choice(space.knobs[name].choices)})
+        if not space.unworkable(changed, problem):
+            schedule = changed
+    check(problem, schedule)
 
 
 @settings(DRAWN, max_examples=30)
