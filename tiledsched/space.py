@@ -251,13 +251,13 @@ class SearchSpace:
         )  # fmt: skip
 
     def sample(self, problem: Problem, rng: random.Random, *, tries: int = 10_000) -> Schedule:
-        """A valid schedule drawn uniformly by rejection.
+        """A valid schedule drawn uniformly: by rejection, and where `tries` draws find none, from all of them.
 
         The knobs of the constraint that reads most of them are drawn together from what it allows; almost every draw
         would be rejected otherwise.
 
         Raises:
-            SpaceError: none found in `tries` draws; the constraints leave too little.
+            SpaceError: there is none.
         """
         values = self.constraint_values(problem)
         choices = self._possible({name: knob.choices for name, knob in self.knobs.items()}, values)
@@ -273,7 +273,10 @@ class SearchSpace:
             bound = values | drawn
             if all(constraint.holds(bound) for constraint in self.constraints):
                 return Schedule(drawn)
-        raise SpaceError(f"no valid schedule for {problem} in {tries} draws from {self.source}; relax its constraints")
+        valid = list(self.schedules(problem))
+        if not valid:
+            raise SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
+        return rng.choice(valid)
 
     def modelled_pins(self) -> dict[str, KnobValue]:
         """The knobs whose effect only a measurement shows, at their defaults: hold them there where nothing is measured."""
