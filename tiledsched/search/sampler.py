@@ -193,11 +193,18 @@ class SurrogateStrategy:
         self._problem, self._valid, self._estimate, self._elsewhere = problem, list(valid), estimate, elsewhere
         self._encoder = Encoder(space)
         self._codes = self._encoder.encode(valid)
-        modelled_us = [estimate(schedule, None) if estimate else 1.0 for schedule in valid]
+        modelled_us = self._modelled_us(valid)
         self._least_us = min(modelled_us, default=1.0)
         self._modelled = losses(modelled_us)
         self._here: dict[int, float | None] = {}
         self._latest: Surrogate | None = None
+
+    def _modelled_us(self, schedules: Sequence[Schedule]) -> list[float]:
+        return [self._estimate(schedule, None) if self._estimate else 1.0 for schedule in schedules]
+
+    def _modelled_loss(self, modelled_us: float) -> float:
+        """Against the least modelled at the start; see `losses`."""
+        return min(CUT, math.log(modelled_us / self._least_us))
 
     def _judge(self, candidates: Sequence[int] | NDArray[np.intp]) -> Surrogate:
         return Surrogate(self._encoder, self._problem, self._codes, self._modelled, self._here, self._elsewhere,
@@ -221,8 +228,7 @@ class SurrogateStrategy:
         """The static model is asked again."""
         self._latest = None
         if self._estimate:
-            modelled_us = self._estimate(self._valid[index], facts)
-            self._modelled[index] = min(CUT, math.log(modelled_us / self._least_us))
+            self._modelled[index] = self._modelled_loss(self._estimate(self._valid[index], facts))
 
     def tell(self, index: int, median_us: float | None) -> None:
         """Learn it."""
@@ -234,6 +240,5 @@ class SurrogateStrategy:
         self._latest = None
         self._valid += more
         self._codes = np.concatenate([self._codes, self._encoder.encode(more)])
-        modelled_us = [self._estimate(schedule, None) if self._estimate else 1.0 for schedule in more]
-        cut = [min(CUT, math.log(us / self._least_us)) for us in modelled_us]
-        self._modelled = np.concatenate([self._modelled, cut])
+        modelled = [self._modelled_loss(us) for us in self._modelled_us(more)]
+        self._modelled = np.concatenate([self._modelled, modelled])

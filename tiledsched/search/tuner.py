@@ -226,9 +226,10 @@ class Tuner:
         while (left := self._trials - ledger.programs) > 0:
             if ledger.programs and _late(deadline_s, share=0.8, started=started):
                 break
-            if self.options.neighbours and ledger.best is not None and ledger.best not in followed:
-                followed.add(ledger.best)
-                sampler.widen(self.space.neighbours(ledger.best, problem, pinned=self._pinned))
+            best = ledger.best if self.options.neighbours else None
+            if best is not None and best not in followed:
+                followed.add(best)
+                sampler.widen(self.space.neighbours(best, problem, pinned=self._pinned))
             if ledger.programs and sampler.expected_gain() < self._effort.least_gain:
                 break
             asked = sampler.ask(self._asked)
@@ -273,7 +274,7 @@ class Tuner:
         ]
 
     def _known_times(self, problem: Problem, runner: Runner) -> dict[Schedule, float | None]:
-        """Times in the store that still hold: same device, compiler, kernel source and space.
+        """Times in the store that still hold: same device, compiler, kernel source and space, and timed as now.
 
         None for a schedule whose very machine code failed on this device and never ran since. Failures that say more of
         the day than of the program (a lost GPU, a killed worker, memory taken by others) are tried again.
