@@ -9,7 +9,7 @@ from cuda.tile.compilation import KernelSignature, export_kernel
 
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.kernels import template_for
-from tiledsched.kernels.attention_entries import HeadArray
+from tiledsched.kernels.attention.entries import HeadArray
 from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
 

@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture
 def fresh():
     """No plan, warning or setting from another test."""
-    from tiledsched.serve import sdpa as serve
+    from tiledsched.attention import sdpa as serve
 
     serve.reload()
     yield
@@ -22,7 +22,7 @@ def launches(fresh, monkeypatch, tmp_path):
     """The list of launches to come, on CPU tensors; what the kernel does not serve is an error."""
     from serve_on_cpu import serve_on_cpu
 
-    from tiledsched.serve import sdpa as serve
+    from tiledsched.attention import sdpa as serve
 
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
     found = serve_on_cpu(monkeypatch, tmp_path)

@@ -146,7 +146,7 @@ class RawModule:
         gpu.now_us += self.script["us"] * (1 + self.script["noise"] * gpu.rng.random())
         if gpu.verb != "check":
             return
-        from tiledsched.kernels.reference import attention_and_lse
+        from tiledsched.kernels.attention.reference import attention_and_lse
         from tiledsched.measure.worker import _to_float32, _to_storage
 
         q, k, v, out, *extras = (value for value in arguments if isinstance(value, numpy.ndarray))

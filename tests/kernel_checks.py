@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tiledsched import data_files
 from tiledsched.interpreter import run_outputs
-from tiledsched.kernels.attention import AttentionTemplate
-from tiledsched.kernels.reference import attention_and_lse
+from tiledsched.kernels.attention.reference import attention_and_lse
+from tiledsched.kernels.attention.template import AttentionTemplate
 from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
 

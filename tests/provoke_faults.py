@@ -33,7 +33,7 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import package_version
 from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernels.attention import AttentionTemplate
+from tiledsched.kernels.attention.template import AttentionTemplate
 from tiledsched.measure.gpu import GpuRunner, Timeouts
 from tiledsched.measure.runner import Candidate, Failed, Measurement
 from tiledsched.problem import Problem

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from tiledsched.serve import arguments, launching, plans
+from tiledsched.attention import arguments, launching, plans
 
 TOLERANCE: dict[Any, dict[str, float]] = {
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},

@@ -10,9 +10,6 @@ import pytest
 from store_samples import DEVICE, TOOLCHAIN, artifact
 from test_study import MadeUp, print_of
 
-from tiledsched.ablation.ladder import Ladder, groups_between, refusals
-from tiledsched.ablation.sources import Built, Recorded
-from tiledsched.bench.methods import untuned_schedule
 from tiledsched.build.compiler import Built as BuiltSchedule
 from tiledsched.cli import main
 from tiledsched.errors import Failure, FailureKind, MeasureError
@@ -24,6 +21,9 @@ from tiledsched.search.programs import Workshop
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import Table, read_table
+from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
+from tiledsched.studies.ablation.sources import Built, Recorded
+from tiledsched.studies.bench.methods import untuned_schedule
 
 ROOT = Path(__file__).parent.parent
 LANDSCAPE = ROOT / "tuning_db" / "landscapes" / "h200_burst_s16384_d128_float16_full_b1_h16.json.xz"

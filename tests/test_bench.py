@@ -12,20 +12,35 @@ from pathlib import Path
 import numpy
 import pytest
 
-from tiledsched.bench import run as run_module
-from tiledsched.bench import sampling
-from tiledsched.bench.accuracy import MOST_PAIRS, MOST_SCORES, Error, compared_pairs, error_of, reference_of_pair
-from tiledsched.bench.methods import METHODS, OURS, TORCH_METHODS, UNTUNED, Arrays, choose_methods, untuned_schedule
-from tiledsched.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
-from tiledsched.bench.run import BenchOptions, Prepared, Ready, bench_cell, run_bench
-from tiledsched.bench.sampling import LEAST_SAMPLES, QUEUED, sample_counts, sample_in_turn, spread_evenly
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError, MeasureError
-from tiledsched.kernels.reference import attention_reference
+from tiledsched.kernels.attention.reference import attention_reference
+from tiledsched.kernels.attention.suites import SUITES
 from tiledsched.measure.runner import Conditions
 from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
-from tiledsched.suites import SUITES
+from tiledsched.studies.bench import run as run_module
+from tiledsched.studies.bench import sampling
+from tiledsched.studies.bench.accuracy import (
+    MOST_PAIRS,
+    MOST_SCORES,
+    Error,
+    compared_pairs,
+    error_of,
+    reference_of_pair,
+)
+from tiledsched.studies.bench.methods import (
+    METHODS,
+    OURS,
+    TORCH_METHODS,
+    UNTUNED,
+    Arrays,
+    choose_methods,
+    untuned_schedule,
+)
+from tiledsched.studies.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
+from tiledsched.studies.bench.run import BenchOptions, Prepared, Ready, bench_cell, run_bench
+from tiledsched.studies.bench.sampling import LEAST_SAMPLES, QUEUED, sample_counts, sample_in_turn, spread_evenly
 
 PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
 OTHER = PROBLEM.replace(causal=True)
@@ -448,7 +463,7 @@ def test_an_earlier_version_s_file_is_read_and_not_appended_to(tmp_path) -> None
 
 def test_the_command_appends_resumes_and_sums_up(quick, tmp_path, monkeypatch, capsys) -> None:
     stand = Stand(failing={"torch_math": "skipped: too large"})
-    monkeypatch.setattr("tiledsched.bench.stand.TorchStand", lambda *, verify: stand)
+    monkeypatch.setattr("tiledsched.studies.bench.stand.TorchStand", lambda *, verify: stand)
     monkeypatch.chdir(tmp_path)
     bench = ["bench", "--seq-len", "1024", "--head-dim", "64", "--causal", "no", "--rounds", "8", "--csv", "rows.csv",
              "--methods", "tiledsched,torch_cudnn,torch_math", "--ceiling"]  # fmt: skip
@@ -487,7 +502,7 @@ def test_wrong_use_is_explained(arguments, words, tmp_path, monkeypatch, capsys)
 
 
 def test_a_stand_without_a_gpu_says_what_is_missing() -> None:
-    from tiledsched.bench.stand import TorchStand
+    from tiledsched.studies.bench.stand import TorchStand
 
     try:
         import cupy  # noqa: F401

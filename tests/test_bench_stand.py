@@ -11,13 +11,13 @@ import types
 import numpy
 import pytest
 
-import tiledsched.bench.stand as stand_module
-from tiledsched.bench import methods as methods_module
-from tiledsched.bench.methods import METHODS, OURS
-from tiledsched.bench.run import BenchOptions, bench_cell
+import tiledsched.studies.bench.stand as stand_module
 from tiledsched.errors import MeasureError, UnsupportedError
 from tiledsched.measure.runner import Device
 from tiledsched.problem import Problem
+from tiledsched.studies.bench import methods as methods_module
+from tiledsched.studies.bench.methods import METHODS, OURS
+from tiledsched.studies.bench.run import BenchOptions, bench_cell
 
 torch = pytest.importorskip("torch")
 
@@ -89,15 +89,15 @@ def cuda(monkeypatch):
     sample = Device(
         name="NVIDIA Sample", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=1 << 20, driver="580.1"
     )
-    monkeypatch.setattr("tiledsched.bench.stand.current_device", lambda: sample)
+    monkeypatch.setattr("tiledsched.studies.bench.stand.current_device", lambda: sample)
     monkeypatch.setattr(methods_module, "MATMUL_SIZE", 64)
-    monkeypatch.setattr("tiledsched.bench.run.BURST_GAP_S", 0.0)
-    monkeypatch.setattr("tiledsched.bench.run.SUSTAINED_WARMUP_S", 0.0)
+    monkeypatch.setattr("tiledsched.studies.bench.run.BURST_GAP_S", 0.0)
+    monkeypatch.setattr("tiledsched.studies.bench.run.SUSTAINED_WARMUP_S", 0.0)
     return state
 
 
 def stand():
-    from tiledsched.bench.stand import TorchStand
+    from tiledsched.studies.bench.stand import TorchStand
 
     return TorchStand()
 
@@ -218,7 +218,7 @@ def test_inputs_that_do_not_fit_are_a_status_of_every_method(cuda, monkeypatch) 
 
 
 def test_short_calls_are_graphs_when_sustained_and_calls_that_cannot_be_captured_are_not(cuda, monkeypatch) -> None:
-    monkeypatch.setattr("tiledsched.bench.stand.GRAPH_BELOW_US", 1e9)
+    monkeypatch.setattr("tiledsched.studies.bench.stand.GRAPH_BELOW_US", 1e9)
 
     def make(arrays):
         result = METHODS["torch_auto"].make(arrays)()

@@ -117,7 +117,7 @@ def test_configure_refuses_and_changes_nothing(values, words) -> None:
 
 def test_the_log_level_reaches_the_logger(monkeypatch) -> None:
     pytest.importorskip("torch")
-    from tiledsched.serve import plans
+    from tiledsched.attention import plans
 
     logger = logging.getLogger("tiledsched")
     before, handlers = logger.level, list(logger.handlers)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tiledsched import data_files
 from tiledsched.data_files import search_spaces
 from tiledsched.errors import ProblemError, SpaceError
+from tiledsched.kernels.attention.suites import SUITES
 from tiledsched.problem import Problem, two_parts
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import load_space, space_for
-from tiledsched.suites import SUITES
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 KNOBS = {

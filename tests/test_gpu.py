@@ -15,7 +15,7 @@ import pytest
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.errors import Failure, FailureKind
 from tiledsched.kernels import template_for
-from tiledsched.kernels.reference import attention_reference
+from tiledsched.kernels.attention.reference import attention_reference
 from tiledsched.measure.accuracy import LARGEST_ERROR
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.problem import Problem
@@ -42,7 +42,7 @@ SHAPES = [
 
 @pytest.fixture
 def serve(monkeypatch, tmp_path):
-    from tiledsched.serve import sdpa as module
+    from tiledsched.attention import sdpa as module
 
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
     module.reload()
@@ -156,7 +156,7 @@ def test_gradients_go_to_torch(serve, monkeypatch) -> None:
 
 LAUNCH = """
 import torch, sys
-from tiledsched.serve import sdpa as serve
+from tiledsched.attention import sdpa as serve
 q, k, v = (torch.randn({shape}, device="cuda", dtype=torch.float16) for _ in range(3))
 plan = serve.plan_for(q, k, v, causal={causal})
 serve.sdpa(q, k, v, causal={causal})

@@ -6,10 +6,10 @@ import importlib.util
 
 import pytest
 
-from tiledsched.bench.methods import METHODS, OURS, choose_methods
-from tiledsched.bench.run import BenchOptions, run_bench
-from tiledsched.bench.summary import summarise
 from tiledsched.problem import Problem
+from tiledsched.studies.bench.methods import METHODS, OURS, choose_methods
+from tiledsched.studies.bench.run import BenchOptions, run_bench
+from tiledsched.studies.bench.summary import summarise
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
@@ -24,7 +24,7 @@ PROBLEMS = [
 
 @pytest.fixture(scope="module")
 def stand():
-    from tiledsched.bench.stand import TorchStand
+    from tiledsched.studies.bench.stand import TorchStand
 
     return TorchStand()
 
@@ -69,7 +69,7 @@ def test_slow_launches_and_quick_ones_have_the_times_they_have_alone(stand) -> N
     ],
 )
 def test_the_triton_kernel_is_right(shape, dtype) -> None:
-    from tiledsched.bench.triton_attention import triton_attention
+    from tiledsched.studies.bench.triton_attention import triton_attention
 
     batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim = shape
     generator = torch.Generator(device="cuda").manual_seed(1)

@@ -21,7 +21,7 @@ import json, subprocess, sys, time
 sys.modules["cuda.tile._compile"] = None  # whoever asks cuTile to compile, or to look into its own cache, fails
 import torch
 from tiledsched import sdpa
-from tiledsched.serve.sdpa import plan_for
+from tiledsched.attention.sdpa import plan_for
 def forbidden(*given, **more): raise AssertionError(f"started {given}")
 subprocess.run = subprocess.Popen = forbidden
 q, k, v = (torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.float16) for _ in range(3))
@@ -104,7 +104,7 @@ def test_a_bundle_serves_a_machine_without_a_compiler(warm, tmp_path) -> None:
 @pytest.fixture
 def serving(monkeypatch, tmp_path):
     """`sdpa` that refuses what it does not serve, so that a test which passes was served."""
-    from tiledsched.serve import sdpa as module
+    from tiledsched.attention import sdpa as module
 
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
     module.reload()
@@ -152,7 +152,7 @@ def test_prebuilt_programs_work_on_streams_views_and_in_graphs(warm, monkeypatch
 
 
 def test_torchs_function_is_served_while_routed(serving) -> None:
-    from tiledsched.serve.integrations.torch import route_torch_sdpa
+    from tiledsched.attention.integrations.torch import route_torch_sdpa
 
     q, k, v = tensors(2, 8, 512, 64, kv_heads=2)
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -166,7 +166,7 @@ def test_torchs_function_is_served_while_routed(serving) -> None:
 
 
 def test_compiled_code_is_served_while_routed(serving) -> None:
-    from tiledsched.serve.integrations.torch import route_torch_sdpa
+    from tiledsched.attention.integrations.torch import route_torch_sdpa
 
     q, k, v = tensors(2, 8, 512, 64)
     compiled = torch.compile(
@@ -179,7 +179,7 @@ def test_compiled_code_is_served_while_routed(serving) -> None:
 
 
 def test_gradients_are_torchs_while_routed() -> None:
-    from tiledsched.serve.integrations.torch import route_torch_sdpa
+    from tiledsched.attention.integrations.torch import route_torch_sdpa
 
     q, k, v = (x.requires_grad_() for x in tensors(1, 4, 128, 64))
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -200,7 +200,7 @@ def small_run(model_run, **more):
 def test_a_model_is_served_in_prompt_and_generation(serving) -> None:
     """With `fallback = error` every attention of it ran on the kernel."""
     pytest.importorskip("transformers")
-    from tiledsched.serve.integrations import model_run
+    from tiledsched.studies import whole_models as model_run
 
     shape, work = small_run(model_run)
     rows, comparison = model_run.run(shape, work)
@@ -216,7 +216,7 @@ def test_a_model_is_served_in_prompt_and_generation(serving) -> None:
 
 def test_a_prompt_in_chunks_is_served(serving) -> None:
     pytest.importorskip("transformers")
-    from tiledsched.serve.integrations import model_run
+    from tiledsched.studies import whole_models as model_run
 
     shape, work = small_run(model_run)
     model = model_run.make_model(shape, work)
@@ -239,7 +239,7 @@ def test_diffusers_is_served(serving) -> None:
     pytest.importorskip("diffusers")
     from diffusers.models import attention_dispatch
 
-    from tiledsched.serve.integrations import diffusers
+    from tiledsched.attention.integrations import diffusers
 
     diffusers.register()
     q, k, v = (x.transpose(1, 2) for x in tensors(2, 8, 333, 64))
@@ -252,7 +252,7 @@ def test_diffusers_is_served(serving) -> None:
 
 def test_kernels_loads_a_package_that_is_served(serving, tmp_path) -> None:
     kernels = pytest.importorskip("kernels")
-    from tiledsched.serve.integrations.kernel_package import write_kernel_package
+    from tiledsched.attention.integrations.kernel_package import write_kernel_package
 
     write_kernel_package(tmp_path)
     q, k, v = tensors(1, 8, 256, 128)

@@ -8,7 +8,7 @@ import pytest
 from tiledsched.config import load_settings
 from tiledsched.errors import Failure
 from tiledsched.kernels import template_for
-from tiledsched.kernels.reference import attention_and_lse
+from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.measure.accuracy import LARGEST_ERROR, LARGEST_LSE_ERROR
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.problem import Problem

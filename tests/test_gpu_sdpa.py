@@ -28,7 +28,7 @@ FLOOR = {torch.float16: {"atol": 1e-3, "rtol": 1e-3}, torch.bfloat16: {"atol": 1
 
 @pytest.fixture(autouse=True)
 def serve(monkeypatch):
-    from tiledsched.serve import sdpa as module
+    from tiledsched.attention import sdpa as module
 
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
     module.reload()
@@ -363,7 +363,7 @@ def test_sync_lets_a_call_stand_alone(serve) -> None:
 
 
 def test_host_costs_are_measured(tmp_path) -> None:
-    from tiledsched.serve import host_cost
+    from tiledsched.studies import host_cost
 
     path = tmp_path / "host.csv"
     assert host_cost.main(["--rounds", "5", "--csv", str(path)]) == 0

@@ -21,7 +21,7 @@ functional = torch.nn.functional
 @pytest.fixture(autouse=True)
 def serving(monkeypatch, tmp_path):
     """Nothing is tuned, nothing is remembered, and what goes to torch is not worth a warning here."""
-    from tiledsched.serve import sdpa as module
+    from tiledsched.attention import sdpa as module
 
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
@@ -44,7 +44,7 @@ def tensors(*shape, kv_heads=None, columns=None):
 
 @pytest.fixture
 def routing():
-    from tiledsched.serve.integrations import torch as module
+    from tiledsched.attention.integrations import torch as module
 
     yield module
     module.disable()
@@ -176,7 +176,7 @@ def transformers():
 
 @pytest.fixture
 def registered(transformers):
-    from tiledsched.serve.integrations import transformers as module
+    from tiledsched.attention.integrations import transformers as module
 
     module.register()
     return module
@@ -195,7 +195,7 @@ def make(transformers, family="Llama", **more):
 
 
 def use(model, method):
-    from tiledsched.serve.integrations import model_run
+    from tiledsched.studies import whole_models as model_run
 
     model_run.use(model, method)
     return model
@@ -203,7 +203,7 @@ def use(model, method):
 
 def both(model, call):
     """What `call(model)` gives under torch's attention through transformers, and under ours."""
-    from tiledsched.serve.integrations.model_run import METHODS
+    from tiledsched.studies.whole_models import METHODS
 
     found = []
     for method in METHODS:
@@ -331,7 +331,7 @@ def test_masks_are_refused_where_settings_say_so(registered, monkeypatch, servin
 
 
 def test_a_missing_library_is_named(monkeypatch) -> None:
-    from tiledsched.serve.integrations import diffusers, transformers
+    from tiledsched.attention.integrations import diffusers, transformers
 
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "diffusers.models.attention_dispatch", None)
@@ -349,7 +349,7 @@ def dispatch():
     pytest.importorskip("diffusers")
     from diffusers.models import attention_dispatch
 
-    from tiledsched.serve.integrations import diffusers
+    from tiledsched.attention.integrations import diffusers
 
     diffusers.register()
     diffusers.register()
@@ -371,7 +371,7 @@ def test_diffusers_backend_gives_what_its_native_one_gives(dispatch, more) -> No
 def test_a_diffusers_model_runs_on_it(dispatch, monkeypatch) -> None:
     import diffusers
 
-    from tiledsched.serve.integrations import diffusers as integration
+    from tiledsched.attention.integrations import diffusers as integration
 
     torch.manual_seed(4)
     model = diffusers.FluxTransformer2DModel(patch_size=1, in_channels=4, num_layers=1, num_single_layers=1,
@@ -392,7 +392,7 @@ def test_a_diffusers_model_runs_on_it(dispatch, monkeypatch) -> None:
 
 
 def test_diffusers_backend_refuses_what_it_does_not_compute(dispatch) -> None:
-    from tiledsched.serve.integrations import diffusers
+    from tiledsched.attention.integrations import diffusers
 
     q = torch.randn(1, 4, 2, 16)
     with pytest.raises(UnsupportedError, match="set_attention_backend"):
@@ -404,7 +404,7 @@ def test_diffusers_backend_refuses_what_it_does_not_compute(dispatch) -> None:
 
 def test_kernels_loads_the_package_from_a_folder(tmp_path, monkeypatch) -> None:
     kernels = pytest.importorskip("kernels")
-    from tiledsched.serve.integrations.kernel_package import write_kernel_package
+    from tiledsched.attention.integrations.kernel_package import write_kernel_package
 
     files = write_kernel_package(tmp_path)
     assert {path.relative_to(tmp_path).parts[0] for path in files} == {"README.md", "build"}
@@ -419,7 +419,7 @@ def test_the_kernel_package_says_what_it_holds(tmp_path) -> None:
     import hashlib
     import importlib.util
 
-    from tiledsched.serve.integrations.kernel_package import main
+    from tiledsched.attention.integrations.kernel_package import main
 
     assert main([str(tmp_path)]) == 0
     ids = set()
@@ -442,7 +442,7 @@ def test_the_kernel_package_says_what_it_holds(tmp_path) -> None:
 
 
 def test_a_model_runs_under_both_and_tells_how_far_apart_they_are(transformers, capsys, tmp_path, monkeypatch) -> None:
-    from tiledsched.serve.integrations import model_run
+    from tiledsched.studies import whole_models as model_run
 
     small = {name: model_run.ModelShape(family=shape.family, hidden=64, layers=2, heads=4, kv_heads=1, head_dim=16,
                                         vocabulary=64) for name, shape in model_run.MODELS.items()}  # fmt: skip
@@ -467,8 +467,8 @@ def test_a_model_runs_under_both_and_tells_how_far_apart_they_are(transformers, 
 
 
 def test_differing_choices_are_told_with_their_gap(transformers, monkeypatch) -> None:
-    from tiledsched.serve.integrations import model_run
-    from tiledsched.serve.integrations import transformers as integration
+    from tiledsched.attention.integrations import transformers as integration
+    from tiledsched.studies import whole_models as model_run
 
     shape = model_run.ModelShape(family="Llama", hidden=64, layers=2, heads=4, kv_heads=1, head_dim=16, vocabulary=64)
     work = model_run.Workload(batch=2, prompt=12, new_tokens=8, dtype=torch.float32, device="cpu")

@@ -19,7 +19,7 @@ import pytest
 from tiledsched.errors import CompilerError, ProblemError, TiledschedError
 from tiledsched.interpreter import InterpreterError, private, run, run_outputs, run_problem, values
 from tiledsched.interpreter.builtins_in_tiles import BUILTINS
-from tiledsched.kernels.attention import AttentionTemplate
+from tiledsched.kernels.attention.template import AttentionTemplate
 from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
 

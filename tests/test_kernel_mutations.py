@@ -12,8 +12,11 @@ import pytest
 from kernel_checks import TEMPLATE, check, make_inputs, one_hot_inputs, schedule_for
 
 from tiledsched.interpreter import InterpreterError, run_problem
-from tiledsched.kernels import attention_entries, attention_flat, attention_split, attention_tiles
-from tiledsched.kernels.attention import AttentionTemplate
+from tiledsched.kernels.attention import entries as attention_entries
+from tiledsched.kernels.attention import flat as attention_flat
+from tiledsched.kernels.attention import split as attention_split
+from tiledsched.kernels.attention import tiles as attention_tiles
+from tiledsched.kernels.attention.template import AttentionTemplate
 from tiledsched.problem import Problem
 
 MUTATIONS = {

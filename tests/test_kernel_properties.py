@@ -32,8 +32,8 @@ from kernel_checks import (
 )
 
 from tiledsched.interpreter import run_problem
-from tiledsched.kernels import attention_entries
-from tiledsched.kernels.attention_tiles import BLOCK_ORDERS, SWIZZLE_PAIRS, Constants, coordinates, snake
+from tiledsched.kernels.attention import entries as attention_entries
+from tiledsched.kernels.attention.tiles import BLOCK_ORDERS, SWIZZLE_PAIRS, Constants, coordinates, snake
 from tiledsched.problem import Problem
 
 # ---- drawn problems and schedules ------------------------------------------------------------------------------------

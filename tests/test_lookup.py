@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from serve_on_cpu import TOLERANCE, expected, tensors  # noqa: E402
 
 from tiledsched import configure  # noqa: E402
+from tiledsched.attention import plans  # noqa: E402
+from tiledsched.attention import sdpa as serve  # noqa: E402
 from tiledsched.errors import ProblemError, UnsupportedError  # noqa: E402
-from tiledsched.serve import plans  # noqa: E402
-from tiledsched.serve import sdpa as serve  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

@@ -9,9 +9,9 @@ import pytest
 
 from tiledsched.interpreter import run_outputs, run_problem
 from tiledsched.kernels import template_for
-from tiledsched.kernels.reference import attention_and_lse, attention_reference
+from tiledsched.kernels.attention.inputs import KINDS, adversarial_heads, border_keys, kinds_of_heads
+from tiledsched.kernels.attention.reference import attention_and_lse, attention_reference
 from tiledsched.measure.accuracy import LARGEST_ERROR, lse_errors, summary, tile_errors, tolerance, wrong_result
-from tiledsched.measure.inputs import KINDS, adversarial_heads, border_keys, kinds_of_heads
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for

@@ -13,8 +13,8 @@ from test_measure_gpu import PROBLEM, TIMEOUTS, candidate, command
 
 from tiledsched.errors import Failure, FailureKind, MeasureError
 from tiledsched.kernels import template_for
+from tiledsched.kernels.attention.inputs import KINDS
 from tiledsched.measure.gpu import GpuRunner
-from tiledsched.measure.inputs import KINDS
 from tiledsched.measure.runner import Candidate, Checked, Failed, Measurement
 from tiledsched.search.race import Rules, race
 

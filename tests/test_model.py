@@ -17,15 +17,17 @@ from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ARCHS, arch_spec
 from tiledsched.errors import ConfigError
 from tiledsched.kernels import template_for
-from tiledsched.model import residual, scorecard, static
-from tiledsched.model.evaluate import agreement, evaluate, spearman, stored_landscapes, table
+from tiledsched.kernels.attention import model as static
+from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
+from tiledsched.model import residual
 from tiledsched.model.landscapes import Landscape, MeasuredProgram, read_landscape
-from tiledsched.model.static import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import import_table
+from tiledsched.studies import model_scorecard as scorecard
+from tiledsched.studies.model_agreement import agreement, evaluate, spearman, stored_landscapes, table
 
 PLAIN = Schedule(tile_m=64, tile_n=64, occupancy=2, num_worker_warps=4, num_ctas=1, latency_k=0, latency_v=0,
                  opt_level=3, accum_mode="fp32", loop_split=False, block_order="natural", persistent="no",
@@ -114,7 +116,7 @@ class TestStructure:
 
 
 def test_the_swizzle_is_the_kernels() -> None:
-    from tiledsched.kernels.attention_tiles import SWIZZLE_PAIRS
+    from tiledsched.kernels.attention.tiles import SWIZZLE_PAIRS
 
     assert static.SWIZZLE_PAIRS == SWIZZLE_PAIRS
 
@@ -391,7 +393,7 @@ class TestEvaluate:
         assert everything.regret[1] > 0
 
     def test_the_command(self, database):
-        command = [sys.executable, "-m", "tiledsched.model.evaluate", "--db", str(database)]
+        command = [sys.executable, "-m", "tiledsched.studies.model_agreement", "--db", str(database)]
         printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
         assert "| problem | arch |" in printed.stdout
         assert "Among the first 10: the best in 1 of 1 problems" in printed.stdout

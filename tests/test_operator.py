@@ -14,8 +14,8 @@ from serve_on_cpu import TOLERANCE, expected, tensors  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
 
 from tiledsched import configure  # noqa: E402
-from tiledsched.serve import sdpa as serve  # noqa: E402
-from tiledsched.serve.operator import sdpa_lse_operator, sdpa_operator  # noqa: E402
+from tiledsched.attention import sdpa as serve  # noqa: E402
+from tiledsched.attention.operator import sdpa_lse_operator, sdpa_operator  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

@@ -25,10 +25,10 @@ from tiledsched.serve.policy import (
     repaired,
     transfer,
 )
-from tiledsched.serve.policy_study import Study, bands, summary, write_bands
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
+from tiledsched.studies.policy import Study, bands, summary, write_bands
 
 SPACE, SPEC = space_for("sm_90"), arch_spec("sm_90")
 PROBLEM = Problem.standard(seq_len=2048, head_dim=64)

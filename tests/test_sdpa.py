@@ -16,9 +16,9 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noq
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
 
 from tiledsched import configure  # noqa: E402
+from tiledsched.attention import plans  # noqa: E402
+from tiledsched.attention import sdpa as serve  # noqa: E402
 from tiledsched.errors import LaunchError, ProblemError, UnsupportedError  # noqa: E402
-from tiledsched.serve import plans  # noqa: E402
-from tiledsched.serve import sdpa as serve  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

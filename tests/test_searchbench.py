@@ -11,11 +11,11 @@ import pytest
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError
 from tiledsched.search.effort import EFFORTS
-from tiledsched.searchbench import constants, ours
-from tiledsched.searchbench.bench import run_bench, shipped_landscapes
-from tiledsched.searchbench.field import read_field
-from tiledsched.searchbench.methods import METHODS
-from tiledsched.searchbench.scores import DEPTHS, Run, Trace, read_runs, score, summarise, write_runs
+from tiledsched.studies.search import constants, ours
+from tiledsched.studies.search.bench import run_bench, shipped_landscapes
+from tiledsched.studies.search.field import read_field
+from tiledsched.studies.search.methods import METHODS
+from tiledsched.studies.search.scores import DEPTHS, Run, Trace, read_runs, score, summarise, write_runs
 
 NEEDS = {"optuna-gp": "torch", "optuna-cma-es": "cmaes", "kernel-tuner": "kernel_tuner"}
 SLOW = ("optuna-gp", "optuna-brute-force", "kernel-tuner-pso", "tiledsched-thorough", "tiledsched-thorough-warm")

@@ -217,7 +217,7 @@ def test_lookup_of_a_large_table_is_quick() -> None:
 @pytest.fixture
 def sdpa_module(monkeypatch, tmp_path):
     pytest.importorskip("torch")
-    from tiledsched.serve import sdpa as module
+    from tiledsched.attention import sdpa as module
 
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     module.reload()

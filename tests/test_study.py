@@ -25,9 +25,9 @@ from tiledsched.problem import Problem, stable_id
 from tiledsched.search.programs import Workshop
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
-from tiledsched.study import methods as methods_module
-from tiledsched.study.methods import Choice, Counted, Exhaustive, InTurn, RaceMethod, built_kernel
-from tiledsched.study.occasion import (
+from tiledsched.studies.repeatability import methods as methods_module
+from tiledsched.studies.repeatability.methods import Choice, Counted, Exhaustive, InTurn, RaceMethod, built_kernel
+from tiledsched.studies.repeatability.occasion import (
     Field,
     Known,
     block_medians,
@@ -38,8 +38,8 @@ from tiledsched.study.occasion import (
     run_occasion,
     spread,
 )
-from tiledsched.study.rows import COLUMNS, StudyRow, append_rows, check_columns, read_rows
-from tiledsched.study.summary import summarise
+from tiledsched.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, check_columns, read_rows
+from tiledsched.studies.repeatability.summary import summarise
 
 TEMPLATE = template_for("attention")
 SPACE = space_for("sm_90")

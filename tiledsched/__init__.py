@@ -9,19 +9,19 @@ __all__ = ["Problem", "Schedule", "SearchSpace", "TiledschedError", "__version__
            "sdpa", "space_for"]  # fmt: skip
 
 if TYPE_CHECKING:
+    from tiledsched.attention.sdpa import sdpa
     from tiledsched.config import configure
     from tiledsched.errors import TiledschedError
     from tiledsched.problem import Problem
     from tiledsched.schedule import Schedule
     from tiledsched.serve.explain import explain
-    from tiledsched.serve.sdpa import sdpa
     from tiledsched.space import SearchSpace
     from tiledsched.space_files import load_space, space_for
 
 _HOMES = {
     "Problem": "tiledsched.problem", "Schedule": "tiledsched.schedule", "SearchSpace": "tiledsched.space",
     "TiledschedError": "tiledsched.errors", "configure": "tiledsched.config", "explain": "tiledsched.serve.explain",
-    "load_space": "tiledsched.space_files", "sdpa": "tiledsched.serve.sdpa", "space_for": "tiledsched.space_files",
+    "load_space": "tiledsched.space_files", "sdpa": "tiledsched.attention.sdpa", "space_for": "tiledsched.space_files",
 }  # fmt: skip
 
 

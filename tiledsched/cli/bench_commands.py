@@ -13,10 +13,10 @@ from tiledsched.cli.commands import _compiling, _open, _print_json, _problems, _
 from tiledsched.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tiledsched.ablation.rows import AblationRow
     from tiledsched.problem import Problem
     from tiledsched.schedule import Schedule
     from tiledsched.space import SearchSpace
+    from tiledsched.studies.ablation.rows import AblationRow
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -25,11 +25,11 @@ def bench(options: argparse.Namespace) -> int:
         return _bench_summary(options)
     if options.db:
         os.environ["TILEDSCHED_DB"] = options.db  # sdpa reads its own settings
-    from tiledsched.bench.methods import choose_methods
-    from tiledsched.bench.rows import append_rows, finished_cells
-    from tiledsched.bench.run import BenchOptions, run_bench
-    from tiledsched.bench.stand import TorchStand
-    from tiledsched.bench.summary import summarise, to_markdown
+    from tiledsched.studies.bench.methods import choose_methods
+    from tiledsched.studies.bench.rows import append_rows, finished_cells
+    from tiledsched.studies.bench.run import BenchOptions, run_bench
+    from tiledsched.studies.bench.stand import TorchStand
+    from tiledsched.studies.bench.summary import summarise, to_markdown
 
     methods = choose_methods(options.methods, ceiling=options.ceiling)
     regimes = ("burst", "sustained") if options.regime == "both" else (options.regime,)
@@ -53,8 +53,8 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def _bench_summary(options: argparse.Namespace) -> int:
-    from tiledsched.bench.rows import read_rows
-    from tiledsched.bench.summary import summarise, to_markdown
+    from tiledsched.studies.bench.rows import read_rows
+    from tiledsched.studies.bench.summary import summarise, to_markdown
 
     summaries = summarise([row for path in options.summary for row in read_rows(Path(path))])
     if options.json:
@@ -66,7 +66,7 @@ def _bench_summary(options: argparse.Namespace) -> int:
 
 def ablate(options: argparse.Namespace) -> int:
     """Climb from the plain schedule to the tuned one, on the GPU or over recorded landscapes."""
-    from tiledsched.ablation.rows import write_rows
+    from tiledsched.studies.ablation.rows import write_rows
 
     rows: list[AblationRow] = []
     for ladder in _replayed(options) if options.replay else _ablated(options):
@@ -82,12 +82,12 @@ def ablate(options: argparse.Namespace) -> int:
 
 def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     """The rows of each recorded problem."""
-    from tiledsched.ablation.ladder import Ladder
-    from tiledsched.ablation.sources import Recorded
     from tiledsched.kernels import template_for
     from tiledsched.measure.replay import ReplayRunner
     from tiledsched.space_files import space_for
     from tiledsched.store.exchange import read_table
+    from tiledsched.studies.ablation.ladder import Ladder
+    from tiledsched.studies.ablation.sources import Recorded
 
     for path in options.replay:
         table = read_table(path)
@@ -105,11 +105,11 @@ def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
 
 def _ablated(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     """The rows of each problem, measured."""
-    from tiledsched.ablation.ladder import Ladder
-    from tiledsched.ablation.sources import Built
     from tiledsched.build.pool import BuildPool
     from tiledsched.search.programs import Workshop
     from tiledsched.serve.entries import load_table
+    from tiledsched.studies.ablation.ladder import Ladder
+    from tiledsched.studies.ablation.sources import Built
 
     settings, space, toolchain, template, artifacts = _compiling(options)
     runner = _runner(options, template, "--replay FILE")
@@ -130,7 +130,7 @@ def _ablated(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
 
 def _plain(start: str, space: SearchSpace, problem: Problem) -> Schedule:
     """Rung 0: the space's default schedule, or 64x64 tiles with every hint left to the compiler."""
-    from tiledsched.bench.methods import untuned_schedule
+    from tiledsched.studies.bench.methods import untuned_schedule
 
     if start == "default":
         return space.default(problem, pinned={"accum_mode": "fp32"})

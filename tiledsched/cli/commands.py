@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli import output
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError
+from tiledsched.kernels.attention.suites import SUITES
 from tiledsched.problem import Problem
-from tiledsched.suites import SUITES
 
 if TYPE_CHECKING:
     from tiledsched.build.artifacts import ArtifactStore
@@ -260,8 +260,8 @@ def report(options: argparse.Namespace) -> int:
 
 def study(options: argparse.Namespace) -> int:
     """One occasion of the repeatability study, or the sum of all."""
-    from tiledsched.study.rows import read_rows
-    from tiledsched.study.summary import summarise
+    from tiledsched.studies.repeatability.rows import read_rows
+    from tiledsched.studies.repeatability.summary import summarise
 
     if not options.summary:
         return _study_occasion(options)
@@ -280,9 +280,9 @@ def _study_occasion(options: argparse.Namespace) -> int:
     from tiledsched.build.pool import BuildPool
     from tiledsched.measure.gpu import GpuRunner
     from tiledsched.search.programs import Workshop
-    from tiledsched.study.methods import make_methods
-    from tiledsched.study.occasion import find_field, run_occasion
-    from tiledsched.study.rows import append_rows, check_columns
+    from tiledsched.studies.repeatability.methods import make_methods
+    from tiledsched.studies.repeatability.occasion import find_field, run_occasion
+    from tiledsched.studies.repeatability.rows import append_rows, check_columns
 
     if not options.arch or not options.csv:
         raise ConfigError("a study needs --arch and --csv; pass both, or --summary FILE")

@@ -14,12 +14,12 @@ from tiledsched.problem import Problem
 from tiledsched.store.records import EntryRecord
 
 if TYPE_CHECKING:
-    from tiledsched.ablation.rows import AblationRow
-    from tiledsched.bench.rows import BenchRow
     from tiledsched.search.record import RecordResult
     from tiledsched.search.tuner import TuneResult
-    from tiledsched.searchbench.scores import Summary as SearchSummary
     from tiledsched.store.queries import RegimeComparison
+    from tiledsched.studies.ablation.rows import AblationRow
+    from tiledsched.studies.bench.rows import BenchRow
+    from tiledsched.studies.search.scores import Summary as SearchSummary
 
 WIDE = 200
 """Columns of a table that goes to a file or pipe, where no terminal sets the width."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from tiledsched import __version__
 from tiledsched.cli import bench_commands, commands, search_commands
+from tiledsched.kernels.attention.suites import SUITES
 from tiledsched.problem import ALIGNMENTS, DTYPES
 from tiledsched.search.effort import EFFORTS
-from tiledsched.study.rows import METHODS
-from tiledsched.suites import SUITES
+from tiledsched.studies.repeatability.rows import METHODS
 
 EPILOG = """exit codes: 0 done, 1 no valid schedule or a regression found, 2 usage or configuration, 130 interrupted.
 Data goes to stdout, progress and logs to stderr. Settings: flags, then TILEDSCHED_* variables, then tiledsched.toml,

@@ -12,10 +12,10 @@ from tiledsched.cli.commands import _print_json
 def bench_search(options: argparse.Namespace) -> int:
     """Replay every method on recorded landscapes, then print what each came to."""
     from tiledsched.build.pool import default_jobs
-    from tiledsched.searchbench.bench import run_bench, shipped_landscapes
-    from tiledsched.searchbench.figure import draw
-    from tiledsched.searchbench.methods import METHODS
-    from tiledsched.searchbench.scores import read_runs, summarise, write_runs
+    from tiledsched.studies.search.bench import run_bench, shipped_landscapes
+    from tiledsched.studies.search.figure import draw
+    from tiledsched.studies.search.methods import METHODS
+    from tiledsched.studies.search.scores import read_runs, summarise, write_runs
 
     path = Path(options.csv) if options.csv else None
     paths = [Path(each) for each in options.landscapes] if options.landscapes else shipped_landscapes()

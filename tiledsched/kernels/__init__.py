@@ -13,7 +13,7 @@ def template_for(name: str) -> KernelTemplate:
         SpaceError: no such kernel.
     """
     if name == "attention":
-        from tiledsched.kernels.attention import AttentionTemplate
+        from tiledsched.kernels.attention.template import AttentionTemplate
 
         return AttentionTemplate()
     raise SpaceError(f"unknown kernel {name!r}; known is attention")

@@ -1,6 +1,6 @@
 """How far an output is from its reference, tile by tile, and how far it may be.
 
-One limit serves the random and every kind of adversarial inputs (:mod:`tiledsched.measure.inputs`). A NumPy model of the
+One limit serves the random and every kind of adversarial inputs (:mod:`tiledsched.kernels.attention.inputs`). A NumPy model of the
 kernel (P and the output rounded to the type of the arrays, sums in float32; `simulated` in
 tests/test_measure_accuracy.py) stays below 3.3e-4 in float16 and 2.6e-3 in bfloat16 on each kind, at 256 to 16384 keys
 and head_dim 16 to 256, causal or not: a tenth of the limit, and an eighth. A float32 reference adds 4e-5 at most.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.measure.inputs import KINDS
+from tiledsched.kernels.attention.inputs import KINDS
 from tiledsched.measure.runner import Accuracy
 from tiledsched.schedule import Schedule
 

@@ -25,11 +25,11 @@ import numpy
 
 from tiledsched.build.cubin import is_whole
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernels.reference import attention_and_lse, default_scale
+from tiledsched.kernels.attention.inputs import KINDS, adversarial_heads, kinds_of_heads
+from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
 from tiledsched.kernels.template import ExtraArray
 from tiledsched.measure import timing
 from tiledsched.measure.accuracy import lse_errors, summary, tile_errors, wrong_result
-from tiledsched.measure.inputs import KINDS, adversarial_heads, kinds_of_heads
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.nvml import ConditionsLog, current_device
 from tiledsched.measure.runner import Batch, Checked, GapTrial

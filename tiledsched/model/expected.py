@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiledsched.build.cubin import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.device import ArchSpec
-from tiledsched.model.static import WARPS_PER_GROUP, block_rows
+from tiledsched.kernels.attention.model import WARPS_PER_GROUP, block_rows
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import arch_spec
 from tiledsched.errors import ConfigError
+from tiledsched.kernels.attention.model import estimate_us, grid_blocks
 from tiledsched.measure.runner import Measurement
-from tiledsched.model.static import estimate_us, grid_blocks
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for

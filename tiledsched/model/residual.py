@@ -25,8 +25,8 @@ from tiledsched import data_files
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ArchSpec
 from tiledsched.errors import ConfigError
+from tiledsched.kernels.attention.model import estimate_us
 from tiledsched.model.landscapes import Landscape, read_landscape
-from tiledsched.model.static import estimate_us
 from tiledsched.problem import Problem
 from tiledsched.schedule import PLAIN, Schedule
 

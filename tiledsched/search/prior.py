@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ArchSpec
+from tiledsched.kernels.attention.model import estimate_us
 from tiledsched.measure.runner import Measurement
 from tiledsched.model.expected import expected_facts
-from tiledsched.model.static import estimate_us
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.sampler import Estimate

@@ -22,9 +22,9 @@ from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import ArchSpec, arch_spec
 from tiledsched.errors import ConfigError, NoValidScheduleError
 from tiledsched.kernels import template_for
+from tiledsched.kernels.attention.model import estimate_us
 from tiledsched.kernels.template import KernelTemplate
 from tiledsched.measure.runner import Failed, Runner
-from tiledsched.model.static import estimate_us
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.effort import EFFORTS

@@ -112,7 +112,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool |
     """
     import torch
 
-    from tiledsched.serve.sdpa import plan_for, settings
+    from tiledsched.attention.sdpa import plan_for, settings
 
     plan = plan_for(q, k, v, causal=causal)
     properties = torch.cuda.get_device_properties(q.device)
@@ -125,7 +125,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool |
 def _launched_fingerprint(plan: Any, q: Any, k: Any, v: Any, arch: str) -> str:
     from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
-    from tiledsched.serve.launching import launch_arguments
+    from tiledsched.attention.launching import launch_arguments
 
     convention = CallingConvention.cutile_python_v2()
     signature = KernelSignature.from_kernel_args(plan.kernel, launch_arguments(plan, q, k, v), convention)

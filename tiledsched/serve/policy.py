@@ -6,7 +6,7 @@ problem to this one (waves of blocks, the length of the loop). Where it was not 
 too. The candidate with the least mean loss is served; neighbours count less with distance. Pure functions: no file but
 the expected losses, no GPU, no state but caches.
 
-`python -m tiledsched.serve.policy_study` measures what this loses and compares it with other policies; the expected
+`python -m tiledsched.studies.policy` measures what this loses and compares it with other policies; the expected
 losses of `tuning_db/model/transfer.json` come from there. docs/results/serving.md has the figures.
 """
 
@@ -218,7 +218,7 @@ def loss_bands() -> tuple[LossBand, ...]:
 def _log_us(problem: Problem, schedule: Schedule, spec: ArchSpec) -> float:
     """Log of the static estimate. The machine code need not be known: what is assumed of it cancels between problems."""
     # Imported here because most lookups find their problem measured and need no model.
+    from tiledsched.kernels.attention.model import estimate_us
     from tiledsched.model.expected import expected_facts
-    from tiledsched.model.static import estimate_us
 
     return math.log(estimate_us(problem, schedule, expected_facts(problem, schedule, spec), spec))

@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
 from tiledsched.kernels import template_for
-from tiledsched.model.evaluate import spearman
 from tiledsched.model.landscapes import read_landscape
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for
+from tiledsched.studies.model_agreement import spearman
 
 ARCH = "sm_90"
 COUNTS = Path(__file__).with_suffix(".json.xz")

@@ -1,0 +1,102 @@
+"""`sdpa`: attention on the schedule that the tuned table names, with the signature of torch's own.
+
+The first call of a shape resolves its schedule and makes a plan; later calls find the plan and launch.
+Nothing is tuned inside a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import torch
+    from torch import Tensor
+except ImportError as missing:
+    raise ImportError("sdpa works on PyTorch's tensors; run: pip install 'tiledsched[gpu]'") from missing
+
+from tiledsched.attention import plans
+from tiledsched.attention.arguments import check_scale, check_tensors, name_tensors, read_mask, unserved
+from tiledsched.attention.fallback import attend_in_torch, forget_warnings, report
+from tiledsched.attention.launching import launch_plan
+from tiledsched.attention.operator import cast_for_autocast, is_plain_call, sdpa_lse_operator, sdpa_operator
+from tiledsched.attention.plans import Plan, find_ready, plan_for, settings, table
+
+__all__ = ["Plan", "plan_for", "reload", "sdpa", "settings", "table"]
+_traced = torch.compiler.is_dynamo_compiling
+
+
+def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None,
+         attn_mask: Tensor | bool | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+         scale: float | None = None, enable_gqa: bool = False, *, causal: bool | str | None = None,
+         return_lse: bool = False, query: Tensor | None = None, key: Tensor | None = None,
+         value: Tensor | None = None) -> Any:  # fmt: skip
+    """Scaled dot-product attention, softmax(scale * q @ k^T, masked) @ v, on the tuned schedule.
+
+    It takes what `torch.nn.functional.scaled_dot_product_attention` takes, in the same places, and means the same by it.
+
+    Args:
+        q: `[batch, heads, seq_q, head_dim]` CUDA tensor, float16 or bfloat16; any strides; head_dim up to 256. Or
+            `[heads, seq_q, head_dim]`, and k and v alike.
+        k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device; heads a multiple of kv_heads.
+        v: `[batch, kv_heads, seq_k, value_dim]`; value_dim up to 256.
+        attn_mask: a mask tensor (left to torch), `torch.nn.attention.bias.CausalBias`, or True or False for `causal`.
+        dropout_p: probability of dropout; other than 0 left to torch.
+        is_causal: torch's word for `causal=True`.
+        scale: positive softmax scale; 1 / sqrt(head_dim) unless given.
+        enable_gqa: accepted and not needed: heads and kv_heads say it.
+        causal: False, True or "top_left" (query row i sees key columns 0..i), or "bottom_right" (0..i + seq_k - seq_q;
+            rows that see nothing give zeros, where torch gives NaN or zeros).
+        return_lse: return the log-sum-exp of each row's scaled, masked scores, too: natural, float32
+            `[batch, heads, seq_q]`.
+        query, key, value: torch's names of q, k and v.
+
+    Returns:
+        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. What the
+        kernel cannot serve (masks, CPU tensors, float32, gradients, ...) goes to torch's attention with one warning per
+        reason. Under autocast q, k and v are cast first, as torch does.
+
+    Raises:
+        ProblemError: arguments that contradict each other or do not fit together.
+        UnsupportedError: inputs for torch's attention, where the setting `fallback` is `error`.
+        LaunchError: the launch failed, or a CUDA graph is being captured and this program never ran before.
+    """
+    # The short way: all that stands between a call and the launch in the common case. Whatever is special goes the long
+    # way, through the operator, and so does the first call of each kind. Nested tensors would end the process in find_ready.
+    if (not _traced() and type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and attn_mask is None
+            and not dropout_p and (causal is None or not is_causal) and query is None and key is None and value is None
+            and (scale is None or type(scale) is float) and is_plain_call()
+            and not (q.is_nested or k.is_nested or v.is_nested)):  # type: ignore[union-attr]  # fmt: skip
+        asked: Any = is_causal if causal is None else causal
+        alignment = "top_left" if asked is True else asked or None
+        if alignment is None or type(alignment) is str:
+            plan = find_ready(q, k, v, alignment, scale, return_lse)
+            if plan is not None:
+                return launch_plan(plan, q, k, v, keep_zeros=True)
+    q, k, v = name_tensors(q, k, v, query, key, value)
+    return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, causal, return_lse)
+
+
+def reload() -> None:
+    """Forget the table, the settings and every plan: the next call reads them again."""
+    plans.forget_kernels()
+    forget_warnings()
+
+
+def _attend(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, is_causal: Any, scale: float | None, causal: Any,
+            return_lse: bool) -> Any:  # fmt: skip
+    """Every other call: check, decide, and call the operator or torch's attention."""
+    if isinstance(q, Tensor) and q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
+        q, k, v = cast_for_autocast(q, k, v)
+    check_tensors(q, k, v)
+    check_scale(scale)
+    mask, alignment = read_mask(attn_mask, is_causal, causal, q, k)
+    if q.ndim == k.ndim == v.ndim == 3 and mask is None:
+        result = sdpa(q[None], k[None], v[None], None, dropout_p, scale=scale, causal=alignment or False,
+                      return_lse=return_lse)  # fmt: skip
+        return (result[0][0], result[1][0]) if return_lse else result[0]
+    reason = unserved(q, k, v, mask, dropout_p)
+    if reason:
+        report(reason)
+        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse)
+    operator = sdpa_lse_operator if return_lse else sdpa_operator
+    return operator(q, k, v, alignment, scale)

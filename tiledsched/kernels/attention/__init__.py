@@ -1,0 +1,1 @@
+"""The attention forward kernel and everything that knows it."""

@@ -1,0 +1,100 @@
+"""The kernels that are launched: thin entries over the tile code of :mod:`tiledsched.kernels.attention.tiles`.
+
+Each takes q, k, v and out, the arrays of its kind of launch, the softmax scale times log2(e), and the constants. They
+differ in their arrays only; what a problem does without is not in its kernel's parameters nor in its machine code.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False, disable-error-code="valid-type"
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Annotated
+
+import cuda.tile as ct
+
+from tiledsched.kernels.attention.flat import flow
+from tiledsched.kernels.attention.split import attend_share
+from tiledsched.kernels.attention.tiles import Constants, deal_out
+
+# The head dimension is a compile-time constant. Saying so also keeps cuTile from making a size-one batch axis static,
+# which would give batch 1 its own machine code.
+HeadArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
+WideHeadArray = Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64, static_shape_dims=(3,))]
+# Of these a launch would also make strides of one static, which axes of size one have by chance.
+RowArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,), static_stride_dims=(3,))]
+# Where shares lie is constant too, or they would be loaded four bytes at a time. Not so their maxima and sums: of those the
+# compiler (13.4 on sm_90) loads four at an address of one (see AttentionTemplate.assumed).
+PartialArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2), static_stride_dims=(0, 1, 2))]
+StateArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2))]
+CounterArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1,), static_stride_dims=(1,))]
+Int = ct.Constant[int]
+Bool = ct.Constant[bool]
+
+
+def attention(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_log2: float,
+              TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+              LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int, KV_DIRECTION: Int,
+              Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool, TMA_LOADS: Bool, TMA_STORE: Bool,
+              CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool, BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int,
+              REST_V: Int, PACK: Int, KV_SPLITS: Int,
+              FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
+              UNROLL: Int, PEEL_FIRST: Bool):  # fmt: skip
+    """Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, columns]`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
+    if FLAT_STEPS:
+        flow(Q, K, V, Out, None, scale_log2, const)
+    else:
+        deal_out(Q, K, V, Out, None, scale_log2, const)
+
+
+def attention_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray, scale_log2: float,
+                  TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+                  LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
+                  KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
+                  TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
+                  BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
+                  FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
+                  UNROLL: Int, PEEL_FIRST: Bool):  # fmt: skip
+    """The same, and Lse = log(sum(exp(scale * Q @ K^T, masked))) of each row, `[batch, heads, rows, 1]`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
+    if FLAT_STEPS:
+        flow(Q, K, V, Out, Lse, scale_log2, const)
+    else:
+        deal_out(Q, K, V, Out, Lse, scale_log2, const)
+
+
+def attention_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray,
+                    Partial: PartialArray, State: StateArray, Counters: CounterArray, scale_log2: float,
+                    TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+                    LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
+                    KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
+                    TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
+                    BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
+                    FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
+                    UNROLL: Int, PEEL_FIRST: Bool):  # fmt: skip
+    """The same by KV_SPLITS blocks for each piece of work; see :mod:`tiledsched.kernels.attention.split`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
+    attend_share(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, const)
+
+
+def widened(entry):
+    """`entry` with 64-bit indices into q, k, v and out, for arrays of more than 2**31 - 1 elements."""
+    wide = FunctionType(entry.__code__, entry.__globals__, f"{entry.__name__}_wide", entry.__defaults__)
+    wide.__module__, wide.__doc__ = entry.__module__, entry.__doc__
+    wide.__annotations__ = {name: "WideHeadArray" if note == "HeadArray" else note
+                            for name, note in entry.__annotations__.items()}  # fmt: skip
+    return wide
+
+
+attention_wide, attention_lse_wide, attention_split_wide = map(widened, (attention, attention_lse, attention_split))

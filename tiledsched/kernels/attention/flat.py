@@ -1,0 +1,116 @@
+"""One flat loop over the steps of all pieces of a block, instead of a loop for each piece.
+
+Nested loops drain the pipeline between two pieces and fill it again: the loads of the next piece begin when the output of
+this one is done. In a flat loop the change of piece is a branch at the end of a turn, and loads run ahead across it: those
+of keys and values by themselves; those of queries with Q_AHEAD, or with RELOAD_Q, which makes them loads of the loop. Each
+step pays a little for that, which many short sequences win back (docs/results/knobs.md).
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import cuda.tile as ct
+
+from tiledsched.kernels.attention.tiles import (
+    LOWEST,
+    SNAKE,
+    Chain,
+    Keys,
+    Piece,
+    coordinates,
+    finish,
+    fold,
+    fresh_chain,
+    key_tile,
+    load_queries,
+    mask,
+    pack_count,
+    pieces_per_head,
+    products,
+    rows_of,
+    snake,
+    steps_of,
+)
+
+
+def flow(Q, K, V, Out, Lse, scale_log2, const):
+    """All of the current block's work, FLAT_STEPS steps a turn; a piece takes whole turns. `Lse` may be None."""
+    blocks, seq_k = ct.num_blocks(0), K.shape[2]
+    offset = seq_k - Q.shape[2] if const.BOTTOM_RIGHT else 0
+    turns = 0
+    for each in range(laps_of(Q, blocks, const)):
+        turns = turns + turns_of(piece_of(Q, each, blocks, const)[0], offset, seq_k, const)
+
+    lap, i = 0, 0
+    place, head, batch = piece_of(Q, 0, blocks, const)
+    left = turns_of(place, offset, seq_k, const)
+    queries = queries_of(Q, 0, blocks, const)
+    ahead = queries_of(Q, 1, blocks, const) if const.Q_AHEAD else ()
+    chain = forgetful(fresh_chain(const), const)
+    for _ in range(turns):
+        if const.RELOAD_Q:
+            queries = load_queries(Q, (batch, head, place), const)
+        first_masked, steps = steps_of(place, offset, seq_k, const)
+        keys = Keys(K, V, batch, head // const.GROUP if const.PACK == 1 else head, steps, 0, steps, 0)
+        rows = rows_of(place, offset, const)
+        for u in ct.static_iter(range(const.FLAT_STEPS)):
+            chain = one_step(queries, rows, keys, i + u, first_masked, chain, scale_log2, const)
+        i = i + const.FLAT_STEPS
+        left = left - 1
+        if left == 0:
+            finish(Out, Lse, Piece(batch, head, (place,)), place, chain, const)
+            lap = lap + 1
+            i = 0
+            place, head, batch = piece_of(Q, lap, blocks, const)
+            left = turns_of(place, offset, seq_k, const)
+            chain = forgetful(chain, const)
+            if const.Q_AHEAD:
+                queries = ahead
+                ahead = queries_of(Q, lap + 1, blocks, const)
+            elif not const.RELOAD_Q:
+                queries = load_queries(Q, (batch, head, place), const)
+
+
+def laps_of(Q, blocks, const):
+    """Pieces that the current block takes."""
+    total = pieces_per_head(Q, const) * pack_count(Q, const) * Q.shape[0]
+    first = snake(ct.bid(0), blocks, total // blocks) if const.PERSISTENT == SNAKE else ct.bid(0)
+    return ct.cdiv(total - first, blocks)
+
+
+def piece_of(Q, lap, blocks, const):
+    """(piece of the head's queries, head, batch) that the current block takes in a lap; past its last, any that exists."""
+    pieces, heads, batches = pieces_per_head(Q, const), pack_count(Q, const), Q.shape[0]
+    place = snake(ct.bid(0), blocks, lap) if const.PERSISTENT == SNAKE else ct.bid(0)
+    return coordinates(min(lap * blocks + place, pieces * heads * batches - 1), pieces, heads, batches, const)
+
+
+def queries_of(Q, lap, blocks, const):
+    """The queries of the piece that the current block takes in a lap; past its last, any that exist."""
+    place, head, batch = piece_of(Q, lap, blocks, const)
+    return load_queries(Q, (batch, head, place), const)
+
+
+def turns_of(place, offset, seq_k, const):
+    """Turns that a piece takes."""
+    return ct.cdiv(steps_of(place, offset, seq_k, const)[1], const.FLAT_STEPS)
+
+
+def forgetful(chain, const):
+    """A chain that starts anew: what it holds is multiplied by 2**(LOWEST - first score), which is zero."""
+    if const.BOTTOM_RIGHT:  # a row may see no score at all
+        return fresh_chain(const)
+    return Chain(chain.acc, ct.full((const.TILE_M, 1), LOWEST, dtype=ct.float32), chain.row_sum)
+
+
+def one_step(queries, rows, keys, i, first_masked, chain, scale_log2, const):
+    """The chain after the `i`-th step. With LOOP_SPLIT, steps that lie wholly inside the mask go without it."""
+    scores = products((queries,), keys, i, const)
+    if const.LOOP_SPLIT:
+        if i >= first_masked:
+            scores = (tuple(mask(scores[0][t], rows, keys, key_tile(keys, i, t, const), True, const)
+                            for t in ct.static_iter(range(const.KV_SUBTILES))),)  # fmt: skip
+        return fold((rows,), keys, i, (chain,), scores, False, scale_log2, const)[0]
+    return fold((rows,), keys, i, (chain,), scores, True, scale_log2, const)[0]

@@ -1,0 +1,107 @@
+"""Several blocks for one piece of work: each walks over a share of the keys, and the last to arrive combines the shares.
+
+For few query rows and many keys, as in decoding, where one block for each query tile would leave most of the GPU idle.
+Split keys after Dao et al., Flash-Decoding (https://pytorch.org/blog/flash-decoding/); there a second kernel combines
+the shares, here the block that finds by an atomic counter that all others are done.
+
+That is sound by cuTile's memory model: `ct.atomic_add` acquires and releases on the device by default. cuTile orders
+every earlier access of the block before a release and every later one behind an acquire, across arrays and branches
+(the token order pass of cuda-tile 1.7). So the shares that others stored before they counted are seen by the block that
+counts last. Shares are combined in the order of their keys: the sum does not depend on which block came last.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import cuda.tile as ct
+
+from tiledsched.kernels.attention.tiles import (
+    Chain,
+    finish,
+    fresh_chain,
+    part_of,
+    pieces_per_head,
+    visit,
+)
+
+REGISTERS_TOGETHER = 16384
+"""Registers of a block for shares on their way: a decoding block waits for each load longer than it works on it."""
+
+
+def attend_share(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, const):
+    """The current block's share of a piece of work and, if it is the last to arrive, what all shares come to.
+
+    Partial `[slots, TILE_M, TILE_V + REST_V]` and State `[slots, 2, TILE_M]` hold the chains of each share of each query
+    tile. Counters `[pieces, 1]` holds how many shares have arrived: zero before the launch, and zero again after it.
+    """
+    work, split = ct.bid(0) // const.KV_SPLITS, ct.bid(0) % const.KV_SPLITS
+    piece, chains = visit(Q, K, V, scale_log2, work, pieces_per_head(Q, const), split, const)
+    for s in ct.static_iter(range(const.Q_SUBTILES)):
+        keep(Partial, State, slot_of(work, s, split, const), chains[s], const)
+    arrived = ct.atomic_add(Counters, (work, 0), 1)
+    if arrived == const.KV_SPLITS - 1:
+        ct.scatter(Counters, (work, 0), 0)
+        for s in ct.static_iter(range(const.Q_SUBTILES)):
+            finish(Out, Lse, piece, piece.tiles[s], combine(Partial, State, work, s, const), const)
+
+
+def slot_of(work, s, split, const):
+    """Where a share of the `s`-th query tile of a piece is kept."""
+    return (work * const.Q_SUBTILES + s) * const.KV_SPLITS + split
+
+
+def keep(Partial, State, slot, chain, const):
+    """Store a chain. Plain stores: what TMA writes, the counter's release need not order. Slots have no edges to cross."""
+    for part in ct.static_iter(range(2 if const.REST_V else 1)):
+        width, column = part_of(part, const.TILE_V, const.REST_V)
+        ct.store(Partial, (slot, 0, column), chain.acc[part].astype(ct.float32).reshape((1, const.TILE_M, width)),
+                 check_bounds=False, allow_tma=False)  # fmt: skip
+    ct.store(State, (slot, 0, 0), chain.row_max.reshape((1, 1, const.TILE_M)), check_bounds=False, allow_tma=False)
+    ct.store(State, (slot, 1, 0), chain.row_sum.reshape((1, 1, const.TILE_M)), check_bounds=False, allow_tma=False)
+
+
+def combine(Partial, State, work, s, const):
+    """The chain over all keys from the shares of the `s`-th query tile of a piece."""
+    place, shares = work * const.Q_SUBTILES + s, (const.KV_SPLITS, 1, const.TILE_M)
+    maxima = ct.load(State, (place, 0, 0), shares, check_bounds=False, allow_tma=False)
+    sums = ct.load(State, (place, 1, 0), shares, check_bounds=False, allow_tma=False)
+    row_max = ct.max(maxima, axis=0)
+    row_sum = ct.sum(sums * weight(maxima, row_max), axis=0)
+    row_max, row_sum = row_max.reshape((const.TILE_M, 1)), row_sum.reshape((const.TILE_M, 1))
+    acc = empty_total(const)
+    for group in range(const.KV_SPLITS // together(const)):
+        for each in ct.static_iter(range(together(const))):
+            slot = slot_of(work, s, group * together(const) + each, const)
+            acc = add_share(Partial, State, slot, row_max, acc, const)
+    return Chain(acc, row_max, row_sum)
+
+
+def together(const):
+    """Shares in a group, whose loads are under way at once: a power of two, as KV_SPLITS is."""
+    columns = const.TILE_V * (2 if const.REST_V else 1)
+    return min(const.KV_SPLITS, max(1, REGISTERS_TOGETHER // (const.TILE_M * columns)))
+
+
+def weight(row_max, total_max):
+    """What a share counts in the total."""
+    return ct.exp2(row_max - total_max, flush_to_zero=True)
+
+
+def add_share(Partial, State, slot, row_max, acc, const):
+    """The accumulator `acc`, in its parts, with a share added to it."""
+    own_max = ct.load(State, (slot, 0, 0), (1, 1, const.TILE_M), check_bounds=False, allow_tma=False)
+    share_weight = weight(own_max.reshape((const.TILE_M, 1)), row_max)
+    total = ()
+    for part in ct.static_iter(range(2 if const.REST_V else 1)):
+        width, column = part_of(part, const.TILE_V, const.REST_V)
+        share = ct.load(Partial, (slot, 0, column), (1, const.TILE_M, width), check_bounds=False, allow_tma=False)
+        total = (*total, acc[part] + share.reshape((const.TILE_M, width)) * share_weight)
+    return total
+
+
+def empty_total(const):
+    """An accumulator over nothing, in its parts, that sums in float32 whatever the shares' did."""
+    acc = fresh_chain(const).acc
+    return tuple(part.astype(ct.float32) for part in ct.static_iter(acc))

@@ -1,0 +1,1 @@
+"""How we know: the bench, the studies and the replays behind every figure in `docs/results/`."""

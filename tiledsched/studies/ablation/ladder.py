@@ -1,0 +1,227 @@
+"""The ladder from the plain schedule to the tuned one, a group of knobs at a time, and the tuned one without each knob.
+
+Which rung comes next is decided by measuring: of the groups not yet turned, the one that helps most from where the ladder
+stands. Knobs interact, so that the order matters, and so that a knob can be worth nothing on the ladder and much when
+it is turned back. Therefore both views are given. The rungs and the turned-back schedules are timed once more at the end, all
+interleaved in one run: times of different runs are never compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tiledsched.errors import Failure
+from tiledsched.kernels.template import KernelTemplate
+from tiledsched.measure.runner import Candidate, Runner
+from tiledsched.measure.statistics import median_interval
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.space import SearchSpace
+from tiledsched.studies.ablation.rows import LADDER, OK, TRIED, WITHOUT, AblationRow
+from tiledsched.studies.ablation.sources import Source, said
+
+TOGETHER = (("tile_m", "tile_n"), ("latency_k", "latency_v"), ("occupancy", "num_ctas"))
+"""Knobs that are turned as one; every other knob is a group of its own."""
+CONFIDENCE = 0.95
+LOOK_ROUNDS = 10
+"""Samples of each in the runs that choose the next rung."""
+SUSTAINED_ROUNDS = 10
+"""Times as many samples at the power cap: they follow each other at once and spread more."""
+
+Group = tuple[str, ...]
+"""Knobs turned together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One schedule in one interleaved run."""
+
+    median_us: float
+    """Median of its samples."""
+    ci_low_us: float
+    """Lower end of the 95% interval."""
+    ci_high_us: float
+    """Upper end."""
+
+
+Outcome = Timing | str
+"""A time, or why there is none."""
+
+
+def groups_between(plain: Schedule, tuned: Schedule) -> list[Group]:
+    """The groups of knobs in which two schedules differ, with only the knobs that do; both must have the same knobs."""
+    differ = [name for name in tuned if tuned[name] != plain[name]]
+    found: dict[str, Group] = {}
+    for name in differ:
+        together = next((group for group in TOGETHER if name in group), (name,))
+        members = tuple(knob for knob in together if knob in differ)
+        found[members[0]] = members
+    return list(found.values())
+
+
+def refusals(space: SearchSpace, schedule: Schedule, problem: Problem) -> list[str]:
+    """Every constraint a schedule breaks, but for those that only keep the search small.
+
+    Unlike `SearchSpace.violations` it takes hints left to the compiler, which no space lists as a choice.
+    """
+    values = space.constraint_values(problem) | dict(schedule)
+    return [c.because for c in space.constraints if not c.exploring and not c.holds(values)]
+
+
+class Ladder:
+    """One ablation under way.
+
+    Args:
+        runner: what times; `begin` is called here.
+        source: where programs come from.
+        space: whose constraints hold.
+        template: whose grid is part of a program's identity.
+        problem: what is computed.
+        regime: burst or sustained.
+        rounds: samples of each in the final run.
+        recorded: of a replay, whether a schedule is in the record: where there is a way to the tuned schedule with
+            every rung in it, the ladder takes no other. None: everything can be timed.
+        progress: told a line per rung.
+    """
+
+    def __init__(self, runner: Runner, source: Source, space: SearchSpace, template: KernelTemplate, problem: Problem, *,
+                 regime: str = "burst", rounds: int = 30, recorded: Callable[[Schedule], bool] | None = None,
+                 progress: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip
+        self._runner, self._source, self._space, self._template = runner, source, space, template
+        self._problem, self._regime, self._rounds, self._progress = problem, regime, rounds, progress
+        self._recorded = recorded
+        self._checked: dict[tuple[str, tuple[int, int, int]], str] = {}
+        self._rows: list[AblationRow] = []
+
+    def climb(self, plain: Schedule, tuned: Schedule) -> list[AblationRow]:
+        """Every row: the ladder, then the tuned schedule without each knob, then what else was tried.
+
+        Args:
+            plain: rung 0.
+            tuned: the last rung; its knobs are those of `plain`.
+        """
+        self._runner.begin(self._problem)
+        self._rows = []
+        # The fastest of a problem's first run decides how all of it is timed, and a build that fails is best known early.
+        self._time([plain, tuned], LOOK_ROUNDS, check=True)
+        rungs: list[tuple[Group, Schedule]] = [((), plain)]
+        left = groups_between(plain, tuned)
+        while left:
+            group, schedule = self._next_rung(rungs[-1][1], tuned, left, len(rungs))
+            left = [other for other in left if not set(other) <= set(group)]
+            rungs.append((group, schedule))
+            self._progress(f"{self._problem}: rung {len(rungs) - 1}: {'+'.join(group)}: {schedule.short()}")
+        turned_back = [((name,), tuned.replace(**{name: plain[name]})) for name in tuned if tuned[name] != plain[name]]
+        schedules = [schedule for _, schedule in (*rungs, *turned_back)]
+        outcomes = self._time(schedules, self._rounds, check=True)
+        ladder = self._ladder_rows(rungs, outcomes)
+        top = ladder[-1]
+        for group, schedule in turned_back:
+            row = self._row(WITHOUT, len(rungs) - 1, group, tuned, schedule, outcomes[schedule])
+            ladder.append(replace(row, speedup_over_previous=_over(top, row), speedup_over_plain=_over(ladder[0], row)))
+        return [*ladder, *self._rows]
+
+    def _next_rung(self, current: Schedule, tuned: Schedule, left: Sequence[Group],
+                   rung: int) -> tuple[Group, Schedule]:  # fmt: skip
+        """The group that helps most; where none can be turned alone, all that are left at once."""
+        if len(left) == 1:
+            return left[0], tuned
+        options = {group: current.replace(**{name: tuned[name] for name in group}) for group in left}
+        outcomes = self._time([current, *options.values()], LOOK_ROUNDS, check=False)
+        before = self._row(TRIED, rung, (), current, current, outcomes[current])
+        for group, schedule in options.items():
+            row = self._row(TRIED, rung, group, current, schedule, outcomes[schedule])
+            self._rows.append(replace(row, speedup_over_previous=_over(before, row)))
+        timed = [(not self._leads_on(schedule, tuned, frozenset(left) - {group}), outcome.median_us, group)
+                 for group, schedule in options.items()
+                 if isinstance(outcome := outcomes[schedule], Timing)]  # fmt: skip
+        for _, _, group in sorted(timed):
+            if not self._wrong(self._source.find([options[group]], self._problem)[options[group]]):
+                return group, options[group]
+        return tuple(name for group in left for name in group), tuned
+
+    def _leads_on(self, current: Schedule, tuned: Schedule, left: frozenset[Group]) -> bool:
+        """Whether the groups left can be turned one by one with every schedule on the way in the record."""
+        if self._recorded is None or len(left) <= 1:
+            return True
+        steps = ((current.replace(**{name: tuned[name] for name in group}), left - {group}) for group in left)
+        return any(self._recorded(step) and self._leads_on(step, tuned, rest) for step, rest in steps)
+
+    def _time(self, schedules: Sequence[Schedule], rounds: int, *, check: bool) -> dict[Schedule, Outcome]:
+        """All of them interleaved in one run; schedules that are one program share its time."""
+        outcomes: dict[Schedule, Outcome] = {}
+        wanted = []
+        for schedule in dict.fromkeys(schedules):
+            broken = refusals(self._space, schedule, self._problem)
+            if broken:
+                outcomes[schedule] = f"not valid: {'; '.join(broken)}"
+            else:
+                wanted.append(schedule)
+        programs: dict[tuple[str, tuple[int, int, int]], tuple[Candidate, list[Schedule]]] = {}
+        for schedule, found in self._source.find(wanted, self._problem).items():
+            failed = found if isinstance(found, str) else self._wrong(found) if check else self._unfit(found)
+            if isinstance(found, str) or failed:
+                outcomes[schedule] = failed
+            else:
+                programs.setdefault(self._key(found), (found, []))[1].append(schedule)
+        ready = list(programs.values())
+        rounds *= SUSTAINED_ROUNDS if self._regime == "sustained" else 1
+        batches = self._runner.sample([each for each, _ in ready], rounds=rounds, regime=self._regime) if ready else []
+        for (_, members), batch in zip(ready, batches, strict=True):
+            outcome = said(batch) if isinstance(batch, Failure) else _timing(batch.samples_us)
+            outcomes |= dict.fromkeys(members, outcome)
+        return outcomes
+
+    def _key(self, candidate: Candidate) -> tuple[str, tuple[int, int, int]]:
+        grid = self._template.grid(candidate.schedule, self._problem, self._runner.device.sm_count)
+        return candidate.artifact.fingerprint, grid
+
+    def _unfit(self, candidate: Candidate) -> str:
+        """Why it cannot be timed; empty where it can."""
+        seen = self._runner.look(candidate)
+        return said(seen) if isinstance(seen, Failure) else ""
+
+    def _wrong(self, found: Candidate | str) -> str:
+        """Why it may not be a rung, for which the accuracy gate is asked once; empty where it may."""
+        if isinstance(found, str):
+            return found
+        key = self._key(found)
+        if key not in self._checked:
+            checked = self._runner.check(found)
+            self._checked[key] = said(checked) if isinstance(checked, Failure) else ""
+        return self._checked[key]
+
+    def _ladder_rows(self, rungs: Sequence[tuple[Group, Schedule]],
+                     outcomes: dict[Schedule, Outcome]) -> list[AblationRow]:  # fmt: skip
+        rows: list[AblationRow] = []
+        for rung, (group, schedule) in enumerate(rungs):
+            previous = rungs[rung - 1][1] if rung else schedule
+            row = self._row(LADDER, rung, group, previous, schedule, outcomes[schedule])
+            first, before = (rows[0], rows[-1]) if rows else (row, None)
+            rows.append(replace(row, speedup_over_plain=_over(first, row),
+                                speedup_over_previous=_over(before, row) if before else None))  # fmt: skip
+        return rows
+
+    def _row(self, view: str, rung: int, group: Group, before: Schedule, after: Schedule,
+             outcome: Outcome) -> AblationRow:  # fmt: skip
+        row = AblationRow(
+            problem=self._problem, regime=self._regime, view=view, rung=rung, knob="+".join(group),
+            before="+".join(str(before[name]) for name in group), after="+".join(str(after[name]) for name in group),
+            schedule=after.short(), schedule_id=after.id, status=OK, device=self._runner.device.name,
+            runner=self._runner.name,
+        )  # fmt: skip
+        if isinstance(outcome, str):
+            return replace(row, status=outcome)
+        return replace(row, median_us=outcome.median_us, ci_low_us=outcome.ci_low_us, ci_high_us=outcome.ci_high_us)
+
+
+def _timing(samples_us: Sequence[float]) -> Timing:
+    low, high = median_interval(samples_us, CONFIDENCE)
+    return Timing(median_us=statistics.median(samples_us), ci_low_us=low, ci_high_us=high)
+
+
+def _over(before: AblationRow, after: AblationRow) -> float | None:
+    """Speedup from one to the other; None where either has no time."""
+    return before.median_us / after.median_us if before.median_us and after.median_us else None

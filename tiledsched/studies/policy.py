@@ -1,0 +1,311 @@
+r"""What the serving policy loses on problems held out, beside other policies: the tables of docs/results/serving.md.
+
+    python -m tiledsched.studies.policy tuning_db/landscapes/*_burst_*.json.xz \
+        --table docs/results/serving/sm_90_2026-11-20.json.xz
+
+Every landscape in turn is the problem nobody measured. A policy sees the table without it (*one out*), or without every
+entry of the same sequence lengths, head dimension and mask (*likes out*), and its choice is looked up in the landscape.
+`--out` writes the expected losses that are served, by kind and distance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tiledsched.device import ArchSpec, arch_spec
+from tiledsched.errors import ConfigError
+from tiledsched.kernels.attention.model import grid_blocks
+from tiledsched.model.landscapes import Landscape, read_landscape
+from tiledsched.problem import Problem
+from tiledsched.report.document import Heading, Paragraph, Table, to_markdown
+from tiledsched.schedule import Schedule
+from tiledsched.serve.policy import (
+    NEAR_KIND,
+    OTHER_KIND,
+    ExpectedLoss,
+    LossBand,
+    Parameters,
+    distance,
+    kind,
+    transfer,
+)
+from tiledsched.space import SearchSpace
+from tiledsched.space_files import space_for
+from tiledsched.store.exchange import read_table
+from tiledsched.store.records import EntryRecord
+from tiledsched.studies.model_agreement import evaluate
+
+Entries = Sequence[EntryRecord]
+Policy = Callable[[Problem, Entries], Schedule | None]
+"""From a problem and the entries at hand to a schedule; None where it has nothing to offer."""
+ANY = 99.0
+"""A distance beyond all."""
+NEAR_DISTANCE = 2.25
+"""Separates the bands: problems one doubling of the sequence length and of the work away, or nearer, and the rest."""
+GRID = tuple(Parameters(neighbours=n, reach=r, unnamed=u, model=m) for n, r, u, m in
+             itertools.product((3, 4, 6), (0.5, 1.0, 2.0), (0.05, 0.1, 0.2), (0.3, 0.5, 1.0)))  # fmt: skip
+"""From which the parameters are chosen anew for each problem by the others, to see what choosing them on all flatters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One choice on one held-out problem."""
+
+    problem: Problem
+    """Held out."""
+    schedule: Schedule
+    """Chosen."""
+    loss: float
+    """Its time over the best's, minus 1."""
+    measured: bool
+    """Whether this very program was measured there; else the loss is the median of the programs fewest knobs away."""
+    distance: float
+    """To the nearest entry the policy could see."""
+
+
+class Study:
+    """The landscapes of one arch and the table tuned on it."""
+
+    def __init__(self, landscapes: Sequence[Landscape], entries: Entries) -> None:
+        archs = {one.arch for one in landscapes}
+        if len(archs) != 1 or len({one.regime for one in landscapes}) != 1:
+            raise ConfigError("the landscapes are not of one arch and one regime; give files of one of each")
+        self.landscapes = list(landscapes)
+        self.space, self.spec = space_for(archs.pop()), arch_spec(landscapes[0].arch)
+        self.entries = [entry.replace(schedule=self.space.complete(entry.schedule)) for entry in entries
+                        if entry.provenance == "measured" and entry.accum_mode == "fp32"]  # fmt: skip
+        self._codes = {_code(one.problem, p.schedule): p.fingerprint for one in landscapes for p in one.programs}
+        self._codes |= {_code(entry.problem, entry.schedule): entry.fingerprint for entry in self.entries}
+
+    def judge(self, landscape: Landscape, schedule: Schedule, near: float) -> Judged:
+        """Look a choice up: by its schedule, else by its machine code and grid, else by the programs most like it."""
+        problem, best = landscape.problem, landscape.best_us
+        by_schedule = {program.schedule: program.median_us for program in landscape.programs}
+        by_program = {(program.fingerprint, program.grid): program.median_us for program in landscape.programs}
+        program = self._codes.get(_code(problem, schedule), ""), grid_blocks(problem, schedule, self.spec)
+        us = by_schedule.get(schedule, by_program.get(program))
+        measured = us is not None
+        if us is None:
+            apart = {
+                p.schedule: sum(p.schedule[name] != schedule[name] for name in schedule) for p in landscape.programs
+            }
+            fewest = min(apart.values())
+            us = statistics.median(by_schedule[other] for other, count in apart.items() if count == fewest)
+        return Judged(problem=problem, schedule=schedule, loss=us / best - 1.0, measured=measured, distance=near)
+
+    def run(self, policy: Policy, *, likes_out: bool = False) -> list[Judged]:
+        """The policy on every landscape for which it has an answer."""
+        judged = []
+        for landscape in self.landscapes:
+            seen = [e for e in self.entries if e.problem != landscape.problem
+                    and not (likes_out and _like(e.problem) == _like(landscape.problem))]  # fmt: skip
+            schedule = policy(landscape.problem, seen)
+            if schedule is not None:
+                near = min((distance(e.problem, landscape.problem) for e in seen if _same_kind(e, landscape.problem)),
+                           default=math.inf)  # fmt: skip
+                judged.append(self.judge(landscape, schedule, near))
+        return judged
+
+    def policy(self, parameters: Parameters = NEAR_KIND) -> Policy:
+        """The policy that is served, among problems of one kind."""
+        return _among(_same_kind, self.space, self.spec, parameters)
+
+    def policies(self) -> Mapping[str, Policy]:
+        """The served one and the others it was compared with."""
+        return {
+            "served": self.policy(),
+            "without the model": self.policy(replace(NEAR_KIND, model=0.0)),
+            "nearest entry only, with the model": self.policy(replace(NEAR_KIND, neighbours=1)),
+            "winner of the nearest problem": self._nearest(distance),
+            "winner of the nearest by key length": self._nearest(lambda a, b: abs(math.log2(a.seq_k / b.seq_k))),
+            "winner of the nearest by operations": self._nearest(lambda a, b: abs(math.log2(a.flops / b.flops))),
+            "tree on length and blocks": self._tree,
+            "the default": lambda problem, _: self.space.default(problem),
+        }
+
+    def crossings(self) -> Mapping[str, Policy]:
+        """The served policy with nothing but problems that differ in what is named."""
+
+        def tells(mask: bool, columns: bool) -> Callable[[EntryRecord, Problem], bool]:
+            return lambda e, p: ((e.problem.causal != p.causal), (e.problem.tile_d != p.tile_d)) == (mask, columns)
+
+        ways = {"another mask": tells(True, False), "another head dimension": tells(False, True),
+                "any other kind": lambda e, p: not _same_kind(e, p),
+                "another dtype only": lambda e, p: _same_kind(e, p) and e.problem.dtype != p.dtype,
+                "the same dtype only": lambda e, p: _same_kind(e, p) and e.problem.dtype == p.dtype}  # fmt: skip
+        return {
+            name: _among(way, self.space, self.spec, NEAR_KIND if name.endswith("only") else OTHER_KIND)
+            for name, way in ways.items()
+        }
+
+    def nested(self, *, likes_out: bool) -> list[Judged]:
+        """The served policy with parameters chosen, for each problem, by the other problems."""
+        runs = [self.run(self.policy(parameters), likes_out=likes_out) for parameters in GRID]
+        chosen = []
+        for i in range(len(self.landscapes)):
+            others = [sum(math.log1p(one.loss) for j, one in enumerate(run) if j != i) for run in runs]
+            chosen.append(runs[int(np.argmin(others))][i])
+        return chosen
+
+    def _nearest(self, apart: Callable[[Problem, Problem], float]) -> Policy:
+        def choose(problem: Problem, seen: Entries) -> Schedule | None:
+            usable = [e for e in seen if _same_kind(e, problem) and not self.space.violations(e.schedule, problem)]
+            return min(usable, key=lambda e: (apart(e.problem, problem), e.problem)).schedule if usable else None
+
+        return choose
+
+    def _tree(self, problem: Problem, seen: Entries) -> Schedule | None:
+        """A tree of two leaves for each kind, grown on the losses in the landscapes that it may see."""
+        known = {entry.problem for entry in seen}
+        grown = [one for one in self.landscapes if one.problem in known and kind(one.problem) == kind(problem)]
+        winners = {
+            e.schedule for e in seen if _same_kind(e, problem) and not self.space.violations(e.schedule, problem)
+        }
+
+        def leaf(members: Sequence[Landscape]) -> tuple[float, Schedule]:
+            sums = {w: sum(math.log1p(self.judge(one, w, 0.0).loss) for one in members) for w in winners}
+            best = min(sums, key=lambda w: (sums[w], w.id))
+            return sums[best], best
+
+        def halves(feature: Callable[[Problem], float], at: float) -> tuple[list[Landscape], list[Landscape]]:
+            return [one for one in grown if feature(one.problem) <= at], [
+                one for one in grown if feature(one.problem) > at
+            ]
+
+        if not grown or not winners:
+            return None
+        total, choice = leaf(grown)
+        for feature in (lambda p: p.seq_k, lambda p: p.seq_q * p.batch * p.heads):
+            for at in sorted({feature(one.problem) for one in grown})[:-1]:
+                (low_sum, low), (high_sum, high) = (leaf(half) for half in halves(feature, at))
+                if low_sum + high_sum < total - 1e-9:
+                    total, choice = low_sum + high_sum, low if feature(problem) <= at else high
+        return choice
+
+
+def _among(
+    tells: Callable[[EntryRecord, Problem], bool], space: SearchSpace, spec: ArchSpec, parameters: Parameters
+) -> Policy:
+    def choose(problem: Problem, seen: Entries) -> Schedule | None:
+        found = transfer(problem, [e for e in seen if tells(e, problem)], space, spec, parameters)
+        return found.schedule if found else None
+
+    return choose
+
+
+def _same_kind(entry: EntryRecord, problem: Problem) -> bool:
+    return kind(entry.problem) == kind(problem)
+
+
+def _like(problem: Problem) -> tuple[int, int, int, bool]:
+    return problem.seq_q, problem.seq_k, problem.head_dim, problem.causal
+
+
+def _code(problem: Problem, schedule: Schedule) -> tuple[object, ...]:
+    """What the machine code depends on."""
+    even = problem.seq_k % (schedule.number("tile_n") * schedule.number("kv_subtiles")) == 0
+    return problem.head_dim, problem.dtype, problem.causal, problem.group, even, schedule
+
+
+def summary(judged: Sequence[Judged]) -> ExpectedLoss:
+    """Geometric mean and worst of the losses."""
+    losses = [one.loss for one in judged]
+    return ExpectedLoss(
+        mean=math.exp(statistics.fmean(map(math.log1p, losses))) - 1.0, worst=max(losses), cases=len(losses)
+    )
+
+
+def bands(study: Study) -> list[LossBand]:
+    """The expected losses that are served."""
+    near_and_far = study.run(study.policy()) + study.run(study.policy(), likes_out=True)
+    furthest = max(one.distance for one in near_and_far)
+    crossed = study.run(study.crossings()["any other kind"])
+    split = [[one for one in near_and_far if one.distance <= NEAR_DISTANCE],
+             [one for one in near_and_far if one.distance > NEAR_DISTANCE]]  # fmt: skip
+    found = [LossBand(other_kind=False, up_to=up_to, loss=summary(part))
+             for up_to, part in zip((NEAR_DISTANCE, furthest), split, strict=True) if part]  # fmt: skip
+    return [*found, LossBand(other_kind=True, up_to=ANY, loss=summary(crossed))] if crossed else found
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f}%"
+
+
+def _row(name: str, one_out: Sequence[Judged], likes_out: Sequence[Judged]) -> tuple[str, ...]:
+    cells = [name]
+    for judged in (one_out, likes_out):
+        sure = [one for one in judged if one.measured]
+        cells += [str(len(sure)), _percent(summary(sure).mean) if sure else "-", _percent(summary(sure).worst) if sure else "-",
+                  _percent(summary(judged).mean), _percent(summary(judged).worst)]  # fmt: skip
+    return tuple(cells)
+
+
+def _band_row(band: LossBand) -> tuple[str, ...]:
+    return ("of another kind" if band.other_kind else "of the kind", "any" if band.up_to == ANY else f"{band.up_to:g}",
+            _percent(band.loss.mean), _percent(band.loss.worst), str(band.loss.cases))  # fmt: skip
+
+
+HEAD = ("policy", "one out: looked up", "mean", "worst", "mean of all", "worst of all",
+        "likes out: looked up", "mean", "worst", "mean of all", "worst of all")  # fmt: skip
+
+
+def document(study: Study) -> str:
+    """All tables, as Markdown."""
+    rows = [
+        _row(name, study.run(policy), study.run(policy, likes_out=True)) for name, policy in study.policies().items()
+    ]
+    rows.insert(1, _row("served, parameters chosen by the others", study.nested(likes_out=False),
+                        study.nested(likes_out=True)))  # fmt: skip
+    first = [one.regret[1] for one in evaluate(study.landscapes, held_out=True)]
+    alone = math.exp(statistics.fmean(map(math.log1p, first))) - 1.0
+    crossed = [
+        _row(name, study.run(policy), study.run(policy, likes_out=True)) for name, policy in study.crossings().items()
+    ]
+    each = {
+        label: study.run(study.policy(), likes_out=likes) for label, likes in (("one out", False), ("likes out", True))
+    }
+    choices = [(label, str(one.problem), f"{one.distance:.2f}", one.schedule.short(), _percent(one.loss),
+                "yes" if one.measured else "no") for label, judged in each.items() for one in judged]  # fmt: skip
+    return to_markdown([
+        Heading(text="Policies"), Table(head=HEAD, rows=tuple(rows)),
+        Paragraph(text=f"The model alone, choosing among the built programs of each landscape with factors fitted to the other "
+                       f"problems: mean {_percent(alone)}, worst {_percent(max(first))}."),
+        Heading(text="Crossing kinds"), Table(head=HEAD, rows=tuple(crossed)),
+        Heading(text="Each choice"),
+        Table(head=("set", "problem", "distance", "schedule", "loss", "measured there"), rows=tuple(choices)),
+        Heading(text="Expected losses"),
+        Table(head=("neighbours", "distance up to", "mean", "worst", "choices"), rows=tuple(map(_band_row, bands(study)))),
+    ])  # fmt: skip
+
+
+def write_bands(found: Sequence[LossBand], path: Path) -> None:
+    """The expected losses as JSON."""
+    rows = [{"other_kind": band.other_kind, "up_to": round(band.up_to, 3), "mean": round(band.loss.mean, 4),
+             "worst": round(band.loss.worst, 4), "cases": band.loss.cases} for band in found]  # fmt: skip
+    path.write_text(json.dumps({"schema_version": 1, "bands": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m tiledsched.studies.policy", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="landscape files of one arch and regime")
+    parser.add_argument("--table", required=True, type=Path, help="the table of the arch")
+    parser.add_argument("--out", type=Path, help="also write the expected losses here (tuning_db/model/transfer.json)")
+    arguments = parser.parse_args()
+    study = Study([read_landscape(path) for path in arguments.files], read_table(arguments.table).entries)
+    print(document(study), end="")
+    if arguments.out:
+        write_bands(bands(study), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Every method by name: how it is run, and on how many seeds at most."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tiledsched.search.effort import EFFORTS, Effort
+from tiledsched.studies.search import kernel_tuner, optuna_samplers, ours
+from tiledsched.studies.search.field import Field
+from tiledsched.studies.search.scores import Trace
+
+LIMIT = 200
+"""Measurements after which a method of others is given up."""
+Search = Callable[[Field, tuple[Field, ...], int], Trace]
+"""From a field, all landscapes (of which others may be neighbours) and a seed, to what was done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to search."""
+
+    search: Search
+    """What it does."""
+    most_seeds: int = 50
+    """Seeds worth running, or bearable."""
+
+
+def _each_compiled(order: Callable[[Field, int], list[int]]) -> Search:
+    """A method that compiles what it measures, when it measures it."""
+
+    def search(field: Field, landscapes: tuple[Field, ...], seed: int) -> Trace:
+        measured = order(field, seed)
+        return Trace(measured=tuple(measured), compiled=tuple(range(1, len(measured) + 1)))
+
+    return search
+
+
+def _random(field: Field, seed: int) -> list[int]:
+    return random.Random(seed).sample(range(len(field.schedules)), len(field.schedules))
+
+
+def _grid(field: Field, seed: int) -> list[int]:
+    return list(range(len(field.schedules)))
+
+
+def _optuna(name: str, limit: int) -> Search:
+    return _each_compiled(lambda field, seed: optuna_samplers.search(field, name, seed, limit))
+
+
+def _kernel_tuner(strategy: str) -> Search:
+    return _each_compiled(lambda field, seed: kernel_tuner.search(field, strategy, seed, LIMIT))
+
+
+def _ours(effort: Effort, *, warm: bool = False, model: bool = True) -> Search:
+    def search(field: Field, landscapes: tuple[Field, ...], seed: int) -> Trace:
+        elsewhere = ours.neighbours(field, landscapes) if warm else ()
+        return ours.search(field, effort, seed, elsewhere=elsewhere, model=model)
+
+    return search
+
+
+def _former(field: Field, landscapes: tuple[Field, ...], seed: int) -> Trace:
+    return ours.search(field, ours.FORMER, seed, sampler="tpe")
+
+
+OPTUNA_LIMITS = {"gp": 100}
+"""Samplers that take seconds for one proposal: the measurements after which they are given up."""
+FEWER_SEEDS = {"tiledsched-thorough": 10, "tiledsched-thorough-warm": 10, "optuna-gp": 10, "optuna-brute-force": 20,
+               "kernel-tuner-pso": 20, "grid": 1}  # fmt: skip
+"""Of methods that take long, or leave nothing to chance."""
+
+_SEARCHES: Mapping[str, Search] = {
+    **{f"tiledsched-{name}": _ours(effort) for name, effort in EFFORTS.items()},
+    **{f"tiledsched-{name}-warm": _ours(effort, warm=True) for name, effort in EFFORTS.items()},
+    "tiledsched-no-model": _ours(EFFORTS["default"], model=False),
+    "tiledsched-tpe": _former,
+    "random": _each_compiled(_random),
+    "grid": _each_compiled(_grid),
+    **{f"optuna-{name}": _optuna(name, OPTUNA_LIMITS.get(name, LIMIT)) for name in optuna_samplers.SAMPLERS},
+    **{f"kernel-tuner-{name.replace('_', '-')}": _kernel_tuner(name) for name in kernel_tuner.STRATEGIES},
+}
+METHODS: Mapping[str, Method] = {
+    name: Method(search=search, most_seeds=FEWER_SEEDS.get(name, 50)) for name, search in _SEARCHES.items()
+}
+"""By name, as `bench-search --samplers` takes them."""
