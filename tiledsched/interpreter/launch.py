@@ -19,7 +19,7 @@ from tiledsched.interpreter.arrays import Array, poison
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
 from tiledsched.interpreter.private import load_dispatch_mode, undecorated
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
-from tiledsched.interpreter.values import TILE_TYPE, InterpreterError, Tile, in_range
+from tiledsched.interpreter.values import TILE_TYPE, InterpreterError, Tile, UnsupportedOperationError, in_range
 
 if TYPE_CHECKING:
     from tiledsched.kernels.template import ExtraArray, KernelTemplate
@@ -72,7 +72,9 @@ class Launch(DispatchMode):
         if implementation is None:
             if not getattr(target, "__module__", "").startswith("cuda.tile"):
                 return target(*args, **kwargs)
-            raise InterpreterError(f"{name} is not supported by the interpreter; docs/interpreter.md lists what is")
+            raise UnsupportedOperationError(
+                f"{name} is not supported by the interpreter; docs/interpreter.md lists what is", operation=name
+            )
         try:
             if kwargs and not kwargs.keys() <= KEYWORDS.get(target, kwargs.keys()):
                 raise TypeError(f"unknown arguments {sorted(kwargs.keys() - KEYWORDS[target])}")
@@ -115,7 +117,7 @@ def run(
             try:
                 body(*values)
             except InterpreterError as error:
-                raise InterpreterError(f"{function.__name__}, block {block}: {error}") from error
+                raise error.located(f"{function.__name__}, block {block}") from error
 
 
 def run_problem(

@@ -24,9 +24,13 @@ from tiledsched.interpreter.values import (
 
 
 def as_dtype(dtype: Any) -> Any:
-    """A cuTile type, from one or from what NumPy takes for a type."""
+    """A cuTile type, from one, from a type of torch, or from what NumPy takes for a type."""
     if dtype in STORAGE:
         return dtype
+    if type(dtype).__module__ == "torch":
+        named = getattr(ct, str(dtype).removeprefix("torch.").replace("bool", "bool_"), None)
+        if named in STORAGE:
+            return named
     try:
         return TILE_TYPE[np.dtype(dtype)]
     except (TypeError, KeyError):

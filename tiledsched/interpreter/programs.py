@@ -1,0 +1,71 @@
+"""Running whole programs on the CPU: their own host code, with every launch answered by the interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import cuda.tile as ct
+import cuda.tile.tune as tune
+
+from tiledsched.interpreter.host_arrays import as_numpy
+from tiledsched.interpreter.launch import BlockOrder, run
+from tiledsched.interpreter.private import undecorated
+from tiledsched.interpreter.values import InterpreterError
+
+
+@contextlib.contextmanager
+def launches_on_cpu(*, check_overlap: bool = True, order: BlockOrder = "forward") -> Iterator[list[str]]:
+    """Within the `with`, `ct.launch` runs kernels in the interpreter, for any program that calls it.
+
+    Arrays are NumPy arrays or CPU tensors of torch (bfloat16 and the 8-bit floats too), changed in place; the stream is
+    not looked at. `ct.tune.exhaustive_search` answers with the first configuration it is given, untimed. Both are
+    replaced in every module that has imported them by name before the `with` begins; programs that are imported
+    within it keep the replacement, so import them first.
+
+    Args:
+        check_overlap: whether a store to an element that another block stored to is an error; pass False for a kernel
+            whose blocks take turns, under a lock for example.
+        order: in which blocks run; see `BlockOrder`.
+
+    Yields:
+        The names of the kernels launched so far, in order: one entry a launch, added as it begins.
+
+    Raises:
+        InterpreterError: from the call that launched, see :func:`run`; or an argument is on a device.
+    """
+    launched: list[str] = []
+
+    def launch(stream: Any, grid: tuple[int, ...], kernel: Any, args: Sequence[Any], /) -> None:
+        launched.append(undecorated(kernel).__name__)
+        run(kernel, tuple(grid), [as_numpy(arg) for arg in args], check_overlap=check_overlap, order=order)
+
+    replaced = [*_replace(ct, "launch", launch), *_replace(tune, "exhaustive_search", take_first)]
+    try:
+        yield launched
+    finally:
+        for names, name, original in reversed(replaced):
+            names[name] = original
+
+
+def take_first(search_space: Sequence[Any], *others: Any, **options: Any) -> tune.TuningResult[Any]:
+    """What `ct.tune.exhaustive_search` answers on the CPU, where nothing can be timed: the first configuration.
+
+    Its time is 0, of no samples, so that programs that compare times find one.
+    """
+    first = next(iter(search_space), None)
+    if first is None:
+        raise InterpreterError("ct.tune.exhaustive_search was given no configuration; give it at least one")
+    untimed = tune.Measurement(config=first, mean_us=0.0, num_samples=0, error_margin_us=0.0)
+    return tune.TuningResult(best=untimed, successes=[untimed], failures=[])
+
+
+def _replace(module: Any, name: str, replacement: Callable[..., Any]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Put `replacement` wherever a module holds `module.name` under that name; what was there, to be put back."""
+    original = getattr(module, name)
+    holders = [vars(each) for each in list(sys.modules.values()) if getattr(each, "__dict__", {}).get(name) is original]
+    for names in holders:
+        names[name] = replacement
+    return [(names, name, original) for names in holders]
