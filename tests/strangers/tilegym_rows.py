@@ -8,7 +8,7 @@ import os
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from strangers import programs
 from strangers.references import normal

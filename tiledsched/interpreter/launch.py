@@ -14,7 +14,7 @@ import cuda.tile as ct
 import numpy as np
 
 from tiledsched.errors import ProblemError
-from tiledsched.interpreter import arithmetic, memory, reductions, shapes  # noqa: F401  (they fill the registry)
+from tiledsched.interpreter import arithmetic, memory, products, reductions, shapes  # noqa: F401  (they fill the registry)
 from tiledsched.interpreter.arrays import Array, poison
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
 from tiledsched.interpreter.private import load_dispatch_mode, undecorated

@@ -22,8 +22,7 @@ def launches_on_cpu(*, check_overlap: bool = True, order: BlockOrder = "forward"
 
     Arrays are NumPy arrays or CPU tensors of torch (bfloat16 and the 8-bit floats too), changed in place; the stream is
     not looked at. `ct.tune.exhaustive_search` answers with the first configuration it is given, untimed. Both are
-    replaced in every module that has imported them by name before the `with` begins; programs that are imported
-    within it keep the replacement, so import them first.
+    replaced in every module that holds them under their own name, and put back afterwards.
 
     Args:
         check_overlap: whether a store to an element that another block stored to is an error; pass False for a kernel
@@ -42,12 +41,14 @@ def launches_on_cpu(*, check_overlap: bool = True, order: BlockOrder = "forward"
         launched.append(undecorated(kernel).__name__)
         run(kernel, tuple(grid), [as_numpy(arg) for arg in args], check_overlap=check_overlap, order=order)
 
-    replaced = [*_replace(ct, "launch", launch), *_replace(tune, "exhaustive_search", take_first)]
+    replacements = (("launch", ct.launch, launch), ("exhaustive_search", tune.exhaustive_search, take_first))
+    for name, original, replacement in replacements:
+        _replace(name, original, replacement)
     try:
         yield launched
     finally:
-        for names, name, original in reversed(replaced):
-            names[name] = original
+        for name, original, replacement in replacements:
+            _replace(name, replacement, original)
 
 
 def take_first(search_space: Sequence[Any], *others: Any, **options: Any) -> tune.TuningResult[Any]:
@@ -62,10 +63,8 @@ def take_first(search_space: Sequence[Any], *others: Any, **options: Any) -> tun
     return tune.TuningResult(best=untimed, successes=[untimed], failures=[])
 
 
-def _replace(module: Any, name: str, replacement: Callable[..., Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Put `replacement` wherever a module holds `module.name` under that name; what was there, to be put back."""
-    original = getattr(module, name)
-    holders = [vars(each) for each in list(sys.modules.values()) if getattr(each, "__dict__", {}).get(name) is original]
-    for names in holders:
-        names[name] = replacement
-    return [(names, name, original) for names in holders]
+def _replace(name: str, present: Callable[..., Any], wanted: Callable[..., Any]) -> None:
+    """Put `wanted` wherever a module holds `present` under this name."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is present:
+            vars(module)[name] = wanted

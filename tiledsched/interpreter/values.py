@@ -191,8 +191,9 @@ def cast(value: Tile | Scalar, dtype: Any) -> np.ndarray[Any, Any]:
         InterpreterError: a type the interpreter cannot hold.
     """
     if dtype not in STORAGE:
-        raise InterpreterError(
-            f"the interpreter cannot hold {dtype}; it knows {', '.join(str(known) for known in STORAGE)}"
+        raise UnsupportedOperationError(
+            f"the interpreter cannot hold {dtype}; it knows {', '.join(str(known) for known in STORAGE)}",
+            operation=f"ct.{dtype}",
         )
     if not isinstance(value, Tile):
         return np.asarray(value).astype(STORAGE[dtype])
