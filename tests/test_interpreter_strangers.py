@@ -12,10 +12,11 @@ import importlib.util
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from strangers import table
 
-from tiledsched.interpreter import InterpreterError
+from tiledsched.interpreter import InterpreterError, launches_on_cpu
 
 CASES = [(package, group) for package, groups in table.GROUPS.items() for group in groups]
 CUTILE_SAMPLES = os.environ.get("CUTILE_SAMPLES")
@@ -86,15 +87,43 @@ def test_write_the_table():
     table.write_table(rows.values())
 
 
-def test_finds_what_strangers_missed():
-    """A load outside its array, which a GPU answers with zeros: with more keys than columns, or a batch above one."""
+def test_finds_a_load_outside_its_array():
+    """TileGym's attention in another layout moves along the columns of K instead of along its keys."""
     folder_of("tilegym")
-    from strangers import tilegym_attention
+    from strangers.stand_in import gpu_stand_in
+    from strangers.tilegym_attention import inputs, tilegym
+
+    q, k, v = (x.permute(1, 2, 0, 3).contiguous() for x in inputs(128, 128))
+    outside = r"_fmha_variant_kernel_nsbd.*K: the tile .* lies entirely outside the array"
+    with launches_on_cpu(), gpu_stand_in(), pytest.raises(InterpreterError, match=outside):
+        tilegym("attention_variant").fmha_variant_cutile(q, k, v, layout="nsbd")
+
+
+def test_finds_blocks_that_load_outside_their_array():
+    """A sample starts a block for every batch, though its first block has taken them all."""
+    folder_of("cutile-python")
+    import torch
+    from strangers.samples import sample
     from strangers.stand_in import gpu_stand_in
 
-    from tiledsched.interpreter import launches_on_cpu
+    signal = torch.zeros(2, 256, dtype=torch.complex64)
+    outside = r"fft_kernel, block \(1, 0, 0\): x_packed_in: the tile .* lies entirely outside the array"
+    with launches_on_cpu(), gpu_stand_in(), pytest.raises(InterpreterError, match=outside):
+        sample("FFT.py").cutile_fft(signal, (4, 8, 8))
 
-    with launches_on_cpu(), gpu_stand_in():
-        q, k, v = (x.permute(1, 2, 0, 3).contiguous() for x in tilegym_attention.inputs(128, 128))
-        with pytest.raises(InterpreterError, match=r"_fmha_variant_kernel_nsbd.*K: .* lies entirely outside the array"):
-            tilegym_attention.tilegym("attention_variant").fmha_variant_cutile(q, k, v, layout="nsbd")
+
+def test_finds_undetermined_padding_that_is_used():
+    """A masked key's value is multiplied by zero, which leaves what an unpadded load holds only where that is finite."""
+    folder_of("tilegym")
+    from strangers.programs import difference, plain
+    from strangers.references import attention
+    from strangers.stand_in import gpu_stand_in
+    from strangers.tilegym_attention import inputs, tilegym
+
+    q, k, v = inputs(128, 200)
+    out = {}
+    for held in ("nan", "zero"):
+        with launches_on_cpu(undetermined=held), gpu_stand_in():
+            out[held] = plain(tilegym("attention").tile_fmha(q, k, v, is_causal=False))
+    assert np.isnan(out["nan"]).all()
+    assert difference(out["zero"], plain(attention(q, k, v))) < 1e-3

@@ -63,7 +63,7 @@ def run(each: Program) -> Outcome:
     with launches_on_cpu(check_overlap=each.check_overlap) as launched:
         try:
             with gpu_stand_in():
-                pairs = [(_plain(got), _plain(want)) for got, want in each.compute()]
+                pairs = [(plain(got), plain(want)) for got, want in each.compute()]
             error = max(difference(got, want) for got, want in pairs)
         except UnsupportedOperationError as failure:
             error, lacking, trace = float("inf"), failure.operation, traceback.format_exc()
@@ -83,7 +83,8 @@ def difference(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.nanmax(np.abs(got - want), initial=0.0) / (largest or 1.0))
 
 
-def _plain(value: Any) -> np.ndarray:
+def plain(value: Any) -> np.ndarray:
+    """`value` in NumPy's float64; a complex number as two."""
     if isinstance(value, torch.Tensor):
         value = value.detach().resolve_conj()
         value = (torch.view_as_real(value) if value.is_complex() else value).double().numpy()

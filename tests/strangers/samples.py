@@ -117,7 +117,7 @@ def layer_norm():
 
 @program("FFT.py", "fft_kernel")
 def fft():
-    # A batch of one: with more, its blocks load outside the input (test_finds_what_strangers_missed).
+    # A batch of one: with more, its blocks load outside the input (test_finds_blocks_that_load_outside_their_array).
     x = torch.randn(1, 256, dtype=torch.complex64)
     want = torch.fft.fft(x.to(torch.complex128), dim=-1)
     yield sample("FFT.py").cutile_fft(x, (4, 8, 8)), want

@@ -14,7 +14,7 @@ from pathlib import Path
 TABLE = Path(__file__).parents[2] / "docs" / "results" / "strangers.csv"
 COLUMNS = ("package", "version", "file", "kernel", "runs", "agrees", "largest_error", "lacking_operation")
 GROUPS = {
-    "tilegym": ("tilegym_rows", "tilegym_products", "tilegym_attention", "tilegym_states"),
+    "tilegym": ("tilegym_rows", "tilegym_products", "tilegym_attention", "tilegym_states", "tilegym_backward"),
     "cutile-python": ("samples",),
 }
 """Modules of this folder that hold the programs of each package."""

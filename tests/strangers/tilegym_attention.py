@@ -102,7 +102,7 @@ def fmha_variant():
 
 @program("attention_variant.py", "_fmha_variant_kernel_nsbd")
 def fmha_variant_nsbd():
-    # One tile of keys, as many as columns: with more, it loads outside K (test_finds_what_strangers_missed).
+    # One tile of keys, as many as columns: with more, it loads outside K (test_finds_a_load_outside_its_array).
     yield from check_variant("nsbd", 64, 64)
 
 
@@ -149,7 +149,6 @@ def check_mla_decoding(decode, keys: int):
 
 @program("mla_decoding.py", "_naive_absorb_mla_transpose_kernel")
 def mla_decoding():
-    # Its values are loaded from the same array in another order, which only one batch of whole tiles survives.
     yield from check_mla_decoding(lambda *args: tilegym("mla_decoding").mla_decoding(*args, None)[0], 128)
 
 

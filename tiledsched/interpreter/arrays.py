@@ -190,6 +190,15 @@ def poison(dtype: Any) -> Any:
     return nan if np.isnan(nan) else np.asarray(np.inf, np.float32).astype(STORAGE[dtype])
 
 
+def padding_value(array: Array, padding_mode: Any) -> Any:
+    """What the elements of a tile beyond the array's edge hold."""
+    if padding_mode == ct.PaddingMode.UNDETERMINED:
+        return poison(array.dtype) if array.launch.undetermined == "nan" else 0
+    if CATEGORY[array.dtype] < FLOAT and padding_mode != ct.PaddingMode.ZERO:
+        raise InterpreterError(f"{array.name}: {padding_mode} needs a float array, got {array.dtype}")
+    return PADDING[padding_mode]
+
+
 def place(array: Array, index: Any, shape: tuple[int, ...], order: Any, check_bounds: bool,
           steps: tuple[int, ...] | None) -> tuple[tuple[int, ...], Region, Region, bool]:  # fmt: skip
     """Where a tile lies: axis order, part of the array, that part within the tile, whether it is all of it."""
@@ -228,11 +237,7 @@ def read(array: Array, index: Any, shape: tuple[int, ...], order: Any, padding_m
     part = array.data.transpose(axes)[outer]
     if whole:
         return Tile(part.copy().reshape(shape), array.dtype)
-    undetermined = padding_mode == ct.PaddingMode.UNDETERMINED
-    if not undetermined and CATEGORY[array.dtype] < FLOAT and padding_mode != ct.PaddingMode.ZERO:
-        raise InterpreterError(f"{array.name}: {padding_mode} needs a float array, got {array.dtype}")
-    value = poison(array.dtype) if undetermined else PADDING[padding_mode]
-    tile = np.full(sides, value, array.data.dtype)
+    tile = np.full(sides, padding_value(array, padding_mode), array.data.dtype)
     tile[inner] = part
     return Tile(tile.reshape(shape), array.dtype)
 

@@ -11,13 +11,15 @@ import cuda.tile as ct
 import cuda.tile.tune as tune
 
 from tiledsched.interpreter.host_arrays import as_numpy
-from tiledsched.interpreter.launch import BlockOrder, run
+from tiledsched.interpreter.launch import BlockOrder, Undetermined, run
 from tiledsched.interpreter.private import undecorated
 from tiledsched.interpreter.values import InterpreterError
 
 
 @contextlib.contextmanager
-def launches_on_cpu(*, check_overlap: bool = True, order: BlockOrder = "forward") -> Iterator[list[str]]:
+def launches_on_cpu(
+    *, check_overlap: bool = True, order: BlockOrder = "forward", undetermined: Undetermined = "nan"
+) -> Iterator[list[str]]:
     """Within the `with`, `ct.launch` runs kernels in the interpreter, for any program that calls it.
 
     Arrays are NumPy arrays or CPU tensors of torch (bfloat16 and the 8-bit floats too), changed in place; the stream is
@@ -28,6 +30,7 @@ def launches_on_cpu(*, check_overlap: bool = True, order: BlockOrder = "forward"
         check_overlap: whether a store to an element that another block stored to is an error; pass False for a kernel
             whose blocks take turns, under a lock for example.
         order: in which blocks run; see `BlockOrder`.
+        undetermined: what padding of that mode holds; see `Undetermined`.
 
     Yields:
         The names of the kernels launched so far, in order: one entry a launch, added as it begins.
@@ -39,7 +42,8 @@ def launches_on_cpu(*, check_overlap: bool = True, order: BlockOrder = "forward"
 
     def launch(stream: Any, grid: tuple[int, ...], kernel: Any, args: Sequence[Any], /) -> None:
         launched.append(undecorated(kernel).__name__)
-        run(kernel, tuple(grid), [as_numpy(arg) for arg in args], check_overlap=check_overlap, order=order)
+        arrays = [as_numpy(arg) for arg in args]
+        run(kernel, tuple(grid), arrays, check_overlap=check_overlap, order=order, undetermined=undetermined)
 
     replacements = (("launch", ct.launch, launch), ("exhaustive_search", tune.exhaustive_search, take_first))
     for name, original, replacement in replacements:
