@@ -42,6 +42,21 @@ def skip_other_versions(package: str, folder: Path) -> None:
         pytest.skip(f"the table is of {package} {written}, here is {found}")
 
 
+@pytest.mark.skipif(not WRITE, reason="TILEDSCHED_WRITE_TABLES=1 writes docs/results/strangers.csv")
+def test_write_the_table():
+    rows = table.read_table() if table.TABLE.exists() else {}
+    for package, groups in table.GROUPS.items():
+        try:
+            folder = folder_of(package)
+        except pytest.skip.Exception:
+            continue
+        rows = {key: row for key, row in rows.items() if key[0] != package}
+        for group in groups:
+            for row in table.rows_of(package, group, folder):
+                rows[row["package"], row["file"], row["kernel"]] = row
+    table.write_table(rows.values())
+
+
 @pytest.mark.skipif(WRITE, reason="the table is being written")
 @pytest.mark.parametrize(("package", "group"), CASES)
 def test_strangers_kernels_do_as_the_table_says(package, group):
@@ -70,21 +85,6 @@ def test_nine_in_ten_run_and_agree_and_the_rest_says_why():
     assert len(agreeing) >= 0.9 * len(rows) > 0
     for row in rows:
         assert row["agrees"] == "yes" or row["lacking_operation"] or row["runs"] == "yes", row
-
-
-@pytest.mark.skipif(not WRITE, reason="TILEDSCHED_WRITE_TABLES=1 writes docs/results/strangers.csv")
-def test_write_the_table():
-    rows = table.read_table() if table.TABLE.exists() else {}
-    for package, groups in table.GROUPS.items():
-        try:
-            folder = folder_of(package)
-        except pytest.skip.Exception:
-            continue
-        rows = {key: row for key, row in rows.items() if key[0] != package}
-        for group in groups:
-            for row in table.rows_of(package, group, folder):
-                rows[row["package"], row["file"], row["kernel"]] = row
-    table.write_table(rows.values())
 
 
 def test_finds_a_load_outside_its_array():

@@ -16,7 +16,7 @@ MMA_ACCUMULATORS = {
     "float8_e4m3fn": ("float16", "float32"), "float8_e5m2": ("float16", "float32"),
 }  # fmt: skip
 """Accumulator types `ct.mma` allows for each input type."""
-SCALE_BLOCKS = {
+SCALE_BLOCKS: dict[str, dict[str, tuple[int, ...]]] = {
     "float8_e4m3fn": {"float8_e8m0fnu": (32,)},
     "float8_e5m2": {"float8_e8m0fnu": (32,)},
     "float4_e2m1fn": {"float8_e8m0fnu": (16, 32), "float8_e4m3fn": (16,)},
