@@ -76,6 +76,13 @@ def test_names_are_replaced_everywhere_and_put_back_even_after_an_error():
         del sys.modules[module.__name__]
 
 
+def test_a_launch_that_was_kept_refuses_to_run_later():
+    with launches_on_cpu():
+        kept = ct.launch
+    with pytest.raises(InterpreterError, match="launches_on_cpu, which is over"):
+        kept(None, (1,), add_one, (np.zeros(4, np.float32), np.zeros(4, np.float32), 4))
+
+
 def test_a_search_answers_with_its_first_configuration():
     with launches_on_cpu() as launched:
         best = cuda.tile.tune.exhaustive_search([{"SIZE": 4}, {"SIZE": 8}], None, None, add_one, None).best

@@ -32,7 +32,7 @@ BlockOrder = int | typing.Literal["forward", "reversed"]
 """The order in which blocks run: an integer is the seed of a random one. A right kernel gives the same in each."""
 Undetermined = typing.Literal["nan", "zero"]
 """What padding of mode `UNDETERMINED` holds: NaN (the largest value of a type without one), so that a kernel which uses
-it shows; or zero, which is what the hardware's tensor loads leave there."""
+it shows; or zero, with which CUDA's tensor maps fill what lies outside by default."""
 
 
 class Launch(DispatchMode):

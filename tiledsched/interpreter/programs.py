@@ -24,7 +24,8 @@ def launches_on_cpu(
 
     Arrays are NumPy arrays or CPU tensors of torch (bfloat16 and the 8-bit floats too), changed in place; the stream is
     not looked at. `ct.tune.exhaustive_search` answers with the first configuration it is given, untimed. Both are
-    replaced in every module that holds them under their own name, and put back afterwards.
+    replaced in every module that holds them under their own name, and put back afterwards. Import the program before:
+    what it keeps of `ct.launch` under another name from within the `with` cannot be put back, and refuses to run.
 
     Args:
         check_overlap: whether a store to an element that another block stored to is an error; pass False for a kernel
@@ -36,11 +37,17 @@ def launches_on_cpu(
         The names of the kernels launched so far, in order: one entry a launch, added as it begins.
 
     Raises:
-        InterpreterError: from the call that launched, see :func:`run`; or an argument is on a device.
+        InterpreterError: from the call that launched, see :func:`run`; or an argument is on a device, or the `with` is
+            over.
     """
     launched: list[str] = []
+    over = False
 
     def launch(stream: Any, grid: tuple[int, ...], kernel: Any, args: Sequence[Any], /) -> None:
+        if over:
+            raise InterpreterError(
+                "this launch is from within launches_on_cpu, which is over; import the program before"
+            )
         launched.append(undecorated(kernel).__name__)
         arrays = [as_numpy(arg) for arg in args]
         run(kernel, tuple(grid), arrays, check_overlap=check_overlap, order=order, undetermined=undetermined)
@@ -51,6 +58,7 @@ def launches_on_cpu(
     try:
         yield launched
     finally:
+        over = True
         for name, original, replacement in replacements:
             _replace(name, replacement, original)
 
