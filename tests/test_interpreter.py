@@ -489,7 +489,7 @@ def subscript(source):
         (branch_on_a_tile, (), "where one number is needed"),
         (misspelt, (), r"ct\.load: unknown arguments \['paddding_mode'\]"),
         (raw_memory, (), r"ct\.Array\.get_raw_memory is not supported"),
-        (scaled_product, (), r"ct\.mma_scaled is not supported by the interpreter"),
+        (scaled_product, (), r"ct\.mma_scaled does not take float32 scaled by float32"),
         (mixed_signs, (), "int32 and uint32 have no common type"),
         (bad_latency, (), "latency hint must be between 1 and 10"),
         (subscript, (), r"use ct\.load or ct\.gather"),

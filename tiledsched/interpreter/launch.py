@@ -14,12 +14,12 @@ import cuda.tile as ct
 import numpy as np
 
 from tiledsched.errors import ProblemError
-from tiledsched.interpreter import arithmetic, memory, reductions, shapes  # noqa: F401  (they fill the registry)
+from tiledsched.interpreter import arithmetic, memory, products, reductions, shapes  # noqa: F401  (they fill the registry)
 from tiledsched.interpreter.arrays import Array, poison
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
 from tiledsched.interpreter.private import load_dispatch_mode, undecorated
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
-from tiledsched.interpreter.values import TILE_TYPE, InterpreterError, Tile, in_range
+from tiledsched.interpreter.values import TILE_TYPE, InterpreterError, Tile, UnsupportedOperationError, in_range
 
 if TYPE_CHECKING:
     from tiledsched.kernel import ArraySpec, KernelClass
@@ -30,13 +30,18 @@ DispatchMode: Any = load_dispatch_mode()
 Grid = int | tuple[int, ...]
 BlockOrder = int | typing.Literal["forward", "reversed"]
 """The order in which blocks run: an integer is the seed of a random one. A right kernel gives the same in each."""
+Undetermined = typing.Literal["nan", "zero"]
+"""What padding of mode `UNDETERMINED` holds: NaN (the largest value of a type without one), so that a kernel which uses
+it shows; or zero, with which CUDA's tensor maps fill what lies outside by default."""
 
 
 class Launch(DispatchMode):
     """One launch: the grid, the block whose turn it is, and the answer to every `ct.*` call."""
 
-    def __init__(self, grid: tuple[int, int, int], check_overlap: bool, order: BlockOrder = "forward") -> None:
+    def __init__(self, grid: tuple[int, int, int], check_overlap: bool, order: BlockOrder = "forward",
+                 undetermined: Undetermined = "nan") -> None:  # fmt: skip
         self.grid = grid
+        self.undetermined = undetermined
         self.order = order
         self.check_overlap = check_overlap
         self.block = (0, 0, 0)
@@ -72,7 +77,9 @@ class Launch(DispatchMode):
         if implementation is None:
             if not getattr(target, "__module__", "").startswith("cuda.tile"):
                 return target(*args, **kwargs)
-            raise InterpreterError(f"{name} is not supported by the interpreter; docs/interpreter.md lists what is")
+            raise UnsupportedOperationError(
+                f"{name} is not supported by the interpreter; docs/interpreter.md lists what is", operation=name
+            )
         try:
             if kwargs and not kwargs.keys() <= KEYWORDS.get(target, kwargs.keys()):
                 raise TypeError(f"unknown arguments {sorted(kwargs.keys() - KEYWORDS[target])}")
@@ -88,7 +95,13 @@ def _axis(axis: int) -> int:
 
 
 def run(
-    kernel: Any, grid: Grid, args: Sequence[Any], *, check_overlap: bool = True, order: BlockOrder = "forward"
+    kernel: Any,
+    grid: Grid,
+    args: Sequence[Any],
+    *,
+    check_overlap: bool = True,
+    order: BlockOrder = "forward",
+    undetermined: Undetermined = "nan",
 ) -> None:
     """Run a cuTile kernel on the CPU; arrays among `args` are changed in place.
 
@@ -99,15 +112,19 @@ def run(
             included. Numbers whose parameter is not a `ct.Constant` become run-time scalars (int32, float32).
         check_overlap: whether a store to an element that another block stored to is an error.
         order: in which blocks run; see `BlockOrder`.
+        undetermined: what padding of that mode holds; see `Undetermined`.
 
     Raises:
-        InterpreterError: the kernel did what cuTile forbids or leaves undefined, or what is not supported here.
+        InterpreterError: the kernel did what cuTile forbids or leaves undefined.
+        UnsupportedOperationError: the kernel used an operation that is not supported here.
     """
     function = undecorated(kernel)
     sides = grid if isinstance(grid, tuple) else (grid,)
     if not 1 <= len(sides) <= 3 or any(side < 1 for side in sides):
         raise InterpreterError(f"a grid has one to three axes of at least one block, got {grid}")
-    launch = Launch((*sides, 1, 1)[:3], check_overlap, order)  # type: ignore[arg-type]
+    if undetermined not in typing.get_args(Undetermined):
+        raise InterpreterError(f'undetermined padding holds "nan" or "zero" here, got {undetermined!r}')
+    launch = Launch((*sides, 1, 1)[:3], check_overlap, order, undetermined)  # type: ignore[arg-type]
     values = _arguments(function, args, launch)
     body = with_tile_builtins(function)
     with np.errstate(all="ignore"), launch.as_current():
@@ -115,7 +132,7 @@ def run(
             try:
                 body(*values)
             except InterpreterError as error:
-                raise InterpreterError(f"{function.__name__}, block {block}: {error}") from error
+                raise error.located(f"{function.__name__}, block {block}") from error
 
 
 def run_problem(
