@@ -68,6 +68,8 @@ class Gpu:
         """Which of a launch's steps comes next..."""
         self.named: dict = {}
         """...and the arguments of those before it."""
+        self.pristine: dict = {}
+        """What arrays that are changed in place held at the first timed launch."""
         self.rng = random.Random(0)
         self.captured: list | None = None
         """Launches of the graph under capture."""
@@ -157,6 +159,8 @@ class RawModule:
         what = self.script.get(gpu.verb, "")
         gpu.act(what)
         gpu.now_us += self.script["us"] * (1 + self.script["noise"] * gpu.rng.random())
+        if gpu.verb in ("look", "sample"):
+            change_in_place(arguments)
         if gpu.verb != "check":
             return
         step = gpu.launch.steps[gpu.step]
@@ -166,6 +170,16 @@ class RawModule:
         if gpu.step == 0:
             gpu.in_a_row += 1
             compute(gpu.named, what)
+
+
+def change_in_place(arguments) -> None:
+    """What a timed kernel does to arrays that it changes; each launch must find them as they were."""
+    for spec in gpu.kernel.arrays(gpu.problem):
+        if spec.role == "inout":
+            array = named_arguments(gpu.launch.steps[0], arguments)[spec.name]
+            if not (gpu.pristine.setdefault(spec.name, array.copy()) == array).all():
+                raise CUDARuntimeError(f"{spec.name} was not restored")
+            array += 1
 
 
 def named_arguments(step, arguments) -> dict:
@@ -298,8 +312,9 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
             gpu.kernel, gpu.problem = load_kernel(request[1]), request[2]
             if gpu.problem.values.get("head_dim") == 250:  # the one this GPU cannot hold
                 gpu.act("memory")
-        if gpu.verb == "check":
-            gpu.launch, gpu.step = request[1], 0
+            gpu.pristine = {}
+        if gpu.verb in ("look", "check", "sample"):
+            gpu.launch, gpu.step = request[1][0] if gpu.verb == "sample" else request[1], 0
         return answer(state, request)
 
     worker.answer = watched

@@ -37,7 +37,6 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.gpu import GpuRunner, Timeouts
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.runner import Candidate, Failed, Measurement
-from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.search.race import RaceResult, Rules, race
 from tiledsched.space_files import space_for
