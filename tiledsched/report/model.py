@@ -12,7 +12,7 @@ from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ARCHS
 from tiledsched.errors import SpaceError
 from tiledsched.fields import Choice, Flag
-from tiledsched.kernel import KernelClass
+from tiledsched.kernel import KernelClass, ProblemClass
 from tiledsched.problem import Problem
 from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_knobs, tile_times
 from tiledsched.report.axes import Axes, axes_of
@@ -106,7 +106,7 @@ def build_report(
         modelled=_section(MODELLED, modelled, tile),
         unmeasured=tuple(entry for entry in entries if entry.provenance in ("transferred", "default")
                          and (entry.problem, entry.accum_mode) not in done),
-        inert=_inert(builds.all),
+        inert=builds.knob_effects(),
         builds=sum(1 for build in builds.all if build.fingerprint),
         failures=_count_failures([failed for failed in db.failures(arch=arch) if failed.kernel == kernel.name], builds.all),
         conditions=_conditions(taken),
@@ -160,6 +160,7 @@ class _Builds:
         for build in self.all:
             if build.fingerprint:
                 self._alike[tuple(map(build.problem_class.values.get, self._compiled_in))].append(build)
+        self._serving: dict[Problem, list[BuildRecord]] = {}
 
     def facts(self, fingerprint: str) -> ResourceFacts | None:
         """Resources of a machine code; None where unknown."""
@@ -169,9 +170,24 @@ class _Builds:
         """Successful builds whose machine code serves `problem`."""
         from tiledsched.launches import problem_class
 
-        alike = self._alike.get(tuple(map(problem.values.get, self._compiled_in)), [])
-        return [build for build in alike
+        if problem not in self._serving:
+            alike = self._alike.get(tuple(map(problem.values.get, self._compiled_in)), [])
+            self._serving[problem] = [
+                build for build in alike
                 if build.problem_class == _or_none(problem_class, self._kernel, problem, build.schedule, device)]  # fmt: skip
+        return self._serving[problem]
+
+    def knob_effects(self) -> tuple[KnobEffect, ...]:
+        """Whether knobs reach the machine code, the most inert first, over builds that serve one of the problems asked for.
+
+        Problems served by the same builds count once. A build's own class does not say which builds to compare: it
+        holds constants of the kernel that follow from the knobs.
+        """
+        groups = {tuple(build.key for build in found): found for found in self._serving.values()}
+        compared = knob_effects(replace(build, problem_class=ProblemClass({"group": place}))
+                                for place, found in enumerate(groups.values()) for build in found)  # fmt: skip
+        return tuple(sorted((effect for effect in compared if effect.pairs),
+                            key=lambda effect: (-effect.same / effect.pairs, effect.knob)))  # fmt: skip
 
 
 def _or_none(function: Callable[..., object], *arguments: object) -> object | None:
@@ -301,11 +317,6 @@ def _ties(timed: Sequence[Timed], programs: Sequence[Timed], served: EntryRecord
             return raced - {best.schedule}
     high = best.ci_high_us or best.us
     return {one.schedule for one in programs[1:] if (one.ci_low_us or one.us) <= high}
-
-
-def _inert(builds: Iterable[BuildRecord]) -> tuple[KnobEffect, ...]:
-    compared = [effect for effect in knob_effects(builds) if effect.pairs]
-    return tuple(sorted(compared, key=lambda effect: (-effect.same / effect.pairs, effect.knob)))
 
 
 def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRecord]) -> tuple[FailureCount, ...]:
