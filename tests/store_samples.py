@@ -33,7 +33,7 @@ def schedule(tile_m=128, tile_n=64, **knobs) -> Schedule:
 
 
 def problem_class(**changes) -> ProblemClass:
-    return ProblemClass(**{"head_dim": 64, "dtype": "float16", "causal": False, "group": 1, "even": True, **changes})
+    return ProblemClass({"head_dim": 64, "dtype": "float16", "causal": False, "signature": "abcdef012345", **changes})
 
 
 def artifact(fingerprint="f" * 24, arch="sm_90", registers=168) -> Artifact:

@@ -48,7 +48,7 @@ ENTRY_POINTS = "tiledsched.kernels"
 LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
              "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind",
-             "loss_known", "untold", "unsound", "describe", "add_flags", "from_flags", "small")  # fmt: skip
+             "loss_known", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags", "small")  # fmt: skip
 """What a declaration may override."""
 
 
@@ -302,6 +302,8 @@ class Kernel:
     """`add_flags(parser)`: problem flags of the command line's own, beside --problem and --suite."""
     from_flags: ClassVar[Callable[[argparse.Namespace], list[Problem]] | None] = None
     """`from_flags(options)`: the problems those flags name."""
+    file_words: ClassVar[Callable[[Any], str] | None] = None
+    """`file_words(p)`: the problem in the name of a file; kernel and values unless given."""
     small: ClassVar[Callable[[], list[Problem]] | None] = None
     """`small()`: problems that the interpreter runs in a moment, odd sizes among them."""
 
