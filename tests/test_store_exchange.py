@@ -61,7 +61,7 @@ def test_a_table_goes_out_and_in_unchanged(db, table, tmp_path):
 def test_the_text_is_for_review(table):
     text = table.read_text()
     data = json.loads(text)
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
     assert list(data) == sorted(data)
     assert max(len(line) for line in text.splitlines() if "samples_us" not in line) <= 120
     assert len([line for line in text.splitlines() if '"samples_us"' in line]) == 1

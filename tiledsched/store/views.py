@@ -32,7 +32,6 @@ FIXED = {
     "updated_at": EntryRow.updated_at,
 }
 """Columns of every view; a field of one of these names gets an underscore behind it."""
-VIEWS = ViewRow.__table__
 
 
 def create_view(connection: Connection, kernel: KernelClass) -> str:
@@ -49,12 +48,12 @@ def create_view(connection: Connection, kernel: KernelClass) -> str:
         return str(mine.name)
     if mine is not None:
         connection.exec_driver_sql(f'DROP VIEW IF EXISTS "{mine.name}"')
-        connection.execute(sa.delete(VIEWS).where(ViewRow.kernel == kernel.name))
+        connection.execute(sa.delete(ViewRow).where(ViewRow.kernel == kernel.name))
     name = mine.name if mine is not None else view_name(kernel.name)
     if _taken(connection, name):
         name = f"{name[: LONGEST_NAME - 7]}_{stable_id(kernel.name, 6)}"
     connection.exec_driver_sql(f'CREATE VIEW "{name}" AS {query}')
-    connection.execute(sa.insert(VIEWS), {"name": name, "kernel": kernel.name, "definition": str(query)})
+    connection.execute(sa.insert(ViewRow), {"name": name, "kernel": kernel.name, "definition": str(query)})
     return name
 
 
