@@ -60,7 +60,7 @@ def create_view(connection: Connection, kernel: KernelClass) -> str:
 def view_name(kernel: str) -> str:
     """What the view of a kernel is called if the name is free: `rms_norm` for `mylib.norms:RmsNorm`."""
     last = re.split(r"[:.]", kernel)[-1]
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", last)
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", last)
     return re.sub(r"[^a-z0-9_]", "_", words.lower())[:LONGEST_NAME] or "kernel"
 
 
