@@ -31,6 +31,7 @@ from tiledsched.errors import DatabaseError, Failure, FailureKind
 from tiledsched.store import queries
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import HEAD
+from tiledsched.store.models import ProblemRow
 from tiledsched.store.records import MergeResult
 
 
@@ -330,6 +331,19 @@ def test_knob_effects_count_pairs_that_differ_in_one_knob():
     counts = {count.problem_class.values["causal"]: count for count in queries.program_counts(made)}
     assert (counts[False].schedules, counts[False].failed, counts[False].programs) == (6, 1, 2)
     assert (counts[True].schedules, counts[True].failed, counts[True].programs) == (1, 0, 1)
+
+
+def test_what_a_kernel_with_other_fields_left_behind_stops_nothing(db):
+    """An author renames a field: problems from before are read as values, and are of no kernel known here."""
+    record(db, measurement(100.0))
+    with db.writing() as session:
+        row = session.scalars(sa.select(ProblemRow)).one()
+        row.dims = {"length": 7, "dtype": "float16"}
+    (found,) = db.measurements()
+    assert not found.measurement.problem.known
+    assert (found.measurement.problem.length, found.measurement.problem.flops) == (7, 0.0)
+    assert [line.problem for line in db.landscapes()] == [found.measurement.problem]
+    assert queries.compare_regimes(db) == []
 
 
 def test_every_kind_of_failure_fits(db):

@@ -184,8 +184,8 @@ def test_a_kernel_that_is_not_known_here_is_exported(tmp_path) -> None:
             db.record_measurement(None, problem.kernel, "abc", TOOLCHAIN, taken(SLOWER, us, problem=problem))
         found = recorded(db, problem, DEVICE.name, "burst")
     assert [one.measurement.median_us for one in found.measurements] == [40.0]
-    assert found.file_stem == "h200_burst_elsewhere-Norm_rows7_columns9_float16_biased"
-    assert kernel_tuner_cache(found)["problem_size"] == [7, 9]
+    assert found.file_stem == "h200_burst_elsewhere-Norm_biased_columns9_float16_rows7"
+    assert kernel_tuner_cache(found)["problem_size"] == [9, 7]
     told = {line["name"]: line["value"] for line in t4_results(found)["results"][0]["measurements"]}
     assert (told["time"], told["TFLOP/s"]) == (0.04, 0.0)
 
