@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from tiledsched.errors import CompilerError, ProblemError, TiledschedError
-from tiledsched.interpreter import InterpreterError, private, run, run_outputs, run_problem, values
+from attention_runs import run_outputs, run_problem
+
+from tiledsched.interpreter import InterpreterError, private, run, values
 from tiledsched.interpreter.builtins_in_tiles import BUILTINS
 from tiledsched.kernels.attention import Attention
 from tiledsched.space_files import space_for

@@ -5,32 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = [
-    "Kernel", "Problem", "Schedule", "SearchSpace", "TiledschedError", "Tolerance", "__version__", "array", "arrays", "check",
-    "choice", "configure", "dim", "dtype", "explain", "flag", "inout", "knob", "load_kernel", "load_space", "op", "out", "outs",
-    "scalar", "sdpa", "sizes", "space_for", "tune", "workspace",
-]  # fmt: skip
+_HOMES = {
+    "Kernel": "tiledsched.kernel", "Problem": "tiledsched.problem", "Schedule": "tiledsched.schedule",
+    "SearchSpace": "tiledsched.space", "TiledschedError": "tiledsched.errors", "Tolerance": "tiledsched.kernel",
+    "array": "tiledsched.fields", "arrays": "tiledsched.fields", "check": "tiledsched.tuning",
+    "choice": "tiledsched.fields", "configure": "tiledsched.config", "dim": "tiledsched.fields", "dtype": "tiledsched.fields",
+    "explain": "tiledsched.attention.explain", "flag": "tiledsched.fields", "inout": "tiledsched.fields",
+    "knob": "tiledsched.fields", "load_kernel": "tiledsched.kernel", "load_space": "tiledsched.space_files",
+    "op": "tiledsched.serve.op", "out": "tiledsched.fields", "outs": "tiledsched.fields", "scalar": "tiledsched.fields",
+    "sdpa": "tiledsched.attention.sdpa", "sizes": "tiledsched.fields", "space_for": "tiledsched.space_files",
+    "tune": "tiledsched.tuning", "workspace": "tiledsched.fields",
+}  # fmt: skip
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from tiledsched.attention.explain import explain
     from tiledsched.attention.sdpa import sdpa
     from tiledsched.config import configure
     from tiledsched.errors import TiledschedError
-    from tiledsched.fields import (
-        array,
-        arrays,
-        choice,
-        dim,
-        dtype,
-        flag,
-        inout,
-        knob,
-        out,
-        outs,
-        scalar,
-        sizes,
-        workspace,
-    )
+    from tiledsched.fields import array, arrays, choice, dim, dtype, flag, inout, knob, out, outs, scalar, sizes, workspace
     from tiledsched.kernel import Kernel, Tolerance, load_kernel
     from tiledsched.problem import Problem
     from tiledsched.schedule import Schedule
@@ -38,14 +31,6 @@ if TYPE_CHECKING:
     from tiledsched.space import SearchSpace
     from tiledsched.space_files import load_space, space_for
     from tiledsched.tuning import check, tune
-
-_NAMES = {
-    "attention.explain": "explain", "attention.sdpa": "sdpa", "config": "configure", "errors": "TiledschedError",
-    "fields": "array arrays choice dim dtype flag inout knob out outs scalar sizes workspace",
-    "kernel": "Kernel Tolerance load_kernel", "problem": "Problem", "schedule": "Schedule", "serve.op": "op",
-    "space": "SearchSpace", "space_files": "load_space space_for", "tuning": "check tune",
-}  # fmt: skip
-_HOMES = {name: f"tiledsched.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
