@@ -102,9 +102,7 @@ def find_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
         ProblemError: shapes, dtypes or devices that do not fit together.
         ConfigError: settings that cannot be, such as a forced knob that makes the schedule invalid.
     """
-    return cache.find(
-        plan_key(q, k, v, causal, scale, lse), lambda: make_plan(q, k, v, causal=causal, scale=scale, lse=lse)
-    )
+    return cache.find(plan_key(q, k, v, causal, scale, lse), lambda: make_plan(q, k, v, causal, scale, lse))
 
 
 def plan_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
@@ -133,7 +131,7 @@ def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool) -> Probl
                              kv_heads=k.shape[1], value_dim=v.shape[3], lse=lse)  # fmt: skip
 
 
-def make_plan(q: Any, k: Any, v: Any, *, causal: str | None, scale: float | None, lse: bool) -> Plan | str:
+def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> Plan | str:
     """As :func:`find_plan`, anew."""
     check_tensors(q, k, v)
     reason = unserved(q, k, v, None, 0.0)
