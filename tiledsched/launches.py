@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import itertools
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import cuda.tile as ct
 from tiledsched.errors import DeclarationError, ProblemError
 from tiledsched.fields import ITEM_BYTES, Choice, Dim, Flag, read_shape
 from tiledsched.kernel import HINT_KNOBS, ArraySpec, KernelClass, ProblemClass
-from tiledsched.problem import Problem, canonical_json, stable_id
+from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import Schedule
 
 ALIGNMENT = 16
@@ -200,7 +201,7 @@ def strides_of(shape: Sequence[int], column: bool) -> tuple[int, ...]:
     if column and len(order) > 1:
         order[-1], order[-2] = order[-2], order[-1]
     strides = [1] * len(shape)
-    for outer, inner in reversed(list(zip(order, order[1:], strict=False))):
+    for outer, inner in reversed(list(itertools.pairwise(order))):
         strides[outer] = strides[inner] * shape[inner]
     return tuple(strides)
 
@@ -290,15 +291,23 @@ def problem_class(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> 
 
     Run-time sizes are not in it, except through the assumptions that follow from them.
     """
-    assumptions = [[step.function.__name__, [_plain(each) for each in signature(kernel, p, s, step).parameters]]
-                   for step in steps(kernel, p, s, device)]  # fmt: skip
+    assumptions: list[Any] = []
+    for step in steps(kernel, p, s, device):
+        assumptions.append(step.function.__name__)
+        for (_, _, note), each in zip(parameters(step.function), step.arguments, strict=True):
+            if each.kind in ("array", "list"):
+                spec = kernel.array_spec(each.name, p, s)
+                assumptions.append(_assumption(spec, note or _note(kernel, spec)))
+            else:
+                assumptions.append([type(each.value).__name__, each.value] if each.kind == "constant" else each.dtype)
     said = {name: p.values[name] for name, each in kernel.fields.items()
             if isinstance(each, (Choice, Flag)) or (isinstance(each, Dim) and each.constant)}  # fmt: skip
     return ProblemClass({**said, "signature": stable_id(assumptions)})
 
 
-def _plain(constraint: Any) -> str:
-    return canonical_json(str(constraint))
+@functools.lru_cache(maxsize=4096)
+def _assumption(spec: ArraySpec, note: Any) -> str:
+    return str(_array_constraint(spec, note))
 
 
 def tile_kernels(kernel: KernelClass, schedules: Mapping[str, Schedule], p: Problem, device: Any) -> list[Any]:
