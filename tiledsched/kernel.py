@@ -48,7 +48,7 @@ ENTRY_POINTS = "tiledsched.kernels"
 LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
              "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind",
-             "loss_known", "untold", "unsound", "describe", "add_flags", "from_flags", "small")  # fmt: skip
+             "loss_known", "untold", "unsound", "describe", "add_flags", "from_flags", "small", "rivals")  # fmt: skip
 """What a declaration may override."""
 
 
@@ -304,6 +304,11 @@ class Kernel:
     """`from_flags(options)`: the problems those flags name."""
     small: ClassVar[Callable[[], list[Problem]] | None] = None
     """`small()`: problems that the interpreter runs in a moment, odd sizes among them."""
+
+    @staticmethod
+    def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
+        """Name -> what takes the inputs as torch tensors, in the order declared, and returns the outputs: `bench` times it."""
+        return {}
 
     # What everything else asks.
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +13,9 @@ from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tiledsched.build.artifacts import ArtifactStore
-    from tiledsched.build.toolchain import Toolchain
-    from tiledsched.config import Settings
-    from tiledsched.kernel import KernelClass
     from tiledsched.problem import Problem
-    from tiledsched.schedule import KnobValue
-    from tiledsched.space import SearchSpace
     from tiledsched.store.db import TuningDB
+    from tiledsched.tuning import Tools
 
 SCHEMA_VERSION = 1
 
@@ -47,99 +39,55 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     return problems_of(options.declaration, options)
 
 
-def _space(options: argparse.Namespace) -> SearchSpace:
-    from tiledsched.space_files import load_space, space_for
+def _tools(options: argparse.Namespace) -> Tools:
+    from tiledsched.tuning import prepare_tools
 
-    path = getattr(options, "space", None)  # study compares shipped schedules and takes no file
-    space = load_space(path) if path else space_for(options.arch, kernel=options.declaration.name)
-    if path and space.kernel != options.declaration.name:
-        raise ConfigError(f"{path} is a space of {space.kernel}, not of {options.declaration.name}; name that kernel")
-    if space.arch != options.arch:
-        raise ConfigError(f"{path} is for {space.arch}, not {options.arch}; pass --arch {space.arch}")
-    candidates = getattr(options, "candidates", None)
-    return space.limited_to(_candidates(candidates), Path(candidates).name) if candidates else space
+    return prepare_tools(options.declaration, options.arch, settings=_settings(options),
+                         space=getattr(options, "space", None))  # fmt: skip
 
 
-def _candidates(path: str) -> list[dict[str, KnobValue]]:
-    """The schedules in a JSON file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a list of objects.
-    """
-    try:
-        listed = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read candidates from {path}: {error}") from error
-    if not (isinstance(listed, list) and listed and all(isinstance(each, dict) for each in listed)):
-        raise ConfigError(f"{path} must hold a JSON list of schedules, each an object of knob names and values")
-    return listed
-
-
-def _compiling(options: argparse.Namespace) -> tuple[Settings, SearchSpace, Toolchain, KernelClass, ArtifactStore]:
-    """What a command needs that compiles and measures."""
-    from tiledsched.build.artifacts import ArtifactStore
-    from tiledsched.build.compiler import prepare_process
-    from tiledsched.build.toolchain import check_arch, installed_toolchain
-
-    prepare_process()
-    settings = _settings(options)
-    space = _space(options)
-    toolchain = installed_toolchain()
-    check_arch(toolchain, options.arch)
-    artifacts = ArtifactStore(Path(settings.cache) if settings.cache else None)
-    return settings, space, toolchain, options.declaration, artifacts
-
-
-@contextmanager
-def _run(db: TuningDB, options: argparse.Namespace) -> Iterator[int]:
-    """A run noted in the database from start to end; its number."""
+def _command(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of this run, to be noted with what it finds."""
     left_out = ("run", "db", "json", "verbose", "declaration")
-    command = {key: value for key, value in vars(options).items() if key not in left_out}
-    run_id = db.start_run(command, options.arch)
-    status = "failed"
-    try:
-        yield run_id
-        status = "done"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    finally:
-        db.finish_run(run_id, status)
+    return {key: value for key, value in vars(options).items() if key not in left_out}
 
 
 def tune(options: argparse.Namespace) -> int:
     """Tune, then print what is served now."""
-    from tiledsched.tuning import tune as run_tune
+    from tiledsched import tuning
 
-    settings, kernel = _settings(options), options.declaration
-    problems = _problems(options)
     with output.TuneProgress() as watcher:
-        report = run_tune(kernel, problems, arch=options.arch, db=settings.db, cache=settings.cache, effort=options.effort,
-                          trials=options.trials, budget_s=options.budget, sampler=options.sampler,
-                          neighbours=options.neighbours, seed=options.seed, regime=settings.regime,
-                          accum_mode=settings.accum_mode, runner=options.runner, space=options.space,
-                          candidates=options.candidates, jobs=options.jobs, compile_timeout_s=options.compile_timeout,
-                          watcher=watcher)  # fmt: skip
+        report = tuning.tune(
+            options.declaration, _problems(options), arch=options.arch, db=options.db, effort=options.effort,
+            trials=options.trials, budget_s=options.budget, sampler=options.sampler, neighbours=options.neighbours,
+            seed=options.seed, regime=options.regime, accum_mode=options.accum_mode, runner=options.runner,
+            space=options.space, candidates=options.candidates, jobs=options.jobs,
+            compile_timeout_s=options.compile_timeout, watcher=watcher, command=_command(options),
+        )  # fmt: skip
     if options.json:
         _print_json({"run": report.run_id, "results": [output.result_json(result) for result in report.results],
                      "entries": [output.entry_json(entry) for entry in report.entries]})  # fmt: skip
     else:
-        output.print_tune_summary(options.arch, report.results)
+        output.print_tune_summary(report)
         output.print_entries(report.entries)
     return 0
 
 
 def check(options: argparse.Namespace) -> int:
     """Compare what schedules give in the interpreter with the reference; exit code 1 where some are wrong."""
-    from tiledsched.tuning import check as run_check
+    from tiledsched import tuning
 
-    named = options.problem or options.suite
-    rows = run_check(options.declaration, _problems(options) if named else None, arch=options.arch,
-                     schedules=options.schedules, seed=options.seed, progress=output.note)  # fmt: skip
+    named = _problems(options) if options.problem or options.suite else None
+    rows = []
+    for row in tuning.check(options.declaration, named, arch=options.arch, schedules=options.schedules, seed=options.seed,
+                            space=options.space):  # fmt: skip
+        rows.append(row)
+        if not options.json:
+            output.print_checked(row)
     if options.json:
-        _print_json({"rows": [output.check_json(row) for row in rows]})
+        _print_json({"rows": [row.to_json() for row in rows]})
     else:
-        output.print_check(rows)
+        output.print_checks(rows)
     return 0 if rows and all(row.passed for row in rows) else 1
 
 
@@ -156,22 +104,23 @@ def record(options: argparse.Namespace) -> int:
     """Record landscapes, a line for each file as it is written."""
     from tiledsched.build.pool import BuildPool
     from tiledsched.search.record import Recorder, RecordOptions
+    from tiledsched.tuning import noted_run, open_runner
 
     if not options.build_only and not options.out:
         raise ConfigError("record needs a folder for the landscapes; pass --out DIR, or --build-only")
-    settings, space, toolchain, template, artifacts = _compiling(options)
-    problems = _problems(options)
-    record_options = RecordOptions(accum_mode=settings.accum_mode, programs=options.programs, seed=options.seed,
+    tools, problems = _tools(options), _problems(options)
+    record_options = RecordOptions(accum_mode=tools.settings.accum_mode, programs=options.programs, seed=options.seed,
                                    sustained_leaders=options.sustained_leaders, budget_s=options.budget,
                                    compile_timeout_s=options.compile_timeout)  # fmt: skip
     folder = _folder(options.out) if options.out else Path()
-    runner = None if options.build_only else _runner(options, template, "--build-only")
+    runner = open_runner(options.declaration, options.arch, runner="none" if options.build_only else "gpu", seed=options.seed,
+                         without="--build-only")  # fmt: skip
     results = []
     with _open(options) as db, BuildPool(options.jobs) as pool:
         try:
-            with _run(db, options) as run_id:
-                recorder = Recorder(db, artifacts, space, template, toolchain, record_options, pool=pool, run_id=run_id,
-                                    runner=runner, progress=output.note)  # fmt: skip
+            with noted_run(db, _command(options), options.arch) as run_id:
+                recorder = Recorder(db, tools.artifacts, tools.space, options.declaration, tools.toolchain, record_options,
+                                    pool=pool, run_id=run_id, runner=runner, progress=output.note)  # fmt: skip
                 for result in recorder.record(problems, folder):
                     results.append(result)
                     if not options.json:
@@ -184,31 +133,13 @@ def record(options: argparse.Namespace) -> int:
     return 0
 
 
-def _runner(options: argparse.Namespace, template: Any, without: str = "--runner none") -> Any:
-    """The GPU, or None where there is none of the arch (an error when it was asked for)."""
-    from tiledsched.errors import MeasureError
-    from tiledsched.measure.nvml import devices
-
-    wanted = getattr(options, "runner", "gpu")
-    if wanted == "none":
-        return None
-    present = any(device.arch == options.arch for device in devices())
-    if not present and wanted == "gpu":
-        raise MeasureError(f"no {options.arch} GPU here; run: tiledsched doctor, or use {without}")
-    if not present:
-        return None
-    from tiledsched.measure.gpu import GpuRunner
-
-    return GpuRunner(template, seed=options.seed)
-
-
 def explain(options: argparse.Namespace) -> int:
     """Say for each problem what it is served with, and why."""
     from tiledsched.serve.entries import load_table
     from tiledsched.serve.explain import explain_problem
 
     settings = _settings(options)
-    table = load_table(settings, kernel=options.declaration.name)
+    table = load_table(settings, kernel=options.declaration)
     found = [explain_problem(table, problem, options.arch, options.device, settings.sources)
              for problem in _problems(options)]  # fmt: skip
     if options.json:
@@ -225,8 +156,8 @@ def report(options: argparse.Namespace) -> int:
     from tiledsched.search.tuner import modelled_times
 
     with _open(options, read_only=True) as db:
-        found = build_report(db, options.arch, regime=options.regime, device_name=options.device,
-                             model_times=modelled_times(options.arch))  # fmt: skip
+        found = build_report(db, options.arch, options.declaration, regime=options.regime, device_name=options.device,
+                             model_times=modelled_times(options.arch, options.declaration))  # fmt: skip
     files = write_report(found, Path(options.out))
     if options.json:
         _print_json({"files": [str(path) for path in files]})
@@ -257,10 +188,10 @@ def _study_session(options: argparse.Namespace) -> int:
 
     from tiledsched.build.pool import BuildPool
     from tiledsched.measure.gpu import GpuRunner
-    from tiledsched.search.programs import Workshop
+    from tiledsched.search.programs import Builder
     from tiledsched.studies.repeatability.methods import make_methods
-    from tiledsched.studies.repeatability.occasion import find_field, run_occasion
     from tiledsched.studies.repeatability.rows import append_rows, check_columns
+    from tiledsched.studies.repeatability.session import find_field, run_session
 
     if not options.arch or not options.csv:
         raise ConfigError("a study needs --arch and --csv; pass both, or --summary FILE")
@@ -268,17 +199,17 @@ def _study_session(options: argparse.Namespace) -> int:
     check_columns(path)
     began = datetime.now(timezone.utc)
     seed = int(began.timestamp()) if options.seed is None else options.seed
-    _, space, toolchain, template, artifacts = _compiling(options)
-    runner = GpuRunner(template, seed=seed)
+    tools, kernel = _tools(options), options.declaration
+    runner = GpuRunner(kernel, seed=seed)
     try:
         if runner.device.arch != options.arch:
             raise ConfigError(f"this GPU is {runner.device.arch}; pass --arch {runner.device.arch}")
         with _open(options) as db, BuildPool(options.jobs) as pool:
-            workshop = Workshop(db, artifacts, template, options.arch, toolchain, pool)
-            fields = [(problem, find_field(db, workshop, space, problem, runner.device, options.programs))
+            builder = Builder(db, tools.artifacts, kernel, options.arch, tools.toolchain, pool)
+            fields = [(problem, find_field(db, builder, tools.space, problem, runner.device, options.programs))
                       for problem in _problems(options)]  # fmt: skip
-        rows = run_occasion(fields, make_methods(options.methods, template, runner), runner, seed=seed, began=began,
-                            keep=lambda done: append_rows(done, path), progress=output.note)  # fmt: skip
+        rows = run_session(fields, make_methods(options.methods, kernel, runner), runner, seed=seed, began=began,
+                           keep=lambda done: append_rows(done, path), progress=output.note)  # fmt: skip
     finally:
         runner.close()
     if options.json:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tiledsched.studies.ablation.rows import AblationRow
     from tiledsched.studies.bench.rows import BenchRow
     from tiledsched.studies.search.scores import Summary as SearchSummary
-    from tiledsched.tuning import CheckRow
+    from tiledsched.tuning import CheckRow, TuneReport
 
 NARROW = 120
 """Columns below which no table of schedules is readable."""
@@ -103,25 +103,19 @@ def rate(problem: Problem, us: float) -> tuple[float, str]:
     return (problem.tflops(us), "TFLOP/s") if problem.flops else (problem.gbps(us), "GB/s")
 
 
-def check_json(row: CheckRow) -> dict[str, Any]:
-    """One schedule on one problem of `check --json`."""
-    return {"problem": row.problem.to_json(), "schedule": row.schedule.to_json(), "passed": row.passed,
-            "worst_error": row.worst_error, "limit": row.limit, "message": row.message}  # fmt: skip
+def print_checked(row: CheckRow) -> None:
+    """One schedule that is wrong, as it is found."""
+    if not row.passed:
+        print(f"wrong: {row.problem}: {row.schedule.short()}: {row.message}", flush=True)
 
 
-def print_check(rows: Sequence[CheckRow]) -> None:
-    """What fails, in full; of the rest how many there are."""
-    for row in rows:
-        if not row.passed:
-            print(f"wrong: {row.problem}: {row.schedule.short()}: {row.message}")
-    worst: dict[Problem, float] = {}
-    for row in rows:
-        if row.worst_error is not None and row.limit:
-            worst[row.problem] = max(worst.get(row.problem, 0.0), row.worst_error / row.limit)
+def print_checks(rows: Sequence[CheckRow]) -> None:
+    """For each problem how many schedules are right."""
     for problem in dict.fromkeys(row.problem for row in rows):
-        passed = [row.passed for row in rows if row.problem == problem]
-        share = f", worst error {worst[problem]:.2g} of the limit" if problem in worst else ""
-        print(f"{problem}: {sum(passed)} of {len(passed)} schedules right{share}")
+        found = [row for row in rows if row.problem == problem]
+        right = [row.worst_error for row in found if row.passed]
+        worst = f", worst error {max(right):.2g}" if right else ""
+        print(f"{problem}: {len(right)} of {len(found)} schedules right{worst}")
     if not rows:
         print("nothing was checked: no schedule of the space is valid for these problems")
 
@@ -169,14 +163,13 @@ def _best(result: RecordResult, file: LandscapeFile) -> str:
     return f"{value:.1f} {unit}"
 
 
-def print_tune_summary(arch: str, results: Sequence[TuneResult]) -> None:
+def print_tune_summary(report: TuneReport) -> None:
     """What the run did, a line per problem."""
-    measured = any(result.entry.provenance != "modelled" for result in results)
-    if not measured:
-        print(f"No {arch} GPU here: nothing was measured. Every schedule was built and the model ranked the programs.")
-    for result in results:
+    if not report.measured:
+        print(f"No {report.arch} GPU here: nothing was measured. Every schedule was built and the model ranked the programs.")
+    for result in report.results:
         kept = "" if result.stored else "; a stronger entry was kept"
-        did = f"{result.measured} measured" if measured else "ranked by the model"
+        did = f"{result.measured} measured" if report.measured else "ranked by the model"
         print(f"{result.entry.problem}: {result.schedules} schedules, {result.programs} distinct programs, "
               f"{result.compiled} compiled now, {result.failed} failed, {did}, {result.seconds:.1f} s{kept}")  # fmt: skip
 

@@ -129,8 +129,9 @@ def _add_check(subs: Any, kernel: KernelClass | None) -> None:
                       "schedules give with its reference", db=False)  # fmt: skip
     _problem_flags(parser, kernel, own=False)
     parser.add_argument("--arch", default="sm_90", metavar="ARCH", help="whose search space (default: sm_90)")
-    parser.add_argument("--schedules", type=positive, default=8, metavar="N", help="schedules of each problem: the default and "
-                        "others drawn from the space (default: 8)")  # fmt: skip
+    parser.add_argument("--schedules", type=positive, default=20, metavar="N", help="schedules of each problem: the default and "
+                        "others drawn from the space (default: 20)")  # fmt: skip
+    parser.add_argument("--space", metavar="FILE", help="your own search space (TOML)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of schedules and inputs (default: 0)")
 
 
