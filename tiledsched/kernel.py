@@ -523,7 +523,8 @@ def load_kernel(where: str) -> KernelClass:
     place, colon, class_name = where.rpartition(":")
     if not colon:
         return kernel_named(where)
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    path = Path(place if place.endswith(".py") else f"{place}.py")
+    module = _load_file(path) if place.endswith(".py") or path.is_file() else _load_module(place)
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Kernel)):
         made = [name for name, each in vars(module).items() if isinstance(each, type) and issubclass(each, Kernel)
