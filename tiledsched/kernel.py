@@ -49,7 +49,7 @@ LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
              "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind",
              "loss_known", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags", "add_likely_flags", "likely",
-             "small")  # fmt: skip
+             "small", "rivals")  # fmt: skip
 """What a declaration may override."""
 
 
@@ -311,6 +311,11 @@ class Kernel:
     """`likely(p, options)`: the problems to expect beside a tuned one under those flags."""
     small: ClassVar[Callable[[], list[Problem]] | None] = None
     """`small()`: problems that the interpreter runs in a moment, odd sizes among them."""
+
+    @staticmethod
+    def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
+        """Name -> what takes the inputs as torch tensors, in the order declared, and returns the outputs: `bench` times it."""
+        return {}
 
     # What everything else asks.
 
