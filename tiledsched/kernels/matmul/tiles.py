@@ -44,8 +44,6 @@ class Constants:
     """Whether a block takes one work tile of every `num_blocks`; else one each."""
     STORE_LATE: bool
     """Whether a persistent block stores a work tile after the main loop of the next one has begun."""
-    STORE_PARTS: int
-    """Column parts in which the epilogue stores, one after another: less shared memory, more for the main loop."""
     TMA_STORE: bool
     """Whether the epilogue may use the TMA unit."""
     LATENCY: int
@@ -71,38 +69,69 @@ class Work:
 
 
 def matmul(A, B, C,
-           TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool, STORE_LATE: Bool, STORE_PARTS: Int,
+           TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool, STORE_LATE: Bool,
            TMA_STORE: Bool, LATENCY: Int, A_COLUMN: Bool, B_COLUMN: Bool):  # fmt: skip
     """C = A @ B for A `[m, k]`, B `[k, n]` and C `[m, n]`, of one type; C is row-major."""
-    const = Constants(TILE_M, TILE_N, TILE_K, GROUP_M, PERSISTENT, STORE_LATE, STORE_PARTS, TMA_STORE, LATENCY, 1,
+    const = Constants(TILE_M, TILE_N, TILE_K, GROUP_M, PERSISTENT, STORE_LATE, TMA_STORE, LATENCY, 1,
                       A_COLUMN, B_COLUMN)  # fmt: skip
     schedule_tiles(A, B, C, const)
 
 
 def matmul_partial(A, B, Partial,
                    TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool, STORE_LATE: Bool,
-                   STORE_PARTS: Int, TMA_STORE: Bool, LATENCY: Int, SPLIT_K: Int,
+                   TMA_STORE: Bool, LATENCY: Int, SPLIT_K: Int,
                    A_COLUMN: Bool, B_COLUMN: Bool):  # fmt: skip
     """Partial[s] = the s-th share of A @ B, for float32 Partial `[SPLIT_K, m, n]`."""
-    const = Constants(TILE_M, TILE_N, TILE_K, GROUP_M, PERSISTENT, STORE_LATE, STORE_PARTS, TMA_STORE, LATENCY, SPLIT_K,
+    const = Constants(TILE_M, TILE_N, TILE_K, GROUP_M, PERSISTENT, STORE_LATE, TMA_STORE, LATENCY, SPLIT_K,
                       A_COLUMN, B_COLUMN)  # fmt: skip
     schedule_tiles(A, B, Partial, const)
 
 
-def combine(Partial, C, SPLIT_K: Int, COMBINE_M: Int, COMBINE_N: Int):
-    """C = the sum of Partial `[SPLIT_K, m, n]` over its first axis, always in the same order."""
-    row, column = ct.bid(0), ct.bid(1)
+def matmul_padded(PaddedA, PaddedB, C,
+                  TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool, STORE_LATE: Bool,
+                  TMA_STORE: Bool, LATENCY: Int):  # fmt: skip
+    """As `matmul`, of copies whose sizes are rounded up, PaddedA `[>= m, >= k]` and PaddedB `[>= k, >= n]`, both row-major."""
+    const = Constants(TILE_M, TILE_N, TILE_K, GROUP_M, PERSISTENT, STORE_LATE, TMA_STORE, LATENCY, 1, False, False)
+    schedule_tiles(PaddedA, PaddedB, C, const)
+
+
+def pad_a(A, PaddedA, PAD_ROWS: Int, PAD_COLUMNS: Int, A_COLUMN: Bool):
+    """Copy A into PaddedA, with zeros behind its columns."""
+    copy_tile(A, PaddedA, PAD_ROWS, PAD_COLUMNS, A_COLUMN)
+
+
+def pad_b(B, PaddedB, PAD_ROWS: Int, PAD_COLUMNS: Int, B_COLUMN: Bool):
+    """Copy B into PaddedB, with zeros behind its columns."""
+    copy_tile(B, PaddedB, PAD_ROWS, PAD_COLUMNS, B_COLUMN)
+
+
+def copy_tile(array, Padded, ROWS, COLUMNS, COLUMN_MAJOR):
+    """The current block's tile of a copy. The copy's sizes are multiples of its tile's."""
+    tile = load_tile(array, ct.bid(0), ct.bid(1), ROWS, COLUMNS, COLUMN_MAJOR, None)
+    ct.scatter(Padded, elements_of(ct.bid(0), ct.bid(1), ROWS, COLUMNS), tile, check_bounds=False)
+
+
+def combine(Partial, C, SPLIT_K: Int, COMBINE_M: Int, COMBINE_N: Int, COMBINE_EVEN: Bool):
+    """C = the sum of Partial `[SPLIT_K, m, n]` over its first axis, always in the same order. COMBINE_EVEN: tiles divide C."""
+    rows, columns = elements_of(ct.bid(0), ct.bid(1), COMBINE_M, COMBINE_N)
     total = ct.zeros((COMBINE_M, COMBINE_N), ct.float32)
     for share in ct.static_iter(range(SPLIT_K)):
-        part = ct.load(Partial, (share, row, column), (1, COMBINE_M, COMBINE_N), allow_tma=False,
-                       padding_mode=ct.PaddingMode.ZERO)  # fmt: skip
-        total = total + part.reshape((COMBINE_M, COMBINE_N))
-    ct.store(C, (row, column), total.astype(C.dtype), allow_tma=False)
+        total = total + ct.gather(Partial, (share, rows, columns), check_bounds=not COMBINE_EVEN)
+    ct.scatter(C, (rows, columns), total.astype(C.dtype), check_bounds=not COMBINE_EVEN)
+
+
+def elements_of(row, column, ROWS, COLUMNS):
+    """Indices of a tile's elements, `[ROWS, 1]` and `[1, COLUMNS]`: gathers and scatters without bounds move 16 bytes at a time,
+    which loads and stores do only where the compiler knows what the sizes are multiples of.
+    """
+    rows = row * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]
+    return rows, column * COLUMNS + ct.arange(COLUMNS, dtype=ct.int32)[None, :]
 
 
 def schedule_tiles(A, B, Out, const):
     """All of the current block's work tiles."""
-    total = ct.cdiv(A.shape[0], const.TILE_M) * ct.cdiv(B.shape[1], const.TILE_N) * const.SPLIT_K
+    tiles_m, tiles_n = tiles_of(Out, const)
+    total = tiles_m * tiles_n * const.SPLIT_K
     if const.STORE_LATE:
         work = Work(0, 0, 0)
         acc = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
@@ -111,21 +140,26 @@ def schedule_tiles(A, B, Out, const):
             # its own.
             if index >= ct.num_blocks(0):
                 epilogue(Out, work, acc, const)
-            work = place_of(A, B, index, const)
+            work = place_of(index, tiles_m, tiles_n, const)
             acc = main_loop(A, B, work, const)
         epilogue(Out, work, acc, const)
     elif const.PERSISTENT:
         for index in range(ct.bid(0), total, ct.num_blocks(0)):
-            work = place_of(A, B, index, const)
+            work = place_of(index, tiles_m, tiles_n, const)
             epilogue(Out, work, main_loop(A, B, work, const), const)
     else:
-        work = place_of(A, B, ct.bid(0), const)
+        work = place_of(ct.bid(0), tiles_m, tiles_n, const)
         epilogue(Out, work, main_loop(A, B, work, const), const)
 
 
-def place_of(A, B, index, const):
+def tiles_of(Out, const):
+    """Tiles along the rows and the columns of the output, or of each share of it."""
+    first = 1 if const.SPLIT_K > 1 else 0
+    return ct.cdiv(Out.shape[first], const.TILE_M), ct.cdiv(Out.shape[first + 1], const.TILE_N)
+
+
+def place_of(index, tiles_m, tiles_n, const):
     """The `index`-th work tile: groups of GROUP_M rows of tiles, within a group column after column; shares slowest."""
-    tiles_m, tiles_n = ct.cdiv(A.shape[0], const.TILE_M), ct.cdiv(B.shape[1], const.TILE_N)
     share = 0
     if const.SPLIT_K > 1:
         share = index // (tiles_m * tiles_n)
@@ -144,18 +178,18 @@ def main_loop(A, B, work, const):
     begin, end = 0, steps
     if const.SPLIT_K > 1:
         begin, end = steps * work.share // const.SPLIT_K, steps * (work.share + 1) // const.SPLIT_K
+    latency = None if const.LATENCY == 0 else const.LATENCY
     acc = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
     for step in range(begin, end):
-        a = load(A, work.row, step, const.TILE_M, const.TILE_K, const.A_COLUMN, const)
-        b = load(B, step, work.column, const.TILE_K, const.TILE_N, const.B_COLUMN, const)
+        a = load_tile(A, work.row, step, const.TILE_M, const.TILE_K, const.A_COLUMN, latency)
+        b = load_tile(B, step, work.column, const.TILE_K, const.TILE_N, const.B_COLUMN, latency)
         acc = ct.mma(a, b, acc)
     return acc
 
 
-def load(array, row, column, ROWS, COLUMNS, COLUMN_MAJOR, const):
+def load_tile(array, row, column, ROWS, COLUMNS, COLUMN_MAJOR, latency):
     """The tile `[ROWS, COLUMNS]` of a matrix at `row` and `column`, counted in tiles, with zeros beyond the edge."""
-    latency = None if const.LATENCY == 0 else const.LATENCY
-    if COLUMN_MAJOR:
+    if COLUMN_MAJOR:  # along memory, and turned afterwards, which the tensor cores' operands are for nothing
         tile = ct.load(array, (column, row), (COLUMNS, ROWS), order=(1, 0), padding_mode=ct.PaddingMode.ZERO,
                        latency=latency)  # fmt: skip
         return ct.permute(tile, (1, 0))
@@ -163,14 +197,10 @@ def load(array, row, column, ROWS, COLUMNS, COLUMN_MAJOR, const):
 
 
 def epilogue(Out, work, acc, const):
-    """Store a work tile's product, rounded to the type of the output, in STORE_PARTS."""
-    width = const.TILE_N // const.STORE_PARTS
-    for part in ct.static_iter(range(const.STORE_PARTS)):
-        tile = acc if const.STORE_PARTS == 1 else ct.extract(acc, (0, part), (const.TILE_M, width))
-        tile = tile.astype(Out.dtype)
-        column = work.column * const.STORE_PARTS + part
-        if const.SPLIT_K > 1:
-            ct.store(Out, (work.share, work.row, column), tile.reshape((1, const.TILE_M, width)),
-                     allow_tma=None if const.TMA_STORE else False)  # fmt: skip
-        else:
-            ct.store(Out, (work.row, column), tile, allow_tma=None if const.TMA_STORE else False)
+    """Store a work tile's product, rounded to the type of the output. The compiler does so in parts where it uses TMA."""
+    tile, allow_tma = acc.astype(Out.dtype), None if const.TMA_STORE else False
+    if const.SPLIT_K > 1:
+        ct.store(Out, (work.share, work.row, work.column), tile.reshape((1, const.TILE_M, const.TILE_N)),
+                 allow_tma=allow_tma)  # fmt: skip
+    else:
+        ct.store(Out, (work.row, work.column), tile, allow_tma=allow_tma)
