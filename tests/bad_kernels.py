@@ -8,7 +8,7 @@ import cuda.tile as ct
 from cuda.tile.compilation import KernelSignature, export_kernel
 
 from tiledsched.build.cubin import Artifact, read_artifact
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention.entries import HeadArray
 from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
@@ -32,7 +32,7 @@ def slow(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_log2: f
 
 def build(function, problem: Problem, arch: str) -> Artifact:
     """`function` compiled for `arch`, loadable in place of the attention kernel."""
-    template = template_for("attention")
+    template = kernel_named("attention")
     signature = template.signature(space_for(arch).default(problem), problem)
     plain = KernelSignature(signature.parameters[:5], signature.calling_convention, signature.symbol)
     output = io.BytesIO()

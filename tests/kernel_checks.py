@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from tiledsched import data_files
 from tiledsched.interpreter import run_outputs
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.reference import attention_and_lse
-from tiledsched.kernels.attention.template import AttentionTemplate
-from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
 
 ARCHS = sorted(path.stem for path in (data_files.search_spaces() / "attention").glob("sm_*.toml"))
@@ -23,7 +22,7 @@ TOLERANCE = {"float16": 1.5e-3, "bfloat16": 1e-2, "fp16 accumulator": 6e-3}
 """Largest relative Frobenius error of any tile of the output; normal inputs make about a quarter of it."""
 LSE_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
 """Largest error of a log-sum-exp, beside as much of its size."""
-TEMPLATE = AttentionTemplate()
+TEMPLATE = Attention
 DRAWN = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], max_examples=200
 )
@@ -100,7 +99,7 @@ def problems(draw, **fixed):
         "value_dim": draw(st.sampled_from([0, 0, 0, 16, 40, 64, 96, 128])),
         "lse": draw(st.booleans()),
     }
-    return Problem(**drawn | fixed)
+    return Attention.problem(**drawn | fixed)
 
 
 @st.composite

@@ -33,7 +33,7 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import package_version
 from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernels.attention.template import AttentionTemplate
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.gpu import GpuRunner, Timeouts
 from tiledsched.measure.runner import Candidate, Failed, Measurement
 from tiledsched.problem import Problem
@@ -74,7 +74,7 @@ class Runner(GpuRunner):
 class RealBench:
     """The GPU of this machine."""
 
-    problem = Problem(seq_q=2048, seq_k=2048, head_dim=64, batch=4, heads=16, kv_heads=16)
+    problem = Attention.problem(seq_q=2048, seq_k=2048, head_dim=64, batch=4, heads=16, kv_heads=16)
     too_large = problem.replace(seq_q=65536, seq_k=65536, batch=4096)
     timeouts = Timeouts(look_s=4.0)
 
@@ -137,7 +137,7 @@ ACTS = {
 class FakeBench:
     """A made-up GPU: see fake_worker.py."""
 
-    problem = Problem(seq_q=40, seq_k=24, head_dim=16, batch=8, heads=2, kv_heads=1)
+    problem = Attention.problem(seq_q=40, seq_k=24, head_dim=16, batch=8, heads=2, kv_heads=1)
     too_large = problem.replace(head_dim=250)
     timeouts = Timeouts(load_s=0.8, look_s=0.8, check_s=0.8, sample_s=0.8, each_sample_s=0.01)
     arch = "sm_90"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
-from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
 from tiledsched.store.records import BuildRecord, EntryRecord, Toolchain
 
@@ -13,7 +13,7 @@ TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nv
 DEVICE = Device(
     name="NVIDIA H200", arch="sm_90", sm_count=132, memory_bytes=139 << 30, l2_bytes=60 << 20, driver="580.1"
 )
-PROBLEM = Problem.standard(seq_len=4096, head_dim=64)
+PROBLEM = Attention.standard(seq_len=4096, head_dim=64)
 SOURCE = "abc"
 
 
@@ -51,7 +51,7 @@ def build_of(schedule, outcome, *, problem=PROBLEM, arch="sm_90"):
         outcome = Artifact(arch=arch, fingerprint=outcome, facts=facts, cubin=b"\x7fELF" * 100)
     return BuildRecord.of(outcome, kernel="attention", source_hash=SOURCE, toolchain=TOOLCHAIN, arch=arch,
                           schedule=schedule, seconds=1.0,
-                          problem_class=template_for("attention").problem_class(schedule, problem))  # fmt: skip
+                          problem_class=kernel_named("attention").problem_class(schedule, problem))  # fmt: skip
 
 
 def add_builds(db, builds):

@@ -12,9 +12,9 @@ from datetime import datetime, timedelta, timezone
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernels.template import ProblemClass
+from tiledsched.kernel import ProblemClass
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
-from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import BuildRecord, EntryRecord, StoredMeasurement
@@ -24,7 +24,7 @@ TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nv
 DEVICE = Device(
     name="NVIDIA Sample", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=50 << 20, driver="580.1"
 )
-PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 FAILURE = Failure(kind=FailureKind.COMPILE_ERROR, message="tileiras: error: out of registers")
 
 

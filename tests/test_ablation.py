@@ -13,10 +13,10 @@ from test_study import MadeUp, print_of
 from tiledsched.build.compiler import Built as BuiltSchedule
 from tiledsched.cli import main
 from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions
-from tiledsched.problem import Problem
 from tiledsched.search.programs import Workshop
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
@@ -28,8 +28,8 @@ from tiledsched.studies.bench.methods import untuned_schedule
 ROOT = Path(__file__).parent.parent
 LANDSCAPE = ROOT / "tuning_db" / "landscapes" / "h200_burst_s16384_d128_float16_full_b1_h16.json.xz"
 SPACE = space_for("sm_90")
-TEMPLATE = template_for("attention")
-PROBLEM = Problem.standard(seq_len=1024, head_dim=64, causal=True)
+TEMPLATE = kernel_named("attention")
+PROBLEM = Attention.standard(seq_len=1024, head_dim=64, causal=True)
 PLAIN = untuned_schedule("sm_90").replace(num_ctas=1)
 TUNED = PLAIN.replace(tile_m=128, num_worker_warps=8, occupancy=2, loop_split=True)
 RIGHT = Checked(accuracy=Accuracy(max_abs_error=1e-3, worst_tile_error=1e-3, worst_tile=(0, 0, 0), repeatable=True),

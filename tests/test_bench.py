@@ -14,10 +14,10 @@ import pytest
 
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError, MeasureError
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.reference import attention_reference
 from tiledsched.kernels.attention.suites import SUITES
 from tiledsched.measure.runner import Conditions
-from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
 from tiledsched.studies.bench import run as run_module
 from tiledsched.studies.bench import sampling
@@ -42,7 +42,7 @@ from tiledsched.studies.bench.rows import COLUMNS, BenchRow, append_rows, finish
 from tiledsched.studies.bench.run import BenchOptions, Prepared, Ready, bench_cell, run_bench
 from tiledsched.studies.bench.sampling import LEAST_SAMPLES, QUEUED, sample_counts, sample_in_turn, spread_evenly
 
-PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 OTHER = PROBLEM.replace(causal=True)
 FIRST_COLUMNS = ["regime", "method", "dtype", "causal", "batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim",
                  "median_us", "ci_low_us", "ci_high_us", "tflops", "max_abs_err", "sm_clock_mhz", "status"]  # fmt: skip
@@ -197,7 +197,7 @@ def test_methods_are_chosen_in_their_own_order_and_unknown_ones_refused() -> Non
 
 
 def test_a_method_that_holds_the_scores_is_skipped_where_they_do_not_fit() -> None:
-    large = Problem.standard(seq_len=16384, head_dim=64)
+    large = Attention.standard(seq_len=16384, head_dim=64)
     said = METHODS["torch_math"].refusal(large, 139 << 30)
     assert said == "skipped: its score matrices would take 128 GiB"
     assert METHODS["torch_math"].refusal(PROBLEM, 139 << 30) == ""
@@ -218,11 +218,11 @@ def test_the_untuned_schedule_names_every_knob_of_the_space() -> None:
 
 
 CPU_PROBLEMS = [
-    Problem(seq_q=33, seq_k=33, head_dim=16, batch=2, heads=2, kv_heads=2, causal=True),
-    Problem(seq_q=20, seq_k=50, head_dim=32, heads=4, kv_heads=2, dtype="bfloat16"),
-    Problem(seq_q=20, seq_k=50, head_dim=32, heads=4, kv_heads=1, causal=True),
-    Problem(seq_q=20, seq_k=50, head_dim=32, heads=2, kv_heads=2, causal=True, alignment="bottom_right"),
-    Problem(seq_q=16, seq_k=16, head_dim=32, value_dim=16, heads=2, kv_heads=2, causal=True),
+    Attention.problem(seq_q=33, seq_k=33, head_dim=16, batch=2, heads=2, kv_heads=2, causal=True),
+    Attention.problem(seq_q=20, seq_k=50, head_dim=32, heads=4, kv_heads=2, dtype="bfloat16"),
+    Attention.problem(seq_q=20, seq_k=50, head_dim=32, heads=4, kv_heads=1, causal=True),
+    Attention.problem(seq_q=20, seq_k=50, head_dim=32, heads=2, kv_heads=2, causal=True, alignment="bottom_right"),
+    Attention.problem(seq_q=16, seq_k=16, head_dim=32, value_dim=16, heads=2, kv_heads=2, causal=True),
 ]
 
 
@@ -251,25 +251,25 @@ def test_what_torch_computes_is_the_problem(name, problem) -> None:
 
 
 def test_pairs_are_the_same_every_time_and_bounded_by_work() -> None:
-    many = Problem.standard(seq_len=512, head_dim=64)
+    many = Attention.standard(seq_len=512, head_dim=64)
     pairs = compared_pairs(many)
     assert pairs == compared_pairs(many)
     assert len(pairs) == len(set(pairs)) == MOST_PAIRS
     assert pairs[0] == (0, 0)
     assert pairs[-1] == (many.batch - 1, many.heads - 1)
-    large = Problem.standard(seq_len=16384, head_dim=64)
+    large = Attention.standard(seq_len=16384, head_dim=64)
     assert len(compared_pairs(large)) == MOST_SCORES // 16384**2 == 4
-    huge = Problem(seq_q=65536, seq_k=65536, head_dim=64, heads=8, kv_heads=8)
+    huge = Attention.problem(seq_q=65536, seq_k=65536, head_dim=64, heads=8, kv_heads=8)
     assert compared_pairs(huge) == [(0, 0), (0, 7)]
-    assert compared_pairs(Problem(seq_q=65536, seq_k=65536, head_dim=64)) == [(0, 0)]
-    assert compared_pairs(Problem(seq_q=8, seq_k=8, head_dim=64, heads=2, kv_heads=2)) == [(0, 0), (0, 1)]
+    assert compared_pairs(Attention.problem(seq_q=65536, seq_k=65536, head_dim=64)) == [(0, 0)]
+    assert compared_pairs(Attention.problem(seq_q=8, seq_k=8, head_dim=64, heads=2, kv_heads=2)) == [(0, 0), (0, 1)]
 
 
 def test_errors_are_those_of_all_pairs_together() -> None:
     rng = numpy.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 2, 40, 16)) for _ in range(3))
     reference = attention_reference(numpy, q, k, v, causal=True, scale=0.25)
-    problem = Problem(seq_q=40, seq_k=40, head_dim=16, heads=2, kv_heads=2, causal=True)
+    problem = Attention.problem(seq_q=40, seq_k=40, head_dim=16, heads=2, kv_heads=2, causal=True)
     expected = [reference_of_pair(numpy, problem, q[0, h], k[0, h], v[0, h]) for h in range(2)]
     numpy.testing.assert_allclose(expected, reference[0], rtol=1e-12)
     outputs = [each.copy() for each in expected]
@@ -405,7 +405,7 @@ def test_columns_begin_as_agreed() -> None:
 
 def test_rows_survive_the_file(tmp_path) -> None:
     path = tmp_path / "new" / "rows.csv"
-    problem = Problem(seq_q=8, seq_k=64, head_dim=64, value_dim=32, causal=True, alignment="bottom_right", heads=4,
+    problem = Attention.problem(seq_q=8, seq_k=64, head_dim=64, value_dim=32, causal=True, alignment="bottom_right", heads=4,
                       kv_heads=2)  # fmt: skip
     rows = sample_rows(problem=problem, tiledsched=100.0, torch_math=None, matmul=500.0)
     rows[0] = dataclasses.replace(rows[0], schedule="64x64", provenance="measured", measured_program=False)

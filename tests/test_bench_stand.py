@@ -13,15 +13,15 @@ import pytest
 
 import tiledsched.studies.bench.stand as stand_module
 from tiledsched.errors import MeasureError, UnsupportedError
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
-from tiledsched.problem import Problem
 from tiledsched.studies.bench import methods as methods_module
 from tiledsched.studies.bench.methods import METHODS, OURS
 from tiledsched.studies.bench.run import BenchOptions, bench_cell
 
 torch = pytest.importorskip("torch")
 
-PROBLEM = Problem(seq_q=48, seq_k=48, head_dim=16, batch=2, heads=4, kv_heads=2, causal=True)
+PROBLEM = Attention.problem(seq_q=48, seq_k=48, head_dim=16, batch=2, heads=4, kv_heads=2, causal=True)
 
 
 LATE: list[bool] = []

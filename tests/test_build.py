@@ -20,7 +20,8 @@ from tiledsched.build.cubin import is_whole, read_artifact, strip_debug
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
 from tiledsched.config import load_settings
 from tiledsched.errors import CompilerError, FailureKind
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.prebuilt import make_kernel
@@ -28,7 +29,7 @@ from tiledsched.space_files import space_for
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 REPRODUCIBLE = ("sm_90", "sm_120", "sm_121")
-PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 NEW_KNOBS = ("kv_splits", "pack_gqa", "column_parts")
 
 
@@ -38,7 +39,7 @@ def export(
     """The raw cubin, with `axes` of the first three array axes assumed to be multiples."""
     from cuda.tile.compilation import KernelSignature, export_kernel
 
-    template = template_for("attention")
+    template = kernel_named("attention")
     signature = template.signature(schedule, problem)
     arrays = []
     count = 4 + len(template.workspace(schedule, problem))
@@ -105,7 +106,9 @@ def test_every_structure_builds(arch: str) -> None:
         assert same == (not changes or tuple(changes) in {(name,) for name in INERT[arch]}), changes
 
 
-DECODE = Problem(seq_q=2, seq_k=4096, head_dim=96, causal=True, alignment="bottom_right", heads=8, kv_heads=2, lse=True)
+DECODE = Attention.problem(
+    seq_q=2, seq_k=4096, head_dim=96, causal=True, alignment="bottom_right", heads=8, kv_heads=2, lse=True
+)
 ELSEWHERE = {
     "lse": (PROBLEM.replace(lse=True), {}),
     "bottom right": (PROBLEM.replace(seq_q=300, causal=True, alignment="bottom_right"), {"loop_split": True}),
@@ -144,7 +147,7 @@ def test_what_a_problem_does_without_is_not_in_its_code(knobs: dict) -> None:
     """Constants for other problems leave no trace: two plain problems share their code whatever those are."""
     plain = PROBLEM.replace(causal=True)
     schedule = space_for("sm_90").default(plain).replace(**knobs)
-    template = template_for("attention")
+    template = kernel_named("attention")
     other = plain.replace(seq_q=2048, batch=3)
     assert template.problem_class(schedule, plain) == template.problem_class(schedule, other)
     assert "bottom_right" not in template.problem_class(schedule, plain).to_json()
@@ -210,7 +213,7 @@ def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> Non
 
 def test_only_the_shares_of_split_keys_lie_at_constant_places() -> None:
     """They are loaded sixteen bytes at a time for it. Of their maxima the compiler would load four at the address of one."""
-    template = template_for("attention")
+    template = kernel_named("attention")
     schedule = space_for("sm_90").default(DECODE).replace(kv_splits=16, tile_m=16, tma_loads=False)
     extras = template.workspace(schedule, DECODE)
     named = dict(
@@ -229,7 +232,7 @@ def test_a_launch_runs_what_was_built(knobs: dict) -> None:
     from cuda.tile._cext import default_tile_context
     from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
-    template, problem = template_for("attention"), DECODE
+    template, problem = kernel_named("attention"), DECODE
     schedule = space_for("sm_90").default(problem).replace(**knobs)
     built = template.signature(schedule, problem)
     inferred = [
@@ -280,8 +283,8 @@ def test_the_kernels_that_misbehave_build() -> None:
 
 @pytest.mark.compiler
 def test_one_artifact_serves_every_sequence_length_of_its_class() -> None:
-    template, schedule = template_for("attention"), space_for("sm_90").default(PROBLEM)
-    long = Problem.standard(seq_len=8192, head_dim=64, batch=3, heads=5)
+    template, schedule = kernel_named("attention"), space_for("sm_90").default(PROBLEM)
+    long = Attention.standard(seq_len=8192, head_dim=64, batch=3, heads=5)
     assert template.problem_class(schedule, PROBLEM) == template.problem_class(schedule, long)
     ragged = PROBLEM.replace(seq_k=1000)
     assert template.problem_class(schedule, PROBLEM) != template.problem_class(schedule, ragged)
@@ -309,7 +312,7 @@ def test_hints_reach_the_compiler_by_target() -> None:
     """One kernel object carries every arch's hints, and each arch builds with its own."""
     from cuda.tile.compilation import export_kernel
 
-    template = template_for("attention")
+    template = kernel_named("attention")
     schedules = {arch: space_for(arch).default(PROBLEM) for arch in ("sm_90", "sm_121")}
     schedules["sm_90"] = schedules["sm_90"].replace(num_worker_warps=8)
     kernel = template.kernel(schedules)
@@ -389,7 +392,7 @@ from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
 
 start_process()
-problem = Problem.standard(seq_len=1024, head_dim=64)
+problem = Attention.standard(seq_len=1024, head_dim=64)
 built = compile_task(BuildTask(kernel="attention", schedule=space_for("sm_90").default(problem), problem=problem, arch="sm_90"))
 print(built.artifact.fingerprint, sys.modules["torch"])
 """
@@ -398,7 +401,7 @@ print(built.artifact.fingerprint, sys.modules["torch"])
 def test_a_compile_process_does_without_torch() -> None:
     """cuTile would load it for its dtypes. Without, the machine code is the same."""
     pytest.importorskip("torch")
-    problem = Problem.standard(seq_len=1024, head_dim=64)
+    problem = Attention.standard(seq_len=1024, head_dim=64)
     here = compile_task(
         BuildTask(kernel="attention", schedule=space_for("sm_90").default(problem), problem=problem, arch="sm_90")
     )

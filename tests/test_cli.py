@@ -17,7 +17,7 @@ import pytest
 
 from tiledsched.cli import main
 from tiledsched.cli.parser import make_parser
-from tiledsched.problem import Problem
+from tiledsched.kernels.attention import Attention
 from tiledsched.space_files import load_space
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +51,7 @@ def home(tmp_path, monkeypatch):
 
 def valid_schedules() -> int:
     """How many schedules of that space a run without a GPU considers."""
-    space, problem = load_space("my.toml"), Problem.standard(seq_len=1024, head_dim=64)
+    space, problem = load_space("my.toml"), Attention.standard(seq_len=1024, head_dim=64)
     pinned = {"accum_mode": "fp32", **space.modelled_pins()}
     return sum(1 for _ in space.schedules(problem, pinned=pinned))
 
@@ -313,7 +313,7 @@ def test_problem_flags_reach_the_problem() -> None:
 
     common = ["tune", "--arch", "sm_90", "--seq-len", "4096", "--head-dim", "192", "--causal", "yes", "--batch", "2",
               "--heads", "8", "--kv-heads", "2"]  # fmt: skip
-    plain = Problem(seq_q=4096, seq_k=4096, head_dim=192, causal=True, batch=2, heads=8, kv_heads=2)
+    plain = Attention.problem(seq_q=4096, seq_k=4096, head_dim=192, causal=True, batch=2, heads=8, kv_heads=2)
     assert _problems(make_parser().parse_args(common)) == [plain]
     more = ["--seq-q", "4", "--alignment", "bottom_right", "--value-dim", "128", "--lse"]
     other = plain.replace(seq_q=4, alignment="bottom_right", value_dim=128, lse=True)
@@ -335,10 +335,10 @@ def test_progress_off_a_terminal_is_a_few_lines(capsys) -> None:
     from tiledsched.cli.output import TuneProgress
 
     with TuneProgress() as watcher:
-        watcher.stage(Problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 100)
+        watcher.stage(Attention.problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 100)
         for done in range(1, 101):
             watcher.step(done)
-        watcher.stage(Problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 0)
+        watcher.stage(Attention.problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 0)
     said = capsys.readouterr()
     assert said.out == ""
     lines = said.err.splitlines()

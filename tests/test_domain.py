@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from tiledsched import data_files
 from tiledsched.data_files import search_spaces
 from tiledsched.errors import ProblemError, SpaceError
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.problem import two_parts
 from tiledsched.kernels.attention.suites import SUITES
-from tiledsched.problem import Problem, two_parts
+from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import load_space, space_for
 
@@ -32,7 +34,7 @@ PLAIN_ID = "385d33e462a2"
 
 def problems() -> st.SearchStrategy[Problem]:
     return st.builds(
-        lambda kv, group, **rest: Problem(heads=kv * group, kv_heads=kv, **rest),
+        lambda kv, group, **rest: Attention.problem(heads=kv * group, kv_heads=kv, **rest),
         kv=st.integers(1, 8),
         group=st.integers(1, 8),
         seq_q=st.integers(1, 5000),
@@ -55,12 +57,12 @@ def test_a_problem_round_trips_and_its_id_is_its_value(problem: Problem) -> None
 
 
 def test_ids_are_stable_across_versions() -> None:
-    assert Problem(seq_q=128, seq_k=128, head_dim=64).id == "dbadf0507c15"
+    assert Attention.problem(seq_q=128, seq_k=128, head_dim=64).id == "dbadf0507c15"
     assert Schedule(tile_m=64, persistent=True).id == "01d13d04ad77"
 
 
 def test_flops_and_bytes() -> None:
-    problem = Problem(seq_q=1024, seq_k=1024, head_dim=64, batch=2, heads=4, kv_heads=2)
+    problem = Attention.problem(seq_q=1024, seq_k=1024, head_dim=64, batch=2, heads=4, kv_heads=2)
     assert problem.flops == 4 * 2 * 4 * 1024 * 1024 * 64
     assert problem.replace(causal=True).flops == problem.flops / 2
     assert problem.min_bytes == 2 * (2 * 2 * 4 * 1024 * 64 + 2 * 2 * 2 * 1024 * 64)
@@ -68,17 +70,17 @@ def test_flops_and_bytes() -> None:
 
 
 def test_causal_pairs_of_unequal_lengths() -> None:
-    wide = Problem(seq_q=100, seq_k=1000, head_dim=64, causal=True)
-    tall = Problem(seq_q=1000, seq_k=100, head_dim=64, causal=True)
+    wide = Attention.problem(seq_q=100, seq_k=1000, head_dim=64, causal=True)
+    tall = Attention.problem(seq_q=1000, seq_k=100, head_dim=64, causal=True)
     assert wide.visible_pairs == 100 * 100 / 2
     assert tall.visible_pairs == 100 * 100 / 2 + 900 * 100
 
 
 def test_the_standard_problem_fills_16k_tokens() -> None:
-    problem = Problem.standard(seq_len=4096, head_dim=128)
+    problem = Attention.standard(seq_len=4096, head_dim=128)
     assert (problem.batch, problem.heads, problem.kv_heads) == (4, 16, 16)
-    assert Problem.standard(seq_len=32768, head_dim=256).batch == 1
-    assert Problem.standard(seq_len=512, head_dim=64, heads=32, kv_heads=8).group == 4
+    assert Attention.standard(seq_len=32768, head_dim=256).batch == 1
+    assert Attention.standard(seq_len=512, head_dim=64, heads=32, kv_heads=8).group == 4
 
 
 @pytest.mark.parametrize(
@@ -99,11 +101,11 @@ def test_the_standard_problem_fills_16k_tokens() -> None:
 )
 def test_wrong_problems_are_refused(change: dict, words: str) -> None:
     with pytest.raises(ProblemError, match=words):
-        Problem(**({"seq_q": 16, "seq_k": 16, "head_dim": 64} | change))
+        Attention.problem(**({"seq_q": 16, "seq_k": 16, "head_dim": 64} | change))
 
 
 def test_ids_are_those_of_before_there_were_other_problems() -> None:
-    plain = Problem(seq_q=128, seq_k=256, head_dim=64, causal=True)
+    plain = Attention.problem(seq_q=128, seq_k=256, head_dim=64, causal=True)
     assert set(plain.to_json()) == {"seq_q", "seq_k", "head_dim", "dtype", "causal", "batch", "heads", "kv_heads"}
     assert plain.id == PLAIN_ID
     other = plain.replace(alignment="bottom_right", value_dim=32, lse=True)
@@ -115,10 +117,10 @@ def test_ids_are_those_of_before_there_were_other_problems() -> None:
 
 
 def test_one_problem_has_one_name() -> None:
-    square = Problem(seq_q=128, seq_k=128, head_dim=64, causal=True)
+    square = Attention.problem(seq_q=128, seq_k=128, head_dim=64, causal=True)
     assert square.replace(alignment="bottom_right") == square
     assert square.replace(value_dim=64) == square
-    full = Problem(seq_q=128, seq_k=256, head_dim=64)
+    full = Attention.problem(seq_q=128, seq_k=256, head_dim=64)
     assert full.replace(alignment="bottom_right") == full
     assert full.replace(causal=True, alignment="bottom_right") != full.replace(causal=True)
 
@@ -127,12 +129,14 @@ def test_work_of_other_problems() -> None:
     """Counted pair by pair, but for the half of a pair that the usual count leaves out on the diagonal."""
     for seq_q, seq_k in ((7, 12), (12, 7), (1, 9), (9, 1), (5, 5)):
         for alignment in ("top_left", "bottom_right"):
-            problem = Problem(seq_q=seq_q, seq_k=seq_k, head_dim=64, causal=True, alignment=alignment, value_dim=32)
+            problem = Attention.problem(
+                seq_q=seq_q, seq_k=seq_k, head_dim=64, causal=True, alignment=alignment, value_dim=32
+            )
             offset = seq_k - seq_q if problem.alignment == "bottom_right" else 0
             pairs = sum(column <= row + offset for row in range(seq_q) for column in range(seq_k))
             assert problem.visible_pairs == pairs - min(seq_q, seq_k) / 2
             assert problem.flops == 2 * problem.visible_pairs * (64 + 32)
-    problem = Problem(seq_q=100, seq_k=300, head_dim=64, value_dim=32, heads=4, kv_heads=2)
+    problem = Attention.problem(seq_q=100, seq_k=300, head_dim=64, value_dim=32, heads=4, kv_heads=2)
     assert problem.min_bytes == 2 * (4 * 100 * (64 + 32) + 2 * 300 * (64 + 32))
     assert problem.replace(lse=True).min_bytes == problem.min_bytes + 4 * 4 * 100
 
@@ -144,17 +148,17 @@ def test_work_of_other_problems() -> None:
 )  # fmt: skip
 def test_columns_in_two_parts(columns: int, parts: tuple[int, int]) -> None:
     assert two_parts(columns) == parts
-    problem = Problem(seq_q=1, seq_k=1, head_dim=columns)
+    problem = Attention.problem(seq_q=1, seq_k=1, head_dim=columns)
     assert columns <= problem.split_d <= problem.tile_d
     assert problem.split_d == sum(parts)
     assert parts[1] == 0 or parts[0] % parts[1] == 0  # so that the second part starts at a tile's edge
 
 
 def test_what_32_bits_do_not_reach_is_wide() -> None:
-    problem = Problem(seq_q=1 << 15, seq_k=1, head_dim=64, heads=1 << 10)
+    problem = Attention.problem(seq_q=1 << 15, seq_k=1, head_dim=64, heads=1 << 10)
     assert not problem.replace(heads=(1 << 10) - 1).wide
     assert problem.wide  # 2**31 elements
-    assert Problem(seq_q=1, seq_k=1 << 15, head_dim=32, value_dim=64, heads=1 << 10, kv_heads=1 << 10).wide
+    assert Attention.problem(seq_q=1, seq_k=1 << 15, head_dim=32, value_dim=64, heads=1 << 10, kv_heads=1 << 10).wide
 
 
 def test_a_problem_from_json_names_the_wrong_key() -> None:
@@ -182,7 +186,7 @@ def test_every_arch_has_a_space_with_every_knob(arch: str) -> None:
     assert set(space.knobs) == KNOBS
     for head_dim in (64, 128, 256):
         for causal in (False, True):
-            problem = Problem.standard(seq_len=1024, head_dim=head_dim, causal=causal)
+            problem = Attention.standard(seq_len=1024, head_dim=head_dim, causal=causal)
             schedules = list(space.schedules(problem, pinned={"accum_mode": "fp32"}))
             assert len(schedules) == len(set(schedules)) >= 100
             assert space.default(problem) in schedules
@@ -191,7 +195,7 @@ def test_every_arch_has_a_space_with_every_knob(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_121"])
 def test_enumeration_sampling_and_validation_agree(arch: str) -> None:
     space = space_for(arch)
-    problem = Problem.standard(seq_len=1000, head_dim=96, causal=True)
+    problem = Attention.standard(seq_len=1000, head_dim=96, causal=True)
     listed = set(space.schedules(problem))
     rng = random.Random(3)
     for _ in range(200):
@@ -212,7 +216,7 @@ def test_the_space_is_large_enough_and_not_too_large(arch: str, causal: bool) ->
     """On sm_90, for every problem of 64 or 128 columns; elsewhere the smaller parts allow less."""
     space = space_for(arch)
     for seq_len in (1000, 1024):
-        problem = Problem.standard(seq_len=seq_len, head_dim=128, causal=causal)
+        problem = Attention.standard(seq_len=seq_len, head_dim=128, causal=causal)
         count = sum(1 for _ in space.schedules(problem, pinned={"accum_mode": "fp32"}))
         assert (5000 if arch == "sm_90" else 2000) <= count <= 40_000
         modelled = sum(1 for _ in space.schedules(problem, pinned={"accum_mode": "fp32"} | space.modelled_pins()))
@@ -221,7 +225,7 @@ def test_the_space_is_large_enough_and_not_too_large(arch: str, causal: bool) ->
 
 def test_at_most_two_departures_from_the_plain_kernel() -> None:
     space = space_for("sm_90")
-    problem = Problem.standard(seq_len=1024, head_dim=64, causal=True)
+    problem = Attention.standard(seq_len=1024, head_dim=64, causal=True)
     pins = space.modelled_pins()
     for schedule in itertools.islice(space.schedules(problem), 0, None, 17):
         departures = sum(
@@ -249,13 +253,13 @@ def test_what_only_a_measurement_shows_is_marked() -> None:
         "peel_first", "kv_splits", "pack_gqa", "column_parts",
     }  # fmt: skip
     assert all(space.knobs[name].measured_only and space.knobs[name].default == value for name, value in pins.items())
-    problem = Problem.standard(seq_len=1024, head_dim=64)
+    problem = Attention.standard(seq_len=1024, head_dim=64)
     assert all(pins.items() <= dict(schedule).items() for schedule in space.schedules(problem, pinned=pins))
 
 
 def test_shares_of_keys_take_two_steps_with_tma_loads() -> None:
     space = space_for("sm_90")
-    problem = Problem(seq_q=1, seq_k=4096, head_dim=128, heads=8, kv_heads=8)
+    problem = Attention.problem(seq_q=1, seq_k=4096, head_dim=128, heads=8, kv_heads=8)
     schedule = space.default(problem).replace(tile_m=16, tile_n=128, kv_splits=16)
     assert space.unworkable(schedule, problem) == []
     for changed in ({"kv_splits": 8}, {"tile_n": 64}, {"occupancy": 2}, {"tile_m": 32}, {"num_worker_warps": 8}):
@@ -270,11 +274,13 @@ def test_shares_of_keys_take_two_steps_with_tma_loads() -> None:
 def test_knobs_for_other_problems_rest_on_ordinary_ones(arch: str) -> None:
     space = space_for(arch)
     for causal in (False, True):
-        problem = Problem.standard(seq_len=1024, head_dim=128, causal=causal)
+        problem = Attention.standard(seq_len=1024, head_dim=128, causal=causal)
         for schedule in space.schedules(problem, pinned={"check_bounds": True, "opt_level": 3}):
             assert (schedule["kv_splits"], schedule["pack_gqa"], schedule["column_parts"]) == (1, False, 1)
             assert schedule.number("tile_m") >= 64
-    decode = Problem(seq_q=2, seq_k=4096, head_dim=96, causal=True, alignment="bottom_right", heads=8, kv_heads=2)
+    decode = Attention.problem(
+        seq_q=2, seq_k=4096, head_dim=96, causal=True, alignment="bottom_right", heads=8, kv_heads=2
+    )
     for name, values in {"kv_splits": {1, 2, 4, 8, 16, 32}, "pack_gqa": {False, True}, "column_parts": {1, 2}}.items():
         for value in values:
             assert next(space.schedules(decode, pinned={name: value}), None) is not None, (name, value)
@@ -284,7 +290,7 @@ def test_knobs_for_other_problems_rest_on_ordinary_ones(arch: str) -> None:
 def test_a_value_that_some_constraint_rules_out_is_not_tried() -> None:
     """A walk that tried small tiles with every value of the rest would not end."""
     space = space_for("sm_90")
-    problem = Problem.standard(seq_len=4096, head_dim=128)
+    problem = Attention.standard(seq_len=4096, head_dim=128)
     assert list(space.schedules(problem, pinned={"tile_m": 16})) == []
     assert list(space.schedules(problem, pinned={"kv_splits": 4})) == []
     with pytest.raises(SpaceError, match="no valid schedule"):
@@ -293,7 +299,7 @@ def test_a_value_that_some_constraint_rules_out_is_not_tried() -> None:
 
 def test_schedules_of_earlier_versions_are_completed() -> None:
     space = space_for("sm_90")
-    problem = Problem.standard(seq_len=1024, head_dim=64)
+    problem = Attention.standard(seq_len=1024, head_dim=64)
     default = space.default(problem)
     assert space.complete(default) == default
     old = {name: value for name, value in default.items() if name not in space.modelled_pins()}
@@ -306,7 +312,7 @@ def test_schedules_of_earlier_versions_are_completed() -> None:
 
 def test_constraints_are_checked_early_and_late_alike(monkeypatch) -> None:
     """A constraint over more combinations than are tabulated allows the same schedules in the same order."""
-    problem = Problem.standard(seq_len=1000, head_dim=128, causal=True)
+    problem = Attention.standard(seq_len=1000, head_dim=128, causal=True)
     pinned = {"occupancy": 1, "num_worker_warps": 4, "tile_m": 64, "opt_level": 3, "persistent": "no", "num_ctas": 1,
               "kv_direction": "forward", "division": "approximate", "tma_store": True}  # fmt: skip
     early = list(space_for("sm_90").schedules(problem, pinned=pinned))
@@ -318,7 +324,7 @@ def test_constraints_are_checked_early_and_late_alike(monkeypatch) -> None:
 def test_samples_are_uniform() -> None:
     """Drawing the widest constraint's knobs together may not favour anything."""
     space = space_for("sm_121")
-    problem = Problem.standard(seq_len=1024, head_dim=256)
+    problem = Attention.standard(seq_len=1024, head_dim=256)
     listed = list(space.schedules(problem))
     rng = random.Random(5)
     drawn = [space.sample(problem, rng) for _ in range(2000)]
@@ -331,7 +337,7 @@ def test_samples_are_uniform() -> None:
 
 def test_the_default_is_repaired_where_a_constraint_forbids_it() -> None:
     space = space_for("sm_121")
-    problem = Problem.standard(seq_len=512, head_dim=256)
+    problem = Attention.standard(seq_len=512, head_dim=256)
     wanted = Schedule({name: knob.default for name, knob in space.knobs.items()})
     assert space.violations(wanted, problem)
     default = space.default(problem)
@@ -341,7 +347,7 @@ def test_the_default_is_repaired_where_a_constraint_forbids_it() -> None:
 
 def test_the_default_keeps_what_is_pinned() -> None:
     space = space_for("sm_90")
-    problem = Problem.standard(seq_len=512, head_dim=64)
+    problem = Attention.standard(seq_len=512, head_dim=64)
     assert space.default(problem, pinned={"accum_mode": "fp16"}) == space.default(problem).replace(accum_mode="fp16")
     with pytest.raises(SpaceError, match="no valid schedule"):
         space.default(problem.replace(dtype="bfloat16"), pinned={"accum_mode": "fp16"})
@@ -349,7 +355,7 @@ def test_the_default_keeps_what_is_pinned() -> None:
 
 def test_violations_say_why() -> None:
     space = space_for("sm_90")
-    problem = Problem.standard(seq_len=1024, head_dim=64)
+    problem = Attention.standard(seq_len=1024, head_dim=64)
     schedule = space.default(problem).replace(loop_split=True)
     with pytest.raises(SpaceError, match="nothing to split"):
         space.validate(schedule, problem)
@@ -360,14 +366,14 @@ def test_violations_say_why() -> None:
 
 def test_a_ragged_length_may_split_the_loop_without_a_causal_mask() -> None:
     space = space_for("sm_90")
-    even, ragged = Problem.standard(seq_len=1024, head_dim=64), Problem.standard(seq_len=1000, head_dim=64)
+    even, ragged = Attention.standard(seq_len=1024, head_dim=64), Attention.standard(seq_len=1000, head_dim=64)
     assert not any(schedule["loop_split"] for schedule in space.schedules(even))
     assert any(schedule["loop_split"] for schedule in space.schedules(ragged))
 
 
 def test_bfloat16_never_accumulates_in_fp16() -> None:
     space = space_for("sm_90")
-    problem = Problem.standard(seq_len=1024, head_dim=64, dtype="bfloat16")
+    problem = Attention.standard(seq_len=1024, head_dim=64, dtype="bfloat16")
     assert {schedule["accum_mode"] for schedule in space.schedules(problem)} == {"fp32"}
 
 
@@ -439,7 +445,7 @@ def test_an_unknown_arch_or_file_is_named() -> None:
 
 
 def test_a_draw_that_rejection_does_not_find_is_from_all_of_them() -> None:
-    space, problem = space_for("sm_90"), Problem.standard(seq_len=100, head_dim=256)
+    space, problem = space_for("sm_90"), Attention.standard(seq_len=100, head_dim=256)
     drawn = space.sample(problem, random.Random(0), tries=0)
     assert space.violations(drawn, problem) == []
     assert drawn != space.sample(problem, random.Random(1), tries=0)
@@ -449,7 +455,7 @@ def test_a_space_that_allows_nothing_says_so(tmp_path) -> None:
     path = tmp_path / "my.toml"
     path.write_text(MINE + "[[constraints]]\nrequire = 'tile_m > 64'\nbecause = 'contrary'")
     space = load_space(path)
-    problem = Problem.standard(seq_len=64, head_dim=64)
+    problem = Attention.standard(seq_len=64, head_dim=64)
     assert list(space.schedules(problem)) == []
     with pytest.raises(SpaceError, match="holds no valid schedule"):
         space.default(problem)
@@ -463,7 +469,7 @@ def test_neighbours_are_all_that_work_within_two_knobs() -> None:
     few = {"tile_m", "tile_n", "occupancy", "num_worker_warps", "num_ctas", "latency_k", "loop_split", "persistent"}
     space = replace(space, knobs={name: knob if name in few else replace(knob, choices=(knob.default,))
                                   for name, knob in space.knobs.items()})  # fmt: skip
-    problem = Problem.standard(seq_len=1024, head_dim=64, causal=True)
+    problem = Attention.standard(seq_len=1024, head_dim=64, causal=True)
     start = space.default(problem)
     found = list(space.neighbours(start, problem, pinned=("tile_n",)))
 
@@ -483,7 +489,7 @@ def test_neighbours_are_all_that_work_within_two_knobs() -> None:
 
 
 def test_a_space_limited_to_candidates() -> None:
-    space, problem = space_for("sm_90"), Problem.standard(seq_len=1024, head_dim=64)
+    space, problem = space_for("sm_90"), Attention.standard(seq_len=1024, head_dim=64)
     listed = [{"tile_m": 128, "tile_n": 128}, {"loop_split": True}, {"tile_m": 512}, {"tile_m": 128, "tile_n": 128}]
     limited = space.limited_to(listed)
     default = space.default(problem)

@@ -14,7 +14,8 @@ import pytest
 
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.reference import attention_reference
 from tiledsched.measure.accuracy import LARGEST_ERROR
 from tiledsched.measure.runner import Batch, Candidate, Checked
@@ -185,7 +186,9 @@ def test_what_is_launched_is_what_would_be_measured(tmp_path, shape, causal) -> 
     with sqlite3.connect(tmp_path / "cache.db") as cache:
         launched = {read_artifact(blob, arch()).fingerprint for (blob,) in cache.execute("select blob from cache")}
     batch, heads, seq, head_dim = shape
-    problem = Problem(seq_q=seq, seq_k=seq, head_dim=head_dim, causal=causal, batch=batch, heads=heads, kv_heads=heads)
+    problem = Attention.problem(
+        seq_q=seq, seq_k=seq, head_dim=head_dim, causal=causal, batch=batch, heads=heads, kv_heads=heads
+    )
     built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch()))
     assert launched == {built.artifact.fingerprint}
 
@@ -194,7 +197,7 @@ def test_what_is_launched_is_what_would_be_measured(tmp_path, shape, causal) -> 
 def runner():
     from tiledsched.measure.gpu import GpuRunner
 
-    runner = GpuRunner(template_for("attention"))
+    runner = GpuRunner(kernel_named("attention"))
     yield runner
     runner.close()
 
@@ -206,7 +209,7 @@ def candidate(problem: Problem, **knobs) -> Candidate:
     return Candidate(schedule=schedule, artifact=built.artifact)
 
 
-SMALL = Problem(seq_q=512, seq_k=512, head_dim=64, batch=2, heads=4, kv_heads=4)
+SMALL = Attention.problem(seq_q=512, seq_k=512, head_dim=64, batch=2, heads=4, kv_heads=4)
 
 
 @pytest.mark.compiler
@@ -235,7 +238,7 @@ def test_the_worker_checks_and_times(runner, dtype) -> None:
 @pytest.mark.parametrize("shape", [(300, 300, 64, 8, 1), (200, 1000, 128, 16, 8), (512, 512, 256, 8, 8)])
 def test_right_kernels_pass_the_gate_with_room(runner, dtype, causal, shape) -> None:
     seq_q, seq_k, head_dim, heads, kv_heads = shape
-    problem = Problem(seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, dtype=dtype, causal=causal, batch=8, heads=heads,
+    problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, dtype=dtype, causal=causal, batch=8, heads=heads,
                       kv_heads=kv_heads)  # fmt: skip
     runner.begin(problem)
     checked = runner.check(candidate(problem))
@@ -314,7 +317,7 @@ def test_a_kernel_that_takes_too_long_is_killed() -> None:
 
     from tiledsched.measure.gpu import GpuRunner, Timeouts
 
-    runner = GpuRunner(template_for("attention"), timeouts=Timeouts(look_s=4.0))
+    runner = GpuRunner(kernel_named("attention"), timeouts=Timeouts(look_s=4.0))
     try:
         runner.begin(SMALL)
         good = candidate(SMALL)

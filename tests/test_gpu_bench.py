@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from tiledsched.problem import Problem
+from tiledsched.kernels.attention import Attention
 from tiledsched.studies.bench.methods import METHODS, OURS, choose_methods
 from tiledsched.studies.bench.run import BenchOptions, run_bench
 from tiledsched.studies.bench.summary import summarise
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 MUST = {OURS, "untuned", "torch_flash", "torch_efficient", "torch_math", "torch_auto", "eager"}
 PROBLEMS = [
-    Problem.standard(seq_len=512, head_dim=64, batch=1, heads=8),
-    Problem.standard(seq_len=1024, head_dim=128, dtype="bfloat16", causal=True, batch=2, heads=8),
+    Attention.standard(seq_len=512, head_dim=64, batch=1, heads=8),
+    Attention.standard(seq_len=1024, head_dim=128, dtype="bfloat16", causal=True, batch=2, heads=8),
 ]
 
 
@@ -48,7 +48,7 @@ def test_every_method_installed_has_a_time_and_is_right(stand, regime) -> None:
 
 def test_slow_launches_and_quick_ones_have_the_times_they_have_alone(stand) -> None:
     """A graph replay, an event pair behind a flush and torch's own view of one kernel agree within what a flush costs."""
-    problem = Problem.standard(seq_len=4096, head_dim=64)
+    problem = Attention.standard(seq_len=4096, head_dim=64)
     ours = (METHODS[OURS], METHODS["torch_math"])
     both = run_bench([problem], BenchOptions(methods=ours, rounds=10), stand)
     alone = run_bench([problem], BenchOptions(methods=ours[:1], rounds=10), stand)

@@ -7,11 +7,11 @@ import pytest
 
 from tiledsched.config import load_settings
 from tiledsched.errors import Failure
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.measure.accuracy import LARGEST_ERROR, LARGEST_LSE_ERROR
 from tiledsched.measure.runner import Batch, Candidate, Checked
-from tiledsched.problem import Problem
 from tiledsched.serve.prebuilt import make_kernel
 from tiledsched.space_files import space_for
 
@@ -19,10 +19,10 @@ torch = pytest.importorskip("torch")
 cupy = pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-RIGHT = Problem(seq_q=200, seq_k=700, head_dim=64, causal=True, alignment="bottom_right", batch=2, heads=4, kv_heads=2,
+RIGHT = Attention.problem(seq_q=200, seq_k=700, head_dim=64, causal=True, alignment="bottom_right", batch=2, heads=4, kv_heads=2,
                 lse=True)  # fmt: skip
 DECODE = RIGHT.replace(seq_q=1, seq_k=5000, heads=16, kv_heads=2)
-LONG = Problem(seq_q=8, seq_k=8192, head_dim=128, dtype="bfloat16", heads=16, kv_heads=4)
+LONG = Attention.problem(seq_q=8, seq_k=8192, head_dim=128, dtype="bfloat16", heads=16, kv_heads=4)
 CASES = [
     (RIGHT, {}),
     (RIGHT.replace(seq_q=700, seq_k=200), {"loop_split": True}),
@@ -61,7 +61,7 @@ class Launcher:
     """One kernel with its arrays, launched as `sdpa` launches it."""
 
     def __init__(self, problem, schedule, q, k, v) -> None:
-        template = template_for("attention")
+        template = kernel_named("attention")
         self.out = torch.full((*q.shape[:3], problem.value_columns), float("nan"), dtype=q.dtype, device="cuda")
         self.extras = {}
         for extra in template.workspace(schedule, problem):
@@ -120,7 +120,7 @@ def test_launched_as_sdpa_does(problem, knobs) -> None:
 def runner():
     from tiledsched.measure.gpu import GpuRunner
 
-    runner = GpuRunner(template_for("attention"))
+    runner = GpuRunner(kernel_named("attention"))
     yield runner
     runner.close()
 
@@ -143,7 +143,7 @@ def test_checked_and_timed_by_the_worker(runner, problem, knobs) -> None:
 
 def test_shares_stay_whole_under_load() -> None:
     """Many pieces, many shares, thousands of launches: one share read before it was written would show."""
-    problem = Problem(seq_q=16, seq_k=4096, head_dim=128, batch=4, heads=32, kv_heads=8)
+    problem = Attention.problem(seq_q=16, seq_k=4096, head_dim=128, batch=4, heads=32, kv_heads=8)
     inputs = tensors(problem)
     launcher = Launcher(
         problem, schedule_for(problem, {"kv_splits": 16, "tma_loads": False, "tile_m": 64, "pack_gqa": True}), *inputs
@@ -177,7 +177,7 @@ def test_a_graph_replays_a_split_launch() -> None:
 
 def test_arrays_of_more_than_two_thousand_million_elements() -> None:
     """Queries of 2**31 elements and more, of which the last rows are checked."""
-    problem = Problem(seq_q=(1 << 18) + 8, seq_k=256, head_dim=128, batch=16, heads=4, kv_heads=4)
+    problem = Attention.problem(seq_q=(1 << 18) + 8, seq_k=256, head_dim=128, batch=16, heads=4, kv_heads=4)
     assert problem.wide
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("needs 12 GB of free memory")

@@ -19,8 +19,7 @@ import pytest
 from tiledsched.errors import CompilerError, ProblemError, TiledschedError
 from tiledsched.interpreter import InterpreterError, private, run, run_outputs, run_problem, values
 from tiledsched.interpreter.builtins_in_tiles import BUILTINS
-from tiledsched.kernels.attention.template import AttentionTemplate
-from tiledsched.problem import Problem
+from tiledsched.kernels.attention import Attention
 from tiledsched.space_files import space_for
 
 Int = ct.Constant[int]
@@ -523,13 +522,13 @@ def test_tile_functions_still_refuse_to_run_outside_a_launch():
 
 
 def test_run_problem_refuses_arrays_of_another_problem():
-    problem = Problem(seq_q=8, seq_k=8, head_dim=16)
+    problem = Attention.problem(seq_q=8, seq_k=8, head_dim=16)
     q = np.zeros((1, 1, 8, 16), np.float16)
     schedule = space_for("sm_90").default(problem)
     with pytest.raises(ProblemError, match="v must be float16 of shape"):
-        run_problem(AttentionTemplate(), schedule, problem, q, q, q[:, :, :4])
+        run_problem(Attention, schedule, problem, q, q, q[:, :, :4])
     with pytest.raises(ProblemError, match="k must be float16"):
-        run_problem(AttentionTemplate(), schedule, problem, q, q.astype(BFLOAT16), q)
+        run_problem(Attention, schedule, problem, q, q.astype(BFLOAT16), q)
 
 
 # ---- the order of blocks ---------------------------------------------------------------------------------------------
@@ -573,7 +572,9 @@ def test_a_result_that_depends_on_the_order_shows():
 
 
 def few_rows(**more):
-    problem = Problem(**{"seq_q": 3, "seq_k": 200, "head_dim": 16, "heads": 2, "kv_heads": 1, "lse": True, **more})
+    problem = Attention.problem(
+        **{"seq_q": 3, "seq_k": 200, "head_dim": 16, "heads": 2, "kv_heads": 1, "lse": True, **more}
+    )
     rng = np.random.default_rng(0)
     shapes = ((1, 2, 3, 16), (1, 1, 200, 16), (1, 1, 200, problem.value_columns))
     return problem, [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
@@ -582,14 +583,14 @@ def few_rows(**more):
 def test_outputs_are_named_and_those_not_asked_for_left_out():
     problem, inputs = few_rows(value_dim=32)
     schedule = space_for("sm_90").default(problem).replace(kv_splits=2)
-    found = run_outputs(AttentionTemplate(), schedule, problem, *inputs)
+    found = run_outputs(Attention, schedule, problem, *inputs)
     assert {name: (array.shape, array.dtype.name) for name, array in found.items()} == {
         "out": ((1, 2, 3, 32), "float16"), "lse": ((1, 2, 3), "float32"),
     }  # fmt: skip
-    without = run_outputs(AttentionTemplate(), schedule, problem.replace(lse=False), *inputs)
+    without = run_outputs(Attention, schedule, problem.replace(lse=False), *inputs)
     assert list(without) == ["out"]
     np.testing.assert_array_equal(without["out"], found["out"])
-    np.testing.assert_array_equal(run_problem(AttentionTemplate(), schedule, problem, *inputs), found["out"])
+    np.testing.assert_array_equal(run_problem(Attention, schedule, problem, *inputs), found["out"])
 
 
 def test_a_workspace_left_dirty_is_refused():

@@ -12,12 +12,11 @@ import pytest
 from kernel_checks import TEMPLATE, check, make_inputs, one_hot_inputs, schedule_for
 
 from tiledsched.interpreter import InterpreterError, run_problem
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import entries as attention_entries
 from tiledsched.kernels.attention import flat as attention_flat
 from tiledsched.kernels.attention import split as attention_split
 from tiledsched.kernels.attention import tiles as attention_tiles
-from tiledsched.kernels.attention.template import AttentionTemplate
-from tiledsched.problem import Problem
 
 MUTATIONS = {
     "the last turn left out": ("ct.cdiv(steps, const.UNROLL) * const", "steps // const.UNROLL * const"),
@@ -208,10 +207,10 @@ def mutated(old, new):
 
 def battery(template):
     """Cases that between them must notice every mutation above."""
-    causal = Problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
+    causal = Attention.problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
     ragged = causal.replace(causal=False, batch=1)
-    even = Problem(seq_q=256, seq_k=128, head_dim=64, causal=True, heads=2)
-    many = Problem(seq_q=130, seq_k=70, head_dim=16, causal=True, batch=3, heads=3, kv_heads=3)
+    even = Attention.problem(seq_q=256, seq_k=128, head_dim=64, causal=True, heads=2)
+    many = Attention.problem(seq_q=130, seq_k=70, head_dim=16, causal=True, batch=3, heads=3, kv_heads=3)
     tiles: dict = {"tile_m": 64, "tile_n": 64}
     in_turns: dict = {"unroll": 2, "q_in_registers": True, "persistent": "snake"}
     for problem, knobs in (
@@ -268,7 +267,7 @@ def battery(template):
 
 def battery_elsewhere(template):
     """Cases that must notice every mutation of what only some problems and schedules use."""
-    causal = Problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
+    causal = Attention.problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
     tiles: dict = {"tile_m": 64, "tile_n": 64}
     right = causal.replace(alignment="bottom_right", lse=True)
     tall, few = right.replace(seq_k=90), right.replace(seq_q=5, seq_k=330)
@@ -299,7 +298,7 @@ def battery_elsewhere(template):
 
 def battery_flat(template):
     """Cases that must notice every mutation of a flat loop."""
-    causal = Problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
+    causal = Attention.problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
     flat: dict = {"tile_m": 64, "tile_n": 64, "persistent": "strided", "flat_steps": 1}
     for problem, knobs in (
         (causal, {}),

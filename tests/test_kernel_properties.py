@@ -32,9 +32,9 @@ from kernel_checks import (
 )
 
 from tiledsched.interpreter import run_problem
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import entries as attention_entries
 from tiledsched.kernels.attention.tiles import BLOCK_ORDERS, SWIZZLE_PAIRS, Constants, coordinates, snake
-from tiledsched.problem import Problem
 
 # ---- drawn problems and schedules ------------------------------------------------------------------------------------
 
@@ -110,13 +110,15 @@ def test_which_knobs_change_the_result(case, seed):
 # ---- every value of every knob ---------------------------------------------------------------------------------------
 
 SWEPT = [
-    Problem(seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, dtype=dtype, causal=causal, heads=2, kv_heads=1)
+    Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, dtype=dtype, causal=causal, heads=2, kv_heads=1)
     for (seq_q, seq_k), head_dim, dtype, causal in itertools.product(
         [(100, 130), (130, 100), (256, 128)], (64, 40), ("float16", "bfloat16"), (True, False)
     )
 ]
 SWEPT += [
-    Problem(seq_q=seq_q, seq_k=2100, head_dim=96, causal=causal, alignment="bottom_right", heads=2, kv_heads=1)
+    Attention.problem(
+        seq_q=seq_q, seq_k=2100, head_dim=96, causal=causal, alignment="bottom_right", heads=2, kv_heads=1
+    )
     for seq_q, causal in itertools.product((1, 5), (True, False))
 ]
 
@@ -140,7 +142,7 @@ def test_every_value_of_every_knob(arch, knob, value):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_default_schedules(arch, causal, head_dim):
-    problem = Problem(seq_q=150, seq_k=150, head_dim=head_dim, causal=causal)
+    problem = Attention.problem(seq_q=150, seq_k=150, head_dim=head_dim, causal=causal)
     check(problem, SPACES[arch].default(problem))
 
 
@@ -151,14 +153,14 @@ def test_default_schedules(arch, causal, head_dim):
 @pytest.mark.parametrize("seq_q", [1, 63, 64, 65, 130])
 @pytest.mark.parametrize("seq_k", [1, 63, 64, 65, 130])
 def test_lengths_around_the_tile(seq_q, seq_k, causal):
-    problem = Problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=causal)
+    problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=causal)
     split = causal or seq_k % 64 != 0
     check(problem, schedule_for(problem, tile_m=64, tile_n=64, loop_split=split))
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 17, 24, 40, 72, 80, 96, 100, 160, 192, 255, 256])
 def test_head_dims_that_are_padded(head_dim):
-    problem = Problem(seq_q=70, seq_k=90, head_dim=head_dim, causal=True)
+    problem = Attention.problem(seq_q=70, seq_k=90, head_dim=head_dim, causal=True)
     check(problem, schedule_for(problem))
 
 
@@ -167,7 +169,7 @@ def test_head_dims_that_are_padded(head_dim):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (8, 1)])
 @pytest.mark.parametrize("mode", ["strided", "snake"])
 def test_persistent_blocks_cover_the_work(order, sm_count, heads, kv_heads, mode):
-    problem = Problem(seq_q=200, seq_k=70, head_dim=16, causal=True, batch=2, heads=heads, kv_heads=kv_heads)
+    problem = Attention.problem(seq_q=200, seq_k=70, head_dim=16, causal=True, batch=2, heads=heads, kv_heads=kv_heads)
     schedule = schedule_for(problem, tile_m=64, persistent=mode, block_order=order)
     work = 4 * heads * 2
     blocks = TEMPLATE.grid(schedule, problem, sm_count)[0]
@@ -177,7 +179,7 @@ def test_persistent_blocks_cover_the_work(order, sm_count, heads, kv_heads, mode
 
 def walk_order(order, *, causal, pieces, heads, batches):
     """(query tile, head, batch) of every piece of work, in order."""
-    problem = Problem(seq_q=64, seq_k=64, head_dim=16, causal=causal)
+    problem = Attention.problem(seq_q=64, seq_k=64, head_dim=16, causal=causal)
     schedule = schedule_for(problem, block_order="natural").replace(block_order=order)
     const = Constants(*TEMPLATE.constants(schedule, problem))
     return [coordinates(work, pieces, heads, batches, const) for work in range(pieces * heads * batches)]
@@ -210,7 +212,7 @@ def test_a_snake_turns_round_after_each_lap():
 
 def test_strided_and_shared_inputs():
     """Arrays as frameworks hand them over: heads inside rows, keys expanded from one, a slice of a larger cache."""
-    problem = Problem(seq_q=70, seq_k=90, head_dim=40, batch=2, heads=2, kv_heads=2)
+    problem = Attention.problem(seq_q=70, seq_k=90, head_dim=40, batch=2, heads=2, kv_heads=2)
     rng = np.random.default_rng(1)
     q = rng.standard_normal((2, 70, 2, 40)).astype(np.float16).transpose(0, 2, 1, 3)
     k = np.broadcast_to(rng.standard_normal((1, 1, 90, 40)).astype(np.float16), (2, 2, 90, 40))
@@ -219,7 +221,7 @@ def test_strided_and_shared_inputs():
 
 
 def test_a_wide_sawtooth_turns_round_after_four_tiles():
-    problem = Problem(seq_q=600, seq_k=200, head_dim=16)
+    problem = Attention.problem(seq_q=600, seq_k=200, head_dim=16)
     forward, sawtooth, wide = (
         check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, kv_direction=direction))
         for direction in ("forward", "sawtooth", "wide_sawtooth")
@@ -246,7 +248,7 @@ def structures(*more):
 @pytest.mark.parametrize("knobs", structures({"kv_splits": 2, "loop_split": True, "tma_loads": False}), ids=str)
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(70, 190), (190, 70), (129, 64), (64, 129), (1, 100), (100, 1)])
 def test_a_mask_aligned_at_the_bottom_right(seq_q, seq_k, knobs):
-    problem = Problem(seq_q=seq_q, seq_k=seq_k, head_dim=24, causal=True, alignment="bottom_right", heads=4, kv_heads=2,
+    problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=24, causal=True, alignment="bottom_right", heads=4, kv_heads=2,
                       lse=True)  # fmt: skip
     if knobs.get("kv_splits", 1) * 32 > seq_k:
         pytest.skip("fewer keys than shares")
@@ -254,7 +256,7 @@ def test_a_mask_aligned_at_the_bottom_right(seq_q, seq_k, knobs):
 
 
 def test_rows_that_see_no_key_give_zeros():
-    problem = Problem(seq_q=100, seq_k=30, head_dim=32, causal=True, alignment="bottom_right", lse=True)
+    problem = Attention.problem(seq_q=100, seq_k=30, head_dim=32, causal=True, alignment="bottom_right", lse=True)
     out = check(problem, schedule_for(problem, tile_m=64))
     assert not out[:, :, :70].any()
     assert out[:, :, 70:].all()
@@ -264,7 +266,7 @@ def test_rows_that_see_no_key_give_zeros():
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 160, 192])
 @pytest.mark.parametrize("knobs", [{}, {"k_load": "permute"}, {"q_subtiles": 2}, {"lazy_rescale": True}], ids=str)
 def test_columns_in_one_part_and_in_two(head_dim, value_dim, knobs):
-    problem = Problem(seq_q=70, seq_k=90, head_dim=head_dim, value_dim=value_dim, causal=True)
+    problem = Attention.problem(seq_q=70, seq_k=90, head_dim=head_dim, value_dim=value_dim, causal=True)
     narrow = problem.split_d < problem.tile_d or problem.split_v < problem.tile_v
     for column_parts in (1, 2) if narrow else (1,):
         check(problem, schedule_for(problem, tile_m=64, tile_n=32, column_parts=column_parts, **knobs))
@@ -274,7 +276,7 @@ def test_columns_in_one_part_and_in_two(head_dim, value_dim, knobs):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_splits", [1, 4])
 def test_packed_heads(seq_q, group, tile_m, causal, kv_splits):
-    problem = Problem(seq_q=seq_q, seq_k=300, head_dim=32, causal=causal, alignment="bottom_right", batch=2, lse=True,
+    problem = Attention.problem(seq_q=seq_q, seq_k=300, head_dim=32, causal=causal, alignment="bottom_right", batch=2, lse=True,
                       heads=2 * group, kv_heads=2)  # fmt: skip
     schedule = schedule_for(problem, forced=True, tile_m=tile_m, tile_n=32, pack_gqa=True, kv_splits=kv_splits,
                             tma_loads=kv_splits == 1)  # fmt: skip
@@ -285,7 +287,7 @@ def test_packed_heads(seq_q, group, tile_m, causal, kv_splits):
 
 
 def test_a_last_row_aligned_at_the_bottom_right_needs_no_mask():
-    problem = Problem(seq_q=1, seq_k=300, head_dim=32, causal=True, alignment="bottom_right")
+    problem = Attention.problem(seq_q=1, seq_k=300, head_dim=32, causal=True, alignment="bottom_right")
     schedule = schedule_for(problem, tile_m=16)
     assert not TEMPLATE.problem_class(schedule, problem).causal
     assert TEMPLATE.problem_class(schedule, problem.replace(seq_q=2)).causal
@@ -295,7 +297,7 @@ def test_a_last_row_aligned_at_the_bottom_right_needs_no_mask():
 
 def test_what_is_launched_takes_what_is_said():
     """The parameters of every entry: q, k, v, out, the extra arrays by name, a scale, the constants."""
-    plain = Problem(seq_q=8, seq_k=512, head_dim=64)
+    plain = Attention.problem(seq_q=8, seq_k=512, head_dim=64)
     large = plain.replace(seq_q=1 << 20, seq_k=1 << 20, batch=64)
     for problem, knobs in ((plain, {}), (plain.replace(lse=True), {}), (plain, {"kv_splits": 4, "tile_m": 16}), (large, {}),
                            (large.replace(lse=True), {})):  # fmt: skip
@@ -308,7 +310,7 @@ def test_what_is_launched_takes_what_is_said():
 
 
 def test_a_workspace_is_as_large_as_the_shares_need():
-    problem = Problem(seq_q=5, seq_k=512, head_dim=96, batch=3, heads=8, kv_heads=2)
+    problem = Attention.problem(seq_q=5, seq_k=512, head_dim=96, batch=3, heads=8, kv_heads=2)
     schedule = schedule_for(
         problem, forced=True, tile_m=16, pack_gqa=True, kv_splits=4, column_parts=2, tma_loads=False
     )
@@ -330,7 +332,7 @@ def test_wide_indices():
         def entry(self, schedule, problem):
             return getattr(attention_entries, f"{super().entry(schedule, problem).__name__}_wide")
 
-    problem = Problem(seq_q=70, seq_k=130, head_dim=40, causal=True, heads=4, kv_heads=2, lse=True)
+    problem = Attention.problem(seq_q=70, seq_k=130, head_dim=40, causal=True, heads=4, kv_heads=2, lse=True)
     for knobs in ({}, {"block_order": "swizzled", "persistent": "snake"}, {"q_subtiles": 2, "kv_subtiles": 2},
                   {"loop_split": True, "block_order": "reversed"}, {"kv_splits": 2, "tma_loads": False}):  # fmt: skip
         check(problem, schedule_for(problem, **knobs), template=Wide())

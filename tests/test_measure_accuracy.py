@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tiledsched.interpreter import run_outputs, run_problem
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.inputs import KINDS, adversarial_heads, border_keys, kinds_of_heads
 from tiledsched.kernels.attention.reference import attention_and_lse, attention_reference
 from tiledsched.measure.accuracy import LARGEST_ERROR, lse_errors, summary, tile_errors, tolerance, wrong_result
-from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for
 
@@ -157,7 +157,7 @@ def test_the_reference_of_rows_that_see_nothing():
 def test_borders_lie_on_the_diagonal_wherever_it_is():
     """Each row's last key, or the one behind it, is what the row looks for most where that key is beside a border."""
     for seq_q, seq_k, alignment in ((100, 300, "bottom_right"), (300, 100, "bottom_right"), (100, 300, "top_left")):
-        problem = Problem(seq_q=seq_q, seq_k=seq_k, head_dim=64, causal=True, alignment=alignment)
+        problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=64, causal=True, alignment=alignment)
         q, k, _ = adversarial_heads(np, np.random.default_rng(0), problem)
         scores = q[0] @ k[0].T / 8
         offset = seq_k - seq_q if alignment == "bottom_right" else 0
@@ -184,7 +184,7 @@ def test_the_first_and_the_worst_wrong_tile_are_named():
 
 
 def test_kinds_follow_the_key_value_heads():
-    problem = Problem(seq_q=4, seq_k=4, head_dim=16, batch=3, heads=6, kv_heads=3)
+    problem = Attention.problem(seq_q=4, seq_k=4, head_dim=16, batch=3, heads=6, kv_heads=3)
     assert kinds_of_heads(problem).tolist() == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5], [6, 6, 7, 7, 0, 0]]
     for kv_heads, count in ((1, 3), (3, 8)):
         q, k, v = adversarial_heads(np, np.random.default_rng(0), problem.replace(kv_heads=kv_heads))
@@ -203,7 +203,7 @@ def test_borders_of_every_tile_size():
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 5, 33, 256])
 @pytest.mark.parametrize("seq_k", [1, 2, 17, 300])
 def test_any_shape_has_inputs_that_float16_holds(head_dim, seq_k):
-    problem = Problem(seq_q=5, seq_k=seq_k, head_dim=head_dim, batch=8)
+    problem = Attention.problem(seq_q=5, seq_k=seq_k, head_dim=head_dim, batch=8)
     heads = adversarial_heads(np, np.random.default_rng(0), problem)
     assert all(np.isfinite(array.astype(np.float16)).all() for array in heads)
     exact = attention_reference(np, *(array[None] for array in heads), causal=False, scale=head_dim**-0.5)
@@ -212,7 +212,7 @@ def test_any_shape_has_inputs_that_float16_holds(head_dim, seq_k):
 
 def drawn(seq_q, seq_k, head_dim, dtype):
     """One head of each kind as stored, `[kinds, rows, head_dim]`: q, k, v."""
-    problem = Problem(seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, batch=len(KINDS))
+    problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, batch=len(KINDS))
     return [rounded(array, dtype) for array in adversarial_heads(np, np.random.default_rng(1), problem)]
 
 
@@ -406,14 +406,14 @@ def test_a_mask_off_by_one_far_down():
 @pytest.mark.parametrize("seq_q", [6, 96, 300])
 def test_the_kernel_passes_every_kind_of_other_problems(seq_q, accum_mode):
     """Aligned at the bottom right, with other values' columns and the log-sum-exp."""
-    problem = Problem(seq_q=seq_q, seq_k=256, head_dim=40, value_dim=96, causal=True, alignment="bottom_right", batch=2,
+    problem = Attention.problem(seq_q=seq_q, seq_k=256, head_dim=40, value_dim=96, causal=True, alignment="bottom_right", batch=2,
                       heads=8, kv_heads=4, lse=True)  # fmt: skip
     plain = space_for("sm_90").default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
     heads = kinds_of_heads(problem)
     q, k, v = (array.astype(np.float16) for array in adversarial_heads(np, np.random.default_rng(2), problem))
     exact, lse = attention_and_lse(np, q[None], k[None], v[None], causal=True, scale=0.2, alignment="bottom_right")
     kv_heads = heads[:, :: problem.group]
-    template = template_for("attention")
+    template = kernel_named("attention")
     for knobs in ({}, {"column_parts": 2}, {"kv_splits": 4}, {"pack_gqa": True}, {"pack_gqa": True, "kv_splits": 8},
                   {"loop_split": True, "kv_direction": "backward"}):  # fmt: skip
         schedule = plain.replace(**knobs)
@@ -431,7 +431,7 @@ def test_the_kernel_passes_every_kind_of_other_problems(seq_q, accum_mode):
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernel_passes_every_kind(causal, accum_mode):
     """The attention kernel itself, in the interpreter, with each value of each knob that the problem allows."""
-    problem = Problem(seq_q=256, seq_k=256, head_dim=32, causal=causal, batch=2, heads=4, kv_heads=4)
+    problem = Attention.problem(seq_q=256, seq_k=256, head_dim=32, causal=causal, batch=2, heads=4, kv_heads=4)
     space = space_for("sm_90")
     plain = space.default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
     heads = kinds_of_heads(problem)
@@ -444,7 +444,7 @@ def test_the_kernel_passes_every_kind(causal, accum_mode):
     for schedule in allowed:
         gate = tolerance("float16", schedule)
         with np.errstate(over="ignore", invalid="ignore"):
-            out = run_problem(template_for("attention"), schedule, problem, *inputs, 32**-0.5, sm_count=2)
+            out = run_problem(kernel_named("attention"), schedule, problem, *inputs, 32**-0.5, sm_count=2)
         relative, _ = tile_errors(np, out, exact, tile_m=schedule.number("tile_m"), heads=heads)
         asked = np.isin(np.array(KINDS)[heads], gate.kinds)
         assert relative[asked].max() < gate.largest_error / 3, schedule.short()

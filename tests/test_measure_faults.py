@@ -12,7 +12,7 @@ import pytest
 from test_measure_gpu import PROBLEM, TIMEOUTS, candidate, command
 
 from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention.inputs import KINDS
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, Checked, Failed, Measurement
@@ -60,7 +60,7 @@ def make_runner():
     made = []
 
     def make(problem=PROBLEM, mode="ready"):
-        runner = GpuRunner(template_for("attention"), timeouts=TIMEOUTS, gap_ms=0.0, worker_command=command(mode))
+        runner = GpuRunner(kernel_named("attention"), timeouts=TIMEOUTS, gap_ms=0.0, worker_command=command(mode))
         made.append(runner)
         runner.begin(problem)
         return runner

@@ -18,15 +18,16 @@ from store_samples import artifact
 
 from tiledsched.build.cubin import Artifact
 from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure import gpu
 from tiledsched.measure.gpu import SHORT_GAP_MS, GpuRunner, Timeouts
 from tiledsched.measure.runner import Batch, Candidate, Checked
-from tiledsched.problem import Problem, stable_id
+from tiledsched.problem import stable_id
 from tiledsched.schedule import Schedule
 from tiledsched.search.race import Rules, race
 
-PROBLEM = Problem(seq_q=40, seq_k=24, head_dim=16, batch=2, heads=2, kv_heads=1)
+PROBLEM = Attention.problem(seq_q=40, seq_k=24, head_dim=16, batch=2, heads=2, kv_heads=1)
 TIMEOUTS = Timeouts(start_s=20.0, begin_s=20.0, load_s=0.8, look_s=0.8, check_s=0.8, sample_s=0.8, each_sample_s=0.01)
 SCRIPT = str(Path(fake_worker.__file__))
 
@@ -50,7 +51,7 @@ def make_runner():
     made = []
 
     def make(mode="ready", timeouts=TIMEOUTS, problem=PROBLEM, **more):
-        runner = GpuRunner(template_for("attention"), timeouts=timeouts, worker_command=command(mode), **more)
+        runner = GpuRunner(kernel_named("attention"), timeouts=timeouts, worker_command=command(mode), **more)
         made.append(runner)
         if problem is not None:
             runner.begin(problem)
@@ -123,15 +124,15 @@ def test_launches_share_what_they_ask_for_alike():
         import fake_worker
         sys.modules["cupy"] = fake_worker.fake_cupy("ready")
         import numpy
-        from tiledsched.kernels.template import ExtraArray
+        from tiledsched.kernel import ArraySpec
         from tiledsched.measure import worker
         from tiledsched.measure.launch import Launch
         from tiledsched.measure.accuracy import Tolerance
         from tiledsched.problem import Problem
-        problem = Problem(seq_q=4, seq_k=4, head_dim=16)
+        problem = Attention.problem(seq_q=4, seq_k=4, head_dim=16)
         state = worker.State(stream=fake_worker.Stream(), problem=problem, scalars=(0.5,))
-        extras = (ExtraArray(name="state", shape=(3, 2), dtype="float32"),
-                  ExtraArray(name="counters", shape=(3, 1), dtype="int32", zeroed=True))
+        extras = (ArraySpec(name="state", shape=(3, 2), dtype="float32"),
+                  ArraySpec(name="counters", shape=(3, 1), dtype="int32", zeroed=True))
         launch = Launch(fingerprint="f", grid=(1, 1, 1), tile_m=16, tolerance=Tolerance(largest_error=1.0), extras=extras)
         seen = []
         state.kernels["f"] = lambda grid, block, arguments: seen.append(arguments)
@@ -374,7 +375,7 @@ def test_the_worker_ignores_ctrl_c(make_runner):
                                              ("silent", "no answer to start within 0.5 s")])  # fmt: skip
 def test_no_start(mode, words):
     timeouts = Timeouts(start_s=0.5 if mode == "silent" else 20.0)
-    runner = GpuRunner(template_for("attention"), timeouts=timeouts, worker_command=command(mode))
+    runner = GpuRunner(kernel_named("attention"), timeouts=timeouts, worker_command=command(mode))
     for _ in range(2):  # whoever asks again is told again
         with pytest.raises(MeasureError, match=words) as caught:
             _ = runner.device
@@ -410,7 +411,7 @@ def test_what_goes_wrong_in_the_background_is_told_by_the_next_request(make_runn
 
 def test_the_worker_starts_while_others_do_something_else(make_runner):
     """Neither a start nor a `begin` is waited for before it is needed."""
-    runner = GpuRunner(template_for("attention"), timeouts=Timeouts(start_s=0.2), worker_command=command("silent"))
+    runner = GpuRunner(kernel_named("attention"), timeouts=Timeouts(start_s=0.2), worker_command=command("silent"))
     runner.begin(PROBLEM)
     with pytest.raises(MeasureError, match="no answer to start"):
         _ = runner.device
@@ -452,7 +453,7 @@ def test_a_failed_start_leaves_nothing_behind(monkeypatch):
 
     monkeypatch.setattr(gpu, "Worker", Watched)
     with pytest.raises(MeasureError):
-        _ = GpuRunner(template_for("attention"), worker_command=command("no-gpu")).device
+        _ = GpuRunner(kernel_named("attention"), worker_command=command("no-gpu")).device
     assert is_gone(workers[0].process)
     assert not Path(workers[0]._folder.name).exists()
 
@@ -464,7 +465,7 @@ def test_the_worker_ends_with_its_parent(when):
 import sys
 sys.path[:0] = {[str(Path(SCRIPT).parent)]!r}
 from test_measure_gpu import *
-runner = GpuRunner(template_for("attention"), timeouts=Timeouts(), worker_command=command())
+runner = GpuRunner(kernel_named("attention"), timeouts=Timeouts(), worker_command=command())
 runner.begin(PROBLEM)
 if {when!r} != "starting":
     runner.wait()

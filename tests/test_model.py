@@ -16,12 +16,12 @@ from tiledsched import data_files
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ARCHS, arch_spec
 from tiledsched.errors import ConfigError
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import model as static
 from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
 from tiledsched.model import residual
 from tiledsched.model.landscapes import Landscape, MeasuredProgram, read_landscape
-from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
@@ -36,7 +36,7 @@ PLAIN = Schedule(tile_m=64, tile_n=64, occupancy=2, num_worker_warps=4, num_ctas
                  division="approximate", lazy_rescale=False)  # fmt: skip
 FACTS = ResourceFacts(registers=128, threads=256, shared_bytes=42000, spill_bytes=0, num_ctas=1, code_bytes=16000,
                       ctas_per_sm=2)  # fmt: skip
-PROBLEM = Problem.standard(seq_len=2048, head_dim=64)
+PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
 REGISTERS = {(4, 1): 255, (4, 2): 128, (4, 3): 80, (4, 4): 64, (8, 1): 168, (8, 2): 80, (8, 3): 56, (8, 4): 40}
 """What the compiler allots on sm_90 by (worker warps, occupancy hint)."""
 
@@ -78,7 +78,7 @@ class TestDirections:
         assert modelled(facts=eight, arch=arch) > modelled(facts=four, arch=arch)
 
     def test_nothing_beats_the_peak_rates(self, arch):
-        spec, problem = arch_spec(arch), Problem.standard(seq_len=8192, head_dim=128)
+        spec, problem = arch_spec(arch), Attention.standard(seq_len=8192, head_dim=128)
         peak = spec.sm_count * spec.clock_ghz * 1e3
         floor_us = max(problem.flops / (spec.tensor_flops * peak), problem.flops / 4 / 128 / (spec.exp2_ops * peak))
         assert modelled(problem, arch=arch) > floor_us
@@ -106,12 +106,12 @@ class TestStructure:
         assert ratios[0] > ratios[1] > 1.0
 
     def test_splitting_the_keys_pays_where_blocks_are_few(self, arch):
-        few = Problem(seq_q=1, seq_k=8192, head_dim=64, heads=8, kv_heads=8)
+        few = Attention.problem(seq_q=1, seq_k=8192, head_dim=64, heads=8, kv_heads=8)
         assert modelled(few, arch=arch, kv_splits=8) < 0.7 * modelled(few, arch=arch)
         assert modelled(arch=arch, kv_splits=8) > modelled(arch=arch)
 
     def test_packed_heads_are_fewer_blocks(self, arch):
-        grouped = Problem(seq_q=1, seq_k=4096, head_dim=64, batch=64, heads=32, kv_heads=4)
+        grouped = Attention.problem(seq_q=1, seq_k=4096, head_dim=64, batch=64, heads=32, kv_heads=4)
         assert modelled(grouped, arch=arch, pack_gqa=True) < 0.7 * modelled(grouped, arch=arch)
 
 
@@ -122,7 +122,7 @@ def test_the_swizzle_is_the_kernels() -> None:
 
 
 def test_keys_that_overflow_the_cache_cost_where_every_head_is_in_flight():
-    large, small = Problem.standard(seq_len=4096, head_dim=64), PROBLEM.replace(batch=1, heads=8, kv_heads=8)
+    large, small = Attention.standard(seq_len=4096, head_dim=64), PROBLEM.replace(batch=1, heads=8, kv_heads=8)
     assert modelled(large, block_order="heads_fastest") > 1.05 * modelled(large)
     assert modelled(small, block_order="heads_fastest") == modelled(small)
 
@@ -164,7 +164,7 @@ class TestIdenticalPrograms:
     def test_the_grid_is_the_templates(self, knobs):
         for problem in (PROBLEM, PROBLEM.replace(batch=1, heads=1, kv_heads=1)):
             schedule = PLAIN.replace(**knobs)
-            grid = template_for("attention").grid(schedule, problem, arch_spec("sm_90").sm_count)
+            grid = kernel_named("attention").grid(schedule, problem, arch_spec("sm_90").sm_count)
             assert grid == (grid_blocks(problem, schedule, arch_spec("sm_90")), 1, 1)
 
 
@@ -214,7 +214,7 @@ class TestPlacement:
         np.testing.assert_allclose(found, np.unique(expected, axis=0))
 
     def test_a_grid_in_step_with_the_tiles_is_uneven(self):
-        causal = Problem.standard(seq_len=4096, head_dim=64, causal=True)
+        causal = Attention.standard(seq_len=4096, head_dim=64, causal=True)
         facts = replace(FACTS, threads=384, registers=80)
         plain, persistent = (modelled(causal, facts, tile_m=128, persistent=mode) for mode in ("no", "strided"))
         assert persistent > 1.05 * plain  # 264 blocks over 32 tiles a head: block w always gets tiles w mod 8
@@ -263,7 +263,7 @@ def test_a_whole_space_is_estimated_in_seconds():
     space = space_for("sm_90")
     count, started = 0, time.perf_counter()
     for seq_len in (512, 4096):
-        problem = Problem.standard(seq_len=seq_len, head_dim=64, causal=True)
+        problem = Attention.standard(seq_len=seq_len, head_dim=64, causal=True)
         for schedule in space.schedules(problem, pinned=space.modelled_pins()):
             warps, occupancy = schedule.number("num_worker_warps"), schedule.number("occupancy")
             facts = replace(FACTS, threads=128 + 32 * warps, registers=REGISTERS[warps, occupancy],
@@ -286,7 +286,7 @@ class TestResidual:
 
     @staticmethod
     def landscape(seq_len, factor):
-        problem, spec = Problem.standard(seq_len=seq_len, head_dim=64), arch_spec("sm_90")
+        problem, spec = Attention.standard(seq_len=seq_len, head_dim=64), arch_spec("sm_90")
         programs = []
         for number, (tile_n, ahead, warps) in enumerate(itertools.product((32, 64, 128), (False, True), (4, 8))):
             schedule = PLAIN.replace(tile_n=tile_n, qk_ahead=ahead, num_worker_warps=warps)

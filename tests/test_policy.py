@@ -10,9 +10,9 @@ import pytest
 
 from tiledsched import data_files
 from tiledsched.device import arch_spec
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.model.landscapes import read_landscape
-from tiledsched.problem import Problem
 from tiledsched.serve import policy
 from tiledsched.serve.lookup import Table
 from tiledsched.serve.policy import (
@@ -31,7 +31,7 @@ from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
 from tiledsched.studies.policy import Study, bands, summary, write_bands
 
 SPACE, SPEC = space_for("sm_90"), arch_spec("sm_90")
-PROBLEM = Problem.standard(seq_len=2048, head_dim=64)
+PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
 TABLE = data_files.tuning_db().parent / "docs" / "results" / "serving" / "sm_90_2026-11-20.json.xz"
 """The table as old as the landscapes: what is younger cannot be looked up in them."""
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.92", ptxas="13.4.92", nvvm="13.4.92")
@@ -52,7 +52,7 @@ def entry(problem=PROBLEM, chosen=None, **more):
 
 
 def at(seq_len, **changes):
-    return Problem.standard(seq_len=seq_len, head_dim=64).replace(**changes)
+    return Attention.standard(seq_len=seq_len, head_dim=64).replace(**changes)
 
 
 def choice(problem, *entries, **parameters):
@@ -81,9 +81,9 @@ def test_what_two_name_beats_what_the_nearest_alone_prefers() -> None:
 
 def test_the_model_tells_what_fits_few_blocks() -> None:
     """With 8 heads of 1024, tiles of 128 rows leave half of the GPU idle."""
-    small = Problem(seq_q=1024, seq_k=1024, head_dim=128, heads=8, kv_heads=8)
+    small = Attention.problem(seq_q=1024, seq_k=1024, head_dim=128, heads=8, kv_heads=8)
     tall = schedule(small, tile_m=128, tile_n=128, num_worker_warps=8)
-    large = Problem.standard(seq_len=4096, head_dim=128)
+    large = Attention.standard(seq_len=4096, head_dim=128)
     neighbour = entry(large, tall, runner_up=schedule(small, tile_n=128, occupancy=2, latency_k=2), margin=0.05)
     assert choice(small, neighbour, model=0.0).schedule == tall
     assert choice(small, neighbour).schedule["tile_m"] == 64
@@ -111,11 +111,11 @@ def test_repair_resets_only_what_a_constraint_reads() -> None:
     assert repaired(schedule(tile_m=256, tile_n=256), PROBLEM, SPACE) is not None
 
 
-ODD = [Problem(seq_q=1, seq_k=8192, head_dim=128, batch=8, heads=32, kv_heads=8),
-       Problem(seq_q=16, seq_k=4096, head_dim=64, heads=8, kv_heads=8, causal=True),
-       *(Problem.standard(seq_len=2048, head_dim=d, causal=c) for d in (80, 96, 160, 192, 256) for c in (False, True)),
-       Problem(seq_q=512, seq_k=4096, head_dim=128, heads=16, kv_heads=2, causal=True),
-       Problem(seq_q=100, seq_k=77, head_dim=17, batch=2, heads=3, kv_heads=3, dtype="bfloat16")]  # fmt: skip
+ODD = [Attention.problem(seq_q=1, seq_k=8192, head_dim=128, batch=8, heads=32, kv_heads=8),
+       Attention.problem(seq_q=16, seq_k=4096, head_dim=64, heads=8, kv_heads=8, causal=True),
+       *(Attention.standard(seq_len=2048, head_dim=d, causal=c) for d in (80, 96, 160, 192, 256) for c in (False, True)),
+       Attention.problem(seq_q=512, seq_k=4096, head_dim=128, heads=16, kv_heads=2, causal=True),
+       Attention.problem(seq_q=100, seq_k=77, head_dim=17, batch=2, heads=3, kv_heads=3, dtype="bfloat16")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_problems_unlike_all_measured_ones_are_served_within_the_constraints(pro
 
 
 def test_few_rows_are_a_kind_of_their_own(shipped) -> None:
-    decode = Problem(seq_q=1, seq_k=8192, head_dim=128, heads=8, kv_heads=8)
+    decode = Attention.problem(seq_q=1, seq_k=8192, head_dim=128, heads=8, kv_heads=8)
     assert kind(decode) != kind(decode.replace(seq_q=8192))
     entries = [each for each in read_table(TABLE).entries if each.problem.seq_q == each.problem.seq_k]
     served = Table(entries).resolve(decode, "sm_90", "NVIDIA H200")

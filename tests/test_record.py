@@ -15,10 +15,11 @@ from store_samples import DEVICE, TOOLCHAIN, artifact
 
 from tiledsched.build.compiler import Built
 from tiledsched.errors import DatabaseError, Failure, FailureKind, NoValidScheduleError
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Checked, Conditions
-from tiledsched.problem import Problem, stable_id
+from tiledsched.problem import stable_id
 from tiledsched.schedule import Schedule
 from tiledsched.search.record import COVERAGE, FIELD, LEADERS, SUSTAINED, Recorder, RecordOptions, plan
 from tiledsched.space import SearchSpace
@@ -27,8 +28,8 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape, read_table
 
 ROOT = Path(__file__).parent.parent
-TEMPLATE = template_for("attention")
-PROBLEM = Problem.standard(seq_len=4096, head_dim=128, causal=True)
+TEMPLATE = kernel_named("attention")
+PROBLEM = Attention.standard(seq_len=4096, head_dim=128, causal=True)
 PINNED = {"accum_mode": "fp32"}
 SPACE = space_for("sm_90")
 ACCURACY = Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 0, 0), repeatable=True)

@@ -20,7 +20,7 @@ from report_samples import (
 )
 
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.problem import Problem
+from tiledsched.kernels.attention import Attention
 from tiledsched.report.analysis import matched_pairs, seq_regime
 from tiledsched.report.model import build_report
 from tiledsched.space_files import space_for
@@ -143,7 +143,7 @@ def test_knob_importance_matches_hand_numbers(db):
 
 def test_knobs_of_several_problems_are_joined(db):
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 110.0})
-    longer = Problem.standard(seq_len=8192, head_dim=64)
+    longer = Attention.standard(seq_len=8192, head_dim=64)
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 130.0}, problem=longer)
     (tile_m,) = build_report(db, "sm_90").measured.knobs
     assert (tile_m.knob, tile_m.pairs) == ("tile_m", 2)
@@ -165,7 +165,7 @@ def test_regimes(seq_len, regime):
 
 def test_sensitivity_joins_a_regime_by_geometric_mean(db):
     for seq_len, times in ((2048, (100.0, 110.0)), (4096, (100.0, 121.0)), (8192, (130.0, 100.0))):
-        problem = Problem.standard(seq_len=seq_len, head_dim=64)
+        problem = Attention.standard(seq_len=seq_len, head_dim=64)
         add_times(db, dict(zip((plain(128, 64), plain(64, 64)), times, strict=True)), problem=problem)
     medium, long = build_report(db, "sm_90").measured.sensitivity
     assert (medium.regime, medium.seq_lens, medium.problems) == ("medium", (2048, 4096), 2)

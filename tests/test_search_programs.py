@@ -19,13 +19,14 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_folder
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernels import template_for
-from tiledsched.problem import Problem, stable_id
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
+from tiledsched.problem import stable_id
 from tiledsched.schedule import Schedule
 from tiledsched.search.programs import Workshop
 from tiledsched.store.db import TuningDB
 
-PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 KNOBS = {"tile_m": 64, "tile_n": 64, "occupancy": 1, "num_worker_warps": 4, "num_ctas": 1, "latency_k": 0,
          "latency_v": 0, "opt_level": 3, "accum_mode": "fp32", "loop_split": False, "block_order": "natural",
          "persistent": "no", "kv_direction": "forward", "q_subtiles": 1, "kv_subtiles": 1, "qk_ahead": False,
@@ -74,7 +75,7 @@ def workshop(db, tmp_path):
     """A maker of workshops over one database and one folder, as if each were a new process."""
 
     def make(pool, **changes):
-        values = {"db": db, "artifacts": ArtifactStore(tmp_path), "template": template_for("attention"),
+        values = {"db": db, "artifacts": ArtifactStore(tmp_path), "template": kernel_named("attention"),
                   "arch": "sm_90", "toolchain": TOOLCHAIN} | changes  # fmt: skip
         return Workshop(*values.values(), pool=pool)
 

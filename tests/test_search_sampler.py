@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from tiledsched.errors import ConfigError
-from tiledsched.problem import Problem
+from tiledsched.kernels.attention import Attention
 from tiledsched.schedule import Schedule
 from tiledsched.search import tpe
 from tiledsched.search.sampler import SAMPLERS, ScheduleSampler
 from tiledsched.space_files import load_space
 
-PROBLEM = Problem.standard(seq_len=4096, head_dim=128, causal=True)
+PROBLEM = Attention.standard(seq_len=4096, head_dim=128, causal=True)
 PINNED = {"accum_mode": "fp32"}
 
 

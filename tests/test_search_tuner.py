@@ -12,9 +12,9 @@ from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.device import arch_spec
 from tiledsched.errors import ConfigError, Failure, FailureKind, NoValidScheduleError
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.problem import Problem
 from tiledsched.search.effort import EFFORTS
 from tiledsched.search.prior import Elsewhere, estimator, promising_part
 from tiledsched.search.tuner import TuneOptions, Tuner
@@ -23,7 +23,7 @@ from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 
-TEMPLATE = template_for("attention")
+TEMPLATE = kernel_named("attention")
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes").glob("*_burst_*.json.xz"))
 
 
@@ -284,7 +284,7 @@ def test_a_replay_needs_one_device_and_a_recorded_problem() -> None:
     with pytest.raises(MeasureError, match="one device"):
         ReplayRunner(TEMPLATE, [])
     with pytest.raises(MeasureError, match="nothing was recorded"):
-        ReplayRunner(TEMPLATE, recorded.measurements).begin(Problem(seq_q=3, seq_k=3, head_dim=64))
+        ReplayRunner(TEMPLATE, recorded.measurements).begin(Attention.problem(seq_q=3, seq_k=3, head_dim=64))
 
 
 @pytest.mark.parametrize("path", LANDSCAPES[::4], ids=lambda path: path.stem.split(".")[0])

@@ -10,6 +10,7 @@ import pytest
 
 from tiledsched import data_files
 from tiledsched.errors import ConfigError, ProblemError, UnsupportedError
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
@@ -19,7 +20,7 @@ from tiledsched.serve.lookup import Table
 from tiledsched.space_files import space_for
 from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
 
-PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 H200 = Device(name="NVIDIA H200", arch="sm_90", sm_count=132)
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.92", ptxas="13.4.92", nvvm="13.4.92")
 

@@ -12,7 +12,7 @@ import pytest
 from kernel_checks import check
 
 from tiledsched import data_files
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Table
 from tiledsched.space_files import space_for
@@ -67,7 +67,7 @@ def test_what_was_measured_is_right_in_the_interpreter() -> None:
 def test_a_landscape_is_complete(path) -> None:
     table = read_table(path)
     first = table.measurements[0].measurement
-    template = template_for("attention")
+    template = kernel_named("attention")
     programs, checked, unchecked = set(), [], []
     for stored in table.measurements:
         m = stored.measurement

@@ -18,10 +18,11 @@ from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError, Failure, FailureKind, MeasureError
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Batch, Candidate, Checked
-from tiledsched.problem import Problem, stable_id
+from tiledsched.problem import stable_id
 from tiledsched.search.programs import Workshop
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
@@ -41,10 +42,10 @@ from tiledsched.studies.repeatability.occasion import (
 from tiledsched.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, check_columns, read_rows
 from tiledsched.studies.repeatability.summary import summarise
 
-TEMPLATE = template_for("attention")
+TEMPLATE = kernel_named("attention")
 SPACE = space_for("sm_90")
-PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
-OTHER = Problem.standard(seq_len=4096, head_dim=64)
+PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
+OTHER = Attention.standard(seq_len=4096, head_dim=64)
 DEFAULT = SPACE.default(PROBLEM, pinned={"accum_mode": "fp32"})
 SCHEDULES = [DEFAULT, *(each for each in itertools.islice(SPACE.schedules(PROBLEM, pinned={"accum_mode": "fp32"}), 40)
                         if each != DEFAULT)]  # fmt: skip
@@ -649,7 +650,7 @@ def test_torch_methods_launch_the_artifact_and_get_it_right() -> None:
     from tiledsched.build.compiler import BuildTask, compile_task
 
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    problem = Problem.standard(seq_len=512, head_dim=64, causal=True, batch=2, heads=4)
+    problem = Attention.standard(seq_len=512, head_dim=64, causal=True, batch=2, heads=4)
     default = space_for(arch).default(problem, pinned={"accum_mode": "fp32"})
     made = [compile_task(BuildTask(kernel="attention", schedule=each, problem=problem, arch=arch)).artifact
             for each in (default, default.replace(tile_m=64, tile_n=32))]  # fmt: skip

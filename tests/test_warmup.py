@@ -19,8 +19,8 @@ from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import CompilerError, ConfigError, Failure, FailureKind
-from tiledsched.kernels import template_for
-from tiledsched.problem import Problem
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.serve import warmup
 from tiledsched.serve.bundle import Program, bundle_paths, read_bundle, warm_path, write_bundle
 from tiledsched.serve.entries import load_entries
@@ -30,8 +30,8 @@ from tiledsched.space_files import space_for
 from tiledsched.store.records import EntryRecord
 
 ARCH = "sm_90"
-TEMPLATE = template_for("attention")
-PROBLEM = Problem.standard(seq_len=1024, head_dim=64)
+TEMPLATE = kernel_named("attention")
+PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 SCHEDULE = space_for(ARCH).default(PROBLEM)
 HINTED = SCHEDULE.replace(occupancy=2, num_worker_warps=8)
 SETTINGS = Settings()
@@ -115,7 +115,7 @@ def test_a_process_finds_the_named_bundle_and_those_warmup_left(tmp_path, monkey
 
 
 def test_a_bundles_entries_are_served(tmp_path, monkeypatch) -> None:
-    problem = Problem(seq_q=3, seq_k=3, head_dim=32)
+    problem = Attention.problem(seq_q=3, seq_k=3, head_dim=32)
     tuned = entry(problem, space_for(ARCH).default(problem))
     assert tuned not in load_entries(None)
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip", entries=[tuned])))
@@ -281,12 +281,12 @@ import subprocess, sys
 def forbidden(*given, **more): raise AssertionError(f"started {{given}}")
 subprocess.run = subprocess.Popen = forbidden
 from tiledsched.config import load_settings
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.prebuilt import make_kernel
 schedule, problem = Schedule({schedule.to_json()!r}), Problem.from_json({problem.to_json()!r})
-template = template_for("attention")
+template = kernel_named("attention")
 kernel = make_kernel(template, {{"sm_90": schedule}}, problem, load_settings())
 answer = kernel._compile(template.signature(schedule, problem), None, (9, 0))
 assert "cuda.tile._compile" not in sys.modules

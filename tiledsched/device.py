@@ -70,6 +70,18 @@ ARCHS = {
 }  # fmt: skip
 
 
+LIMITS = ("sm_count", "shared_memory_bytes", "registers_per_sm")
+"""What constraints may read of the arch, beside what a search-space file adds."""
+SHARED_MEMORY_BYTES = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376, "sm_121": 101376}
+"""Of one block; 232448 on all others."""
+
+
+def arch_limits(arch: str) -> dict[str, int]:
+    """The values of :data:`LIMITS`; CUDA C++ Programming Guide, technical specifications per compute capability."""
+    return {"sm_count": arch_spec(arch).sm_count, "shared_memory_bytes": SHARED_MEMORY_BYTES.get(arch, 232448),
+            "registers_per_sm": 65536}  # fmt: skip
+
+
 def arch_spec(arch: str) -> ArchSpec:
     """The representative GPU of `arch`.
 

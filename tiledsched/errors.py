@@ -16,8 +16,12 @@ class TiledschedError(Exception):
     exit_code = 2
 
 
+class DeclarationError(TiledschedError, ValueError):
+    """A kernel's declaration that is wrong; the message names the field and what is allowed."""
+
+
 class ProblemError(TiledschedError, ValueError):
-    """A problem no attention kernel can have (a negative length, an unknown dtype, ...)."""
+    """A problem its kernel cannot have (a negative length, an unknown dtype, ...)."""
 
 
 class SpaceError(TiledschedError, ValueError):

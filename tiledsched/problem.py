@@ -1,24 +1,17 @@
-"""What is computed: the attention problem, its arithmetic and its least memory traffic."""
+"""What is computed: one case of a kernel, as the name of the kernel and a value for each of its fields."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from tiledsched.errors import ProblemError
+from tiledsched.errors import ConfigError, ProblemError
+from tiledsched.fields import Value
 
-DTYPES = ("float16", "bfloat16")
-ALIGNMENTS = ("top_left", "bottom_right")
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-MAX_HEAD_DIM = 256
-TOKENS = 16 * 1024
-"""Tokens in the default problem: batch * seq_q. The convention of the FlashAttention papers."""
-HIDDEN = 2048
-"""heads * head_dim in the default problem, from the same place."""
-LARGEST_INT32 = 2**31 - 1
+if TYPE_CHECKING:
+    from tiledsched.kernel import Kernel
 
 
 def canonical_json(value: Any) -> str:
@@ -31,237 +24,165 @@ def stable_id(value: Any, length: int = 12) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:length]
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
 class Problem:
-    """Scaled dot-product attention of q `[batch, heads, seq_q, head_dim]` with k, v `[batch, kv_heads, seq_k, head_dim]`.
+    """One case of a kernel. Immutable; equal where kernel and values are.
 
-    Causal means query row i sees key columns 0..i (aligned at the top left, as PyTorch's `is_causal`), or, aligned at the
-    bottom right, 0..i + seq_k - seq_q (as in FlashAttention since 2.1 and PyTorch's `causal_lower_right`). A row that
-    sees no key gives zeros, as FlashAttention does and, for all its warning of NaN, PyTorch 2.13 too; its log-sum-exp is
-    minus infinity, so that it weighs nothing when parts are merged.
-
-    Two ways to say one problem become one: value_dim = head_dim is stored as 0, and an alignment that makes no
-    difference (no causal mask, or seq_q = seq_k) as top_left.
-
-    Raises:
-        ProblemError: a size below 1, a head_dim or value_dim above 256, an unknown dtype or alignment, or heads not a
-            multiple of kv_heads.
+    `Kernel.problem(...)` and :meth:`from_json` make them. A value is read as an attribute (`problem.rows`), and so is what
+    the kernel derives from the values. What its name stands for the kernel tells: FLOPs, bytes and the words of `str`.
     """
 
-    seq_q: int
-    """Query rows per head."""
-    seq_k: int
-    """Key and value rows per head."""
-    head_dim: int
-    """Columns of q, k, v and the output; 1..256."""
-    dtype: str = "float16"
-    """float16 or bfloat16, of all four arrays."""
-    causal: bool = False
-    """Whether each row is limited to columns up to its own, counted as `alignment` says."""
-    batch: int = 1
-    """Independent sequences."""
-    heads: int = 1
-    """Query heads."""
-    kv_heads: int = 1
-    """Key/value heads; each serves heads / kv_heads query heads."""
-    alignment: str = "top_left"
-    """Where the causal diagonal starts (top_left) or ends (bottom_right)."""
-    value_dim: int = 0
-    """Columns of v and the output, 1..256; 0 where they are head_dim."""
-    lse: bool = False
-    """Whether each row's log-sum-exp of its scaled scores is returned, too: natural, float32 `[batch, heads, seq_q]`."""
+    __slots__ = ("_derived", "_hash", "_id", "_json", "kernel", "values")
+    kernel: str
+    """The kernel's name."""
+    values: Mapping[str, Value]
+    """A value for each field, in the order the kernel declares them."""
 
-    def __post_init__(self) -> None:
-        for name in ("seq_q", "seq_k", "head_dim", "batch", "heads", "kv_heads"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ProblemError(f"{name} must be a positive integer, got {value!r}")
-        if self.head_dim > MAX_HEAD_DIM:
-            raise ProblemError(f"head_dim must be at most {MAX_HEAD_DIM}, got {self.head_dim}")
-        if self.dtype not in DTYPES:
-            raise ProblemError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if not isinstance(self.causal, bool):
-            raise ProblemError(f"causal must be true or false, got {self.causal!r}")
-        if self.heads % self.kv_heads:
-            raise ProblemError(
-                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}); repeat or drop heads"
-            )
-        if self.alignment not in ALIGNMENTS:
-            raise ProblemError(f"alignment must be one of {', '.join(ALIGNMENTS)}, got {self.alignment!r}")
-        whole = isinstance(self.value_dim, int) and not isinstance(self.value_dim, bool)
-        if not whole or not 0 <= self.value_dim <= MAX_HEAD_DIM:
-            raise ProblemError(f"value_dim must be 0 (as head_dim) to {MAX_HEAD_DIM}, got {self.value_dim!r}")
-        if not isinstance(self.lse, bool):
-            raise ProblemError(f"lse must be true or false, got {self.lse!r}")
-        if self.value_dim == self.head_dim:
-            object.__setattr__(self, "value_dim", 0)
-        if not self.causal or self.seq_q == self.seq_k:
-            object.__setattr__(self, "alignment", "top_left")
+    def __init__(self, kernel: str, values: Mapping[str, Value], *, omitted: frozenset[str] = frozenset()) -> None:
+        set_field = object.__setattr__
+        set_field(self, "kernel", kernel)
+        set_field(self, "values", dict(values))
+        plain = {name: list(value) if isinstance(value, tuple) else value
+                 for name, value in values.items() if name not in omitted}  # fmt: skip
+        set_field(self, "_json", {"kernel": kernel, **plain})
+        set_field(self, "_hash", hash((kernel, tuple(self.values.items()))))
+        set_field(self, "_id", "")
+        set_field(self, "_derived", {})
 
-    @classmethod
-    def standard(
-        cls,
-        *,
-        seq_len: int,
-        head_dim: int,
-        dtype: str = "float16",
-        causal: bool = False,
-        batch: int | None = None,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-    ) -> Problem:
-        """The problem people mean by a sequence length and a head dimension alone.
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a problem cannot be changed; use problem.replace({name}=...)")
 
-        Unless given, batch and heads fill 16k tokens of 2048 hidden columns, the convention of the FlashAttention
-        benchmarks (Dao, arXiv:2307.08691, section 4.1), so that every sequence length does comparable work.
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in self.values:
+            return self.values[name]
+        if name not in self._derived:
+            derived = self.declaration.derived
+            if name not in derived:
+                raise AttributeError(
+                    f"{self.kernel} has no field {name!r}; it has {', '.join([*self.values, *derived])}"
+                )
+            self._derived[name] = derived[name](self)
+        return self._derived[name]
+
+    @property
+    def declaration(self) -> type[Kernel]:
+        """The kernel.
+
+        Raises:
+            ConfigError: this process does not know it.
         """
-        heads = heads if heads is not None else max(1, HIDDEN // head_dim)
-        return cls(
-            seq_q=seq_len,
-            seq_k=seq_len,
-            head_dim=head_dim,
-            dtype=dtype,
-            causal=causal,
-            batch=batch if batch is not None else max(1, TOKENS // seq_len),
-            heads=heads,
-            kv_heads=kv_heads if kv_heads is not None else heads,
-        )
+        from tiledsched.kernel import kernel_named
+
+        return kernel_named(self.kernel)
 
     @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.heads // self.kv_heads
+    def known(self) -> bool:
+        """Whether this process knows the kernel."""
+        try:
+            return bool(self.declaration)
+        except ConfigError:
+            return False
 
     @property
-    def value_columns(self) -> int:
-        """Columns of v and the output."""
-        return self.value_dim or self.head_dim
-
-    @property
-    def tile_d(self) -> int:
-        """head_dim rounded up to the power of two (at least 16) that the kernel pads to on chip."""
-        return padded(self.head_dim)
-
-    @property
-    def tile_v(self) -> int:
-        """The same of the columns of v."""
-        return padded(self.value_columns)
-
-    @property
-    def parts_d(self) -> tuple[int, int]:
-        """Two powers of two that hold head_dim in fewer columns than `tile_d`; the second is 0 where there are none."""
-        return two_parts(self.head_dim)
-
-    @property
-    def parts_v(self) -> tuple[int, int]:
-        """The same of the columns of v."""
-        return two_parts(self.value_columns)
-
-    @property
-    def split_d(self) -> int:
-        """Columns of `parts_d` together."""
-        return sum(self.parts_d)
-
-    @property
-    def split_v(self) -> int:
-        """Columns of `parts_v` together."""
-        return sum(self.parts_v)
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of one element of q, k, v and the output."""
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
-    def wide(self) -> bool:
-        """Whether some array has elements that a 32-bit index does not reach."""
-        rows = self.batch * max(self.heads * self.seq_q, self.kv_heads * self.seq_k)
-        return rows * max(self.head_dim, self.value_columns) > LARGEST_INT32
-
-    @property
-    def visible_pairs(self) -> float:
-        """Query-key pairs that contribute, per head: seq_q * seq_k, or the area under the causal diagonal."""
-        if not self.causal:
-            return float(self.seq_q * self.seq_k)
-        square = min(self.seq_q, self.seq_k)
-        if self.alignment == "bottom_right":
-            return square * square / 2 + max(0, self.seq_k - self.seq_q) * self.seq_q
-        return square * square / 2 + max(0, self.seq_q - self.seq_k) * self.seq_k
+    def names(self) -> dict[str, Any]:
+        """Everything that constraints may read of it: values, and what is derived from them."""
+        return {**self.values, **{name: getattr(self, name) for name in self.declaration.derived}}
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the two products; causal counts half, as in FlashAttention's benchmarks."""
-        return 2.0 * self.batch * self.heads * self.visible_pairs * (self.head_dim + self.value_columns)
+        """Floating-point operations; 0 where the kernel states none, or is not known here."""
+        return float(self.declaration.flops(self)) if self.known else 0.0
 
     @property
     def min_bytes(self) -> int:
-        """Least device-memory traffic: q, k, v read once and the output (and the log-sum-exp) written once."""
-        rows = self.batch * (self.heads * self.seq_q + self.kv_heads * self.seq_k)
-        lse = 4 * self.batch * self.heads * self.seq_q if self.lse else 0
-        return rows * (self.head_dim + self.value_columns) * self.element_bytes + lse
+        """Least device-memory traffic: every input read once and every output written once; 0 where that is not known."""
+        return self.declaration.bytes_moved(self) if self.known else 0
 
     def tflops(self, median_us: float) -> float:
         """Rate in TFLOP/s at `median_us` microseconds."""
         return self.flops / median_us / 1e6
 
+    def gbps(self, median_us: float) -> float:
+        """Least traffic over time, GB/s."""
+        return self.min_bytes / median_us / 1e3
+
     def to_json(self) -> dict[str, Any]:
-        """A plain dict; :meth:`from_json` inverts it.
+        """A plain dict: the kernel's name and the values; :meth:`from_json` inverts it.
 
         Fields that came later are left out at their defaults, so that ids stored before there were any stay valid.
         """
-        return without_defaults(asdict(self))
+        return dict(self._json)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Problem:
-        """The problem `to_json` wrote.
+    def from_json(cls, data: Mapping[str, Any]) -> Problem:
+        """The problem `to_json` wrote. Of a kernel that this process does not know, the values are taken as they stand.
 
         Raises:
             ProblemError: a key is missing, unknown or has a wrong value.
         """
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(data) - known)
-        if unknown:
-            raise ProblemError(f"unknown problem keys {unknown}; known are {sorted(known)}")
-        missing = {"seq_q", "seq_k", "head_dim"} - set(data)
-        if missing:
-            raise ProblemError(f"a problem needs {sorted(missing)}")
-        return cls(**data)
+        from tiledsched.kernel import kernel_named
 
-    @cached_property
+        values = dict(data)
+        kernel = values.pop("kernel", None)
+        if not isinstance(kernel, str):
+            raise ProblemError(f'a problem needs the name of its kernel, got {data!r}; add "kernel"')
+        try:
+            declaration = kernel_named(kernel)
+        except ConfigError:
+            plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            return cls(kernel, plain)
+        return declaration.problem(**values)
+
+    @property
     def id(self) -> str:
         """Stable 12-digit hex id: equal problems have equal ids in every process and version."""
-        return stable_id(self.to_json())
+        if not self._id:
+            object.__setattr__(self, "_id", stable_id(self._json))
+        return str(self._id)
 
     def replace(self, **changes: Any) -> Problem:
         """A copy with `changes` applied."""
-        return replace(self, **changes)
+        return self.declaration.problem(**{**self.values, **changes})
+
+    def __reduce__(self) -> Any:
+        omitted = frozenset(set(self.values) - set(self._json))
+        return _restored, (self.kernel, self.values, omitted)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Problem) and self._hash == other._hash and self.kernel == other.kernel
+            and self.values == other.values
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return int(self._hash)
+
+    def __lt__(self, other: Problem) -> bool:
+        return self._order() < other._order()
+
+    def _order(self) -> tuple[Any, ...]:
+        return self.kernel, tuple((type(value).__name__, value) for value in self.values.values())
 
     def __str__(self) -> str:
-        seq = f"S={self.seq_q}" if self.seq_q == self.seq_k else f"Sq={self.seq_q} Sk={self.seq_k}"
-        heads = f"H={self.heads}" if self.heads == self.kv_heads else f"H={self.heads}/{self.kv_heads}"
-        columns = f"D={self.head_dim}/{self.value_dim}" if self.value_dim else f"D={self.head_dim}"
-        mask = " causal" if self.causal else ""
-        mask += " bottom-right" if self.alignment == "bottom_right" else ""
-        lse = " +lse" if self.lse else ""
-        return f"B={self.batch} {heads} {seq} {columns} {self.dtype}{mask}{lse}"
+        return self.declaration.describe(self) if self.known else describe_values(self.values)
+
+    def __repr__(self) -> str:
+        return f"Problem({self.kernel}: {describe_values(self.values)})"
 
 
-LATER = {"alignment": "top_left", "value_dim": 0, "lse": False}
-"""Fields of a problem that its JSON holds only where they differ from this."""
+def _restored(kernel: str, values: Mapping[str, Value], omitted: frozenset[str]) -> Problem:
+    return Problem(kernel, values, omitted=omitted)
 
 
-def without_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """A problem's fields without those of `LATER` that are at their defaults: what its id is the hash of."""
-    return {name: value for name, value in values.items() if name not in LATER or value != LATER[name]}
-
-
-def padded(columns: int) -> int:
-    """`columns` rounded up to a power of two, at least 16: the narrowest side of a matrix product."""
-    return max(16, 1 << (columns - 1).bit_length())
-
-
-def two_parts(columns: int) -> tuple[int, int]:
-    """The powers of two that hold `columns` with least padding: (64, 32) for 96; (128, 0) where one is as good."""
-    first = max(16, 1 << (columns.bit_length() - 1))
-    second = padded(columns - first) if columns > first else 0
-    return (first, second) if first + second < padded(columns) else (padded(columns), 0)
+def describe_values(values: Mapping[str, Value]) -> str:
+    """`rows=4096 columns=8192 float16`: types and words by themselves, flags by their name where they are true."""
+    parts = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            parts.extend([name] if value else [])
+        elif isinstance(value, str):
+            parts.append(value if name == "dtype" else f"{name}={value}")
+        else:
+            parts.append(f"{name}={','.join(map(str, value))}" if isinstance(value, tuple) else f"{name}={value}")
+    return " ".join(parts)

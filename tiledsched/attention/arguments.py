@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from tiledsched.errors import ProblemError
-from tiledsched.problem import MAX_HEAD_DIM
+from tiledsched.kernels.attention.problem import MAX_HEAD_DIM
 
 DEVICE_TYPE = "cuda"
 """Where the kernel runs."""

@@ -25,9 +25,10 @@ from tiledsched import config
 from tiledsched.attention.arguments import CAUSAL, check_tensors, needs_gradients, unserved
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ProblemError, UnsupportedError
-from tiledsched.kernels import template_for
-from tiledsched.kernels.template import HINT_KNOBS, ExtraArray
-from tiledsched.problem import LARGEST_INT32, Problem
+from tiledsched.kernel import HINT_KNOBS, ArraySpec, kernel_named
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.problem import LARGEST_INT32
+from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import Served, Table
@@ -55,7 +56,7 @@ class Plan:
     """The cuTile kernel object, shared by every plan with the same entry and hints."""
     grid: tuple[int, int, int]
     """Blocks."""
-    extra_arrays: tuple[ExtraArray, ...]
+    extra_arrays: tuple[ArraySpec, ...]
     """Arrays a launch takes after q, k, v and out."""
     scalars: tuple[float, ...]
     """Run-time arguments: the softmax scale times log2(e)."""
@@ -275,7 +276,7 @@ def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool) -> Probl
         ProblemError: no problem the kernel has.
     """
     batch, heads, seq_q, head_dim = q.shape
-    return Problem(seq_q=seq_q, seq_k=k.shape[2], head_dim=head_dim, dtype=str(q.dtype).removeprefix("torch."),
+    return Attention.problem(seq_q=seq_q, seq_k=k.shape[2], head_dim=head_dim, dtype=str(q.dtype).removeprefix("torch."),
                    causal=causal is not None, alignment=causal or "top_left", batch=batch, heads=heads,
                    kv_heads=k.shape[1], value_dim=v.shape[3], lse=lse)  # fmt: skip
 
@@ -285,7 +286,7 @@ def _make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, 
     reason = unserved(q, k, v, None, 0.0)
     if reason:
         return reason
-    problem, template = pose_problem(q, k, v, causal, lse), template_for(KERNEL)
+    problem, template = pose_problem(q, k, v, causal, lse), kernel_named(KERNEL)
     if not problem.wide and any(_span(tensor) > LARGEST_INT32 for tensor in (q, k, v)):
         return "a tensor that is not contiguous spans more than 2**31 elements"
     facts = device_facts(q.get_device())
@@ -315,7 +316,7 @@ def _make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, 
 
 def _kernel_object(problem: Problem, arch: str, schedule: Schedule) -> Any:
     """One kernel object for every entry and set of hints; it carries the hints of other archs in the table, too."""
-    template = template_for(KERNEL)
+    template = kernel_named(KERNEL)
     entry = template.entry(schedule, problem)
     key = (entry, arch, *(schedule[knob] for knob in HINT_KNOBS))
     if key not in _kernels:

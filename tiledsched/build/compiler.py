@@ -7,9 +7,10 @@ import os
 import time
 from dataclasses import dataclass
 
-from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.build.cubin import Artifact, join, read_artifact
+from tiledsched.device import arch_spec
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernels import template_for
+from tiledsched.kernel import KernelClass, load_kernel
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
@@ -23,7 +24,7 @@ class BuildTask:
     """One compile: everything a worker process needs, small enough to send to it."""
 
     kernel: str
-    """Template name."""
+    """Where the kernel is declared; see :func:`tiledsched.kernel.load_kernel`."""
     schedule: Schedule
     """What to compile."""
     problem: Problem
@@ -62,19 +63,14 @@ def prepare_process() -> None:
 def compile_task(task: BuildTask) -> Built:
     """Compile `task`; a compiler error or timeout is a typed failure, not an exception."""
     import cuda.tile as ct
-    from cuda.tile.compilation import export_kernel
 
-    template = template_for(task.kernel)
     started = time.perf_counter()
     artifact = failure = None
     try:
-        kernel = template.kernel({task.arch: task.schedule}, task.problem)
-        signature = template.signature(task.schedule, task.problem)
-        output = io.BytesIO()
+        kernel = load_kernel(task.kernel)
         with ct.compiler_timeout(task.timeout_s):
-            export_kernel(kernel, [signature], output, gpu_code=task.arch, output_format="cubin")
-        artifact = read_artifact(output.getvalue(), task.arch)
-        wrong = template.unsound(task.schedule, task.problem, artifact)
+            artifact = compile_schedule(kernel, task.problem, task.schedule, task.arch)
+        wrong = kernel.unsound(task.problem, task.schedule, artifact)
         if wrong:
             artifact, failure = None, Failure(kind=FailureKind.COMPILE_ERROR, message=wrong)
     except ct.TileCompilerTimeoutError:
@@ -82,6 +78,23 @@ def compile_task(task: BuildTask) -> Built:
     except Exception as error:  # whatever a compiler trips over must cost one candidate, not the run
         failure = Failure(kind=FailureKind.COMPILE_ERROR, message=_first_line(error))
     return Built(task=task, artifact=artifact, failure=failure, seconds=time.perf_counter() - started)
+
+
+def compile_schedule(kernel: KernelClass, problem: Problem, schedule: Schedule, arch: str) -> Artifact:
+    """The machine code of every launch of a schedule. Whatever the compiler trips over is raised."""
+    from cuda.tile.compilation import export_kernel
+
+    from tiledsched.launches import signature, steps, tile_kernels
+
+    device = arch_spec(arch)
+    built = []
+    objects = tile_kernels(kernel, {arch: schedule}, problem, device)
+    for step, tile_kernel in zip(steps(kernel, problem, schedule, device), objects, strict=True):
+        output = io.BytesIO()
+        export_kernel(tile_kernel, [signature(kernel, problem, schedule, step)], output, gpu_code=arch,
+                      output_format="cubin")  # fmt: skip
+        built.append(read_artifact(output.getvalue(), arch))
+    return join(built)
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,12 +72,52 @@ class Artifact:
     """The loadable file without debug sections."""
 
 
+SEQUENCE = b"TILESEQ1"
+"""Begins the file of a schedule that launches several kernels in a row: their cubins follow, each after its size."""
+
+
+def join(artifacts: Sequence[Artifact]) -> Artifact:
+    """One artifact of kernels that are launched in a row; of a single one, itself.
+
+    The fingerprint is that of all of them in order, and the facts are the largest of any.
+    """
+    if len(artifacts) == 1:
+        return artifacts[0]
+    digest = hashlib.sha256("/".join(each.fingerprint for each in artifacts).encode()).hexdigest()[:24]
+    every = [asdict(each.facts) for each in artifacts]
+    most = {name: max(facts[name] for facts in every) for name in every[0]}
+    most["ctas_per_sm"] = min(facts["ctas_per_sm"] for facts in every)
+    most["code_bytes"] = sum(facts["code_bytes"] for facts in every)
+    data = SEQUENCE + b"".join(struct.pack("<Q", len(each.cubin)) + each.cubin for each in artifacts)
+    return Artifact(arch=artifacts[0].arch, fingerprint=digest, facts=ResourceFacts(**most), cubin=data)
+
+
+def parts(data: bytes) -> list[bytes]:
+    """The cubins of a file that :func:`join` made, or of one kernel."""
+    if not data.startswith(SEQUENCE):
+        return [data]
+    found, offset = [], len(SEQUENCE)
+    while offset + 8 <= len(data):
+        (size,) = struct.unpack_from("<Q", data, offset)
+        found.append(data[offset + 8 : offset + 8 + size])
+        offset += 8 + size
+    return found
+
+
+def symbol_of(cubin: bytes) -> str:
+    """The name of the one kernel in a cubin."""
+    sections = ELFFile(io.BytesIO(cubin)).iter_sections()
+    return next(section.name.removeprefix(".text.") for section in sections if section.name.startswith(".text."))
+
+
 def read_artifact(cubin: bytes, arch: str) -> Artifact:
-    """Fingerprint, facts and stripped copy of `cubin`, which must hold one kernel.
+    """Fingerprint, facts and stripped copy of `cubin`, which must hold one kernel, or several that :func:`join` put together.
 
     Raises:
         CompilerError: the bytes are not a cubin with one kernel.
     """
+    if cubin.startswith(SEQUENCE):
+        return join([read_artifact(part, arch) for part in parts(cubin)])
     try:
         elf = ELFFile(io.BytesIO(cubin))
         sections = list(elf.iter_sections())

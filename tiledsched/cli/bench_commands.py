@@ -82,7 +82,7 @@ def ablate(options: argparse.Namespace) -> int:
 
 def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     """The rows of each recorded problem."""
-    from tiledsched.kernels import template_for
+    from tiledsched.kernel import kernel_named
     from tiledsched.measure.replay import ReplayRunner
     from tiledsched.space_files import space_for
     from tiledsched.store.exchange import read_table
@@ -95,7 +95,7 @@ def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
         if arch != options.arch:
             raise ConfigError(f"{path} was recorded on {arch}; pass --arch {arch}")
         space = space_for(arch)
-        recorded, template = Recorded(table, space), template_for(space.kernel)
+        recorded, template = Recorded(table, space), kernel_named(space.kernel)
         ladder = Ladder(ReplayRunner(template, recorded.measurements), recorded, space, template, recorded.problem,
                         regime=recorded.regime, rounds=options.rounds, recorded=recorded.holds,
                         progress=output.note)  # fmt: skip

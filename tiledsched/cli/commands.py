@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli import output
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import SUITES
 from tiledsched.problem import Problem
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tiledsched.build.artifacts import ArtifactStore
     from tiledsched.build.toolchain import Toolchain
     from tiledsched.config import Settings
-    from tiledsched.kernels.template import KernelTemplate
+    from tiledsched.kernel import KernelClass
     from tiledsched.schedule import KnobValue
     from tiledsched.space import SearchSpace
     from tiledsched.store.db import TuningDB
@@ -47,7 +48,7 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     if options.suite:
         return list(SUITES[options.suite].problems)
     masks = {"yes": (True,), "no": (False,), "both": (False, True)}[options.causal]
-    return [_detailed(Problem.standard(seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=options.batch,
+    return [_detailed(Attention.standard(seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=options.batch,
                                        heads=options.heads, kv_heads=options.kv_heads), options)
             for dtype in options.dtype for head_dim in options.head_dim for causal in masks
             for seq_len in options.seq_len]  # fmt: skip
@@ -85,12 +86,12 @@ def _candidates(path: str) -> list[dict[str, KnobValue]]:
     return listed
 
 
-def _compiling(options: argparse.Namespace) -> tuple[Settings, SearchSpace, Toolchain, KernelTemplate, ArtifactStore]:
+def _compiling(options: argparse.Namespace) -> tuple[Settings, SearchSpace, Toolchain, KernelClass, ArtifactStore]:
     """What a command needs that compiles and measures."""
     from tiledsched.build.artifacts import ArtifactStore
     from tiledsched.build.compiler import prepare_process
     from tiledsched.build.toolchain import check_arch, installed_toolchain
-    from tiledsched.kernels import template_for
+    from tiledsched.kernel import kernel_named
 
     prepare_process()
     settings = _settings(options)
@@ -98,7 +99,7 @@ def _compiling(options: argparse.Namespace) -> tuple[Settings, SearchSpace, Tool
     toolchain = installed_toolchain()
     check_arch(toolchain, options.arch)
     artifacts = ArtifactStore(Path(settings.cache) if settings.cache else None)
-    return settings, space, toolchain, template_for(space.kernel), artifacts
+    return settings, space, toolchain, kernel_named(space.kernel), artifacts
 
 
 @contextmanager
@@ -228,7 +229,7 @@ def explain(options: argparse.Namespace) -> int:
     from tiledsched.serve.entries import load_table
     from tiledsched.serve.explain import explain_problem
 
-    problem = Problem.standard(seq_len=options.seq_len, head_dim=options.head_dim, dtype=options.dtype,
+    problem = Attention.standard(seq_len=options.seq_len, head_dim=options.head_dim, dtype=options.dtype,
                                causal=options.causal, batch=options.batch, heads=options.heads,
                                kv_heads=options.kv_heads)  # fmt: skip
     settings = _settings(options)
@@ -376,7 +377,7 @@ def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]]) -> in
     from tiledsched.build.artifacts import ArtifactStore
     from tiledsched.build.compiler import prepare_process
     from tiledsched.build.toolchain import check_arch, installed_toolchain
-    from tiledsched.kernels import template_for
+    from tiledsched.kernel import kernel_named
     from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import Wanted, prepare
@@ -391,7 +392,7 @@ def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]]) -> in
     results = []
     for arch, path in targets:
         check_arch(toolchain, arch)
-        results.append(prepare(arch, path, entries, table, template_for(table.kernel), artifacts, toolchain.compiler,
+        results.append(prepare(arch, path, entries, table, kernel_named(table.kernel), artifacts, toolchain.compiler,
                                wanted=wanted, others=[warm_path(arch, settings)], jobs=options.jobs,
                                progress=output.note))  # fmt: skip
     _said(options, {"bundles": [result.to_json() for result in results]}, "\n".join(map(str, results)))

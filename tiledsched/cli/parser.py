@@ -8,8 +8,8 @@ from typing import Any
 
 from tiledsched import __version__
 from tiledsched.cli import bench_commands, commands, search_commands
+from tiledsched.kernels.attention.problem import ALIGNMENTS, DTYPES
 from tiledsched.kernels.attention.suites import SUITES
-from tiledsched.problem import ALIGNMENTS, DTYPES
 from tiledsched.search.effort import EFFORTS
 from tiledsched.studies.repeatability.rows import METHODS
 

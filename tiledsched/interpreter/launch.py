@@ -22,7 +22,7 @@ from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
 from tiledsched.interpreter.values import TILE_TYPE, InterpreterError, Tile, in_range
 
 if TYPE_CHECKING:
-    from tiledsched.kernels.template import ExtraArray, KernelTemplate
+    from tiledsched.kernel import ArraySpec, KernelClass
     from tiledsched.problem import Problem
     from tiledsched.schedule import Schedule
 
@@ -119,7 +119,7 @@ def run(
 
 
 def run_problem(
-    template: KernelTemplate,
+    template: KernelClass,
     schedule: Schedule,
     problem: Problem,
     q: Any,
@@ -138,7 +138,7 @@ def run_problem(
 
 
 def run_outputs(
-    template: KernelTemplate,
+    template: KernelClass,
     schedule: Schedule,
     problem: Problem,
     q: Any,
@@ -189,7 +189,7 @@ def run_outputs(
     }
 
 
-def _extra_array(extra: ExtraArray) -> np.ndarray[Any, Any]:
+def _extra_array(extra: ArraySpec) -> np.ndarray[Any, Any]:
     """As a launch gets it: zeros where it needs them, or else what shows that it was read unwritten."""
     dtype = np.dtype(extra.dtype)
     return np.full(extra.shape, 0 if extra.zeroed else poison(TILE_TYPE[dtype]), dtype)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernels.template import KernelTemplate
+from tiledsched.kernel import KernelClass
 from tiledsched.measure.accuracy import tolerance
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, GapTrial
@@ -183,7 +183,7 @@ class GpuRunner:
 
     name = "gpu"
 
-    def __init__(self, template: KernelTemplate, *, seed: int = 0, timeouts: Timeouts | None = None,
+    def __init__(self, template: KernelClass, *, seed: int = 0, timeouts: Timeouts | None = None,
                  gap_ms: float | None = None, worker_command: Sequence[str] = WORKER_COMMAND) -> None:  # fmt: skip
         self._template = template
         self._seed = seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiledsched.kernels.template import ExtraArray
+from tiledsched.kernel import ArraySpec
 from tiledsched.measure.accuracy import Tolerance
 
 
@@ -20,5 +20,5 @@ class Launch:
     """Rows of a head per output tile, for the error per tile."""
     tolerance: Tolerance
     """What is asked of its result."""
-    extras: tuple[ExtraArray, ...] = ()
+    extras: tuple[ArraySpec, ...] = ()
     """Arrays it takes beside q, k, v and out."""

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernels.template import KernelTemplate
+from tiledsched.kernel import KernelClass
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Device, Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
@@ -32,7 +32,7 @@ class ReplayRunner:
 
     name = "replay"
 
-    def __init__(self, template: KernelTemplate, measurements: Iterable[Measurement], *, seed: int = 0) -> None:
+    def __init__(self, template: KernelClass, measurements: Iterable[Measurement], *, seed: int = 0) -> None:
         self._template = template
         self._rng = random.Random(seed)
         self._problem: Problem | None = None

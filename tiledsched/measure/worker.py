@@ -25,9 +25,9 @@ import numpy
 
 from tiledsched.build.cubin import is_whole
 from tiledsched.errors import Failure, FailureKind
+from tiledsched.kernel import ArraySpec
 from tiledsched.kernels.attention.inputs import KINDS, adversarial_heads, kinds_of_heads
 from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
-from tiledsched.kernels.template import ExtraArray
 from tiledsched.measure import timing
 from tiledsched.measure.accuracy import lse_errors, summary, tile_errors, wrong_result
 from tiledsched.measure.launch import Launch
@@ -81,7 +81,7 @@ class State:
     """The right output and log-sum-exp."""
     adversarial_reference: Any = None
     """`[kinds, seq_q, value_columns]` and `[kinds, seq_q]`: heads whose inputs are of one kind share them."""
-    extras: dict[tuple[ExtraArray, ...], list[Any]] = field(default_factory=dict)
+    extras: dict[tuple[ArraySpec, ...], list[Any]] = field(default_factory=dict)
     """Arrays beside those, by what launches ask for. Launches follow one another, so that equal ones share them."""
     flush: Any = None
     spin: Any = None
@@ -147,7 +147,7 @@ def _reference(state: State, problem: Problem, stored: list[Any]) -> tuple[Any, 
                              alignment=problem.alignment)  # fmt: skip
 
 
-def _extra_arrays(state: State, extras: tuple[ExtraArray, ...]) -> list[Any]:
+def _extra_arrays(state: State, extras: tuple[ArraySpec, ...]) -> list[Any]:
     """The arrays of a launch beside q, k, v and out. What must be zero is so from the start; kernels leave it so."""
     if extras not in state.extras:
         with state.stream:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.errors import SpaceError
-from tiledsched.kernels import template_for
-from tiledsched.kernels.template import KernelTemplate
+from tiledsched.kernel import KernelClass, kernel_named
 from tiledsched.problem import Problem
 from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_times
 from tiledsched.report.importance import interactions, knob_shares
@@ -163,7 +162,7 @@ class _Builds:
         """Resources of a machine code; None where unknown."""
         return self._facts.get(fingerprint)
 
-    def of(self, template: KernelTemplate, problem: Problem) -> list[BuildRecord]:
+    def of(self, template: KernelClass, problem: Problem) -> list[BuildRecord]:
         """Successful builds whose machine code serves `problem`."""
         key = (template.name, problem.head_dim, problem.dtype, problem.causal, problem.group)
         return [build for build in self._by_class.get(key, []) if build.fingerprint
@@ -178,7 +177,7 @@ def _or_none(function: Callable[..., object], *arguments: object) -> object | No
         return None
 
 
-def _programs(template: KernelTemplate, problem: Problem, sm_count: int) -> Callable[[str, Schedule], ProgramKey]:
+def _programs(template: KernelClass, problem: Problem, sm_count: int) -> Callable[[str, Schedule], ProgramKey]:
     def program(fingerprint: str, schedule: Schedule) -> ProgramKey:
         grid = _or_none(template.grid, schedule, problem, max(1, sm_count))
         return fingerprint, grid if isinstance(grid, tuple) else None
@@ -198,7 +197,7 @@ class _Desk:
     def measured(self, key: LandscapeKey, stored: Sequence[StoredMeasurement]) -> ProblemReport:
         """One problem on one device, from all its measurements, newest first."""
         kernel, problem, _, accum_mode = key
-        template = template_for(kernel)
+        template = kernel_named(kernel)
         # Of a schedule measured with several compilers only the newest counts; likewise of a program.
         by_schedule: dict[Schedule, StoredMeasurement] = {}
         for one in stored:
@@ -234,7 +233,7 @@ class _Desk:
 
     def modelled(self, entry: EntryRecord, model_times: ModelTimes | None) -> ProblemReport | None:
         """One problem nobody measured; None where not even the model gives a time."""
-        template, problem = template_for(entry.kernel), entry.problem
+        template, problem = kernel_named(entry.kernel), entry.problem
         builds = [build for build in self.builds.of(template, problem)
                   if _accum_mode(build.schedule) == entry.accum_mode
                   and (entry.toolchain is None or build.toolchain == entry.toolchain)

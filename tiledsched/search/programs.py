@@ -16,7 +16,7 @@ from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernels.template import KernelTemplate
+from tiledsched.kernel import KernelClass
 from tiledsched.measure.runner import Candidate, Device, Failed, Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
@@ -58,7 +58,7 @@ class Program:
 class Workshop:
     """Builds schedules of one kernel for one arch, once ever per toolchain and template source."""
 
-    def __init__(self, db: TuningDB, artifacts: ArtifactStore, template: KernelTemplate, arch: str,
+    def __init__(self, db: TuningDB, artifacts: ArtifactStore, template: KernelClass, arch: str,
                  toolchain: Toolchain, pool: BuildPool, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:  # fmt: skip
         self.db, self.artifacts, self.template, self.arch, self.toolchain = db, artifacts, template, arch, toolchain
         self._pool, self._timeout_s = pool, timeout_s

@@ -21,7 +21,7 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import arch_spec
 from tiledsched.errors import NoValidScheduleError
-from tiledsched.kernels.template import KernelTemplate
+from tiledsched.kernel import KernelClass
 from tiledsched.measure.runner import REGIMES, Failed, Measurement, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
@@ -213,7 +213,7 @@ class Recorder:
     this device, toolchain and kernel source; nothing else.
     """
 
-    def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, template: KernelTemplate,
+    def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, template: KernelClass,
                  toolchain: Toolchain, options: RecordOptions, *, pool: BuildPool, run_id: int,
                  runner: Runner | None = None, progress: Callable[[str], None] | None = None) -> None:  # fmt: skip
         self.db, self.space, self.template, self.toolchain = db, space, template, toolchain

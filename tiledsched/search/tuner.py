@@ -21,9 +21,8 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import ArchSpec, arch_spec
 from tiledsched.errors import ConfigError, NoValidScheduleError
-from tiledsched.kernels import template_for
+from tiledsched.kernel import KernelClass, kernel_named
 from tiledsched.kernels.attention.model import estimate_us
-from tiledsched.kernels.template import KernelTemplate
 from tiledsched.measure.runner import Failed, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
@@ -116,7 +115,7 @@ class Silent:
 class Tuner:
     """Tunes one kernel for one arch."""
 
-    def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, template: KernelTemplate,
+    def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, template: KernelClass,
                  toolchain: Toolchain, options: TuneOptions, *, pool: BuildPool, run_id: int,
                  runner: Runner | None = None, watcher: Watcher | None = None) -> None:  # fmt: skip
         self.db, self.space, self.template, self.toolchain = db, space, template, toolchain
@@ -387,7 +386,7 @@ def modelled_times(
     arch: str, *, kernel: str = "attention"
 ) -> Callable[[Problem, Sequence[BuildRecord]], dict[str, float]]:
     """The model's view of built schedules, for reports: maps a problem and builds to schedule id -> modelled us."""
-    spec, template = arch_spec(arch), template_for(kernel)
+    spec, template = arch_spec(arch), kernel_named(kernel)
 
     def times(problem: Problem, builds: Sequence[BuildRecord]) -> dict[str, float]:
         return {build.schedule.id: estimate_us(problem, build.schedule, build.facts, spec) for build in builds

@@ -16,7 +16,7 @@ from typing import Any
 
 from tiledsched.config import Settings
 from tiledsched.errors import CompilerError, TiledschedError
-from tiledsched.kernels.template import HINT_KNOBS, KernelTemplate
+from tiledsched.kernel import HINT_KNOBS, KernelClass
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.bundle import VARIABLE, Bundle, Program, bundle_paths, named_bundle, read_bundle
@@ -34,7 +34,7 @@ class Prebuilt:
     """Where its machine code lies."""
 
 
-def make_kernel(template: KernelTemplate, schedules: Mapping[str, Schedule], problem: Problem,
+def make_kernel(template: KernelClass, schedules: Mapping[str, Schedule], problem: Problem,
                 settings: Settings) -> Any:  # fmt: skip
     """`template.kernel(schedules, problem)` that takes its machine code from bundles where they hold it, else has it
     compiled as it was for measuring.
@@ -58,7 +58,7 @@ def make_kernel(template: KernelTemplate, schedules: Mapping[str, Schedule], pro
     return kernel
 
 
-def _with_hints(template: KernelTemplate, arch: str, schedule: Schedule, settings: Settings) -> list[Prebuilt]:
+def _with_hints(template: KernelClass, arch: str, schedule: Schedule, settings: Settings) -> list[Prebuilt]:
     """Prebuilt programs of `arch` with the hints of `schedule`; which of them fits, the launch's signature decides."""
     wanted = _hints(schedule)
     return [
@@ -73,7 +73,7 @@ def _hints(schedule: Schedule) -> tuple[int, ...]:
     return tuple(schedule.number(knob) for knob in HINT_KNOBS)
 
 
-def usable_bundles(template: KernelTemplate, settings: Settings) -> list[Bundle]:
+def usable_bundles(template: KernelClass, settings: Settings) -> list[Bundle]:
     """Bundles built from the very source of `template`; another's programs may take other arguments.
 
     Raises:
@@ -105,7 +105,7 @@ def _read(path: Path, _changed_ns: int) -> Bundle:
     return read_bundle(path)
 
 
-def find_program(candidates: Sequence[Prebuilt], template: KernelTemplate, signature: Any) -> Prebuilt | None:
+def find_program(candidates: Sequence[Prebuilt], template: KernelClass, signature: Any) -> Prebuilt | None:
     """The first whose machine code may run where a launch asks for `signature`; None where none may."""
     for each in candidates:
         if serves(template.signature(each.program.schedule, each.program.problem), signature):
@@ -148,7 +148,7 @@ def _kernel_class() -> type:
 
     class ServedKernel(ct.kernel):
         prebuilt: Mapping[str, list[Prebuilt]]
-        template: KernelTemplate
+        template: KernelClass
 
         def _compile(self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None,
                      *more: Any) -> Any:  # fmt: skip

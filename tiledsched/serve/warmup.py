@@ -18,7 +18,7 @@ from tiledsched.build.compiler import BuildTask
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.pool import BuildPool
 from tiledsched.errors import ConfigError, Failure, TiledschedError
-from tiledsched.kernels.template import KernelTemplate
+from tiledsched.kernel import KernelClass
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.bundle import Program, read_bundle, write_bundle
@@ -96,7 +96,7 @@ class Prepared:
                 f"{self.seconds:.1f} s")  # fmt: skip
 
 
-def prepare(arch: str, path: Path, entries: Sequence[EntryRecord], table: Table, template: KernelTemplate,
+def prepare(arch: str, path: Path, entries: Sequence[EntryRecord], table: Table, template: KernelClass,
             artifacts: ArtifactStore, compiler: str, *, wanted: Wanted | None = None, others: Sequence[Path] = (),
             jobs: int | None = None, progress: Callable[[str], None] = lambda text: None) -> Prepared:  # fmt: skip
     """Write a bundle with every program that `table` serves `arch` for its entries' problems, and for those like them.
@@ -149,11 +149,11 @@ def prepare(arch: str, path: Path, entries: Sequence[EntryRecord], table: Table,
                     seconds=time.perf_counter() - started)  # fmt: skip
 
 
-def _key(template: KernelTemplate, schedule: Schedule, problem: Problem) -> Key:
+def _key(template: KernelClass, schedule: Schedule, problem: Problem) -> Key:
     return schedule.id, template.problem_class(schedule, problem).id
 
 
-def _had_before(arch: str, paths: Iterable[Path], entries: Iterable[EntryRecord], template: KernelTemplate,
+def _had_before(arch: str, paths: Iterable[Path], entries: Iterable[EntryRecord], template: KernelClass,
                 artifacts: ArtifactStore) -> dict[Key, Artifact]:  # fmt: skip
     """Machine code of this very kernel source that need not be built: the entries' own, and that of earlier bundles."""
     found: dict[Key, Artifact] = {}
@@ -176,7 +176,7 @@ def _had_before(arch: str, paths: Iterable[Path], entries: Iterable[EntryRecord]
     return found
 
 
-def _built(tasks: Sequence[BuildTask], template: KernelTemplate, jobs: int | None,
+def _built(tasks: Sequence[BuildTask], template: KernelClass, jobs: int | None,
            progress: Callable[[str], None]) -> Iterable[tuple[Key, Artifact | Failure]]:  # fmt: skip
     """Each task's outcome; no process is started where there is none."""
     if not tasks:

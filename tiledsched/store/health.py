@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from tiledsched.problem import stable_id, without_defaults
+from tiledsched.problem import stable_id
 from tiledsched.store.models import ArtifactRow, DeviceRow, EntryRow, MeasurementRow, ProblemRow, ScheduleRow
 from tiledsched.store.reading import PROBLEM_COLUMNS
 from tiledsched.store.records import PROVENANCES

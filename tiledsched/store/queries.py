@@ -9,8 +9,7 @@ from typing import Any
 
 from sqlalchemy import func, select
 
-from tiledsched.kernels import template_for
-from tiledsched.kernels.template import ProblemClass
+from tiledsched.kernel import ProblemClass, kernel_named
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
@@ -249,7 +248,7 @@ def compare_regimes(db: TuningDB, arch: str | None = None, *, device_name: str |
 def _program(stored: StoredMeasurement) -> ProgramKey:
     found = stored.measurement
     try:
-        return found.fingerprint, template_for(stored.kernel).grid(found.schedule, found.problem, found.device.sm_count)
+        return found.fingerprint, kernel_named(stored.kernel).grid(found.schedule, found.problem, found.device.sm_count)
     except KeyError:  # a schedule of an older space, which lacks a knob
         return found.fingerprint, found.schedule.id
 

@@ -11,7 +11,7 @@ from sqlalchemy.orm import aliased, defer
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernels.template import ProblemClass
+from tiledsched.kernel import ProblemClass
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule

@@ -9,7 +9,7 @@ from typing import Any
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain as Toolchain
 from tiledsched.errors import Failure
-from tiledsched.kernels.template import ProblemClass
+from tiledsched.kernel import ProblemClass
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule

@@ -16,7 +16,7 @@ from typing import Any
 
 from tiledsched import __version__
 from tiledsched.errors import DatabaseError, Failure, FailureKind
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.store.codec import encode
@@ -88,7 +88,7 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
     for stored in everything:
         if (stored.kernel, stored.source_hash, stored.toolchain) == made_by:
             by_schedule.setdefault(stored.measurement.schedule, stored)
-    template, arch = template_for(last.kernel), last.measurement.device.arch
+    template, arch = kernel_named(last.kernel), last.measurement.device.arch
     builds = [build for build in db.find_builds(last.kernel, last.source_hash, last.toolchain, arch).values()
               if _serves(template, build.schedule, build.problem_class, problem)]  # fmt: skip
     failed = {build.schedule: build.failure for build in builds if build.failure}

@@ -15,6 +15,7 @@ from tiledsched.build.cubin import ResourceFacts
 from tiledsched.build.pool import BuildPool
 from tiledsched.device import arch_spec
 from tiledsched.errors import CompilerError
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.model import estimate_us
 from tiledsched.problem import Problem
 from tiledsched.report.document import Table, to_markdown
@@ -66,8 +67,8 @@ class Best:
 
 def _problem(seq_len: int, *, causal: bool = False, few: bool = False) -> Problem:
     if few:
-        return Problem.standard(seq_len=seq_len, head_dim=128, causal=causal, batch=1, heads=8)
-    return Problem.standard(seq_len=seq_len, head_dim=128, causal=causal)
+        return Attention.standard(seq_len=seq_len, head_dim=128, causal=causal, batch=1, heads=8)
+    return Attention.standard(seq_len=seq_len, head_dim=128, causal=causal)
 
 
 CLAIMS: tuple[Faster | Best, ...] = (

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
-from tiledsched.kernels import template_for
+from tiledsched.kernel import kernel_named
 from tiledsched.model.landscapes import read_landscape
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
@@ -59,7 +59,7 @@ class Program:
 
 def key(schedule: Schedule, problem: Problem) -> str:
     """What decides the machine code."""
-    return f"{template_for('attention').problem_class(schedule, problem).id} {schedule.id}"
+    return f"{kernel_named('attention').problem_class(schedule, problem).id} {schedule.id}"
 
 
 def read(path: Path) -> tuple[Problem, list[tuple[Schedule, float, float]]]:

@@ -1,1 +1,9 @@
-"""The attention forward kernel and everything that knows it."""
+"""Attention forward: softmax(scale * Q @ K^T, masked) @ V. Everything that knows it is in this folder and its front,
+:mod:`tiledsched.attention`.
+"""  # fmt: skip
+
+from __future__ import annotations
+
+from tiledsched.kernels.attention.declaration import Attention
+
+__all__ = ["Attention"]

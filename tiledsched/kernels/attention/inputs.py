@@ -4,17 +4,20 @@ A head's queries, keys and values are of one *kind*. Scores below are those of t
 units. Where a kind asks for scores, queries lie near a vector u of signs and keys at a multiple of it: u . u is head_dim,
 so that the multiple t gives the score t * sqrt(head_dim).
 
-Every kind is bounded so that a right kernel stays within the tolerances of :mod:`tiledsched.measure.accuracy`: no
+Every kind is bounded so that a right kernel stays within the tolerances of the declaration: no
 probability that matters is lost when P is rounded to float16 (6e-8 and less become 0), and no output leaves float16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 
+from tiledsched.cases import Case
 from tiledsched.problem import Problem
+from tiledsched.storage import to_storage
 
 KINDS = ("borders", "negative", "rising", "falling", "peaked", "large", "cancelling", "uniform")
 """In the order in which they are given to the heads; with few heads, the first are the ones that find most."""
@@ -29,6 +32,19 @@ LARGE_VALUES = 2.0**14
 LARGEST_VALUE = 60000.0
 CANCELLING_SUM = 2048.0
 TILE_SIZES = (16, 32, 64, 128, 256)
+
+
+def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, Any]], tuple[Any, ...]]) -> Case:
+    """Inputs whose heads take the kinds in turn, and the right outputs; one reference serves all heads of a kind."""
+    distinct = [to_storage(xp, array, p.dtype) for array in adversarial_heads(xp, rng, p)]
+    expected = reference({name: array[None] for name, array in zip("QKV", distinct, strict=True)})
+    kinds = kinds_of_heads(p)
+    heads = xp.asarray(kinds)
+    index = (heads, heads[:, :: p.group], heads[:, :: p.group])
+    inputs = {name: xp.ascontiguousarray(array[kind]) for name, array, kind in zip("QKV", distinct, index, strict=True)}
+    return Case(
+        [KINDS[kind] for kind in kinds.reshape(-1).tolist()], inputs, tuple(each[0][heads] for each in expected)
+    )
 
 
 def kinds_of_heads(problem: Problem) -> numpy.ndarray:

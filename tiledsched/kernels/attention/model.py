@@ -24,8 +24,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.build.cubin import ResourceFacts, ctas_per_sm
+from tiledsched.build.cubin import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.device import ArchSpec
+from tiledsched.kernels.attention.declaration import packed_heads
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
@@ -80,6 +81,10 @@ FREE_SPILL_BYTES = 32
 SPILL_BYTES_PER_CYCLE = 32.0
 """Local-memory traffic of an SM, bytes per clock, with every further spilled byte stored and loaded once per step."""
 
+MOST_REGISTERS = 255
+TILES_IN_FLIGHT = 4
+"""Key and value tiles in shared memory, where they fit: what most programs on the H200 hold."""
+
 # Chosen, not fitted.
 SHARPNESS = 4.0
 """Exponent of the smooth maximum of a group's own pace and the SM's."""
@@ -129,11 +134,6 @@ def block_rows(schedule: Schedule) -> int:
 def step_keys(schedule: Schedule) -> int:
     """Keys of one step."""
     return schedule.number("tile_n") * schedule.number("kv_subtiles")
-
-
-def packed_heads(problem: Problem, schedule: Schedule) -> int:
-    """Query heads whose rows share a tile."""
-    return problem.group if schedule.get("pack_gqa", False) else 1
 
 
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
@@ -300,3 +300,16 @@ def _smooth_max(first: float, second: float, sharpness: float) -> float:
     """The p-norm: the larger where they differ, somewhat more where they are close."""
     largest = max(first, second)
     return largest * ((first / largest) ** sharpness + (second / largest) ** sharpness) ** (1.0 / sharpness)
+
+
+def expected_facts(problem: Problem, schedule: Schedule, spec: ArchSpec) -> ResourceFacts:
+    """Facts of a program that spills nothing, holds four tiles and takes the registers its occupancy leaves it."""
+    occupancy = max(1, schedule.number("occupancy"))
+    threads = 32 * ((schedule.number("num_worker_warps") or WARPS_PER_GROUP) + spec.producer_warps)
+    registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
+    columns = problem.tile_d * problem.element_bytes
+    wanted = (block_rows(schedule) + TILES_IN_FLIGHT * schedule.number("tile_n")) * columns
+    shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
+    return ResourceFacts(registers=registers, threads=threads, shared_bytes=shared_bytes, spill_bytes=0,
+                         num_ctas=schedule.number("num_ctas"), code_bytes=0,
+                         ctas_per_sm=ctas_per_sm(spec.arch, registers, threads, shared_bytes))  # fmt: skip

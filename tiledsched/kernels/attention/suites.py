@@ -2,69 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from tiledsched.problem import DTYPES, Problem
+from tiledsched.kernels.attention.problem import DTYPES, standard
+from tiledsched.problem import Problem
 
 SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = (False, True)
+Make = Callable[..., Problem]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suite:
-    """Problems that belong together."""
-
-    name: str
-    """As `--suite` takes it."""
-    about: str
-    """One line for people."""
-    problems: tuple[Problem, ...]
-    """In the order they are tuned and benched."""
-
-
-def _attention() -> tuple[Problem, ...]:
+def _attention(make: Make) -> list[Problem]:
     """16k tokens of 2048 columns, and one sequence of eight heads, which leaves most of a large GPU idle when short."""
-    return tuple(
-        Problem.standard(seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=batch, heads=heads)
+    return [
+        standard(make, seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=batch, heads=heads)
         for batch, heads in ((None, None), (1, 8)) for dtype in DTYPES for head_dim in (64, 128) for causal in MASKS
         for seq_len in SEQ_LENS
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
-def _gqa() -> tuple[Problem, ...]:
+def _gqa(make: Make) -> list[Problem]:
     """32 query heads over 8, 4 and 1 key heads, as in Llama 3, in smaller models of its family, and multi-query."""
-    return tuple(
-        Problem.standard(seq_len=seq_len, head_dim=128, dtype="bfloat16", causal=True, batch=batch, heads=32,
-                         kv_heads=kv_heads)
+    return [
+        standard(make, seq_len=seq_len, head_dim=128, dtype="bfloat16", causal=True, batch=batch, heads=32,
+                 kv_heads=kv_heads)
         for kv_heads in (8, 4, 1) for batch, seq_len in ((8, 1024), (4, 4096), (1, 8192), (1, 16384))
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
-def _decode() -> tuple[Problem, ...]:
+def _decode(make: Make) -> list[Problem]:
     """One new token, or eight, against a long cache: 32 query heads over 8 key heads and over 32."""
-    return tuple(
-        Problem(seq_q=seq_q, seq_k=seq_k, head_dim=128, dtype="bfloat16", batch=batch, heads=32, kv_heads=kv_heads)
+    return [
+        make(seq_q=seq_q, seq_k=seq_k, head_dim=128, dtype="bfloat16", batch=batch, heads=32, kv_heads=kv_heads)
         for kv_heads in (8, 32) for seq_q in (1, 8) for batch, seq_k in ((1, 4096), (1, 32768), (16, 4096), (64, 4096))
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
-def _odd_head_dims() -> tuple[Problem, ...]:
+def _odd_head_dims(make: Make) -> list[Problem]:
     """Head dimensions of models that are no power of two, and the largest one served."""
-    return tuple(
-        Problem.standard(seq_len=seq_len, head_dim=head_dim, causal=causal, batch=4, heads=16)
+    return [
+        standard(make, seq_len=seq_len, head_dim=head_dim, causal=causal, batch=4, heads=16)
         for head_dim in (40, 72, 80, 96, 112, 160, 192, 256) for causal in MASKS for seq_len in (1024, 4096)
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
-SUITES: Mapping[str, Suite] = {
-    suite.name: suite
-    for suite in (
-        Suite(name="attention", about="S 512 to 16384, D 64 and 128, causal and full, both dtypes, at 16k tokens and at "
-              "B=1 H=8", problems=_attention()),
-        Suite(name="gqa", about="32 query heads over 8, 4 and 1 key heads, causal", problems=_gqa()),
-        Suite(name="decode", about="1 and 8 query rows against 4k to 32k keys", problems=_decode()),
-        Suite(name="odd-head-dims", about="D 40 to 256, no power of two but the last", problems=_odd_head_dims()),
-    )
-}  # fmt: skip
-"""By name."""
+SUITES: Mapping[str, tuple[str, Any]] = {
+    "attention": (
+        "S 512 to 16384, D 64 and 128, causal and full, both dtypes, at 16k tokens and at B=1 H=8",
+        _attention,
+    ),
+    "gqa": ("32 query heads over 8, 4 and 1 key heads, causal", _gqa),
+    "decode": ("1 and 8 query rows against 4k to 32k keys", _decode),
+    "odd-head-dims": ("D 40 to 256, no power of two but the last", _odd_head_dims),
+}
+"""Name -> one line for people, and what makes the problems in the order they are tuned and benched."""

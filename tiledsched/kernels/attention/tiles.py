@@ -22,12 +22,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-# The kernel sees the index into each of these.
-BLOCK_ORDERS = ("natural", "reversed", "heads_fastest", "swizzled")
+# Indices into BLOCK_ORDERS, PERSISTENT_MODES and KV_DIRECTIONS of the declaration.
 NATURAL, REVERSED, HEADS_FASTEST, SWIZZLED = range(4)
-PERSISTENT_MODES = ("no", "strided", "snake")
 ONE_EACH, STRIDED, SNAKE = range(3)
-KV_DIRECTIONS = ("forward", "backward", "sawtooth", "wide_sawtooth")
 FORWARD, BACKWARD, SAWTOOTH, WIDE_SAWTOOTH = range(4)
 
 LN_2 = math.log(2.0)

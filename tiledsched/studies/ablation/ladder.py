@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tiledsched.errors import Failure
-from tiledsched.kernels.template import KernelTemplate
+from tiledsched.kernel import KernelClass
 from tiledsched.measure.runner import Candidate, Runner
 from tiledsched.measure.statistics import median_interval
 from tiledsched.problem import Problem
@@ -86,7 +86,7 @@ class Ladder:
         progress: told a line per rung.
     """
 
-    def __init__(self, runner: Runner, source: Source, space: SearchSpace, template: KernelTemplate, problem: Problem, *,
+    def __init__(self, runner: Runner, source: Source, space: SearchSpace, template: KernelClass, problem: Problem, *,
                  regime: str = "burst", rounds: int = 30, recorded: Callable[[Schedule], bool] | None = None,
                  progress: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip
         self._runner, self._source, self._space, self._template = runner, source, space, template

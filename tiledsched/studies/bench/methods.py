@@ -113,12 +113,12 @@ def untuned_schedule(arch: str) -> Schedule:
 def _untuned(arrays: Arrays) -> Call:
     import cuda.tile as ct
 
-    from tiledsched.kernels import template_for
+    from tiledsched.kernel import kernel_named
 
     torch, problem, q = arrays.torch, arrays.problem, arrays.q
     properties = torch.cuda.get_device_properties(q.device)
     arch = f"sm_{properties.major}{properties.minor}"
-    schedule, template = untuned_schedule(arch), template_for("attention")
+    schedule, template = untuned_schedule(arch), kernel_named("attention")
     entry = template.entry(schedule, problem)
     kernel = _untuned_kernels.get((arch, entry)) or template.kernel({arch: schedule}, problem)
     _untuned_kernels[arch, entry] = kernel

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.errors import ConfigError, ProblemError
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions
 from tiledsched.problem import Problem
 
@@ -107,7 +108,7 @@ class BenchRow:
         sizes: dict[str, Any] = {name: int(texts[name]) for name in SIZES}
         if texts["causal"] not in ("True", "False"):
             raise ValueError(f"causal is {texts['causal']!r}, not True or False")
-        problem = Problem(**sizes, dtype=texts["dtype"], causal=texts["causal"] == "True",
+        problem = Attention.problem(**sizes, dtype=texts["dtype"], causal=texts["causal"] == "True",
                           alignment=texts.get("alignment") or "top_left", value_dim=int(texts.get("value_dim") or 0))  # fmt: skip
         median_us, tflops = _number(texts["median_us"]), _number(texts["tflops"])
         flops = tflops * median_us * 1e6 if texts["method"] == "matmul" and tflops and median_us else None
@@ -141,7 +142,9 @@ def _number(text: str) -> float | None:
     return float(text) if text else None
 
 
-COLUMNS = list(BenchRow(problem=Problem(seq_q=1, seq_k=1, head_dim=1), method="", regime="", status="").to_csv())
+COLUMNS = list(
+    BenchRow(problem=Attention.problem(seq_q=1, seq_k=1, head_dim=1), method="", regime="", status="").to_csv()
+)
 """Of the CSV file, in order."""
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tiledsched.build.toolchain import package_version
 from tiledsched.errors import Failure, MeasureError
-from tiledsched.kernels.template import ExtraArray, KernelTemplate
+from tiledsched.kernel import ArraySpec, KernelClass
 from tiledsched.measure.gpu import CHECK_LAUNCHES
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, Measurement, Runner
 from tiledsched.problem import Problem
@@ -145,7 +145,7 @@ class RaceMethod:
 class TorchMethod:
     """What the methods that launch through torch and cuTile share: inputs, and kernels whose machine code is given."""
 
-    def __init__(self, template: KernelTemplate) -> None:
+    def __init__(self, template: KernelClass) -> None:
         self._template = template
         self._arrays: tuple[Any, ...] = ()
         self._sm_count = 0
@@ -184,7 +184,7 @@ class TorchMethod:
         extras = self._extra_arrays(template.workspace(candidate.schedule, problem))
         return (*self._arrays, *extras, *template.scalars(problem), *template.constants(candidate.schedule, problem))
 
-    def _extra_arrays(self, extras: tuple[ExtraArray, ...]) -> list[Any]:
+    def _extra_arrays(self, extras: tuple[ArraySpec, ...]) -> list[Any]:
         if not extras:
             return []
         import torch
@@ -192,7 +192,7 @@ class TorchMethod:
         return [torch.zeros(extra.shape, device="cuda", dtype=getattr(torch, extra.dtype)) for extra in extras]
 
 
-def built_kernel(template: KernelTemplate, candidate: Candidate, problem: Problem) -> Any:
+def built_kernel(template: KernelClass, candidate: Candidate, problem: Problem) -> Any:
     """A cuTile kernel object that launches the candidate's machine code and never compiles.
 
     cuTile asks the kernel object for machine code when it is first launched (`kernel._compile`; not public, and pinned
@@ -307,7 +307,7 @@ class ExhaustiveJit(Exhaustive):
         return self._template.kernel({candidate.artifact.arch: candidate.schedule}, problem)
 
 
-def make_methods(names: Sequence[str], template: KernelTemplate, runner: Runner) -> list[Method]:
+def make_methods(names: Sequence[str], template: KernelClass, runner: Runner) -> list[Method]:
     """The methods of these names, in this order."""
     makers: dict[str, Callable[[], Method]] = {"race": lambda: RaceMethod(runner), "in-turn": lambda: InTurn(template),
                                                "exhaustive": lambda: Exhaustive(template),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.errors import ConfigError
+from tiledsched.kernels.attention import Attention
 from tiledsched.problem import Problem
 
 METHODS = ("race", "in-turn", "exhaustive", "exhaustive-jit")
@@ -92,7 +93,7 @@ class StudyRow:
             KeyError, ValueError: a cell is missing or is no number where one is needed.
         """
         sizes: dict[str, Any] = {name: int(cells[name]) for name in PROBLEM_COLUMNS if name not in ("dtype", "causal")}
-        problem = Problem(**sizes, dtype=cells["dtype"], causal=cells["causal"] == "True")
+        problem = Attention.problem(**sizes, dtype=cells["dtype"], causal=cells["causal"] == "True")
         return cls(
             occasion=cells["occasion"], seed=int(cells["seed"]), position=int(cells["position"]), method=cells["method"],
             problem=problem, schedule_id=cells["schedule_id"], schedule=cells["schedule"],

@@ -1,0 +1,558 @@
+"""What an author declares of a kernel, and what everything else asks of it.
+
+A kernel is a class that is never instantiated: its fields are data, and the functions an author overrides take the
+problem `p` and the schedule `s`. Declarations are checked when the class is made; docs/kernels.md shows one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tiledsched.errors import ConfigError, DeclarationError, ProblemError
+from tiledsched.fields import ITEM_BYTES, ArrayField, Choice, Flag, KnobField, ProblemField, Scalar, Value, read_shape
+from tiledsched.problem import Problem, describe_values, stable_id
+from tiledsched.schedule import PLAIN, Schedule
+
+if TYPE_CHECKING:
+    import argparse
+
+    from tiledsched.build.cubin import Artifact, ResourceFacts
+    from tiledsched.device import ArchSpec
+
+HINT_KNOBS = ("num_ctas", "occupancy", "opt_level", "num_worker_warps")
+"""Knobs that reach cuTile as kernel hints; the rest are compile-time constants of the kernel."""
+ENTRY_POINTS = "tiledsched.kernels"
+"""The entry-point group under which a package ships kernels: a name, and `module:Class`."""
+LARGEST_INT32 = 2**31 - 1
+FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
+             "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind", "loss_known", "untold", "unsound",
+             "describe", "add_flags", "from_flags", "small")  # fmt: skip
+"""What a declaration may override."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraySpec:
+    """An array of one problem."""
+
+    name: str
+    """Its field."""
+    role: str
+    """in, out, inout or workspace."""
+    dtype: str
+    """Element type, by cuTile's name."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Elements along each axis: one shape, or one for each array of a list."""
+    column: bool = False
+    """Whether the last two axes are swapped in memory."""
+    listed: bool = False
+    """Whether it is a list."""
+    zeroed: bool = False
+    """Whether it must hold zeros when the kernel starts. The kernel leaves zeros behind, so once is enough."""
+    absolute: bool = False
+    """Whether its errors are judged as they are."""
+    below: int | None = None
+    """Of integer inputs: they are at least 0 and less than this."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the only array."""
+        return self.shapes[0]
+
+    @property
+    def bytes(self) -> int:
+        """Of all its elements."""
+        return sum(math.prod(shape) for shape in self.shapes) * ITEM_BYTES[self.dtype]
+
+    @property
+    def wide(self) -> bool:
+        """Whether some element lies beyond what a 32-bit index reaches."""
+        return any(math.prod(shape) > LARGEST_INT32 for shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class ProblemClass:
+    """All of a problem and a schedule that machine code depends on beside the knobs: problems of one class share artifacts."""
+
+    values: Mapping[str, Any]
+    """The compile-time fields of the problem, for people, and `signature`, a hash of every assumption."""
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    @property
+    def id(self) -> str:
+        """Stable id, part of the key under which a build is stored."""
+        return stable_id(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict; :meth:`from_json` inverts it."""
+        return dict(self.values)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ProblemClass:
+        """What `to_json` wrote."""
+        return cls(dict(data))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """What is asked of the outputs of a schedule."""
+
+    relative: float
+    """Largest relative Frobenius error of a tile that passes."""
+    absolute: float = 2e-3
+    """Largest absolute error of outputs that are judged by it."""
+    except_kinds: tuple[str, ...] = ()
+    """Kinds of inputs of which nothing is asked."""
+
+
+RELATIVE_ERRORS = {"float16": 4e-3, "bfloat16": 2e-2, "float32": 2e-3, "float64": 1e-6, "float8_e4m3fn": 1e-1,
+                   "float8_e5m2": 2e-1}  # fmt: skip
+"""By output type: about eight times what rounding to it makes. float32 leaves room for products in tf32."""
+
+
+class Kernel:
+    """A tunable kernel. Subclass it; see docs/kernels.md for what may be declared.
+
+    Raises:
+        DeclarationError: by making the subclass, where the declaration is wrong: it names the field and what is allowed.
+    """
+
+    # What an author declares.
+    name: ClassVar[str] = ""
+    """As tables and the database know it: module and class unless given."""
+    function: ClassVar[Any] = None
+    """The cuTile kernel, decorated or not."""
+    knobs: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Knob -> its choices, the default first; or :func:`tiledsched.knob`. Empty where search-space files have them."""
+    constraints: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Expression -> why a schedule that breaks it cannot work."""
+    exploring: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Expression -> why what breaks it, and works, is not searched."""
+    suites: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = MappingProxyType({})
+    """Name -> problems that are tuned and benched together."""
+    derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({})
+    """Name -> function of the problem, for constraints, shapes and functions."""
+    label: ClassVar[Mapping[str, str | tuple[str, ...]]] = MappingProxyType({})
+    """Short name -> the dim it stands for, or several dims where they are equal."""
+    axes: ClassVar[tuple[str, ...]] = ()
+    """Dims along which reports look, the most telling first; the problem's sizes unless given."""
+    plain: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Knob values that go without saying when a schedule is written for people."""
+    weights: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    """Knob -> how much of what two programs share is lost where they differ in it."""
+
+    # What is made of it.
+    fields: ClassVar[Mapping[str, ProblemField]] = MappingProxyType({})
+    array_fields: ClassVar[Mapping[str, ArrayField]] = MappingProxyType({})
+    scalar_fields: ClassVar[Mapping[str, Scalar]] = MappingProxyType({})
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        own = vars(cls)
+        for name in FUNCTIONS:
+            if inspect.isfunction(own.get(name)):
+                setattr(cls, name, staticmethod(own[name]))
+        found = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
+        cls.fields = {name: value for name, value in found.items() if isinstance(value, ProblemField)}
+        cls.array_fields = {name: value for name, value in found.items() if isinstance(value, ArrayField)}
+        cls.scalar_fields = {name: value for name, value in found.items() if isinstance(value, Scalar)}
+        if "name" not in own:
+            cls.name = f"{_module_word(cls)}:{cls.__name__}"
+        PLAIN.update({name: value for name, value in cls.plain.items() if name not in PLAIN})
+        from tiledsched.declaration import check_declaration
+
+        check_declaration(cls)
+        _known[cls.name] = cls
+
+    # What an author may override. `p` is the problem, `s` the schedule.
+
+    @staticmethod
+    def grid(p: Any, s: Any, device: Any) -> Sequence[int] | int:
+        """Blocks along up to three axes; `device` has `sm_count` and `arch`."""
+        raise DeclarationError("a kernel needs grid(p, s, device): the number of blocks along 1 to 3 axes")
+
+    @staticmethod
+    def reference(xp: Any, **inputs: Any) -> Any:
+        """The outputs in high precision, from float64 inputs by name: an array, or a tuple of one for each output."""
+        raise DeclarationError("a kernel needs reference(xp, ...): its outputs by NumPy or CuPy")
+
+    entry: ClassVar[Callable[[Any, Any], Any] | None] = None
+    """`entry(p, s)`: which function a schedule runs."""
+    launches: ClassVar[Callable[[Any, Any, Any], Any] | None] = None
+    """`launches(p, s, device)`: a list of (function, grid), run one after the other."""
+
+    @staticmethod
+    def constants(p: Any, s: Any) -> Mapping[str, Any]:
+        """Values of parameters that are called like nothing declared."""
+        return {}
+
+    @staticmethod
+    def canonical(values: dict[str, Value]) -> dict[str, Value]:
+        """One of several ways to say a problem; raises ProblemError where values do not go together."""
+        return values
+
+    @staticmethod
+    def flops(p: Any) -> float:
+        """Floating-point operations."""
+        return 0.0
+
+    @staticmethod
+    def inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
+        """Inputs that are not to be drawn from a normal distribution, by name."""
+        return {}
+
+    @classmethod
+    def tolerance(cls, p: Any, s: Any) -> Tolerance:
+        """What is asked of the outputs."""
+        outputs = [each.dtype for each in cls.arrays(p) if each.role in ("out", "inout")]
+        return Tolerance(relative=max((RELATIVE_ERRORS.get(each, 0.0) for each in outputs), default=0.0))
+
+    @staticmethod
+    def check_tile(p: Any, s: Any) -> tuple[int, int]:
+        """Rows and columns of the tiles that errors are taken over; the rows are those of one index of all outer axes."""
+        return 64, 256
+
+    adversarial: ClassVar[Callable[..., Any] | None] = None
+    """`adversarial(xp, rng, p, reference)`: yields cases of its own; see :mod:`tiledsched.cases`."""
+
+    @classmethod
+    def model(cls, p: Any, s: Any, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated microseconds; only their order is used."""
+        from tiledsched.model.roofline import estimate_us
+
+        return estimate_us(cls, p, s, facts, spec)
+
+    @classmethod
+    def expected(cls, p: Any, s: Any, spec: ArchSpec) -> ResourceFacts:
+        """What machine code that was not built will probably take."""
+        from tiledsched.model.roofline import expected_facts
+
+        return expected_facts(s, spec)
+
+    @classmethod
+    def likeness(cls, p: Any, q: Any) -> float:
+        """How much measurements of one problem say of another: 1 for the same, less for each difference."""
+        return math.exp(-0.1 * cls.octaves(p, q) - 0.1 * cls.differences(p, q))
+
+    @classmethod
+    def kind(cls, p: Any) -> tuple[Any, ...]:
+        """What a problem must share with another so that its winner says much."""
+        return tuple(p.values[name] for name, each in cls.fields.items() if isinstance(each, (Choice, Flag)))
+
+    @classmethod
+    def distance(cls, p: Any, q: Any) -> float:
+        """How unlike two problems of one kind are, in octaves of size."""
+        return cls.octaves(p, q) + 0.3 * cls.differences(p, q)
+
+    @staticmethod
+    def rounded(p: Any) -> Any:
+        """A problem that stands for all of about its size, so that one answer serves them."""
+        return p
+
+    @staticmethod
+    def only_its_kind(p: Any) -> bool:
+        """Whether winners of other kinds say nothing of this problem."""
+        return False
+
+    @staticmethod
+    def loss_known(p: Any) -> bool:
+        """Whether what a transfer loses was measured on problems like this one."""
+        return False
+
+    untold: ClassVar[Callable[..., Any] | None] = None
+    """`untold(p, default, space, estimate)`: the schedule where nothing near was measured; None to leave the default.
+    `estimate(schedule)` is in microseconds, or a logarithm of them."""
+
+    @staticmethod
+    def unsound(p: Any, s: Any, artifact: Artifact) -> str | None:
+        """Why the machine code must not be run, where the compiler is known to make it wrong; else None."""
+        return None
+
+    @classmethod
+    def describe(cls, p: Any) -> str:
+        """A problem for people."""
+        return describe_values(p.values)
+
+    add_flags: ClassVar[Callable[[argparse.ArgumentParser], None] | None] = None
+    """`add_flags(parser)`: problem flags of the command line's own, beside --problem and --suite."""
+    from_flags: ClassVar[Callable[[argparse.Namespace], list[Problem]] | None] = None
+    """`from_flags(options)`: the problems those flags name."""
+    small: ClassVar[Callable[[], list[Problem]] | None] = None
+    """`small()`: problems that the interpreter runs in a moment, odd sizes among them."""
+
+    # What everything else asks.
+
+    @classmethod
+    def problem(cls, **values: Any) -> Problem:
+        """The problem with these values; fields not named are at their defaults.
+
+        Raises:
+            ProblemError: a value is missing, unknown or not allowed.
+        """
+        unknown = sorted(set(values) - set(cls.fields))
+        if unknown:
+            raise ProblemError(f"unknown problem keys {unknown}; known are {sorted(cls.fields)}")
+        missing = [name for name, each in cls.fields.items() if name not in values and each.default is None]
+        if missing:
+            raise ProblemError(f"a problem of {cls.name} needs {missing}")
+        try:
+            found = {name: each.read(name, values.get(name, each.default)) for name, each in cls.fields.items()}
+        except ValueError as error:
+            raise ProblemError(str(error)) from error
+        found = cls.canonical(found)
+        omitted = frozenset(
+            name for name, each in cls.fields.items() if each.omit_default and found[name] == each.default
+        )
+        return Problem(cls.name, found, omitted=omitted)
+
+    @classmethod
+    def suite(cls, name: str) -> list[Problem]:
+        """The problems of a suite.
+
+        Raises:
+            ConfigError: no such suite.
+        """
+        if name not in cls.suites:
+            known = ", ".join(cls.suites) or "none"
+            raise ConfigError(f"{cls.name} has no suite {name!r}; known are {known}")
+        return [each if isinstance(each, Problem) else cls.problem(**each) for each in cls.suites[name]]
+
+    @classmethod
+    def arrays(cls, p: Problem) -> tuple[ArraySpec, ...]:
+        """Inputs and outputs in the order declared; outputs and inputs that the problem does without are left out."""
+        wanted = (name for name, each in cls.array_fields.items() if each.role != "workspace")
+        return tuple(cls.array_spec(name, p) for name in wanted if cls.present(name, p))
+
+    @classmethod
+    def present(cls, name: str, p: Problem) -> bool:
+        """Whether the problem has this array."""
+        when = cls.array_fields[name].when
+        return when is None or bool(getattr(p, when))
+
+    @classmethod
+    def array_spec(cls, name: str, p: Problem, s: Schedule | None = None) -> ArraySpec:
+        """One array of a problem; that of an absent input has one element, that of an absent output is scratch."""
+        each = cls.array_fields[name]
+        absent = not cls.present(name, p)
+        dtype = each.dtype or "dtype"
+        if dtype in cls.fields:
+            dtype = str(p.values[dtype])
+        layout = str(getattr(p, each.layout)) if each.layout in cls.fields else each.layout
+        shapes = cls._shapes(each, p, s)
+        if absent and each.role == "in":
+            shapes = tuple((1,) * len(shape) for shape in shapes)
+        below = each.below if each.below is None or isinstance(each.below, int) else int(getattr(p, each.below))
+        return ArraySpec(name=name, role="workspace" if absent else each.role, dtype=dtype, shapes=shapes,
+                         column=layout == "column", listed=each.listed, zeroed=each.zeroed, absolute=each.absolute,
+                         below=below)  # fmt: skip
+
+    @classmethod
+    def _shapes(cls, each: ArrayField, p: Problem, s: Schedule | None) -> tuple[tuple[int, ...], ...]:
+        if isinstance(each.shape, str):
+            return (read_shape(each.shape, lambda name: s[name] if s is not None and name in s else getattr(p, name)),)
+        found = each.shape(p, s) if each.role == "workspace" else each.shape(p)
+        return tuple(map(tuple, found)) if each.listed else (tuple(found),)
+
+    @classmethod
+    def bytes_moved(cls, p: Any) -> int:
+        """Least device-memory traffic: every input read once, every output written once."""
+        return sum(each.bytes * (2 if each.role == "inout" else 1) for each in cls.arrays(p))
+
+    @classmethod
+    def grids(cls, p: Problem, s: Schedule, device: Any) -> tuple[tuple[int, int, int], ...]:
+        """The grid of each launch: with the machine code they say which program a schedule is."""
+        if cls.launches is not None:
+            return tuple(cls.read_grid(grid) for _, grid in cls.launches(p, s, device))
+        return (cls.read_grid(cls.grid(p, s, device)),)
+
+    @classmethod
+    def read_grid(cls, grid: Any) -> tuple[int, int, int]:
+        """A grid of three axes.
+
+        Raises:
+            DeclarationError: not 1 to 3 positive integers.
+        """
+        axes = (grid,) if isinstance(grid, int) else tuple(grid) if isinstance(grid, Sequence) else ()
+        whole = all(isinstance(axis, int) and not isinstance(axis, bool) and axis > 0 for axis in axes)
+        if not 1 <= len(axes) <= 3 or not whole:
+            raise DeclarationError(
+                f"{cls.__name__}.grid: must be 1 to 3 positive integers, got {grid!r}; -(-a // b) rounds up"
+            )
+        return (*axes, *(1,) * (3 - len(axes)))  # type: ignore[return-value]
+
+    @classmethod
+    def scalar_values(cls, p: Problem) -> dict[str, float | int]:
+        """The run-time numbers of a problem."""
+        return {name: each.value(p) if callable(each.value) else each.value for name, each in cls.scalar_fields.items()}
+
+    @classmethod
+    def octaves(cls, p: Any, q: Any) -> float:
+        """Octaves between the sizes of two problems, all together."""
+        pairs = ((p.values[name], q.values[name]) for name in p.values)
+        return sum(abs(math.log2(max(1, _total(one)) / max(1, _total(other)))) for one, other in pairs
+                   if isinstance(one, (int, tuple)) and not isinstance(one, bool))  # fmt: skip
+
+    @classmethod
+    def differences(cls, p: Any, q: Any) -> int:
+        """How many flags and choices differ."""
+        return sum(
+            p.values[name] != q.values[name] for name, each in cls.fields.items() if isinstance(each, (Choice, Flag))
+        )
+
+    @classmethod
+    def knob_fields(cls) -> dict[str, KnobField]:
+        """The declared knobs."""
+        return {name: each if isinstance(each, KnobField) else KnobField(choices=tuple(each), default=tuple(each)[0])
+                for name, each in cls.knobs.items()}  # fmt: skip
+
+    @classmethod
+    def locator(cls) -> str:
+        """`module:Class`, or `/path/file.py:Class`: where another process finds it.
+
+        Raises:
+            DeclarationError: it was made at a prompt, where no other process can.
+        """
+        module = sys.modules.get(cls.__module__)
+        spec, path = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+        if (
+            cls.__module__ != "__main__"
+            and spec is not None
+            and "." in cls.__module__
+            and _FILE_PREFIX not in cls.__module__
+        ):
+            return f"{cls.__module__}:{cls.__qualname__}"
+        if path is None:
+            raise DeclarationError(f"{cls.__name__} was declared at a prompt; put it in a file, so that the compile "
+                                   "processes can import it")  # fmt: skip
+        return f"{Path(path).resolve()}:{cls.__qualname__}"
+
+    @classmethod
+    def source_hash(cls) -> str:
+        """Hash of the source of the modules of its functions: builds of other source are not looked up, but made again."""
+        from tiledsched.launches import source_hash
+
+        return source_hash(cls)
+
+
+KernelClass = type[Kernel]
+_known: dict[str, KernelClass] = {}
+_FILE_PREFIX = "tiledsched_file_"
+
+
+def _total(value: Any) -> int:
+    return sum(value) if isinstance(value, tuple) else int(value)
+
+
+def _module_word(cls: type) -> str:
+    """The module by the name people know: a file's stem where it was loaded from a file."""
+    module = cls.__module__
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return Path(path).stem if path and (module == "__main__" or module.startswith(_FILE_PREFIX)) else module
+
+
+def kernel_named(name: str) -> KernelClass:
+    """The kernel that tables know as `name`: one this process made, one that ships, or one of an installed package.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in _known:
+        from tiledsched.kernels import SHIPPED
+
+        if name in SHIPPED:
+            load_kernel(SHIPPED[name])
+        else:
+            _load_entry_points(name)
+    if name not in _known:
+        raise ConfigError(
+            f"kernel {name!r} is not known here; name the file or module that declares it (file.py:Class)"
+        )
+    return _known[name]
+
+
+def _load_entry_points(name: str) -> None:
+    from importlib.metadata import entry_points
+
+    for each in entry_points(group=ENTRY_POINTS):
+        if each.name == name or each.value == name:
+            _known.setdefault(name, load_kernel(each.value))
+
+
+def load_kernel(where: str) -> KernelClass:
+    """The kernel at `package.module:Class` or `path/file.py:Class`, or one that is known by a name of its own.
+
+    Raises:
+        ConfigError: it is not there.
+        DeclarationError: it is wrong.
+    """
+    place, colon, class_name = where.rpartition(":")
+    if not colon:
+        return kernel_named(where)
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, Kernel)):
+        made = [name for name, each in vars(module).items() if isinstance(each, type) and issubclass(each, Kernel)
+                and each is not Kernel]  # fmt: skip
+        raise ConfigError(f"{place} declares no kernel {class_name!r}; it declares {', '.join(made) or 'none'}")
+    return found
+
+
+def _load_module(name: str) -> Any:
+    try:
+        return import_kernel_module(lambda: importlib.import_module(name))
+    except ImportError as error:
+        raise ConfigError(
+            f"cannot import {name}: {error}; install it, or name the file (path/file.py:Class)"
+        ) from error
+
+
+def _load_file(path: Path) -> Any:
+    path = path.resolve()
+    main = sys.modules.get("__main__")
+    if getattr(main, "__file__", None) and Path(str(main.__file__)).resolve() == path:  # type: ignore[union-attr]
+        return main
+    name = _FILE_PREFIX + re.sub(r"\W", "_", path.stem) + "_" + stable_id(str(path), 8)
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; name it as path/file.py:Class")
+
+    def run() -> Any:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+
+    try:
+        return import_kernel_module(run)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"cannot import {path}: {error}; correct the file") from error
+
+
+def import_kernel_module(run: Callable[[], Any]) -> Any:
+    """`run()`. Processes that compile or measure keep torch out, which takes seconds; a module that needs it gets it."""
+    try:
+        return run()
+    except ImportError:
+        if "torch" not in sys.modules or sys.modules["torch"] is not None:
+            raise
+        del sys.modules["torch"]
+        return run()

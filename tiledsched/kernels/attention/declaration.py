@@ -1,0 +1,306 @@
+"""The declaration of attention forward: fields, arrays, and which entry a schedule runs with which constants and grid.
+
+What runs on the GPU is in `entries`, `tiles`, `flat` and `split` beside it; cuTile is imported where one of them is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import tiledsched.fields as ts
+from tiledsched.device import ArchSpec, arch_spec
+from tiledsched.errors import ProblemError
+from tiledsched.kernel import Kernel, Tolerance
+from tiledsched.kernels.attention import flags, problem
+from tiledsched.kernels.attention import likeness as alike
+from tiledsched.kernels.attention.suites import SUITES
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+
+if TYPE_CHECKING:
+    from tiledsched.build.cubin import Artifact, ResourceFacts
+
+LOG2_E = 1.0 / math.log(2.0)
+SMALLEST_NORMAL, LARGEST_FLOAT = 1.2e-38, 3.4e38
+BLOCK_ORDERS = ("natural", "reversed", "heads_fastest", "swizzled")
+PERSISTENT_MODES = ("no", "strided", "snake")
+KV_DIRECTIONS = ("forward", "backward", "sawtooth", "wide_sawtooth")
+"""The kernel sees the index into each of these three."""
+LARGEST_ERROR = {("float16", "fp32"): 4e-3, ("bfloat16", "fp32"): 2e-2, ("float16", "fp16"): 5e-2,
+                 ("bfloat16", "fp16"): 2e-2}  # fmt: skip
+"""Largest relative Frobenius error of a tile that passes, by (dtype, accum_mode).
+
+On normal inputs, rounding alone makes 3e-4 in float16 and 2.3e-3 in bfloat16 at any length; one key left out of 1024
+makes 2.8e-2, and 32 left out of 16384 make 4e-2 (docs/measuring.md).
+"""
+LARGEST_LSE_ERROR = {"fp32": 2e-3, "fp16": 1e-1}
+"""Largest absolute error of a log-sum-exp that passes, by accum_mode. It is a sum of float32 scores and a logarithm: what
+rounding makes is far below (tests/test_measure_accuracy.py), and one key left out of 500 equal ones is as much.
+"""
+BEYOND_FP16_SUMS = ("large", "cancelling")
+"""Kinds of inputs that a kernel with float16 accumulators need not get right."""
+
+
+class Attention(Kernel):
+    """Scaled dot-product attention of Q `[batch, heads, seq_q, head_dim]` with K, V `[batch, kv_heads, seq_k, ...]`.
+
+    Causal means query row i sees key columns 0..i (aligned at the top left, as PyTorch's `is_causal`), or, aligned at the
+    bottom right, 0..i + seq_k - seq_q (as in FlashAttention since 2.1 and PyTorch's `causal_lower_right`). A row that
+    sees no key gives zeros, as FlashAttention does and, for all its warning of NaN, PyTorch 2.13 too; its log-sum-exp is
+    minus infinity, so that it weighs nothing when parts are merged.
+    """
+
+    name = "attention"
+    seq_q = ts.dim()
+    seq_k = ts.dim()
+    head_dim = ts.dim(constant=True, most=problem.MAX_HEAD_DIM)
+    dtype = ts.dtype(*problem.DTYPES)
+    causal = ts.flag()
+    batch = ts.dim(1)
+    heads = ts.dim(1)
+    kv_heads = ts.dim(1)
+    alignment = ts.choice(*problem.ALIGNMENTS, omit_default=True)
+    value_dim = ts.dim(0, constant=True, least=0, most=problem.MAX_HEAD_DIM, omit_default=True)
+    lse = ts.flag(omit_default=True)
+    derived = problem.DERIVED
+
+    Q = ts.array("batch heads seq_q head_dim")
+    K = ts.array("batch kv_heads seq_k head_dim")
+    V = ts.array("batch kv_heads seq_k value_columns")
+    Out = ts.out("batch heads seq_q value_columns")
+    Lse = ts.out("batch heads seq_q 1", dtype="float32", when="lse", absolute=True)
+    Partial = ts.workspace(lambda p, s: (_slots(p, s), s.number("tile_m"), sum(_parts(p.tile_v, p.parts_v, s))))
+    State = ts.workspace(lambda p, s: (_slots(p, s), 2, s.number("tile_m")))
+    Counters = ts.workspace(lambda p, s: (_work_tiles(p, s), 1), dtype="int32", zeroed=True)
+    scale_log2 = ts.scalar(lambda p: scale_log2(p), dtype="float32")
+
+    label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": "heads"}
+    axes = ("seq_k", "head_dim", "causal", "dtype")
+    plain = {"accum_mode": "fp32", "block_order": "natural", "check_bounds": True, "column_parts": 1,
+             "division": "approximate", "k_load": "order", "kv_direction": "forward", "kv_splits": 1, "kv_subtiles": 1,
+             "peel_first": True, "persistent": "no", "q_subtiles": 1, "tma_loads": True, "tma_store": True,
+             "unroll": 1}  # fmt: skip
+    weights = {"tile_m": 1.0, "q_subtiles": 1.0, "num_worker_warps": 1.0, "tile_n": 0.4, "kv_subtiles": 0.4, "occupancy": 0.4,
+               "num_ctas": 5.0, "tma_loads": 5.0}  # fmt: skip
+
+    canonical = staticmethod(problem.canonical)
+    flops = staticmethod(problem.flops)
+    describe = staticmethod(problem.describe)
+    likeness = staticmethod(alike.likeness)
+    kind = staticmethod(alike.kind)
+    distance = staticmethod(alike.distance)
+    rounded = staticmethod(alike.rounded)
+    untold = staticmethod(alike.untold)
+    only_its_kind = staticmethod(alike.only_its_kind)
+    loss_known = staticmethod(alike.loss_known)
+    add_flags = staticmethod(flags.add_flags)
+
+    @staticmethod
+    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
+        """One of the thin entries: they differ in their arrays only."""
+        from tiledsched.kernels.attention import entries
+
+        kind = "attention_split" if _splits(s) > 1 else "attention_lse" if p.lse else "attention"
+        found: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
+        return found
+
+    @staticmethod
+    def constants(p: Problem, s: Schedule) -> Mapping[str, bool | int]:
+        """The compile-time constants, as the entries name them."""
+        step_n = s.number("tile_n") * s.number("kv_subtiles") * max(_unroll(s), _flat(s))
+        causal = _needs_mask(p)
+        tile_d, rest_d = _parts(p.tile_d, p.parts_d, s)
+        tile_v, rest_v = _parts(p.tile_v, p.parts_v, s)
+        return {
+            "TILE_M": s.number("tile_m"),
+            "TILE_N": s.number("tile_n"),
+            "TILE_D": tile_d,
+            "GROUP": p.group,
+            "CAUSAL": causal,
+            "EVEN": p.seq_k % step_n == 0,
+            "FP16_ACCUM": s["accum_mode"] == "fp16",
+            "LATENCY_K": s.number("latency_k"),
+            "LATENCY_V": s.number("latency_v"),
+            "LOOP_SPLIT": bool(s["loop_split"]),
+            "BLOCK_ORDER": BLOCK_ORDERS.index(str(s["block_order"])),
+            "PERSISTENT": PERSISTENT_MODES.index(str(s["persistent"])),
+            "KV_DIRECTION": KV_DIRECTIONS.index(str(s["kv_direction"])),
+            "Q_SUBTILES": s.number("q_subtiles"),
+            "KV_SUBTILES": s.number("kv_subtiles"),
+            "QK_AHEAD": bool(s["qk_ahead"]),
+            "PERMUTE_K": s["k_load"] == "permute",
+            "TMA_LOADS": bool(s["tma_loads"]),
+            "TMA_STORE": bool(s["tma_store"]),
+            "CHECK_BOUNDS": bool(s["check_bounds"]),
+            "IEEE_DIVISION": s["division"] == "ieee",
+            "LAZY_RESCALE": bool(s["lazy_rescale"]),
+            "BOTTOM_RIGHT": causal and p.alignment == "bottom_right",
+            "REST_D": rest_d,
+            "TILE_V": tile_v,
+            "REST_V": rest_v,
+            "PACK": packed_heads(p, s),
+            "KV_SPLITS": _splits(s),
+            "FLAT_STEPS": _flat(s),
+            "RELOAD_Q": bool(s.get("reload_q", False)),
+            "Q_AHEAD": bool(s.get("q_ahead", False)),
+            "STORE_LATE": bool(s.get("store_late", False)),
+            "Q_IN_REGISTERS": bool(s.get("q_in_registers", False)),
+            "UNROLL": _unroll(s),
+            "PEEL_FIRST": bool(s.get("peel_first", True)),
+        }
+
+    @staticmethod
+    def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
+        """One block per work tile, or one for each share of its keys.
+
+        A persistent grid is as many blocks as the occupancy hint says fit at once.
+        """
+        blocks = _work_tiles(p, s) * _splits(s)
+        if s["persistent"] != "no":
+            resident = device.sm_count * max(1, s.number("occupancy")) // s.number("num_ctas")
+            blocks = min(blocks, max(1, resident))
+        return (blocks,)
+
+    @staticmethod
+    def reference(xp: Any, Q: Any, K: Any, V: Any, p: Problem) -> tuple[Any, Any]:
+        """The output and the log-sum-exp of each row, in the precision of the inputs."""
+        from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
+
+        out, lse = attention_and_lse(xp, Q, K, V, causal=p.causal, scale=default_scale(p), dtype=str(Q.dtype),
+                                     alignment=p.alignment)  # fmt: skip
+        return out, lse[..., None]
+
+    @staticmethod
+    def adversarial(xp: Any, rng: Any, p: Problem, reference: Callable[..., Any]) -> Iterator[Any]:
+        """One case: its heads take the kinds of inputs in turn."""
+        from tiledsched.kernels.attention.inputs import adversarial_case
+
+        yield adversarial_case(xp, rng, p, reference)
+
+    @staticmethod
+    def tolerance(p: Problem, s: Schedule) -> Tolerance:
+        """By dtype and accumulator mode."""
+        mode = str(s["accum_mode"])
+        return Tolerance(relative=LARGEST_ERROR[p.dtype, mode], absolute=LARGEST_LSE_ERROR[mode],
+                         except_kinds=() if mode == "fp32" else BEYOND_FP16_SUMS)  # fmt: skip
+
+    @staticmethod
+    def check_tile(p: Problem, s: Schedule) -> tuple[int, int]:
+        """The query rows of a head that one work tile holds, whole."""
+        return rows_per_tile(p, s), p.value_columns
+
+    @staticmethod
+    def model(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Pipes, placement of blocks and memory; docs/model.md."""
+        from tiledsched.kernels.attention.model import estimate_us
+
+        return estimate_us(p, s, facts, spec)
+
+    @staticmethod
+    def expected(p: Problem, s: Schedule, spec: ArchSpec) -> ResourceFacts:
+        """Four key or value tiles in flight, and the registers that the occupancy leaves."""
+        from tiledsched.kernels.attention.model import expected_facts
+
+        return expected_facts(p, s, spec)
+
+    @staticmethod
+    def unsound(p: Problem, s: Schedule, artifact: Artifact) -> str | None:
+        """Split keys whose tiles share a place in shared memory.
+
+        The release that counts a share as done orders all loads before it, and the compiler (13.4 on sm_90) then has the TMA
+        unit load a tile before it waits for the one in the same place to be read. The search space lets a share take one step,
+        or two where all programs built so far have room for both; this is for those to come.
+        """
+        if _splits(s) == 1 or not s["tma_loads"] or not arch_spec(artifact.arch).producer_warps:
+            return None
+        columns = _parts(p.tile_d, p.parts_d, s) + _parts(p.tile_v, p.parts_v, s)
+        pair = s.number("tile_n") * s.number("kv_subtiles") * sum(columns) * p.element_bytes
+        shared = artifact.facts.shared_bytes
+        if shared >= 2 * pair:
+            return None
+        return (f"the compiler left room for one key and one value tile ({shared} bytes of shared memory; both take {pair}). "
+                "Where keys are split it overwrites them while they are read")  # fmt: skip
+
+    @staticmethod
+    def standard(**sizes: Any) -> Problem:
+        """The problem people mean by `seq_len` and `head_dim` alone; see :func:`tiledsched.kernels.attention.problem.standard`."""
+        return problem.standard(Attention.problem, **sizes)
+
+    @staticmethod
+    def from_flags(options: argparse.Namespace) -> list[Problem]:
+        """Every combination of the flags' values."""
+        return flags.from_flags(Attention.problem, options)
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Odd lengths, grouped heads, masks and widths, in a moment each."""
+        make = Attention.problem
+        return [make(seq_q=80, seq_k=80, head_dim=64, heads=2),
+                make(seq_q=100, seq_k=100, head_dim=64, heads=2, causal=True, dtype="bfloat16"),
+                make(seq_q=33, seq_k=130, head_dim=40, heads=4, kv_heads=2, causal=True, alignment="bottom_right"),
+                make(seq_q=3, seq_k=200, head_dim=64, heads=4, kv_heads=1, lse=True)]  # fmt: skip
+
+
+Attention.suites = {name: make(Attention.problem) for name, (_, make) in SUITES.items()}
+
+
+def scale_log2(p: Problem, scale: float | None = None) -> float:
+    """The softmax scale (1 / sqrt(head_dim) unless given) times log2(e).
+
+    Raises:
+        ProblemError: a scale that is not positive or not a normal float32; minus infinity times it would be NaN.
+    """
+    value = (float(p.head_dim) ** -0.5 if scale is None else scale) * LOG2_E
+    if not SMALLEST_NORMAL < value < LARGEST_FLOAT:
+        raise ProblemError(f"the softmax scale must be positive and a normal float32, got {scale!r}")
+    return value
+
+
+def rows_per_tile(p: Problem, s: Schedule) -> int:
+    """Query rows of a head that one work tile holds."""
+    return s.number("tile_m") // packed_heads(p, s)
+
+
+def packed_heads(p: Problem, s: Schedule) -> int:
+    """Query heads whose rows share a tile."""
+    return int(p.group) if s.get("pack_gqa", False) else 1
+
+
+def _work_tiles(p: Problem, s: Schedule) -> int:
+    rows = rows_per_tile(p, s) * s.number("q_subtiles")
+    return int(-(-p.seq_q // rows) * p.batch * (p.heads // packed_heads(p, s)))
+
+
+def _slots(p: Problem, s: Schedule) -> int:
+    return _work_tiles(p, s) * s.number("q_subtiles") * _splits(s)
+
+
+def _needs_mask(p: Problem) -> bool:
+    """Whether a causal mask hides anything: not from a single row that ends where the keys end."""
+    return bool(p.causal and not (p.alignment == "bottom_right" and p.seq_q == 1))
+
+
+# Schedules that were stored before there were these knobs do without them.
+
+
+def _splits(s: Schedule) -> int:
+    """Blocks that share the keys of one work tile."""
+    return int(s.get("kv_splits", 1))
+
+
+def _flat(s: Schedule) -> int:
+    """Steps per turn of a flat loop; 0 for nested loops."""
+    return int(s.get("flat_steps", 0))
+
+
+def _unroll(s: Schedule) -> int:
+    """Steps per turn of a nested loop."""
+    return int(s.get("unroll", 1))
+
+
+def _parts(tile: int, parts: tuple[int, int], s: Schedule) -> tuple[int, int]:
+    """Columns of the first and second part of a row as a schedule divides it."""
+    return parts if s.get("column_parts", 1) == 2 else (tile, 0)

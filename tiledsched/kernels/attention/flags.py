@@ -1,0 +1,42 @@
+"""Attention's own flags of the command line: sequence lengths, head dimensions and masks, in every combination."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tiledsched.flags import integers, positive, words
+from tiledsched.kernels.attention.problem import ALIGNMENTS, DTYPES, standard
+from tiledsched.problem import Problem
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add them to a command's parser."""
+    parser.add_argument("--seq-len", type=integers, default=[1024, 4096], metavar="S[,S]", help="sequence lengths "
+                        "(default: 1024,4096)")  # fmt: skip
+    parser.add_argument("--head-dim", type=integers, default=[64, 128], metavar="D[,D]", help="head dimensions, up to "
+                        "256 (default: 64,128)")  # fmt: skip
+    parser.add_argument("--dtype", type=words(DTYPES), default=["float16"], metavar="T[,T]", help=f"{', '.join(DTYPES)} "
+                        "(default: float16)")  # fmt: skip
+    parser.add_argument("--causal", choices=("yes", "no", "both"), nargs="?", const="yes", default="both",
+                        help="causal mask; without a word: yes (default: both)")  # fmt: skip
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences (default: 16k tokens in all)")
+    parser.add_argument("--heads", type=positive, metavar="N", help="query heads (default: 2048 / head dimension)")
+    parser.add_argument("--kv-heads", type=positive, metavar="N", help="key/value heads (default: as many as heads)")
+    parser.add_argument("--seq-q", type=positive, metavar="N", help="query rows (default: as many as keys)")
+    parser.add_argument("--alignment", choices=ALIGNMENTS, default="top_left", help="where the causal diagonal starts, or "
+                        "ends: matters where --seq-q does (default: top_left)")  # fmt: skip
+    parser.add_argument("--value-dim", type=positive, default=0, metavar="D", help="columns of v and the output (default: "
+                        "as the head dimension)")  # fmt: skip
+    parser.add_argument("--lse", action="store_true", help="return the log-sum-exp of each row, too")
+
+
+def from_flags(make: Any, options: argparse.Namespace) -> list[Problem]:
+    """The problems that the flags name: `make` makes each."""
+    masks = {"yes": (True,), "no": (False,), "both": (False, True)}[options.causal]
+    found = (standard(make, seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=options.batch,
+                      heads=options.heads, kv_heads=options.kv_heads)
+             for dtype in options.dtype for head_dim in options.head_dim for causal in masks
+             for seq_len in options.seq_len)  # fmt: skip
+    return [each.replace(seq_q=options.seq_q or each.seq_q, alignment=options.alignment, value_dim=options.value_dim,
+                         lse=options.lse) for each in found]  # fmt: skip

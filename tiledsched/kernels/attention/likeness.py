@@ -1,0 +1,89 @@
+"""How much one attention problem says of another, for the search and for problems that were never measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tiledsched.schedule import Schedule
+
+FEW_ROWS = 64
+"""Up to this many query rows a problem is of another kind: decoding, whose time is the reading of the keys."""
+
+
+def likeness(one: Any, other: Any) -> float:
+    """How much measurements of one problem say of another: 1 for the same, less for each difference.
+
+    By decreasing effect: head dimension (its factor, rounded up to a power of two), mask, number of query rows in all,
+    sequence length, element type.
+    """
+
+    def octaves(first: int, second: int) -> float:
+        return abs(math.log2(first / second))
+
+    rows = octaves(one.batch * one.heads * one.seq_q, other.batch * other.heads * other.seq_q)
+    distance = 0.2 * octaves(one.tile_d, other.tile_d) + 0.1 * (one.causal != other.causal) + 0.1 * rows
+    return math.exp(-distance - 0.02 * octaves(one.seq_k, other.seq_k) - 0.02 * (one.dtype != other.dtype))
+
+
+def kind(p: Any) -> tuple[bool, int, bool]:
+    """What a problem must share with another so that its winner says much: mask, padded head dimension, few rows or many."""
+    return p.causal, p.tile_d, p.seq_q <= FEW_ROWS
+
+
+def distance(a: Any, b: Any) -> float:
+    """How unlike two problems of one kind are: octaves of sequence length, and half as much for everything else.
+
+    Work per block follows the key length, the number of blocks follows rows and heads; dtype and grouping matter least.
+    """
+    octaves = abs(math.log2(a.seq_k / b.seq_k)) + 0.5 * abs(math.log2(a.seq_q / b.seq_q))
+    blocks = abs(math.log2(a.batch * a.heads / (b.batch * b.heads)))
+    other = 0.1 * (a.dtype != b.dtype) + 0.1 * (a.group != b.group) + 0.3 * (a.head_dim != b.head_dim)
+    return float(octaves + 0.5 * blocks + other)
+
+
+def only_its_kind(p: Any) -> bool:
+    """With few rows, winners of other kinds are of no use."""
+    return bool(p.seq_q <= FEW_ROWS)
+
+
+def loss_known(p: Any) -> bool:
+    """All landscapes are of square problems with a head dimension that needs no padding, and as many key/value heads as
+    query heads."""
+    square = p.seq_q == p.seq_k and p.group == 1
+    return bool(square and p.seq_q > FEW_ROWS and p.head_dim == p.tile_d and not p.value_dim)
+
+
+def rounded(p: Any) -> Any:
+    """The problem of about these lengths that one answer serves.
+
+    A model that decodes asks for another length with every token; finding an answer anew would cost it milliseconds.
+    """
+    return p.replace(seq_q=_about(p.seq_q), seq_k=_about(p.seq_k))
+
+
+def _about(length: int) -> int:
+    """A length within an eighth of `length` that stands for all of them; itself where it is short or a round number.
+
+    Not a round number itself, so that what is valid for it is valid for lengths that divide nothing.
+    """
+    if length <= FEW_ROWS or length % 32 == 0:
+        return length
+    step = 1 << max(0, (length - 1).bit_length() - 4)
+    return -(-length // step) * step - 1 if step > 1 else length
+
+
+def untold(p: Any, default: Schedule, space: Any, estimate: Callable[[Schedule], float]) -> Schedule | None:
+    """With few rows, where nothing near was measured: the model's choice of splits, packing and tile height.
+
+    With one row and 8 heads the default launches 8 blocks on a GPU of a hundred SMs; the other knobs stay as they are.
+    """
+    if p.seq_q > FEW_ROWS:
+        return None
+    knobs = [name for name in ("kv_splits", "pack_gqa", "tile_m", "tma_loads") if name in space.knobs]
+    varied = (default.replace(**dict(zip(knobs, values, strict=True)))
+              for values in itertools.product(*(space.knobs[name].choices for name in knobs)))  # fmt: skip
+    valid = [default, *(each for each in varied if not space.violations(each, p))]
+    return min(valid, key=lambda schedule: (estimate(schedule), schedule.id))

@@ -1,0 +1,112 @@
+"""The attention problem: what follows from its sizes, and the sizes people mean by a sequence length alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiledsched.errors import ProblemError
+from tiledsched.fields import ITEM_BYTES, Value
+from tiledsched.problem import Problem
+
+DTYPES = ("float16", "bfloat16")
+ALIGNMENTS = ("top_left", "bottom_right")
+MAX_HEAD_DIM = 256
+TOKENS = 16 * 1024
+"""Tokens in the default problem: batch * seq_q. The convention of the FlashAttention papers."""
+HIDDEN = 2048
+"""heads * head_dim in the default problem, from the same place."""
+LARGEST_INT32 = 2**31 - 1
+
+
+def canonical(values: dict[str, Value]) -> dict[str, Value]:
+    """Two ways to say one problem become one: value_dim = head_dim is stored as 0, and an alignment that makes no
+    difference (no causal mask, or seq_q = seq_k) as top_left.
+
+    Raises:
+        ProblemError: heads are not a multiple of kv_heads.
+    """  # fmt: skip
+    heads, kv_heads = int(values["heads"]), int(values["kv_heads"])  # type: ignore[arg-type]
+    if heads % kv_heads:
+        raise ProblemError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads}); repeat or drop heads")
+    changed: dict[str, Value] = {}
+    if values["value_dim"] == values["head_dim"]:
+        changed["value_dim"] = 0
+    if not values["causal"] or values["seq_q"] == values["seq_k"]:
+        changed["alignment"] = "top_left"
+    return {**values, **changed}
+
+
+def visible_pairs(p: Any) -> float:
+    """Query-key pairs that contribute, per head: seq_q * seq_k, or the area under the causal diagonal."""
+    if not p.causal:
+        return float(p.seq_q * p.seq_k)
+    square = min(p.seq_q, p.seq_k)
+    if p.alignment == "bottom_right":
+        return square * square / 2 + max(0, p.seq_k - p.seq_q) * p.seq_q
+    return square * square / 2 + max(0, p.seq_q - p.seq_k) * p.seq_k
+
+
+def is_wide(p: Any) -> bool:
+    """Whether some array has elements that a 32-bit index does not reach."""
+    rows = p.batch * max(p.heads * p.seq_q, p.kv_heads * p.seq_k)
+    return bool(rows * max(p.head_dim, p.value_columns) > LARGEST_INT32)
+
+
+def padded(columns: int) -> int:
+    """`columns` rounded up to a power of two, at least 16: the narrowest side of a matrix product."""
+    return max(16, 1 << (columns - 1).bit_length())
+
+
+def two_parts(columns: int) -> tuple[int, int]:
+    """The powers of two that hold `columns` with least padding: (64, 32) for 96; (128, 0) where one is as good."""
+    first = max(16, 1 << (columns.bit_length() - 1))
+    second = padded(columns - first) if columns > first else 0
+    return (first, second) if first + second < padded(columns) else (padded(columns), 0)
+
+
+DERIVED = {
+    "group": lambda p: p.heads // p.kv_heads,  # query heads per key/value head
+    "value_columns": lambda p: p.value_dim or p.head_dim,  # columns of v and the output
+    "tile_d": lambda p: padded(p.head_dim),  # what the kernel pads to on chip
+    "tile_v": lambda p: padded(p.value_columns),
+    "parts_d": lambda p: two_parts(p.head_dim),  # two powers of two that hold it in fewer columns than tile_d
+    "parts_v": lambda p: two_parts(p.value_columns),
+    "split_d": lambda p: sum(p.parts_d),
+    "split_v": lambda p: sum(p.parts_v),
+    "element_bytes": lambda p: ITEM_BYTES[p.dtype],
+    "wide": is_wide,
+    "visible_pairs": visible_pairs,
+}
+"""What constraints, shapes and host code read of a problem beside its fields."""
+
+
+def flops(p: Any) -> float:
+    """Floating-point operations of the two products; causal counts half, as in FlashAttention's benchmarks."""
+    return float(2.0 * p.batch * p.heads * p.visible_pairs * (p.head_dim + p.value_columns))
+
+
+def describe(p: Any) -> str:
+    """`B=4 H=16 S=4096 D=128 float16 causal`."""
+    seq = f"S={p.seq_q}" if p.seq_q == p.seq_k else f"Sq={p.seq_q} Sk={p.seq_k}"
+    heads = f"H={p.heads}" if p.heads == p.kv_heads else f"H={p.heads}/{p.kv_heads}"
+    columns = f"D={p.head_dim}/{p.value_dim}" if p.value_dim else f"D={p.head_dim}"
+    mask = " causal" if p.causal else ""
+    mask += " bottom-right" if p.alignment == "bottom_right" else ""
+    lse = " +lse" if p.lse else ""
+    return f"B={p.batch} {heads} {seq} {columns} {p.dtype}{mask}{lse}"
+
+
+def standard(make: Any, *, seq_len: int, head_dim: int, dtype: str = "float16", causal: bool = False,
+             batch: int | None = None, heads: int | None = None, kv_heads: int | None = None) -> Problem:  # fmt: skip
+    """The problem people mean by a sequence length and a head dimension alone.
+
+    Unless given, batch and heads fill 16k tokens of 2048 hidden columns, the convention of the FlashAttention
+    benchmarks (Dao, arXiv:2307.08691, section 4.1), so that every sequence length does comparable work. `make` makes it.
+    """
+    heads = heads if heads is not None else max(1, HIDDEN // head_dim)
+    found: Problem = make(
+        seq_q=seq_len, seq_k=seq_len, head_dim=head_dim, dtype=dtype, causal=causal,
+        batch=batch if batch is not None else max(1, TOKENS // seq_len), heads=heads,
+        kv_heads=kv_heads if kv_heads is not None else heads,
+    )  # fmt: skip
+    return found
