@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import cuda.tile as ct
 
-LOADS = ("tma", "plain", "gather")
-"""How rows move: the kernel sees the index."""
-TMA, PLAIN, GATHER = range(3)
+PLAIN, TMA, GATHER = range(3)
+"""How rows move, by the index into `row_schedules.LOADS`."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class RowConstants:
     PERSISTENT: bool
     """Whether a block takes rows of every `num_blocks`; else one tile of rows each."""
     LOADS: int
-    """Index into LOADS."""
+    """Index into `row_schedules.LOADS`."""
     TMA_STORE: bool
     """Whether stores may use the TMA unit."""
     LATENCY: int
