@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tiledsched import data_files
-from tiledsched.interpreter import run_outputs
+from attention_runs import run_outputs
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.space_files import space_for

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from tiledsched.errors import CompilerError, ProblemError, TiledschedError
-from tiledsched.interpreter import InterpreterError, private, run, run_outputs, run_problem, values
+from attention_runs import run_outputs, run_problem
+
+from tiledsched.interpreter import InterpreterError, private, run, values
 from tiledsched.interpreter.builtins_in_tiles import BUILTINS
 from tiledsched.kernels.attention import Attention
 from tiledsched.space_files import space_for
@@ -489,7 +491,7 @@ def subscript(source):
         (branch_on_a_tile, (), "where one number is needed"),
         (misspelt, (), r"ct\.load: unknown arguments \['paddding_mode'\]"),
         (raw_memory, (), r"ct\.Array\.get_raw_memory is not supported"),
-        (scaled_product, (), r"ct\.mma_scaled is not supported by the interpreter"),
+        (scaled_product, (), r"ct\.mma_scaled does not take float32 scaled by float32"),
         (mixed_signs, (), "int32 and uint32 have no common type"),
         (bad_latency, (), "latency hint must be between 1 and 10"),
         (subscript, (), r"use ct\.load or ct\.gather"),

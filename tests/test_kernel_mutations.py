@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from kernel_checks import TEMPLATE, check, make_inputs, one_hot_inputs, schedule_for
 
-from tiledsched.interpreter import InterpreterError, run_problem
+from attention_runs import run_problem
+
+from tiledsched.interpreter import InterpreterError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import entries as attention_entries
 from tiledsched.kernels.attention import flat as attention_flat

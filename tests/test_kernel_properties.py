@@ -31,7 +31,7 @@ from kernel_checks import (
     schedule_for,
 )
 
-from tiledsched.interpreter import run_problem
+from attention_runs import run_problem
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import entries as attention_entries
 from tiledsched.kernels.attention.tiles import BLOCK_ORDERS, SWIZZLE_PAIRS, Constants, coordinates, snake
