@@ -12,7 +12,6 @@ from tiledsched import data_files
 from tiledsched.device import arch_spec
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device
-from tiledsched.studies.landscapes import read_landscape
 from tiledsched.serve import policy
 from tiledsched.serve.lookup import Table
 from tiledsched.serve.policy import (
@@ -28,9 +27,10 @@ from tiledsched.serve.policy import (
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
+from tiledsched.studies.landscapes import read_landscape
 from tiledsched.studies.policy import Study, bands, summary, write_bands
 
-SPACE, SPEC = space_for("sm_90"), arch_spec("sm_90")
+SPACE, SPEC = space_for("sm_90", Attention), arch_spec("sm_90")
 PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
 TABLE = data_files.tuning_db().parent / "docs" / "results" / "serving" / "sm_90_2026-11-20.json.xz"
 """The table as old as the landscapes: what is younger cannot be looked up in them."""

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from tiledsched.declaration import call_reference
-from tiledsched.device import ARCHS, arch_limits
+from tiledsched.device import arch_limits
 from tiledsched.interpreter import run
 from tiledsched.launches import steps
 from tiledsched.schedule import Schedule
