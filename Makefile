@@ -39,7 +39,9 @@ $(VENV)/.tune-ready: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
-# torch is for the tests of `sdpa` and its fallback; the constraint picks a build that runs without a GPU.
+# torch is for the tests of `sdpa` and its fallback; the constraint picks a build that runs without a GPU. TileGym's
+# kernels are run by the interpreter's tests: without its dependencies, which ask for one older release of transformers.
 $(VENV)/.test-ready: $(VENV)/.tune-ready constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps tilegym==1.5.1
 	@touch $@

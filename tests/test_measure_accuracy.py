@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tiledsched.interpreter import run_outputs, run_problem
+from attention_runs import run_outputs, run_problem
 from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.inputs import KINDS, adversarial_heads, border_keys, kinds_of_heads

@@ -20,8 +20,8 @@ from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import model as static
 from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
-from tiledsched.model import residual
-from tiledsched.model.landscapes import Landscape, MeasuredProgram, read_landscape
+from tiledsched.studies import model_residual as residual
+from tiledsched.studies.landscapes import Landscape, MeasuredProgram, read_landscape
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB

@@ -12,7 +12,7 @@ from tiledsched import data_files
 from tiledsched.device import arch_spec
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device
-from tiledsched.model.landscapes import read_landscape
+from tiledsched.studies.landscapes import read_landscape
 from tiledsched.serve import policy
 from tiledsched.serve.lookup import Table
 from tiledsched.serve.policy import (

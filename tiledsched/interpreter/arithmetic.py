@@ -1,4 +1,4 @@
-"""Elementwise functions and matrix products."""
+"""Elementwise functions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tiledsched.interpreter.values import (
     InterpreterError,
     Scalar,
     Tile,
+    UnsupportedOperationError,
     cast,
     promote,
-    promote_dtypes,
     type_of,
 )
 
@@ -31,18 +31,15 @@ Compute = Callable[[Any, Any], Any]
 EXACT_ROUNDING = (None, ct.RoundingMode.RN, ct.RoundingMode.FULL, ct.RoundingMode.APPROX)
 """Rounding modes computed as round-to-nearest: what FULL and APPROX approximate."""
 SMALLEST_NORMAL = np.finfo(np.float32).tiny
-MMA_ACCUMULATORS = {
-    "float16": ("float16", "float32"), "bfloat16": ("float32",), "float32": ("float32",), "tfloat32": ("float32",),
-    "float64": ("float64",), "int8": ("int32",), "uint8": ("int32",),
-    "float8_e4m3fn": ("float16", "float32"), "float8_e5m2": ("float16", "float32"),
-}  # fmt: skip
-"""Accumulator types `ct.mma` allows for each input type."""
 
 
 def check_numerics(name: str, dtype: Any, rounding_mode: Any, flush_to_zero: bool) -> None:
     """Refuse rounding and flushing that cuTile does not compile, or that is not imitated here."""
     if rounding_mode not in EXACT_ROUNDING:
-        raise InterpreterError(f"ct.{name}: the interpreter does not imitate {rounding_mode}; leave it at nearest even")
+        raise UnsupportedOperationError(
+            f"ct.{name}: the interpreter does not imitate {rounding_mode}; leave it at nearest even",
+            operation=f"ct.{name} with {rounding_mode}",
+        )
     special = rounding_mode in (ct.RoundingMode.FULL, ct.RoundingMode.APPROX)
     if (flush_to_zero or special) and dtype != ct.float32:
         raise InterpreterError(f"ct.{name}: flush_to_zero and approximate rounding take float32 only, got {dtype}")
@@ -242,46 +239,3 @@ def where(condition: Operand, x: Operand, y: Operand, /) -> Tile:
     """X where the condition holds, y elsewhere."""
     dtype = promote(x, y)
     return Tile(np.where(cast(condition, ct.bool_), cast(x, dtype), cast(y, dtype)), dtype)
-
-
-@implements("mma")
-def mma(x: Tile, y: Tile, /, acc: Tile, *, use_fast_acc: bool = False) -> Tile:
-    """x @ y + acc in the accumulator's type.
-
-    Products are summed in float32 (float64 for float64) and rounded once to a float16 accumulator; a tensor core may
-    round in between, and in another order.
-    """
-    check_product_types(x, y)
-    if str(acc.dtype) not in MMA_ACCUMULATORS[str(x.dtype)]:
-        raise InterpreterError(f"ct.mma of {x.dtype} accumulates in {MMA_ACCUMULATORS[str(x.dtype)]}, not {acc.dtype}")
-    if x.ndim < 2 or y.ndim < 2:
-        raise InterpreterError(f"ct.mma takes tiles of two or three axes, got {x.shape} and {y.shape}")
-    product = multiply(x, y)
-    if product.shape != acc.shape:
-        raise InterpreterError(
-            f"ct.mma of {x.shape} and {y.shape} needs an accumulator {product.shape}, got {acc.shape}"
-        )
-    return Tile((product + acc.array.astype(product.dtype)).astype(STORAGE[acc.dtype]), acc.dtype)
-
-
-@implements("matmul")
-def matmul(x: Tile, y: Tile, /) -> Tile:
-    """x @ y in the operands' common type."""
-    dtype = promote_dtypes(x.dtype, y.dtype)
-    x, y = Tile(cast(x, dtype), dtype), Tile(cast(y, dtype), dtype)
-    check_product_types(x, y)
-    return Tile(multiply(x, y).astype(STORAGE[dtype]), dtype)
-
-
-def check_product_types(x: Tile, y: Tile) -> None:
-    """Both operands of one type that tensor cores take, or any of int8 and uint8."""
-    bytes_only = {str(x.dtype), str(y.dtype)} <= {"int8", "uint8"}
-    if (x.dtype != y.dtype and not bytes_only) or str(x.dtype) not in MMA_ACCUMULATORS:
-        raise InterpreterError(f"matrix products take two tiles of one type of {tuple(MMA_ACCUMULATORS)}, "
-                               f"got {x.dtype} and {y.dtype}")  # fmt: skip
-
-
-def multiply(x: Tile, y: Tile) -> np.ndarray[Any, Any]:
-    """The matrix product in float32, float64 or int32."""
-    wide = np.int32 if CATEGORY[x.dtype] == INTEGER else np.float64 if x.dtype == ct.float64 else np.float32
-    return np.asarray(np.matmul(x.array.astype(wide), y.array.astype(wide)))

@@ -17,9 +17,11 @@ from tiledsched.interpreter.values import (
     InterpreterError,
     Scalar,
     Tile,
+    cast,
     constant_int,
     constant_shape,
     implicit_cast,
+    type_of,
 )
 
 NumpyArray = np.ndarray[Any, Any]
@@ -138,6 +140,39 @@ class TiledView(ct.TiledView):
         value = np.broadcast_to(implicit_cast(tile, self.dtype, "ct.TiledView.store"), self._shape)
         write(self._array, index, value, "C", check_bounds, self._steps)
 
+    def _combine(self, index: Any, update: Tile | Scalar, change: Any, name: str, *, bits: bool = False) -> None:
+        """Replace the elements of the tile at `index` by `change` of what they are and of `update`."""
+        if bits and type_of(update) != self.dtype:
+            raise InterpreterError(f"ct.TiledView.{name} needs an update of {self.dtype}, got {type_of(update)}")
+        value = np.broadcast_to(cast(update, self.dtype), self._shape or (1,) * self._array.ndim)
+        axes, outer, inner, _ = place(self._array, index, value.shape, "C", True, self._steps)
+        part = self._array.data.transpose(axes)[outer]
+        part[...] = change(part, value[inner])
+
+    def atomic_store_add(self, index: Any, update: Tile | Scalar, /) -> None:
+        """Add `update` to the tile at `index`."""
+        self._combine(index, update, np.add, "atomic_store_add")
+
+    def atomic_store_max(self, index: Any, update: Tile | Scalar, /) -> None:
+        """Keep the larger elements."""
+        self._combine(index, update, np.fmax, "atomic_store_max")
+
+    def atomic_store_min(self, index: Any, update: Tile | Scalar, /) -> None:
+        """Keep the smaller elements."""
+        self._combine(index, update, np.fmin, "atomic_store_min")
+
+    def atomic_store_and(self, index: Any, update: Tile | Scalar, /) -> None:
+        """Keep the bits that both have."""
+        self._combine(index, update, np.bitwise_and, "atomic_store_and", bits=True)
+
+    def atomic_store_or(self, index: Any, update: Tile | Scalar, /) -> None:
+        """Keep the bits that either has."""
+        self._combine(index, update, np.bitwise_or, "atomic_store_or", bits=True)
+
+    def atomic_store_xor(self, index: Any, update: Tile | Scalar, /) -> None:
+        """Keep the bits that one of them has."""
+        self._combine(index, update, np.bitwise_xor, "atomic_store_xor", bits=True)
+
 
 def check_hints(latency: int | None) -> None:
     """Refuse the latency hints that cuTile refuses."""
@@ -153,6 +188,15 @@ def poison(dtype: Any) -> Any:
         return True
     nan = np.asarray(np.nan, np.float32).astype(STORAGE[dtype])
     return nan if np.isnan(nan) else np.asarray(np.inf, np.float32).astype(STORAGE[dtype])
+
+
+def padding_value(array: Array, padding_mode: Any) -> Any:
+    """What the elements of a tile beyond the array's edge hold."""
+    if padding_mode == ct.PaddingMode.UNDETERMINED:
+        return poison(array.dtype) if array.launch.undetermined == "nan" else 0
+    if CATEGORY[array.dtype] < FLOAT and padding_mode != ct.PaddingMode.ZERO:
+        raise InterpreterError(f"{array.name}: {padding_mode} needs a float array, got {array.dtype}")
+    return PADDING[padding_mode]
 
 
 def place(array: Array, index: Any, shape: tuple[int, ...], order: Any, check_bounds: bool,
@@ -193,11 +237,7 @@ def read(array: Array, index: Any, shape: tuple[int, ...], order: Any, padding_m
     part = array.data.transpose(axes)[outer]
     if whole:
         return Tile(part.copy().reshape(shape), array.dtype)
-    undetermined = padding_mode == ct.PaddingMode.UNDETERMINED
-    if not undetermined and CATEGORY[array.dtype] < FLOAT and padding_mode != ct.PaddingMode.ZERO:
-        raise InterpreterError(f"{array.name}: {padding_mode} needs a float array, got {array.dtype}")
-    value = poison(array.dtype) if undetermined else PADDING[padding_mode]
-    tile = np.full(sides, value, array.data.dtype)
+    tile = np.full(sides, padding_value(array, padding_mode), array.data.dtype)
     tile[inner] = part
     return Tile(tile.reshape(shape), array.dtype)
 

@@ -1,8 +1,8 @@
-"""Python's builtins as cuTile means them.
+"""Python's builtins, and cuTile's types, as tile code means them.
 
-In tile code `min` and `max` of two tiles are elementwise, and `range` over run-time bounds counts in run-time scalars.
-Python's own would compare whole tiles, so the kernel and the functions it calls run as copies that differ only in
-these names.
+In tile code `min` and `max` of two tiles are elementwise, `range` over run-time bounds counts in run-time scalars, and
+a type is called to make a scalar (`ct.float16(0.5)`). Python's own would compare whole tiles, so the kernel and the
+functions it calls run as copies that differ only in what these names stand for.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import builtins
 import functools
 from collections.abc import Iterator
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cuda.tile as ct
 
+from tiledsched.interpreter.shapes import TypeInTiles
 from tiledsched.interpreter.values import Tile, promote
 
 
@@ -72,9 +73,22 @@ def with_tile_builtins(function: FunctionType, done: dict[FunctionType, Function
 
 
 def _copied(value: Any, done: dict[FunctionType, FunctionType]) -> Any:
+    if value is ct:
+        return _namespace()
+    if isinstance(value, ct.DType):
+        return TypeInTiles(value)
     if not isinstance(value, FunctionType) or (value.__module__ or "").startswith("cuda.tile"):
         return value
     return with_tile_builtins(value, done)
+
+
+def _namespace() -> ModuleType:
+    """The module `cuda.tile` with types that can be called."""
+    module = ModuleType(ct.__name__)
+    vars(module).update(
+        {name: TypeInTiles(value) if isinstance(value, ct.DType) else value for name, value in vars(ct).items()}
+    )
+    return module
 
 
 def _is_tile_function(function: FunctionType) -> bool:

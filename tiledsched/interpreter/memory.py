@@ -9,7 +9,7 @@ from typing import Any
 import cuda.tile as ct
 import numpy as np
 
-from tiledsched.interpreter.arrays import PADDING, Array, NumpyArray, check_hints, poison, read, write
+from tiledsched.interpreter.arrays import Array, NumpyArray, check_hints, padding_value, poison, read, write
 from tiledsched.interpreter.registry import add, implements
 from tiledsched.interpreter.values import (
     CATEGORY,
@@ -118,8 +118,7 @@ def load_advanced_indexing(array: Array, indices: tuple[Any, ...], /, *, padding
     """Rows chosen by a tile of indices, crossed with slices."""
     check_hints(latency)
     where, followed = locate(array, dense_indices(indices), None, True)
-    undetermined = padding_mode == UNDETERMINED
-    value = np.asarray(poison(array.dtype) if undetermined else PADDING[padding_mode]).astype(array.data.dtype)
+    value = np.asarray(padding_value(array, padding_mode)).astype(array.data.dtype)
     return Tile(np.where(followed, array.data[tuple(where)], value), array.dtype)
 
 

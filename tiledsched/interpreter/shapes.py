@@ -16,6 +16,7 @@ from tiledsched.interpreter.values import (
     InterpreterError,
     Scalar,
     Tile,
+    UnsupportedOperationError,
     cast,
     constant_int,
     constant_shape,
@@ -24,13 +25,49 @@ from tiledsched.interpreter.values import (
 
 
 def as_dtype(dtype: Any) -> Any:
-    """A cuTile type, from one or from what NumPy takes for a type."""
+    """A cuTile type, from one, from a type of torch, or from what NumPy takes for a type."""
+    dtype = dtype.dtype if isinstance(dtype, TypeInTiles) else dtype
     if dtype in STORAGE:
         return dtype
+    if isinstance(dtype, ct.DType):
+        raise UnsupportedOperationError(f"the interpreter cannot hold {dtype}", operation=f"ct.{dtype}")
+    if type(dtype).__module__ == "torch":
+        named = getattr(ct, "bool_" if str(dtype) == "torch.bool" else str(dtype).removeprefix("torch."), None)
+        if named in STORAGE:
+            return named
     try:
         return TILE_TYPE[np.dtype(dtype)]
     except (TypeError, KeyError):
         raise InterpreterError(f"{dtype!r} is not a type the interpreter holds; use one such as ct.float32") from None
+
+
+class TypeInTiles:
+    """A cuTile type as tile code sees it: equal to the type itself, and called to make a scalar of it.
+
+    cuTile's own types cannot be called on the host.
+    """
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+
+    def __call__(self, value: Tile | Scalar = 0, /) -> Tile:
+        """`value` as a scalar of this type."""
+        return astype(value, self.dtype)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.dtype == (other.dtype if isinstance(other, TypeInTiles) else other))
+
+    def __hash__(self) -> int:
+        return hash(self.dtype)
+
+    def __repr__(self) -> str:
+        return repr(self.dtype)
+
+    def __str__(self) -> str:
+        return str(self.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dtype, name)
 
 
 def as_tile(value: Tile | Scalar) -> Tile:
@@ -82,7 +119,10 @@ def astile(value: Any, /, *, dtype: Any) -> Tile:
 def astype(x: Tile | Scalar, dtype: Any, /, *, rounding_mode: Any = None) -> Tile:
     """`x` converted, to nearest even."""
     if rounding_mode not in (None, ct.RoundingMode.RN):
-        raise InterpreterError(f"the interpreter does not imitate {rounding_mode}; it rounds to nearest even")
+        raise UnsupportedOperationError(
+            f"ct.astype: the interpreter does not imitate {rounding_mode}; it rounds to nearest even",
+            operation=f"ct.astype with {rounding_mode}",
+        )
     dtype = as_dtype(dtype)
     return Tile(cast(as_tile(x), dtype), dtype)
 
@@ -98,19 +138,23 @@ def bitcast(x: Tile | Scalar, /, dtype: Any) -> Tile:
 
 @implements("pack_to_bytes")
 def pack_to_bytes(x: Tile, /) -> Tile:
-    """The elements' bytes, little end first."""
-    if x.dtype.bitwidth < 8 or x.dtype == ct.bool_:
-        raise InterpreterError(f"the interpreter does not pack {x.dtype}")
-    return Tile(np.ascontiguousarray(x.array).reshape(-1).view(np.uint8), ct.uint8)
+    """The elements' bits as bytes, little end first; of two 4-bit elements the first is the low half."""
+    if x.dtype == ct.bool_ or x.array.size * x.dtype.bitwidth % 8:
+        raise InterpreterError(f"ct.pack_to_bytes: {x.array.size} elements of {x.dtype} are not whole bytes")
+    codes = np.ascontiguousarray(x.array).reshape(-1).view(np.uint8)
+    return Tile(codes[::2] & 15 | codes[1::2] << 4 if x.dtype.bitwidth == 4 else codes, ct.uint8)
 
 
 @implements("unpack_from_bytes")
 def unpack_from_bytes(x: Tile, /, dtype: Any) -> Tile:
     """The inverse of `pack_to_bytes`."""
     dtype = as_dtype(dtype)
-    if x.dtype != ct.uint8 or x.ndim != 1 or dtype.bitwidth < 8 or dtype == ct.bool_:
-        raise InterpreterError(f"the interpreter does not unpack a {x.dtype} tile of shape {x.shape} to {dtype}")
-    return Tile(np.ascontiguousarray(x.array).view(STORAGE[dtype]), dtype)
+    if x.dtype != ct.uint8 or x.ndim != 1 or dtype == ct.bool_ or x.array.size * 8 % dtype.bitwidth:
+        raise InterpreterError(f"ct.unpack_from_bytes: no {dtype} in a tile of {x.dtype} of shape {x.shape}")
+    codes = np.ascontiguousarray(x.array)
+    if dtype.bitwidth == 4:
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(-1)
+    return Tile(codes.view(STORAGE[dtype]), dtype)
 
 
 @implements("reshape")

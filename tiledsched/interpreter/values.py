@@ -19,6 +19,23 @@ from tiledsched.errors import TiledschedError
 class InterpreterError(TiledschedError, RuntimeError):
     """Tile code did what cuTile forbids or leaves undefined, or used what the interpreter does not support."""
 
+    def located(self, place: str) -> InterpreterError:
+        """The same error with `place` before its words: the function, the kernel and the block it came from."""
+        return InterpreterError(f"{place}: {self}")
+
+
+class UnsupportedOperationError(InterpreterError):
+    """Tile code used an operation of cuTile that the interpreter lacks."""
+
+    def __init__(self, message: str, *, operation: str) -> None:
+        super().__init__(message)
+        self.operation = operation
+        """The operation as tile code names it, such as `ct.mma_scaled`."""
+
+    def located(self, place: str) -> UnsupportedOperationError:
+        """The same error with `place` before its words."""
+        return UnsupportedOperationError(f"{place}: {self}", operation=self.operation)
+
 
 Scalar: TypeAlias = bool | int | float
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -174,8 +191,9 @@ def cast(value: Tile | Scalar, dtype: Any) -> np.ndarray[Any, Any]:
         InterpreterError: a type the interpreter cannot hold.
     """
     if dtype not in STORAGE:
-        raise InterpreterError(
-            f"the interpreter cannot hold {dtype}; it knows {', '.join(str(known) for known in STORAGE)}"
+        raise UnsupportedOperationError(
+            f"the interpreter cannot hold {dtype}; it knows {', '.join(str(known) for known in STORAGE)}",
+            operation=f"ct.{dtype}",
         )
     if not isinstance(value, Tile):
         return np.asarray(value).astype(STORAGE[dtype])

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
 from tiledsched.kernel import kernel_named
-from tiledsched.model.landscapes import read_landscape
+from tiledsched.studies.landscapes import read_landscape
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for

@@ -5,7 +5,7 @@ they are known to interact with. Only differences within a problem count, and fa
 as slow as the best weighs 256 times less. The coefficients of an arch are in `tuning_db/model/ARCH.json`; an arch
 without that file has none, and its estimate is the static model's alone. Fit and write them with
 
-    python -m tiledsched.model.residual tuning_db/landscapes/*_burst_*.json.xz --out tuning_db/model/sm_90.json
+    python -m tiledsched.studies.model_residual tuning_db/landscapes/*_burst_*.json.xz --out tuning_db/model/sm_90.json
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiledsched import data_files
-from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ArchSpec
 from tiledsched.errors import ConfigError
 from tiledsched.kernels.attention.model import estimate_us
-from tiledsched.model.landscapes import Landscape, read_landscape
 from tiledsched.problem import Problem
+from tiledsched.resources import ResourceFacts
 from tiledsched.schedule import PLAIN, Schedule
+from tiledsched.studies.landscapes import Landscape, read_landscape
 
 SCHEMA_VERSION = 1
 RIDGE = 10.0
@@ -111,7 +111,7 @@ def shipped_residual(arch: str) -> Residual | None:
     data = json.loads(path.read_text(encoding="utf-8"))
     if data.get("schema_version") != SCHEMA_VERSION or data.get("arch") != arch:
         raise ConfigError(f"{path} is not a residual of {arch} of version {SCHEMA_VERSION}; fit it again: "
-                          f"python -m tiledsched.model.residual FILE... --out {path}")  # fmt: skip
+                          f"python -m tiledsched.studies.model_residual FILE... --out {path}")  # fmt: skip
     return Residual(arch=arch, coefficients=data["coefficients"])
 
 
@@ -125,7 +125,7 @@ def write(residual: Residual, path: Path) -> None:
 
 def main() -> None:
     """Fit the residual to the landscapes named on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tiledsched.model.residual", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tiledsched.studies.model_residual", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="landscape files of one arch and regime")
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     arguments = parser.parse_args()

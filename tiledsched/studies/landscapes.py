@@ -10,15 +10,16 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import arch_spec
 from tiledsched.errors import ConfigError
-from tiledsched.kernels.attention.model import estimate_us, grid_blocks
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
+from tiledsched.resources import ResourceFacts
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
+
+Grids = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,8 @@ class MeasuredProgram:
     """A schedule that leads to it."""
     fingerprint: str
     """Its machine code."""
-    grid: int
-    """Blocks launched."""
+    grids: Grids
+    """Blocks of each launch."""
     facts: ResourceFacts
     """What the machine code takes."""
     median_us: float
@@ -60,8 +61,8 @@ class Landscape:
     @cached_property
     def modelled_us(self) -> NDArray[np.float64]:
         """Static estimate of each program."""
-        spec = arch_spec(self.arch)
-        return np.array([estimate_us(self.problem, p.schedule, p.facts, spec) for p in self.programs])
+        spec, kernel = arch_spec(self.arch), self.problem.declaration
+        return np.array([kernel.model(self.problem, p.schedule, p.facts, spec) for p in self.programs])
 
     @property
     def best_us(self) -> float:
@@ -90,18 +91,19 @@ def read_landscape(path: str | os.PathLike[str]) -> Landscape:
 def landscape_of(measurements: Sequence[Measurement], facts: dict[str, ResourceFacts | None]) -> Landscape:
     """The landscape of measurements of one problem on one device in one regime. Programs without facts are left out."""
     first = measurements[0]
-    spec, space = arch_spec(first.device.arch), space_for(first.device.arch)
-    times: dict[tuple[str, int], list[Measurement]] = {}
+    kernel = first.problem.declaration
+    spec, space = arch_spec(first.device.arch), space_for(first.device.arch, kernel)
+    times: dict[tuple[str, Grids], list[Measurement]] = {}
     for one in measurements:
         if facts.get(one.fingerprint) is not None:
-            grid = grid_blocks(one.problem, space.complete(one.schedule), spec)
-            times.setdefault((one.fingerprint, grid), []).append(one)
+            grids = kernel.grids(one.problem, space.complete(one.schedule), spec)
+            times.setdefault((one.fingerprint, grids), []).append(one)
     programs = []
-    for (fingerprint, grid), same in times.items():
+    for (fingerprint, grids), same in times.items():
         known = facts[fingerprint]
         assert known is not None
         programs.append(MeasuredProgram(
-            schedule=space.complete(same[0].schedule), fingerprint=fingerprint, grid=grid, facts=known,
+            schedule=space.complete(same[0].schedule), fingerprint=fingerprint, grids=grids, facts=known,
             median_us=float(np.median([one.median_us for one in same])),
             checked=any(one.accuracy is not None for one in same),
         ))  # fmt: skip

@@ -1,36 +1,37 @@
-"""The books of one search: what every schedule took, and which of them are one program."""
+"""The trials of one search: what every schedule took, and which of them are one program."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.search.programs import Key, Workshop
+from tiledsched.search.programs import Builder, Key
 from tiledsched.search.race import Outcome
 from tiledsched.search.sampler import ScheduleSampler
 
 
-class Ledger:
+class Trials:
     """Keeps the sampler informed of one problem: of equal programs only one waits to be measured, and all get its time.
 
     Args:
-        workshop: what builds; it knows which schedules are one program.
+        builder: what builds; it knows which schedules are one program.
         problem: what is tuned.
-        sm_count: of the device, on which the grid depends.
+        device: on which grids depend.
         sampler: who is told.
         times: what the store knows: microseconds, or None for a failure.
     """
 
-    def __init__(self, workshop: Workshop, problem: Problem, sm_count: int, sampler: ScheduleSampler,
+    def __init__(self, builder: Builder, problem: Problem, device: Any, sampler: ScheduleSampler,
                  times: Mapping[Schedule, float | None]) -> None:  # fmt: skip
-        self._workshop, self._problem, self._sm_count, self._sampler = workshop, problem, sm_count, sampler
+        self._builder, self._problem, self._device, self._sampler = builder, problem, device, sampler
         self.times = dict(times)
         self._known = {program.key: self.times[program.schedule]
-                       for program in workshop.programs(list(times), problem, sm_count)}  # fmt: skip
+                       for program in builder.programs(list(times), problem, device)}  # fmt: skip
         self._waiting: dict[Key, list[Schedule]] = {}
         sampler.known(times.items())
 
@@ -54,18 +55,18 @@ class Ledger:
         """Each distinct program that worked: its first schedule, its facts, its microseconds."""
         worked = [schedule for schedule, us in self.times.items() if us is not None]
         return [(program.schedule, program.facts, us)
-                for program in self._workshop.programs(worked, self._problem, self._sm_count)
+                for program in self._builder.programs(worked, self._problem, self._device)
                 if (us := self.times[program.schedule]) is not None]  # fmt: skip
 
     def note_builds(self, asked: Sequence[Schedule]) -> int:
         """Take down what became of builds; how many of them failed. A schedule not reached before a deadline is left."""
         failed = 0
         for schedule in asked:
-            record = self._workshop.record(schedule, self._problem)
+            record = self._builder.record(schedule, self._problem)
             if record is not None and record.failure is not None:
                 failed += 1
                 self._sampler.tell(schedule, None)
-        for program in self._workshop.programs(asked, self._problem, self._sm_count):
+        for program in self._builder.programs(asked, self._problem, self._device):
             if program.key in self._known:
                 self._note(program.schedules, self._known[program.key])
             elif program.key in self._waiting:
@@ -80,7 +81,7 @@ class Ledger:
         found = {
             outcome.schedule: outcome.median_us if isinstance(outcome, Measurement) else None for outcome in outcomes
         }
-        for program in self._workshop.programs(chosen, self._problem, self._sm_count):
+        for program in self._builder.programs(chosen, self._problem, self._device):
             waiting = self._waiting.pop(program.key, list(program.schedules))
             if program.schedule in found:
                 self._known[program.key] = found[program.schedule]
