@@ -12,6 +12,8 @@ import pytest
 from kernel_checks import check
 
 from tiledsched import data_files
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Table
 from tiledsched.space_files import space_for
@@ -27,9 +29,12 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rg
 def test_a_shipped_table_is_valid_and_served(path) -> None:
     table = read_table(path)
     assert table.entries
-    lookup = Table(table.entries)
+    lookups: dict[str, Table] = {}
     for entry in table.entries:
-        space = space_for(entry.arch)
+        kernel = kernel_named(entry.kernel)
+        assert entry.problem.declaration is kernel
+        lookup = lookups.setdefault(kernel.name, Table(table.entries, kernel=kernel))
+        space = space_for(entry.arch, kernel)
         assert space.unworkable(space.complete(entry.schedule), entry.problem) == []
         served = lookup.resolve(entry.problem, entry.arch, entry.device_name)
         assert served.provenance == entry.provenance
@@ -50,7 +55,7 @@ def small_problem(problem: Problem) -> Problem:
 
 def test_what_was_measured_is_right_in_the_interpreter() -> None:
     """Neighbours of winners leave what is explored, and with it what the tests of the kernel draw from."""
-    space = space_for("sm_90")
+    space = space_for("sm_90", Attention)
     entries = read_table(data_files.tuning_db() / "tables" / "sm_90.json").entries
     cases = dict.fromkeys((small_problem(entry.problem), space.complete(entry.schedule)) for entry in entries)
     assert len(cases) > 100
