@@ -19,12 +19,12 @@ from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.cubin import is_whole, read_artifact, strip_debug
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
 from tiledsched.config import load_settings
+from tiledsched.device import arch_spec
 from tiledsched.errors import CompilerError, FailureKind
-from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
+from tiledsched.launches import assumed, problem_class, signature, steps, tile_kernels
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.serve.prebuilt import make_kernel
 from tiledsched.space_files import space_for
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
@@ -39,20 +39,29 @@ def export(
     """The raw cubin, with `axes` of the first three array axes assumed to be multiples."""
     from cuda.tile.compilation import KernelSignature, export_kernel
 
-    template = kernel_named("attention")
-    signature = template.signature(schedule, problem)
+    asked, step = signature_of(schedule, problem, arch)
     arrays = []
-    count = 4 + len(template.workspace(schedule, problem))
-    for array in signature.parameters[:4]:
+    for array in asked.parameters[:4]:
         fields = {field.name: getattr(array, field.name) for field in dataclasses.fields(array)}
         dtype, ndim = fields.pop("dtype"), fields.pop("ndim")
         arrays.append(type(array)(dtype, ndim, **(fields | {"shape_divisible_by": (*axes, 1)})))
-    parameters = [*arrays, *signature.parameters[4:]]
-    assert len(parameters) == count + 1 + len(template.constants(schedule, problem))
+    parameters = [*arrays, *asked.parameters[4:]]
+    assert len(parameters) == len(step.arguments)
     output = io.BytesIO()
-    export_kernel(template.kernel({arch: schedule}, problem), [KernelSignature(parameters, signature.calling_convention, name)],
-                  output, gpu_code=arch, output_format="cubin")  # fmt: skip
+    (tile_kernel,) = tile_kernels(Attention, {arch: schedule}, problem, arch_spec(arch))
+    export_kernel(tile_kernel, [KernelSignature(parameters, asked.calling_convention, name)], output, gpu_code=arch,
+                  output_format="cubin")  # fmt: skip
     return output.getvalue()
+
+
+def signature_of(schedule: Schedule, problem: Problem, arch: str = "sm_90"):
+    """What is assumed of the parameters of a schedule's only step, and the step."""
+    (step,) = steps(Attention, problem, schedule, arch_spec(arch))
+    return signature(Attention, problem, schedule, step), step
+
+
+def class_of(problem: Problem, schedule: Schedule):
+    return problem_class(Attention, problem, schedule, arch_spec("sm_90"))
 
 
 @pytest.mark.compiler
@@ -147,12 +156,10 @@ def test_what_a_problem_does_without_is_not_in_its_code(knobs: dict) -> None:
     """Constants for other problems leave no trace: two plain problems share their code whatever those are."""
     plain = PROBLEM.replace(causal=True)
     schedule = space_for("sm_90").default(plain).replace(**knobs)
-    template = kernel_named("attention")
     other = plain.replace(seq_q=2048, batch=3)
-    assert template.problem_class(schedule, plain) == template.problem_class(schedule, other)
-    assert "bottom_right" not in template.problem_class(schedule, plain).to_json()
+    assert class_of(plain, schedule) == class_of(other, schedule)
     without = Schedule({name: value for name, value in schedule.items() if name not in NEW_KNOBS})
-    assert template.constants(without, plain) == template.constants(schedule, plain)
+    assert Attention.constants(plain, without) == Attention.constants(plain, schedule)
     found = {read_artifact(export(each, plain, "sm_90"), "sm_90").fingerprint for each in (schedule, without)}
     assert len(found) == 1
 
@@ -213,16 +220,13 @@ def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> Non
 
 def test_only_the_shares_of_split_keys_lie_at_constant_places() -> None:
     """They are loaded sixteen bytes at a time for it. Of their maxima the compiler would load four at the address of one."""
-    template = kernel_named("attention")
     schedule = space_for("sm_90").default(DECODE).replace(kv_splits=16, tile_m=16, tma_loads=False)
-    extras = template.workspace(schedule, DECODE)
-    named = dict(
-        zip((extra.name for extra in extras), template.signature(schedule, DECODE).parameters[4:], strict=False)
-    )
-    slots, rows, columns = next(extra.shape for extra in extras if extra.name == "partial")
+    asked, step = signature_of(schedule, DECODE)
+    named = {argument.name: each for argument, each in zip(step.arguments, asked.parameters, strict=True)}
+    slots, rows, columns = Attention.array_spec("Partial", DECODE, schedule).shape
     assert slots > 1
-    assert tuple(named["partial"].stride_constant) == (rows * columns, columns, 1)
-    assert tuple(named["state"].stride_constant) == (None, None, 1)
+    assert tuple(named["Partial"].stride_constant) == (rows * columns, columns, 1)
+    assert tuple(named["State"].stride_constant) == (None, None, 1)
 
 
 @pytest.mark.compiler
@@ -232,9 +236,11 @@ def test_a_launch_runs_what_was_built(knobs: dict) -> None:
     from cuda.tile._cext import default_tile_context
     from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
-    template, problem = kernel_named("attention"), DECODE
+    from tiledsched.serve.prebuilt import make_kernel
+
+    problem = DECODE
     schedule = space_for("sm_90").default(problem).replace(**knobs)
-    built = template.signature(schedule, problem)
+    built, step = signature_of(schedule, problem)
     inferred = [
         dataclasses.replace(
             each,
@@ -247,8 +253,8 @@ def test_a_launch_runs_what_was_built(knobs: dict) -> None:
         inferred[place] = dataclasses.replace(inferred[place], stride_divisible_by=each.stride_divisible_by)
     asked = KernelSignature(inferred, built.calling_convention, built.symbol)
     assert asked != built
-    assert template.assumed(asked) == built
-    served = make_kernel(template, {"sm_90": schedule}, problem, load_settings())
+    assert assumed(Attention, asked, step) == built
+    (served,) = make_kernel(Attention, {"sm_90": schedule}, problem, load_settings())
     artifact = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90")).artifact
     launched = served._compile(asked, default_tile_context, (9, 0))[0]
     assert read_artifact(launched, "sm_90").fingerprint == artifact.fingerprint
@@ -283,12 +289,13 @@ def test_the_kernels_that_misbehave_build() -> None:
 
 @pytest.mark.compiler
 def test_one_artifact_serves_every_sequence_length_of_its_class() -> None:
-    template, schedule = kernel_named("attention"), space_for("sm_90").default(PROBLEM)
+    schedule = space_for("sm_90").default(PROBLEM)
     long = Attention.standard(seq_len=8192, head_dim=64, batch=3, heads=5)
-    assert template.problem_class(schedule, PROBLEM) == template.problem_class(schedule, long)
+    assert class_of(PROBLEM, schedule) == class_of(long, schedule)
     ragged = PROBLEM.replace(seq_k=1000)
-    assert template.problem_class(schedule, PROBLEM) != template.problem_class(schedule, ragged)
-    assert template.signature(schedule, PROBLEM) == template.signature(schedule, long)
+    assert Attention.constants(PROBLEM, schedule) != Attention.constants(ragged, schedule)
+    assert class_of(PROBLEM, schedule) != class_of(ragged, schedule)
+    assert class_of(PROBLEM, schedule) != class_of(PROBLEM.replace(head_dim=80), schedule)
 
 
 @pytest.mark.compiler
@@ -312,13 +319,12 @@ def test_hints_reach_the_compiler_by_target() -> None:
     """One kernel object carries every arch's hints, and each arch builds with its own."""
     from cuda.tile.compilation import export_kernel
 
-    template = kernel_named("attention")
     schedules = {arch: space_for(arch).default(PROBLEM) for arch in ("sm_90", "sm_121")}
     schedules["sm_90"] = schedules["sm_90"].replace(num_worker_warps=8)
-    kernel = template.kernel(schedules)
+    (kernel,) = tile_kernels(Attention, schedules, PROBLEM, arch_spec("sm_90"))
     for arch, schedule in schedules.items():
         output = io.BytesIO()
-        export_kernel(kernel, [template.signature(schedule, PROBLEM)], output, gpu_code=arch, output_format="cubin")
+        export_kernel(kernel, [signature_of(schedule, PROBLEM, arch)[0]], output, gpu_code=arch, output_format="cubin")
         alone = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch=arch))
         assert read_artifact(output.getvalue(), arch).fingerprint == alone.artifact.fingerprint
     assert compile_task(BuildTask(kernel="attention", schedule=schedules["sm_90"], problem=PROBLEM, arch="sm_90")
@@ -388,7 +394,7 @@ COMPILE_ALONE = """
 import sys, time
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.pool import start_process
-from tiledsched.problem import Problem
+from tiledsched.kernels.attention import Attention
 from tiledsched.space_files import space_for
 
 start_process()
