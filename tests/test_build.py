@@ -67,7 +67,7 @@ def class_of(problem: Problem, schedule: Schedule):
 @pytest.mark.compiler
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_default_schedule_builds_for_every_arch(arch: str) -> None:
-    schedule = space_for(arch).default(PROBLEM)
+    schedule = space_for(arch, Attention).default(PROBLEM)
     built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch=arch))
     assert built.failure is None
     facts = built.artifact.facts
@@ -104,7 +104,7 @@ INERT = {
 def test_every_structure_builds(arch: str) -> None:
     """Each value of each structural knob compiles, and makes another program unless it is known not to."""
     problem = PROBLEM.replace(causal=True)
-    plain = space_for(arch).default(problem).replace(tile_m=64, tile_n=64, occupancy=1, num_worker_warps=4)
+    plain = space_for(arch, Attention).default(problem).replace(tile_m=64, tile_n=64, occupancy=1, num_worker_warps=4)
     fingerprints = {}
     for changes in ({}, *STRUCTURE):
         task = BuildTask(kernel="attention", schedule=plain.replace(**changes), problem=problem, arch=arch)
@@ -143,7 +143,9 @@ ELSEWHERE = {
 def test_other_problems_build(arch: str) -> None:
     fingerprints = set()
     for name, (problem, knobs) in ELSEWHERE.items():
-        schedule = space_for(arch).default(problem).replace(**{"tile_m": 64, "tile_n": 64, "occupancy": 1, **knobs})
+        schedule = (
+            space_for(arch, Attention).default(problem).replace(**{"tile_m": 64, "tile_n": 64, "occupancy": 1, **knobs})
+        )
         built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch))
         assert built.failure is None, (name, built.failure)
         fingerprints.add(built.artifact.fingerprint)
@@ -155,7 +157,7 @@ def test_other_problems_build(arch: str) -> None:
 def test_what_a_problem_does_without_is_not_in_its_code(knobs: dict) -> None:
     """Constants for other problems leave no trace: two plain problems share their code whatever those are."""
     plain = PROBLEM.replace(causal=True)
-    schedule = space_for("sm_90").default(plain).replace(**knobs)
+    schedule = space_for("sm_90", Attention).default(plain).replace(**knobs)
     other = plain.replace(seq_q=2048, batch=3)
     assert class_of(plain, schedule) == class_of(other, schedule)
     without = Schedule({name: value for name, value in schedule.items() if name not in NEW_KNOBS})
@@ -168,7 +170,7 @@ def test_what_a_problem_does_without_is_not_in_its_code(knobs: dict) -> None:
 def test_split_keys_whose_tiles_share_a_place_are_refused() -> None:
     """Compilers up to 13.4 load a tile over one that is still read; without TMA loads, or keys in one share, they do not."""
     problem = DECODE.replace(head_dim=128, causal=False, alignment="top_left")
-    crowded = space_for("sm_90").default(problem).replace(tile_m=16, tile_n=128, occupancy=2, kv_splits=8)
+    crowded = space_for("sm_90", Attention).default(problem).replace(tile_m=16, tile_n=128, occupancy=2, kv_splits=8)
     for knobs, right in (({}, False), ({"tma_loads": False}, True), ({"kv_splits": 1}, True), ({"occupancy": 1}, True)):
         task = BuildTask(kernel="attention", schedule=crowded.replace(**knobs), problem=problem, arch="sm_90")
         built = compile_task(task)
@@ -181,7 +183,7 @@ def test_split_keys_whose_tiles_share_a_place_are_refused() -> None:
 @pytest.mark.compiler
 def test_shares_are_ordered_by_the_counter() -> None:
     """Stores of the shares come before an atomic that releases and acquires on the device; nothing bypasses it by TMA."""
-    schedule = space_for("sm_90").default(DECODE).replace(tile_m=16, pack_gqa=True, kv_splits=4)
+    schedule = space_for("sm_90", Attention).default(DECODE).replace(tile_m=16, pack_gqa=True, kv_splits=4)
     text = export(schedule, DECODE, "sm_90")
     assert text.count(b"atom.global.acq_rel.add.u32") == 1
     before, after = text.split(b"atom.global.acq_rel.add.u32")
@@ -192,7 +194,7 @@ def test_shares_are_ordered_by_the_counter() -> None:
 
 @pytest.mark.compiler
 def test_every_knob_value_builds_on_hopper() -> None:
-    space = space_for("sm_90")
+    space = space_for("sm_90", Attention)
     problem = PROBLEM.replace(causal=True)
     values: dict[tuple[Problem, Schedule], list[str]] = {}
     for name, knob in space.knobs.items():
@@ -212,7 +214,7 @@ def test_every_knob_value_builds_on_hopper() -> None:
 @pytest.mark.parametrize("arch", REPRODUCIBLE)
 def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> None:
     """A launch assumes multiples of 16 of whichever axes are; artifacts are built with no such assumption."""
-    schedule = space_for(arch).default(PROBLEM).replace(persistent="strided")
+    schedule = space_for(arch, Attention).default(PROBLEM).replace(persistent="strided")
     plain = read_artifact(export(schedule, PROBLEM, arch), arch).fingerprint
     for axes in ((16, 16, 16), (16, 1, 16), (1, 16, 1)):
         assert read_artifact(export(schedule, PROBLEM, arch, axes=axes), arch).fingerprint == plain
@@ -220,7 +222,7 @@ def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> Non
 
 def test_only_the_shares_of_split_keys_lie_at_constant_places() -> None:
     """They are loaded sixteen bytes at a time for it. Of their maxima the compiler would load four at the address of one."""
-    schedule = space_for("sm_90").default(DECODE).replace(kv_splits=16, tile_m=16, tma_loads=False)
+    schedule = space_for("sm_90", Attention).default(DECODE).replace(kv_splits=16, tile_m=16, tma_loads=False)
     asked, step = signature_of(schedule, DECODE)
     named = {argument.name: each for argument, each in zip(step.arguments, asked.parameters, strict=True)}
     slots, rows, columns = Attention.array_spec("Partial", DECODE, schedule).shape
@@ -239,7 +241,7 @@ def test_a_launch_runs_what_was_built(knobs: dict) -> None:
     from tiledsched.serve.prebuilt import make_kernel
 
     problem = DECODE
-    schedule = space_for("sm_90").default(problem).replace(**knobs)
+    schedule = space_for("sm_90", Attention).default(problem).replace(**knobs)
     built, step = signature_of(schedule, problem)
     inferred = [
         dataclasses.replace(
@@ -262,7 +264,7 @@ def test_a_launch_runs_what_was_built(knobs: dict) -> None:
 
 @pytest.mark.compiler
 def test_the_kernels_name_is_not_part_of_the_fingerprint() -> None:
-    schedule = space_for("sm_90").default(PROBLEM)
+    schedule = space_for("sm_90", Attention).default(PROBLEM)
     names = ("attention", "another_name_altogether")
     found = {read_artifact(export(schedule, PROBLEM, "sm_90", name=name), "sm_90").fingerprint for name in names}
     assert len(found) == 1
@@ -275,7 +277,9 @@ def test_widths_of_one_tile_are_different_programs(arch: str) -> None:
     found = set()
     for head_dim in (40, 48, 64):
         problem = PROBLEM.replace(head_dim=head_dim)
-        task = BuildTask(kernel="attention", schedule=space_for(arch).default(problem), problem=problem, arch=arch)
+        task = BuildTask(
+            kernel="attention", schedule=space_for(arch, Attention).default(problem), problem=problem, arch=arch
+        )
         found.add(compile_task(task).artifact.fingerprint)
     assert len(found) == 3
 
@@ -289,7 +293,7 @@ def test_the_kernels_that_misbehave_build() -> None:
 
 @pytest.mark.compiler
 def test_one_artifact_serves_every_sequence_length_of_its_class() -> None:
-    schedule = space_for("sm_90").default(PROBLEM)
+    schedule = space_for("sm_90", Attention).default(PROBLEM)
     long = Attention.standard(seq_len=8192, head_dim=64, batch=3, heads=5)
     assert class_of(PROBLEM, schedule) == class_of(long, schedule)
     ragged = PROBLEM.replace(seq_k=1000)
@@ -301,7 +305,7 @@ def test_one_artifact_serves_every_sequence_length_of_its_class() -> None:
 @pytest.mark.compiler
 @pytest.mark.parametrize("arch", ["sm_90", "sm_121"])
 def test_stripping_keeps_the_program_and_drops_the_text(arch: str) -> None:
-    raw = export(space_for(arch).default(PROBLEM), PROBLEM, arch)
+    raw = export(space_for(arch, Attention).default(PROBLEM), PROBLEM, arch)
     artifact = read_artifact(raw, arch)
     again = read_artifact(artifact.cubin, arch)
     assert (again.fingerprint, again.facts) == (artifact.fingerprint, artifact.facts)
@@ -319,7 +323,7 @@ def test_hints_reach_the_compiler_by_target() -> None:
     """One kernel object carries every arch's hints, and each arch builds with its own."""
     from cuda.tile.compilation import export_kernel
 
-    schedules = {arch: space_for(arch).default(PROBLEM) for arch in ("sm_90", "sm_121")}
+    schedules = {arch: space_for(arch, Attention).default(PROBLEM) for arch in ("sm_90", "sm_121")}
     schedules["sm_90"] = schedules["sm_90"].replace(num_worker_warps=8)
     (kernel,) = tile_kernels(Attention, schedules, PROBLEM, arch_spec("sm_90"))
     for arch, schedule in schedules.items():
@@ -333,7 +337,7 @@ def test_hints_reach_the_compiler_by_target() -> None:
 
 @pytest.mark.compiler
 def test_a_compiler_error_is_a_failure() -> None:
-    schedule = space_for("sm_90").default(PROBLEM).replace(num_worker_warps=3)
+    schedule = space_for("sm_90", Attention).default(PROBLEM).replace(num_worker_warps=3)
     built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch="sm_90"))
     assert built.artifact is None
     assert built.failure.kind is FailureKind.COMPILE_ERROR
@@ -349,7 +353,7 @@ def test_what_is_not_a_cubin_is_refused() -> None:
 
 @pytest.mark.compiler
 def test_artifacts_are_kept_by_content(tmp_path) -> None:
-    schedule = space_for("sm_121").default(PROBLEM)
+    schedule = space_for("sm_121", Attention).default(PROBLEM)
     artifact = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch="sm_121")).artifact
     store = ArtifactStore(tmp_path)
     assert store.get("sm_121", artifact.fingerprint) is None
@@ -399,7 +403,7 @@ from tiledsched.space_files import space_for
 
 start_process()
 problem = Attention.standard(seq_len=1024, head_dim=64)
-built = compile_task(BuildTask(kernel="attention", schedule=space_for("sm_90").default(problem), problem=problem, arch="sm_90"))
+built = compile_task(BuildTask(kernel="attention", schedule=space_for("sm_90", Attention).default(problem), problem=problem, arch="sm_90"))
 print(built.artifact.fingerprint, sys.modules["torch"])
 """
 
@@ -409,7 +413,9 @@ def test_a_compile_process_does_without_torch() -> None:
     pytest.importorskip("torch")
     problem = Attention.standard(seq_len=1024, head_dim=64)
     here = compile_task(
-        BuildTask(kernel="attention", schedule=space_for("sm_90").default(problem), problem=problem, arch="sm_90")
+        BuildTask(
+            kernel="attention", schedule=space_for("sm_90", Attention).default(problem), problem=problem, arch="sm_90"
+        )
     )
     there = subprocess.run([sys.executable, "-c", COMPILE_ALONE], capture_output=True, text=True, check=True).stdout
     assert here.artifact is not None

@@ -136,6 +136,6 @@ def test_attention_is_measured_as_any_other(begin, changes):
         **{"seq_q": 512, "seq_k": 512, "head_dim": 64, "batch": 2, "heads": 4, "kv_heads": 4, **changes}
     )
     runner = begin(Attention, problem)
-    schedule = space_for(runner.device.arch).default(problem)
+    schedule = space_for(runner.device.arch, Attention).default(problem)
     made = Candidate(schedule=schedule, artifact=compile_schedule(Attention, problem, schedule, runner.device.arch))
     assert_right(runner, made)

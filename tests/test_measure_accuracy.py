@@ -326,7 +326,7 @@ def test_the_kernel_passes_every_kind_of_other_problems(seq_q, accum_mode):
     """Aligned at the bottom right, with other values' columns and the log-sum-exp."""
     problem = Attention.problem(seq_q=seq_q, seq_k=256, head_dim=40, value_dim=96, causal=True, alignment="bottom_right", batch=2,
                       heads=8, kv_heads=4, lse=True)  # fmt: skip
-    plain = space_for("sm_90").default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
+    plain = space_for("sm_90", Attention).default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
     _, case = make_cases(Attention, np, np.random.default_rng(2), problem)
     for knobs in ({}, {"column_parts": 2}, {"kv_splits": 4}, {"pack_gqa": True}, {"pack_gqa": True, "kv_splits": 8},
                   {"loop_split": True, "kv_direction": "backward"}):  # fmt: skip
@@ -340,7 +340,7 @@ def test_the_kernel_passes_every_kind_of_other_problems(seq_q, accum_mode):
 def test_the_kernel_passes_every_kind(causal, accum_mode):
     """The attention kernel itself, in the interpreter, with each value of each knob that the problem allows."""
     problem = Attention.problem(seq_q=256, seq_k=256, head_dim=32, causal=causal, batch=2, heads=4, kv_heads=4)
-    space = space_for("sm_90")
+    space = space_for("sm_90", Attention)
     plain = space.default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
     _, case = make_cases(Attention, np, np.random.default_rng(2), problem)
     variants = [plain.replace(**{name: choice}) for name, knob in space.knobs.items() for choice in knob.choices]

@@ -19,15 +19,27 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tiledsched.errors import ConfigError, DeclarationError, ProblemError
-from tiledsched.fields import ITEM_BYTES, ArrayField, Choice, Flag, KnobField, ProblemField, Scalar, Value, read_shape
+from tiledsched.fields import (
+    ITEM_BYTES,
+    ArrayField,
+    Choice,
+    Dim,
+    Flag,
+    KnobField,
+    ProblemField,
+    Scalar,
+    Value,
+    read_shape,
+)
 from tiledsched.problem import Problem, describe_values, stable_id
 from tiledsched.schedule import PLAIN, Schedule
 
 if TYPE_CHECKING:
     import argparse
 
-    from tiledsched.build.cubin import Artifact, ResourceFacts
+    from tiledsched.build.cubin import Artifact
     from tiledsched.device import ArchSpec
+    from tiledsched.resources import ResourceFacts
 
 HINT_KNOBS = ("num_ctas", "occupancy", "opt_level", "num_worker_warps")
 """Knobs that reach cuTile as kernel hints; the rest are compile-time constants of the kernel."""
@@ -35,8 +47,9 @@ ENTRY_POINTS = "tiledsched.kernels"
 """The entry-point group under which a package ships kernels: a name, and `module:Class`."""
 LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
-             "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind", "loss_known", "untold", "unsound",
-             "describe", "add_flags", "from_flags", "small")  # fmt: skip
+             "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind",
+             "loss_known", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags", "add_likely_flags", "likely",
+             "small", "rivals")  # fmt: skip
 """What a declaration may override."""
 
 
@@ -149,6 +162,8 @@ class Kernel:
     """Dims along which reports look, the most telling first; the problem's sizes unless given."""
     plain: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Knob values that go without saying when a schedule is written for people."""
+    former_values: ClassVar[Mapping[tuple[str, Any], Any]] = MappingProxyType({})
+    """(knob, value of an earlier version) -> what it is called now, for stored schedules."""
     weights: ClassVar[Mapping[str, float]] = MappingProxyType({})
     """Knob -> how much of what two programs share is lost where they differ in it."""
 
@@ -288,8 +303,19 @@ class Kernel:
     """`add_flags(parser)`: problem flags of the command line's own, beside --problem and --suite."""
     from_flags: ClassVar[Callable[[argparse.Namespace], list[Problem]] | None] = None
     """`from_flags(options)`: the problems those flags name."""
+    file_words: ClassVar[Callable[[Any], str] | None] = None
+    """`file_words(p)`: the problem in the name of a file; kernel and values unless given."""
+    add_likely_flags: ClassVar[Callable[[argparse.ArgumentParser], None] | None] = None
+    """`add_likely_flags(parser)`: flags of `warmup` and `bundle` that say which problems come beside those tuned."""
+    likely: ClassVar[Callable[[Any, argparse.Namespace], list[Problem]] | None] = None
+    """`likely(p, options)`: the problems to expect beside a tuned one under those flags."""
     small: ClassVar[Callable[[], list[Problem]] | None] = None
     """`small()`: problems that the interpreter runs in a moment, odd sizes among them."""
+
+    @staticmethod
+    def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
+        """Name -> what takes the inputs as torch tensors, in the order declared, and returns the outputs: `bench` times it."""
+        return {}
 
     # What everything else asks.
 
@@ -411,9 +437,14 @@ class Kernel:
         )
 
     @classmethod
+    def problem_kind(cls, p: Any) -> tuple[Any, ...]:
+        """Everything of a problem but its run-time sizes."""
+        return tuple(p.values[name] for name, each in cls.fields.items() if not isinstance(each, Dim) or each.constant)
+
+    @classmethod
     def knob_fields(cls) -> dict[str, KnobField]:
         """The declared knobs."""
-        return {name: each if isinstance(each, KnobField) else KnobField(choices=tuple(each), default=tuple(each)[0])
+        return {name: each if isinstance(each, KnobField) else KnobField(choices=tuple(each), default=next(iter(each), None))
                 for name, each in cls.knobs.items()}  # fmt: skip
 
     @classmethod
@@ -499,7 +530,8 @@ def load_kernel(where: str) -> KernelClass:
     place, colon, class_name = where.rpartition(":")
     if not colon:
         return kernel_named(where)
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    path = Path(place if place.endswith(".py") else f"{place}.py")
+    module = _load_file(path) if place.endswith(".py") or path.is_file() else _load_module(place)
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Kernel)):
         made = [name for name, each in vars(module).items() if isinstance(each, type) and issubclass(each, Kernel)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cuda.tile as ct
@@ -20,7 +22,7 @@ import cuda.tile as ct
 from tiledsched.errors import DeclarationError, ProblemError
 from tiledsched.fields import ITEM_BYTES, Choice, Dim, Flag, read_shape
 from tiledsched.kernel import HINT_KNOBS, ArraySpec, KernelClass, ProblemClass
-from tiledsched.problem import Problem, canonical_json, stable_id
+from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import Schedule
 from tiledsched.storage import strides_of
 
@@ -280,15 +282,23 @@ def problem_class(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> 
 
     Run-time sizes are not in it, except through the assumptions that follow from them.
     """
-    assumptions = [[step.function.__name__, [_plain(each) for each in signature(kernel, p, s, step).parameters]]
-                   for step in steps(kernel, p, s, device)]  # fmt: skip
+    assumptions: list[Any] = []
+    for step in steps(kernel, p, s, device):
+        assumptions.append(step.function.__name__)
+        for (_, _, note), each in zip(parameters(step.function), step.arguments, strict=True):
+            if each.kind in ("array", "list"):
+                spec = kernel.array_spec(each.name, p, s)
+                assumptions.append(_assumption(spec, note or _note(kernel, spec)))
+            else:
+                assumptions.append([type(each.value).__name__, each.value] if each.kind == "constant" else each.dtype)
     said = {name: p.values[name] for name, each in kernel.fields.items()
             if isinstance(each, (Choice, Flag)) or (isinstance(each, Dim) and each.constant)}  # fmt: skip
     return ProblemClass({**said, "signature": stable_id(assumptions)})
 
 
-def _plain(constraint: Any) -> str:
-    return canonical_json(str(constraint))
+@functools.lru_cache(maxsize=4096)
+def _assumption(spec: ArraySpec, note: Any) -> str:
+    return str(_array_constraint(spec, note))
 
 
 def tile_kernels(kernel: KernelClass, schedules: Mapping[str, Schedule], p: Problem, device: Any) -> list[Any]:
@@ -327,20 +337,53 @@ def scratch(kernel: KernelClass, p: Problem, s: Schedule, wanted: Sequence[Step]
 
 
 def source_hash(kernel: KernelClass) -> str:
-    """Hash of the source of every module that holds tile code of `kernel`, or is used by it and lies beside it."""
-    modules = sorted(_modules(kernel), key=lambda module: module.__name__)
-    text = "".join(inspect.getsource(module) for module in modules)
+    """Hash of the source that machine code comes from: the declaration's module, those it takes functions from, and what
+    these use of their own packages. Builds of other source are made again; what is known of equal machine code holds.
+    """  # fmt: skip
+    text = "".join(Path(path).read_text(encoding="utf-8") for path in sorted(_sources(kernel)))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @functools.cache
-def _modules(kernel: KernelClass) -> frozenset[Any]:
-    import sys
+def _sources(kernel: KernelClass) -> frozenset[str]:
+    """The files; found through what the modules name, so that nothing need be said."""
+    import importlib
 
-    module = sys.modules[kernel.__module__]
-    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
-    beside = {each for name, each in list(sys.modules.items()) if package and name.startswith(f"{package}.")
-              and getattr(each, "__file__", None)}  # fmt: skip
-    functions: list[Callable[..., Any]] = [kernel.function] if kernel.function is not None else []
-    own = {sys.modules[undecorated(each)[0].__module__] for each in functions}
-    return frozenset({module} | (beside if package.startswith("tiledsched.kernels.") else set()) | own)
+    declared = (
+        importlib.import_module(kernel.__module__)
+        if kernel.__module__ not in sys.modules
+        else sys.modules[kernel.__module__]
+    )
+    left, found = [declared], {declared.__name__: str(declared.__file__)}
+    if declared.__name__.startswith(
+        SHIPPED_KERNELS
+    ):  # tile code is imported where it is asked for: all of the folder counts
+        found |= {str(path): str(path) for path in Path(str(declared.__file__)).parent.glob("*.py")}
+    while left:
+        module = left.pop()
+        for value in list(vars(module).values()):
+            function = value._pyfunc if isinstance(value, ct.kernel) else value
+            name = getattr(function, "__module__", None) or getattr(value, "__name__", "")
+            other = value if isinstance(value, ModuleType) else sys.modules.get(name if isinstance(name, str) else "")
+            path = getattr(other, "__file__", None)
+            if (
+                other is None
+                or other.__name__ in found
+                or not path
+                or not path.endswith(".py")
+                or _is_library(other.__name__)
+            ):
+                continue
+            if module is declared or other.__name__.split(".")[0] == module.__name__.split(".")[0]:
+                found[other.__name__] = path
+                left.append(other)
+    return frozenset(found.values())
+
+
+SHIPPED_KERNELS = "tiledsched.kernels."
+LIBRARIES = frozenset({"cuda", "torch", "numpy", "cupy", "ml_dtypes", "tiledsched"})
+
+
+def _is_library(name: str) -> bool:
+    top = name.split(".")[0]
+    return (top in LIBRARIES and not name.startswith(SHIPPED_KERNELS)) or top in sys.stdlib_module_names

@@ -11,11 +11,12 @@ from tiledsched.problem import stable_id
 KnobValue = int | bool | str
 
 
-PLAIN = {"accum_mode": "fp32", "block_order": "natural", "check_bounds": True, "column_parts": 1,
-         "division": "approximate", "k_load": "order", "kv_direction": "forward", "kv_splits": 1, "kv_subtiles": 1,
-         "num_ctas": 1, "opt_level": 3, "peel_first": True, "persistent": "no", "q_subtiles": 1, "tma_loads": True,
-         "tma_store": True, "unroll": 1}  # fmt: skip
-"""Values that go without saying when a schedule is written for people; of other knobs, 0 and false."""
+PLAIN: dict[str, KnobValue] = {"num_ctas": 1, "opt_level": 3}
+"""Values that go without saying when a schedule is written for people; of other knobs, 0 and false. Kernels add theirs."""
+
+
+TILES = (("tile_m", "tile_n"), ("TILE_M", "TILE_N", "TILE_K"), ("TILE_M", "TILE_N"))
+"""Knobs written as one, 128x64."""
 
 
 class Schedule(Mapping[str, KnobValue]):
@@ -89,18 +90,13 @@ class Schedule(Mapping[str, KnobValue]):
 
     def short(self) -> str:
         """`128x64 occ=2 warps=8 ...`: the tile, then every knob that departs from the plain kernel, for tables."""
-        names = {
-            "occupancy": "occ",
-            "num_worker_warps": "warps",
-            "num_ctas": "ctas",
-            "latency_k": "latK",
-            "latency_v": "latV",
-            "opt_level": "O",
-        }
-        parts = [f"{self._values['tile_m']}x{self._values['tile_n']}"] if {"tile_m", "tile_n"} <= set(self) else []
+        names = {"occupancy": "occ", "num_worker_warps": "warps", "num_ctas": "ctas", "latency_k": "latK", "latency_v": "latV",
+                 "opt_level": "O"}  # fmt: skip
+        tile = next((pair for pair in TILES if set(pair) <= set(self)), ())
+        parts = ["x".join(str(self._values[name]) for name in tile)] if tile else []
         for name, value in self._values.items():
             plain = value == PLAIN.get(name, 0)
-            if name in ("tile_m", "tile_n") or plain:
+            if name in tile or plain:
                 continue
             flag = name if value is True else f"no_{name}"
             parts.append(flag if isinstance(value, bool) else f"{names.get(name, name)}={value}")

@@ -16,19 +16,14 @@ from operator import itemgetter
 from typing import Any
 
 from tiledsched.errors import SpaceError
+from tiledsched.kernel import kernel_named
 from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import KnobValue, Schedule
 
-PROBLEM_NAMES = ("seq_q", "seq_k", "head_dim", "value_columns", "tile_d", "tile_v", "split_d", "split_v", "dtype", "causal",
-                 "alignment", "lse", "batch", "heads", "kv_heads", "group", "element_bytes")  # fmt: skip
 FEW_COMBINATIONS = 1 << 12
 """Constraints that read knobs of no more combinations than this are asked which values they leave each knob."""
 MOST_COMBINATIONS = 1 << 20
 """Constraints that read knobs of more combinations than this are only checked once all of those knobs have values."""
-FORMER_VALUES: Mapping[tuple[str, KnobValue], KnobValue] = {
-    ("persistent", False): "no", ("persistent", True): "strided",
-}  # fmt: skip
-"""What stored schedules of earlier versions say, and what it is called now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +31,7 @@ class Knob:
     """One dimension of the space."""
 
     name: str
-    """Its name, as the kernel template reads it."""
+    """Its name, as the kernel reads it."""
     choices: tuple[KnobValue, ...]
     """Every value allowed, in the order written."""
     default: KnobValue
@@ -71,7 +66,7 @@ class SearchSpace:
     """Knobs and constraints of one kernel on one arch."""
 
     kernel: str
-    """The kernel template it belongs to, e.g. attention."""
+    """The name of its kernel."""
     arch: str
     """The arch its limits describe, e.g. sm_90."""
     knobs: Mapping[str, Knob]
@@ -125,8 +120,8 @@ class SearchSpace:
         return tuple(each for each in self.constraints if not each.exploring)
 
     def constraint_values(self, problem: Problem) -> dict[str, Any]:
-        """What constraints may read beside the knobs: the problem's fields and the arch's limits."""
-        return {name: getattr(problem, name) for name in PROBLEM_NAMES} | dict(self.limits)
+        """What constraints may read beside the knobs: the problem's fields, what is derived from them, and the arch's limits."""
+        return problem.names | dict(self.limits)
 
     def violations(self, schedule: Schedule, problem: Problem) -> list[str]:
         """Every reason `schedule` is not in this space for `problem`; an empty list means it is valid."""
@@ -288,8 +283,10 @@ class SearchSpace:
         A knob's default is what the kernel did before there was that knob, so that a schedule stored by an earlier
         version still says which program was measured.
         """
-        known = {name: FORMER_VALUES.get((name, value), value) if type(value) is bool else value
-                 for name, value in schedule.items()}  # fmt: skip
+        former = kernel_named(self.kernel).former_values
+        known = {
+            name: former.get((name, value), value) if type(value) is bool else value for name, value in schedule.items()
+        }
         return Schedule({name: knob.default for name, knob in self.knobs.items()} | known)
 
     def default(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Schedule:
@@ -372,3 +369,8 @@ def _left_by(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, 
 def contains(choices: Sequence[KnobValue], value: object) -> bool:
     """Membership that tells True from 1."""
     return any(type(choice) is type(value) and choice == value for choice in choices)
+
+
+def accuracy_class(space: SearchSpace, accum_mode: str) -> dict[str, KnobValue]:
+    """The knobs that an accuracy class holds; none where the kernel has but one."""
+    return {"accum_mode": accum_mode} if "accum_mode" in space.knobs else {}

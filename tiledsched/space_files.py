@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched import data_files
+from tiledsched.device import ARCHS, LIMITS, arch_limits
 from tiledsched.errors import SpaceError
-from tiledsched.space import PROBLEM_NAMES, Constraint, Knob, SearchSpace, contains
+from tiledsched.kernel import KernelClass, kernel_named
+from tiledsched.space import Constraint, Knob, SearchSpace, contains
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,53 +30,79 @@ KNOB_KEYS = ("choices", "default", "about", "measured_only")
 TOP_KEYS = ("extends", "kernel", "arch", "about", "limits", "knobs", "constraints")
 
 
-def load_space(path: str | Path) -> SearchSpace:
-    """The space in a TOML file, with what it extends.
+def load_space(path: str | Path, kernel: KernelClass | None = None) -> SearchSpace:
+    """The space in a TOML file, with what it extends: another file, or else what the kernel's declaration says.
+
+    Args:
+        path: the file.
+        kernel: whose space it is; None for the one that the file names.
 
     Raises:
         SpaceError: the file is missing or not TOML, or a key in it is wrong; the message names the key, what was
             found and what is allowed.
     """
     path = Path(path)
-    merged = _merged_tables(path, ())
+    merged = _merged_tables(path, (), kernel)
     for key in ("kernel", "arch"):
         if not isinstance(merged.get(key), str):
             raise SpaceError(
                 f"{path}: key {key!r} must be a string such as {'attention' if key == 'kernel' else 'sm_90'!r}"
             )
-    limits = merged["limits"]
+    kernel = kernel or kernel_named(merged["kernel"])
+    if merged["kernel"] != kernel.name:
+        raise SpaceError(f"{path} is for the kernel {merged['kernel']}, not {kernel.name}; give a space of that one")
+    return _space(path, merged, kernel)
+
+
+def space_for(arch: str, kernel: KernelClass) -> SearchSpace:
+    """The space of a kernel for `arch`, e.g. ``sm_121``: the file that ships for it, else its declaration.
+
+    Raises:
+        SpaceError: neither; the message lists the archs there are.
+    """
+    path = data_files.search_spaces() / kernel.name / f"{arch}.toml"
+    if path.is_file():
+        return load_space(path, kernel)
+    if arch not in shipped_archs(kernel):
+        raise SpaceError(f"{kernel.name} has no search space for arch {arch!r}; known are {', '.join(shipped_archs(kernel))}, or "
+                         "pass --space FILE")  # fmt: skip
+    return _space(Path(f"the declaration of {kernel.name}"), {**_declared(kernel), "arch": arch}, kernel)
+
+
+def shipped_archs(kernel: KernelClass) -> list[str]:
+    """Archs with a space, oldest first: those with a file, or, where the declaration has the knobs, all that are known."""
+    files = {path.stem for path in (data_files.search_spaces() / kernel.name).glob("sm_*.toml")}
+    return sorted(files | set(ARCHS if kernel.knobs else ()), key=lambda arch: int(arch[3:]))
+
+
+def _space(path: Path, merged: Mapping[str, Any], kernel: KernelClass) -> SearchSpace:
+    limits = {**(arch_limits(merged["arch"]) if merged["arch"] in ARCHS else {}), **merged["limits"]}
     for name, value in limits.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise SpaceError(f"{path}: limits.{name} must be an integer, got {value!r}")
+    for name in merged["knobs"]:
+        if kernel.knobs and name not in kernel.knobs:
+            raise SpaceError(f"{path}: {kernel.name} has no knob {name!r}; it has {', '.join(kernel.knobs)}")
     knobs = {name: _knob(path, name, table) for name, table in merged["knobs"].items()}
     if not knobs:
         raise SpaceError(f"{path}: no knobs; add a table such as [knobs.tile_m]")
-    known = set(knobs) | set(PROBLEM_NAMES) | set(limits)
+    known = {*knobs, *kernel.fields, *kernel.derived, *limits, *LIMITS}
     constraints = tuple(_constraint(path, index, table, known) for index, table in enumerate(merged["constraints"]))
-    return SearchSpace(kernel=merged["kernel"], arch=merged["arch"], knobs=knobs, constraints=constraints,
+    return SearchSpace(kernel=kernel.name, arch=merged["arch"], knobs=knobs, constraints=constraints,
                        limits=limits, source=str(path))  # fmt: skip
 
 
-def space_for(arch: str, *, kernel: str = "attention") -> SearchSpace:
-    """The space shipped for `arch`, e.g. ``sm_121``.
-
-    Raises:
-        SpaceError: no file for that arch; the message lists those there are.
-    """
-    path = data_files.search_spaces() / kernel / f"{arch}.toml"
-    if not path.is_file():
-        known = ", ".join(shipped_archs(kernel=kernel))
-        raise SpaceError(f"no search space for arch {arch!r}; known are {known}, or pass --space FILE")
-    return load_space(path)
+def _declared(kernel: KernelClass) -> dict[str, Any]:
+    """The tables that a file with what the declaration says would hold."""
+    knobs = {name: {"choices": list(each.choices), "default": each.default, "about": each.about,
+                    "measured_only": each.measured_only} for name, each in kernel.knob_fields().items()}  # fmt: skip
+    constraints = [{"require": require, "because": because, "exploring": exploring}
+                   for exploring, listed in ((False, kernel.constraints), (True, kernel.exploring))
+                   for require, because in listed.items()]  # fmt: skip
+    return {"kernel": kernel.name, "limits": {}, "knobs": knobs, "constraints": constraints}
 
 
-def shipped_archs(*, kernel: str = "attention") -> list[str]:
-    """Archs with a shipped space, oldest first."""
-    files = (data_files.search_spaces() / kernel).glob("sm_*.toml")
-    return sorted((path.stem for path in files), key=lambda arch: int(arch[3:]))
-
-
-def _merged_tables(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _merged_tables(path: Path, seen: tuple[Path, ...], kernel: KernelClass | None) -> dict[str, Any]:
     if path.resolve() in seen:
         raise SpaceError(f"{path}: 'extends' goes round in a circle: {' -> '.join(str(p) for p in seen)}")
     try:
@@ -93,7 +121,9 @@ def _merged_tables(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
             raise SpaceError(f"{path}: {key!r} must be {'a table' if kind is dict else 'an array of tables'}")
     base: dict[str, Any] = {"limits": {}, "knobs": {}, "constraints": []}
     if "extends" in own:
-        base = _merged_tables(_extended_path(path, own["extends"]), (*seen, path.resolve()))
+        base = _merged_tables(_extended_path(path, own["extends"]), (*seen, path.resolve()), kernel)
+    elif kernel is not None and kernel.knobs:
+        base = _declared(kernel)
     knobs = {name: dict(table) if isinstance(table, dict) else table for name, table in base["knobs"].items()}
     for name, table in own.get("knobs", {}).items():
         if not isinstance(table, dict):

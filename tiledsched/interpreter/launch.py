@@ -6,11 +6,13 @@ import inspect
 import itertools
 import random
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import cuda.tile as ct
+import ml_dtypes
 import numpy as np
 
 from tiledsched.errors import ProblemError
@@ -20,6 +22,7 @@ from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
 from tiledsched.interpreter.private import load_dispatch_mode, undecorated
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
 from tiledsched.interpreter.values import TILE_TYPE, InterpreterError, Tile, UnsupportedOperationError, in_range
+from tiledsched.launches import annotated, scratch, steps
 
 if TYPE_CHECKING:
     from tiledsched.kernel import ArraySpec, KernelClass
@@ -135,81 +138,81 @@ def run(
                 raise error.located(f"{function.__name__}, block {block}") from error
 
 
-def run_problem(
-    template: KernelClass,
-    schedule: Schedule,
-    problem: Problem,
-    q: Any,
-    k: Any,
-    v: Any,
-    scale: float | None = None,
-    *,
-    sm_count: int = 8,
-    order: BlockOrder = "forward",
-) -> np.ndarray[Any, Any]:
-    """Attention of q, k and v by the template's kernel with one schedule, run on the CPU.
+@dataclass(frozen=True, kw_only=True)
+class SmallDevice:
+    """What grids may ask of the device they are made for."""
 
-    As :func:`run_outputs`, for the output alone: `[batch, heads, seq_q, value_columns]` in q's type.
-    """
-    return run_outputs(template, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order)["out"]
+    sm_count: int = 8
+    """Multiprocessors; few, so that persistent blocks take several work tiles."""
+    arch: str = "sm_90"
+    """Its arch."""
 
 
-def run_outputs(
-    template: KernelClass,
-    schedule: Schedule,
-    problem: Problem,
-    q: Any,
-    k: Any,
-    v: Any,
-    scale: float | None = None,
-    *,
-    sm_count: int = 8,
-    order: BlockOrder = "forward",
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Every output of the template's kernel with one schedule, run on the CPU.
+def run_schedule(kernel: KernelClass, p: Problem, s: Schedule, inputs: Mapping[str, Any], *,
+                 scalars: Mapping[str, float] | None = None, device: SmallDevice | None = None,
+                 order: BlockOrder = "forward") -> dict[str, Any]:  # fmt: skip
+    """Every output of a kernel with one schedule, run on the CPU.
 
     Args:
-        template: the attention template.
-        schedule: one value for each knob.
-        problem: what is computed; the arrays must have its shapes.
-        q: `[batch, heads, seq_q, head_dim]` of NumPy's float16 or ml_dtypes' bfloat16, of any strides.
-        k: `[batch, kv_heads, seq_k, head_dim]`, likewise.
-        v: `[batch, kv_heads, seq_k, value_columns]`, likewise.
-        scale: softmax scale, above 0; 1 / sqrt(head_dim) unless given.
-        sm_count: multiprocessors the grid is made for; few, so that persistent blocks take several tiles.
+        kernel: what is run.
+        p: what is computed; the arrays must have its shapes.
+        s: one value for each knob.
+        inputs: NumPy arrays, or lists of them, by name, of any strides; bfloat16 and 8-bit floats are ml_dtypes'. Arrays that
+            are changed in place are copied first.
+        scalars: run-time numbers other than the declared ones.
+        device: what the grid is made for.
         order: in which blocks run.
 
     Returns:
-        `out`, `[batch, heads, seq_q, value_columns]` in q's type, and `lse`, float32 `[batch, heads, seq_q]`, where the
-        problem asks for it; NaN where the kernel wrote nothing.
+        Outputs and changed arrays by name; NaN where the kernel wrote nothing.
 
     Raises:
         ProblemError: arrays that are not the problem's.
         InterpreterError: see :func:`run`; or the kernel left behind a workspace that it needs zeroed, and is not.
     """
-    queries, keys = (problem.batch, problem.heads, problem.seq_q), (problem.batch, problem.kv_heads, problem.seq_k)
-    wanted = {"q": (*queries, problem.head_dim), "k": (*keys, problem.head_dim), "v": (*keys, problem.value_columns)}
-    for (name, shape), array in zip(wanted.items(), (q, k, v), strict=True):
-        if array.shape != shape or array.dtype.name != problem.dtype:
-            raise ProblemError(f"{name} must be {problem.dtype} of shape {shape}, got {array.dtype} {array.shape}")
-    out = np.full((*queries, problem.value_columns), poison(TILE_TYPE[q.dtype]), q.dtype)
-    extras = template.workspace(schedule, problem)
-    arrays = [_extra_array(extra) for extra in extras]
-    args = (q, k, v, out, *arrays, *template.scalars(problem, scale), *template.constants(schedule, problem))
-    run(template.entry(schedule, problem), template.grid(schedule, problem, sm_count), args, order=order)
-    for extra, array in zip(extras, arrays, strict=True):
-        if extra.zeroed and np.any(array):
-            raise InterpreterError(f"the kernel needs {extra.name} zeroed, but leaves {np.count_nonzero(array)} elements "
-                                   "that are not: a second launch would go wrong")  # fmt: skip
-    return {"out": out} | {
-        extra.name: array[..., 0] for extra, array in zip(extras, arrays, strict=True) if extra.output
-    }
+    launches = steps(kernel, p, s, device or SmallDevice())
+    specs = kernel.arrays(p)
+    arrays: dict[str, Any] = {}
+    for spec in specs:
+        if spec.role == "out":
+            made = [_unwritten(spec, shape) for shape in spec.shapes]
+        else:
+            given = inputs[spec.name] if spec.listed else [inputs[spec.name]]
+            made = [_checked(spec, shape, array) for shape, array in zip(spec.shapes, given, strict=True)]
+        arrays[spec.name] = made if spec.listed else made[0]
+    extras = scratch(kernel, p, s, launches)
+    arrays |= {spec.name: _unwritten(spec, spec.shape) for spec in extras}
+    for step in launches:
+        args = [arrays[each.name] if each.kind in ("array", "list") else (scalars or {}).get(each.name, each.value)
+                for each in step.arguments]  # fmt: skip
+        args = [np.dtype(each.dtype).type(value) if each.kind == "scalar" else value
+                for each, value in zip(step.arguments, args, strict=True)]  # fmt: skip
+        run(annotated(kernel, step, p, s), step.grid, args, order=order)
+    for spec in extras:
+        if spec.zeroed and np.any(arrays[spec.name]):
+            left = np.count_nonzero(arrays[spec.name])
+            raise InterpreterError(f"the kernel needs {spec.name} zeroed, but leaves {left} elements that are not: a second "
+                                   "launch would go wrong")  # fmt: skip
+    return {spec.name: arrays[spec.name] for spec in specs if spec.role in ("out", "inout")}
 
 
-def _extra_array(extra: ArraySpec) -> np.ndarray[Any, Any]:
+def element_type(dtype: str) -> np.dtype[Any]:
+    """NumPy's type for an element type of cuTile, through ml_dtypes where NumPy has none."""
+    return np.dtype(getattr(ml_dtypes, dtype)) if hasattr(ml_dtypes, dtype) else np.dtype(dtype.rstrip("_"))
+
+
+def _checked(spec: ArraySpec, shape: tuple[int, ...], array: Any) -> Any:
+    if array.shape != shape or array.dtype != element_type(spec.dtype):
+        raise ProblemError(f"{spec.name} must be {spec.dtype} of shape {shape}, got {array.dtype} {array.shape}")
+    return array.copy("K") if spec.role == "inout" else array
+
+
+def _unwritten(spec: ArraySpec, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """As a launch gets it: zeros where it needs them, or else what shows that it was read unwritten."""
-    dtype = np.dtype(extra.dtype)
-    return np.full(extra.shape, 0 if extra.zeroed else poison(TILE_TYPE[dtype]), dtype)
+    dtype = element_type(spec.dtype)
+    order = (*shape[:-2], shape[-1], shape[-2]) if spec.column else shape
+    made = np.full(order, 0 if spec.zeroed else poison(TILE_TYPE[dtype]), dtype)
+    return made.swapaxes(-1, -2) if spec.column else made
 
 
 def _arguments(function: FunctionType, args: Sequence[Any], launch: Launch) -> list[Any]:

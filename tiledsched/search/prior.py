@@ -6,13 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ArchSpec
-from tiledsched.kernels.attention.model import estimate_us
 from tiledsched.measure.runner import Measurement
-from tiledsched.model.expected import expected_facts
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.sampler import Estimate
-from tiledsched.search.surrogate import Known, likeness
+from tiledsched.search.surrogate import Known
 from tiledsched.space import SearchSpace
 from tiledsched.store.db import TuningDB
 
@@ -31,8 +29,10 @@ MOST_PLAIN = 256
 def estimator(problem: Problem, spec: ArchSpec) -> Estimate:
     """The static model for `problem` on the GPU that `spec` describes; schedules not built yet count with expected facts."""
 
+    kernel = problem.declaration
+
     def estimate(schedule: Schedule, facts: ResourceFacts | None) -> float:
-        return estimate_us(problem, schedule, facts or expected_facts(problem, schedule, spec), spec)
+        return kernel.model(problem, schedule, facts or kernel.expected(problem, schedule, spec), spec)
 
     return estimate
 
@@ -59,8 +59,8 @@ def promising_part(space: SearchSpace, problem: Problem, pinned: Mapping[str, Kn
 
 def nearest(problem: Problem, measured: Iterable[Problem], *, itself: bool = False) -> list[Problem]:
     """Of measured problems those to learn from, the most alike first; `problem` among them only if asked for."""
-    others = (other for other in measured if itself or other != problem)
-    return sorted(others, key=lambda other: (-likeness(problem, other), other))[:MOST_PROBLEMS]
+    others = (other for other in measured if other.kernel == problem.kernel and (itself or other != problem))
+    return sorted(others, key=lambda other: (-problem.declaration.likeness(problem, other), other))[:MOST_PROBLEMS]
 
 
 def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, *, itself: bool = False) -> list[Known]:

@@ -1,7 +1,7 @@
 """From schedules to distinct programs: build what is missing, reuse what is not, merge what is the same.
 
 Two schedules are the same program on a problem when their machine code has one fingerprint and they launch the same
-grid. Only one of them is ever measured.
+grids. Only one of them is ever measured.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, BuildTask
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
+from tiledsched.device import arch_spec
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel import KernelClass
+from tiledsched.kernel import KernelClass, ProblemClass
 from tiledsched.measure.runner import Candidate, Device, Failed, Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import BuildRecord
 
-Key = tuple[str, tuple[int, int, int]]
-"""(fingerprint, grid): what makes a program distinct."""
+Key = tuple[str, tuple[tuple[int, int, int], ...]]
+"""(fingerprint, grids): what makes a program distinct."""
 RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
 """Failures that say more of the day than of the program: no verdict on it."""
 Progress = Callable[[int, int], None]
@@ -37,8 +39,8 @@ class Program:
 
     fingerprint: str
     """Its machine code."""
-    grid: tuple[int, int, int]
-    """Its launch on the problem at hand."""
+    grids: tuple[tuple[int, int, int], ...]
+    """Of its launches on the problem at hand."""
     facts: ResourceFacts
     """Resources it takes."""
     schedules: tuple[Schedule, ...]
@@ -52,34 +54,44 @@ class Program:
     @property
     def key(self) -> Key:
         """What makes it distinct."""
-        return self.fingerprint, self.grid
+        return self.fingerprint, self.grids
 
 
-class Workshop:
-    """Builds schedules of one kernel for one arch, once ever per toolchain and template source."""
+class Builder:
+    """Builds schedules of one kernel for one arch, once ever per toolchain and kernel source."""
 
-    def __init__(self, db: TuningDB, artifacts: ArtifactStore, template: KernelClass, arch: str,
+    def __init__(self, db: TuningDB, artifacts: ArtifactStore, kernel: KernelClass, arch: str,
                  toolchain: Toolchain, pool: BuildPool, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:  # fmt: skip
-        self.db, self.artifacts, self.template, self.arch, self.toolchain = db, artifacts, template, arch, toolchain
+        self.db, self.artifacts, self.kernel, self.arch, self.toolchain = db, artifacts, kernel, arch, toolchain
         self._pool, self._timeout_s = pool, timeout_s
-        self._source_hash = template.source_hash
+        self.source_hash = kernel.source_hash()
+        self._classes: dict[tuple[Problem, Schedule], ProblemClass] = {}
         self._builds: dict[tuple[str, str], BuildRecord] = dict(
-            db.find_builds(template.name, self._source_hash, toolchain, arch)
+            db.find_builds(kernel.name, self.source_hash, toolchain, arch)
         )
 
     def start(self) -> None:
         """Start the compile processes, so that they are ready when there is something to build."""
         self._pool.start()
 
+    def problem_class(self, problem: Problem, schedule: Schedule) -> ProblemClass:
+        """What of `problem` the machine code of `schedule` depends on."""
+        from tiledsched.launches import problem_class
+
+        key = problem, schedule
+        if key not in self._classes:
+            self._classes[key] = problem_class(self.kernel, problem, schedule, arch_spec(self.arch))
+        return self._classes[key]
+
     def record(self, schedule: Schedule, problem: Problem) -> BuildRecord | None:
         """What is known of building `schedule` for `problem`'s class; None where it was never tried."""
-        return self._builds.get((schedule.id, self.template.problem_class(schedule, problem).id))
+        return self._builds.get((schedule.id, self.problem_class(problem, schedule).id))
 
     def built(self, problem: Problem) -> list[Schedule]:
         """Every schedule known to build for `problem`'s class."""
         return [record.schedule for record in self._builds.values()
                 if record.facts is not None
-                and record.problem_class == self.template.problem_class(record.schedule, problem)]  # fmt: skip
+                and record.problem_class == self.problem_class(problem, record.schedule)]  # fmt: skip
 
     def missing(self, schedules: Iterable[Schedule], problem: Problem) -> list[Schedule]:
         """Those not built yet, or whose artifact has gone from the disk; each once."""
@@ -97,7 +109,7 @@ class Workshop:
         After `deadline_s` (`time.monotonic()`) the rest is left for the next run. With `leave`, so many may go on being
         built; they are stored by a later call.
         """
-        tasks = [BuildTask(kernel=self.template.name, schedule=schedule, problem=problem, arch=self.arch,
+        tasks = [BuildTask(kernel=self.kernel.locator(), schedule=schedule, problem=problem, arch=self.arch,
                            timeout_s=self._timeout_s) for schedule in self.missing(schedules, problem)]  # fmt: skip
         count = 0
         for count, built in enumerate(self._pool.build(tasks, leave=leave), start=1):
@@ -105,9 +117,9 @@ class Workshop:
             assert outcome is not None
             if isinstance(outcome, Artifact):
                 self.artifacts.put(outcome)  # the file first: a row must never point at nothing
-            record = BuildRecord.of(outcome, kernel=self.template.name, source_hash=self._source_hash,
+            record = BuildRecord.of(outcome, kernel=self.kernel.name, source_hash=self.source_hash,
                                     toolchain=self.toolchain, arch=self.arch, schedule=built.task.schedule,
-                                    problem_class=self.template.problem_class(built.task.schedule, built.task.problem),
+                                    problem_class=self.problem_class(built.task.problem, built.task.schedule),
                                     seconds=built.seconds)  # fmt: skip
             self.db.record_build(record)
             self._builds[record.key] = record
@@ -117,17 +129,17 @@ class Workshop:
                 break
         return count
 
-    def programs(self, schedules: Sequence[Schedule], problem: Problem, sm_count: int) -> list[Program]:
+    def programs(self, schedules: Sequence[Schedule], problem: Problem, device: Any) -> list[Program]:
         """The distinct programs among built schedules, in the order of their first schedule."""
         found: dict[Key, Program] = {}
         for schedule in schedules:
             record = self.record(schedule, problem)
             if record is None or record.facts is None:
                 continue
-            grid = self.template.grid(schedule, problem, sm_count)
-            known = found.get((record.fingerprint, grid))
+            grids = self.kernel.grids(problem, schedule, device)
+            known = found.get((record.fingerprint, grids))
             members = (*known.schedules, schedule) if known else (schedule,)
-            found[record.fingerprint, grid] = Program(fingerprint=record.fingerprint, grid=grid, facts=record.facts,
+            found[record.fingerprint, grids] = Program(fingerprint=record.fingerprint, grids=grids, facts=record.facts,
                                                       schedules=members)  # fmt: skip
         return list(found.values())
 
@@ -143,8 +155,8 @@ class Workshop:
     def keep(self, outcome: Measurement | Failed, run_id: int, problem: Problem, device: Device) -> int | None:
         """Store what measuring one program came to; the number of the measurement, None for a failure."""
         if isinstance(outcome, Measurement):
-            return self.db.record_measurement(run_id, self.template.name, self._source_hash, self.toolchain, outcome)
-        self.db.record_failure(run_id, self.template.name, self.arch, "measure", outcome.schedule, outcome.failure,
+            return self.db.record_measurement(run_id, self.kernel.name, self.source_hash, self.toolchain, outcome)
+        self.db.record_failure(run_id, self.kernel.name, self.arch, "measure", outcome.schedule, outcome.failure,
                                problem=problem, fingerprint=outcome.fingerprint, device=device)  # fmt: skip
         return None
 

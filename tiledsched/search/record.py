@@ -25,9 +25,9 @@ from tiledsched.kernel import KernelClass
 from tiledsched.measure.runner import REGIMES, Failed, Measurement, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
-from tiledsched.search.programs import RETRIED, Key, Program, Workshop, deadlines
+from tiledsched.search.programs import RETRIED, Builder, Key, Program, deadlines
 from tiledsched.search.race import Outcome, Rules, race
-from tiledsched.space import SearchSpace
+from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape, landscape_file_name
 
@@ -210,20 +210,19 @@ class Recorder:
     """Records landscapes of one kernel on one GPU. Without a runner it only builds.
 
     Everything is stored as it happens. A later run builds what is not built and measures what has too few samples by
-    this device, toolchain and kernel source; nothing else.
+    this device; nothing else.
     """
 
-    def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, template: KernelClass,
+    def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, kernel: KernelClass,
                  toolchain: Toolchain, options: RecordOptions, *, pool: BuildPool, run_id: int,
                  runner: Runner | None = None, progress: Callable[[str], None] | None = None) -> None:  # fmt: skip
-        self.db, self.space, self.template, self.toolchain = db, space, template, toolchain
+        self.db, self.space, self.kernel, self.toolchain = db, space, kernel, toolchain
         self.options, self.run_id, self.runner = options, run_id, runner
         self.say = progress or (lambda line: None)
-        self.source_hash = template.source_hash
         self._batch = max(16, 4 * pool.jobs)
-        self._pinned: dict[str, KnobValue] = {"accum_mode": options.accum_mode}
-        self.workshop = Workshop(db, artifacts, template, space.arch, toolchain, pool,
-                                  timeout_s=options.compile_timeout_s)  # fmt: skip
+        self._pinned = accuracy_class(space, options.accum_mode)
+        self.builder = Builder(db, artifacts, kernel, space.arch, toolchain, pool,
+                               timeout_s=options.compile_timeout_s)  # fmt: skip
         self._plans: dict[tuple[object, ...], Plan] = {}
 
     def record(self, problems: Sequence[Problem], folder: Path) -> Iterator[RecordResult]:
@@ -237,7 +236,7 @@ class Recorder:
 
     def _record(self, problem: Problem, folder: Path, deadline_s: float | None) -> RecordResult:
         planned, programs, compiled = self._build(problem, deadline_s)
-        builds = [self.workshop.record(schedule, problem) for schedule in planned]
+        builds = [self.builder.record(schedule, problem) for schedule in planned]
         built: dict[str, Any] = {
             "problem": problem, "schedules": len(planned), "programs": len(programs), "wanted": self.options.programs,
             "compiled": compiled, "failed_builds": sum(bool(build and build.failure) for build in builds),
@@ -255,7 +254,7 @@ class Recorder:
     def _build(self, problem: Problem, deadline_s: float | None) -> tuple[list[Schedule], list[Program], int]:
         """Build schedules in planned order until there are enough distinct programs."""
         order, wanted = self._plan(problem), self.options.programs
-        sm_count = self.runner.device.sm_count if self.runner else arch_spec(self.space.arch).sm_count
+        device = self.runner.device if self.runner else arch_spec(self.space.arch)
         planned: list[Schedule] = []
         programs: list[Program] = []
         compiled = 0
@@ -263,9 +262,9 @@ class Recorder:
             more = order.first(len(planned) + self._batch)
             if len(more) == len(planned):
                 break
-            compiled += self.workshop.build(more[len(planned) :], problem, deadline_s=deadline_s)
+            compiled += self.builder.build(more[len(planned) :], problem, deadline_s=deadline_s)
             planned = more
-            programs = self.workshop.programs(planned, problem, sm_count)
+            programs = self.builder.programs(planned, problem, device)
             self.say(f"{problem}: built {len(planned)} schedules, {len(programs)} of {wanted} programs")
         if not programs:
             why = f"none of {len(planned)} schedules builds" if planned else "no schedule is valid"
@@ -278,36 +277,34 @@ class Recorder:
         """The plan of a problem; problems of one class that the constraints cannot tell apart share one."""
         read = {name for constraint in self.space.constraints for name in constraint.names}
         values = self.space.constraint_values(problem)
-        key = (problem.head_dim, problem.dtype, problem.causal, problem.group, *(values[name] for name in values
-               if name in read))  # fmt: skip
+        kernel = self.kernel
+        key = (kernel.kind(problem), *(values[name] for name in values if name in read))
         if key not in self._plans:
-            seeds = [entry.schedule for entry in self.db.entries(self.space.arch, self.template.name)
-                     if (entry.problem.head_dim, entry.problem.causal) == (problem.head_dim, problem.causal)]  # fmt: skip
+            seeds = [entry.schedule for entry in self.db.entries(self.space.arch, kernel.name)
+                     if kernel.kind(entry.problem) == kernel.kind(problem)]  # fmt: skip
             order = plan(self.space, problem, seeds=seeds, pinned=self._pinned, seed=self.options.seed)
             self._plans[key] = Plan(order)
         return self._plans[key]
 
     def _write(self, problem: Problem, device_name: str, folder: Path) -> tuple[LandscapeFile, ...]:
-        """One file for each regime with measurements by this toolchain and kernel source."""
+        """One file for each regime with measurements."""
         files = []
         for regime in REGIMES:
             taken = self.taken(problem, device_name, regime)
             if taken:
                 path = folder / landscape_file_name(problem, device_name, regime)
-                export_landscape(self.db, path, problem, device_name, regime, source_hash=self.source_hash,
-                                 toolchain=self.toolchain)  # fmt: skip
+                export_landscape(self.db, path, problem, device_name, regime)
                 times = [one.median_us for one in taken.values()]
                 files.append(LandscapeFile(path=path, problem=problem, device_name=device_name, regime=regime,
                                            distinct_programs=len(taken), best_us=min(times), worst_us=max(times)))  # fmt: skip
         return tuple(files)
 
     def taken(self, problem: Problem, device_name: str, regime: str) -> dict[Key, Measurement]:
-        """The newest measurement of each program by this device, toolchain and kernel source."""
+        """The newest measurement of each program on this device."""
         found: dict[Key, Measurement] = {}
-        for stored in self.db.measurements(problem, self.space.arch, device_name, regime,
-                                           source_hash=self.source_hash, toolchain=self.toolchain):  # fmt: skip
+        for stored in self.db.measurements(problem, self.space.arch, device_name, regime):
             one = stored.measurement
-            key = one.fingerprint, self.template.grid(one.schedule, problem, one.device.sm_count)
+            key = one.fingerprint, self.kernel.grids(problem, self.space.complete(one.schedule), one.device)
             found.setdefault(key, one)
         return found
 
@@ -366,7 +363,7 @@ class _Measuring:
             self._runner.begin(self._problem)
             self._begun = True
         recorder = self._recorder
-        candidates = recorder.workshop.candidates(self._programs[key] for key in keys)
+        candidates = recorder.builder.candidates(self._programs[key] for key in keys)
         known_us = self._best_us() if regime == "burst" else math.inf
         race(self._runner, self._problem, candidates, rules=rules, regime=regime, known_us=known_us,
              deadline_s=self._deadline_s, on_outcome=lambda outcome: self._keep(outcome, regime))  # fmt: skip
@@ -377,9 +374,8 @@ class _Measuring:
     def _keep(self, outcome: Outcome, regime: str) -> None:
         """Store one outcome, at once."""
         recorder, runner = self._recorder, self._runner
-        grid = recorder.template.grid(outcome.schedule, self._problem, runner.device.sm_count)
-        key = outcome.fingerprint, grid
-        recorder.workshop.keep(outcome, recorder.run_id, self._problem, runner.device)
+        key = outcome.fingerprint, recorder.kernel.grids(self._problem, outcome.schedule, runner.device)
+        recorder.builder.keep(outcome, recorder.run_id, self._problem, runner.device)
         if isinstance(outcome, Failed):
             self.failed.add(key)
             self._known[regime].pop(key, None)

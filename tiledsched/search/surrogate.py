@@ -28,17 +28,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tiledsched.kernel import kernel_named
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.space import SearchSpace
+from tiledsched.space import Knob, SearchSpace
 
-WEIGHTS: Mapping[str, float] = {
-    "tile_m": 1.0, "q_subtiles": 1.0, "num_worker_warps": 1.0, "tile_n": 0.4, "kv_subtiles": 0.4, "occupancy": 0.4,
-    "num_ctas": 5.0, "tma_loads": 5.0,
-}  # fmt: skip
-"""How much of what two programs share is lost where they differ in a knob: exp(-weight) is left."""
+HINT_WEIGHTS: Mapping[str, float] = {"num_ctas": 5.0, "num_worker_warps": 1.0, "occupancy": 0.4}
+"""How much of what two programs share is lost where they differ in a hint: exp(-weight) is left."""
+SIZE_WEIGHT = 0.5
+"""The same of knobs whose choices are powers of two, as tile sizes are."""
 OTHER_WEIGHT = 0.1
-"""Of every knob not named above."""
+"""Of every other knob. A kernel's own `weights` come before all of these."""
 SLOPE = 0.28
 """Variance of the factor between the static model's losses and the true ones, about 1."""
 UNEVEN = 0.05
@@ -60,19 +60,10 @@ SHORTLIST = 4096
 Array = NDArray[np.float64]
 
 
-def likeness(one: Problem, other: Problem) -> float:
-    """How much measurements of one problem say of another: 1 for the same, less for each difference.
-
-    By decreasing effect: head dimension (its factor, rounded up to a power of two), mask, number of query rows in all,
-    sequence length, element type.
-    """
-
-    def octaves(first: int, second: int) -> float:
-        return abs(math.log2(first / second))
-
-    rows = octaves(one.batch * one.heads * one.seq_q, other.batch * other.heads * other.seq_q)
-    distance = 0.2 * octaves(one.tile_d, other.tile_d) + 0.1 * (one.causal != other.causal) + 0.1 * rows
-    return math.exp(-distance - 0.02 * octaves(one.seq_k, other.seq_k) - 0.02 * (one.dtype != other.dtype))
+def weight_of(knob: Knob, own: Mapping[str, float]) -> float:
+    """How much of what two programs share is lost where they differ in `knob`, by the kernel's `own` weights or its kind."""
+    sizes = all(type(each) is int and each > 8 and each & (each - 1) == 0 for each in knob.choices)
+    return own.get(knob.name, HINT_WEIGHTS.get(knob.name, SIZE_WEIGHT if sizes and not own else OTHER_WEIGHT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +84,12 @@ class Encoder:
     """Turns schedules into vectors whose products say how much the schedules have in common."""
 
     def __init__(self, space: SearchSpace) -> None:
+        own = kernel_named(space.kernel).weights
+        weights = {name: weight_of(knob, own) for name, knob in space.knobs.items()}
         places = [(name, choice) for name, knob in space.knobs.items() for choice in knob.choices]
         self._column = {(name, type(choice), choice): column for column, (name, choice) in enumerate(places)}
-        self._root = np.sqrt([WEIGHTS.get(name, OTHER_WEIGHT) for name, _ in places])
-        self.total = sum(WEIGHTS.get(name, OTHER_WEIGHT) for name in space.knobs)
+        self._root = np.sqrt([weights[name] for name, _ in places])
+        self.total = sum(weights.values())
 
     def encode(self, schedules: Sequence[Schedule]) -> Array:
         """`[schedules, choices]`: two rows' product is the sum of the weights of the knobs they have in common."""
@@ -150,6 +143,7 @@ class Surrogate:
     def __init__(self, encoder: Encoder, problem: Problem, codes: Array, modelled: Array, here: Mapping[int, float | None],
                  elsewhere: Sequence[Known], candidates: NDArray[np.int64]) -> None:  # fmt: skip
         self._total, self._candidates = encoder.total, candidates
+        likeness = problem.declaration.likeness
         problems = [problem, *(known.problem for known in elsewhere)]
         self._alike = np.array([[likeness(one, other) for other in problems] for one in problems])
         self._judged = _Points(codes=codes[candidates], modelled=modelled[candidates],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,19 +21,18 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import ArchSpec, arch_spec
 from tiledsched.errors import ConfigError, NoValidScheduleError
-from tiledsched.kernel import KernelClass, kernel_named
-from tiledsched.kernels.attention.model import estimate_us
+from tiledsched.kernel import KernelClass
 from tiledsched.measure.runner import Failed, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.effort import EFFORTS
-from tiledsched.search.ledger import Ledger
 from tiledsched.search.prior import Elsewhere, estimator, promising_part, timed_as_now
-from tiledsched.search.programs import RETRIED, Program, Workshop, deadlines
+from tiledsched.search.programs import RETRIED, Builder, Program, deadlines
 from tiledsched.search.race import RULES, Outcome, race
 from tiledsched.search.sampler import ScheduleSampler
-from tiledsched.search.surrogate import Known, likeness
-from tiledsched.space import SearchSpace
+from tiledsched.search.surrogate import Known
+from tiledsched.search.trials import Trials
+from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import BuildRecord, EntryRecord
 
@@ -115,14 +114,14 @@ class Silent:
 class Tuner:
     """Tunes one kernel for one arch."""
 
-    def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, template: KernelClass,
+    def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, kernel: KernelClass,
                  toolchain: Toolchain, options: TuneOptions, *, pool: BuildPool, run_id: int,
                  runner: Runner | None = None, watcher: Watcher | None = None) -> None:  # fmt: skip
-        self.db, self.space, self.template, self.toolchain = db, space, template, toolchain
+        self.db, self.space, self.kernel, self.toolchain = db, space, kernel, toolchain
         self.options, self.run_id, self.runner = options, run_id, runner
         self.watcher = watcher or Silent()
-        self.workshop = Workshop(db, artifacts, template, space.arch, toolchain, pool,
-                                 timeout_s=options.compile_timeout_s)  # fmt: skip
+        self.builder = Builder(db, artifacts, kernel, space.arch, toolchain, pool,
+                               timeout_s=options.compile_timeout_s)  # fmt: skip
         self._effort = EFFORTS[options.effort]
         self._trials = self._effort.programs if options.trials is None else options.trials
         # The surrogate learns more from small batches, but every compile process should have something to do.
@@ -132,10 +131,9 @@ class Tuner:
         # Of each batch the last to compile take several times as long as most: they go on while the others are measured,
         # where there are cores enough for both.
         self._leave = max(0, pool.jobs - 4) // 2
-        self._pinned: dict[str, KnobValue] = {"accum_mode": options.accum_mode}
+        self._pinned = accuracy_class(space, options.accum_mode)
         self._source = ", ".join(part for part in (
             f"tune run {run_id}", space.listed_in, "neighbours" if options.neighbours else "") if part)  # fmt: skip
-        self._source_hash = template.source_hash
         self._measurement_ids: dict[Schedule, int] = {}
         self._others: Elsewhere | None = None
 
@@ -169,7 +167,7 @@ class Tuner:
         schedules.sort(key=lambda schedule: schedule != default)  # the default first, for short budgets
         compiled = self._build(schedules, problem, deadline_s)
         spec = arch_spec(self.space.arch)
-        programs = self.workshop.programs(schedules, problem, spec.sm_count)
+        programs = self.builder.programs(schedules, problem, spec)
         ranked = self._ranked(programs, problem)
         if not ranked:
             raise NoValidScheduleError(self._nothing_works(problem, schedules))
@@ -194,15 +192,15 @@ class Tuner:
         return sorted(programs, key=order)
 
     def _estimate(self, program: Program, problem: Problem, spec: ArchSpec) -> float:
-        return min(estimate_us(problem, schedule, program.facts, spec) for schedule in program.schedules)
+        return min(self.kernel.model(problem, schedule, program.facts, spec) for schedule in program.schedules)
 
     # With a GPU
 
     def _measure(self, problem: Problem, runner: Runner, deadline_s: float | None) -> TuneResult:
         started = time.monotonic()
         runner.begin(problem)
-        if not self.db.entries(self.space.arch, self.template.name, problem=problem, provenance="measured"):
-            self.workshop.start()  # and both while we look up and judge what there is
+        if not self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured"):
+            self.builder.start()  # and both while we look up and judge what there is
         known_us = self._known_times(problem, runner)
         spec, guided = arch_spec(self.space.arch), self.options.sampler == "surrogate"
         # Times of an older compiler or kernel are no verdict; they tell where to look.
@@ -216,41 +214,41 @@ class Tuner:
         space = space.including(self._incumbent(problem, runner))
         sampler = ScheduleSampler(space, problem, pinned=self._pinned, name=self.options.sampler, seed=self.options.seed,
                                   elsewhere=elsewhere, first=first, estimate=estimate)  # fmt: skip
-        ledger = Ledger(self.workshop, problem, runner.device.sm_count, sampler, known_us)
-        tried, compiled, measured, failed = list(ledger.times), 0, 0, 0
+        trials = Trials(self.builder, problem, runner.device, sampler, known_us)
+        tried, compiled, measured, failed = list(trials.times), 0, 0, 0
         underway: list[Schedule] = []
         followed: set[Schedule] = set()
         most = self._trials if self.options.neighbours else min(self._trials, sampler.size)
         self.watcher.stage(problem, "measuring", most)
-        while (left := self._trials - ledger.programs) > 0:
-            if ledger.programs and _late(deadline_s, share=0.8, started=started):
+        while (left := self._trials - trials.programs) > 0:
+            if trials.programs and _late(deadline_s, share=0.8, started=started):
                 break
-            best = ledger.best if self.options.neighbours else None
+            best = trials.best if self.options.neighbours else None
             if best is not None and best not in followed:
                 followed.add(best)
                 sampler.widen(self.space.neighbours(best, problem, pinned=self._pinned))
-            if ledger.programs and sampler.expected_gain() < self._effort.least_gain:
+            if trials.programs and sampler.expected_gain() < self._effort.least_gain:
                 break
             asked = sampler.ask(self._asked)
             # What is tried first is built in any case: a run out of time still serves something measured.
             late = [] if asked else underway
-            compiled += self.workshop.build([*asked, *late], problem, leave=min(len(asked) // 4, self._leave),
-                                            deadline_s=deadline_s if ledger.programs else None)  # fmt: skip
+            compiled += self.builder.build([*asked, *late], problem, leave=min(len(asked) // 4, self._leave),
+                                            deadline_s=deadline_s if trials.programs else None)  # fmt: skip
             tried += asked
             underway += asked
-            reached = [each for each in underway if self.workshop.record(each, problem)]
-            underway = [each for each in underway if not self.workshop.record(each, problem)]
-            failed += ledger.note_builds(reached)
+            reached = [each for each in underway if self.builder.record(each, problem)]
+            underway = [each for each in underway if not self.builder.record(each, problem)]
+            failed += trials.note_builds(reached)
             chosen = sampler.choose(min(self._chosen, left))
             if not asked and not chosen and not underway:
                 break
-            outcomes = self._race(chosen, problem, runner, ledger.best_us, deadline_s if ledger.programs else None)
-            ledger.note_outcomes(chosen, outcomes)
+            outcomes = self._race(chosen, problem, runner, trials.best_us, deadline_s if trials.programs else None)
+            trials.note_outcomes(chosen, outcomes)
             measured += len(outcomes)
             failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
-            self.watcher.step(ledger.programs)
-        self._elsewhere(runner).note(problem, ledger.measured())
-        return self._decide(problem, runner, ledger.times, tried, compiled, measured, failed, started)
+            self.watcher.step(trials.programs)
+        self._elsewhere(runner).note(problem, trials.measured())
+        return self._decide(problem, runner, trials.times, tried, compiled, measured, failed, started)
 
     def _elsewhere(self, runner: Runner) -> Elsewhere:
         """Kept for the whole run."""
@@ -262,9 +260,9 @@ class Tuner:
     def _first(self, problem: Problem, runner: Runner, elsewhere: Sequence[Known]) -> list[Schedule]:
         """What to try first: the default, what is served now, and what won on like problems of which no more is known."""
         told = {known.problem for known in elsewhere}
-        near = [entry for entry in self.db.entries(self.space.arch, self.template.name, provenance="measured")
+        near = [entry for entry in self.db.entries(self.space.arch, self.kernel.name, provenance="measured")
                 if entry.problem != problem and entry.problem not in told]  # fmt: skip
-        near.sort(key=lambda entry: (-likeness(problem, entry.problem), entry.problem))
+        near.sort(key=lambda entry: (-self.kernel.likeness(problem, entry.problem), entry.problem))
         winners = dict.fromkeys(self.space.complete(entry.schedule) for entry in near)
         return [
             self._default(problem),
@@ -273,19 +271,19 @@ class Tuner:
         ]
 
     def _known_times(self, problem: Problem, runner: Runner) -> dict[Schedule, float | None]:
-        """Times in the store that still hold: same device, compiler, kernel source and space, and timed as now.
+        """Times in the store that still hold: of the very machine code that a schedule has now, on this device, timed as now.
 
         None for a schedule whose very machine code failed on this device and never ran since. Failures that say more of
         the day than of the program (a lost GPU, a killed worker, memory taken by others) are tried again.
         """
         known: dict[Schedule, float | None] = {}
-        for stored in self.db.measurements(problem, self.space.arch, runner.device.name, self.options.regime,
-                                           source_hash=self._source_hash, toolchain=self.toolchain):  # fmt: skip
+        for stored in self.db.measurements(problem, self.space.arch, runner.device.name, self.options.regime):
             schedule = self.space.complete(stored.measurement.schedule)
-            if schedule["accum_mode"] == self.options.accum_mode and timed_as_now(stored.measurement):
+            build = self.builder.record(schedule, problem) if fits(schedule, self._pinned) else None
+            if build and build.fingerprint == stored.measurement.fingerprint and timed_as_now(stored.measurement):
                 known.setdefault(schedule, stored.measurement.median_us)
         for failed in self.db.failures(self.space.arch, problem, stage="measure"):
-            build = self.workshop.record(failed.schedule, problem)
+            build = self.builder.record(failed.schedule, problem)
             same_program = build is not None and build.fingerprint == failed.fingerprint
             if same_program and failed.device_name == runner.device.name and failed.failure.kind not in RETRIED:
                 known.setdefault(failed.schedule, None)
@@ -294,9 +292,9 @@ class Tuner:
     def _race(self, chosen: Sequence[Schedule], problem: Problem, runner: Runner, best_us: float,
               deadline_s: float | None) -> tuple[Outcome, ...]:  # fmt: skip
         """Measure the programs of `chosen`, well enough to learn from."""
-        programs = self.workshop.programs(chosen, problem, runner.device.sm_count)
+        programs = self.builder.programs(chosen, problem, runner.device)
         regime = self.options.regime
-        result = race(runner, problem, self.workshop.candidates(programs), rules=LOOKS[regime], regime=regime, known_us=best_us,
+        result = race(runner, problem, self.builder.candidates(programs), rules=LOOKS[regime], regime=regime, known_us=best_us,
                       deadline_s=deadline_s, on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
         return result.outcomes
 
@@ -308,8 +306,8 @@ class Tuner:
         worked = [(us, schedule) for schedule, us in times.items() if us is not None]
         worked.sort(key=lambda pair: pair[0])  # stable: of equal programs, the one that was measured stays first
         ordered = [schedule for _, schedule in worked]
-        compiled += self.workshop.build(ordered[: 4 * self._effort.finalists], problem)
-        programs = self.workshop.programs(ordered, problem, runner.device.sm_count)
+        compiled += self.builder.build(ordered[: 4 * self._effort.finalists], problem)
+        programs = self.builder.programs(ordered, problem, runner.device)
         finalists = programs[: self._effort.finalists]
         finalists += [
             program for program in programs[self._effort.finalists :] if set(preferred) & set(program.schedules)
@@ -319,7 +317,7 @@ class Tuner:
         preference = [program.schedule for schedule in preferred for program in finalists
                       if schedule in program.schedules]  # fmt: skip
         self.watcher.stage(problem, "deciding", len(finalists))
-        result = race(runner, problem, self.workshop.candidates(finalists), preference=preference, regime=self.options.regime,
+        result = race(runner, problem, self.builder.candidates(finalists), preference=preference, regime=self.options.regime,
                       on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
         if result.winner is None:
             raise NoValidScheduleError(self._nothing_works(problem, tried))
@@ -336,14 +334,14 @@ class Tuner:
 
     def _incumbent(self, problem: Problem, runner: Runner) -> list[Schedule]:
         """What is served for `problem` on this device now, if it was measured."""
-        entries = self.db.entries(self.space.arch, self.template.name, problem=problem, provenance="measured",
+        entries = self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured",
                                   device_name=runner.device.name, regime=self.options.regime,
                                   accum_mode=self.options.accum_mode)  # fmt: skip
         return [self.space.complete(entry.schedule) for entry in entries]
 
     def _keep(self, outcome: Outcome, problem: Problem, runner: Runner) -> None:
         """Store one outcome, at once."""
-        number = self.workshop.keep(outcome, self.run_id, problem, runner.device)
+        number = self.builder.keep(outcome, self.run_id, problem, runner.device)
         if number is not None:
             self._measurement_ids[outcome.schedule] = number
 
@@ -353,28 +351,28 @@ class Tuner:
         return self.space.default(problem, pinned=self._pinned)
 
     def _build(self, schedules: Sequence[Schedule], problem: Problem, deadline_s: float | None) -> int:
-        missing = self.workshop.missing(schedules, problem)
+        missing = self.builder.missing(schedules, problem)
         self.watcher.stage(problem, "compiling", len(missing))
-        return self.workshop.build(missing, problem, progress=lambda done, total: self.watcher.step(done),
+        return self.builder.build(missing, problem, progress=lambda done, total: self.watcher.step(done),
                                    deadline_s=deadline_s)  # fmt: skip
 
     def _entry(self, problem: Problem, schedule: Schedule, fingerprint: str, **more: object) -> EntryRecord:
         values: dict[str, object] = {
-            "kernel": self.template.name, "arch": self.space.arch, "problem": problem, "schedule": schedule,
+            "kernel": self.kernel.name, "arch": self.space.arch, "problem": problem, "schedule": schedule,
             "fingerprint": fingerprint, "accum_mode": self.options.accum_mode, "source": self._source,
-            "toolchain": self.toolchain, "source_hash": self._source_hash, "run_id": self.run_id, **more,
+            "toolchain": self.toolchain, "source_hash": self.builder.source_hash, "run_id": self.run_id, **more,
         }  # fmt: skip
         return EntryRecord(**values)  # type: ignore[arg-type]
 
     def _build_failures(self, schedules: Sequence[Schedule], problem: Problem) -> int:
-        records = (self.workshop.record(schedule, problem) for schedule in schedules)
+        records = (self.builder.record(schedule, problem) for schedule in schedules)
         return sum(record is not None and record.failure is not None for record in records)
 
     def _nothing_works(self, problem: Problem, schedules: Sequence[Schedule]) -> str:
         if not schedules:
             return f"{self.space.source} holds no valid schedule for {problem}; relax its constraints"
         reasons = {str(record.failure.kind) for schedule in schedules
-                   if (record := self.workshop.record(schedule, problem)) and record.failure}  # fmt: skip
+                   if (record := self.builder.record(schedule, problem)) and record.failure}  # fmt: skip
         reasons |= {str(failure.failure.kind) for failure in self.db.failures(self.space.arch, problem)}
         why = ", ".join(sorted(reasons)) or "the budget ended first"
         return (
@@ -382,15 +380,20 @@ class Tuner:
         )
 
 
-def modelled_times(
-    arch: str, *, kernel: str = "attention"
-) -> Callable[[Problem, Sequence[BuildRecord]], dict[str, float]]:
+def fits(schedule: Schedule, pinned: Mapping[str, KnobValue]) -> bool:
+    """Whether a schedule has the pinned knobs at their values."""
+    return all(schedule.get(name) == value for name, value in pinned.items())
+
+
+def modelled_times(arch: str, kernel: KernelClass) -> Callable[[Problem, Sequence[BuildRecord]], dict[str, float]]:
     """The model's view of built schedules, for reports: maps a problem and builds to schedule id -> modelled us."""
-    spec, template = arch_spec(arch), kernel_named(kernel)
+    from tiledsched.launches import problem_class
+
+    spec = arch_spec(arch)
 
     def times(problem: Problem, builds: Sequence[BuildRecord]) -> dict[str, float]:
-        return {build.schedule.id: estimate_us(problem, build.schedule, build.facts, spec) for build in builds
-                if build.facts and build.problem_class == template.problem_class(build.schedule, problem)}  # fmt: skip
+        return {build.schedule.id: kernel.model(problem, build.schedule, build.facts, spec) for build in builds
+                if build.facts and build.problem_class == problem_class(kernel, problem, build.schedule, spec)}  # fmt: skip
 
     return times
 

@@ -2,8 +2,7 @@
 
 In order: this device's measurement, another device's of the same arch, what won on the nearest measured problems (see
 `tiledsched.serve.policy`), the model's choice for the problem, the model's for the nearest, what won on problems of other
-kinds, the default. A kind is a mask, a padded head dimension and few rows or many, within one accuracy class: winners of
-another kind say less than the model about this one.
+kinds, the default. What a kind is the kernel says: winners of another kind say less than the model about this one.
 """
 
 from __future__ import annotations
@@ -13,20 +12,11 @@ from dataclasses import dataclass, replace
 
 from tiledsched.device import ARCHS, arch_spec
 from tiledsched.errors import ConfigError, SpaceError
+from tiledsched.kernel import KernelClass
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
-from tiledsched.serve.policy import (
-    FEW_ROWS,
-    NEAR_KIND,
-    OTHER_KIND,
-    ExpectedLoss,
-    distance,
-    expected_loss,
-    kind,
-    plain_choice,
-    transfer,
-)
-from tiledsched.space import SearchSpace
+from tiledsched.serve.policy import NEAR_KIND, OTHER_KIND, ExpectedLoss, expected_loss, log_us, transfer
+from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.space_files import space_for
 from tiledsched.store.records import EntryRecord
 
@@ -55,13 +45,13 @@ class Served:
 class Table:
     """Entries of one kernel, ready for lookup. Immutable: load a new one to see new entries."""
 
-    def __init__(self, entries: Sequence[EntryRecord], *, kernel: str = "attention", regime: str = "burst",
+    def __init__(self, entries: Sequence[EntryRecord], kernel: KernelClass, *, regime: str = "burst",
                  accum_mode: str = "fp32", forced: Mapping[str, KnobValue] | None = None) -> None:  # fmt: skip
         self.kernel, self.regime, self.accum_mode = kernel, regime, accum_mode
         self.forced = dict(forced or {})
         self._by_arch: dict[str, list[EntryRecord]] = {}
         for entry in entries:
-            if entry.kernel == kernel and entry.accum_mode == accum_mode and entry.regime in ("", regime):
+            if entry.kernel == kernel.name and entry.accum_mode == accum_mode and entry.regime in ("", regime):
                 self._by_arch.setdefault(entry.arch, []).append(entry)
         self._spaces: dict[str, SearchSpace] = {}
         self._completed: dict[str, list[EntryRecord]] = {}
@@ -106,11 +96,8 @@ class Table:
         return self._told[space.arch].get(problem, [])
 
     def _shared(self, problem: Problem, space: SearchSpace) -> Served | None:
-        """The one answer for all problems of about these lengths, where it is valid for this one.
-
-        A model that decodes asks for another length with every token; finding an answer anew would cost it milliseconds.
-        """
-        about = problem.replace(seq_q=_about(problem.seq_q), seq_k=_about(problem.seq_k))
+        """The one answer for all problems of about this size, where it is valid for this one."""
+        about = self.kernel.rounded(problem)
         key = (about, space.arch)
         if key not in self._answers:
             if len(self._answers) >= MOST_ANSWERS:
@@ -123,7 +110,7 @@ class Table:
         """The answer for a problem that was not measured."""
         known = self._known(space)
         measured = [entry for entry in known if entry.provenance in ("measured", "transferred")]
-        alike = [entry for entry in measured if kind(entry.problem) == kind(problem)]
+        alike = [entry for entry in measured if self.kernel.kind(entry.problem) == self.kernel.kind(problem)]
         return (
             self._transferred(alike, problem, space)
             or _modelled(known, problem, space)
@@ -134,15 +121,16 @@ class Table:
     def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
         """In the accuracy class asked for, where the problem has it (bfloat16 has no fp16 accumulators)."""
         try:
-            return space.default(problem, pinned={"accum_mode": self.accum_mode})
+            return space.default(problem, pinned=accuracy_class(space, self.accum_mode))
         except SpaceError:
             return space.default(problem)
 
     def _transferred(self, entries: Sequence[EntryRecord], problem: Problem, space: SearchSpace,
                      what: str = "") -> Served | None:  # fmt: skip
-        """A choice among what won elsewhere. With few rows, winners of other kinds are of no use."""
-        few_told_by_many = problem.seq_q <= FEW_ROWS and not any(kind(e.problem) == kind(problem) for e in entries)
-        if space.arch not in ARCHS or few_told_by_many:
+        """A choice among what won elsewhere."""
+        kind = self.kernel.kind
+        alone = self.kernel.only_its_kind(problem) and not any(kind(e.problem) == kind(problem) for e in entries)
+        if space.arch not in ARCHS or alone:
             return None
         found = transfer(problem, entries, space, arch_spec(space.arch), OTHER_KIND if what else NEAR_KIND)
         if found is None:
@@ -154,13 +142,14 @@ class Table:
                       expected_loss=expected_loss(found, problem))  # fmt: skip
 
     def _untold(self, problem: Problem, space: SearchSpace) -> Served:
-        """The default, or, with few rows, the model's choice of the knobs made for them."""
+        """The default, or the kernel's own choice where nothing was measured."""
         default = self._default(space, problem)
-        if space.arch in ARCHS and problem.seq_q <= FEW_ROWS:
-            chosen = plain_choice(problem, default, space, arch_spec(space.arch))
-            if chosen != default:
+        if space.arch in ARCHS and self.kernel.untold is not None:
+            spec = arch_spec(space.arch)
+            chosen = self.kernel.untold(problem, default, space, lambda schedule: log_us(problem, schedule, spec))
+            if chosen not in (None, default):
                 return Served(schedule=chosen, provenance="modelled", entry=None, forced={},
-                              reason="nothing with few rows was measured; the model's choice of plain schedules")  # fmt: skip
+                              reason="nothing like it was measured; the model's choice of plain schedules")  # fmt: skip
         return Served(schedule=default, provenance="default", entry=None, forced={},
                       reason=f"nothing is known about {space.arch} for this kind of problem")  # fmt: skip
 
@@ -186,7 +175,7 @@ class Table:
 
     def _space(self, arch: str) -> SearchSpace:
         if arch not in self._spaces:
-            self._spaces[arch] = space_for(arch, kernel=self.kernel)
+            self._spaces[arch] = space_for(arch, self.kernel)
         return self._spaces[arch]
 
     def known_arch(self, arch: str) -> bool:
@@ -196,17 +185,6 @@ class Table:
         except SpaceError:
             return False
         return True
-
-
-def _about(length: int) -> int:
-    """A length within an eighth of `length` that stands for all of them; itself where it is short or a round number.
-
-    Not a round number itself, so that what is valid for it is valid for lengths that divide nothing.
-    """
-    if length <= FEW_ROWS or length % 32 == 0:
-        return length
-    step = 1 << max(0, (length - 1).bit_length() - 4)
-    return -(-length // step) * step - 1 if step > 1 else length
 
 
 def _exact(told: Sequence[EntryRecord], device_name: str, space: SearchSpace) -> Served | None:
@@ -223,6 +201,7 @@ def _exact(told: Sequence[EntryRecord], device_name: str, space: SearchSpace) ->
 
 def _modelled(known: Sequence[EntryRecord], problem: Problem, space: SearchSpace) -> Served | None:
     """The model's choice for the nearest problem of the kind."""
+    kind, distance = problem.declaration.kind, problem.declaration.distance
     alike = [entry for entry in known if kind(entry.problem) == kind(problem)]
     usable = [entry for entry in alike if entry.provenance not in ("measured", "transferred")
               and not space.unworkable(entry.schedule, problem)]  # fmt: skip

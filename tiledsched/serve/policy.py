@@ -7,12 +7,11 @@ too. The candidate with the least mean loss is served; neighbours count less wit
 the expected losses, no GPU, no state but caches.
 
 `python -m tiledsched.studies.policy` measures what this loses and compares it with other policies; the expected
-losses of `tuning_db/model/transfer.json` come from there. docs/results/serving.md has the figures.
+losses of `tuning_db/model/attention/transfer.json` come from there. docs/results/serving.md has the figures.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,9 +24,6 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space import SearchSpace
 from tiledsched.store.records import EntryRecord
-
-FEW_ROWS = 64
-"""Up to this many query rows a problem is of another kind: decoding, whose time is the reading of the keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +72,6 @@ class Transfer:
     """Entries that had a say."""
 
 
-def kind(problem: Problem) -> tuple[bool, int, bool]:
-    """What a problem must share with another so that its winner says much: mask, padded head dimension, few rows or many."""
-    return problem.causal, problem.tile_d, problem.seq_q <= FEW_ROWS
-
-
-def distance(a: Problem, b: Problem) -> float:
-    """How unlike two problems of one kind are: octaves of sequence length, and half as much for everything else.
-
-    Work per block follows the key length, the number of blocks follows rows and heads; dtype and grouping matter least.
-    """
-    octaves = abs(math.log2(a.seq_k / b.seq_k)) + 0.5 * abs(math.log2(a.seq_q / b.seq_q))
-    blocks = abs(math.log2(a.batch * a.heads / (b.batch * b.heads)))
-    other = 0.1 * (a.dtype != b.dtype) + 0.1 * (a.group != b.group) + 0.3 * (a.head_dim != b.head_dim)
-    return octaves + 0.5 * blocks + other
-
-
 def transfer(problem: Problem, entries: Iterable[EntryRecord], space: SearchSpace, spec: ArchSpec,
              parameters: Parameters = NEAR_KIND) -> Transfer | None:  # fmt: skip
     """The schedule with the least mean expected loss; None where no entry names a schedule that is valid here.
@@ -103,6 +83,7 @@ def transfer(problem: Problem, entries: Iterable[EntryRecord], space: SearchSpac
         spec: of the arch.
         parameters: see there.
     """
+    distance = problem.declaration.distance
     near = sorted(entries, key=lambda entry: (distance(entry.problem, problem), entry.problem, entry.device_name))
     near = near[: parameters.neighbours]
     if not near:
@@ -114,12 +95,12 @@ def transfer(problem: Problem, entries: Iterable[EntryRecord], space: SearchSpac
     opinions = [opinion for opinion in opinions if opinion[0] > 0.02]
 
     def opinion(entry: EntryRecord, losses: Mapping[Schedule, float], schedule: Schedule) -> float:
-        there = _log_us(entry.problem, schedule, spec)
+        there = log_us(entry.problem, schedule, spec)
         loss = losses.get(schedule)
         if loss is None:  # not named there: slower by something, or by as much as the model says
             winner = next(iter(losses), schedule)
-            loss = max(parameters.unnamed, parameters.model * (there - _log_us(entry.problem, winner, spec)))
-        return loss + parameters.model * (_log_us(problem, schedule, spec) - there)
+            loss = max(parameters.unnamed, parameters.model * (there - log_us(entry.problem, winner, spec)))
+        return loss + parameters.model * (log_us(problem, schedule, spec) - there)
 
     def mean_loss(schedule: Schedule) -> float:
         total = sum(weight * opinion(entry, losses, schedule) for weight, entry, losses in opinions)
@@ -166,29 +147,17 @@ def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedu
     return None
 
 
-def plain_choice(problem: Problem, default: Schedule, space: SearchSpace, spec: ArchSpec) -> Schedule:
-    """Where nothing near was measured and there are few rows: the model's choice of splits, packing and tile height.
-
-    With one row and 8 heads the default launches 8 blocks on a GPU of a hundred SMs; the other knobs stay as they are.
-    """
-    knobs = [name for name in ("kv_splits", "pack_gqa", "tile_m", "tma_loads") if name in space.knobs]
-    varied = (default.replace(**dict(zip(knobs, values, strict=True)))
-              for values in itertools.product(*(space.knobs[name].choices for name in knobs)))  # fmt: skip
-    valid = [default, *(each for each in varied if not space.violations(each, problem))]
-    return min(valid, key=lambda schedule: (_log_us(problem, schedule, spec), schedule.id))
-
-
 def expected_loss(found: Transfer, problem: Problem) -> ExpectedLoss | None:
     """What to expect of a transfer: by kind, and within one kind by distance.
 
-    None where that was never measured: all landscapes are of square problems with a head dimension that needs no
-    padding, and as many key/value heads as query heads.
+    None where that was never measured on problems like this one.
     """
-    square = problem.seq_q == problem.seq_k and problem.group == 1
-    if not square or problem.seq_q <= FEW_ROWS or problem.head_dim != problem.tile_d or problem.value_dim:
+    kernel = problem.declaration
+    if not kernel.loss_known(problem):
         return None
-    other = kind(found.entry.problem) != kind(problem)
-    return next((band.loss for band in loss_bands() if band.other_kind == other and found.distance <= band.up_to), None)
+    other = kernel.kind(found.entry.problem) != kernel.kind(problem)
+    bands = (band for band in loss_bands(kernel.name) if band.other_kind == other and found.distance <= band.up_to)
+    return next((band.loss for band in bands), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +172,10 @@ class LossBand:
     """Measured there."""
 
 
-@lru_cache(maxsize=1)
-def loss_bands() -> tuple[LossBand, ...]:
-    """The bands in `tuning_db/model/transfer.json`; none where there is no such file."""
-    path = data_files.tuning_db() / "model" / "transfer.json"
+@lru_cache(maxsize=16)
+def loss_bands(kernel: str) -> tuple[LossBand, ...]:
+    """The bands in `tuning_db/model/KERNEL/transfer.json`; none where there is no such file."""
+    path = data_files.tuning_db() / "model" / kernel / "transfer.json"
     if not path.is_file():
         return ()
     rows: Sequence[Mapping[str, float]] = json.loads(path.read_text(encoding="utf-8"))["bands"]
@@ -215,10 +184,7 @@ def loss_bands() -> tuple[LossBand, ...]:
 
 
 @lru_cache(maxsize=8192)
-def _log_us(problem: Problem, schedule: Schedule, spec: ArchSpec) -> float:
+def log_us(problem: Problem, schedule: Schedule, spec: ArchSpec) -> float:
     """Log of the static estimate. The machine code need not be known: what is assumed of it cancels between problems."""
-    # Imported here because most lookups find their problem measured and need no model.
-    from tiledsched.kernels.attention.model import estimate_us
-    from tiledsched.model.expected import expected_facts
-
-    return math.log(estimate_us(problem, schedule, expected_facts(problem, schedule, spec), spec))
+    kernel = problem.declaration
+    return math.log(kernel.model(problem, schedule, kernel.expected(problem, schedule, spec), spec))

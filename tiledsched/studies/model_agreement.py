@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tiledsched.model.landscapes import Landscape, landscape_of, read_landscape
-from tiledsched.model.residual import fit
 from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
+from tiledsched.studies.landscapes import Landscape, landscape_of, read_landscape
+from tiledsched.studies.model_residual import fit
 
 TOPS = (1, 5, 10)
 """Depths of the model's list at which regret is taken."""

@@ -1,6 +1,6 @@
 r"""What the serving policy loses on problems held out, beside other policies: the tables of docs/results/serving.md.
 
-    python -m tiledsched.studies.policy tuning_db/landscapes/*_burst_*.json.xz \
+    python -m tiledsched.studies.policy tuning_db/landscapes/attention/*_burst_*.json.xz \
         --table docs/results/serving/sm_90_2026-11-20.json.xz
 
 Every landscape in turn is the problem nobody measured. A policy sees the table without it (*one out*), or without every
@@ -24,7 +24,6 @@ import numpy as np
 from tiledsched.device import ArchSpec, arch_spec
 from tiledsched.errors import ConfigError
 from tiledsched.kernels.attention.model import grid_blocks
-from tiledsched.model.landscapes import Landscape, read_landscape
 from tiledsched.problem import Problem
 from tiledsched.report.document import Heading, Paragraph, Table, to_markdown
 from tiledsched.schedule import Schedule
@@ -42,6 +41,7 @@ from tiledsched.space import SearchSpace
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord
+from tiledsched.studies.landscapes import Landscape, read_landscape
 from tiledsched.studies.model_agreement import evaluate
 
 Entries = Sequence[EntryRecord]

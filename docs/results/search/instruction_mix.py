@@ -1,7 +1,7 @@
 """Whether the machine code's instructions say which program is fastest, beyond what the static model and the knobs say.
 
-python docs/results/search/instruction_mix.py build NVDISASM tuning_db/landscapes/h200_burst_*d128_float16_*.json.xz
-python docs/results/search/instruction_mix.py study tuning_db/landscapes/h200_burst_*d128_float16_*.json.xz
+python docs/results/search/instruction_mix.py build NVDISASM tuning_db/landscapes/attention/h200_burst_*d128_float16_*.json.xz
+python docs/results/search/instruction_mix.py study tuning_db/landscapes/attention/h200_burst_*d128_float16_*.json.xz
 
 `build` compiles the better programs of the landscapes again with the installed compiler, disassembles them with the nvdisasm
 given (PyPI has it as nvidia-cuda-nvdisasm) and counts instructions by name into instruction_mix.json.xz. `study` corrects the
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
 from tiledsched.kernel import kernel_named
-from tiledsched.model.landscapes import read_landscape
+from tiledsched.studies.landscapes import read_landscape
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for

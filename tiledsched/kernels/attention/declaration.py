@@ -83,6 +83,7 @@ class Attention(Kernel):
              "division": "approximate", "k_load": "order", "kv_direction": "forward", "kv_splits": 1, "kv_subtiles": 1,
              "peel_first": True, "persistent": "no", "q_subtiles": 1, "tma_loads": True, "tma_store": True,
              "unroll": 1}  # fmt: skip
+    former_values = {("persistent", False): "no", ("persistent", True): "strided"}
     weights = {"tile_m": 1.0, "q_subtiles": 1.0, "num_worker_warps": 1.0, "tile_n": 0.4, "kv_subtiles": 0.4, "occupancy": 0.4,
                "num_ctas": 5.0, "tma_loads": 5.0}  # fmt: skip
 
@@ -97,6 +98,8 @@ class Attention(Kernel):
     only_its_kind = staticmethod(alike.only_its_kind)
     loss_known = staticmethod(alike.loss_known)
     add_flags = staticmethod(flags.add_flags)
+    add_likely_flags = staticmethod(flags.add_likely_flags)
+    likely = staticmethod(flags.likely)
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:
@@ -226,13 +229,23 @@ class Attention(Kernel):
 
     @staticmethod
     def standard(**sizes: Any) -> Problem:
-        """The problem people mean by `seq_len` and `head_dim` alone; see :func:`tiledsched.kernels.attention.problem.standard`."""
+        """The problem people mean by `seq_len` and `head_dim` alone; see `standard` in the module `problem` beside this one."""
         return problem.standard(Attention.problem, **sizes)
 
     @staticmethod
     def from_flags(options: argparse.Namespace) -> list[Problem]:
         """Every combination of the flags' values."""
         return flags.from_flags(Attention.problem, options)
+
+    @staticmethod
+    def file_words(p: Problem) -> str:
+        """`s4096_d128_float16_causal_b4_h16`."""
+        seq = f"s{p.seq_q}" if p.seq_q == p.seq_k else f"sq{p.seq_q}_sk{p.seq_k}"
+        heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
+        mask = "full" if not p.causal else "causal" if p.alignment == "top_left" else "bottom-right"
+        columns = f"d{p.head_dim}-{p.value_dim}" if p.value_dim else f"d{p.head_dim}"
+        lse = "_lse" if p.lse else ""
+        return f"{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{lse}"
 
     @staticmethod
     def small() -> list[Problem]:

@@ -11,7 +11,7 @@ From the inside out:
 3. Device memory is a second limit, which matters where the keys in flight overflow the L2 cache.
 
 Inputs are the problem, the tile, the order, the grid and what the machine code says of itself. Knobs that leave no
-trace in any of these cannot change the estimate: `tiledsched.model.residual` has measured factors for them. Constants
+trace in any of these cannot change the estimate: `tiledsched.studies.model_residual` has measured factors for them. Constants
 are calibrated on the H200; docs/model.md says on what and how well.
 """
 
@@ -24,10 +24,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.build.cubin import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.device import ArchSpec
 from tiledsched.kernels.attention.declaration import packed_heads
 from tiledsched.problem import Problem
+from tiledsched.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.schedule import Schedule
 
 # Counted or published.

@@ -1,0 +1,19 @@
+"""Attention of given arrays in the interpreter."""
+
+from __future__ import annotations
+
+from tiledsched.interpreter import SmallDevice, run_schedule
+from tiledsched.kernels.attention.declaration import scale_log2
+
+
+def run_outputs(kernel, schedule, problem, q, k, v, scale=None, *, sm_count=8, order="forward"):
+    """`out`, and `lse` where the problem asks for it."""
+    found = run_schedule(kernel, problem, schedule, {"Q": q, "K": k, "V": v},
+                         scalars={"scale_log2": scale_log2(problem, scale)}, device=SmallDevice(sm_count=sm_count),
+                         order=order)  # fmt: skip
+    return {"out": found["Out"], **({"lse": found["Lse"][..., 0]} if "Lse" in found else {})}
+
+
+def run_problem(kernel, schedule, problem, q, k, v, scale=None, **more):
+    """The output alone."""
+    return run_outputs(kernel, schedule, problem, q, k, v, scale, **more)["out"]

@@ -1,0 +1,288 @@
+"""The harness with torch on the CPU in place of CUDA, and NumPy in place of CuPy: what it does around the calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+import types
+
+import numpy
+import pytest
+
+import tiledsched.studies.bench.harness as harness_module
+from tiledsched.errors import MeasureError, UnsupportedError
+from tiledsched.kernels.attention import Attention
+from tiledsched.measure.runner import Device
+from tiledsched.studies.bench import methods as methods_module
+from tiledsched.studies.bench.methods import OURS, methods_of
+from tiledsched.studies.bench.run import BenchOptions, bench_cell
+
+torch = pytest.importorskip("torch")
+
+METHODS = methods_of(Attention)
+PROBLEM = Attention.problem(seq_q=48, seq_k=48, head_dim=16, batch=2, heads=4, kv_heads=2, causal=True)
+
+
+LATE: list[bool] = []
+"""Whether the spin was over before all was queued: popped at each question, false when empty."""
+
+
+class Event:
+    def __init__(self, *, enable_timing) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return bool(LATE) and LATE.pop()
+
+    def elapsed_time(self, other) -> float:
+        return (other.at - self.at) * 1e3
+
+
+class Graph:
+    """A CUDA graph that runs what was called while it was captured."""
+
+    def __init__(self) -> None:
+        self.replayed = 0
+
+    def replay(self) -> None:
+        self.replayed += 1
+        time.sleep(20e-6)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """torch.cuda as the harness uses it; `broken` raises at the next synchronisation."""
+    state = types.SimpleNamespace(broken=None, capturing=False)
+
+    def synchronize(*given) -> None:
+        if state.broken:
+            raise RuntimeError(state.broken)
+
+    @contextlib.contextmanager
+    def capture(graph):
+        state.capturing = True
+        try:
+            yield
+        finally:
+            state.capturing = False
+
+    cupy = types.ModuleType("cupy")
+    vars(cupy).update({name: value for name, value in vars(numpy).items() if not name.startswith("__")})
+    cupy.from_dlpack = lambda tensor: tensor.numpy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for name, value in {
+        "is_available": lambda: True, "synchronize": synchronize, "empty_cache": lambda: None, "Event": Event,
+        "_sleep": lambda cycles: None, "CUDAGraph": Graph, "graph": capture,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("randn", "empty"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, real=real, device=None, generator=None, **k: real(*a, **k))
+    monkeypatch.setattr(torch, "Generator", lambda device: types.SimpleNamespace(manual_seed=torch.manual_seed))
+    sample = Device(
+        name="NVIDIA Sample", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=1 << 20, driver="580.1"
+    )
+    monkeypatch.setattr("tiledsched.studies.bench.harness.current_device", lambda: sample)
+    monkeypatch.setattr(methods_module, "MATMUL_SIZE", 64)
+    monkeypatch.setattr("tiledsched.studies.bench.run.BURST_GAP_S", 0.0)
+    monkeypatch.setattr("tiledsched.studies.bench.run.SUSTAINED_WARMUP_S", 0.0)
+    return state
+
+
+def harness():
+    from tiledsched.studies.bench.harness import TorchHarness
+
+    return TorchHarness()
+
+
+def made(make, name=OURS):
+    return dataclasses.replace(METHODS[name], make=make)
+
+
+def raising(error):
+    def make(arrays):
+        raise error
+
+    return make
+
+
+def cell(methods, regime="burst", problem=PROBLEM):
+    rows = bench_cell(harness(), (regime, problem), BenchOptions(methods=tuple(methods), rounds=6))
+    return {row.method: row for row in rows}
+
+
+def test_right_methods_have_times_errors_and_the_ceiling(cuda) -> None:
+    rows = cell(METHODS[name] for name in ("torch_math", "torch_auto", "eager", "matmul"))
+    assert [row.status for row in rows.values()] == ["ok"] * 4
+    for name in ("torch_math", "torch_auto", "eager"):
+        assert rows[name].median_us > 0
+        assert 0 < rows[name].rel_err < 1e-3
+        assert rows[name].compared == "8/8"
+    assert rows["matmul"].rel_err is None
+    assert rows["matmul"].compared == ""
+    assert rows["eager"].device == "NVIDIA Sample"
+    assert rows["eager"].versions.startswith("driver 580.1 CUDA ")
+    assert f"torch {torch.__version__}" in rows["eager"].versions
+
+
+def test_inputs_are_those_of_the_problem_every_time(cuda) -> None:
+    seen = []
+
+    def make(arrays):
+        seen.append(arrays)
+        return METHODS["eager"].make(arrays)
+
+    problem = PROBLEM.replace(dtype="bfloat16", value_dim=8, seq_k=60, alignment="bottom_right")
+    for _ in range(2):
+        assert cell([made(make, "eager")], problem=problem)["eager"].status == "ok"
+    first, second = seen
+    assert (tuple(first.q.shape), tuple(first.k.shape), tuple(first.v.shape)) == (
+        (2, 4, 48, 16), (2, 2, 60, 16), (2, 2, 60, 8),
+    )  # fmt: skip
+    assert first.q.dtype == torch.bfloat16
+    assert first.causal == "bottom_right"
+    assert torch.equal(first.q, second.q)
+    assert torch.equal(first.v, second.v)
+
+
+def test_every_way_to_fail_is_a_status(cuda) -> None:
+    def poisoned(arrays):
+        return lambda: torch.full_like(arrays.q, float("nan"))
+
+    rows = cell([
+        made(raising(UnsupportedError("head_dim 512 is above 256"))),
+        made(lambda arrays: lambda: arrays.q, "untuned"),
+        made(poisoned, "torch_flash"),
+        made(raising(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried ...")), "torch_cudnn"),
+        made(raising(RuntimeError("No available kernel.\nAborting")), "torch_efficient"),
+        METHODS["torch_auto"],
+    ])  # fmt: skip
+    status = {name: row.status for name, row in rows.items()}
+    assert status[OURS] == "not served: head_dim 512 is above 256"
+    assert status["untuned"].startswith("wrong result: relative error ")
+    assert status["torch_flash"] == "wrong result: not every element is finite"
+    assert status["torch_cudnn"] == "out of memory"
+    assert status["torch_efficient"] == "RuntimeError: No available kernel."
+    assert status["torch_auto"] == "ok"
+    assert [name for name, row in rows.items() if row.median_us is not None] == ["torch_auto"]
+
+
+def test_a_method_that_fails_when_it_is_called_again_is_a_status(cuda) -> None:
+    def once(arrays):
+        call, left = METHODS["eager"].make(arrays), [1]
+
+        def twice():
+            if not left:
+                raise RuntimeError("only once")
+            left.pop()
+            return call()
+
+        return twice
+
+    rows = cell([made(once, "eager"), METHODS["torch_auto"]])
+    assert {name: row.status for name, row in rows.items()} == {"eager": "RuntimeError: only once", "torch_auto": "ok"}
+
+
+def test_a_broken_context_ends_the_run_and_names_the_method(cuda) -> None:
+    def breaking(arrays):
+        cuda.broken = "CUDA error: an illegal memory access was encountered"
+        raise RuntimeError(cuda.broken)
+
+    with pytest.raises(MeasureError, match=r"untuned broke the CUDA context .*illegal memory access.*--resume"):
+        cell([made(breaking, "untuned"), METHODS["torch_auto"]])
+    with pytest.raises(MeasureError, match=r"the GPU cannot be used any more .*--resume"):
+        cell([METHODS["torch_auto"]])
+    cuda.broken = None
+    bench = harness()
+    bench.check()
+    cuda.broken = "CUDA error: unspecified launch failure"
+    with pytest.raises(MeasureError, match="the GPU cannot be used any more"):
+        bench.check()
+
+
+def test_inputs_that_do_not_fit_are_a_status_of_every_method(cuda, monkeypatch) -> None:
+    def too_large(*given, **more):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    bench = harness()
+    monkeypatch.setattr(torch, "randn", too_large)
+    rows = bench_cell(bench, ("burst", PROBLEM), BenchOptions(methods=(METHODS["eager"], METHODS["torch_auto"])))
+    assert [row.status for row in rows] == ["out of memory: the inputs"] * 2
+
+
+def test_short_calls_are_graphs_when_sustained_and_calls_that_cannot_be_captured_are_not(cuda, monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.studies.bench.harness.GRAPH_BELOW_US", 1e9)
+
+    def make(arrays):
+        result = METHODS["torch_auto"].make(arrays)()
+
+        def call():
+            if cuda.capturing:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return result
+
+        return call
+
+    auto, eager = cell([METHODS["torch_auto"], made(make, "eager")], "sustained").values()
+    assert (auto.conditions.graph_launches, eager.conditions.graph_launches) == (20, 0)
+    assert (auto.status, eager.status) == ("ok", "ok")
+    assert cell([METHODS["torch_auto"]])["torch_auto"].conditions.graph_launches == 0  # burst
+
+
+def test_that_it_could_not_be_told_what_was_launched_is_told(cuda, monkeypatch) -> None:
+    def explain(*given, **more):
+        raise ImportError("no such name")
+
+    monkeypatch.setattr("tiledsched.serve.explain.explain", explain)
+    row = cell([made(METHODS["torch_auto"].make)])[OURS]
+    assert row.status == "ok"
+    assert row.provenance == "not known: ImportError: no such name"
+
+
+def test_a_host_that_was_late_is_never_timed_and_gets_more_spin_from_then_on(cuda, monkeypatch) -> None:
+    spins, calls = [], []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: spins.append(cycles / harness_module.CYCLES_PER_US))
+    LATE.extend([False, True, True])
+    watch = harness_module.TorchStopwatch(
+        torch, [lambda: calls.append("slow"), lambda: calls.append("quick")], torch.empty(1)
+    )
+    watch.queue(0, paced=True)
+    assert spins == [300, 600, 1200]
+    watch.queue(1, paced=True)
+    assert spins[3:] == [1200]  # all are timed alike
+    assert calls == ["slow"] * 3 + ["quick"]
+    LATE.extend([True] * 20)
+    with pytest.raises(MeasureError, match="leave it out with --methods"):
+        watch.queue(1, paced=True)
+    assert len(calls) == 4 + harness_module.MOST_DOUBLINGS + 1
+    LATE.clear()
+
+
+def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes_the_host(cuda, monkeypatch) -> None:
+    """FlashAttention-4 takes 0.4 ms to be launched: behind a spin of 0.3 ms its launch was timed, not its work."""
+    spins = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: spins.append(cycles / harness_module.CYCLES_PER_US))
+
+    def slow(arrays):
+        call = METHODS["eager"].make(arrays)
+
+        def later():
+            time.sleep(2e-3)
+            return call()
+
+        return later
+
+    rows = cell([METHODS["torch_auto"], made(slow, "eager")])
+    assert {row.status for row in rows.values()} == {"ok"}
+    sampled = spins[2 * harness_module.LOOKS :]
+    assert len(sampled) == 12
+    assert len(set(sampled)) == 1
+    assert sampled[0] >= 4000

@@ -1,0 +1,254 @@
+"""The harness on a real GPU: torch tensors, torch events, references in CuPy.
+
+Everything runs in this process on the current CUDA device.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiledsched.errors import MeasureError, UnsupportedError
+from tiledsched.measure.nvml import ConditionsLog, current_device
+from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
+from tiledsched.problem import Problem
+from tiledsched.studies.bench.case import Case, make_case, output_dtype
+from tiledsched.studies.bench.errors import Error
+from tiledsched.studies.bench.methods import MATMUL, OURS, Call, Method
+from tiledsched.studies.bench.run import Prepared, Ready, first_line
+
+LEAST_SPIN_US = 300.0
+"""Ahead of every paced call: the host queues what follows meanwhile, so that events never time it."""
+SPIN_MARGIN = 2.0
+"""The spin takes so many times what the slowest method costs the host."""
+CYCLES_PER_US = 3000
+"""Above the clock of any GPU; where it is lower the spin takes longer, and nothing else changes."""
+MOST_DOUBLINGS = 5
+"""Times that a spin which was over too soon is doubled."""
+LOOKS = 3
+PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn")
+"""Whose versions are noted, where installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What some calls of a method told."""
+
+    call: Call
+    """Computes the problem once."""
+    error: Error | None
+    """Against float64; None of the matmul."""
+    look_us: float
+    """GPU time of a call, roughly."""
+    host_us: float
+    """Time until a call returns."""
+
+
+class TorchHarness:
+    """Runs methods on the current CUDA device.
+
+    Args:
+        verify: also compile what our own method launches, where that can be told, and compare its machine code with the
+            measured artifact; about a second a problem.
+
+    Raises:
+        MeasureError: torch or CuPy is missing, or torch sees no CUDA device.
+    """
+
+    def __init__(self, *, verify: bool = False) -> None:
+        try:
+            import cupy
+            import torch
+        except ImportError as error:
+            raise MeasureError(f"{error.name} is not installed; run: pip install 'tiledsched[gpu]'") from error
+        if not torch.cuda.is_available():
+            raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
+        self._torch, self._cupy, self._verify = torch, cupy, verify
+        device = current_device()
+        self.device, self._memory_bytes = device.name, device.memory_bytes
+        self.versions = versions(torch, device.driver)
+        self._flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
+
+    def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> Prepared:
+        """See `tiledsched.studies.bench.run.Harness`."""
+        torch = self._torch
+        try:
+            torch.cuda.empty_cache()
+            case = make_case(torch, self._cupy, problem)
+            torch.cuda.synchronize()
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(torch, error):
+                raise _lost(error) from error
+            return Prepared(ready=(), failed={each.name: "out of memory: the inputs" for each in methods},
+                            watch=TorchStopwatch(torch, [], self._flush), log=ConditionsLog())  # fmt: skip
+        failed: dict[str, str] = {}
+        found: list[tuple[Method, Tried]] = []
+        for method in methods:
+            outcome = self._try(method, case)
+            if isinstance(outcome, str):
+                failed[method.name] = outcome
+            else:
+                found.append((method, outcome))
+        watch = TorchStopwatch(torch, [tried.call for _, tried in found], self._flush,
+                               host_us=max((tried.host_us for _, tried in found), default=0.0))  # fmt: skip
+        ready = []
+        for index, (method, tried) in enumerate(found):
+            # Back to back, what costs the host more than the GPU would be timed with the host's part.
+            short = regime == "sustained" and tried.look_us < max(GRAPH_BELOW_US, SPIN_MARGIN * tried.host_us)
+            launches = GRAPH_LAUNCHES if short and watch.capture(index, GRAPH_LAUNCHES) else 0
+            ready.append(Ready(
+                method=method, look_us=tried.look_us * max(1, launches), launches=launches, error=tried.error,
+                compared=case.compared if tried.error else "",
+                details=self._details(case) if method.name == OURS else {},
+            ))  # fmt: skip
+        return Prepared(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog())
+
+    def check(self) -> None:
+        """See `tiledsched.studies.bench.run.Harness`."""
+        try:
+            self._torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _try(self, method: Method, case: Case) -> Tried | str:
+        """What was learnt of a method by calling it some times; or why it takes no part."""
+        torch, problem = self._torch, case.arrays.problem
+        refusal = method.refusal(problem, self._memory_bytes)
+        if refusal:
+            return refusal
+        try:
+            with warnings.catch_warnings():  # torch warns why it refuses a backend; the status says that it did
+                warnings.simplefilter("ignore")
+                call = method.make(case.arrays)
+                out = call()
+                torch.cuda.synchronize()
+                found = None if method.name == MATMUL else case.error(out)
+                del out
+                host_us = self._host_us(call)
+                watch = TorchStopwatch(torch, [call], self._flush, host_us=host_us)
+                look_us = min(watch.read(watch.queue(0, paced=True)) for _ in range(LOOKS))
+        except UnsupportedError as error:
+            return f"not served: {error}"
+        except Exception as error:
+            self._check_context(method, error)
+            return "out of memory" if _out_of_memory(torch, error) else first_line(error)
+        wrong = found.verdict(output_dtype(problem)) if found else ""
+        return wrong or Tried(call=call, error=found, look_us=look_us, host_us=host_us)
+
+    def _host_us(self, call: Call) -> float:
+        """Microseconds until a call returns, the GPU idle before it."""
+        found = []
+        for _ in range(LOOKS):
+            self._torch.cuda.synchronize()
+            began = time.perf_counter()
+            call()
+            found.append((time.perf_counter() - began) * 1e6)
+        self._torch.cuda.synchronize()
+        return statistics.median(found)
+
+    def _check_context(self, method: Method, error: Exception) -> None:
+        """Whether the GPU can still be used after `error`: an illegal access breaks the context of this process for good.
+
+        Raises:
+            MeasureError: it cannot.
+        """
+        try:
+            self._torch.cuda.synchronize()
+        except RuntimeError as broken:
+            raise MeasureError(f"{method.name} broke the CUDA context ({first_line(error)}); run again with --resume, and "
+                               "without that method with --methods") from broken  # fmt: skip
+        self._torch.cuda.empty_cache()
+
+    def _details(self, case: Case) -> dict[str, Any]:
+        """What our own method launched and why. That it could not be told is no reason to lose the times."""
+        try:
+            return case.details(verify=self._verify)
+        except Exception as error:
+            return {"provenance": f"not known: {first_line(error)}"}
+
+
+def _lost(error: Exception) -> MeasureError:
+    return MeasureError(f"the GPU cannot be used any more ({first_line(error)}); run again with --resume, and with --methods "
+                        "leave out the one that broke it")  # fmt: skip
+
+
+def _out_of_memory(torch: Any, error: BaseException) -> bool:
+    return isinstance(error, torch.cuda.OutOfMemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def versions(torch: Any, driver: str) -> str:
+    """Driver and libraries, in one line."""
+    parts = [f"driver {driver}", f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
+    for package in PACKAGES:
+        try:
+            parts.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return " ".join(parts)
+
+
+class TorchStopwatch:
+    """Times calls between torch events; see `tiledsched.measure.timing.Stopwatch`.
+
+    Args:
+        torch: the module.
+        calls: what is timed, by index.
+        flush: a tensor larger than the L2 cache.
+        host_us: what the slowest of the calls costs the host. All spins are as long, so that all calls are timed alike.
+    """
+
+    def __init__(self, torch: Any, calls: Sequence[Call], flush: Any, *, host_us: float = 0.0) -> None:
+        self._torch, self._calls, self._flush = torch, list(calls), flush
+        self._launches = [1] * len(self._calls)
+        self.spin_us = max(LEAST_SPIN_US, SPIN_MARGIN * host_us)
+
+    def capture(self, index: int, launches: int) -> bool:
+        """From now on time call `index` as a CUDA graph of so many; False where it cannot be captured."""
+        torch, call = self._torch, self._calls[index]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for _ in range(launches):
+                    call()
+            graph.replay()
+            torch.cuda.synchronize()
+        except Exception:  # a library that must not be captured; it is timed call by call
+            torch.cuda.synchronize()
+            return False
+        self._calls[index], self._launches[index] = graph.replay, launches
+        return True
+
+    def queue(self, index: int, *, paced: bool) -> tuple[int, Any, Any]:
+        """Events around one call, or one graph; when paced, behind an L2 flush and a spin kernel.
+
+        If the spin was over before all was queued, the events timed the host: they are dropped, and from now on every call
+        is given twice the spin.
+
+        Raises:
+            MeasureError: no spin is long enough.
+        """
+        for _ in range(MOST_DOUBLINGS + 1):
+            before, after = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if paced:
+                self._flush.zero_()
+                self._torch.cuda._sleep(round(self.spin_us * CYCLES_PER_US))
+            before.record()
+            self._calls[index]()
+            after.record()
+            if not paced or not before.query():
+                return index, before, after
+            after.synchronize()
+            self.spin_us *= 2
+        raise MeasureError(f"the call waits for the GPU, or takes the host more than {self.spin_us / 1e3:.0f} ms: its time on the "
+                           "GPU alone cannot be told; leave it out with --methods")  # fmt: skip
+
+    def read(self, queued: tuple[int, Any, Any]) -> float:
+        """Microseconds of one call."""
+        index, before, after = queued
+        after.synchronize()
+        return float(before.elapsed_time(after) * 1e3) / self._launches[index]

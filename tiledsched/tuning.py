@@ -1,0 +1,341 @@
+"""`tune` and `check`: what the command line calls, and what a Python program calls instead of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiledsched.config import Settings, load_settings
+from tiledsched.errors import ConfigError, MeasureError, TiledschedError
+from tiledsched.kernel import KernelClass, load_kernel
+from tiledsched.problem import Problem
+from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.space import SearchSpace
+from tiledsched.space_files import load_space, space_for
+
+if TYPE_CHECKING:
+    from tiledsched.build.artifacts import ArtifactStore
+    from tiledsched.build.toolchain import Toolchain
+    from tiledsched.measure.gpu import GpuRunner
+    from tiledsched.search.tuner import TuneResult, Watcher
+    from tiledsched.store.db import TuningDB
+    from tiledsched.store.records import EntryRecord
+
+Cases = Iterable[Problem | Mapping[str, Any]]
+CHECK_ARCH = "sm_90"
+"""Whose space `check` walks unless told otherwise: the interpreter knows no arch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneReport:
+    """What `tune` came to."""
+
+    kernel: KernelClass
+    """What was tuned."""
+    arch: str
+    """For which arch."""
+    run_id: int
+    """Number of the run in the database."""
+    results: Sequence[TuneResult]
+    """One for each problem: how much was tried, and what won."""
+    entries: Sequence[EntryRecord]
+    """What is served for each problem now; the entry that was there where it is stronger than what was found."""
+    measured: bool
+    """Whether a GPU measured; else the model ranked."""
+
+    @property
+    def winners(self) -> dict[Problem, Schedule]:
+        """What is served for each problem now."""
+        return {entry.problem: entry.schedule for entry in self.entries}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A plain dict for each problem: sizes, winner, ties, runner-up and evidence."""
+        return [{
+            **entry.problem.to_json(), "arch": entry.arch, "device": entry.device_name, "provenance": entry.provenance,
+            "schedule": entry.schedule.to_json(), "median_us": entry.median_us, "model_us": entry.model_us,
+            "ties": [tie.to_json() for tie in entry.ties], "margin": entry.margin,
+            "runner_up": entry.runner_up.to_json() if entry.runner_up else None,
+            "programs": result.programs, "measured_programs": result.measured, "failed": result.failed,
+            "seconds": round(result.seconds, 3),
+        } for entry, result in zip(self.entries, self.results, strict=True)]  # fmt: skip
+
+    def _lines(self) -> list[tuple[str, str, str, str]]:
+        lines = []
+        for entry in self.entries:
+            us = entry.median_us if entry.median_us is not None else entry.model_us
+            time = "" if us is None else f"{us:.1f} us" + ("" if entry.median_us is not None else " (modelled)")
+            lines.append((str(entry.problem), entry.schedule.short(), time, entry.provenance))
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.kernel.name} on {self.arch}", *("  " + "  ".join(line) for line in self._lines())])
+
+    def _repr_html_(self) -> str:
+        """A table, for notebooks."""
+        from html import escape
+
+        head = "".join(f"<th>{word}</th>" for word in ("problem", "schedule", "time", "provenance"))
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in self._lines()
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRow:
+    """What one schedule gave on one problem in the interpreter."""
+
+    problem: Problem
+    """What was computed."""
+    schedule: Schedule
+    """How."""
+    passed: bool
+    """Whether every output is right on every kind of inputs."""
+    worst_error: float
+    """Largest error of a tile; infinite where something was not written, NaN, or the kernel raised."""
+    message: str
+    """Why it did not pass; empty where it did."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        return {"problem": self.problem.to_json(), "schedule": self.schedule.to_json(), "passed": self.passed,
+                "worst_error": self.worst_error, "message": self.message}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """What building takes."""
+
+    settings: Settings
+    """As flags, environment and files say."""
+    space: SearchSpace
+    """What is searched."""
+    toolchain: Toolchain
+    """What compiles."""
+    artifacts: ArtifactStore
+    """Where machine code is kept."""
+
+
+def kernel_of(kernel: KernelClass | str) -> KernelClass:
+    """A kernel, given as itself or by its name."""
+    return load_kernel(kernel) if isinstance(kernel, str) else kernel
+
+
+def problems_of(kernel: KernelClass, problems: Cases | str | None) -> list[Problem]:
+    """Problems, given as such, as values by name, as the name of a suite, or as None for all suites.
+
+    Raises:
+        ConfigError: there are none.
+        ProblemError: one has a wrong value.
+    """
+    if isinstance(problems, str):
+        return kernel.suite(problems)
+    if problems is None:
+        found = [each for name in kernel.suites for each in kernel.suite(name)]
+    else:
+        found = [each if isinstance(each, Problem) else kernel.problem(**each) for each in problems]
+    if not found:
+        raise ConfigError(f"no problem of {kernel.name} is named, and it declares no suites; pass --problem, or a list of "
+                          "problems")  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def prepare_tools(kernel: KernelClass, arch: str, *, settings: Settings, space: str | Path | None = None,
+                  candidates: str | Path | None = None) -> Tools:  # fmt: skip
+    """Space, compiler and store of artifacts for building `kernel` for `arch`.
+
+    Raises:
+        SpaceError, ConfigError, CompilerError: a wrong file, or a compiler that is missing or too old.
+    """
+    from tiledsched.build.artifacts import ArtifactStore
+    from tiledsched.build.compiler import prepare_process
+    from tiledsched.build.toolchain import check_arch, installed_toolchain
+
+    prepare_process()
+    found = load_space(space, kernel) if space else space_for(arch, kernel)
+    if found.arch != arch:
+        raise ConfigError(f"{space} is for {found.arch}, not {arch}; pass --arch {found.arch}")
+    if candidates:
+        found = found.limited_to(_read_candidates(Path(candidates)), Path(candidates).name)
+    toolchain = installed_toolchain()
+    check_arch(toolchain, arch)
+    folder = Path(settings.cache) if settings.cache else None
+    return Tools(settings=settings, space=found, toolchain=toolchain, artifacts=ArtifactStore(folder))
+
+
+def _read_candidates(path: Path) -> list[dict[str, KnobValue]]:
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read candidates from {path}: {error}") from error
+    if not (isinstance(listed, list) and listed and all(isinstance(each, dict) for each in listed)):
+        raise ConfigError(f"{path} must hold a JSON list of schedules, each an object of knob names and values")
+    return listed
+
+
+def open_runner(kernel: KernelClass, arch: str, *, runner: str = "auto", seed: int = 0,
+                without: str = "--runner none") -> GpuRunner | None:  # fmt: skip
+    """What measures: the GPU, or None where there is none of the arch.
+
+    Args:
+        kernel: whose candidates are measured.
+        arch: e.g. sm_90.
+        runner: auto, gpu (it must be there) or none.
+        seed: of inputs and orders.
+        without: what to do without it, for people.
+
+    Raises:
+        MeasureError: a GPU was asked for, and there is none of the arch.
+    """
+    if runner == "none":
+        return None
+    from tiledsched.measure.nvml import devices
+
+    if not any(device.arch == arch for device in devices()):
+        if runner == "gpu":
+            raise MeasureError(f"no {arch} GPU here; run: tiledsched doctor, or use {without}")
+        return None
+    from tiledsched.measure.gpu import GpuRunner
+
+    return GpuRunner(kernel, seed=seed)
+
+
+@contextmanager
+def noted_run(db: TuningDB, command: Mapping[str, Any], arch: str) -> Iterator[int]:
+    """A run noted in the database from start to end; its number."""
+    run_id = db.start_run(dict(command), arch)
+    status = "failed"
+    try:
+        yield run_id
+        status = "done"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        db.finish_run(run_id, status)
+
+
+def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch: str, db: str | None = None,
+         regime: str | None = None, accum_mode: str | None = None, effort: str = "default", trials: int | None = None,
+         budget_s: float | None = None, sampler: str = "surrogate", neighbours: bool = False, seed: int = 0,
+         runner: str = "auto", space: str | Path | None = None, candidates: str | Path | None = None,
+         jobs: int | None = None, compile_timeout_s: float = 120.0, watcher: Watcher | None = None,
+         command: Mapping[str, Any] | None = None) -> TuneReport:  # fmt: skip
+    """Find the best schedule of each problem and serve it from now on.
+
+    Measured where a GPU of the arch is present; else every schedule is built and the model ranks the programs.
+
+    Args:
+        kernel: the class, or where it is declared.
+        problems: problems, or values by name; the name of a suite; None for all suites.
+        arch: e.g. sm_90.
+        db: path or URL of the database; None for the user's.
+        regime: burst or sustained; None for what settings say.
+        accum_mode: accuracy class, of kernels that have several.
+        effort: quick, default or thorough.
+        trials: distinct programs to measure per problem, at most; None for those of the effort.
+        budget_s: seconds for all problems together.
+        sampler: what proposes schedules.
+        neighbours: also what differs from the fastest in a knob or two, beyond what the space explores.
+        seed: of the sampler.
+        runner: auto, gpu or none.
+        space: a search-space file.
+        candidates: a JSON list of schedules; only those are searched.
+        jobs: compile processes; None for one per CPU.
+        compile_timeout_s: per schedule.
+        watcher: who is told of progress.
+        command: what to note as the run's command.
+
+    Returns:
+        Results and entries by problem; prints itself, as a table in a notebook.
+
+    Raises:
+        TiledschedError: of a wrong argument, a missing compiler, or a problem that no schedule works for. What was found
+            for the problems before it is stored.
+    """
+    kernel = kernel_of(kernel)
+    wanted = problems_of(kernel, problems)
+    settings = load_settings({"db": db, "regime": regime, "accum_mode": accum_mode})
+    tools = prepare_tools(kernel, arch, settings=settings, space=space, candidates=candidates)
+    gpu = open_runner(kernel, arch, runner=runner, seed=seed)  # its process starts while we import the rest
+    from tiledsched.build.pool import BuildPool
+    from tiledsched.search.tuner import TuneOptions, Tuner
+    from tiledsched.store.db import TuningDB
+
+    options = TuneOptions(accum_mode=settings.accum_mode, effort=effort, trials=trials, budget_s=budget_s, sampler=sampler,
+                          neighbours=neighbours, seed=seed, regime=settings.regime,
+                          compile_timeout_s=compile_timeout_s)  # fmt: skip
+    said = command or {"kernel": kernel.name, "problems": [each.to_json() for each in wanted], "effort": effort}
+    try:
+        with TuningDB.open(settings.db) as store, BuildPool(jobs) as pool:
+            with noted_run(store, said, arch) as run_id:
+                tuner = Tuner(store, tools.artifacts, tools.space, kernel, tools.toolchain, options, pool=pool, run_id=run_id,
+                              runner=gpu, watcher=watcher)  # fmt: skip
+                results = tuner.tune(wanted)
+            entries = [next(entry for entry in store.entries(arch, kernel.name, problem=result.entry.problem)
+                            if entry.key == result.entry.key) for result in results]  # fmt: skip
+    finally:
+        if gpu is not None:
+            gpu.close()
+    return TuneReport(
+        kernel=kernel, arch=arch, run_id=run_id, results=results, entries=entries, measured=gpu is not None
+    )
+
+
+def check(kernel: KernelClass | str, problems: Cases | str | None = None, *, schedules: int = 20, seed: int = 0,
+          arch: str = CHECK_ARCH, space: str | Path | None = None) -> Iterator[CheckRow]:  # fmt: skip
+    """Run schedules of a kernel on the CPU, in the interpreter, and compare every output with the reference.
+
+    Args:
+        kernel: the class, or where it is declared.
+        problems: what to compute; None for small problems that the kernel names, or its suites' made small.
+        schedules: how many for each problem: the default, and others drawn from the space.
+        seed: of inputs and choice.
+        arch: whose space is walked.
+        space: a search-space file.
+
+    Yields:
+        A row as each is known.
+    """
+    kernel = kernel_of(kernel)
+    wanted = problems_of(kernel, problems) if problems is not None else small_problems(kernel)
+    found = load_space(space, kernel) if space else space_for(arch, kernel)
+    from tiledsched.interpreter.checking import check_schedule
+
+    for problem in wanted:
+        for schedule in _some_schedules(found, problem, schedules, seed):
+            passed, worst, message = check_schedule(kernel, problem, schedule, arch=arch, seed=seed)
+            yield CheckRow(problem=problem, schedule=schedule, passed=passed, worst_error=worst, message=message)
+
+
+def small_problems(kernel: KernelClass) -> list[Problem]:
+    """Problems that the interpreter runs in a moment: the kernel's own, or those of its suites made small, twice: all
+    sizes as small as can be, and the largest one a length that no tile divides.
+
+    Raises:
+        ConfigError: the kernel names no problem at all.
+    """  # fmt: skip
+    from tiledsched.declaration import shrunk
+
+    if kernel.small is not None:
+        return list(kernel.small())
+    by_kind = {kernel.problem_kind(each): each for each in reversed(problems_of(kernel, None))}
+    return list(dict.fromkeys(small for each in by_kind.values()
+                              for small in (shrunk(kernel, each), shrunk(kernel, each, (67, 68, 72, 80, 128), only_largest=True))))
+
+
+def _some_schedules(space: SearchSpace, problem: Problem, count: int, seed: int) -> list[Schedule]:
+    rng = random.Random(seed)
+    found = {space.default(problem): None}
+    for _ in range(20 * count):
+        if len(found) >= count:
+            break
+        with suppress(TiledschedError):
+            found.setdefault(space.sample(problem, rng))
+    return list(found)[:count]
