@@ -44,7 +44,7 @@ class Axes:
         return tuple(getattr(problem, name) for name in self.shared)
 
     def describe_shared(self, problem: Problem) -> str:
-        """`D=64 float16, causal`."""
+        """What they share, `D=64 float16`."""
         named = {self.title(name): getattr(problem, name) for name in self.shared}
         flags = [title for title, value in named.items() if value is True]
         rest = describe_values({title: value for title, value in named.items() if not isinstance(value, bool)})
