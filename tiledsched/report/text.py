@@ -20,6 +20,7 @@ from tiledsched.report.records import (
     Report,
     Section,
     Tile,
+    unit_of,
 )
 from tiledsched.schedule import Schedule
 
@@ -139,14 +140,14 @@ def _accum(report: Report, text: str) -> list[str]:
 
 def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
     sizes = report.axes.columns_of([one.problem for one in group])
-    units = list(dict.fromkeys(one.unit for one in group))
+    units = list(dict.fromkeys(unit_of(one.problem) for one in group))
     measured = group[0].provenance == MEASURED
     head = [*sizes, "best", "µs", *(["95% interval"] if measured else []), *units, "runner-up", "drop",
             *(["ties"] if measured else []), "default's drop", "median's drop", "worst"]  # fmt: skip
     return _table(head, (
         (*(cell(one.problem, fields) for fields in sizes.values()), _short(one.best.schedule), _us(one.best.us),
          *([_interval(one.best.ci_low_us, one.best.ci_high_us)] if measured else []),
-         *(f"{one.best.rate:.1f}" if one.unit == unit else NOTHING for unit in units),
+         *(f"{one.best.rate:.1f}" if unit_of(one.problem) == unit else NOTHING for unit in units),
          _short(one.runner_up.schedule) if one.runner_up else NOTHING, _percent(one.runner_up_drop),
          *([str(len(one.ties))] if measured else []), _percent(one.default_drop),
          _percent(one.median_drop if one.programs > 1 else None),
@@ -156,7 +157,7 @@ def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
 
 def _sensitivity(section: Section, report: Report) -> list[Block]:
     axes, tile = report.axes, " x ".join(report.tile_knobs or ())
-    identity = ["device", *map(axes.title, axes.shared), *_accum(report, "accum"), axes.swept_title, "problems"]
+    identity = ["device", *axes.titles.values(), *_accum(report, "accum"), axes.swept_title, "problems"]
     text = (
         f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a regime joins several problems, "
         f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above."
