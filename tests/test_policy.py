@@ -120,7 +120,7 @@ ODD = [Attention.problem(seq_q=1, seq_k=8192, head_dim=128, batch=8, heads=32, k
 
 @pytest.fixture(scope="module")
 def shipped():
-    return Table(read_table(data_files.tuning_db() / "tables" / "sm_90.json").entries)
+    return Table(read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries)
 
 
 @pytest.mark.parametrize("problem", ODD, ids=str)
@@ -158,7 +158,7 @@ def test_expected_losses_grow_with_distance_and_are_given_only_where_measured() 
 @pytest.fixture(scope="module")
 def study():
     root = data_files.tuning_db()
-    landscapes = [read_landscape(path) for path in sorted((root / "landscapes").glob("h200_burst_*.json.xz"))]
+    landscapes = [read_landscape(path) for path in sorted((root / "landscapes" / "attention").glob("h200_burst_*.json.xz"))]
     return Study(landscapes, read_table(TABLE).entries)
 
 
@@ -199,7 +199,7 @@ def test_a_choice_is_looked_up_by_its_program(study) -> None:
 def test_the_losses_that_ship_are_those_of_the_study(study, tmp_path) -> None:
     write_bands(bands(study), tmp_path / "bands.json")
     fresh = json.loads((tmp_path / "bands.json").read_text())
-    shipped = json.loads((data_files.tuning_db() / "model" / "transfer.json").read_text())
+    shipped = json.loads((data_files.tuning_db() / "model" / "attention" / "transfer.json").read_text())
     for mine, its in zip(fresh["bands"], shipped["bands"], strict=True):
         assert (mine["other_kind"], mine["cases"]) == (its["other_kind"], its["cases"])
         # Of other kinds, what is repaired depends on the space's constraints, which change now and then.

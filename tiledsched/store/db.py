@@ -20,7 +20,16 @@ from tiledsched.schedule import Schedule
 from tiledsched.store import host
 from tiledsched.store.codec import encode
 from tiledsched.store.database import Database
-from tiledsched.store.models import ArtifactRow, BuildRow, DeviceRow, EntryRow, FailureRow, MeasurementRow, ProblemRow, RunRow
+from tiledsched.store.models import (
+    ArtifactRow,
+    BuildRow,
+    DeviceRow,
+    EntryRow,
+    FailureRow,
+    MeasurementRow,
+    ProblemRow,
+    RunRow,
+)
 from tiledsched.store.reading import (
     Reader,
     matching,
@@ -232,9 +241,7 @@ class TuningDB(Database):
                     distinct_programs=programs,
                     measurements=count,
                 )
-                for problem, name, arch, regime, programs, count in session.execute(
-                    select_landscapes().where(*wanted)
-                )
+                for problem, name, arch, regime, programs, count in session.execute(select_landscapes().where(*wanted))
             ]
         return sorted(found, key=lambda line: (line.arch, line.device_name, line.regime, line.problem))
 
@@ -359,7 +366,7 @@ class TuningDB(Database):
         """
         done = dict.fromkeys(("measurements_added", "measurements_kept", "entries_added", "entries_replaced",
                               "entries_kept"), 0)  # fmt: skip
-        self.show(*(each.kernel for each in (*measurements, *entries)))
+        self.show(*{stored.kernel for stored in measurements}, *{entry.kernel for entry in entries})
         with self.writing() as session:
             put_artifacts(session, artifacts)
             for stored in measurements:

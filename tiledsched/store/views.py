@@ -32,7 +32,6 @@ FIXED = {
     "updated_at": EntryRow.updated_at,
 }
 """Columns of every view; a field of one of these names gets an underscore behind it."""
-VIEWS = ViewRow.__table__
 
 
 def create_view(connection: Connection, kernel: KernelClass) -> str:
@@ -49,19 +48,19 @@ def create_view(connection: Connection, kernel: KernelClass) -> str:
         return str(mine.name)
     if mine is not None:
         connection.exec_driver_sql(f'DROP VIEW IF EXISTS "{mine.name}"')
-        connection.execute(sa.delete(VIEWS).where(ViewRow.kernel == kernel.name))
+        connection.execute(sa.delete(ViewRow).where(ViewRow.kernel == kernel.name))
     name = mine.name if mine is not None else view_name(kernel.name)
     if _taken(connection, name):
         name = f"{name[: LONGEST_NAME - 7]}_{stable_id(kernel.name, 6)}"
     connection.exec_driver_sql(f'CREATE VIEW "{name}" AS {query}')
-    connection.execute(sa.insert(VIEWS), {"name": name, "kernel": kernel.name, "definition": str(query)})
+    connection.execute(sa.insert(ViewRow), {"name": name, "kernel": kernel.name, "definition": str(query)})
     return name
 
 
 def view_name(kernel: str) -> str:
     """What the view of a kernel is called if the name is free: `rms_norm` for `mylib.norms:RmsNorm`."""
     last = re.split(r"[:.]", kernel)[-1]
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", last)
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", last)
     return re.sub(r"[^a-z0-9_]", "_", words.lower())[:LONGEST_NAME] or "kernel"
 
 

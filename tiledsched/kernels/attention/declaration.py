@@ -98,6 +98,8 @@ class Attention(Kernel):
     only_its_kind = staticmethod(alike.only_its_kind)
     loss_known = staticmethod(alike.loss_known)
     add_flags = staticmethod(flags.add_flags)
+    add_likely_flags = staticmethod(flags.add_likely_flags)
+    likely = staticmethod(flags.likely)
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:

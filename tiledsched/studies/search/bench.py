@@ -19,7 +19,7 @@ _fields: tuple[Field, ...] = ()
 
 def shipped_landscapes() -> list[Path]:
     """The recorded landscapes of the burst regime that come with the package."""
-    return sorted((data_files.tuning_db() / "landscapes").glob("*_burst_*.json.xz"))
+    return sorted((data_files.tuning_db() / "landscapes").glob("*/*_burst_*.json.xz"))
 
 
 def run_bench(paths: Sequence[Path], samplers: Sequence[str], *, seeds: int, jobs: int,

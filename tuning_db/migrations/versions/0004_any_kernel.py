@@ -38,7 +38,7 @@ def upgrade():
     found = {}
     for row in connection.execute(sa.select(OLD)).mappings():
         values = {name: row[name] for name in columns}
-        found[row["id"]] = {name: value for name, value in values.items() if LATER.get(name) != value or name not in LATER}
+        found[row["id"]] = {name: value for name, value in values.items() if (name, value) not in LATER.items()}
     tables = [sa.table(name, sa.column("kernel"), sa.column("problem_id")) for name in POINTING]
     used = {tuple(row) for table in tables
             for row in connection.execute(sa.select(table.c.problem_id, table.c.kernel).distinct())}  # fmt: skip
