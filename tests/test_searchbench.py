@@ -122,7 +122,7 @@ def test_constants_change_and_come_back(fields) -> None:
         assert constants.surprise(fields[0]) != surprise
     assert before == surrogate.UNEVEN
     assert constants.surprise(fields[0]) == surprise
-    assert constants.constants([1.0] * 8)["WEIGHTS"] == surrogate.WEIGHTS
+    assert constants.constants([1.0] * 8)["weights"] == Attention.weights
 
 
 def test_the_command(tmp_path, capsys) -> None:
