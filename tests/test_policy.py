@@ -118,7 +118,7 @@ ODD = [Attention.problem(seq_q=1, seq_k=8192, head_dim=128, batch=8, heads=32, k
 
 @pytest.fixture(scope="module")
 def shipped():
-    return Table(read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries, Attention)
+    return Table(read_table(data_files.tuning_db() / "tables" / "sm_90.json").entries, Attention)
 
 
 @pytest.mark.parametrize("problem", ODD, ids=str)

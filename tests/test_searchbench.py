@@ -10,6 +10,7 @@ import pytest
 
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError
+from tiledsched.kernels.attention import Attention
 from tiledsched.search.effort import EFFORTS
 from tiledsched.studies.search import constants, ours
 from tiledsched.studies.search.bench import run_bench, shipped_landscapes

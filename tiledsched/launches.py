@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import itertools
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from tiledsched.fields import ITEM_BYTES, Choice, Dim, Flag, read_shape
 from tiledsched.kernel import HINT_KNOBS, ArraySpec, KernelClass, ProblemClass
 from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import Schedule
+from tiledsched.storage import strides_of
 
 ALIGNMENT = 16
 """Bytes; what the TMA unit asks of addresses and strides."""
@@ -195,17 +195,6 @@ def _array_constraint(spec: ArraySpec, note: Any) -> Any:
         stride_divisible_by=tuple(1 if axis == unit or axis in fixed_strides else aligned for axis in range(ndim)),
         base_addr_divisible_by=ALIGNMENT,
     )  # fmt: skip
-
-
-def strides_of(shape: Sequence[int], column: bool) -> tuple[int, ...]:
-    """Strides in elements of a contiguous array, or of one whose last two axes are swapped in memory."""
-    order = list(range(len(shape)))
-    if column and len(order) > 1:
-        order[-1], order[-2] = order[-2], order[-1]
-    strides = [1] * len(shape)
-    for outer, inner in reversed(list(itertools.pairwise(order))):
-        strides[outer] = strides[inner] * shape[inner]
-    return tuple(strides)
 
 
 def unit_axis(ndim: int, column: bool) -> int:
