@@ -118,7 +118,7 @@ ODD = [Attention.problem(seq_q=1, seq_k=8192, head_dim=128, batch=8, heads=32, k
 
 @pytest.fixture(scope="module")
 def shipped():
-    return Table(read_table(data_files.tuning_db() / "tables" / "sm_90.json").entries, Attention)
+    return Table(read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries, Attention)
 
 
 @pytest.mark.parametrize("problem", ODD, ids=str)
@@ -156,7 +156,7 @@ def test_expected_losses_grow_with_distance_and_are_given_only_where_measured() 
 @pytest.fixture(scope="module")
 def study():
     root = data_files.tuning_db()
-    landscapes = [read_landscape(path) for path in sorted((root / "landscapes").glob("h200_burst_*.json.xz"))]
+    landscapes = [read_landscape(path) for path in sorted((root / "landscapes" / "attention").glob("h200_burst_*.json.xz"))]
     return Study(landscapes, read_table(TABLE).entries)
 
 

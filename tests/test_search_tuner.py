@@ -24,7 +24,7 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 
 TEMPLATE = kernel_named("attention")
-LANDSCAPES = sorted((data_files.tuning_db() / "landscapes").glob("*_burst_*.json.xz"))
+LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 
 
 def recorded_space(recorded: Recorded) -> SearchSpace:

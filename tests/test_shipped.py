@@ -19,8 +19,8 @@ from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 
 ROOT = Path(__file__).parent.parent
-TABLES = sorted((data_files.tuning_db() / "tables").glob("*.json"))
-LANDSCAPES = sorted((data_files.tuning_db() / "landscapes").glob("*.json.xz"))
+TABLES = sorted((data_files.tuning_db() / "tables").glob("*/*.json"))
+LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*.json.xz"))
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -52,7 +52,7 @@ def small_problem(problem: Problem) -> Problem:
 def test_what_was_measured_is_right_in_the_interpreter() -> None:
     """Neighbours of winners leave what is explored, and with it what the tests of the kernel draw from."""
     space = space_for("sm_90")
-    entries = read_table(data_files.tuning_db() / "tables" / "sm_90.json").entries
+    entries = read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries
     cases = dict.fromkeys((small_problem(entry.problem), space.complete(entry.schedule)) for entry in entries)
     assert len(cases) > 100
     for problem, schedule in cases:

@@ -21,7 +21,7 @@ from tiledsched.store.writing import Parents, entry_values, measurement_values
 
 OLD_DATABASES = sorted((Path(__file__).parent / "data").glob("store_000[123].db"))
 SHIPPED = data_files.tuning_db()
-LANDSCAPES = sorted((SHIPPED / "landscapes").glob("*.json.xz"))
+LANDSCAPES = sorted((SHIPPED / "landscapes" / "attention").glob("*.json.xz"))
 
 
 def old_id(problem: Problem) -> str:
@@ -76,7 +76,7 @@ def upgraded(request, tmp_path):
 
 
 def test_every_measured_entry_comes_through_as_measured(upgraded, tmp_path) -> None:
-    path = SHIPPED / "tables" / "sm_90.json"
+    path = SHIPPED / "tables" / "attention" / "sm_90.json"
     table = read_table(path)
     assert Counter(entry.provenance for entry in table.entries) == {"measured": 173}
     db = upgraded(table)

@@ -1,6 +1,6 @@
 r"""What the serving policy loses on problems held out, beside other policies: the tables of docs/results/serving.md.
 
-    python -m tiledsched.studies.policy tuning_db/landscapes/*_burst_*.json.xz \
+    python -m tiledsched.studies.policy tuning_db/landscapes/attention/*_burst_*.json.xz \
         --table docs/results/serving/sm_90_2026-11-20.json.xz
 
 Every landscape in turn is the problem nobody measured. A policy sees the table without it (*one out*), or without every
