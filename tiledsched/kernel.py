@@ -314,7 +314,7 @@ class Kernel:
 
     @staticmethod
     def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
-        """Name -> what takes the inputs as torch tensors, in the order declared, and returns the outputs: `bench` times it."""
+        """Name -> what returns the outputs of inputs (torch tensors, in the order declared), which it leaves as they are."""
         return {}
 
     # What everything else asks.

@@ -66,6 +66,8 @@ def expected_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
 
 def features(schedule: Schedule, facts: ResourceFacts) -> list[str]:
     """What counts of a program. Each is a name such as `qk_ahead=true` or `tile=64x128 warps=8`; all have weight one."""
+    if "tile_m" not in schedule:  # of another kernel: every knob value by itself
+        return [f"{name}={value}" for name, value in schedule.items()]
     warps, grid = f"warps={schedule['num_worker_warps']}", "tiles" if schedule["persistent"] == "no" else "persistent"
     tile = f"tile={schedule['tile_m']}x{schedule['tile_n']}"
     found = [tile, f"{tile} {warps}", f"{tile} {grid}", f"{warps} resident={min(3, facts.ctas_per_sm)}"]
