@@ -16,7 +16,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.build.cubin import ResourceFacts
+    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
 
 PAD_TILE = 64
@@ -50,23 +50,23 @@ class Matmul(Kernel):
     A = ts.array("m k", layout="a_layout")
     B = ts.array("k n", layout="b_layout")
     C = ts.out("m n")
-    Partial = ts.workspace("SPLIT_K m n")
-    PaddedA = ts.workspace(lambda p, s: (p.padded_m, p.padded_k), dtype="dtype")
-    PaddedB = ts.workspace(lambda p, s: (p.padded_k, p.padded_n), dtype="dtype")
+    Partial = ts.workspace("SPLIT_K m n", aligned=True)
+    PaddedA = ts.workspace(lambda p, s: (p.padded_m, p.padded_k), dtype="dtype", aligned=True)
+    PaddedB = ts.workspace(lambda p, s: (p.padded_k, p.padded_n), dtype="dtype", aligned=True)
 
     knobs = {
         "TILE_M": ts.knob((128, 64, 256, 16), about="rows of a work tile", weight=1.0),
         "TILE_N": ts.knob((256, 128, 64, 32), about="columns of a work tile", weight=1.0),
         "REST_N": ts.knob((0, 64, 32), about="columns of a second part of a work tile; 0 for none", weight=0.4),
-        "TILE_K": ts.knob((64, 128, 256, 32), about="columns of A that a step of the main loop takes", weight=0.4),
+        "TILE_K": ts.knob((64, 32, 128, 256), about="columns of A that a step of the main loop takes", weight=0.4),
         "num_worker_warps": ts.knob((8, 4), about="warps that multiply", weight=1.0),
         "num_ctas": ts.knob((1, 2), about="blocks of a cluster, which share their operands", weight=1.0),
-        "GROUP_M": ts.knob((8, 1, 4, 16), about="rows of work tiles that are taken together", weight=0.1),
+        "GROUP_M": ts.knob((8, 4, 16), about="rows of work tiles that are taken together", weight=0.1),
         "PERSISTENT": ts.knob((False, True), about="whether a block takes several work tiles"),
         "SPLIT_K": ts.knob((1, 2, 4, 8), about="blocks that share the walk over k of a work tile", weight=1.0),
         "PAD": ts.knob((False, True), about="copy operands first, so that TMA can load them", weight=5.0),
-        "occupancy": ts.knob((0, 1, 2), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
-        "LATENCY": ts.knob((0, 6, 3), about="latency hint of the main loop's loads", measured_only=True),
+        "occupancy": ts.knob((0, 2), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
+        "LATENCY": ts.knob((0, 6), about="latency hint of the main loop's loads", measured_only=True),
     }
     constraints = {
         "TILE_M * TILE_N <= 32768 * num_ctas": "two groups of warps hold 128 x 256 sums in registers, and no more",
@@ -78,26 +78,27 @@ class Matmul(Kernel):
     }
     exploring = {
         "TILE_M * TILE_N <= 16384 * num_ctas or num_worker_warps == 8": "one group of warps spills more than 128 x 128 sums",
-        "TILE_M * (TILE_N + REST_N) > 4096 or num_worker_warps == 4": "small tiles leave a second group of warps no work",
-        "TILE_M >= 64 or num_worker_warps == 4": "small tiles leave a second group of warps no work",
+        "TILE_M * TILE_N >= 16384 or num_worker_warps == 4": "small tiles leave a second group of warps no work",
+        "TILE_M <= 128 or TILE_N >= 128": "tall and narrow tiles read more than they multiply",
+        "TILE_M < 128 or TILE_N >= 64": "tall and narrow tiles read more than they multiply",
+        "TILE_M <= 128 or num_ctas == 2 or TILE_N == 128": "beyond what registers hold",
         "not large or TILE_M * TILE_N >= 16384": "small tiles read their operands too often",
-        "not large or SPLIT_K == 1": "enough work tiles without a split",
-        "SPLIT_K == 1 or k >= 1024": "a short walk is not worth dividing",
-        "SPLIT_K == 1 or not PERSISTENT": "a split makes as many blocks as fit, or few more",
+        "m <= 256 or TILE_M * TILE_N >= 4096": "small tiles read their operands too often",
         "m <= 32 or TILE_M >= 64": "tensor cores take 64 rows at a time",
         "m > 64 or TILE_M <= 64": "rows beyond the last are multiplied for nothing",
         "m > 128 or TILE_M <= 128": "rows beyond the last are multiplied for nothing",
-        "m <= 256 or TILE_M * TILE_N >= 4096": "small tiles read their operands too often",
-        "TILE_K != 32 or TILE_M * TILE_N >= 32768": "short steps leave room for more of them, where tiles are large",
-        "TILE_K != 256 or TILE_M * TILE_N <= 2048": "long steps fit where tiles are small",
-        "num_ctas == 1 or (TILE_M >= 128 and SPLIT_K == 1)": "clusters are for large work tiles",
-        "num_ctas == 1 or TILE_K == 64": "other steps are tried without clusters",
-        "GROUP_M == 8 or m > 1024": "a few rows of tiles are one group in any order",
-        "GROUP_M == 8 or TILE_M * TILE_N >= 16384": "the order is tried on large tiles",
-        "occupancy == 0 or TILE_M * TILE_N <= 16384": "of larger tiles an SM holds one in any case",
-        "occupancy == 0 or num_worker_warps == 4": "a second group of warps takes the place of a second block",
-        "occupancy == 0 or not PERSISTENT": "persistent blocks that share an SM were 3 times slower on the H200",
-        "LATENCY != 3 or TILE_M * TILE_N <= 16384": "of large tiles it leaves room for three steps, which are 1.5 times slower",
+        "REST_N == 0 or not PERSISTENT": "the compiler (13.4 on sm_90) waits for each of two parts' products in such loops",
+        "REST_N == 0 or TILE_K == 64 or TILE_M < 64": "longer steps are tried on one part",
+        "SPLIT_K == 1 or (k >= 1024 and m * n * SPLIT_K <= 512 * TILE_M * TILE_N)": "enough work tiles without a split",
+        "SPLIT_K == 1 or not PERSISTENT": "a split makes as many blocks as fit, or few more",
+        "TILE_K > 32 or shared_memory_bytes <= 166912": "short steps are for little shared memory",
+        "TILE_K <= 64 or TILE_M * TILE_N <= 16384": "long steps leave room for two of them, where tiles are large",
+        "TILE_K <= 128 or TILE_M * TILE_N <= 1024": "long steps leave room for two of them, where tiles are large",
+        "num_ctas == 1 or (TILE_M >= 128 and SPLIT_K == 1 and TILE_K == 64)": "clusters are for large work tiles",
+        "PERSISTENT == False or (TILE_M * TILE_N >= 16384 and num_worker_warps == 8)": "short work tiles were slower so on the H200",
+        "GROUP_M == 8 or (m > 1024 and TILE_M * TILE_N >= 32768)": "the order is tried on large tiles",
+        "occupancy == 0 or (TILE_M * TILE_N <= 16384 and num_worker_warps == 4)": "of larger tiles an SM holds one in any case",
+        "LATENCY == 0 or TILE_M * TILE_N >= 16384": "the hint is tried on large tiles",
     }
     suites = SUITES
     axes = ("m", "n", "k", "dtype")
