@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import numpy
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from tiledsched.attention import arguments, launching, plans
+from tiledsched.serve import launching, process
 
 TOLERANCE: dict[Any, dict[str, float]] = {
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
@@ -22,22 +21,11 @@ class Launches(list):
     """What was launched: (stream, grid, kernel, arguments) each."""
 
     def __call__(self, stream: int, grid: tuple[int, int, int], kernel: Any, args: tuple[Any, ...]) -> None:
-        from tiledsched.interpreter import run
+        from tiledsched.interpreter.host_arrays import as_numpy
+        from tiledsched.interpreter.launch import run
 
         self.append((stream, grid, kernel, args))
-        run(kernel, grid, [_as_array(each) for each in args])
-
-
-def _as_array(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return value.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    array = value.detach().numpy()
-    assert numpy.shares_memory(array, value.detach().numpy())
-    return array
+        run(kernel, grid, [as_numpy(each) for each in args])
 
 
 def serve_on_cpu(monkeypatch: Any, tmp_path: Any) -> Launches:
@@ -47,11 +35,11 @@ def serve_on_cpu(monkeypatch: Any, tmp_path: Any) -> Launches:
     launches = Launches()
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(arguments, "DEVICE_TYPE", "cpu")
-    facts = plans.DeviceFacts(arch="sm_90", name="NVIDIA H200", sm_count=132)
-    monkeypatch.setattr(plans, "device_facts", lambda index: facts)
-    monkeypatch.setattr(launching, "_current_device", lambda: -1)
-    monkeypatch.setattr(launching, "_current_stream", lambda index: 0)
+    facts = process.DeviceFacts(arch="sm_90", name="NVIDIA H200", sm_count=132)
+    monkeypatch.setattr(process, "device_facts", lambda index: facts)
+    monkeypatch.setattr(launching, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(launching, "current_device", lambda: -1)
+    monkeypatch.setattr(launching, "current_stream", lambda index: 0)
     monkeypatch.setattr(launching, "_launched", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)

@@ -13,7 +13,8 @@ from serve_on_cpu import TOLERANCE, expected, tensors  # noqa: E402
 from tiledsched import configure  # noqa: E402
 from tiledsched.attention import plans  # noqa: E402
 from tiledsched.attention import sdpa as serve  # noqa: E402
-from tiledsched.errors import ProblemError, UnsupportedError  # noqa: E402
+from tiledsched.errors import ProblemError, UnsupportedError
+from tiledsched.serve import plan_cache, process  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -21,14 +22,14 @@ pytestmark = pytest.mark.usefixtures("fresh")
 @pytest.fixture(params=["compared", "by key"])
 def served(request, launches, monkeypatch):
     """Launches to come, with torch's comparison and without it."""
-    tried = tuple(int(part) for part in torch.__version__.split(".")[:2]) in plans.COMPARED
-    assert (plans._comparison() is not None) == tried
+    tried = tuple(int(part) for part in torch.__version__.split(".")[:2]) in plan_cache.COMPARED
+    assert (plan_cache.comparison() is not None) == tried
     if not tried and request.param == "compared":
         pytest.skip("this torch's comparison was not tried: every lookup is by key")
     if request.param == "by key":
-        monkeypatch.setattr(plans, "_comparison", lambda: None)
+        monkeypatch.setattr(plan_cache, "comparison", lambda: None)
     yield launches
-    assert bool(plans._recent) <= (request.param == "compared")
+    assert bool(plans.cache.recent) <= (request.param == "compared")
 
 
 def warm(*given, **flags):
@@ -115,9 +116,9 @@ def test_any_call_after_any_other_gets_the_plan_of_its_key(served) -> None:
         serve.sdpa(*given, **flags)
     for before in every.values():
         for after in every.values():
-            plans._recent = ()
+            plans.cache.recent = ()
             for each in (before, before, before, after, after, after, before):
-                assert plans.find_ready(*each) is plans.ready[plans.plan_key(*each)]
+                assert plans.find_ready(*each) is plans.cache.ready[plans.plan_key(*each)]
 
 
 def test_calls_in_turn_are_not_looked_up_by_key(launches, monkeypatch) -> None:
@@ -144,12 +145,12 @@ def test_what_a_comparison_refuses_is_compared_anew(launches, monkeypatch, other
 def test_few_are_compared_and_many_in_turn_change_nothing(launches) -> None:
     for given, flags in calls().values():
         warm(*given, **flags)
-    before = plans._recent
-    assert len(before) == plans.MAX_RECENT
+    before = plans.cache.recent
+    assert len(before) == plan_cache.MAX_RECENT
     for _ in range(3):
         for name in ("dtype", "keys", "top_left", "scale"):
             check(calls()[name])
-    assert plans._recent is before
+    assert plans.cache.recent is before
 
 
 # Devices
@@ -172,7 +173,7 @@ def test_each_device_has_its_plan(served) -> None:
         places = [[torch.empty(1, 2, 8, 16, device=f"cuda:{index}") for _ in "qkv"] for index in (0, 1)]
     for index, given in enumerate(places):
         key = plans.plan_key(*given, None, None, False)
-        plans._plans[key] = plans.ready[key] = f"plan of {index}"
+        plans.cache.plans[key] = plans.cache.ready[key] = f"plan of {index}"
     for index in (0, 0, 1, 1, 0, 1):
         assert plans.find_ready(*places[index], None, None, False) == f"plan of {index}"
     assert plans.find_ready(places[0][0], places[1][1], places[0][2], None, None, False) is None
@@ -220,15 +221,15 @@ def test_what_is_forgotten_during_a_lookup_stays_forgotten(launches, monkeypatch
     given = calls()["plain"][0]
     serve.sdpa(*given)
     serve.sdpa(*given)
-    found = plans._comparison()
+    found = plan_cache.comparison()
 
     def reload_meanwhile():
-        plans.forget_plans()
+        process.forget_plans()
         return found
 
-    monkeypatch.setattr(plans, "_comparison", reload_meanwhile)
+    monkeypatch.setattr(plan_cache, "comparison", reload_meanwhile)
     serve.sdpa(*given)
-    assert (plans._recent, plans.ready) == ((), {})
+    assert (plans.cache.recent, plans.cache.ready) == ((), {})
 
 
 def test_what_is_forgotten_during_a_launch_stays_forgotten(launches, monkeypatch) -> None:
@@ -236,12 +237,12 @@ def test_what_is_forgotten_during_a_launch_stays_forgotten(launches, monkeypatch
 
     def reload_meanwhile(*given) -> None:
         launches(*given)
-        plans.forget_plans()
+        process.forget_plans()
 
     monkeypatch.setattr(cuda.tile, "launch", reload_meanwhile)
     serve.sdpa(*calls()["plain"][0])
     assert len(launches) == 1
-    assert plans.ready == {}
+    assert plans.cache.ready == {}
 
 
 # Threads
@@ -295,7 +296,7 @@ def special():
 def test_special_tensors_are_refused(launches, name) -> None:
     q, k, v = calls()["plain"][0]
     warm(q, k, v)
-    alike, odd = plans._recent[0][3], special()[name]
+    alike, odd = plans.cache.recent[0][2], special()[name]
     assert alike(q, k, v)
     assert not any(alike(*given) for given in ((odd, k, v), (q, odd, v), (q, k, odd)))
 
@@ -353,11 +354,11 @@ def test_a_torch_with_another_comparison_is_looked_up_by_key(launches, monkeypat
         monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     else:
         monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", found)
-    plans._comparison.cache_clear()
+    plan_cache.comparison.cache_clear()
     try:
         for name in ("plain", "transposed", "plain"):
             warm(*calls()[name][0])
             check(calls()[name])
-        assert plans._recent == ()
+        assert plans.cache.recent == ()
     finally:
-        plans._comparison.cache_clear()
+        plan_cache.comparison.cache_clear()

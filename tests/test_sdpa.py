@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # no
 from tiledsched import configure  # noqa: E402
 from tiledsched.attention import plans  # noqa: E402
 from tiledsched.attention import sdpa as serve  # noqa: E402
-from tiledsched.errors import LaunchError, ProblemError, UnsupportedError  # noqa: E402
+from tiledsched.errors import LaunchError, ProblemError, UnsupportedError
+from tiledsched.serve import plan_cache, process  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -208,7 +209,7 @@ def test_workspace_of_split_keys(launches, monkeypatch) -> None:
 
 def test_a_plan_is_made_once_and_found_again(launches, monkeypatch) -> None:
     made = []
-    monkeypatch.setattr(plans, "_make_plan", lambda *given, make=plans._make_plan: made.append(given) or make(*given))
+    monkeypatch.setattr(plans, "make_plan", lambda *given, make=plans.make_plan: made.append(given) or make(*given))
     q, k, v = tensors()
     for causal in (True, "top_left", True):
         serve.sdpa(q, k, v, causal=causal)
@@ -222,11 +223,11 @@ def test_a_plan_is_made_once_and_found_again(launches, monkeypatch) -> None:
 
 
 def test_plans_do_not_pile_up(launches, monkeypatch) -> None:
-    monkeypatch.setattr(plans, "MAX_PLANS", 3)
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
     for rows in range(1, 8):
         serve.sdpa(*tensors(rows=rows))
-        assert len(plans._plans) <= 3
-        assert plans.ready.keys() <= plans._plans.keys()
+        assert len(plans.cache.plans) <= 3
+        assert plans.cache.ready.keys() <= plans.cache.plans.keys()
 
 
 def test_threads_share_plans(launches) -> None:
@@ -246,7 +247,7 @@ def test_threads_share_plans(launches) -> None:
     for thread in threads:
         thread.join()
     assert failed == []
-    assert len(plans._plans) == 1
+    assert len(plans.cache.plans) == 1
 
 
 def test_configure_holds_from_the_next_call(launches) -> None:
@@ -360,7 +361,7 @@ def test_a_batch_that_broadcasts_is_left_to_torch(launches, quiet) -> None:
 def test_a_view_beyond_32_bits_is_left_to_torch(launches, monkeypatch) -> None:
     q, k, v = tensors(keys=200)
     serve.sdpa(q, k[:, :, :100], v[:, :, :100])
-    plans.forget_plans()
+    process.forget_plans()
     monkeypatch.setattr(plans, "LARGEST_INT32", k[:, :, :100].numel() + 1)
     with pytest.raises(UnsupportedError, match="spans more than"):
         serve.sdpa(q, k[:, :, :100], v[:, :, :100])
@@ -368,8 +369,8 @@ def test_a_view_beyond_32_bits_is_left_to_torch(launches, monkeypatch) -> None:
 
 
 def test_gpus_without_a_space_are_left_to_torch(launches, monkeypatch) -> None:
-    facts = plans.DeviceFacts(arch="sm_75", name="Tesla T4", sm_count=40)
-    monkeypatch.setattr(plans, "device_facts", lambda index: facts)
+    facts = process.DeviceFacts(arch="sm_75", name="Tesla T4", sm_count=40)
+    monkeypatch.setattr(process, "device_facts", lambda index: facts)
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors())
     with configure(fallback="torch"), pytest.warns(UserWarning, match="no search space for sm_75"):
         out, lse = serve.sdpa(q, k, v, causal=True, return_lse=True)

@@ -26,7 +26,7 @@ TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.92", ptxas="13.4.92", nv
 
 
 def schedule(**knobs) -> Schedule:
-    return space_for("sm_90").default(PROBLEM).replace(**knobs)
+    return space_for("sm_90", Attention).default(PROBLEM).replace(**knobs)
 
 
 def entry(problem: Problem = PROBLEM, provenance: str = "measured", *, knobs=None, device: str = "NVIDIA H200", **more):
@@ -41,8 +41,12 @@ def entry(problem: Problem = PROBLEM, provenance: str = "measured", *, knobs=Non
     return EntryRecord(**(values | more))
 
 
+def table_of(entries, **settings) -> Table:
+    return Table(entries, Attention, **settings)
+
+
 def test_this_devices_measurement_comes_first() -> None:
-    table = Table([
+    table = table_of([
         entry(knobs={"tile_m": 128}, device="NVIDIA H100"), entry(knobs={"occupancy": 2}),
         entry(provenance="modelled", knobs={"tile_n": 128}),
     ])  # fmt: skip
@@ -52,15 +56,15 @@ def test_this_devices_measurement_comes_first() -> None:
 
 
 def test_an_entry_of_an_earlier_version_is_served_as_the_program_it_was() -> None:
-    space = space_for("sm_90")
+    space = space_for("sm_90", Attention)
     old = {name: value for name, value in schedule(tile_m=128).items() if name not in space.modelled_pins()}
-    served = Table([entry(schedule=Schedule(old | {"persistent": True}))]).resolve(PROBLEM, "sm_90", "NVIDIA H200")
+    served = table_of([entry(schedule=Schedule(old | {"persistent": True}))]).resolve(PROBLEM, "sm_90", "NVIDIA H200")
     assert served.provenance == "measured"
     assert served.schedule == schedule(tile_m=128, persistent="strided")
 
 
 def test_another_device_of_the_arch_is_transferred() -> None:
-    table = Table([entry(knobs={"tile_m": 128}, device="NVIDIA H100")])
+    table = table_of([entry(knobs={"tile_m": 128}, device="NVIDIA H100")])
     served = table.resolve(PROBLEM, "sm_90", "NVIDIA H200")
     assert served.provenance == "transferred"
     assert "NVIDIA H100" in served.reason
@@ -69,7 +73,7 @@ def test_another_device_of_the_arch_is_transferred() -> None:
 
 def test_the_nearest_problem_serves_an_untuned_one() -> None:
     near, far = PROBLEM.replace(seq_q=2048, seq_k=2048), PROBLEM.replace(seq_q=16384, seq_k=16384)
-    table = Table([entry(far, knobs={"tile_m": 128}), entry(near, knobs={"occupancy": 3})])
+    table = table_of([entry(far, knobs={"tile_m": 128}), entry(near, knobs={"occupancy": 3})])
     served = table.resolve(PROBLEM.replace(seq_q=1500, seq_k=1500), "sm_90", "NVIDIA H200")
     assert served.provenance == "transferred"
     assert served.schedule["occupancy"] == 3
@@ -86,45 +90,45 @@ def test_only_the_shipped_tables_asked_for_are_read(tmp_path) -> None:
 def test_what_was_measured_outside_the_explored_part_is_served() -> None:
     """A list of candidates may leave it; the constraints that say what cannot work still count."""
     knobs = {"q_subtiles": 2, "block_order": "swizzled", "latency_k": 2, "occupancy": 2}
-    known, space = entry(knobs=knobs), space_for("sm_90")
+    known, space = entry(knobs=knobs), space_for("sm_90", Attention)
     assert space.violations(known.schedule, PROBLEM)
     assert space.unworkable(known.schedule, PROBLEM) == []
-    served = Table([known]).resolve(PROBLEM, "sm_90", known.device_name)
+    served = table_of([known]).resolve(PROBLEM, "sm_90", known.device_name)
     assert (served.schedule, served.provenance) == (known.schedule, "measured")
     near = PROBLEM.replace(batch=PROBLEM.batch + 1)
-    assert Table([known]).resolve(near, "sm_90").schedule == known.schedule
+    assert table_of([known]).resolve(near, "sm_90").schedule == known.schedule
     broken = entry(knobs={"loop_split": True})  # for masks
     assert space.unworkable(broken.schedule, PROBLEM)
-    assert Table([broken]).resolve(PROBLEM, "sm_90", broken.device_name).provenance != "measured"
+    assert table_of([broken]).resolve(PROBLEM, "sm_90", broken.device_name).provenance != "measured"
 
 
 def test_another_kind_is_asked_last() -> None:
     causal, wide = PROBLEM.replace(causal=True), PROBLEM.replace(head_dim=128)
     others = [entry(causal, knobs={"tile_m": 128, "loop_split": True, "num_worker_warps": 8}), entry(wide)]
-    served = Table(others).resolve(PROBLEM, "sm_90")
+    served = table_of(others).resolve(PROBLEM, "sm_90")
     assert served.provenance == "transferred"
     assert "another kind" in served.reason
-    assert space_for("sm_90").violations(served.schedule, PROBLEM) == []  # loop_split is for masks
+    assert space_for("sm_90", Attention).violations(served.schedule, PROBLEM) == []  # loop_split is for masks
     modelled = entry(provenance="modelled", knobs={"tile_n": 128})
-    assert Table([*others, modelled]).resolve(PROBLEM, "sm_90").schedule == modelled.schedule
+    assert table_of([*others, modelled]).resolve(PROBLEM, "sm_90").schedule == modelled.schedule
     far = entry(PROBLEM.replace(seq_q=16384, seq_k=16384), knobs={"occupancy": 3})
-    assert Table([*others, modelled, far]).resolve(PROBLEM, "sm_90").schedule == far.schedule
+    assert table_of([*others, modelled, far]).resolve(PROBLEM, "sm_90").schedule == far.schedule
     padded = PROBLEM.replace(head_dim=100)  # padded to 128 inside the kernel
-    assert "another kind" not in Table(others).resolve(padded, "sm_90").reason
+    assert "another kind" not in table_of(others).resolve(padded, "sm_90").reason
 
 
 def test_a_far_measurement_beats_the_model_and_the_model_beats_the_default() -> None:
     modelled = entry(provenance="modelled", knobs={"tile_n": 128})
-    assert Table([modelled]).resolve(PROBLEM, "sm_90").provenance == "modelled"
+    assert table_of([modelled]).resolve(PROBLEM, "sm_90").provenance == "modelled"
     far = entry(PROBLEM.replace(seq_q=16384, seq_k=16384), knobs={"tile_m": 128})
-    assert Table([modelled, far]).resolve(PROBLEM, "sm_90").schedule["tile_m"] == 128
-    served = Table([]).resolve(PROBLEM, "sm_90")
-    assert (served.provenance, served.schedule) == ("default", space_for("sm_90").default(PROBLEM))
+    assert table_of([modelled, far]).resolve(PROBLEM, "sm_90").schedule["tile_m"] == 128
+    served = table_of([]).resolve(PROBLEM, "sm_90")
+    assert (served.provenance, served.schedule) == ("default", space_for("sm_90", Attention).default(PROBLEM))
 
 
 def test_a_schedule_that_is_not_valid_for_the_problem_is_not_served() -> None:
     ragged = PROBLEM.replace(seq_k=1000)
-    table = Table([entry(ragged, knobs={"loop_split": True})])
+    table = table_of([entry(ragged, knobs={"loop_split": True})])
     assert table.resolve(ragged, "sm_90").schedule["loop_split"] is True
     assert table.resolve(PROBLEM, "sm_90").schedule["loop_split"] is False  # repaired
 
@@ -132,51 +136,51 @@ def test_a_schedule_that_is_not_valid_for_the_problem_is_not_served() -> None:
 def test_accuracy_classes_and_regimes_are_apart() -> None:
     fp16 = entry(accum_mode="fp16", knobs={"accum_mode": "fp16"})
     hot = entry(regime="sustained", knobs={"occupancy": 3})
-    assert Table([fp16, hot]).resolve(PROBLEM, "sm_90").provenance == "default"
-    assert Table([fp16], accum_mode="fp16").resolve(PROBLEM, "sm_90").schedule["accum_mode"] == "fp16"
-    assert Table([], accum_mode="fp16").resolve(PROBLEM, "sm_90").schedule["accum_mode"] == "fp16"
+    assert table_of([fp16, hot]).resolve(PROBLEM, "sm_90").provenance == "default"
+    assert table_of([fp16], accum_mode="fp16").resolve(PROBLEM, "sm_90").schedule["accum_mode"] == "fp16"
+    assert table_of([], accum_mode="fp16").resolve(PROBLEM, "sm_90").schedule["accum_mode"] == "fp16"
     bfloat16 = PROBLEM.replace(dtype="bfloat16")  # has no fp16 accumulators
-    assert Table([], accum_mode="fp16").resolve(bfloat16, "sm_90").schedule["accum_mode"] == "fp32"
-    assert Table([hot], regime="sustained").resolve(PROBLEM, "sm_90").schedule["occupancy"] == 3
+    assert table_of([], accum_mode="fp16").resolve(bfloat16, "sm_90").schedule["accum_mode"] == "fp32"
+    assert table_of([hot], regime="sustained").resolve(PROBLEM, "sm_90").schedule["occupancy"] == 3
 
 
 def test_forced_knobs_win_and_say_so() -> None:
-    served = Table([entry()], forced={"tile_m": 128, "num_worker_warps": 8}).resolve(PROBLEM, "sm_90", "NVIDIA H200")
+    served = table_of([entry()], forced={"tile_m": 128, "num_worker_warps": 8}).resolve(PROBLEM, "sm_90", "NVIDIA H200")
     assert served.provenance == "forced"
     assert (served.schedule["tile_m"], served.schedule["num_worker_warps"]) == (128, 8)
     assert "measured on this device" in served.reason
     with pytest.raises(ConfigError, match="cannot work"):
-        Table([], forced={"loop_split": True}).resolve(PROBLEM, "sm_90")
+        table_of([], forced={"loop_split": True}).resolve(PROBLEM, "sm_90")
 
 
 def test_explain_tells_evidence_and_marks_the_model() -> None:
     measured = explain_problem(
-        Table([entry(margin=0.02, runner_up=schedule(tile_n=32))]), PROBLEM, "sm_90", "NVIDIA H200"
+        table_of([entry(margin=0.02, runner_up=schedule(tile_n=32))]), PROBLEM, "sm_90", "NVIDIA H200"
     )
     assert "300.0 us" in str(measured)
     assert "2.0% slower" in str(measured)
     assert measured.to_json()["median_us"] == 300.0
-    modelled = explain_problem(Table([entry(provenance="modelled")]), PROBLEM, "sm_90")
+    modelled = explain_problem(table_of([entry(provenance="modelled")]), PROBLEM, "sm_90")
     assert "nothing was measured" in str(modelled)
     assert modelled.to_json()["median_us"] is None
 
 
 def test_explain_says_what_a_transfer_may_lose() -> None:
     near = PROBLEM.replace(seq_q=2048, seq_k=2048)
-    told = explain_problem(Table([entry(near, knobs={"occupancy": 3})]), PROBLEM, "sm_90", "NVIDIA H200")
+    told = explain_problem(table_of([entry(near, knobs={"occupancy": 3})]), PROBLEM, "sm_90", "NVIDIA H200")
     loss = told.served.expected_loss
     assert 0.0 < loss.mean < loss.worst < 0.2
     assert f"loss {loss.mean:.1%} (worst {loss.worst:.1%})" in str(told)
     assert f"evidence is for {near}" in str(told)
     assert told.to_json()["expected_loss"]["worst"] == loss.worst
-    measured = explain_problem(Table([entry()]), PROBLEM, "sm_90", "NVIDIA H200")
+    measured = explain_problem(table_of([entry()]), PROBLEM, "sm_90", "NVIDIA H200")
     assert measured.to_json()["expected_loss"] is None
     assert "expected" not in str(measured)
 
 
 def test_explain_says_which_settings_won() -> None:
     sources = {"tile_m": "TILEDSCHED_TILE_M", "regime": "tiledsched.toml"}
-    explanation = explain_problem(Table([], forced={"tile_m": 128}), PROBLEM, "sm_90", controls=sources)
+    explanation = explain_problem(table_of([], forced={"tile_m": 128}), PROBLEM, "sm_90", controls=sources)
     assert "settings    tile_m from TILEDSCHED_TILE_M, regime from tiledsched.toml" in str(explanation)
     assert explanation.to_json()["controls"] == sources
 
@@ -185,7 +189,7 @@ def test_lengths_that_are_near_share_an_answer(monkeypatch) -> None:
     asked = []
     look_up = Table._told_by_others
     monkeypatch.setattr(Table, "_told_by_others", lambda *given: asked.append(given[1]) or look_up(*given))
-    table = Table([entry()])
+    table = table_of([entry()])
     answers = [table.resolve(PROBLEM.replace(seq_q=s, seq_k=s), "sm_90") for s in (1921, 1950, 2047)]
     assert len(asked) == 1
     assert all(answer is answers[0] for answer in answers)
@@ -199,14 +203,14 @@ def test_lengths_that_are_near_share_an_answer(monkeypatch) -> None:
 def test_a_shared_answer_is_valid_for_the_problem(seq_k) -> None:
     problem = PROBLEM.replace(seq_q=seq_k, seq_k=seq_k)
     even = entry(problem.replace(seq_q=2048, seq_k=2048), knobs={"check_bounds": False})
-    for table in (Table([even]), Table([])):
+    for table in (table_of([even]), table_of([])):
         served = table.resolve(problem, "sm_90", "NVIDIA H200")
-        assert space_for("sm_90").violations(served.schedule, problem) == []
+        assert space_for("sm_90", Attention).violations(served.schedule, problem) == []
 
 
 def test_lookup_of_a_large_table_is_quick() -> None:
     entries = [entry(PROBLEM.replace(seq_q=s, seq_k=s, batch=b)) for s in range(128, 4224, 128) for b in range(1, 17)]
-    table = Table(entries)
+    table = table_of(entries)
     started = time.perf_counter()
     table.resolve(PROBLEM.replace(seq_q=777, seq_k=777), "sm_90")
     assert time.perf_counter() - started < 1.0

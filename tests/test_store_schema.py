@@ -115,7 +115,7 @@ def test_a_damaged_file_is_found_by_check(tmp_path):
         for i in range(300):
             db.put_entry(entry(device_name=str(i)))
     raw = bytearray((tmp_path / "x.db").read_bytes())
-    raw[len(raw) // 2 : len(raw) // 2 + 20000] = os.urandom(20000)
+    raw[-20000:] = os.urandom(20000)  # rows: without its schema the file cannot even be opened
     (tmp_path / "x.db").write_bytes(raw)
     with TuningDB.open(tmp_path / "x.db", read_only=True) as db:
         assert db.check()

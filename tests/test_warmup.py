@@ -10,16 +10,18 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import store_samples
 
+from tiledsched import launches
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.config import Settings, load_settings
+from tiledsched.device import arch_spec
 from tiledsched.errors import CompilerError, ConfigError, Failure, FailureKind
-from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve import warmup
 from tiledsched.serve.bundle import Program, bundle_paths, read_bundle, warm_path, write_bundle
@@ -30,9 +32,8 @@ from tiledsched.space_files import space_for
 from tiledsched.store.records import EntryRecord
 
 ARCH = "sm_90"
-TEMPLATE = kernel_named("attention")
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
-SCHEDULE = space_for(ARCH).default(PROBLEM)
+SCHEDULE = space_for(ARCH, Attention).default(PROBLEM)
 HINTED = SCHEDULE.replace(occupancy=2, num_worker_warps=8)
 SETTINGS = Settings()
 
@@ -55,7 +56,7 @@ def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> Progra
 def write(path: Path, programs=None, *, entries=(), source_hash=None) -> Path:
     programs = [program()] if programs is None else programs
     made = {(each.arch, each.fingerprint): artifact(each.fingerprint, ARCH) for each in programs}
-    write_bundle(path, programs, made, list(entries), {"attention": source_hash or TEMPLATE.source_hash}, "a compiler")
+    write_bundle(path, programs, made, list(entries), {"attention": source_hash or Attention.source_hash()}, "a compiler")
     return path
 
 
@@ -104,7 +105,7 @@ def test_what_is_no_bundle_is_refused_with_what_to_do(tmp_path) -> None:
 def test_a_process_finds_the_named_bundle_and_those_warmup_left(tmp_path, monkeypatch) -> None:
     settings = load_settings()
     assert bundle_paths(settings) == []
-    warm = write(warm_path(ARCH, settings))
+    warm = write(warm_path(ARCH, settings, "attention"))
     assert warm.is_relative_to(tmp_path / "cache")
     named = write(tmp_path / "named.zip")
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(named))
@@ -116,42 +117,48 @@ def test_a_process_finds_the_named_bundle_and_those_warmup_left(tmp_path, monkey
 
 def test_a_bundles_entries_are_served(tmp_path, monkeypatch) -> None:
     problem = Attention.problem(seq_q=3, seq_k=3, head_dim=32)
-    tuned = entry(problem, space_for(ARCH).default(problem))
+    tuned = entry(problem, space_for(ARCH, Attention).default(problem))
     assert tuned not in load_entries(None)
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip", entries=[tuned])))
     assert tuned in load_entries(None)
 
 
 def test_what_another_version_of_the_kernel_was_built_into_is_left_out(tmp_path, monkeypatch, caplog) -> None:
-    write(warm_path(ARCH, load_settings()), source_hash="0" * 12)
-    assert usable_bundles(TEMPLATE, load_settings()) == []
+    write(warm_path(ARCH, load_settings(), "attention"), source_hash="0" * 12)
+    assert usable_bundles(Attention, load_settings()) == []
     assert not caplog.records  # a stale cache is nobody's fault
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "old.zip", source_hash="0" * 12)))
-    assert usable_bundles(TEMPLATE, load_settings()) == []
+    assert usable_bundles(Attention, load_settings()) == []
     assert "make it again" in caplog.text
     write(tmp_path / "old.zip")  # made again, and read again
-    assert [bundle.path.name for bundle in usable_bundles(TEMPLATE, load_settings())] == ["old.zip"]
+    assert [bundle.path.name for bundle in usable_bundles(Attention, load_settings())] == ["old.zip"]
 
 
 def test_a_damaged_warm_bundle_costs_nothing_and_a_damaged_named_one_is_an_error(tmp_path, monkeypatch, caplog) -> None:
-    path = warm_path(ARCH, load_settings())
+    path = warm_path(ARCH, load_settings(), "attention")
     path.parent.mkdir(parents=True)
     path.write_text("half a file")
-    assert usable_bundles(TEMPLATE, load_settings()) == []
+    assert usable_bundles(Attention, load_settings()) == []
     assert "left out" in caplog.text
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(path))
     with pytest.raises(ConfigError, match="is no bundle"):
-        usable_bundles(TEMPLATE, load_settings())
+        usable_bundles(Attention, load_settings())
 
 
 # Which launches may use a program
+
+
+def built_for(problem=PROBLEM, schedule=SCHEDULE):
+    """The signature that machine code is built for."""
+    (step,) = launches.steps(Attention, problem, schedule, arch_spec(ARCH))
+    return launches.signature(Attention, problem, schedule, step)
 
 
 def asked(problem=PROBLEM, schedule=SCHEDULE, **changes):
     """The signature of a launch: as built, with what a launch infers of its tensors on top."""
     from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
-    built = TEMPLATE.signature(schedule, problem)
+    built = built_for(problem, schedule)
     inferred = {"shape_divisible_by": (1, 16, 16, 1)} | changes
     parameters = []
     for each in built.parameters:
@@ -164,7 +171,7 @@ def asked(problem=PROBLEM, schedule=SCHEDULE, **changes):
 
 
 def test_a_launch_that_knows_more_of_its_tensors_may_use_the_program() -> None:
-    built = TEMPLATE.signature(SCHEDULE, PROBLEM)
+    built = built_for()
     assert serves(built, built)
     assert serves(built, asked())
     assert serves(built, asked(stride_divisible_by=(64, 64, 8, 1), base_addr_divisible_by=256))
@@ -189,13 +196,13 @@ def test_a_launch_that_knows_more_of_its_tensors_may_use_the_program() -> None:
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_launch_that_breaks_an_assumption_may_not(changes) -> None:
-    assert not serves(TEMPLATE.signature(SCHEDULE, PROBLEM), asked(**changes))
+    assert not serves(built_for(), asked(**changes))
 
 
 def test_indices_of_another_width_are_another_program() -> None:
     import cuda.tile as ct
 
-    assert not serves(TEMPLATE.signature(SCHEDULE, PROBLEM), asked(index_dtype=ct.int64))
+    assert not serves(built_for(), asked(index_dtype=ct.int64))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +215,7 @@ def test_indices_of_another_width_are_another_program() -> None:
     ids=["causal", "dtype", "head_dim", "group", "length", "tile"],
 )  # fmt: skip
 def test_another_problem_class_or_tile_is_another_program(problem, schedule) -> None:
-    assert not serves(TEMPLATE.signature(SCHEDULE, PROBLEM), asked(problem, schedule))
+    assert not serves(built_for(), asked(problem, schedule))
 
 
 # Kernels that look into bundles
@@ -220,14 +227,14 @@ def test_a_kernel_takes_the_program_with_its_hints_and_signature(tmp_path, monke
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip", held)))
     for schedule, problem, wanted in ((SCHEDULE, PROBLEM, held[0]), (SCHEDULE, causal, held[1]),
                                       (HINTED, PROBLEM, held[2])):  # fmt: skip
-        kernel = make_kernel(TEMPLATE, {ARCH: schedule}, problem, SETTINGS)
+        (kernel,) = make_kernel(Attention, {ARCH: schedule}, problem, SETTINGS)
         cubin, symbol, *more = kernel._compile(asked(problem, schedule), None, (9, 0))
         assert cubin == artifact(wanted.fingerprint, ARCH).cubin
         assert (symbol, more) == ("attention", [None, ()])
-        found = find_program(kernel.prebuilt[ARCH], TEMPLATE, asked(problem, schedule))
+        found = find_program(kernel.prebuilt[ARCH], Attention, 0, kernel.step.function, asked(problem, schedule))
         assert found is not None
         assert found.program == wanted
-    other = make_kernel(TEMPLATE, {ARCH: SCHEDULE.replace(occupancy=3)}, PROBLEM, SETTINGS)
+    (other,) = make_kernel(Attention, {ARCH: SCHEDULE.replace(occupancy=3)}, PROBLEM, SETTINGS)
     assert not any(other.prebuilt.values())
 
 
@@ -235,12 +242,12 @@ def test_where_no_bundle_holds_it_the_kernel_compiles_or_says_why_it_cannot(tmp_
     import cuda.tile as ct
 
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
-    kernel = make_kernel(TEMPLATE, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
+    (kernel,) = make_kernel(Attention, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
     other = asked(PROBLEM.replace(causal=True))
     monkeypatch.setattr(ct.kernel, "_compile", lambda self, *given: ("compiled", given))
     answer, (signature, *more) = kernel._compile(other, "context", (9, 0))
     assert (answer, more) == ("compiled", ["context", (9, 0)])
-    assumed = TEMPLATE.signature(SCHEDULE, PROBLEM.replace(causal=True)).parameters
+    assumed = built_for(PROBLEM.replace(causal=True)).parameters
     assert signature.parameters == assumed != other.parameters
     assert kernel._compile(asked(), "context", (10, 0))[0] == "compiled"  # the bundle is for another arch
 
@@ -270,25 +277,25 @@ def test_a_program_of_a_bundle_is_the_one_cutile_would_compile_and_no_compiler_s
 
     problem = PROBLEM.replace(head_dim=32)
     schedule = SCHEDULE.replace(tile_m=64, tile_n=32)
-    table = Table([entry(problem, schedule)])
-    made = warmup.prepare(ARCH, warm_path(ARCH, load_settings()), [entry(problem, schedule)], table, TEMPLATE,
+    table = Table([entry(problem, schedule)], Attention)
+    made = warmup.prepare(ARCH, warm_path(ARCH, load_settings(), "attention"), [entry(problem, schedule)], table, Attention,
                           ArtifactStore(), "a compiler", jobs=1)  # fmt: skip
     assert (made.programs, made.compiled, made.reused, made.failures) == (1, 1, 0, ())
-    signature = TEMPLATE.signature(schedule, problem)
-    theirs = TEMPLATE.kernel({ARCH: schedule}, problem)._compile(signature, default_tile_context, (9, 0))
+    signature = built_for(problem, schedule)
+    (plain,) = launches.tile_kernels(Attention, {ARCH: schedule}, problem, arch_spec(ARCH))
+    theirs = plain._compile(signature, default_tile_context, (9, 0))
     code = f"""
 import subprocess, sys
 def forbidden(*given, **more): raise AssertionError(f"started {{given}}")
 subprocess.run = subprocess.Popen = forbidden
 from tiledsched.config import load_settings
-from tiledsched.kernel import kernel_named
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.prebuilt import make_kernel
 schedule, problem = Schedule({schedule.to_json()!r}), Problem.from_json({problem.to_json()!r})
-template = kernel_named("attention")
-kernel = make_kernel(template, {{"sm_90": schedule}}, problem, load_settings())
-answer = kernel._compile(template.signature(schedule, problem), None, (9, 0))
+declared = kernel_named("attention")
+(kernel,) = make_kernel(declared, {{"sm_90": schedule}}, problem, load_settings())
+answer = kernel._compile(launches.signature(declared, problem, schedule, kernel.step), None, (9, 0))
 assert "cuda.tile._compile" not in sys.modules
 sys.stdout.buffer.write(answer[0])
 assert answer[1:] == {theirs[1:]!r}
@@ -318,7 +325,7 @@ class Pool:
     def build(self, tasks):
         for task in tasks:
             Pool.tasks.append(task)
-            name = TEMPLATE.problem_class(task.schedule, task.problem).id + task.schedule.id
+            name = launches.problem_class(Attention, task.problem, task.schedule, arch_spec(ARCH)).id + task.schedule.id
             failed = (
                 Failure(kind=FailureKind.COMPILE_ERROR, message="too big") if task.schedule["tile_m"] == 128 else None
             )
@@ -335,7 +342,7 @@ def pool(monkeypatch):
 
 
 def prepare(path, entries, **more):
-    return warmup.prepare(ARCH, path, entries, Table(entries), TEMPLATE, ArtifactStore(), "a compiler", **more)
+    return warmup.prepare(ARCH, path, entries, Table(entries, Attention), Attention, ArtifactStore(), "a compiler", **more)
 
 
 def test_each_program_is_built_once_and_a_second_time_nothing_is(tmp_path, pool) -> None:
@@ -360,24 +367,28 @@ def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, 
     known = artifact("ab" * 12, ARCH)
     store.put(known)
     store.get = lambda arch, fingerprint: known if fingerprint == known.fingerprint else None  # type: ignore[method-assign]
-    measured = entry(fingerprint=known.fingerprint, source_hash=TEMPLATE.source_hash)
+    measured = entry(fingerprint=known.fingerprint, source_hash=Attention.source_hash())
     older = entry(fingerprint=known.fingerprint, source_hash="0" * 12)
     for one, reused in ((measured, 1), (older, 0)):
-        made = warmup.prepare(ARCH, tmp_path / f"{reused}.zip", [one], Table([one]), TEMPLATE, store, "a compiler")
+        made = warmup.prepare(ARCH, tmp_path / f"{reused}.zip", [one], Table([one], Attention), Attention, store, "a compiler")
         assert (made.reused, made.compiled) == (reused, 1 - reused)
 
 
 def test_more_kinds_of_problem_are_prepared_on_request(tmp_path, pool) -> None:
-    wanted = warmup.Wanted(dtypes=("float16", "bfloat16"), groups=(1, 4), any_length=True)
-    found = wanted.problems(PROBLEM)
+    def likely(problem=PROBLEM, **options):
+        asked = {"dtype": [], "group": [], "any_length": False, "decode": False} | options
+        return Attention.likely(problem, SimpleNamespace(**asked))
+
+    every = {"dtype": ["float16", "bfloat16"], "group": [1, 4], "any_length": True}
+    found = likely(**every)
     assert len(found) == len(set(found)) == 8
     assert {(each.dtype, each.group, each.seq_k) for each in found} == {
         (dtype, group, rows) for dtype in ("float16", "bfloat16") for group in (1, 4) for rows in (1024, 1025)
     }  # fmt: skip
-    assert warmup.Wanted(groups=(3,)).problems(PROBLEM) == [PROBLEM]  # 32 heads are no multiple of 3
-    decode = warmup.Wanted(decode=True).problems(PROBLEM.replace(causal=True))
+    assert likely(group=[3]) == []  # 32 heads are no multiple of 3
+    decode = likely(PROBLEM.replace(causal=True), decode=True)
     assert [(each.seq_q, each.causal) for each in decode] == [(1024, True), (1, False)]
-    made = prepare(tmp_path / "b.zip", [entry()], wanted=wanted)
+    made = prepare(tmp_path / "b.zip", [entry()], likely=lambda problem: likely(problem, **every))
     assert made.programs == made.problems == 8
 
 
@@ -387,8 +398,8 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
     assert made.programs == 1
     assert made.to_json()["failures"][0]["message"] == "too big"
     assert "1 would not build (too big)" in str(made)
-    with pytest.raises(ConfigError, match="tiledsched tune --arch sm_121"):
-        warmup.prepare("sm_121", tmp_path / "c.zip", entries, Table(entries), TEMPLATE, ArtifactStore(), "a compiler")
+    with pytest.raises(ConfigError, match="tiledsched tune attention --arch sm_121"):
+        warmup.prepare("sm_121", tmp_path / "c.zip", entries, Table(entries, Attention), Attention, ArtifactStore(), "a compiler")
 
 
 # The commands
@@ -405,7 +416,7 @@ def test_warmup_and_bundle_write_and_tell(tmp_path, pool, small_table, capsys) -
 
     assert main(["warmup", "--arch", ARCH, "--json"]) == 0
     (said,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert said["file"] == str(tmp_path / "cache" / "bundles" / f"{ARCH}.zip")
+    assert said["file"] == str(tmp_path / "cache" / "bundles" / f"attention-{ARCH}.zip")
     assert (said["programs"], said["failures"]) == (1, [])
     assert said["seconds"] >= 0
     pool.tasks.clear()
@@ -437,7 +448,7 @@ def test_warmup_without_a_gpu_asks_for_an_arch(monkeypatch, capsys) -> None:
 
 def test_bundles_are_named_in_the_log(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
-    kernel = make_kernel(TEMPLATE, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
+    (kernel,) = make_kernel(Attention, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
     with caplog.at_level(logging.INFO, logger="tiledsched"):
         kernel._compile(asked(), None, (9, 0))
     assert "ab" * 12 in caplog.text

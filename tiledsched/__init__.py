@@ -5,24 +5,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Problem", "Schedule", "SearchSpace", "TiledschedError", "__version__", "configure", "explain", "load_space",
-           "sdpa", "space_for"]  # fmt: skip
+_HOMES = {
+    "Kernel": "tiledsched.kernel", "Problem": "tiledsched.problem", "Schedule": "tiledsched.schedule",
+    "SearchSpace": "tiledsched.space", "TiledschedError": "tiledsched.errors", "Tolerance": "tiledsched.kernel",
+    "array": "tiledsched.fields", "arrays": "tiledsched.fields", "check": "tiledsched.tuning",
+    "choice": "tiledsched.fields", "configure": "tiledsched.config", "dim": "tiledsched.fields", "dtype": "tiledsched.fields",
+    "explain": "tiledsched.attention.explain", "flag": "tiledsched.fields", "inout": "tiledsched.fields",
+    "knob": "tiledsched.fields", "load_kernel": "tiledsched.kernel", "load_space": "tiledsched.space_files",
+    "op": "tiledsched.serve.op", "out": "tiledsched.fields", "outs": "tiledsched.fields", "scalar": "tiledsched.fields",
+    "sdpa": "tiledsched.attention.sdpa", "sizes": "tiledsched.fields", "space_for": "tiledsched.space_files",
+    "tune": "tiledsched.tuning", "workspace": "tiledsched.fields",
+}  # fmt: skip
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
+    from tiledsched.attention.explain import explain
     from tiledsched.attention.sdpa import sdpa
     from tiledsched.config import configure
     from tiledsched.errors import TiledschedError
+    from tiledsched.fields import array, arrays, choice, dim, dtype, flag, inout, knob, out, outs, scalar, sizes, workspace
+    from tiledsched.kernel import Kernel, Tolerance, load_kernel
     from tiledsched.problem import Problem
     from tiledsched.schedule import Schedule
-    from tiledsched.serve.explain import explain
+    from tiledsched.serve.op import op
     from tiledsched.space import SearchSpace
     from tiledsched.space_files import load_space, space_for
-
-_HOMES = {
-    "Problem": "tiledsched.problem", "Schedule": "tiledsched.schedule", "SearchSpace": "tiledsched.space",
-    "TiledschedError": "tiledsched.errors", "configure": "tiledsched.config", "explain": "tiledsched.serve.explain",
-    "load_space": "tiledsched.space_files", "sdpa": "tiledsched.attention.sdpa", "space_for": "tiledsched.space_files",
-}  # fmt: skip
+    from tiledsched.tuning import check, tune
 
 
 def __getattr__(name: str) -> Any:

@@ -243,16 +243,21 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
     return tuple(found) if isinstance(found, tuple) else (found,)
 
 
-def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = (1, 2, 3, 4, 8, 16, 64)) -> Problem:
-    """`p` with every run-time size as small as its kernel allows."""
-    for name, each in kernel.fields.items():
-        if isinstance(each, Dim) and not each.constant:
-            for size in sizes:
-                try:
-                    p = p.replace(**{name: size})
-                except TiledschedError:
-                    continue
-                break
+SMALL = (3, 4, 1, 2, 8, 16, 64)
+"""Sizes tried for run-time dims, in this order."""
+
+
+def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, only_largest: bool = False) -> Problem:
+    """`p` with every run-time size as small as its kernel allows; with `only_largest`, the largest is one of `sizes`."""
+    dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
+    largest = max(dims, key=lambda name: p.values[name], default=None)  # type: ignore[arg-type,return-value]
+    for name in dims:
+        for size in SMALL if only_largest and name != largest else sizes:
+            try:
+                p = p.replace(**{name: size})
+            except TiledschedError:
+                continue
+            break
     return p
 
 

@@ -252,7 +252,7 @@ def read_shape(shape: str, value_of: Callable[[str], int]) -> tuple[int, ...]:
 
 def _size(word: str, value_of: Callable[[str], int]) -> int:
     parts = re.split(r"([*/])", word)
-    numbers = [int(part) if part.isdigit() else int(value_of(part)) for part in parts[::2]]
+    numbers = [int(part) if part.isdigit() else value_of(part) for part in parts[::2]]
     result = numbers[0]
     for operation, number in zip(parts[1::2], numbers[1:], strict=True):
         result = result * number if operation == "*" else -(-result // number)

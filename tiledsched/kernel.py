@@ -48,7 +48,8 @@ ENTRY_POINTS = "tiledsched.kernels"
 LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
              "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind",
-             "loss_known", "untold", "unsound", "describe", "add_flags", "from_flags", "small")  # fmt: skip
+             "loss_known", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags", "add_likely_flags", "likely",
+             "small", "rivals")  # fmt: skip
 """What a declaration may override."""
 
 
@@ -302,8 +303,19 @@ class Kernel:
     """`add_flags(parser)`: problem flags of the command line's own, beside --problem and --suite."""
     from_flags: ClassVar[Callable[[argparse.Namespace], list[Problem]] | None] = None
     """`from_flags(options)`: the problems those flags name."""
+    file_words: ClassVar[Callable[[Any], str] | None] = None
+    """`file_words(p)`: the problem in the name of a file; kernel and values unless given."""
+    add_likely_flags: ClassVar[Callable[[argparse.ArgumentParser], None] | None] = None
+    """`add_likely_flags(parser)`: flags of `warmup` and `bundle` that say which problems come beside those tuned."""
+    likely: ClassVar[Callable[[Any, argparse.Namespace], list[Problem]] | None] = None
+    """`likely(p, options)`: the problems to expect beside a tuned one under those flags."""
     small: ClassVar[Callable[[], list[Problem]] | None] = None
     """`small()`: problems that the interpreter runs in a moment, odd sizes among them."""
+
+    @staticmethod
+    def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
+        """Name -> what takes the inputs as torch tensors, in the order declared, and returns the outputs: `bench` times it."""
+        return {}
 
     # What everything else asks.
 
@@ -518,7 +530,8 @@ def load_kernel(where: str) -> KernelClass:
     place, colon, class_name = where.rpartition(":")
     if not colon:
         return kernel_named(where)
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    path = Path(place if place.endswith(".py") else f"{place}.py")
+    module = _load_file(path) if place.endswith(".py") or path.is_file() else _load_module(place)
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Kernel)):
         made = [name for name, each in vars(module).items() if isinstance(each, type) and issubclass(each, Kernel)

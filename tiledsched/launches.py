@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import itertools
+import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cuda.tile as ct
@@ -23,6 +24,7 @@ from tiledsched.fields import ITEM_BYTES, Choice, Dim, Flag, read_shape
 from tiledsched.kernel import HINT_KNOBS, ArraySpec, KernelClass, ProblemClass
 from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import Schedule
+from tiledsched.storage import strides_of
 
 ALIGNMENT = 16
 """Bytes; what the TMA unit asks of addresses and strides."""
@@ -195,17 +197,6 @@ def _array_constraint(spec: ArraySpec, note: Any) -> Any:
     )  # fmt: skip
 
 
-def strides_of(shape: Sequence[int], column: bool) -> tuple[int, ...]:
-    """Strides in elements of a contiguous array, or of one whose last two axes are swapped in memory."""
-    order = list(range(len(shape)))
-    if column and len(order) > 1:
-        order[-1], order[-2] = order[-2], order[-1]
-    strides = [1] * len(shape)
-    for outer, inner in reversed(list(itertools.pairwise(order))):
-        strides[outer] = strides[inner] * shape[inner]
-    return tuple(strides)
-
-
 def unit_axis(ndim: int, column: bool) -> int:
     """The axis along which neighbours are neighbours in memory."""
     return ndim - 2 if column and ndim > 1 else ndim - 1
@@ -346,20 +337,53 @@ def scratch(kernel: KernelClass, p: Problem, s: Schedule, wanted: Sequence[Step]
 
 
 def source_hash(kernel: KernelClass) -> str:
-    """Hash of the source of every module that holds tile code of `kernel`, or is used by it and lies beside it."""
-    modules = sorted(_modules(kernel), key=lambda module: module.__name__)
-    text = "".join(inspect.getsource(module) for module in modules)
+    """Hash of the source that machine code comes from: the declaration's module, those it takes functions from, and what
+    these use of their own packages. Builds of other source are made again; what is known of equal machine code holds.
+    """  # fmt: skip
+    text = "".join(Path(path).read_text(encoding="utf-8") for path in sorted(_sources(kernel)))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @functools.cache
-def _modules(kernel: KernelClass) -> frozenset[Any]:
-    import sys
+def _sources(kernel: KernelClass) -> frozenset[str]:
+    """The files; found through what the modules name, so that nothing need be said."""
+    import importlib
 
-    module = sys.modules[kernel.__module__]
-    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
-    beside = {each for name, each in list(sys.modules.items()) if package and name.startswith(f"{package}.")
-              and getattr(each, "__file__", None)}  # fmt: skip
-    functions: list[Callable[..., Any]] = [kernel.function] if kernel.function is not None else []
-    own = {sys.modules[undecorated(each)[0].__module__] for each in functions}
-    return frozenset({module} | (beside if package.startswith("tiledsched.kernels.") else set()) | own)
+    declared = (
+        importlib.import_module(kernel.__module__)
+        if kernel.__module__ not in sys.modules
+        else sys.modules[kernel.__module__]
+    )
+    left, found = [declared], {declared.__name__: str(declared.__file__)}
+    if declared.__name__.startswith(
+        SHIPPED_KERNELS
+    ):  # tile code is imported where it is asked for: all of the folder counts
+        found |= {str(path): str(path) for path in Path(str(declared.__file__)).parent.glob("*.py")}
+    while left:
+        module = left.pop()
+        for value in list(vars(module).values()):
+            function = value._pyfunc if isinstance(value, ct.kernel) else value
+            name = getattr(function, "__module__", None) or getattr(value, "__name__", "")
+            other = value if isinstance(value, ModuleType) else sys.modules.get(name if isinstance(name, str) else "")
+            path = getattr(other, "__file__", None)
+            if (
+                other is None
+                or other.__name__ in found
+                or not path
+                or not path.endswith(".py")
+                or _is_library(other.__name__)
+            ):
+                continue
+            if module is declared or other.__name__.split(".")[0] == module.__name__.split(".")[0]:
+                found[other.__name__] = path
+                left.append(other)
+    return frozenset(found.values())
+
+
+SHIPPED_KERNELS = "tiledsched.kernels."
+LIBRARIES = frozenset({"cuda", "torch", "numpy", "cupy", "ml_dtypes", "tiledsched"})
+
+
+def _is_library(name: str) -> bool:
+    top = name.split(".")[0]
+    return (top in LIBRARIES and not name.startswith(SHIPPED_KERNELS)) or top in sys.stdlib_module_names

@@ -315,8 +315,8 @@ def check(kernel: KernelClass | str, problems: Cases | str | None = None, *, sch
 
 
 def small_problems(kernel: KernelClass) -> list[Problem]:
-    """Problems that the interpreter runs in a moment: the kernel's own, or those of its suites made small, twice: as small
-    as can be, and a size that no tile divides.
+    """Problems that the interpreter runs in a moment: the kernel's own, or those of its suites made small, twice: all
+    sizes as small as can be, and the largest one a length that no tile divides.
 
     Raises:
         ConfigError: the kernel names no problem at all.
@@ -325,10 +325,9 @@ def small_problems(kernel: KernelClass) -> list[Problem]:
 
     if kernel.small is not None:
         return list(kernel.small())
-    suites = problems_of(kernel, None)
-    by_kind = {kernel.problem_kind(each): each for each in reversed(suites)}
-    return list(dict.fromkeys(shrunk(kernel, each, sizes) for each in by_kind.values()
-                              for sizes in ((3, 4, 8, 16, 64), (67, 68, 72, 80, 128))))  # fmt: skip
+    by_kind = {kernel.problem_kind(each): each for each in reversed(problems_of(kernel, None))}
+    return list(dict.fromkeys(small for each in by_kind.values()
+                              for small in (shrunk(kernel, each), shrunk(kernel, each, (67, 68, 72, 80, 128), only_largest=True))))
 
 
 def _some_schedules(space: SearchSpace, problem: Problem, count: int, seed: int) -> list[Schedule]:

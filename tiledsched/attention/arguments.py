@@ -12,9 +12,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from tiledsched.errors import ProblemError
 from tiledsched.kernels.attention.problem import MAX_HEAD_DIM
+from tiledsched.serve import launching
 
-DEVICE_TYPE = "cuda"
-"""Where the kernel runs."""
 DTYPES = (torch.float16, torch.bfloat16)
 """What it computes."""
 CAUSAL: dict[Any, str | None] = {False: None, True: "top_left", "top_left": "top_left", "bottom_right": "bottom_right"}
@@ -126,7 +125,7 @@ def unserved(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float) -> str:
         return "a mask tensor is given"
     if dropout_p:
         return "dropout is asked for"
-    if q.device.type != DEVICE_TYPE:
+    if q.device.type != launching.DEVICE_TYPE:
         return f"q is on {q.device}; the kernel needs a CUDA device"
     if q.dtype not in DTYPES:
         return f"dtype {q.dtype} is not served; use torch.float16 or torch.bfloat16"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tiledsched.attention import plans
 from tiledsched.errors import UnsupportedError
+from tiledsched.serve.process import log, settings
 
 torch_attention = functional.scaled_dot_product_attention
 """torch's own, whatever replaces it later."""
@@ -23,11 +23,11 @@ def report(reason: str) -> None:
     Raises:
         UnsupportedError: the setting `fallback` is `error`.
     """
-    if plans.settings().fallback == "error":
+    if settings().fallback == "error":
         raise UnsupportedError(f"{reason} (setting fallback = error; set it to torch to use torch's attention)")
     if reason not in _warned:
         _warned.add(reason)
-        plans.log.info("torch's attention: %s", reason)
+        log.info("torch's attention: %s", reason)
         warnings.warn(f"tiledsched.sdpa uses torch's attention: {reason}", stacklevel=4)
 
 

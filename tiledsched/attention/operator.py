@@ -15,12 +15,10 @@ from tiledsched.attention import plans
 from tiledsched.attention.arguments import needs_gradients
 from tiledsched.attention.fallback import attend_in_torch, report
 from tiledsched.attention.launching import empty_output, launch_plan
+from tiledsched.serve.launching import is_plain_call
 
 NO_BACKWARD = "gradients are required and the kernel is forward only"
 ARGUMENTS = "Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None"
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_transform_level = torch._C._functorch.maybe_current_level
-_trace_state = torch._C._get_tracing_state
 _library = torch.library.Library("tiledsched", "FRAGMENT")
 
 
@@ -33,23 +31,18 @@ def attend(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse:
         LaunchError: the launch failed, or a CUDA graph is being captured and the program never ran.
     """
     key = plans.plan_key(q, k, v, causal, scale, lse)
-    plan = plans.ready.get(key)
+    plan = plans.cache.ready.get(key)
     if plan is not None:
         return launch_plan(plan, q, k, v)
     found = plans.find_plan(q, k, v, causal, scale, lse)
     if isinstance(found, plans.Plan):
         result = launch_plan(found, q, k, v, first=True)
-        plans.keep_ready(key, found)
+        plans.cache.keep_ready(key, found)
         return result
     report(found)
     result = attend_in_torch(q, k, v, None, 0.0, causal, scale, lse)
     out = empty_output(q, v.shape[3]).copy_(result[0] if lse else result)
     return (out, result[1]) if lse else out
-
-
-def is_plain_call() -> bool:
-    """Whether nothing stands between a call and the launch: no tracing, transform, mode or autocast is active."""
-    return not (_dispatch_modes() or torch.is_autocast_enabled() or _trace_state()) and _transform_level() is None
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:

@@ -14,14 +14,15 @@ try:
 except ImportError as missing:
     raise ImportError("sdpa works on PyTorch's tensors; run: pip install 'tiledsched[gpu]'") from missing
 
-from tiledsched.attention import plans
 from tiledsched.attention.arguments import check_scale, check_tensors, name_tensors, read_mask, unserved
 from tiledsched.attention.fallback import attend_in_torch, forget_warnings, report
 from tiledsched.attention.launching import launch_plan
-from tiledsched.attention.operator import cast_for_autocast, is_plain_call, sdpa_lse_operator, sdpa_operator
-from tiledsched.attention.plans import Plan, find_ready, plan_for, settings, table
+from tiledsched.attention.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
+from tiledsched.attention.plans import Plan, find_ready, plan_for
+from tiledsched.serve.launching import is_plain_call
+from tiledsched.serve.process import forget_kernels, settings
 
-__all__ = ["Plan", "plan_for", "reload", "sdpa", "settings", "table"]
+__all__ = ["Plan", "plan_for", "reload", "sdpa", "settings"]
 _traced = torch.compiler.is_dynamo_compiling
 
 
@@ -78,7 +79,7 @@ def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = No
 
 def reload() -> None:
     """Forget the table, the settings and every plan: the next call reads them again."""
-    plans.forget_kernels()
+    forget_kernels()
     forget_warnings()
 
 

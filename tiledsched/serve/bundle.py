@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class Program:
     """One program of a bundle."""
 
     kernel: str
-    """Template name."""
+    """Its kernel's name."""
     arch: str
     """e.g. sm_90."""
     schedule: Schedule
@@ -68,7 +69,7 @@ class Bundle:
     path: Path
     """The file."""
     source_hashes: Mapping[str, str]
-    """Template name -> hash of the tile code the programs were built from."""
+    """Kernel name -> hash of the tile code the programs were built from."""
     compiler: str
     """What built them, for people."""
     programs: tuple[Program, ...]
@@ -98,9 +99,10 @@ class Bundle:
             raise ConfigError(f"{self.path} is damaged ({error}); {MAKE}") from error
 
 
-def warm_path(arch: str, settings: Settings) -> Path:
-    """Where `tiledsched warmup` leaves the bundle of `arch`; every process with these settings finds it there."""
-    return _cache_folder(settings) / "bundles" / f"{arch}.zip"
+def warm_path(arch: str, settings: Settings, kernel: str) -> Path:
+    """Where `tiledsched warmup` leaves a kernel's bundle for `arch`; every process with these settings finds it there."""
+    word = re.sub(r"\W", "_", kernel)
+    return _cache_folder(settings) / "bundles" / f"{word}-{arch}.zip"
 
 
 def bundle_paths(settings: Settings) -> list[Path]:
@@ -141,7 +143,7 @@ def write_bundle(path: Path, programs: Sequence[Program], artifacts: Mapping[tup
         programs: what it shall hold.
         artifacts: their machine code, by arch and fingerprint.
         entries: the tuned table they come from.
-        source_hashes: template name -> hash of its tile code.
+        source_hashes: kernel name -> hash of its tile code.
         compiler: what built them.
 
     Raises:
@@ -189,7 +191,7 @@ def read_bundle(path: Path) -> Bundle:
         raise ConfigError(f"{path} has schema_version {version!r}, this tiledsched reads {SCHEMA_VERSION}; {MAKE}")
     programs = tuple(
         Program(kernel=row["kernel"], arch=row["arch"], schedule=Schedule(row["schedule"]),
-                problem=Problem.from_json(row["problem"]), fingerprint=row["fingerprint"])
+                problem=Problem.from_json({"kernel": row["kernel"], **row["problem"]}), fingerprint=row["fingerprint"])
         for row in index["programs"]
     )  # fmt: skip
     return Bundle(path=path, source_hashes=index["source_hashes"], compiler=index["compiler"], programs=programs,

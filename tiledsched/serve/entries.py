@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from tiledsched import data_files
 from tiledsched.config import Settings
+from tiledsched.kernel import KernelClass
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import Table
 from tiledsched.store.db import TuningDB
@@ -37,7 +38,11 @@ def load_entries(url: str | None, archs: Collection[str] | None = None) -> list[
     return list(found.values())
 
 
-def load_table(settings: Settings, *, kernel: str = "attention", archs: Collection[str] | None = None) -> Table:
-    """The lookup table under `settings`; with `archs`, only what was shipped for those."""
-    return Table(load_entries(settings.db, archs), kernel=kernel, regime=settings.regime, accum_mode=settings.accum_mode,
-                 forced=settings.knobs)  # fmt: skip
+def load_table(settings: Settings, *, kernel: KernelClass, archs: Collection[str] | None = None) -> Table:
+    """The lookup table of a kernel under `settings`; with `archs`, only what was shipped for those.
+
+    Settings force knobs of all kernels; each takes those that it has.
+    """
+    forced = {name: value for name, value in settings.knobs.items() if not kernel.knobs or name in kernel.knobs}
+    return Table(load_entries(settings.db, archs), kernel=kernel, regime=settings.regime,
+                 accum_mode=settings.accum_mode, forced=forced)  # fmt: skip

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tiledsched.build.cubin import read_artifact
+from tiledsched.build.cubin import join, read_artifact
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Served, Table
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What `sdpa` would launch for one problem."""
+    """What would be launched for one problem."""
 
     problem: Problem
     """What is computed."""
@@ -51,7 +48,8 @@ class Explanation:
             "schedule": self.served.schedule.to_json(), "forced": dict(self.served.forced),
             "expected_loss": asdict(self.served.expected_loss) if self.served.expected_loss else None,
             "median_us": evidence.median_us if evidence else None,
-            "tflops": entry.tflops if entry else None,
+            "tflops": entry.problem.tflops(evidence.median_us) if entry and evidence else None,
+            "gbps": entry.problem.gbps(evidence.median_us) if entry and evidence else None,
             "entry": entry.to_json() if entry else None,
             "controls": dict(self.controls),
             "launched_fingerprint": self.launched_fingerprint or None, "is_measured_program": self.is_measured_program,
@@ -72,7 +70,7 @@ class Explanation:
             if entry.measurement is not None:
                 m = entry.measurement
                 lines.append(f"  measured    {m.median_us:.1f} us [{m.ci_low_us:.1f}, {m.ci_high_us:.1f}], "
-                             f"{entry.tflops:.0f} TFLOP/s, {m.samples} samples on {m.device.name}, "
+                             f"{rate(entry.problem, m.median_us)}, {m.samples} samples on {m.device.name}, "
                              f"{entry.regime}, {m.created_at:%Y-%m-%d}")  # fmt: skip
             elif entry.model_us is not None:
                 lines.append(f"  modelled    {entry.model_us:.1f} us (an estimate; nothing was measured)")
@@ -98,37 +96,25 @@ def explain_problem(table: Table, problem: Problem, arch: str, device_name: str 
                        served=table.resolve(problem, arch, device_name), controls=controls or {})  # fmt: skip
 
 
-def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
-            verify: bool = False) -> Explanation:  # fmt: skip
-    """What `sdpa` would do with these tensors, and why.
-
-    Args:
-        q, k, v, causal: as for :func:`tiledsched.sdpa`.
-        verify: also compile, for these very tensors, what would be launched, and
-            compare its machine code with the measured one. Takes about a second and needs the compiler.
-
-    Raises:
-        UnsupportedError: the kernel cannot serve them.
-    """
-    import torch
-
-    from tiledsched.attention.sdpa import plan_for, settings
-
-    plan = plan_for(q, k, v, causal=causal)
-    properties = torch.cuda.get_device_properties(q.device)
-    arch = f"sm_{properties.major}{properties.minor}"
-    fingerprint = _launched_fingerprint(plan, q, k, v, arch) if verify else ""
-    return Explanation(problem=plan.problem, arch=arch, device_name=properties.name, served=plan.served,
-                       launched_fingerprint=fingerprint, controls=settings().sources)  # fmt: skip
+def rate(problem: Problem, median_us: float) -> str:
+    """`612 TFLOP/s`; `3200 GB/s` of a kernel that states no operations."""
+    if problem.flops:
+        return f"{problem.tflops(median_us):.0f} TFLOP/s"
+    return f"{problem.gbps(median_us):.0f} GB/s"
 
 
-def _launched_fingerprint(plan: Any, q: Any, k: Any, v: Any, arch: str) -> str:
+def launched_fingerprint(objects: Sequence[Any], arguments: Sequence[Sequence[Any]], arch: str) -> str:
+    """Fingerprint of the machine code that kernel objects of :func:`tiledsched.serve.prebuilt.make_kernel` have compiled for
+    launches with these arguments; needs the compiler, and no GPU of `arch`.
+    """  # fmt: skip
     from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
-    from tiledsched.attention.launching import launch_arguments
+    from tiledsched.launches import assumed
 
-    convention = CallingConvention.cutile_python_v2()
-    signature = KernelSignature.from_kernel_args(plan.kernel, launch_arguments(plan, q, k, v), convention)
-    output = io.BytesIO()
-    export_kernel(plan.kernel, [plan.kernel.template.assumed(signature)], output, gpu_code=arch, output_format="cubin")
-    return read_artifact(output.getvalue(), arch).fingerprint
+    found = []
+    for each, given in zip(objects, arguments, strict=True):
+        asked = KernelSignature.from_kernel_args(each, tuple(given), CallingConvention.cutile_python_v2())
+        output = io.BytesIO()
+        export_kernel(each, [assumed(each.declaration, asked, each.step)], output, gpu_code=arch, output_format="cubin")
+        found.append(read_artifact(output.getvalue(), arch))
+    return join(found).fingerprint

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiledsched.build.cubin import parts
 from tiledsched.config import Settings
+from tiledsched.device import arch_spec
 from tiledsched.errors import CompilerError, TiledschedError
 from tiledsched.kernel import HINT_KNOBS, KernelClass
 from tiledsched.problem import Problem
@@ -34,47 +36,51 @@ class Prebuilt:
     """Where its machine code lies."""
 
 
-def make_kernel(template: KernelClass, schedules: Mapping[str, Schedule], problem: Problem,
-                settings: Settings) -> Any:  # fmt: skip
-    """`template.kernel(schedules, problem)` that takes its machine code from bundles where they hold it, else has it
-    compiled as it was for measuring.
+def make_kernel(kernel: KernelClass, schedules: Mapping[str, Schedule], problem: Problem, settings: Settings,
+                device: Any = None) -> list[Any]:  # fmt: skip
+    """The cuTile kernel objects of `launches.tile_kernels`, one for each step, that take their machine code from bundles
+    where these hold it, else have it compiled as it was for measuring.
 
     Args:
-        template: whose kernel.
-        schedules: arch -> schedule; their hints go into the kernel.
-        problem: decides the kernel function.
+        kernel: whose.
+        schedules: arch -> schedule; their hints go into the objects.
+        problem: decides the functions.
         settings: say where bundles lie.
-
-    Returns:
-        A cuTile kernel object.
+        device: anything with `sm_count` and `arch`, for a kernel whose launches ask for it; the first arch's usual one
+            unless given.
 
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
     """
-    kernel = template.kernel(schedules, problem)
-    candidates = {arch: _with_hints(template, arch, schedule, settings) for arch, schedule in schedules.items()}
-    kernel.__class__ = _kernel_class()  # the same object otherwise, with the hints `template.kernel` gave it
-    kernel.prebuilt, kernel.template = candidates, template
-    return kernel
+    from tiledsched import launches
+
+    device = device or arch_spec(next(iter(schedules)))
+    objects = launches.tile_kernels(kernel, schedules, problem, device)
+    wanted = launches.steps(kernel, problem, next(iter(schedules.values())), device)
+    candidates = {arch: _with_hints(kernel, arch, schedule, settings) for arch, schedule in schedules.items()}
+    for place, (made, step) in enumerate(zip(objects, wanted, strict=True)):
+        made.__class__ = _kernel_class()  # the same object otherwise, with the hints it was given
+        made.prebuilt, made.declaration, made.step, made.place = candidates, kernel, step, place
+    return objects
 
 
-def _with_hints(template: KernelClass, arch: str, schedule: Schedule, settings: Settings) -> list[Prebuilt]:
+def _with_hints(kernel: KernelClass, arch: str, schedule: Schedule, settings: Settings) -> list[Prebuilt]:
     """Prebuilt programs of `arch` with the hints of `schedule`; which of them fits, the launch's signature decides."""
     wanted = _hints(schedule)
     return [
         Prebuilt(program=program, bundle=bundle)
-        for bundle in usable_bundles(template, settings)
+        for bundle in usable_bundles(kernel, settings)
         for program in bundle.programs
-        if program.kernel == template.name and program.arch == arch and _hints(program.schedule) == wanted
+        if program.kernel == kernel.name and program.arch == arch and _hints(program.schedule) == wanted
     ]
 
 
-def _hints(schedule: Schedule) -> tuple[int, ...]:
-    return tuple(schedule.number(knob) for knob in HINT_KNOBS)
+def _hints(schedule: Schedule) -> tuple[Any, ...]:
+    return tuple(schedule.get(knob) for knob in HINT_KNOBS)
 
 
-def usable_bundles(template: KernelClass, settings: Settings) -> list[Bundle]:
-    """Bundles built from the very source of `template`; another's programs may take other arguments.
+def usable_bundles(kernel: KernelClass, settings: Settings) -> list[Bundle]:
+    """Bundles built from the very source of `kernel`; another's programs may take other arguments.
 
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
@@ -89,14 +95,23 @@ def usable_bundles(template: KernelClass, settings: Settings) -> list[Bundle]:
                 raise
             log.warning("left out: %s", error)
             continue
-        if bundle.source_hashes.get(template.name) == template.source_hash:
+        built_from = bundle.source_hashes.get(kernel.name)
+        if built_from is None:
+            continue  # it holds other kernels
+        if built_from == _source_hash(kernel):
             usable.append(bundle)
         elif path == named:
             log.warning("%s = %s is left out: built from another version of the %s kernel; make it again with this "
-                        "tiledsched", VARIABLE, path, template.name)  # fmt: skip
+                        "tiledsched", VARIABLE, path, kernel.name)  # fmt: skip
         else:
             log.info("%s is left out: built from another version of the kernel; run: tiledsched warmup", path)
     return usable
+
+
+@functools.cache
+def _source_hash(kernel: KernelClass) -> str:
+    """Once: it reads every source file of the kernel."""
+    return kernel.source_hash()
 
 
 @functools.lru_cache(maxsize=16)
@@ -105,11 +120,25 @@ def _read(path: Path, _changed_ns: int) -> Bundle:
     return read_bundle(path)
 
 
-def find_program(candidates: Sequence[Prebuilt], template: KernelClass, signature: Any) -> Prebuilt | None:
-    """The first whose machine code may run where a launch asks for `signature`; None where none may."""
+def find_program(candidates: Sequence[Prebuilt], kernel: KernelClass, place: int, function: Any,
+                 signature: Any) -> Prebuilt | None:  # fmt: skip
+    """The first whose machine code may run where a launch asks for `signature`; None where none may.
+
+    Args:
+        candidates: programs with the right hints.
+        kernel: declares them.
+        place: which of the kernel's launches in a row it is.
+        function: the tile function launched.
+        signature: of the launch.
+    """
+    from tiledsched import launches
+
     for each in candidates:
-        if serves(template.signature(each.program.schedule, each.program.problem), signature):
-            return each
+        p, s = each.program.problem, each.program.schedule
+        wanted = launches.steps(kernel, p, s, arch_spec(each.program.arch))
+        if place < len(wanted) and wanted[place].function is function:
+            if serves(launches.signature(kernel, p, s, wanted[place]), signature):
+                return each
     return None
 
 
@@ -146,24 +175,29 @@ def _kernel_class() -> type:
     """A subclass of `ct.kernel` that looks into bundles first (`_compile` is not public, and pinned by a test)."""
     import cuda.tile as ct
 
+    from tiledsched.launches import assumed, symbol
+
     class ServedKernel(ct.kernel):
         prebuilt: Mapping[str, list[Prebuilt]]
-        template: KernelClass
+        declaration: KernelClass
+        step: Any
+        place: int
 
         def _compile(self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None,
                      *more: Any) -> Any:  # fmt: skip
             arch = _arch(compute_capability)
-            found = find_program(self.prebuilt.get(arch, []), self.template, signature)
+            candidates = self.prebuilt.get(arch, [])
+            found = find_program(candidates, self.declaration, self.place, self.step.function, signature)
             if found is not None:
-                symbol = self.template.signature(found.program.schedule, found.program.problem).symbol
                 log.info("%s from %s", found.program.fingerprint, found.bundle.path)
-                return found.bundle.cubin(found.program), symbol, None, ()
+                return parts(found.bundle.cubin(found.program))[self.place], symbol(self.declaration), None, ()
             try:
-                return super()._compile(self.template.assumed(signature), context, compute_capability, *more)
+                wanted = assumed(self.declaration, signature, self.step)
+                return super()._compile(wanted, context, compute_capability, *more)
             except FileNotFoundError as error:
                 raise CompilerError(f"no bundle holds this program for {arch} and there is no compiler ({error}); add it "
-                                    "to the bundle (tiledsched bundle --dtype, --group, --any-length, --decode) or install the "
-                                    "compiler: tiledsched doctor") from error  # fmt: skip
+                                    "to the bundle (tiledsched bundle; for attention --dtype, --group, --any-length, "
+                                    "--decode) or install the compiler: tiledsched doctor") from error  # fmt: skip
 
     return ServedKernel
 

@@ -98,6 +98,8 @@ class Attention(Kernel):
     only_its_kind = staticmethod(alike.only_its_kind)
     loss_known = staticmethod(alike.loss_known)
     add_flags = staticmethod(flags.add_flags)
+    add_likely_flags = staticmethod(flags.add_likely_flags)
+    likely = staticmethod(flags.likely)
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:
@@ -234,6 +236,16 @@ class Attention(Kernel):
     def from_flags(options: argparse.Namespace) -> list[Problem]:
         """Every combination of the flags' values."""
         return flags.from_flags(Attention.problem, options)
+
+    @staticmethod
+    def file_words(p: Problem) -> str:
+        """`s4096_d128_float16_causal_b4_h16`."""
+        seq = f"s{p.seq_q}" if p.seq_q == p.seq_k else f"sq{p.seq_q}_sk{p.seq_k}"
+        heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
+        mask = "full" if not p.causal else "causal" if p.alignment == "top_left" else "bottom-right"
+        columns = f"d{p.head_dim}-{p.value_dim}" if p.value_dim else f"d{p.head_dim}"
+        lse = "_lse" if p.lse else ""
+        return f"{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{lse}"
 
     @staticmethod
     def small() -> list[Problem]:

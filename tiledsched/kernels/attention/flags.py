@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from typing import Any
 
 from tiledsched.flags import integers, positive, words
@@ -40,3 +41,29 @@ def from_flags(make: Any, options: argparse.Namespace) -> list[Problem]:
              for seq_len in options.seq_len)  # fmt: skip
     return [each.replace(seq_q=options.seq_q or each.seq_q, alignment=options.alignment, value_dim=options.value_dim,
                          lse=options.lse) for each in found]  # fmt: skip
+
+
+def add_likely_flags(parser: argparse.ArgumentParser) -> None:
+    """Add those that say which problems to expect beside the tuned ones."""
+    parser.add_argument("--dtype", type=words(DTYPES), default=[], metavar="T[,T]", help=f"also {' or '.join(DTYPES)} "
+                        "(default: what was tuned)")  # fmt: skip
+    parser.add_argument("--group", type=integers, default=[], metavar="G[,G]", help="also so many query heads per key/value "
+                        "head (default: what was tuned)")  # fmt: skip
+    parser.add_argument("--any-length", action="store_true", help="also key lengths that no tile divides, which take other "
+                        "machine code")  # fmt: skip
+    parser.add_argument("--decode", action="store_true", help="also one query row that sees every key, as generation with a "
+                        "cache asks for")  # fmt: skip
+
+
+def likely(p: Problem, options: argparse.Namespace) -> list[Problem]:
+    """Problems like `p` that the flags name; head counts that a group does not divide are left out."""
+    found = []
+    for dtype, group, odd in itertools.product(options.dtype or (p.dtype,), options.group or (p.group,),
+                                               (0, 1) if options.any_length else (0,)):  # fmt: skip
+        if p.heads % group:
+            continue
+        like = p.replace(dtype=dtype, kv_heads=p.heads // group, seq_q=p.seq_q + odd, seq_k=p.seq_k + odd)
+        found.append(like)
+        if options.decode:
+            found.append(like.replace(seq_q=1, causal=False))
+    return list(dict.fromkeys(found))

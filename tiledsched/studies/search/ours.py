@@ -57,11 +57,15 @@ def search(
 
 
 def siblings(one: Field, other: Field) -> bool:
-    """Whether one of them would give the other away: the same but for element type, batch or heads."""
+    """Whether one of them would give the other away: the same along every axis of the kernel but the element type.
 
-    def shape(field: Field) -> tuple[int, int, int, bool]:
+    Of attention that is the lengths, the head dimension and the mask: what differs in batch or heads only gives it away, too.
+    """
+
+    def shape(field: Field) -> tuple[object, ...]:
         problem = field.problem
-        return problem.seq_q, problem.seq_k, problem.head_dim, problem.causal
+        telling = ("seq_q", *problem.declaration.axes) if "seq_q" in problem.values else problem.declaration.axes or problem.values
+        return problem.kernel, *(getattr(problem, name) for name in telling if name != "dtype")
 
     return shape(one) == shape(other)
 

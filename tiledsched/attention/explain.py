@@ -1,0 +1,33 @@
+"""What `sdpa` would do with given tensors, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiledsched.serve.explain import Explanation, launched_fingerprint
+
+if TYPE_CHECKING:
+    import torch
+
+
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
+            verify: bool = False) -> Explanation:  # fmt: skip
+    """What `sdpa` would do with these tensors, and why.
+
+    Args:
+        q, k, v, causal: as for :func:`tiledsched.sdpa`.
+        verify: also compile, for these very tensors, what would be launched, and
+            compare its machine code with the measured one. Takes about a second and needs the compiler.
+
+    Raises:
+        UnsupportedError: the kernel cannot serve them.
+    """
+    from tiledsched.attention.launching import launch_arguments
+    from tiledsched.attention.plans import plan_for
+    from tiledsched.serve.process import device_facts, settings
+
+    plan = plan_for(q, k, v, causal=causal)
+    facts = device_facts(plan.device)
+    fingerprint = launched_fingerprint([plan.kernel], [launch_arguments(plan, q, k, v)], facts.arch) if verify else ""
+    return Explanation(problem=plan.problem, arch=facts.arch, device_name=facts.name, served=plan.served,
+                       launched_fingerprint=fingerprint, controls=settings().sources)  # fmt: skip

@@ -1,0 +1,180 @@
+"""The declaration of the matrix product: sizes, arrays, knobs, and which launches a schedule comes to.
+
+What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import tiledsched.fields as ts
+from tiledsched.kernel import Kernel
+from tiledsched.kernels.matmul import model
+from tiledsched.kernels.matmul.suites import SUITES
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+
+if TYPE_CHECKING:
+    from tiledsched.build.cubin import ResourceFacts
+    from tiledsched.device import ArchSpec
+
+PAD_TILE = 64
+"""Sides of the tiles in which operands are copied; the copies' sizes are multiples of it."""
+COMBINE_ELEMENTS = 2048
+"""Elements of a tile of `combine`: 16 a thread, four loads of 16 bytes for each share."""
+FEWEST_COMBINED_COLUMNS = 32
+"""Of tiles that divide C: 128 bytes of partial sums in a row."""
+TMA_BYTES = 16
+"""What the TMA unit asks rows to start at multiples of."""
+
+
+class Matmul(Kernel):
+    """C `[m, n]` = A `[m, k]` @ B `[k, n]`, accumulated in float32 and rounded once; C is row-major."""
+
+    name = "matmul"
+    m = ts.dim()
+    n = ts.dim()
+    k = ts.dim()
+    dtype = ts.dtype("bfloat16", "float16")
+    a_layout = ts.choice("row", "column")
+    b_layout = ts.choice("row", "column")
+    derived = {
+        "odd": lambda p: row_bytes(p.m if p.a_layout == "column" else p.k) or row_bytes(p.k if p.b_layout == "column" else p.n),
+        "large": lambda p: p.m * p.n >= 2048 * 2048,
+        "padded_m": lambda p: padded(p.m),
+        "padded_n": lambda p: padded(p.n),
+        "padded_k": lambda p: padded(p.k),
+    }  # fmt: skip
+
+    A = ts.array("m k", layout="a_layout")
+    B = ts.array("k n", layout="b_layout")
+    C = ts.out("m n")
+    Partial = ts.workspace("SPLIT_K m n")
+    PaddedA = ts.workspace(lambda p, s: (p.padded_m, p.padded_k), dtype="dtype")
+    PaddedB = ts.workspace(lambda p, s: (p.padded_k, p.padded_n), dtype="dtype")
+
+    knobs = {
+        "TILE_M": ts.knob((128, 64, 256, 16), about="rows of a work tile", weight=1.0),
+        "TILE_N": ts.knob((256, 128, 64, 32), about="columns of a work tile", weight=1.0),
+        "REST_N": ts.knob((0, 64, 32), about="columns of a second part of a work tile; 0 for none", weight=0.4),
+        "TILE_K": ts.knob((64, 128, 256, 32), about="columns of A that a step of the main loop takes", weight=0.4),
+        "num_worker_warps": ts.knob((8, 4), about="warps that multiply", weight=1.0),
+        "num_ctas": ts.knob((1, 2), about="blocks of a cluster, which share their operands", weight=1.0),
+        "GROUP_M": ts.knob((8, 1, 4, 16), about="rows of work tiles that are taken together", weight=0.1),
+        "PERSISTENT": ts.knob((False, True), about="whether a block takes several work tiles"),
+        "SPLIT_K": ts.knob((1, 2, 4, 8), about="blocks that share the walk over k of a work tile", weight=1.0),
+        "PAD": ts.knob((False, True), about="copy operands first, so that TMA can load them", weight=5.0),
+        "occupancy": ts.knob((0, 1, 2), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
+        "LATENCY": ts.knob((0, 6, 3), about="latency hint of the main loop's loads", measured_only=True),
+    }
+    constraints = {
+        "TILE_M * TILE_N <= 32768 * num_ctas": "two groups of warps hold 128 x 256 sums in registers, and no more",
+        "TILE_M >= 32 * num_ctas or num_ctas == 1": "a cluster divides the rows of a tile",
+        "REST_N == 0 or 2 * REST_N == TILE_N": "the second part of a work tile is half as wide as the first",
+        "REST_N == 0 or SPLIT_K == 1": "partial products are of one part",
+        "not PAD or odd": "operands that TMA can load need no copy",
+        "not PAD or SPLIT_K == 1": "partial products are made of the operands themselves",
+    }
+    exploring = {
+        "TILE_M * TILE_N <= 16384 * num_ctas or num_worker_warps == 8": "one group of warps spills more than 128 x 128 sums",
+        "TILE_M * (TILE_N + REST_N) > 4096 or num_worker_warps == 4": "small tiles leave a second group of warps no work",
+        "TILE_M >= 64 or num_worker_warps == 4": "small tiles leave a second group of warps no work",
+        "not large or TILE_M * TILE_N >= 16384": "small tiles read their operands too often",
+        "not large or SPLIT_K == 1": "enough work tiles without a split",
+        "SPLIT_K == 1 or k >= 1024": "a short walk is not worth dividing",
+        "SPLIT_K == 1 or not PERSISTENT": "a split makes as many blocks as fit, or few more",
+        "m <= 32 or TILE_M >= 64": "tensor cores take 64 rows at a time",
+        "m > 64 or TILE_M <= 64": "rows beyond the last are multiplied for nothing",
+        "m > 128 or TILE_M <= 128": "rows beyond the last are multiplied for nothing",
+        "m <= 256 or TILE_M * TILE_N >= 4096": "small tiles read their operands too often",
+        "TILE_K != 32 or TILE_M * TILE_N >= 32768": "short steps leave room for more of them, where tiles are large",
+        "TILE_K != 256 or TILE_M * TILE_N <= 2048": "long steps fit where tiles are small",
+        "num_ctas == 1 or (TILE_M >= 128 and SPLIT_K == 1)": "clusters are for large work tiles",
+        "num_ctas == 1 or TILE_K == 64": "other steps are tried without clusters",
+        "GROUP_M == 8 or m > 1024": "a few rows of tiles are one group in any order",
+        "GROUP_M == 8 or TILE_M * TILE_N >= 16384": "the order is tried on large tiles",
+        "occupancy == 0 or TILE_M * TILE_N <= 16384": "of larger tiles an SM holds one in any case",
+        "occupancy == 0 or num_worker_warps == 4": "a second group of warps takes the place of a second block",
+        "occupancy == 0 or not PERSISTENT": "persistent blocks that share an SM were 3 times slower on the H200",
+        "LATENCY != 3 or TILE_M * TILE_N <= 16384": "of large tiles it leaves room for three steps, which are 1.5 times slower",
+    }
+    suites = SUITES
+    axes = ("m", "n", "k", "dtype")
+    plain = {"LATENCY": 0, "PAD": False, "REST_N": 0, "SPLIT_K": 1}
+
+    @staticmethod
+    def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
+        """The tiles of the copies and of the last sum."""
+        rows, columns, even = combine_tile(p)
+        return {"PAD_ROWS": PAD_TILE, "PAD_COLUMNS": PAD_TILE, "COMBINE_M": rows, "COMBINE_N": columns,
+                "COMBINE_EVEN": even}  # fmt: skip
+
+    @staticmethod
+    def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
+        """The product, with copies before it or a sum behind it where the schedule has them."""
+        from tiledsched.kernels.matmul import tiles
+
+        blocks = work_tiles(p, s)
+        if s["PERSISTENT"]:
+            resident = device.sm_count * max(1, s.number("occupancy")) // s.number("num_ctas")
+            blocks = min(blocks, max(1, resident))
+        if s["PAD"]:
+            return [(tiles.pad_a, (p.padded_m // PAD_TILE, p.padded_k // PAD_TILE)),
+                    (tiles.pad_b, (p.padded_k // PAD_TILE, p.padded_n // PAD_TILE)),
+                    (tiles.matmul_padded, (blocks,))]  # fmt: skip
+        if s.number("SPLIT_K") == 1:
+            return [(tiles.matmul, (blocks,))]
+        rows, columns, _ = combine_tile(p)
+        return [(tiles.matmul_partial, (blocks,)), (tiles.combine, (-(-p.m // rows), -(-p.n // columns)))]
+
+    @staticmethod
+    def reference(xp: Any, A: Any, B: Any) -> Any:
+        """The product."""
+        return A @ B
+
+    @staticmethod
+    def flops(p: Problem) -> float:
+        """A multiply-add is two."""
+        return 2.0 * p.m * p.n * p.k
+
+    @staticmethod
+    def model(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated microseconds; only their order is used."""
+        return model.estimate_us(p, s, facts, spec)
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Sizes that no tile divides, every layout, and rows that TMA cannot load."""
+        layouts = [(a, b) for a in ("row", "column") for b in ("row", "column")]
+        sizes = ((150, 130, 100), (64, 128, 64), (3, 5, 1), (130, 72, 200))
+        return [Matmul.problem(m=m, n=n, k=k, a_layout=a, b_layout=b) for m, n, k in sizes for a, b in layouts]
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to whole tiles of a copy."""
+    return -(-size // PAD_TILE) * PAD_TILE
+
+
+def row_bytes(run: int, item: int = 2) -> bool:
+    """Whether rows of `run` elements start where TMA cannot load them."""
+    return run * item % TMA_BYTES != 0
+
+
+def tile_columns(s: Schedule) -> int:
+    """Columns of a work tile, both parts."""
+    return s.number("TILE_N") + s.number("REST_N")
+
+
+def work_tiles(p: Problem, s: Schedule) -> int:
+    """Work tiles of a product."""
+    return -(-p.m // s.number("TILE_M")) * -(-p.n // tile_columns(s)) * s.number("SPLIT_K")
+
+
+def combine_tile(p: Problem) -> tuple[int, int, bool]:
+    """(rows, columns, whether they divide C) of the tiles that sum partial products."""
+    columns = min(p.n & -p.n, COMBINE_ELEMENTS)
+    rows = min(p.m & -p.m, COMBINE_ELEMENTS // columns)
+    if columns < FEWEST_COMBINED_COLUMNS or rows * columns < COMBINE_ELEMENTS // 16:
+        return 8, COMBINE_ELEMENTS // 8, False
+    return rows, columns, True

@@ -1,0 +1,97 @@
+"""What every launch from torch has in common: device, stream, scratch arrays, and what a CUDA graph does not allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tiledsched.errors import LaunchError
+from tiledsched.kernel import ArraySpec
+from tiledsched.problem import Problem
+from tiledsched.serve.lookup import Served
+
+DEVICE_TYPE = "cuda"
+"""Where kernels run."""
+# Torch's own fast ways to ask, as its compiled code uses them; a build of torch without CUDA has neither.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform_level = torch._C._functorch.maybe_current_level
+_trace_state = torch._C._get_tracing_state
+_zeros: dict[tuple[Any, ...], torch.Tensor] = {}
+_launched: set[tuple[Any, ...]] = set()
+
+
+def is_plain_call() -> bool:
+    """Whether nothing stands between a call and the launch: no tracing, transform, mode or autocast is active."""
+    return not (_dispatch_modes() or torch.is_autocast_enabled() or _trace_state()) and _transform_level() is None
+
+
+def torch_type(dtype: str) -> Any:
+    """torch's element type for cuTile's name of one."""
+    return getattr(torch, dtype.rstrip("_"))
+
+
+def scratch_arrays(specs: Iterable[ArraySpec], device: Any, stream: int | None) -> list[torch.Tensor]:
+    """Arrays that a launch takes beside those of its caller; zeros are those kept for `stream`, or new where it is None."""
+    return [_zeroed(each.shape, torch_type(each.dtype), device, stream) if each.zeroed
+            else torch.empty(each.shape, dtype=torch_type(each.dtype), device=device) for each in specs]  # fmt: skip
+
+
+def _zeroed(shape: tuple[int, ...], dtype: Any, device: Any, stream: int | None) -> torch.Tensor:
+    """Zeros, which the kernel leaves behind as it found them: launches on one stream share them.
+
+    A captured graph gets its own, because it may be replayed on any stream.
+    """
+    if stream is None or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(shape, dtype=dtype, device=device)
+    key = (device, stream, dtype, shape[1:])
+    found = _zeros.get(key)
+    if found is None or found.shape[0] < shape[0]:
+        found = _zeros[key] = torch.zeros(shape, dtype=dtype, device=device)
+    return found[: shape[0]]
+
+
+def program_key(kernels: Any, constants: Any, device: int, arrays: Iterable[torch.Tensor]) -> tuple[Any, ...]:
+    """All that decides which programs a call runs. It mirrors what cuTile infers from arguments, and says more apart."""
+    return (kernels, constants, device, *map(_traits, arrays))
+
+
+def _traits(array: Any) -> tuple[Any, ...]:
+    item = array.element_size()
+    shape, strides = array.shape, array.stride()
+    return (array.dtype, shape[-1:], array.data_ptr() % 16 == 0, tuple((size == 1, size % 16 == 0) for size in shape),
+            tuple((stride == 0, stride == 1, stride * item % 16 == 0) for stride in strides))  # fmt: skip
+
+
+def refuse_capture(key: tuple[Any, ...], name: str, problem: Problem) -> None:
+    """Raise where a CUDA graph is being captured and the programs of `key` never ran.
+
+    Raises:
+        LaunchError: so it is.
+    """
+    if torch.cuda.is_current_stream_capturing() and key not in _launched:
+        raise LaunchError(f"{problem} has not run in this process yet and a CUDA graph is being captured, in which its "
+                          f"program cannot be compiled and loaded; call {name} once with these shapes and strides before "
+                          "the capture (`tiledsched warmup` makes that call short)")  # fmt: skip
+
+
+def has_run(key: tuple[Any, ...]) -> None:
+    """Remember that the programs of `key` are loaded."""
+    _launched.add(key)
+
+
+def describe_failure(name: str, problem: Problem, served: Served, sync: bool, error: Exception) -> str:
+    """What failed, on which schedule, and what to do."""
+    advice = "this very call failed" if sync else "run again with TILEDSCHED_SYNC=1 to see which call it was"
+    if torch.cuda.is_current_stream_capturing():
+        advice = f"a CUDA graph is being captured: call {name} once with these tensors before the capture"
+    return f"{problem} on {served.schedule.short()} ({served.provenance}): {type(error).__name__}: {error}; {advice}"
+
+
+def spans(tensors: Sequence[Any]) -> int:
+    """Elements from the first to the last in memory of the tensor that reaches furthest."""
+    return max((1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+                for each in tensors), default=0)  # fmt: skip

@@ -1,0 +1,95 @@
+"""What the operators of a process share: settings, tables, devices and kernel objects, each read or made once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiledsched import config
+from tiledsched.config import Settings, load_settings
+from tiledsched.kernel import HINT_KNOBS, KernelClass
+from tiledsched.launches import annotated, steps
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.serve.entries import load_table
+from tiledsched.serve.lookup import Table
+from tiledsched.serve.plan_cache import PlanCache, lock
+from tiledsched.serve.prebuilt import make_kernel
+
+log = logging.getLogger("tiledsched")
+_kernels: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_retired: list[Any] = []
+"""Kernels of before a reload. cuTile unloads the programs of a kernel that is gone, and a CUDA graph may still launch them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What a plan must know of a device."""
+
+    arch: str
+    """e.g. sm_90."""
+    name: str
+    """As the driver calls it."""
+    sm_count: int
+    """Multiprocessors."""
+
+
+@functools.cache
+def settings() -> Settings:
+    """Settings of this process, read once."""
+    found = load_settings()
+    if found.log_level is not None:
+        log.setLevel(found.log_level.upper())
+        if not log.hasHandlers():
+            log.addHandler(logging.StreamHandler(sys.stderr))
+    return found
+
+
+@functools.cache
+def table(kernel: KernelClass) -> Table:
+    """The tuned table of a kernel for the GPUs of this machine, read once."""
+    archs = {device_facts(index).arch for index in range(torch.cuda.device_count())}
+    return load_table(settings(), kernel=kernel, archs=archs or None)
+
+
+@functools.cache
+def device_facts(index: int) -> DeviceFacts:
+    """What CUDA says of device `index`."""
+    properties = torch.cuda.get_device_properties(index)
+    return DeviceFacts(arch=f"sm_{properties.major}{properties.minor}", name=properties.name,
+                       sm_count=properties.multi_processor_count)  # fmt: skip
+
+
+def kernel_objects(kernel: KernelClass, p: Problem, s: Schedule, device: DeviceFacts) -> tuple[Any, ...]:
+    """What is launched, one object for each step; plans with the same functions and hints share them."""
+    functions = tuple(annotated(kernel, step, p, s) for step in steps(kernel, p, s, device))
+    key = (kernel, functions, device.arch, *(s.get(knob) for knob in HINT_KNOBS))
+    with lock:
+        if key not in _kernels:
+            _kernels[key] = tuple(make_kernel(kernel, {device.arch: s}, p, settings(), device))
+        return _kernels[key]
+
+
+def forget_plans() -> None:
+    """Make every plan again, under the settings as they are then. Programs stay loaded."""
+    with lock:
+        for cache in PlanCache.every:
+            cache.forget()
+        settings.cache_clear()
+        table.cache_clear()
+
+
+def forget_kernels() -> None:
+    """Make every kernel again, too: what a bundle or cuTile's cache holds is looked for once more."""
+    with lock:
+        forget_plans()
+        _retired.extend(_kernels.values())
+        _kernels.clear()
+
+
+config.watchers.append(forget_plans)
