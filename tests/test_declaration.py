@@ -92,7 +92,8 @@ def kinds(step):
         ({"grid": lambda p, s, device: None}, "grid: must be 1 to 3 positive integers, got None"),
         ({"grid": lambda p, s, device: (p.lines,)}, "it raises AttributeError"),
         ({"grid": None}, "a kernel needs grid(p, s, device)"),
-        ({"function": None}, "expected a cuTile kernel or a function, got None; decorate one with @ct.kernel"),
+        ({"function": None}, "function: there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)"),
+        ({"function": "scale_rows"}, "expected a cuTile kernel or a function, got 'scale_rows'; decorate one with @ct.kernel"),
         ({"reference": None}, "a kernel needs reference(xp, ...)"),
         ({"reference": lambda xp, X: X[:, :1]}, "reference: returns Out of shape"),
         ({"reference": lambda xp, X: ()}, "reference: returns 0 arrays; the outputs are Out"),
@@ -180,13 +181,13 @@ def test_parameters_get_arguments_by_their_names():
 
 
 def test_annotations_tell_constants_from_scalars():
-    def function(X, Out, factor: ct.Constant[float], rows, columns: ct.Constant[int], turned, kind, TILE, MORE):
+    def function(X, Out, factor: ct.Constant[float], rows, columns: ct.Constant[int], turned, mode, TILE, MORE):
         pass
 
     function.__annotations__ = {"factor": ct.Constant[float], "columns": ct.Constant[int]}
-    kernel = declare(function=function, turned=ts.flag(), kind=ts.choice("a", "b"), derived={"MORE": lambda p: p.rows * 2})
+    kernel = declare(function=function, turned=ts.flag(), mode=ts.choice("a", "b"), derived={"MORE": lambda p: p.rows * 2})
     (step,) = steps_of(kernel, kernel.problem(rows=5, columns=40), Schedule(TILE=64, occupancy=1))
-    assert {name for name, kind in kinds(step).items() if kind == "constant"} == {"factor", "columns", "turned", "kind", "TILE"}
+    assert {name for name, kind in kinds(step).items() if kind == "constant"} == {"factor", "columns", "turned", "mode", "TILE"}
     assert {name for name, kind in kinds(step).items() if kind == "scalar"} == {"rows", "MORE"}
     assert step.tail == (2.0, 5, 40, False, "a", 64, 10)
 
@@ -200,7 +201,7 @@ def test_hints_of_a_decorated_kernel_stay_unless_they_are_knobs():
     for asked, got in ((2, 2), (0, None)):
         (made,) = launches.tile_kernels(kernel, {"sm_90": Schedule(TILE=64, num_ctas=asked)}, p, DEVICE)
         options = made._compiler_options
-        assert (options.occupancy, options.num_ctas.by_target["sm_90"]) == (2, got)
+        assert (options.occupancy, options.num_ctas) == (2, ct.ByTarget(default=got, sm_90=got))
 
 
 def halve(X, Out, TILE: ct.Constant[int]):
@@ -348,7 +349,7 @@ def test_lists_of_arrays_have_a_shape_for_each():
     p, s = kernel.problem(groups=[3, 7, 1], columns=40), Schedule(TILE=64, occupancy=1)
     assert (p.groups, p.experts, p.to_json()["groups"]) == ((3, 7, 1), 3, [3, 7, 1])
     assert Problem.from_json(json.loads(json.dumps(p.to_json()))) == p
-    assert str(p) == "groups=3,7,1 columns=40 float32"
+    assert str(p) == "columns=40 float32 groups=3,7,1"
     xs, outs = kernel.arrays(p)
     assert (xs.listed, xs.shapes, outs.shapes) == (True, ((3, 40), (7, 40), (1, 40)), xs.shapes)
     assert p.min_bytes == 2 * 4 * 11 * 40
