@@ -189,8 +189,16 @@ class Kernel:
         PLAIN.update({name: value for name, value in cls.plain.items() if name not in PLAIN})
         from tiledsched.declaration import check_declaration
 
-        check_declaration(cls)
-        _known[cls.name] = cls
+        before = _known.get(cls.name)
+        _known[cls.name] = cls  # its problems ask it for what is derived, also while it is checked
+        try:
+            check_declaration(cls)
+        except BaseException:
+            if before is None:
+                del _known[cls.name]
+            else:
+                _known[cls.name] = before
+            raise
 
     # What an author may override. `p` is the problem, `s` the schedule.
 

@@ -21,7 +21,8 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.build.cubin import Artifact, ResourceFacts
+    from tiledsched.build.cubin import Artifact
+    from tiledsched.resources import ResourceFacts
 
 LOG2_E = 1.0 / math.log(2.0)
 SMALLEST_NORMAL, LARGEST_FLOAT = 1.2e-38, 3.4e38
