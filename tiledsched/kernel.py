@@ -105,7 +105,7 @@ class ProblemClass:
     def __hash__(self) -> int:
         return hash(self.id)
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """Stable id, part of the key under which a build is stored."""
         return stable_id(self.to_json())
