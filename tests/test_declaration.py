@@ -20,7 +20,7 @@ from tiledsched import kernel as kernels
 from tiledsched import launches
 from tiledsched.device import arch_spec
 from tiledsched.errors import ConfigError, DeclarationError, ProblemError
-from tiledsched.interpreter import SmallDevice, run_schedule
+from tiledsched.interpreter import run_schedule
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernel import kernel_named, load_kernel
 from tiledsched.problem import Problem

@@ -1,6 +1,6 @@
 """The report of a kernel that is nothing like attention: its own words everywhere, and nobody else's."""
 
-# ruff: noqa: N805, RUF012 - declarations have no self and are never changed
+
 from __future__ import annotations
 
 import csv

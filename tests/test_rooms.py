@@ -52,7 +52,7 @@ ATTENTIONS_WORDS = re.compile(r"\b(head_dim|seq_q|seq_k|kv_heads|causal)\b")
 ATTENTIONS_ROOMS = ("kernels/attention", "attention/", "studies/")
 HEAVY = ("torch", "cupy", "ray")
 HEAVY_ROOMS = {
-    "torch": ("attention/", "serve/op.py", "serve/launching.py", "serve/plan_cache.py", "studies/"),
+    "torch": ("attention/", "serve/op.py", "serve/launching.py", "serve/plan_cache.py", "serve/process.py", "studies/"),
     "cupy": ("measure/worker.py", "attention/", "studies/"),
     "ray": ("attention/", "studies/"),
 }

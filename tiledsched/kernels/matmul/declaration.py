@@ -16,8 +16,8 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
+    from tiledsched.resources import ResourceFacts
 
 PAD_TILE = 64
 """Sides of the tiles in which operands are copied; the copies' sizes are multiples of it."""
