@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import tiledsched.fields as ts
-from tiledsched.resources import ctas_per_sm
 from tiledsched.problem import Problem
+from tiledsched.resources import ctas_per_sm
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
+    from tiledsched.resources import ResourceFacts
 
 LOADS = ("plain", "tma", "gather")
 """How rows move; the kernel sees the index."""
