@@ -1,5 +1,7 @@
 """Small declared kernels, one for each thing that a launch may need, and a way to run them on the CPU."""
 
+# Declarations are not classes as ruff knows them.
+
 from __future__ import annotations
 
 import types

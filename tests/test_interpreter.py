@@ -526,9 +526,9 @@ def test_run_problem_refuses_arrays_of_another_problem():
     problem = Attention.problem(seq_q=8, seq_k=8, head_dim=16)
     q = np.zeros((1, 1, 8, 16), np.float16)
     schedule = space_for("sm_90", Attention).default(problem)
-    with pytest.raises(ProblemError, match="v must be float16 of shape"):
+    with pytest.raises(ProblemError, match="V must be float16 of shape"):
         run_problem(Attention, schedule, problem, q, q, q[:, :, :4])
-    with pytest.raises(ProblemError, match="k must be float16"):
+    with pytest.raises(ProblemError, match="K must be float16"):
         run_problem(Attention, schedule, problem, q, q.astype(BFLOAT16), q)
 
 

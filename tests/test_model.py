@@ -20,13 +20,13 @@ from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import model as static
 from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
-from tiledsched.studies import model_residual as residual
-from tiledsched.studies.landscapes import Landscape, MeasuredProgram, read_landscape
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import import_table
+from tiledsched.studies import model_residual as residual
 from tiledsched.studies import model_scorecard as scorecard
+from tiledsched.studies.landscapes import Landscape, MeasuredProgram, read_landscape
 from tiledsched.studies.model_agreement import agreement, evaluate, spearman, stored_landscapes, table
 
 PLAIN = Schedule(tile_m=64, tile_n=64, occupancy=2, num_worker_warps=4, num_ctas=1, latency_k=0, latency_v=0,
@@ -260,7 +260,7 @@ def test_resident_blocks_follow_the_occupancy_rules():
 
 def test_a_whole_space_is_estimated_in_seconds():
     busy_steps.cache_clear()
-    space = space_for("sm_90")
+    space = space_for("sm_90", Attention)
     count, started = 0, time.perf_counter()
     for seq_len in (512, 4096):
         problem = Attention.standard(seq_len=seq_len, head_dim=64, causal=True)

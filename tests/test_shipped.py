@@ -13,6 +13,7 @@ from kernel_checks import check
 
 from tiledsched import data_files
 from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Table
 from tiledsched.space_files import space_for
@@ -51,7 +52,7 @@ def small_problem(problem: Problem) -> Problem:
 
 def test_what_was_measured_is_right_in_the_interpreter() -> None:
     """Neighbours of winners leave what is explored, and with it what the tests of the kernel draw from."""
-    space = space_for("sm_90")
+    space = space_for("sm_90", Attention)
     entries = read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries
     cases = dict.fromkeys((small_problem(entry.problem), space.complete(entry.schedule)) for entry in entries)
     assert len(cases) > 100

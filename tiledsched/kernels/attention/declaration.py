@@ -21,7 +21,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.build.cubin import Artifact, ResourceFacts
+    from tiledsched.resources import ResourceFacts
 
 LOG2_E = 1.0 / math.log(2.0)
 SMALLEST_NORMAL, LARGEST_FLOAT = 1.2e-38, 3.4e38
@@ -210,18 +210,18 @@ class Attention(Kernel):
         return expected_facts(p, s, spec)
 
     @staticmethod
-    def unsound(p: Problem, s: Schedule, artifact: Artifact) -> str | None:
+    def unsound(p: Problem, s: Schedule, facts: ResourceFacts, arch: str) -> str | None:
         """Split keys whose tiles share a place in shared memory.
 
         The release that counts a share as done orders all loads before it, and the compiler (13.4 on sm_90) then has the TMA
         unit load a tile before it waits for the one in the same place to be read. The search space lets a share take one step,
         or two where all programs built so far have room for both; this is for those to come.
         """
-        if _splits(s) == 1 or not s["tma_loads"] or not arch_spec(artifact.arch).producer_warps:
+        if _splits(s) == 1 or not s["tma_loads"] or not arch_spec(arch).producer_warps:
             return None
         columns = _parts(p.tile_d, p.parts_d, s) + _parts(p.tile_v, p.parts_v, s)
         pair = s.number("tile_n") * s.number("kv_subtiles") * sum(columns) * p.element_bytes
-        shared = artifact.facts.shared_bytes
+        shared = facts.shared_bytes
         if shared >= 2 * pair:
             return None
         return (f"the compiler left room for one key and one value tile ({shared} bytes of shared memory; both take {pair}). "
