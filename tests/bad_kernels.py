@@ -8,8 +8,10 @@ import cuda.tile as ct
 from cuda.tile.compilation import KernelSignature, export_kernel
 
 from tiledsched.build.cubin import Artifact, read_artifact
-from tiledsched.kernel import kernel_named
+from tiledsched.device import arch_spec
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.entries import HeadArray
+from tiledsched.launches import signature, steps
 from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
 
@@ -32,9 +34,10 @@ def slow(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_log2: f
 
 def build(function, problem: Problem, arch: str) -> Artifact:
     """`function` compiled for `arch`, loadable in place of the attention kernel."""
-    template = kernel_named("attention")
-    signature = template.signature(space_for(arch).default(problem), problem)
-    plain = KernelSignature(signature.parameters[:5], signature.calling_convention, signature.symbol)
+    schedule = space_for(arch, Attention).default(problem)
+    (step,) = steps(Attention, problem, schedule, arch_spec(arch))
+    like = signature(Attention, problem, schedule, step)
+    plain = KernelSignature(like.parameters[:5], like.calling_convention, like.symbol)
     output = io.BytesIO()
     export_kernel(ct.kernel(function), [plain], output, gpu_code=arch, output_format="cubin")
     return read_artifact(output.getvalue(), arch)

@@ -6,6 +6,7 @@ sampled. Its clock is its own, so that times are exact. Run as ``python fake_wor
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -23,6 +24,15 @@ START_MODES = ("ready", "silent", "no-gpu", "crash")
 def cubin(us: float = 100.0, *, noise: float = 0.0, **acts: str) -> bytes:
     """Machine code that takes `us` microseconds. `acts`: what happens on load, check or sample instead (see `act`)."""
     return json.dumps({"us": us, "noise": noise, **acts}).encode()
+
+
+def artifact(code: bytes, fingerprint: str):
+    """Machine code of this GPU as a build gives it."""
+    from tiledsched.build.cubin import Artifact, ResourceFacts
+
+    facts = ResourceFacts(registers=168, threads=128, shared_bytes=65536, spill_bytes=0, num_ctas=1, code_bytes=20480,
+                          ctas_per_sm=2)  # fmt: skip
+    return Artifact(arch="sm_90", fingerprint=fingerprint, facts=facts, cubin=code)
 
 
 class CUDARuntimeError(Exception):
@@ -53,7 +63,13 @@ class Gpu:
         """Launches since it was waited for."""
         self.lost: str | None = None
         self.verb = ""
-        self.problem = None
+        self.kernel = self.problem = self.launch = None
+        self.step = 0
+        """Which of a launch's steps comes next..."""
+        self.named: dict = {}
+        """...and the arguments of those before it."""
+        self.pristine: dict = {}
+        """What arrays that are changed in place held at the first timed launch."""
         self.rng = random.Random(0)
         self.captured: list | None = None
         """Launches of the graph under capture."""
@@ -131,48 +147,112 @@ class RawModule:
         gpu.act(self.script.get("load", ""))
 
     def get_function(self, symbol: str):
-        assert symbol == "attention"
+        assert symbol == "made_up"
         return self.launch
 
     def launch(self, grid, block, arguments) -> None:
-        """The kernel: right, unless the script says otherwise."""
+        """The kernel: right, unless the script says otherwise. Of several in a row the last one does the work."""
         if gpu.captured is not None:
             gpu.captured.append(lambda: self.launch(grid, block, arguments))
             return
         gpu.alive()
-        gpu.in_a_row += 1
         what = self.script.get(gpu.verb, "")
         gpu.act(what)
         gpu.now_us += self.script["us"] * (1 + self.script["noise"] * gpu.rng.random())
+        if gpu.verb in ("look", "sample"):
+            change_in_place(arguments)
         if gpu.verb != "check":
             return
-        from tiledsched.kernels.attention.reference import attention_and_lse
-        from tiledsched.measure.worker import _to_float32, _to_storage
+        step = gpu.launch.steps[gpu.step]
+        assert grid == step.grid
+        gpu.step = (gpu.step + 1) % len(gpu.launch.steps)
+        gpu.named |= named_arguments(step, arguments)
+        if gpu.step == 0:
+            gpu.in_a_row += 1
+            compute(gpu.named, what)
 
-        q, k, v, out, *extras = (value for value in arguments if isinstance(value, numpy.ndarray))
-        assert len(arguments) == sum(1 + 2 * array.ndim for array in (q, k, v, out, *extras)) + 1
-        scale = float(arguments[-1]) * numpy.log(2.0)
-        wide = [_to_float32(array, gpu.problem.dtype) for array in (q, k, v)]
-        right, lse = attention_and_lse(numpy, *wide, causal=gpu.problem.causal, scale=scale, dtype="float32",
-                                       alignment=gpu.problem.alignment)  # fmt: skip
-        if extras and what != "unwritten-lse":
-            extras[0][..., 0] = lse + (1.0 if what == "wrong-lse" else 0.0)
-        if what == "wrong":
-            right[0, -1, -1, :] += 1.0
-        if what == "wrong-in-a-row":  # a race: right where launches are apart
-            right[0, -1, -1, :] += 1.0 if gpu.in_a_row > 1 else 0.0
-        if what == "wrong-head":
-            right[0, -1] += 1.0
-        if what == "narrow":  # a kernel whose sums end early: right on the random inputs, not where values are large
-            right[abs(right) > 1000.0] = numpy.inf
-        stored = _to_storage(right, gpu.problem.dtype)
-        if what == "unwritten":
-            out[0, 0, 1:] = stored[0, 0, 1:]
+
+def change_in_place(arguments) -> None:
+    """What a timed kernel does to arrays that it changes; each launch must find them as they were."""
+    for spec in gpu.kernel.arrays(gpu.problem):
+        if spec.role == "inout":
+            array = named_arguments(gpu.launch.steps[0], arguments)[spec.name]
+            if not (gpu.pristine.setdefault(spec.name, array.copy()) == array).all():
+                raise CUDARuntimeError(f"{spec.name} was not restored")
+            array += 1
+
+
+def named_arguments(step, arguments) -> dict:
+    """Arrays, lists of arrays and numbers by name, read from a function's arguments as a kernel reads them."""
+    found, rest = {}, list(arguments)
+    for kind, name, value in step.arguments:
+        first = rest.pop(0)
+        if kind == "array":
+            index = numpy.int64 if value else numpy.int32
+            layout = [rest.pop(0) for _ in range(2 * first.ndim)]
+            assert {type(number) for number in layout} == {index}
+            assert tuple(layout[: first.ndim]) == first.shape
+            found[name] = first
+        elif kind == "list":
+            spec = gpu.kernel.array_spec(name, gpu.problem)
+            assert first.dtype == numpy.int64
+            assert first.shape == (rest.pop(0), 1 + 2 * len(spec.shape))
+            found[name] = [array_at(row, spec) for row in first.tolist()]
+        else:
+            assert first.dtype.name == name
+            assert first == first.dtype.type(value)
+    assert not rest
+    return found
+
+
+def array_at(words, spec):
+    """The array whose address, sizes and strides are given."""
+    from tiledsched.storage import storage_type
+
+    ndim = (len(words) - 1) // 2
+    kind = numpy.dtype(storage_type(spec.dtype))
+    count = 1 + sum((size - 1) * stride for size, stride in zip(words[1 : ndim + 1], words[ndim + 1 :], strict=True))
+    memory = (ctypes.c_char * (count * kind.itemsize)).from_address(words[0])
+    return numpy.ndarray(words[1 : ndim + 1], kind, memory, strides=[one * kind.itemsize for one in words[ndim + 1 :]])
+
+
+def compute(named, what: str) -> None:
+    """What the reference makes of the inputs, in float32, in the outputs; or something wrong."""
+    from tiledsched.cases import expected_outputs, input_specs, output_specs
+    from tiledsched.storage import is_float, to_storage
+
+    inputs = {spec.name: named[spec.name] for spec in input_specs(gpu.kernel, gpu.problem)}
+    right = expected_outputs(gpu.kernel, numpy, gpu.problem, inputs, "float32")
+    for spec, expected in zip(output_specs(gpu.kernel, gpu.problem), right, strict=True):
+        values, out = (value[-1] if spec.listed else value for value in (expected, named[spec.name]))
+        if spec.listed:
+            for array, value in zip(named[spec.name][:-1], expected[:-1], strict=True):
+                array[...] = to_storage(numpy, value, spec.dtype)
+        values = numpy.array(values)
+        last = (0, -1, -1)[-(values.ndim - 1) :] if values.ndim > 1 else (-1,)
+        mine = what.removesuffix(f"-{spec.name.lower()}")
+        if spec.absolute == (mine == what):  # an output that is judged by its absolute error has mistakes of its own
+            mine = ""
+        if mine == "wrong":
+            values[last] += 1
+        if mine == "wrong-in-a-row":  # a race: right where launches are apart
+            values[last] += 1 if gpu.in_a_row > 1 else 0
+        if mine == "wrong-head":
+            values[0, -1] += 1
+        if mine == "narrow":  # a kernel whose sums end early: right on the random inputs, not where values are large
+            values[abs(values) > 1000.0] = numpy.inf
+        stored = to_storage(numpy, values, spec.dtype)
+        if mine == "unwritten":
+            out[..., 1:] = stored[..., 1:]
         else:
             out[...] = stored
-        if what == "unrepeatable":
-            out.view(numpy.uint16)[0, 0, 0, 0] ^= 1 if gpu.rng.random() < 0.5 else 0
+        if mine == "unrepeatable" and is_float(spec.dtype):
+            out.view(numpy.uint16)[(0,) * out.ndim] ^= 1 if gpu.rng.random() < 0.5 else 0
             gpu.rng.random()
+    if what == "unzeroed":
+        for spec in gpu.launch.scratch:
+            if spec.zeroed:
+                named[spec.name][...] = 1
 
 
 class RawKernel:
@@ -221,6 +301,7 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
     if mode == "crash":
         raise ModuleNotFoundError("No module named 'cupy'")
     sys.modules["cupy"] = fake_cupy(mode)
+    from tiledsched.kernel import load_kernel
     from tiledsched.measure import timing, worker
 
     answer = worker.answer
@@ -228,15 +309,19 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
     def watched(state, request):
         gpu.verb = request[0]
         if gpu.verb == "begin":
-            gpu.problem = request[1]
-            if gpu.problem.head_dim == 250:  # the one this GPU cannot hold
+            gpu.kernel, gpu.problem = load_kernel(request[1]), request[2]
+            if gpu.problem.values.get("head_dim") == 250:  # the one this GPU cannot hold
                 gpu.act("memory")
+            gpu.pristine = {}
+        if gpu.verb in ("look", "check", "sample"):
+            gpu.launch, gpu.step = request[1][0] if gpu.verb == "sample" else request[1], 0
         return answer(state, request)
 
     worker.answer = watched
     timing.GAPS_S, timing.TRIAL_S = (0.0,), 0.0
     timing.SUSTAINED_WARMUP_S, timing.SUSTAINED_REWARM_S = 0.01, 0.0
     worker.is_whole = lambda cubin: True  # its cubins are JSON
+    worker.symbol_of = lambda cubin: "made_up"
     worker.main(descriptor, folder, parent)
 
 

@@ -6,23 +6,22 @@ import random
 
 import ml_dtypes
 import numpy as np
+from attention_runs import run_outputs
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tiledsched import data_files
-from attention_runs import run_outputs
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.space_files import space_for
 
 ARCHS = sorted(path.stem for path in (data_files.search_spaces() / "attention").glob("sm_*.toml"))
-SPACES = {arch: space_for(arch) for arch in ARCHS}
+SPACES = {arch: space_for(arch, Attention) for arch in ARCHS}
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 TOLERANCE = {"float16": 1.5e-3, "bfloat16": 1e-2, "fp16 accumulator": 6e-3}
 """Largest relative Frobenius error of any tile of the output; normal inputs make about a quarter of it."""
 LSE_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
 """Largest error of a log-sum-exp, beside as much of its size."""
-TEMPLATE = Attention
 DRAWN = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], max_examples=200
 )
@@ -50,11 +49,11 @@ def schedule_for(problem, arch="sm_90", *, forced=False, **pinned):
     return schedule
 
 
-def check(problem, schedule, inputs=None, *, scale=None, sm_count=2, template=TEMPLATE, order="forward"):
+def check(problem, schedule, inputs=None, *, scale=None, sm_count=2, kernel=Attention, order="forward"):
     """Run the kernel and compare every tile of its outputs with the reference; return the output."""
     q, k, v = make_inputs(problem) if inputs is None else inputs
     scale = problem.head_dim**-0.5 if scale is None else scale
-    found = run_outputs(template, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order)
+    found = run_outputs(kernel, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order)
     exact, lse = attention_and_lse(np, q, k, v, causal=problem.causal, scale=scale, alignment=problem.alignment)
     out = found["out"]
     assert np.isfinite(out).all(), "NaN or infinity: unwritten elements, or padding that was used"

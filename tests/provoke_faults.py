@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ from tiledsched.build.toolchain import package_version
 from tiledsched.errors import Failure, FailureKind, MeasureError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.gpu import GpuRunner, Timeouts
+from tiledsched.measure.launch import Launch
 from tiledsched.measure.runner import Candidate, Failed, Measurement
-from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.search.race import RaceResult, Rules, race
 from tiledsched.space_files import space_for
@@ -47,18 +47,19 @@ KILL_AFTER_S = 0.05
 """Into the first run of samples, which takes longer: the process dies in the middle of it."""
 
 
-class Template(AttentionTemplate):
-    """The attention kernel, except that a schedule may ask for a grid no GPU takes."""
-
-    def grid(self, schedule: Schedule, problem: Problem, sm_count: int) -> tuple[int, int, int]:
-        return (1, 1 << 17, 1) if "grid_too_large" in schedule else super().grid(schedule, problem, sm_count)
-
-
 class Runner(GpuRunner):
-    """Kills its own worker in the first run of samples, where asked to, and keeps what became of that run."""
+    """Kills its own worker in the first run of samples, where asked to, and keeps what became of that run. A schedule may ask
+    it for a grid no GPU takes.
+    """  # fmt: skip
 
     kill_worker = False
     killed: Failure | None = None
+
+    def _launch(self, candidate: Candidate) -> Launch | Failure:
+        launch = super()._launch(candidate)
+        if isinstance(launch, Failure) or "grid_too_large" not in candidate.schedule:
+            return launch
+        return replace(launch, steps=tuple(replace(step, grid=(1, 1 << 17, 1)) for step in launch.steps))
 
     def _sample_together(self, candidates: Any, rounds: int, regime: str) -> Any:
         if not self.kill_worker:
@@ -90,7 +91,7 @@ class RealBench:
         self.good = [self.candidate(**change) for change in changes]
 
     def schedule(self, **changes: Any) -> Schedule:
-        return space_for(self.arch).default(self.problem).replace(**changes)
+        return space_for(self.arch, Attention).default(self.problem).replace(**changes)
 
     def candidate(self, *, arch: str = "", causal: bool = False, **changes: Any) -> Candidate:
         arch, schedule = arch or self.arch, self.schedule(**changes)
@@ -149,15 +150,12 @@ class FakeBench:
         self.good = [self._candidate(us) for us in (100.0, 120.0, 150.0)]
 
     def _candidate(self, us: float, **acts: str) -> Candidate:
-        from fake_worker import cubin
-        from store_samples import artifact
+        from fake_worker import artifact, cubin
 
-        made = artifact(f"{int(us):024d}")
-        made = Artifact(arch=made.arch, fingerprint=made.fingerprint, facts=made.facts, cubin=cubin(us, **acts))
-        return Candidate(schedule=self.schedule(us=int(us)), artifact=made)
+        return Candidate(schedule=self.schedule(us=int(us)), artifact=artifact(cubin(us, **acts), f"{int(us):024d}"))
 
     def schedule(self, **changes: Any) -> Schedule:
-        plain = space_for(self.arch).default(self.problem)
+        plain = space_for(self.arch, Attention).default(self.problem)
         return Schedule({"q_subtiles": 1, **plain, "tile_m": 16, "persistent": "no", **changes})
 
     def bad(self, fault: str) -> Candidate:
@@ -192,7 +190,7 @@ def too_large(bench: Bench, runner: Runner, fault: str) -> Failure:
 
 def compile_too_long(bench: Bench, runner: Runner, fault: str) -> Failure:
     """A compile that is given no time, with nothing of it in cuTile's cache; nothing of it reaches the race."""
-    task = BuildTask(kernel="attention", schedule=space_for(bench.arch).default(bench.problem), problem=bench.problem,
+    task = BuildTask(kernel="attention", schedule=space_for(bench.arch, Attention).default(bench.problem), problem=bench.problem,
                      arch=bench.arch, timeout_s=0.01)  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CUDA_TILE_CACHE_DIR=folder), \
             BuildPool(jobs=1) as pool:  # fmt: skip
@@ -260,7 +258,7 @@ def provoke(bench: Bench, fault: Fault, winners: set[Schedule]) -> Row:
     trouble = ""
     runner = None
     try:
-        runner = Runner(Template(), timeouts=bench.timeouts, **bench.options)
+        runner = Runner(Attention, timeouts=bench.timeouts, **bench.options)
         found = fault.provoke(bench, runner, fault.name)
         failure = found if isinstance(found, Failure) else None
         field = [*bench.good]
@@ -288,7 +286,7 @@ def provoke(bench: Bench, fault: Fault, winners: set[Schedule]) -> Row:
 
 def run(bench: Bench, faults: list[Fault]) -> dict[str, Any]:
     """Provoke each; the record, as written to the file."""
-    runner = Runner(Template(), timeouts=bench.timeouts, **bench.options)
+    runner = Runner(Attention, timeouts=bench.timeouts, **bench.options)
     try:
         runner.begin(bench.problem)
         alone = race(runner, bench.problem, bench.good, rules=RULES)

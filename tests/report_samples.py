@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
+from tiledsched.device import arch_spec
 from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
+from tiledsched.launches import problem_class
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
+from tiledsched.report import build_report
 from tiledsched.space_files import space_for
 from tiledsched.store.records import BuildRecord, EntryRecord, Toolchain
 
@@ -19,7 +22,12 @@ SOURCE = "abc"
 
 def plain(tile_m, tile_n, **knobs):
     """The default schedule with another tile, and with `knobs`."""
-    return space_for("sm_90").default(PROBLEM).replace(tile_m=tile_m, tile_n=tile_n, **knobs)
+    return space_for("sm_90", Attention).default(PROBLEM).replace(tile_m=tile_m, tile_n=tile_n, **knobs)
+
+
+def report_of(db, arch="sm_90", **wanted):
+    """Attention's report, unless another kernel is named."""
+    return build_report(db, arch, **{"kernel": Attention, **wanted})
 
 
 def taken(
@@ -37,7 +45,7 @@ def taken(
 def add_times(db, times, *, fingerprints=None, **changes):
     """Measurements at the times given, in microseconds; their numbers by schedule."""
     return {
-        schedule: db.record_measurement(None, "attention", SOURCE, TOOLCHAIN,
+        schedule: db.record_measurement(None, changes.get("problem", PROBLEM).kernel, SOURCE, TOOLCHAIN,
                                         taken(schedule, us, fingerprint=(fingerprints or {}).get(schedule), **changes))
         for schedule, us in times.items()
     }  # fmt: skip
@@ -49,9 +57,9 @@ def build_of(schedule, outcome, *, problem=PROBLEM, arch="sm_90"):
         facts = ResourceFacts(registers=128, threads=256, shared_bytes=65536, spill_bytes=16, num_ctas=1,
                               code_bytes=20480, ctas_per_sm=2)  # fmt: skip
         outcome = Artifact(arch=arch, fingerprint=outcome, facts=facts, cubin=b"\x7fELF" * 100)
-    return BuildRecord.of(outcome, kernel="attention", source_hash=SOURCE, toolchain=TOOLCHAIN, arch=arch,
-                          schedule=schedule, seconds=1.0,
-                          problem_class=kernel_named("attention").problem_class(schedule, problem))  # fmt: skip
+    served = problem_class(kernel_named(problem.kernel), problem, schedule, arch_spec(arch))
+    return BuildRecord.of(outcome, kernel=problem.kernel, source_hash=SOURCE, toolchain=TOOLCHAIN, arch=arch,
+                          schedule=schedule, seconds=1.0, problem_class=served)  # fmt: skip
 
 
 def add_builds(db, builds):
@@ -59,7 +67,7 @@ def add_builds(db, builds):
 
 
 def add_modelled(db, schedule, *, problem=PROBLEM, arch="sm_90", **changes):
-    db.put_entry(EntryRecord(kernel="attention", arch=arch, problem=problem, provenance="modelled", schedule=schedule,
+    db.put_entry(EntryRecord(kernel=problem.kernel, arch=arch, problem=problem, provenance="modelled", schedule=schedule,
                              fingerprint="d" * 24, model_us=90.0, toolchain=TOOLCHAIN, source_hash=SOURCE,
                              **changes))  # fmt: skip
 
@@ -77,7 +85,7 @@ def formula(schedule, problem):
 def landscape(db, problem=PROBLEM, *, every=7, **changes):
     """Every seventh plain schedule of the shipped space, measured by the formula; the times by schedule."""
     pinned = {"num_ctas": 1, "opt_level": 3, "accum_mode": "fp32", "block_order": "natural", "latency_v": 0}
-    space = space_for("sm_90")
+    space = space_for("sm_90", Attention)
     schedules = list(space.schedules(problem, pinned=space.modelled_pins() | pinned))
     schedules = [schedule for schedule in schedules if schedule["persistent"] != "snake"][::every]
     times = {schedule: formula(schedule, problem) for schedule in schedules}

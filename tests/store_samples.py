@@ -5,9 +5,17 @@ python tests/store_samples.py tests/data/store_0001.db
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain
@@ -17,8 +25,10 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
 from tiledsched.schedule import Schedule
 from tiledsched.store.db import TuningDB
+from tiledsched.store.engine import resolve_url
 from tiledsched.store.records import BuildRecord, EntryRecord, StoredMeasurement
 
+BACKENDS = ("file", "postgresql")
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nvvm="13.4.12")
 DEVICE = Device(
@@ -28,12 +38,32 @@ PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 FAILURE = Failure(kind=FailureKind.COMPILE_ERROR, message="tileiras: error: out of registers")
 
 
+@contextmanager
+def new_url(backend: str, folder: Path) -> Iterator[str]:
+    """Where an empty database of the backend is: memory, file (in `folder`), or postgresql (a schema, dropped afterwards)."""
+    if backend != "postgresql":
+        yield ":memory:" if backend == "memory" else str(folder / "tuning.db")
+        return
+    server = os.environ.get("TILEDSCHED_TEST_POSTGRESQL")
+    if not server:
+        pytest.skip("TILEDSCHED_TEST_POSTGRESQL is not set")
+    url, schema = resolve_url(server), f"test_{uuid.uuid4().hex}"
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f"CREATE SCHEMA {schema}")
+    inside = url.update_query_dict({"options": f"-csearch_path={schema}"})
+    yield inside.render_as_string(hide_password=False)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f"DROP SCHEMA {schema} CASCADE")
+    engine.dispose()
+
+
 def schedule(tile_m=128, tile_n=64, **knobs) -> Schedule:
     return Schedule({"tile_m": tile_m, "tile_n": tile_n, "occupancy": 1, "loop_split": False, **knobs})
 
 
 def problem_class(**changes) -> ProblemClass:
-    return ProblemClass(**{"head_dim": 64, "dtype": "float16", "causal": False, "group": 1, "even": True, **changes})
+    return ProblemClass({"head_dim": 64, "dtype": "float16", "causal": False, "signature": "abcdef012345", **changes})
 
 
 def artifact(fingerprint="f" * 24, arch="sm_90", registers=168) -> Artifact:

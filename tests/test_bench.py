@@ -1,4 +1,4 @@
-"""The bench without a GPU: its problems, rows, turns, errors and statuses, on a made-up stand."""
+"""The bench without a GPU: its problems, rows, turns, errors and statuses, on a made-up harness."""
 
 from __future__ import annotations
 
@@ -16,32 +16,26 @@ from tiledsched.cli import main
 from tiledsched.errors import ConfigError, MeasureError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.reference import attention_reference
-from tiledsched.kernels.attention.suites import SUITES
 from tiledsched.measure.runner import Conditions
 from tiledsched.space_files import space_for
 from tiledsched.studies.bench import run as run_module
 from tiledsched.studies.bench import sampling
-from tiledsched.studies.bench.accuracy import (
+from tiledsched.studies.bench.errors import Error
+from tiledsched.studies.bench.methods import OURS, choose_methods, methods_of
+from tiledsched.studies.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
+from tiledsched.studies.bench.run import BenchOptions, Prepared, Ready, bench_cell, run_bench
+from tiledsched.studies.bench.sampling import LEAST_SAMPLES, QUEUED, sample_counts, sample_in_turn, spread_evenly
+from tiledsched.studies.rivals.attention import TORCH_METHODS, UNTUNED, AttentionArrays, untuned_schedule
+from tiledsched.studies.rivals.attention_accuracy import (
     MOST_PAIRS,
     MOST_SCORES,
-    Error,
     compared_pairs,
     error_of,
     reference_of_pair,
 )
-from tiledsched.studies.bench.methods import (
-    METHODS,
-    OURS,
-    TORCH_METHODS,
-    UNTUNED,
-    Arrays,
-    choose_methods,
-    untuned_schedule,
-)
-from tiledsched.studies.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
-from tiledsched.studies.bench.run import BenchOptions, Prepared, Ready, bench_cell, run_bench
-from tiledsched.studies.bench.sampling import LEAST_SAMPLES, QUEUED, sample_counts, sample_in_turn, spread_evenly
 
+METHODS = methods_of(Attention)
+SUITES = {name: Attention.suite(name) for name in Attention.suites}
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 OTHER = PROBLEM.replace(causal=True)
 FIRST_COLUMNS = ["regime", "method", "dtype", "causal", "batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim",
@@ -60,7 +54,7 @@ TIMES = {
 
 
 def test_the_attention_suite_is_the_grid_it_says() -> None:
-    problems = SUITES["attention"].problems
+    problems = SUITES["attention"]
     assert len(set(problems)) == len(problems) == 96
     full = [p for p in problems if p.heads * p.head_dim == 2048 and p.heads != 8]
     single = [p for p in problems if (p.batch, p.heads) == (1, 8)]
@@ -74,16 +68,16 @@ def test_the_attention_suite_is_the_grid_it_says() -> None:
 
 
 def test_other_suites_hold_what_their_names_say() -> None:
-    assert all(p.kv_heads < p.heads for p in SUITES["gqa"].problems)
-    assert all(p.seq_q <= 16 < p.seq_k for p in SUITES["decode"].problems)
-    assert {p.head_dim for p in SUITES["odd-head-dims"].problems} > {80, 96, 192}
-    assert all(len(set(suite.problems)) == len(suite.problems) for suite in SUITES.values())
+    assert all(p.kv_heads < p.heads for p in SUITES["gqa"])
+    assert all(p.seq_q <= 16 < p.seq_k for p in SUITES["decode"])
+    assert {p.head_dim for p in SUITES["odd-head-dims"]} > {80, 96, 192}
+    assert all(len(set(suite)) == len(suite) for suite in SUITES.values())
 
 
 def test_the_documentation_lists_every_suite_and_method_and_column() -> None:
     text = (Path(__file__).parent.parent / "docs" / "bench.md").read_text()
-    for suite in SUITES.values():
-        assert f"| `{suite.name}` | {len(suite.problems)}: " in text
+    for name, suite in SUITES.items():
+        assert f"| `{name}` | {len(suite)}: " in text
     for name in (*METHODS, *COLUMNS):
         assert f"`{name}`" in text, name
 
@@ -184,16 +178,16 @@ def test_sustained_warms_up_first_and_keeps_the_queue_full(monkeypatch) -> None:
 
 
 def test_methods_are_chosen_in_their_own_order_and_unknown_ones_refused() -> None:
-    assert [m.name for m in choose_methods(["torch_cudnn", "tiledsched"], ceiling=True)] == [
+    assert [m.name for m in choose_methods(Attention, ["torch_cudnn", "tiledsched"], ceiling=True)] == [
         "tiledsched",
         "torch_cudnn",
         "matmul",
     ]
-    default = [m.name for m in choose_methods(None)]
+    default = [m.name for m in choose_methods(Attention, None)]
     assert {OURS, "untuned", "eager", *TORCH_METHODS} <= set(default)
     assert "matmul" not in default
     with pytest.raises(ConfigError, match="unknown method 'torch_best'; known are tiledsched, untuned"):
-        choose_methods(["torch_best"])
+        choose_methods("attention", ["torch_best"])
 
 
 def test_a_method_that_holds_the_scores_is_skipped_where_they_do_not_fit() -> None:
@@ -207,13 +201,13 @@ def test_a_method_that_holds_the_scores_is_skipped_where_they_do_not_fit() -> No
 def test_a_method_that_is_not_installed_says_so_only_when_asked_for() -> None:
     missing = dataclasses.replace(METHODS["tilegym"], package="no_such_package_anywhere")
     assert missing.refusal(PROBLEM, 1 << 40) == "not installed: no_such_package_anywhere"
-    assert METHODS["tilegym"].installed == ("tilegym" in {m.name for m in choose_methods(None)})
-    assert "tilegym" in {m.name for m in choose_methods(["tilegym"])}
+    assert METHODS["tilegym"].installed == ("tilegym" in {m.name for m in choose_methods(Attention, None)})
+    assert "tilegym" in {m.name for m in choose_methods(Attention, ["tilegym"])}
 
 
 def test_the_untuned_schedule_names_every_knob_of_the_space() -> None:
     schedule = untuned_schedule("sm_90")
-    assert set(schedule) == set(space_for("sm_90").knobs)
+    assert set(schedule) == set(space_for("sm_90", Attention).knobs)
     assert UNTUNED.items() <= dict(schedule).items()
 
 
@@ -235,7 +229,7 @@ def test_what_torch_computes_is_the_problem(name, problem) -> None:
     shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
               (*keys, problem.value_columns))  # fmt: skip
     q, k, v = (torch.from_numpy(rng.standard_normal(shape)).to(getattr(torch, problem.dtype)) for shape in shapes)
-    out = METHODS[name].make(Arrays(torch=torch, problem=problem, q=q, k=k, v=v))()
+    out = METHODS[name].make(AttentionArrays(torch=torch, problem=problem, tensors=(q, k, v)))()
     assert tuple(out.shape) == (*shapes[0][:3], problem.value_columns)
     pairs = compared_pairs(problem)
     assert len(pairs) == problem.batch * problem.heads
@@ -285,8 +279,8 @@ def test_errors_are_those_of_all_pairs_together() -> None:
 # Cells
 
 
-class Stand:
-    """A stand without a GPU: methods take `TIMES`; `failing` ones have a status; `dies` breaks at that problem."""
+class Harness:
+    """A harness without a GPU: methods take `TIMES`; `failing` ones have a status; `dies` breaks at that problem."""
 
     device, versions = "NVIDIA Sample", "driver 1 torch 2"
 
@@ -328,8 +322,8 @@ def options(names=(OURS, "untuned", "torch_flash", "torch_cudnn"), **more) -> Be
 
 
 def test_a_cell_has_a_row_for_each_method_in_order_whatever_became_of_it(quick) -> None:
-    stand = Stand(failing={"untuned": "not served: why"})
-    rows = bench_cell(stand, ("burst", PROBLEM), options((OURS, "untuned", "torch_cudnn", "matmul")))
+    harness = Harness(failing={"untuned": "not served: why"})
+    rows = bench_cell(harness, ("burst", PROBLEM), options((OURS, "untuned", "torch_cudnn", "matmul")))
     assert [(row.method, row.status) for row in rows] == [
         (OURS, "ok"), ("untuned", "not served: why"), ("torch_cudnn", "ok"), ("matmul", "ok"),
     ]  # fmt: skip
@@ -346,17 +340,17 @@ def test_a_cell_has_a_row_for_each_method_in_order_whatever_became_of_it(quick) 
 
 
 def test_what_breaks_while_timed_costs_the_cell_and_not_the_run(quick) -> None:
-    rows = bench_cell(Stand(failing={"untuned": "out of memory"}, breaks=True), ("burst", PROBLEM), options())
+    rows = bench_cell(Harness(failing={"untuned": "out of memory"}, breaks=True), ("burst", PROBLEM), options())
     assert [row.status for row in rows] == ["while timed: RuntimeError: CUDA error: unspecified launch failure",
                                             "out of memory"] + [rows[0].status] * 2  # fmt: skip
     assert all(row.median_us is None for row in rows)
 
 
 def test_cells_are_kept_one_by_one_burst_before_sustained(quick) -> None:
-    kept, said, stand = [], [], Stand()
-    rows = run_bench([PROBLEM, OTHER], options(regimes=("burst", "sustained")), stand, done={("burst", OTHER)},
+    kept, said, harness = [], [], Harness()
+    rows = run_bench([PROBLEM, OTHER], options(regimes=("burst", "sustained")), harness, done={("burst", OTHER)},
                      keep=kept.append, progress=said.append)  # fmt: skip
-    assert stand.prepared == [("burst", PROBLEM), ("sustained", PROBLEM), ("sustained", OTHER)]
+    assert harness.prepared == [("burst", PROBLEM), ("sustained", PROBLEM), ("sustained", OTHER)]
     assert [len(cell) for cell in kept] == [4, 4, 4]
     assert rows == [row for cell in kept for row in cell]
     assert len(said) == 3
@@ -367,21 +361,21 @@ def test_cells_are_kept_one_by_one_burst_before_sustained(quick) -> None:
 def test_a_lost_gpu_ends_the_run_and_leaves_what_was_kept(quick) -> None:
     kept = []
     with pytest.raises(MeasureError):
-        run_bench([PROBLEM, OTHER], options(), Stand(dies=OTHER), keep=kept.append)
+        run_bench([PROBLEM, OTHER], options(), Harness(dies=OTHER), keep=kept.append)
     assert len(kept) == 1
     with pytest.raises(MeasureError):  # lost while timed: rows that would say nothing are not kept
-        run_bench([PROBLEM], options(), Stand(breaks=True, lost=True), keep=kept.append)
+        run_bench([PROBLEM], options(), Harness(breaks=True, lost=True), keep=kept.append)
     assert len(kept) == 1
 
 
 def test_a_spent_budget_leaves_the_rest_for_the_next_run(quick, monkeypatch) -> None:
-    said, stand, now = [], Stand(), itertools.count(step=0.4)
+    said, harness, now = [], Harness(), itertools.count(step=0.4)
     monkeypatch.setattr(run_module.time, "monotonic", lambda: next(now))
     run_bench(
-        [PROBLEM.replace(batch=batch) for batch in range(1, 9)], options(budget_s=4.0), stand, progress=said.append
+        [PROBLEM.replace(batch=batch) for batch in range(1, 9)], options(budget_s=4.0), harness, progress=said.append
     )
-    assert 1 <= len(stand.prepared) < 8
-    left = 8 - len(stand.prepared)
+    assert 1 <= len(harness.prepared) < 8
+    left = 8 - len(harness.prepared)
     assert said[-1] == f"the budget is spent, {left} of 8 cells are left; go on with --resume"
 
 
@@ -462,8 +456,8 @@ def test_an_earlier_version_s_file_is_read_and_not_appended_to(tmp_path) -> None
 
 
 def test_the_command_appends_resumes_and_sums_up(quick, tmp_path, monkeypatch, capsys) -> None:
-    stand = Stand(failing={"torch_math": "skipped: too large"})
-    monkeypatch.setattr("tiledsched.studies.bench.stand.TorchStand", lambda *, verify: stand)
+    harness = Harness(failing={"torch_math": "skipped: too large"})
+    monkeypatch.setattr("tiledsched.studies.bench.harness.TorchHarness", lambda *, verify: harness)
     monkeypatch.chdir(tmp_path)
     bench = ["bench", "--seq-len", "1024", "--head-dim", "64", "--causal", "no", "--rounds", "8", "--csv", "rows.csv",
              "--methods", "tiledsched,torch_cudnn,torch_math", "--ceiling"]  # fmt: skip
@@ -476,7 +470,7 @@ def test_the_command_appends_resumes_and_sums_up(quick, tmp_path, monkeypatch, c
     assert "go on with it with --resume" in capsys.readouterr().err
     bench[bench.index("no")] = "both"
     assert main([*bench, "--resume", "--regime", "both"]) == 0
-    assert stand.prepared == [("burst", PROBLEM), ("burst", OTHER), ("sustained", PROBLEM), ("sustained", OTHER)]
+    assert harness.prepared == [("burst", PROBLEM), ("burst", OTHER), ("sustained", PROBLEM), ("sustained", OTHER)]
     out = capsys.readouterr().out
     assert "skipped: too large" in out
     assert "Worst cells: " in out
@@ -501,8 +495,8 @@ def test_wrong_use_is_explained(arguments, words, tmp_path, monkeypatch, capsys)
     assert words in capsys.readouterr().err
 
 
-def test_a_stand_without_a_gpu_says_what_is_missing() -> None:
-    from tiledsched.studies.bench.stand import TorchStand
+def test_a_harness_without_a_gpu_says_what_is_missing() -> None:
+    from tiledsched.studies.bench.harness import TorchHarness
 
     try:
         import cupy  # noqa: F401
@@ -513,4 +507,4 @@ def test_a_stand_without_a_gpu_says_what_is_missing() -> None:
     except ImportError:
         pass
     with pytest.raises(MeasureError, match=r"is not installed; run: pip install|torch sees no CUDA device"):
-        TorchStand()
+        TorchHarness()

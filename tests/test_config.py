@@ -11,6 +11,7 @@ import pytest
 from tiledsched import config
 from tiledsched.config import SETTINGS, configure, knob_kinds, load_settings
 from tiledsched.errors import ConfigError
+from tiledsched.kernels.attention import Attention
 from tiledsched.space_files import space_for
 
 SERVING = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
@@ -67,7 +68,7 @@ def test_every_kind_of_value_is_read(tmp_path) -> None:
 
 
 def test_knobs_are_those_of_the_search_space() -> None:
-    space = space_for("sm_90")
+    space = space_for("sm_90", Attention)
     assert set(knob_kinds()) | {"accum_mode"} == set(space.knobs)
     assert all(type(space.knobs[name].default) is kind for name, kind in knob_kinds().items())
     for name, knob in space.knobs.items():

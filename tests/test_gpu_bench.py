@@ -24,9 +24,9 @@ PROBLEMS = [
 
 @pytest.fixture(scope="module")
 def stand():
-    from tiledsched.studies.bench.stand import TorchStand
+    from tiledsched.studies.bench.harness import TorchHarness
 
-    return TorchStand()
+    return TorchHarness()
 
 
 @pytest.mark.parametrize("regime", ["burst", "sustained"])
@@ -69,7 +69,7 @@ def test_slow_launches_and_quick_ones_have_the_times_they_have_alone(stand) -> N
     ],
 )
 def test_the_triton_kernel_is_right(shape, dtype) -> None:
-    from tiledsched.studies.bench.triton_attention import triton_attention
+    from tiledsched.studies.rivals.triton_attention import triton_attention
 
     batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim = shape
     generator = torch.Generator(device="cuda").manual_seed(1)

@@ -15,10 +15,9 @@ import cuda.tile as ct
 import ml_dtypes
 import numpy as np
 import pytest
-
-from tiledsched.errors import CompilerError, ProblemError, TiledschedError
 from attention_runs import run_outputs, run_problem
 
+from tiledsched.errors import CompilerError, ProblemError, TiledschedError
 from tiledsched.interpreter import InterpreterError, private, run, values
 from tiledsched.interpreter.builtins_in_tiles import BUILTINS
 from tiledsched.kernels.attention import Attention
@@ -526,10 +525,10 @@ def test_tile_functions_still_refuse_to_run_outside_a_launch():
 def test_run_problem_refuses_arrays_of_another_problem():
     problem = Attention.problem(seq_q=8, seq_k=8, head_dim=16)
     q = np.zeros((1, 1, 8, 16), np.float16)
-    schedule = space_for("sm_90").default(problem)
-    with pytest.raises(ProblemError, match="v must be float16 of shape"):
+    schedule = space_for("sm_90", Attention).default(problem)
+    with pytest.raises(ProblemError, match="V must be float16 of shape"):
         run_problem(Attention, schedule, problem, q, q, q[:, :, :4])
-    with pytest.raises(ProblemError, match="k must be float16"):
+    with pytest.raises(ProblemError, match="K must be float16"):
         run_problem(Attention, schedule, problem, q, q.astype(BFLOAT16), q)
 
 
@@ -584,7 +583,7 @@ def few_rows(**more):
 
 def test_outputs_are_named_and_those_not_asked_for_left_out():
     problem, inputs = few_rows(value_dim=32)
-    schedule = space_for("sm_90").default(problem).replace(kv_splits=2)
+    schedule = space_for("sm_90", Attention).default(problem).replace(kv_splits=2)
     found = run_outputs(Attention, schedule, problem, *inputs)
     assert {name: (array.shape, array.dtype.name) for name, array in found.items()} == {
         "out": ((1, 2, 3, 32), "float16"), "lse": ((1, 2, 3), "float32"),
@@ -596,15 +595,14 @@ def test_outputs_are_named_and_those_not_asked_for_left_out():
 
 
 def test_a_workspace_left_dirty_is_refused():
-    class Forgetful(AttentionTemplate):
-        def workspace(self, schedule, problem):
-            return tuple(replace(extra, zeroed=extra.name in ("counters", "state"))
-                         for extra in super().workspace(schedule, problem))  # fmt: skip
+    class Forgetful(Attention):
+        name = "attention that leaves its state dirty"
+        State = replace(Attention.array_fields["State"], zeroed=True)
 
     problem, inputs = few_rows()
-    schedule = space_for("sm_90").default(problem).replace(kv_splits=2)
-    with pytest.raises(InterpreterError, match=r"needs state zeroed, but leaves \d+ elements"):
-        run_outputs(Forgetful(), schedule, problem, *inputs)
+    schedule = space_for("sm_90", Attention).default(problem).replace(kv_splits=2)
+    with pytest.raises(InterpreterError, match=r"needs State zeroed, but leaves \d+ elements"):
+        run_outputs(Forgetful, schedule, problem, *inputs)
 
 
 # ---- the private names -----------------------------------------------------------------------------------------------

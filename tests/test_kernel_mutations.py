@@ -9,14 +9,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from kernel_checks import TEMPLATE, check, make_inputs, one_hot_inputs, schedule_for
-
 from attention_runs import run_problem
+from kernel_checks import check, make_inputs, one_hot_inputs, schedule_for
 
 from tiledsched.interpreter import InterpreterError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import entries as attention_entries
 from tiledsched.kernels.attention import flat as attention_flat
+from tiledsched.kernels.attention import scheduler as attention_scheduler
 from tiledsched.kernels.attention import split as attention_split
 from tiledsched.kernels.attention import tiles as attention_tiles
 
@@ -50,13 +50,13 @@ MUTATIONS = {
     "first key tile only": ("(keys.batch, keys.kv_head, column, j)", "(keys.batch, keys.kv_head, column, 0)"),
     "query of another head": ("load_queries(Q, (batch, head, tile)", "load_queries(Q, (batch, kv_head, tile)"),
     "output of another head": (
-        "ct.store(Out, (piece.batch, piece.head,",
-        "ct.store(Out, (piece.batch, piece.head // const.GROUP,",
+        "ct.store(Out, (work_tile.batch, work_tile.head,",
+        "ct.store(Out, (work_tile.batch, work_tile.head // const.GROUP,",
     ),
     "batch and head exchanged": ("batch_head % heads, batch_head // heads", "batch_head // heads, batch_head % heads"),
     "persistent blocks skip work": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):"),
-    "reversed order off by one": ("pieces - 1 - piece", "pieces - piece"),
-    "heads-fastest order wrong": ("piece = work // pairs", "piece = work // heads"),
+    "reversed order off by one": ("work_tiles - 1 - place", "work_tiles - place"),
+    "heads-fastest order wrong": ("place = work // pairs", "place = work // heads"),
     "rows counted from zero": ("last = tile * const.TILE_M +", "last = 0 * const.TILE_M +"),
     "columns counted from zero": ("columns = j * const.TILE_N +", "columns = 0 * const.TILE_N +"),
     "padding undetermined": ("ct.PaddingMode.ZERO if const.CHECK_BOUNDS else ", ""),
@@ -68,19 +68,19 @@ MUTATIONS = {
     "output not cast": ("out.astype(Out.dtype)", "out"),
     "snake's last lap missing": ("snake(ct.bid(0), blocks, total // blocks)", "blocks"),
     "snake's last lap too long": ("total - snake(ct.bid(0), blocks, total // blocks)", "total"),
-    "the last output never stored": ("    finish_all(Out, Lse, piece, chains, const)\n\n\ndef snake", "\n\ndef snake"),
+    "the last output never stored": ("    epilogues(Out, Lse, work_tile, chains, const)\n\n\ndef compute", "\n\ndef compute"),
     "an output of nothing": ("lap > 0 if", "lap >= 0 if"),
     "one output in two": ("lap > 0 if", "lap > 1 if"),
     "an output of nothing, unpeeled": ("else work >= blocks", "else work >= 0"),
     "one output in two, unpeeled": ("else work >= blocks", "else work >= 2 * blocks"),
-    "every block's late pieces are the first's": ("work = lap * blocks + place", "work = lap * blocks"),
+    "every block's late work tiles are the first's": ("work = lap * blocks + place", "work = lap * blocks"),
     "snake turns short": ("(blocks - 1 - 2 * block)", "(blocks - 2 - 2 * block)"),
-    "swizzled groups overlap": ("(SWIZZLE_PAIRS * pieces) * SWIZZLE_PAIRS", "(SWIZZLE_PAIRS * pieces)"),
+    "swizzled groups overlap": ("(SWIZZLE_PAIRS * work_tiles) * SWIZZLE_PAIRS", "(SWIZZLE_PAIRS * work_tiles)"),
     "last swizzled group too wide": ("width = min(SWIZZLE_PAIRS, pairs - first)", "width = SWIZZLE_PAIRS"),
-    "swizzled tile counted over heads": ("% (SWIZZLE_PAIRS * pieces) // width", "% (SWIZZLE_PAIRS * pieces) // pairs"),
-    "backward walk off by one": ("i = keys.steps - 1 - i\n", "i = keys.steps - i\n"),
-    "backward walk is masked forward": ("keys.steps - first_masked if backward else first_masked", "first_masked"),
-    "backward walk masks the wrong loop": ("backward = const.KV_DIRECTION == BACKWARD", "backward = False"),
+    "swizzled tile counted over heads": ("% (SWIZZLE_PAIRS * work_tiles) // width", "% (SWIZZLE_PAIRS * work_tiles) // pairs"),
+    "backward loop off by one": ("i = keys.steps - 1 - i\n", "i = keys.steps - i\n"),
+    "backward loop is masked forward": ("keys.steps - first_masked if backward else first_masked", "first_masked"),
+    "backward loop masks the wrong loop": ("backward = const.KV_DIRECTION == BACKWARD", "backward = False"),
     "sawtooth stands still": ("(keys.steps - 1 - 2 * i)", "(keys.steps - 1 - i)"),
     "sawtooth turns everywhere by two": ("else place % 2", "else place % 2 * 2"),
     "wide sawtooth turns everywhere by two": ("TOOTH % 2 if", "TOOTH % 2 * 2 if"),
@@ -124,8 +124,8 @@ MUTATIONS_ELSEWHERE = {
     "log-sum-exp in powers of two": ("ct.log2(chain.row_sum)) * LN_2", "ct.log2(chain.row_sum))"),
     "log-sum-exp without its maximum": ("(chain.row_max + ct.log2(", "(0.0 * chain.row_max + ct.log2("),
     "log-sum-exp of another head": (
-        "ct.store(Lse, (piece.batch, piece.head,",
-        "ct.store(Lse, (piece.batch, piece.head // const.GROUP,",
+        "ct.store(Lse, (work_tile.batch, work_tile.head,",
+        "ct.store(Lse, (work_tile.batch, work_tile.head // const.GROUP,",
     ),
     "second part of the columns is the first": ("else (REST, TILE // REST)", "else (REST, 0)"),
     "second part of the columns not held": (
@@ -140,7 +140,7 @@ MUTATIONS_ELSEWHERE = {
     "packed rows counted as one head's": ("[:, None] % rows", "[:, None]"),
     "packed tiles too tall": ("last = tile * rows +", "last = tile * const.TILE_M +"),
     "packed heads spread over all": ("if const.PACK == 1 else head", "if const.PACK == 1 else head // const.GROUP"),
-    "packed pieces of one head": ("Q.shape[1] if const.PACK == 1 else Q.shape[1] // const.PACK", "Q.shape[1]"),
+    "packed work tiles of one head": ("Q.shape[1] if const.PACK == 1 else Q.shape[1] // const.PACK", "Q.shape[1]"),
     "shares overlap": ("begin, end = steps * split //", "begin, end = steps * split // 2 //"),
     "shares leave gaps": ("steps * (split + 1) // const.KV_SPLITS", "steps // const.KV_SPLITS * (split + 1)"),
     "boundary before the share": ("boundary = max(boundary, begin)", "boundary = boundary"),
@@ -166,19 +166,19 @@ MUTATIONS_ELSEWHERE = {
 
 MUTATIONS_FLAT = {
     "counting from the first lap only": ("range(laps_of(Q, blocks, const))", "range(1)"),
-    "a piece takes one turn more": ("return ct.cdiv(steps_of(", "return 1 + ct.cdiv(steps_of("),
-    "old output in the next piece": ("            chain = forgetful(chain, const)\n", ""),
-    "old queries in the next piece": ("elif not const.RELOAD_Q:", "elif False:"),
+    "a work tile takes one turn more": ("return ct.cdiv(steps_of(", "return 1 + ct.cdiv(steps_of("),
+    "old output in the next work tile": ("            chain = forgetful(chain, const)\n", ""),
+    "old queries in the next work tile": ("elif not const.RELOAD_Q:", "elif False:"),
     "queries never loaded again": ("if const.RELOAD_Q:", "if False:"),
     "the first queries ahead for ever": ("ahead = queries_of(Q, lap + 1, blocks, const)", "ahead = ahead"),
-    "queries one piece late": ("queries_of(Q, lap + 1, blocks", "queries_of(Q, lap, blocks"),
-    "the second piece's queries in the first": ("queries = queries_of(Q, 0, blocks", "queries = queries_of(Q, 1, blocks"),
+    "queries one work tile late": ("queries_of(Q, lap + 1, blocks", "queries_of(Q, lap, blocks"),
+    "the second work tile's queries in the first": ("queries = queries_of(Q, 0, blocks", "queries = queries_of(Q, 1, blocks"),
     "steps go on counting": ("            i = 0\n", ""),
     "one step of two": ("keys, i + u, first_masked", "keys, i, first_masked"),
     "steps counted singly": ("i = i + const.FLAT_STEPS", "i = i + 1"),
     "always the same lap": ("lap = lap + 1", "lap = lap"),
     "snake goes straight": ("place = snake(ct.bid(0), blocks, lap) if", "place = ct.bid(0) if"),
-    "beyond the last piece": ("min(lap * blocks + place, pieces * heads * batches - 1)", "lap * blocks + place"),
+    "beyond the last work tile": ("min(lap * blocks + place, work_tiles * heads * batches - 1)", "lap * blocks + place"),
     "masked a step late": ("if i >= first_masked:", "if i > first_masked:"),
     "never masked": ("if i >= first_masked:", "if i < 0:"),
     "forgets by the wrong maximum": ("(const.TILE_M, 1), LOWEST, dtype", "(const.TILE_M, 1), 0.0, dtype"),
@@ -187,12 +187,12 @@ MUTATIONS_FLAT = {
 }  # fmt: skip
 
 
-MODULES = (attention_tiles, attention_split, attention_flat, attention_entries)
+MODULES = (attention_scheduler, attention_tiles, attention_split, attention_flat, attention_entries)
 """In the order in which they name each other."""
 
 
 def mutated(old, new):
-    """The attention template over copies of the kernel's modules with `old` replaced by `new` wherever it stands."""
+    """Attention over copies of the kernel's modules with `old` replaced by `new` wherever it stands."""
     sources = {module.__name__: inspect.getsource(module) for module in MODULES}
     assert any(old in source for source in sources.values()), f"the kernel no longer contains {old!r}: rewrite this"
     copies = {name: types.ModuleType(name) for name in sources}
@@ -200,14 +200,16 @@ def mutated(old, new):
         for name, source in sources.items():
             exec(compile(source.replace(old, new), f"mutated_{name}", "exec"), copies[name].__dict__)
 
-    class Mutated(AttentionTemplate):
-        def entry(self, schedule, problem):
-            return getattr(copies[attention_entries.__name__], super().entry(schedule, problem).__name__)
+    class Mutated(Attention):
+        name = "attention with a fault"
 
-    return Mutated()
+        def entry(p, s):
+            return getattr(copies[attention_entries.__name__], Attention.entry(p, s).__name__)
+
+    return Mutated
 
 
-def battery(template):
+def battery(kernel):
     """Cases that between them must notice every mutation above."""
     causal = Attention.problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
     ragged = causal.replace(causal=False, batch=1)
@@ -247,27 +249,27 @@ def battery(template):
         (ragged, {"division": "ieee"}),
         (causal, {"lazy_rescale": True}),
     ):
-        check(problem, schedule_for(problem, **tiles | knobs), template=template)
+        check(problem, schedule_for(problem, **tiles | knobs), kernel=kernel)
     for problem, knobs in (  # right in these tiles, too, though explored in others only
         (many, {"persistent": "snake", "store_late": True, "peel_first": False}),
         (ragged.replace(seq_q=300), {"kv_direction": "wide_sawtooth"}),
         (ragged.replace(seq_q=300), {"q_subtiles": 2, "q_in_registers": True, "persistent": "strided"}),
     ):
-        check(problem, schedule_for(problem, forced=True, **tiles | knobs), template=template)
+        check(problem, schedule_for(problem, forced=True, **tiles | knobs), kernel=kernel)
     problem = causal.replace(head_dim=64)
     schedule = schedule_for(problem, **tiles)
     inputs, expected = one_hot_inputs(problem)
-    np.testing.assert_array_equal(run_problem(template, schedule, problem, *inputs, 1.0), expected)
+    np.testing.assert_array_equal(run_problem(kernel, schedule, problem, *inputs, 1.0), expected)
     q, k, v = make_inputs(problem)
-    check(problem, schedule, (np.full_like(q, -30), np.full_like(k, 30), v), template=template)
-    check(problem, schedule, (np.full_like(q, 60), np.full_like(k, 60), v), scale=1e-3, template=template)
+    check(problem, schedule, (np.full_like(q, -30), np.full_like(k, 30), v), kernel=kernel)
+    check(problem, schedule, (np.full_like(q, 60), np.full_like(k, 60), v), scale=1e-3, kernel=kernel)
     backward = schedule_for(problem, tile_m=128, tile_n=32, kv_direction="backward")
-    check(problem, backward, (np.full_like(q, -30), np.full_like(k, 30), v), template=template)
+    check(problem, backward, (np.full_like(q, -30), np.full_like(k, 30), v), kernel=kernel)
     lazy = schedule_for(problem, **tiles, lazy_rescale=True)
-    check(problem, lazy, (q * 8, k * 8, v), template=template)  # maxima that grow by more than 2**8, row by row
+    check(problem, lazy, (q * 8, k * 8, v), kernel=kernel)  # maxima that grow by more than 2**8, row by row
 
 
-def battery_elsewhere(template):
+def battery_elsewhere(kernel):
     """Cases that must notice every mutation of what only some problems and schedules use."""
     causal = Attention.problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
     tiles: dict = {"tile_m": 64, "tile_n": 64}
@@ -291,14 +293,14 @@ def battery_elsewhere(template):
     ):
         for order in ("forward", "reversed") if "kv_splits" in knobs else ("forward",):
             schedule = schedule_for(problem, forced="kv_splits" in knobs, **tiles | knobs)
-            check(problem, schedule, template=template, order=order)
+            check(problem, schedule, kernel=kernel, order=order)
     narrow = few.replace(causal=False)
     q, k, v = make_inputs(narrow)
     large = (v.astype(np.float32) * 2e4).clip(-60000, 60000).astype(v.dtype)
-    check(narrow, schedule_for(narrow, forced=True, **tiles | split), (q, k, large), template=template)
+    check(narrow, schedule_for(narrow, forced=True, **tiles | split), (q, k, large), kernel=kernel)
 
 
-def battery_flat(template):
+def battery_flat(kernel):
     """Cases that must notice every mutation of a flat loop."""
     causal = Attention.problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
     flat: dict = {"tile_m": 64, "tile_n": 64, "persistent": "strided", "flat_steps": 1}
@@ -312,32 +314,32 @@ def battery_flat(template):
         (causal.replace(causal=False, seq_k=192), {"flat_steps": 2, "reload_q": True}),
         (causal.replace(seq_k=90, alignment="bottom_right"), {"loop_split": True}),
     ):
-        check(problem, schedule_for(problem, **flat | knobs), template=template)
+        check(problem, schedule_for(problem, **flat | knobs), kernel=kernel)
     q, k, v = make_inputs(causal)
-    check(causal, schedule_for(causal, **flat), (np.full_like(q, -30), np.full_like(k, 30), v), template=template)
+    check(causal, schedule_for(causal, **flat), (np.full_like(q, -30), np.full_like(k, 30), v), kernel=kernel)
 
 
 @pytest.mark.parametrize("name", MUTATIONS_FLAT)
 def test_mutations_of_flat_loops_are_noticed(name):
-    template = mutated(*MUTATIONS_FLAT[name])
+    kernel = mutated(*MUTATIONS_FLAT[name])
     with pytest.raises((AssertionError, InterpreterError)):
-        battery_flat(template)
+        battery_flat(kernel)
 
 
 @pytest.mark.parametrize("run", [battery, battery_elsewhere, battery_flat])
 def test_the_batteries_pass_the_kernel(run):
-    run(TEMPLATE)
+    run(Attention)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_noticed(name):
-    template = mutated(*MUTATIONS[name])
+    kernel = mutated(*MUTATIONS[name])
     with pytest.raises((AssertionError, InterpreterError)):
-        battery(template)
+        battery(kernel)
 
 
 @pytest.mark.parametrize("name", MUTATIONS_ELSEWHERE)
 def test_mutations_elsewhere_are_noticed(name):
-    template = mutated(*MUTATIONS_ELSEWHERE[name])
+    kernel = mutated(*MUTATIONS_ELSEWHERE[name])
     with pytest.raises((AssertionError, InterpreterError)):
-        battery_elsewhere(template)
+        battery_elsewhere(kernel)

@@ -15,13 +15,13 @@ import zlib
 
 import numpy as np
 import pytest
+from attention_runs import run_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import (
     ARCHS,
     DRAWN,
     SPACES,
-    TEMPLATE,
     cases,
     check,
     decoding_problems,
@@ -31,10 +31,14 @@ from kernel_checks import (
     schedule_for,
 )
 
-from attention_runs import run_problem
+from tiledsched import launches
+from tiledsched.device import arch_spec
+from tiledsched.interpreter import SmallDevice
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import entries as attention_entries
-from tiledsched.kernels.attention.tiles import BLOCK_ORDERS, SWIZZLE_PAIRS, Constants, coordinates, snake
+from tiledsched.kernels.attention.declaration import BLOCK_ORDERS, rows_per_tile
+from tiledsched.kernels.attention.scheduler import SWIZZLE_PAIRS, coordinates, snake
+from tiledsched.kernels.attention.tiles import Constants
 
 # ---- drawn problems and schedules ------------------------------------------------------------------------------------
 
@@ -103,7 +107,7 @@ def test_which_knobs_change_the_result(case, seed):
                              loop_split=False, block_order="natural", persistent="no", qk_ahead=False,
                              q_subtiles=schedule["q_subtiles"] if sawtooth else 1,
                              k_load="order", tma_loads=True, tma_store=True, check_bounds=True)  # fmt: skip
-    outputs = [run_problem(TEMPLATE, each, problem, *inputs, sm_count=1) for each in (schedule, plain)]
+    outputs = [run_problem(Attention, each, problem, *inputs, sm_count=1) for each in (schedule, plain)]
     np.testing.assert_array_equal(*outputs)
 
 
@@ -172,34 +176,34 @@ def test_persistent_blocks_cover_the_work(order, sm_count, heads, kv_heads, mode
     problem = Attention.problem(seq_q=200, seq_k=70, head_dim=16, causal=True, batch=2, heads=heads, kv_heads=kv_heads)
     schedule = schedule_for(problem, tile_m=64, persistent=mode, block_order=order)
     work = 4 * heads * 2
-    blocks = TEMPLATE.grid(schedule, problem, sm_count)[0]
+    blocks = Attention.grid(problem, schedule, SmallDevice(sm_count=sm_count))[0]
     assert blocks == min(work, sm_count * schedule.number("occupancy"))
     check(problem, schedule, sm_count=sm_count)
 
 
-def walk_order(order, *, causal, pieces, heads, batches):
-    """(query tile, head, batch) of every piece of work, in order."""
+def order_of(order, *, causal, work_tiles, heads, batches):
+    """(query tile, head, batch) of every work tile, in order."""
     problem = Attention.problem(seq_q=64, seq_k=64, head_dim=16, causal=causal)
     schedule = schedule_for(problem, block_order="natural").replace(block_order=order)
-    const = Constants(*TEMPLATE.constants(schedule, problem))
-    return [coordinates(work, pieces, heads, batches, const) for work in range(pieces * heads * batches)]
+    const = Constants(**Attention.constants(problem, schedule))
+    return [coordinates(work, work_tiles, heads, batches, const) for work in range(work_tiles * heads * batches)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("order", BLOCK_ORDERS)
 @pytest.mark.parametrize(("heads", "batches"), [(1, 1), (8, 1), (3, 5), (8, 2), (5, 4)])
 def test_every_order_takes_every_tile_once(order, heads, batches, causal):
-    taken = walk_order(order, causal=causal, pieces=3, heads=heads, batches=batches)
+    taken = order_of(order, causal=causal, work_tiles=3, heads=heads, batches=batches)
     assert sorted(taken) == list(itertools.product(range(3), range(heads), range(batches)))
 
 
 def test_a_swizzled_order_stays_with_eight_heads_and_takes_the_longest_tiles_first():
-    taken = walk_order("swizzled", causal=True, pieces=3, heads=5, batches=2)
+    taken = order_of("swizzled", causal=True, work_tiles=3, heads=5, batches=2)
     first, rest = taken[: 3 * SWIZZLE_PAIRS], taken[3 * SWIZZLE_PAIRS :]
     assert {(batch, head) for _, head, batch in first} == {(0, head) for head in range(5)} | {(1, 0), (1, 1), (1, 2)}
     assert [tile for tile, _, _ in first] == [2] * 8 + [1] * 8 + [0] * 8
     assert [tile for tile, _, _ in rest] == [2, 2, 1, 1, 0, 0]
-    assert walk_order("swizzled", causal=False, pieces=3, heads=5, batches=2)[0] == (0, 0, 0)
+    assert order_of("swizzled", causal=False, work_tiles=3, heads=5, batches=2)[0] == (0, 0, 0)
 
 
 def test_a_snake_turns_round_after_each_lap():
@@ -237,7 +241,7 @@ def test_a_wide_sawtooth_turns_round_after_four_tiles():
 
 
 def structures(*more):
-    """The structures that walk over keys each in its own way."""
+    """The structures that loop over keys each in its own way."""
     return [{}, {"loop_split": True}, {"block_order": "reversed"}, {"block_order": "heads_fastest"},
             {"block_order": "swizzled", "persistent": "snake"}, {"persistent": "strided"}, {"kv_direction": "sawtooth"},
             {"kv_direction": "wide_sawtooth"}, {"persistent": "strided", "store_late": True, "peel_first": False},
@@ -280,33 +284,44 @@ def test_packed_heads(seq_q, group, tile_m, causal, kv_splits):
                       heads=2 * group, kv_heads=2)  # fmt: skip
     schedule = schedule_for(problem, forced=True, tile_m=tile_m, tile_n=32, pack_gqa=True, kv_splits=kv_splits,
                             tma_loads=kv_splits == 1)  # fmt: skip
-    rows = TEMPLATE.rows_per_tile(schedule, problem)
+    rows = rows_per_tile(problem, schedule)
     assert rows == tile_m // group
-    assert TEMPLATE.grid(schedule, problem, 8)[0] == -(-seq_q // rows) * 4 * kv_splits
+    assert Attention.grid(problem, schedule, SmallDevice(sm_count=8))[0] == -(-seq_q // rows) * 4 * kv_splits
     check(problem, schedule)
 
 
 def test_a_last_row_aligned_at_the_bottom_right_needs_no_mask():
     problem = Attention.problem(seq_q=1, seq_k=300, head_dim=32, causal=True, alignment="bottom_right")
     schedule = schedule_for(problem, tile_m=16)
-    assert not TEMPLATE.problem_class(schedule, problem).causal
-    assert TEMPLATE.problem_class(schedule, problem.replace(seq_q=2)).causal
-    assert TEMPLATE.problem_class(schedule, problem.replace(alignment="top_left")).causal
+    for other, masked in ((problem, False), (problem.replace(seq_q=2), True), (problem.replace(alignment="top_left"), True)):
+        assert Attention.constants(other, schedule)["CAUSAL"] is masked
+    one, two = (launches.problem_class(Attention, problem.replace(seq_q=rows), schedule, arch_spec("sm_90"))
+                for rows in (1, 2))  # fmt: skip
+    assert one.id != two.id
     check(problem, schedule)
+
+
+def scratch_of(problem, schedule):
+    """The arrays of a launch beside the problem's own, by name."""
+    device = arch_spec("sm_90")
+    found = launches.scratch(Attention, problem, schedule, launches.steps(Attention, problem, schedule, device))
+    return {spec.name: spec for spec in found}
 
 
 def test_what_is_launched_takes_what_is_said():
     """The parameters of every entry: q, k, v, out, the extra arrays by name, a scale, the constants."""
     plain = Attention.problem(seq_q=8, seq_k=512, head_dim=64)
     large = plain.replace(seq_q=1 << 20, seq_k=1 << 20, batch=64)
-    for problem, knobs in ((plain, {}), (plain.replace(lse=True), {}), (plain, {"kv_splits": 4, "tile_m": 16}), (large, {}),
-                           (large.replace(lse=True), {})):  # fmt: skip
+    for problem, knobs, extras in ((plain, {}, []), (plain.replace(lse=True), {}, ["Lse"]), (large, {}, []),
+                                   (plain, {"kv_splits": 4, "tile_m": 16}, ["Lse", "Partial", "State", "Counters"]),
+                                   (large.replace(lse=True), {}, ["Lse"])):  # fmt: skip
         schedule = schedule_for(problem, **knobs)
-        names = inspect.signature(TEMPLATE.entry(schedule, problem)).parameters
-        extras = [extra.name.capitalize() for extra in TEMPLATE.workspace(schedule, problem)]
+        (step,) = launches.steps(Attention, problem, schedule, arch_spec("sm_90"))
         constants = [field.name for field in dataclasses.fields(Constants)]
-        assert list(names) == ["Q", "K", "V", "Out", *extras, "scale_log2", *constants]
-        assert len(TEMPLATE.constants(schedule, problem)) == len(constants)
+        assert [each.name for each in step.arguments] == ["Q", "K", "V", "Out", *extras, "scale_log2", *constants]
+        assert list(inspect.signature(step.function).parameters) == [each.name for each in step.arguments]
+        assert list(Attention.constants(problem, schedule)) == constants
+        assert {each.kind for each in step.arguments if each.name in constants} == {"constant"}
 
 
 def test_a_workspace_is_as_large_as_the_shares_need():
@@ -314,28 +329,35 @@ def test_a_workspace_is_as_large_as_the_shares_need():
     schedule = schedule_for(
         problem, forced=True, tile_m=16, pack_gqa=True, kv_splits=4, column_parts=2, tma_loads=False
     )
-    lse, partial, state, counters = TEMPLATE.workspace(schedule, problem)
-    pieces = 2 * 3 * 2  # two tiles of four rows, three batch entries, two packs of heads
-    assert (lse.shape, lse.output) == ((3, 8, 5, 1), False)
-    assert (partial.shape, partial.zeroed) == ((pieces * 4, 16, 64 + 32), False)
-    assert state.shape == (pieces * 4, 2, 16)
-    assert (counters.shape, counters.dtype, counters.zeroed) == ((pieces, 1), "int32", True)
-    assert TEMPLATE.workspace(schedule.replace(kv_splits=1), problem) == ()
-    (lse,) = TEMPLATE.workspace(schedule.replace(kv_splits=1), problem.replace(lse=True))
-    assert (lse.shape, lse.dtype, lse.output, lse.zeroed) == ((3, 8, 5, 1), "float32", True, False)
+    found = scratch_of(problem, schedule)
+    assert list(found) == ["Lse", "Partial", "State", "Counters"]
+    lse, partial, state, counters = found.values()
+    work_tiles = 2 * 3 * 2  # two tiles of four rows, three batch entries, two packs of heads
+    assert (lse.shape, lse.role) == ((3, 8, 5, 1), "workspace")
+    assert (partial.shape, partial.zeroed) == ((work_tiles * 4, 16, 64 + 32), False)
+    assert state.shape == (work_tiles * 4, 2, 16)
+    assert (counters.shape, counters.dtype, counters.zeroed) == ((work_tiles, 1), "int32", True)
+    assert scratch_of(problem, schedule.replace(kv_splits=1)) == {}
+    asked = problem.replace(lse=True)
+    assert list(scratch_of(asked, schedule)) == ["Partial", "State", "Counters"]
+    assert [each.name for each in Attention.arrays(asked)] == ["Q", "K", "V", "Out", "Lse"]
+    lse = Attention.array_spec("Lse", asked)
+    assert (lse.shape, lse.dtype, lse.role, lse.zeroed) == ((3, 8, 5, 1), "float32", "out", False)
 
 
 def test_wide_indices():
     """The entry for arrays beyond 32-bit indices, here on small ones."""
 
-    class Wide(type(TEMPLATE)):
-        def entry(self, schedule, problem):
-            return getattr(attention_entries, f"{super().entry(schedule, problem).__name__}_wide")
+    class Wide(Attention):
+        name = "attention of wide indices"
+
+        def entry(p, s):
+            return getattr(attention_entries, f"{Attention.entry(p, s).__name__}_wide")
 
     problem = Attention.problem(seq_q=70, seq_k=130, head_dim=40, causal=True, heads=4, kv_heads=2, lse=True)
     for knobs in ({}, {"block_order": "swizzled", "persistent": "snake"}, {"q_subtiles": 2, "kv_subtiles": 2},
                   {"loop_split": True, "block_order": "reversed"}, {"kv_splits": 2, "tma_loads": False}):  # fmt: skip
-        check(problem, schedule_for(problem, **knobs), template=Wide())
+        check(problem, schedule_for(problem, **knobs), kernel=Wide)
 
 
 # ---- adversarial inputs ----------------------------------------------------------------------------------------------
@@ -346,7 +368,7 @@ def test_wide_indices():
 def test_one_hot_rows_give_that_row_exactly(case, seed):
     problem, schedule = case
     inputs, expected = one_hot_inputs(problem, seed)
-    out = run_problem(TEMPLATE, schedule, problem, *inputs, 1.0, sm_count=2)
+    out = run_problem(Attention, schedule, problem, *inputs, 1.0, sm_count=2)
     np.testing.assert_array_equal(out, expected)
 
 

@@ -140,7 +140,7 @@ def test_a_result_wrong_on_adversarial_inputs_only(make_runner):
     failure = make_runner(EIGHT).check(narrow)
     assert isinstance(failure, Failure)
     assert failure.kind is FailureKind.WRONG_RESULT
-    assert failure.message.startswith("large inputs: relative error inf above 0.004 in batch 5, head 0, query tile 0")
+    assert failure.message.startswith("large inputs: relative error inf above 0.004 in Out[5, 0], row tile 0")
     assert KINDS.index("large") == 5
     assert isinstance(make_runner(EIGHT.replace(batch=3)).check(narrow), Checked)
 
@@ -157,7 +157,7 @@ def test_float16_sums_need_not_hold_large_values(make_runner):
 def test_the_kinds_follow_the_key_value_heads(make_runner):
     """One batch entry, 16 query heads of 8 key/value heads: heads 10 and 11 share the large values."""
     runner = make_runner(PROBLEM.replace(batch=1, heads=16, kv_heads=8))
-    assert "large inputs: relative error inf above 0.004 in batch 0, head 10, query tile 0" in (
+    assert "large inputs: relative error inf above 0.004 in Out[0, 10], row tile 0" in (
         runner.check(candidate(check="narrow")).message
     )
 
@@ -165,7 +165,7 @@ def test_the_kinds_follow_the_key_value_heads(make_runner):
 def test_the_first_of_several_wrong_tiles_is_named(make_runner):
     """`wrong` adds one to the last head of the first batch entry: of its three tiles the first is named."""
     message = make_runner().check(candidate(check="wrong-head")).message
-    assert "in batch 0, head 1, query tile 0, the first of 3 wrong tiles of 12" in message
+    assert "in Out[0, 1], row tile 0, the first of 3 wrong tiles of 12" in message
 
 
 # The script that provokes faults on a real GPU.

@@ -6,17 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import fake_worker
 import pytest
-from fake_worker import cubin
-from store_samples import artifact
+from fake_worker import artifact, cubin
 
-from tiledsched.build.cubin import Artifact
 from tiledsched.errors import Failure, FailureKind, MeasureError
 from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
@@ -24,8 +21,8 @@ from tiledsched.measure import gpu
 from tiledsched.measure.gpu import SHORT_GAP_MS, GpuRunner, Timeouts
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.problem import stable_id
-from tiledsched.schedule import Schedule
 from tiledsched.search.race import Rules, race
+from tiledsched.space_files import space_for
 
 PROBLEM = Attention.problem(seq_q=40, seq_k=24, head_dim=16, batch=2, heads=2, kv_heads=1)
 TIMEOUTS = Timeouts(start_s=20.0, begin_s=20.0, load_s=0.8, look_s=0.8, check_s=0.8, sample_s=0.8, each_sample_s=0.01)
@@ -38,12 +35,12 @@ def command(mode="ready"):
 
 def candidate(us=100.0, *, tile_m=16, **script) -> Candidate:
     """A candidate told apart by what it does."""
-    code = cubin(us, **script)
-    made = artifact(stable_id([us, script], 24))
-    made = Artifact(arch=made.arch, fingerprint=made.fingerprint, facts=made.facts, cubin=code)
+    made = artifact(cubin(us, **script), stable_id([us, script], 24))
     name = "-".join([str(us), *map(str, script.values())])
-    knobs = {"tile_m": tile_m, "q_subtiles": 1, "persistent": "no", "accum_mode": "fp32", "kv_splits": 1, "name": name}
-    return Candidate(schedule=Schedule(knobs), artifact=made)
+    schedule = (
+        space_for("sm_90", Attention).default(PROBLEM).replace(tile_m=tile_m, q_subtiles=1, persistent="no", name=name)
+    )
+    return Candidate(schedule=schedule, artifact=made)
 
 
 @pytest.fixture
@@ -109,49 +106,11 @@ def test_other_problems(make_runner, problem, kv_splits):
         (batch,) = runner.sample([right], rounds=2, regime=regime)
         assert batch.samples_us == pytest.approx((123.0, 123.0))
         assert batch.conditions.graph_launches == launches
-    for act, what in (("wrong-lse", "random inputs: error of the log-sum-exp 1 above 0.002"),
-                      ("unwritten-lse", "error of the log-sum-exp inf"), ("wrong", "relative error")):  # fmt: skip
+    for act, what in (("wrong-lse", "random inputs: error 1 above 0.002 in Lse[0, 1], row tile"),
+                      ("unwritten-lse", "error inf above 0.002 in Lse"), ("wrong", "relative error")):  # fmt: skip
         failure = runner.check(candidate(124.0, check=act))
         assert failure.kind is FailureKind.WRONG_RESULT
         assert what in failure.message
-
-
-def test_launches_share_what_they_ask_for_alike():
-    """The worker's state, without a process: extra arrays are made once for each list, and poisoned unless zeroed."""
-    code = """
-        import sys
-        sys.path.insert(0, sys.argv[1])
-        import fake_worker
-        sys.modules["cupy"] = fake_worker.fake_cupy("ready")
-        import numpy
-        from tiledsched.kernel import ArraySpec
-        from tiledsched.measure import worker
-        from tiledsched.measure.launch import Launch
-        from tiledsched.measure.accuracy import Tolerance
-        from tiledsched.problem import Problem
-        problem = Attention.problem(seq_q=4, seq_k=4, head_dim=16)
-        state = worker.State(stream=fake_worker.Stream(), problem=problem, scalars=(0.5,))
-        extras = (ArraySpec(name="state", shape=(3, 2), dtype="float32"),
-                  ArraySpec(name="counters", shape=(3, 1), dtype="int32", zeroed=True))
-        launch = Launch(fingerprint="f", grid=(1, 1, 1), tile_m=16, tolerance=Tolerance(largest_error=1.0), extras=extras)
-        seen = []
-        state.kernels["f"] = lambda grid, block, arguments: seen.append(arguments)
-        q = numpy.zeros((1, 1, 4, 16), numpy.float16)
-        worker._poisoned_launch(state, launch, [q, q, q, q.copy()])
-        first, counters = worker._extra_arrays(state, extras)
-        assert numpy.isnan(first).all() and first.dtype == numpy.float32
-        assert not counters.any() and counters.dtype == numpy.int32
-        assert worker._extra_arrays(state, tuple(extras))[0] is first
-        (arguments,) = seen
-        assert len(arguments) == 4 * 9 + 2 * 5 + 1
-        assert arguments[36] is first and [int(size) for size in arguments[37:41]] == [3, 2, 2, 1]
-        assert {type(value) for value in arguments[1:9]} == {numpy.int32}
-        state.problem = problem.replace(seq_q=1 << 20, batch=1 << 10)
-        arguments = worker._arguments(state, launch, [q, q, q, q])
-        assert {type(value) for value in arguments[1:9]} == {numpy.int64}
-        assert {type(value) for value in arguments[37:41]} == {numpy.int32}
-        """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(Path(__file__).parent)], check=True)
 
 
 def test_samples_are_interleaved_and_exact(make_runner):
@@ -247,7 +206,7 @@ FAILURES = [
     ({"load": "crash"}, FailureKind.ARTIFACT_CORRUPT, "code -11 during load", True),
     ({"load": "driver"}, FailureKind.DRIVER_MISMATCH, "unsupported toolchain", False),
     ({"load": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory", False),
-    ({"check": "wrong"}, FailureKind.WRONG_RESULT, "batch 0, head 1, query tile 2", False),
+    ({"check": "wrong"}, FailureKind.WRONG_RESULT, "Out[0, 1], row tile 2", False),
     ({"check": "unwritten"}, FailureKind.WRONG_RESULT, "relative error inf", False),
     ({"check": "launch"}, FailureKind.LAUNCH_FAILURE, "invalid argument", False),
     ({"check": "memory"}, FailureKind.OUT_OF_MEMORY, "Out of memory", False),
@@ -394,7 +353,7 @@ def test_gpu_lost_on_the_way(make_runner, tmp_path):
 def test_problem_that_does_not_fit(make_runner):
     runner = make_runner()
     runner.begin(PROBLEM.replace(head_dim=250))
-    with pytest.raises(MeasureError, match=r"Out of memory.*smaller batch"):
+    with pytest.raises(MeasureError, match=r"Out of memory.*try smaller sizes"):
         runner.wait()
     runner.begin(PROBLEM)
     assert_usable(runner)
@@ -403,7 +362,7 @@ def test_problem_that_does_not_fit(make_runner):
 def test_what_goes_wrong_in_the_background_is_told_by_the_next_request(make_runner):
     runner = make_runner()
     runner.begin(PROBLEM.replace(head_dim=250))
-    with pytest.raises(MeasureError, match=r"Out of memory.*smaller batch"):
+    with pytest.raises(MeasureError, match=r"Out of memory.*try smaller sizes"):
         runner.check(candidate(10.0))
     runner.begin(PROBLEM)
     assert_usable(runner)

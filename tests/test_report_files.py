@@ -8,10 +8,10 @@ import io
 import sys
 
 import pytest
-from report_samples import DEVICE, PROBLEM, add_builds, add_modelled, add_times, build_of, landscape, plain
+from report_samples import DEVICE, PROBLEM, add_builds, add_modelled, add_times, build_of, landscape, plain, report_of
 
 from tiledsched.errors import ConfigError, Failure, FailureKind
-from tiledsched.report import build_report, write_report
+from tiledsched.report import write_report
 from tiledsched.report.csv_files import schedules_csv, sensitivity_csv
 from tiledsched.report.document import Heading, Image, Paragraph, Table, to_html, to_markdown
 from tiledsched.report.plots import file_name, heat_maps
@@ -53,7 +53,7 @@ def table_with(markdown, *columns):
 
 def test_modelled_only_says_so_first_and_everywhere(db, no_matplotlib):
     add_modelled(db, plain(128, 64), runner_up=plain(64, 64), margin=0.25)
-    markdown = to_markdown(document(build_report(db, "sm_90")))
+    markdown = to_markdown(document(report_of(db, "sm_90")))
     assert markdown.splitlines()[0] == FIRST_LINE
     row = table_with(markdown, "modelled best")[0]
     assert list(row)[:3] == ["S", "B", "H"]
@@ -70,7 +70,7 @@ def test_modelled_only_says_so_first_and_everywhere(db, no_matplotlib):
 def test_measured_and_modelled_keep_their_own_sections(db, no_matplotlib):
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 110.0})
     add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True), runner_up=plain(64, 64), margin=0.25)
-    markdown = to_markdown(document(build_report(db, "sm_90")))
+    markdown = to_markdown(document(report_of(db, "sm_90")))
     assert markdown.startswith("# Tiling sensitivity on sm_90")
     measured, modelled = markdown.split("## Best schedules, modelled")
     assert "## Best schedules, measured" in measured
@@ -81,7 +81,7 @@ def test_measured_and_modelled_keep_their_own_sections(db, no_matplotlib):
 
 def test_drops_in_the_table(db, no_matplotlib):
     add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0, plain(64, 64): 300.0})
-    markdown = to_markdown(document(build_report(db, "sm_90")))
+    markdown = to_markdown(document(report_of(db, "sm_90")))
     row = table_with(markdown, "runner-up", "TFLOP/s")[0]
     assert row["S"] == "4096"
     assert row["best"].startswith("`128x64")
@@ -95,7 +95,7 @@ def test_drops_in_the_table(db, no_matplotlib):
 
 def test_one_schedule_leaves_cells_empty(db, no_matplotlib):
     add_times(db, {plain(128, 64): 100.0})
-    report = build_report(db, "sm_90")
+    report = report_of(db, "sm_90")
     markdown = to_markdown(document(report))
     row = table_with(markdown, "runner-up", "TFLOP/s")[0]
     assert (row["runner-up"], row["drop"], row["default's drop"], row["worst"]) == ("-", "-", "-", "-")
@@ -108,7 +108,7 @@ def test_failures_table(db, no_matplotlib):
     message = "tileiras: error: `a` | <b>\nmore"
     db.record_failure(None, "attention", "sm_90", "build", plain(256, 256),
                       Failure(kind=FailureKind.COMPILE_ERROR, message=message))  # fmt: skip
-    blocks = document(build_report(db, "sm_90"))
+    blocks = document(report_of(db, "sm_90"))
     row = table_with(to_markdown(blocks).replace("\\|", "/"), "stage", "kind")[0]
     assert (row["stage"], row["kind"], row["candidates"]) == ("build", "compile_error", "1")
     assert row["for example"] == "`tileiras: error: 'a' / <b> more`"
@@ -116,7 +116,7 @@ def test_failures_table(db, no_matplotlib):
 
 
 def test_no_failures_are_stated(db, no_matplotlib):
-    assert "No candidate failed." in to_markdown(document(build_report(db, "sm_90")))
+    assert "No candidate failed." in to_markdown(document(report_of(db, "sm_90")))
 
 
 def test_schedules_csv(db):
@@ -124,7 +124,7 @@ def test_schedules_csv(db):
     add_builds(db, [build_of(a, "f" * 24), build_of(b, "f" * 24)])
     add_times(db, {a: 100.0, plain(64, 64): 125.0}, fingerprints={a: "f" * 24})
     add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True))
-    rows = rows_of(schedules_csv(build_report(db, "sm_90")))
+    rows = rows_of(schedules_csv(report_of(db, "sm_90")))
     assert [row["provenance"] for row in rows] == ["measured", "measured", "measured", "modelled"]
     first, same, slower, modelled = rows
     assert (first["arch"], first["device"], first["regime"]) == ("sm_90", DEVICE.name, "burst")
@@ -147,7 +147,7 @@ def test_schedules_csv(db):
 def test_sensitivity_csv(db):
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 110.0})
     add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True), runner_up=plain(64, 64), margin=0.25)
-    rows = rows_of(sensitivity_csv(build_report(db, "sm_90")))
+    rows = rows_of(sensitivity_csv(report_of(db, "sm_90")))
     assert [(row["provenance"], row["scope"]) for row in rows] == [
         ("measured", "problem"), ("measured", "regime"), ("modelled", "problem"), ("modelled", "regime")]  # fmt: skip
     for row in rows[:2]:
@@ -159,7 +159,7 @@ def test_sensitivity_csv(db):
 
 def test_without_matplotlib_tables_take_the_place_of_pictures(db, tmp_path, no_matplotlib):
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 125.0, plain(64, 32): 150.0})
-    written = write_report(build_report(db, "sm_90"), tmp_path / "out")
+    written = write_report(report_of(db, "sm_90"), tmp_path / "out")
     assert {path.name for path in written} == {"report.md", "report.html", "schedules.csv", "sensitivity.csv"}
     markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert markdown.count("pip install 'tiledsched[report]'") == 1
@@ -172,7 +172,7 @@ def test_heat_maps(db, tmp_path):
     pytest.importorskip("matplotlib")
     landscape(db)
     add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True), runner_up=plain(64, 128), margin=0.25)
-    report = build_report(db, "sm_90")
+    report = report_of(db, "sm_90")
     drawn = heat_maps(report)
     assert set(drawn) == {
         "heatmap_measured_NVIDIA-H200_B4-H32-S4096-D64-float16.png",
@@ -192,14 +192,14 @@ def test_file_names_are_unique(db):
         for device in (DEVICE.name, "NVIDIA H100 80GB HBM3"):
             add_times(db, {plain(64, 64): 90.0, plain(128, 64): 100.0}, problem=problem, device=device)
     add_times(db, {plain(128, 64, accum_mode="fp16"): 100.0})
-    names = [file_name(one) for one in build_report(db, "sm_90").measured.problems]
+    names = [file_name(one) for one in report_of(db, "sm_90").measured.problems]
     assert len(set(names)) == len(names) == 9
     assert all("/" not in name and " " not in name for name in names)
 
 
 def test_html_is_whole_and_offline(db, tmp_path):
     landscape(db)
-    write_report(build_report(db, "sm_90"), tmp_path)
+    write_report(report_of(db, "sm_90"), tmp_path)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     open_tags, void = [], {"meta", "img", "!doctype"}
 
@@ -222,7 +222,7 @@ def test_foreign_files_stay(db, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "report.md").write_text("old")
     add_times(db, {plain(128, 64): 100.0})
-    write_report(build_report(db, "sm_90"), tmp_path)
+    write_report(report_of(db, "sm_90"), tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "report.md").read_text().startswith("# Tiling sensitivity")
 
@@ -230,7 +230,7 @@ def test_foreign_files_stay(db, tmp_path):
 def test_a_file_in_place_of_the_folder(db, tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(ConfigError, match="--out"):
-        write_report(build_report(db, "sm_90"), tmp_path / "out")
+        write_report(report_of(db, "sm_90"), tmp_path / "out")
 
 
 def test_document_blocks():
@@ -251,9 +251,9 @@ def test_document_blocks():
 
 def test_burst_against_sustained(db, tmp_path, no_matplotlib):
     add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0})
-    assert "Burst against sustained" not in to_markdown(document(build_report(db, "sm_90")))
+    assert "Burst against sustained" not in to_markdown(document(report_of(db, "sm_90")))
     add_times(db, {plain(128, 64): 150.0, plain(128, 128): 120.0}, regime="sustained")
-    written = write_report(build_report(db, "sm_90"), tmp_path)
+    written = write_report(report_of(db, "sm_90"), tmp_path)
     row = table_with((tmp_path / "report.md").read_text(), "burst winner", "sustained winner")[0]
     assert (row["programs in both"], row["burst winner's loss when sustained"]) == ("2", "25.0%")
     assert row["sustained winner's loss in burst"] == "10.0%"

@@ -6,10 +6,10 @@ import itertools
 import random
 
 import pytest
-from report_samples import landscape, plain
+from report_samples import landscape, plain, report_of
 
 from tiledsched import data_files
-from tiledsched.report import build_report, write_report
+from tiledsched.report import write_report
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
@@ -61,7 +61,7 @@ def test_slow_programs_do_not_count() -> None:
 
 
 def test_latency_hints_matter_for_the_persistent_kernel_of_128x128() -> None:
-    paths = sorted((data_files.tuning_db() / "landscapes").glob("h200_burst_*_d128_*.json.xz"))
+    paths = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("h200_burst_*_d128_*.json.xz"))
     recorded = [
         [(one.measurement.schedule, one.measurement.median_us) for one in read_table(path).measurements]
         for path in paths
@@ -76,7 +76,7 @@ def test_latency_hints_matter_for_the_persistent_kernel_of_128x128() -> None:
 def test_the_report_holds_both(tmp_path) -> None:
     with TuningDB.open(":memory:") as db:
         landscape(db)
-        report = build_report(db, "sm_90")
+        report = report_of(db, "sm_90")
     assert report.measured.shares
     assert report.modelled.shares == report.modelled.interactions == ()
     written = {

@@ -10,16 +10,17 @@ import pytest
 from report_samples import plain, taken
 
 from tiledsched import data_files
+from tiledsched.kernels.attention import Attention
 from tiledsched.report.knobs import fastest_first, knob_row, problem_row, tables, verdict
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 
-SPACE = space_for("sm_90")
+SPACE = space_for("sm_90", Attention)
 FIRST = [taken(plain(64, 64), 200.0), taken(plain(64, 64, kv_subtiles=2), 160.0), taken(plain(128, 64), 180.0),
          taken(plain(128, 64, kv_subtiles=2), 240.0)]  # fmt: skip
 SECOND = [taken(plain(64, 64), 100.0), taken(plain(64, 64, kv_subtiles=2), 125.0),
           replace(taken(plain(64, 32, kv_subtiles=2), 50.0), accuracy=None)]  # fmt: skip
-SHIPPED = data_files.tuning_db() / "landscapes" / "h200_burst_s4096_d64_float16_full_b4_h32.json.xz"
+SHIPPED = data_files.tuning_db() / "landscapes" / "attention" / "h200_burst_s4096_d64_float16_full_b4_h32.json.xz"
 
 
 def test_a_knob_value_is_compared_with_the_plain_one() -> None:

@@ -16,13 +16,13 @@ from report_samples import (
     build_of,
     landscape,
     plain,
+    report_of,
     taken,
 )
 
 from tiledsched.errors import Failure, FailureKind
 from tiledsched.kernels.attention import Attention
-from tiledsched.report.analysis import matched_pairs, seq_regime
-from tiledsched.report.model import build_report
+from tiledsched.report.analysis import matched_pairs, size_regime
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import EntryRecord
@@ -40,9 +40,9 @@ def only(report):
 
 
 def test_drops_match_hand_numbers(db):
-    default = space_for("sm_90").default(PROBLEM)
+    default = space_for("sm_90", Attention).default(PROBLEM)
     add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0, default: 150.0, plain(64, 32): 400.0})
-    report = build_report(db, "sm_90")
+    report = report_of(db, "sm_90")
     one = only(report)
     assert report.warning == ""
     assert one.best.schedule == plain(128, 64)
@@ -53,7 +53,7 @@ def test_drops_match_hand_numbers(db):
     assert one.median_us == 130.0
     assert one.median_drop == pytest.approx(0.30)
     assert one.worst.relative == pytest.approx(4.0)
-    assert one.best.tflops == pytest.approx(PROBLEM.flops / 100e-6 / 1e12)
+    assert one.best.rate == pytest.approx(PROBLEM.flops / 100e-6 / 1e12)
     assert (len(one.timed), one.programs, one.measurements) == (4, 4, 4)
     assert [tile.tile for tile in one.tiles] == [(128, 64), (128, 128), (64, 64), (64, 32)]
     assert one.tile_drop == pytest.approx(0.10)
@@ -61,7 +61,7 @@ def test_drops_match_hand_numbers(db):
 
 def test_one_schedule_has_no_runner_up(db):
     add_times(db, {plain(128, 64): 100.0})
-    report = build_report(db, "sm_90")
+    report = report_of(db, "sm_90")
     one = only(report)
     assert one.runner_up is None
     assert one.runner_up_drop is None
@@ -75,7 +75,7 @@ def test_one_schedule_has_no_runner_up(db):
 
 def test_overlapping_intervals_are_ties(db):
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 100.5, plain(128, 128): 120.0})
-    one = only(build_report(db, "sm_90"))
+    one = only(report_of(db, "sm_90"))
     assert one.ties == (plain(64, 64),)
     assert one.runner_up.schedule == plain(128, 128)
     assert one.runner_up_drop == pytest.approx(0.20)
@@ -89,7 +89,7 @@ def test_the_race_decides_ties_where_it_ran(db):
         provenance="measured", schedule=plain(64, 64), ties=(plain(128, 64),), toolchain=TOOLCHAIN,
         measurement_id=ids[plain(64, 64)], source_hash=SOURCE,
     ))  # fmt: skip
-    one = only(build_report(db, "sm_90"))
+    one = only(report_of(db, "sm_90"))
     assert one.best.schedule == plain(128, 64)
     assert one.ties == (plain(64, 64),)
     assert one.served.schedule == plain(64, 64)
@@ -100,7 +100,7 @@ def test_equivalent_schedules_share_a_time(db):
     a, b = plain(128, 64), plain(128, 64, latency_k=2)
     add_builds(db, [build_of(a, "f" * 24), build_of(b, "f" * 24), build_of(plain(64, 64), "e" * 24)])
     add_times(db, {a: 100.0, plain(64, 64): 130.0}, fingerprints={a: "f" * 24, plain(64, 64): "e" * 24})
-    one = only(build_report(db, "sm_90"))
+    one = only(report_of(db, "sm_90"))
     assert (len(one.timed), one.programs, one.measurements) == (3, 2, 2)
     assert one.timed[1].schedule == b
     assert one.timed[1].same_program_as == a
@@ -113,7 +113,7 @@ def test_equivalent_schedules_share_a_time(db):
 def test_one_machine_code_on_two_grids_is_two_programs(db):
     a, b = (plain(128, 64, persistent=True, occupancy=n) for n in (1, 2))
     add_times(db, {a: 100.0, b: 120.0}, fingerprints={a: "f" * 24, b: "f" * 24})
-    one = only(build_report(db, "sm_90"))
+    one = only(report_of(db, "sm_90"))
     assert one.programs == 2
     assert one.runner_up_drop == pytest.approx(0.2)
 
@@ -121,7 +121,7 @@ def test_one_machine_code_on_two_grids_is_two_programs(db):
 def test_newest_measurement_counts(db):
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 110.0})
     add_times(db, {plain(128, 64): 121.0})
-    one = only(build_report(db, "sm_90"))
+    one = only(report_of(db, "sm_90"))
     assert one.best.schedule == plain(64, 64)
     assert one.runner_up_drop == pytest.approx(0.10)
     assert one.measurements == 3
@@ -132,7 +132,7 @@ def test_knob_importance_matches_hand_numbers(db):
         plain(128, 64): 100.0, plain(128, 64, occupancy=2): 110.0,
         plain(64, 64): 150.0, plain(64, 64, occupancy=2): 120.0,
     })  # fmt: skip
-    knobs = {knob.knob: knob for knob in only(build_report(db, "sm_90")).knobs}
+    knobs = {knob.knob: knob for knob in only(report_of(db, "sm_90")).knobs}
     assert set(knobs) == {"tile_m", "occupancy"}
     assert knobs["occupancy"].pairs == 2
     assert knobs["occupancy"].mean_change == pytest.approx(statistics.fmean([0.10, 0.25]))
@@ -145,7 +145,7 @@ def test_knobs_of_several_problems_are_joined(db):
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 110.0})
     longer = Attention.standard(seq_len=8192, head_dim=64)
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 130.0}, problem=longer)
-    (tile_m,) = build_report(db, "sm_90").measured.knobs
+    (tile_m,) = report_of(db, "sm_90").measured.knobs
     assert (tile_m.knob, tile_m.pairs) == ("tile_m", 2)
     assert tile_m.mean_change == pytest.approx(0.2)
     assert tile_m.values[1].ratio == pytest.approx((1.1 * 1.3) ** 0.5)
@@ -157,18 +157,18 @@ def test_true_is_not_one_in_matched_pairs():
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "regime"), [(1, "short"), (1024, "short"), (2048, "medium"), (4096, "medium"), (8192, "long")]
+    ("size", "regime"), [(1, "short"), (1024, "short"), (2048, "medium"), (4096, "medium"), (8192, "long")]
 )
-def test_regimes(seq_len, regime):
-    assert seq_regime(seq_len) == regime
+def test_regimes(size, regime):
+    assert size_regime(size) == regime
 
 
 def test_sensitivity_joins_a_regime_by_geometric_mean(db):
     for seq_len, times in ((2048, (100.0, 110.0)), (4096, (100.0, 121.0)), (8192, (130.0, 100.0))):
         problem = Attention.standard(seq_len=seq_len, head_dim=64)
         add_times(db, dict(zip((plain(128, 64), plain(64, 64)), times, strict=True)), problem=problem)
-    medium, long = build_report(db, "sm_90").measured.sensitivity
-    assert (medium.regime, medium.seq_lens, medium.problems) == ("medium", (2048, 4096), 2)
+    medium, long = report_of(db, "sm_90").measured.sensitivity
+    assert (medium.regime, medium.sizes, medium.problems) == ("medium", (2048, 4096), 2)
     assert (medium.best, medium.runner_up) == ((128, 64), (64, 64))
     assert medium.drop == pytest.approx((1.10 * 1.21) ** 0.5 - 1)
     assert (long.best, long.drop) == ((64, 64), pytest.approx(0.3))
@@ -176,7 +176,7 @@ def test_sensitivity_joins_a_regime_by_geometric_mean(db):
 
 def test_fp16_accumulators_never_win_over_fp32(db):
     add_times(db, {plain(128, 64): 100.0, plain(128, 64, accum_mode="fp16"): 60.0})
-    modes = {one.accum_mode: one.best.us for one in build_report(db, "sm_90").measured.problems}
+    modes = {one.accum_mode: one.best.us for one in report_of(db, "sm_90").measured.problems}
     assert modes == {"fp32": 100.0, "fp16": 60.0}
 
 
@@ -184,20 +184,20 @@ def test_other_regime_and_other_devices_are_kept_apart(db):
     add_times(db, {plain(128, 64): 100.0})
     add_times(db, {plain(128, 64): 140.0}, regime="sustained")
     add_times(db, {plain(128, 64): 120.0}, device="NVIDIA H100")
-    report = build_report(db, "sm_90")
+    report = report_of(db, "sm_90")
     assert [(one.device_name, one.best.us) for one in report.measured.problems] == [
         ("NVIDIA H100", 120.0),
         (DEVICE.name, 100.0),
     ]
     assert report.elsewhere == 1
-    assert only(build_report(db, "sm_90", device_name="NVIDIA H100")).best.us == 120.0
-    nothing = build_report(db, "sm_90", regime="sustained", device_name="NVIDIA H100")
+    assert only(report_of(db, "sm_90", device_name="NVIDIA H100")).best.us == 120.0
+    nothing = report_of(db, "sm_90", regime="sustained", device_name="NVIDIA H100")
     assert nothing.warning.startswith("Nothing was measured on sm_90 in the sustained regime on NVIDIA H100")
 
 
 def test_landscape_over_the_shipped_space(db):
     schedules = landscape(db)
-    one = only(build_report(db, "sm_90"))
+    one = only(report_of(db, "sm_90"))
     assert one.programs == len(schedules)
     assert one.best.us == min(schedules.values())
     assert [timed.us for timed in one.timed] == sorted(timed.us for timed in one.timed)
@@ -216,7 +216,7 @@ def test_modelled_problems_use_the_callable(db):
         asked.append(problem)
         return {build.schedule.id: 50.0 + 10 * schedules.index(build.schedule) for build in builds}
 
-    report = build_report(db, "sm_90", model_times=model_times)
+    report = report_of(db, "sm_90", model_times=model_times)
     assert asked == [PROBLEM]
     assert report.warning == "Nothing was measured on sm_90: every figure below is the model's estimate"
     assert report.measured.problems == ()
@@ -229,7 +229,7 @@ def test_modelled_problems_use_the_callable(db):
 
 def test_modelled_without_the_callable_knows_winner_and_runner_up(db):
     add_modelled(db, plain(128, 64), runner_up=plain(64, 64), margin=0.25)
-    (one,) = build_report(db, "sm_90").modelled.problems
+    (one,) = report_of(db, "sm_90").modelled.problems
     assert [timed.us for timed in one.timed] == [90.0, 112.5]
     assert one.runner_up_drop == pytest.approx(0.25)
 
@@ -238,7 +238,7 @@ def test_measured_problems_are_not_modelled_too(db):
     add_times(db, {plain(128, 64): 100.0})
     add_modelled(db, plain(64, 64))
     add_modelled(db, plain(64, 64), problem=PROBLEM.replace(causal=True))
-    report = build_report(db, "sm_90")
+    report = report_of(db, "sm_90")
     assert report.warning == ""
     assert only(report).problem == PROBLEM
     assert [one.problem.causal for one in report.modelled.problems] == [True]
@@ -247,7 +247,7 @@ def test_measured_problems_are_not_modelled_too(db):
 def test_transferred_entries_are_named_not_timed(db):
     db.put_entry(EntryRecord(kernel="attention", arch="sm_90", problem=PROBLEM, provenance="transferred",
                              schedule=plain(128, 64), source="nearest problem"))  # fmt: skip
-    report = build_report(db, "sm_90")
+    report = report_of(db, "sm_90")
     assert report.measured.problems == report.modelled.problems == ()
     assert [entry.source for entry in report.unmeasured] == ["nearest problem"]
     assert report.warning.startswith("Nothing was measured on sm_90, and nothing was modelled: run `tiledsched tune")
@@ -259,7 +259,7 @@ def test_inert_knobs(db):
         build_of(plain(128, 64), "a" * 24), build_of(plain(128, 64, latency_k=2), "a" * 24),
         build_of(plain(64, 64), "b" * 24), build_of(plain(64, 64, latency_k=2), "c" * 24),
     ])  # fmt: skip
-    report = build_report(db, "sm_90")
+    report = report_of(db, "sm_90")
     assert [(knob.knob, knob.pairs, knob.same) for knob in report.inert] == [("latency_k", 2, 1), ("tile_m", 2, 0)]
     assert report.builds == 4
 
@@ -272,7 +272,7 @@ def test_failures_are_counted_once(db):
     hang = Failure(kind=FailureKind.HANG, message="no answer for 5 s")
     for _ in range(2):
         db.record_failure(None, "attention", "sm_90", "measure", plain(64, 64), hang, problem=PROBLEM, device=DEVICE)
-    counts = build_report(db, "sm_90").failures
+    counts = report_of(db, "sm_90").failures
     assert [(line.stage, line.kind, line.candidates) for line in counts] == [
         ("build", "compile_error", 2), ("measure", "hang", 1)]  # fmt: skip
     assert counts[1].example == "no answer for 5 s"
@@ -282,7 +282,7 @@ def test_conditions(db):
     db.record_measurement(None, "attention", SOURCE, TOOLCHAIN, taken(plain(128, 64), 100.0, clock=1980))
     db.record_measurement(None, "attention", SOURCE, TOOLCHAIN,
                           taken(plain(64, 64), 120.0, clock=1410, reasons=("power cap",)))  # fmt: skip
-    (line,) = build_report(db, "sm_90").conditions
+    (line,) = report_of(db, "sm_90").conditions
     assert line.device.name == DEVICE.name
     assert line.sm_clock_mhz == (1410, 1980)
     assert line.memory_clock_mhz is None
@@ -297,13 +297,13 @@ def test_schedules_of_an_older_space_are_reported(db):
     old = plain(128, 64)
     old = type(old)({name: value for name, value in old.items() if name not in ("persistent", "num_ctas")})
     add_times(db, {old: 100.0, plain(64, 64): 110.0})
-    assert only(build_report(db, "sm_90")).best.schedule == old
+    assert only(report_of(db, "sm_90")).best.schedule == old
 
 
 def test_empty_database(db):
-    report = build_report(db, "sm_121")
+    report = report_of(db, "sm_121")
     assert report.warning == (
-        "Nothing was measured on sm_121, and nothing was modelled: run `tiledsched tune --arch sm_121`"
+        "Nothing was measured on sm_121, and nothing was modelled: run `tiledsched tune attention --arch sm_121`"
     )
     assert report.inert == report.failures == report.conditions == ()
 
@@ -311,27 +311,27 @@ def test_empty_database(db):
 def test_regimes_that_disagree(db):
     a, b, c, d = plain(128, 64), plain(128, 128), plain(64, 64), plain(64, 32)
     add_times(db, {a: 100.0, b: 110.0, c: 130.0, d: 50.0})
-    assert build_report(db, "sm_90").regimes == ()
+    assert report_of(db, "sm_90").regimes == ()
     add_times(db, {a: 150.0, b: 120.0, c: 300.0}, regime="sustained")  # d was measured in one regime only
-    (one,) = build_report(db, "sm_90").regimes
+    (one,) = report_of(db, "sm_90").regimes
     assert (one.programs, one.burst_winner, one.sustained_winner, one.same) == (3, a, b, False)
     assert (one.burst_loss, one.sustained_loss) == pytest.approx((150 / 120 - 1, 110 / 100 - 1))
     assert one.burst_loss_distinct
     assert one.sustained_loss_distinct
     assert one.to_json()["burst_winner"] == a.to_json()
-    assert build_report(db, "sm_90", regime="sustained").regimes == (one,)
-    assert build_report(db, "sm_90", device_name="NVIDIA Other").regimes == ()
+    assert report_of(db, "sm_90", regime="sustained").regimes == (one,)
+    assert report_of(db, "sm_90", device_name="NVIDIA Other").regimes == ()
 
 
 def test_regimes_that_agree_or_cannot_be_told_apart(db):
     a, b = plain(128, 64), plain(128, 128)
     add_times(db, {a: 100.0, b: 110.0}, regime="burst")
     add_times(db, {a: 120.0, b: 120.5}, regime="sustained")
-    (one,) = build_report(db, "sm_90").regimes
+    (one,) = report_of(db, "sm_90").regimes
     assert one.same
     assert (one.burst_loss, one.burst_loss_distinct, one.sustained_loss) == (0.0, False, 0.0)
     add_times(db, {b: 119.5}, regime="sustained")  # the newest counts
-    (one,) = build_report(db, "sm_90").regimes
+    (one,) = report_of(db, "sm_90").regimes
     assert (one.same, one.burst_loss_distinct, one.sustained_loss_distinct) == (False, False, True)
 
 
@@ -340,5 +340,5 @@ def test_regimes_compare_programs_and_not_accuracy_classes(db):
     codes = {a: "a" * 24, same: "a" * 24}
     add_times(db, {a: 100.0, plain(64, 64): 200.0, fp16: 10.0}, fingerprints=codes)
     add_times(db, {same: 100.0, plain(64, 64): 200.0, fp16: 10.0}, fingerprints=codes, regime="sustained")
-    fp16_only, fp32 = sorted(build_report(db, "sm_90").regimes, key=lambda one: one.accum_mode)
+    fp16_only, fp32 = sorted(report_of(db, "sm_90").regimes, key=lambda one: one.accum_mode)
     assert (fp16_only.programs, fp32.programs, fp32.same) == (1, 2, True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import uuid
 from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
 from store_samples import (
+    BACKENDS,
     DEVICE,
     FAILURE,
     PROBLEM,
@@ -20,6 +20,7 @@ from store_samples import (
     entry,
     fill,
     measurement,
+    new_url,
     problem_class,
     schedule,
     stored,
@@ -29,32 +30,15 @@ from tiledsched.build.toolchain import Toolchain
 from tiledsched.errors import DatabaseError, Failure, FailureKind
 from tiledsched.store import queries
 from tiledsched.store.db import TuningDB
-from tiledsched.store.engine import HEAD, resolve_url
+from tiledsched.store.engine import HEAD
+from tiledsched.store.models import ProblemRow
 from tiledsched.store.records import MergeResult
 
 
-@pytest.fixture(params=["file", "memory", "postgresql"])
+@pytest.fixture(params=[*BACKENDS, "memory"])
 def db(request, tmp_path):
-    if request.param == "file":
-        with TuningDB.open(tmp_path / "tuning.db") as opened:
-            yield opened
-    elif request.param == "memory":
-        with TuningDB.open(":memory:") as opened:
-            yield opened
-    else:
-        server = os.environ.get("TILEDSCHED_TEST_POSTGRESQL")
-        if not server:
-            pytest.skip("TILEDSCHED_TEST_POSTGRESQL is not set")
-        url, schema = resolve_url(server), f"test_{uuid.uuid4().hex}"
-        engine = sa.create_engine(url)
-        with engine.begin() as connection:
-            connection.exec_driver_sql(f"CREATE SCHEMA {schema}")
-        inside = url.update_query_dict({"options": f"-csearch_path={schema}"})
-        with TuningDB.open(inside.render_as_string(hide_password=False)) as opened:
-            yield opened
-        with engine.begin() as connection:
-            connection.exec_driver_sql(f"DROP SCHEMA {schema} CASCADE")
-        engine.dispose()
+    with new_url(request.param, tmp_path) as url, TuningDB.open(url) as opened:
+        yield opened
 
 
 def record(db, taken):
@@ -69,7 +53,7 @@ def test_a_new_database_is_empty_sound_and_at_head(db):
 
 
 def test_builds_come_back_by_schedule_and_class(db):
-    odd = problem_class(even=False)
+    odd = problem_class(signature="0" * 12)
     made = [build(), build(artifact("e" * 24), problem_class=odd), build(FAILURE, sched=schedule(256, 256))]
     for one in made:
         db.record_build(one)
@@ -153,13 +137,12 @@ def test_measurements_are_found_by_each_of_their_properties(db):
     record(db, measurement(100.0))
     for wanted in (
         {"problem": PROBLEM}, {"arch": "sm_90"}, {"device_name": DEVICE.name}, {"regime": "burst"},
-        {"fingerprint": "f" * 24}, {"kernel": "attention"}, {"source_hash": "abc"}, {"toolchain": TOOLCHAIN},
-        {"runner": "gpu"},
+        {"fingerprint": "f" * 24}, {"kernel": "attention"}, {"runner": "gpu"},
     ):  # fmt: skip
         assert len(db.measurements(**wanted)) == 1, wanted
     for other in (
         {"problem": PROBLEM.replace(causal=True)}, {"arch": "sm_80"}, {"device_name": "x"}, {"regime": "sustained"},
-        {"fingerprint": "0"}, {"kernel": "x"}, {"source_hash": "x"}, {"runner": "replay"}, {"run_id": 7},
+        {"fingerprint": "0"}, {"kernel": "x"}, {"runner": "replay"}, {"run_id": 7},
     ):  # fmt: skip
         assert db.measurements(**other) == [], other
 
@@ -177,12 +160,18 @@ def test_the_latest_measurement_of_each_program_makes_the_landscape(db):
     assert [one.measurement.median_us for one in db.landscape(PROBLEM, DEVICE.name, "burst")] == [80.0, 110.0]
     record(db, measurement(95.0, schedule=schedule(persistent=True)))  # the same machine code, another grid
     assert [one.measurement.median_us for one in db.landscape(PROBLEM, DEVICE.name, "burst")] == [80.0, 95.0, 110.0]
-    assert len(db.latest_measurements(PROBLEM, toolchain=TOOLCHAIN)) == 4
+    newer = Toolchain(cuda_tile="1.8.0", tileiras="13.5", ptxas="13.5", nvvm="13.5")
+    db.record_measurement(None, "attention", "moved to another file", newer, measurement(85.0))  # the same machine code
+    assert [one.measurement.median_us for one in db.landscape(PROBLEM, DEVICE.name, "burst")] == [80.0, 85.0, 95.0]
+    held = db.latest_measurements(PROBLEM, "sm_90", DEVICE.name, "burst", fingerprint="f" * 24)
+    assert [one.measurement.median_us for one in held] == [85.0, 95.0]
+    assert db.landscapes("sm_80") == db.landscapes(kernel="x") == []
+    assert len(db.landscapes("sm_90", "attention")) == 3
     summary = {(line.problem.causal, line.regime): line for line in db.landscapes()}
     assert len(summary) == 3
     line = summary[False, "burst"]
     assert (line.problem, line.device_name, line.arch) == (PROBLEM, DEVICE.name, "sm_90")
-    assert (line.distinct_programs, line.measurements) == (3, 4)  # one machine code at two grids is two programs
+    assert (line.distinct_programs, line.measurements) == (3, 5)  # one machine code at two grids is two programs
 
 
 def test_failures_are_rows_with_kind_and_message(db):
@@ -253,12 +242,14 @@ def test_best_entries_choose_by_provenance_then_device(db):
     db.put_entry(entry("modelled", device_name=""))
     db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number))
     db.put_entry(entry("modelled", problem=PROBLEM.replace(causal=True)))
-    best = queries.best_entries(db, "sm_90", seq_len=1024, head_dim=64, dtype="float16")
+    best = queries.best_entries(db, "sm_90", where={"S": 1024, "head_dim": 64, "dtype": "float16", "group": 1})
     assert [(got.problem.causal, got.provenance) for got in best] == [(False, "measured"), (True, "modelled")]
     assert [got.provenance for got in queries.best_entries(db, device_name="x")] == ["modelled", "modelled"]
-    for other in ({"seq_len": 7}, {"head_dim": 128}, {"dtype": "bfloat16"}, {"regime": "sustained"}, {"kernel": "x"}):
-        assert queries.best_entries(db, **other) == []
-    assert [got.problem.causal for got in queries.best_entries(db, causal=True)] == [True]
+    for other in ({"S": 7}, {"D": 128}, {"dtype": "bfloat16"}, {"colour": "red"}):
+        assert queries.best_entries(db, where=other) == []
+    assert queries.best_entries(db, regime="sustained") == queries.best_entries(db, kernel="x") == []
+    best = queries.best_entries(db, where={"causal": True, "S": None})
+    assert [got.problem.causal for got in best] == [True]
 
 
 def test_merge_adds_once_and_newer_wins(db):
@@ -302,7 +293,7 @@ def test_check_names_what_was_changed_behind_our_back(db):
     with db.writing() as session:
         session.execute(sa.text("UPDATE entries SET fingerprint = NULL WHERE provenance = 'measured'"))
         session.execute(sa.text("UPDATE entries SET provenance = 'magic' WHERE provenance = 'modelled'"))
-        session.execute(sa.text("UPDATE problems SET batch = batch + 1 WHERE causal = false"))
+        session.execute(sa.text("UPDATE problems SET kernel = 'other' WHERE id = :id"), {"id": PROBLEM.id})
         changed = sa.text("""UPDATE schedules SET knobs = '{"tile_m": 1}' WHERE id = :id""")
         session.execute(changed, {"id": schedule().id})
     found = "\n".join(db.check())
@@ -337,9 +328,22 @@ def test_knob_effects_count_pairs_that_differ_in_one_knob():
     assert (effects["tile_m"].pairs, effects["tile_m"].same, effects["tile_m"].inert) == (2, 0, False)
     assert (effects["tile_n"].pairs, effects["tile_n"].inert) == (0, False)
     assert [len(group.schedules) for group in queries.program_groups(made)] == [3, 2]
-    counts = {count.problem_class.causal: count for count in queries.program_counts(made)}
+    counts = {count.problem_class.values["causal"]: count for count in queries.program_counts(made)}
     assert (counts[False].schedules, counts[False].failed, counts[False].programs) == (6, 1, 2)
     assert (counts[True].schedules, counts[True].failed, counts[True].programs) == (1, 0, 1)
+
+
+def test_what_a_kernel_with_other_fields_left_behind_stops_nothing(db):
+    """An author renames a field: problems from before are read as values, and are of no kernel known here."""
+    record(db, measurement(100.0))
+    with db.writing() as session:
+        row = session.scalars(sa.select(ProblemRow)).one()
+        row.dims = {"length": 7, "dtype": "float16"}
+    (found,) = db.measurements()
+    assert not found.measurement.problem.known
+    assert (found.measurement.problem.length, found.measurement.problem.flops) == (7, 0.0)
+    assert [line.problem for line in db.landscapes()] == [found.measurement.problem]
+    assert queries.compare_regimes(db) == []
 
 
 def test_every_kind_of_failure_fits(db):

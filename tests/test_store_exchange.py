@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from store_samples import DEVICE, PROBLEM, START, TOOLCHAIN, artifact, build, entry, fill, measurement, schedule, stored
 
 from tiledsched.errors import DatabaseError
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Accuracy, Conditions
+from tiledsched.problem import Problem
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import (
@@ -20,6 +22,7 @@ from tiledsched.store.exchange import (
     export_landscape,
     export_table,
     import_table,
+    landscape_file_name,
     merge_database,
     read_table,
 )
@@ -61,7 +64,7 @@ def test_a_table_goes_out_and_in_unchanged(db, table, tmp_path):
 def test_the_text_is_for_review(table):
     text = table.read_text()
     data = json.loads(text)
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
     assert list(data) == sorted(data)
     assert max(len(line) for line in text.splitlines() if "samples_us" not in line) <= 120
     assert len([line for line in text.splitlines() if '"samples_us"' in line]) == 1
@@ -73,6 +76,81 @@ def test_an_open_file_and_an_arch_can_be_named(db):
     out = io.StringIO()
     assert export_table(db, out, "sm_80") == 1
     assert [row["arch"] for row in json.loads(out.getvalue())["entries"]] == ["sm_80"]
+
+
+def as_version_1(table):
+    """The same table as it was written when attention was the only kernel."""
+    data = json.loads(table.read_text())
+    data["schema_version"] = 1
+    for row in (*data["entries"], *(row["measurement"] for row in data["measurements"])):
+        assert row["problem"].pop("kernel") == "attention"
+    return data
+
+
+def test_version_1_is_read_as_it_is(table, tmp_path):
+    (tmp_path / "old.json").write_text(json.dumps(as_version_1(table)))
+    assert read_table(tmp_path / "old.json") == read_table(table)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda data: data["entries"].append(7), "entries[2]"),
+        (lambda data: data["measurements"].append(7), "measurements[1]"),
+        (lambda data: data["entries"][0].pop("kernel"), "entries[0].kernel"),
+        (lambda data: data["entries"][0].update(problem=7), "entries[0].problem"),
+        (lambda data: data["measurements"][0].update(measurement=None), "measurements[0].measurement"),
+    ],
+)
+def test_what_is_wrong_in_version_1_is_named(table, change, key):
+    data = as_version_1(table)
+    change(data)
+    table.write_text(json.dumps(data))
+    assert [line.split(":")[1].split()[0] for line in check_table(table)] == [key]
+
+
+def test_a_problem_without_a_kernel_is_refused(table):
+    table.write_text(json.dumps({**as_version_1(table), "schema_version": 2}))
+    (line,) = check_table(table)
+    assert "measurements[0].measurement.problem" in line
+    assert "the name of its kernel" in line
+
+
+def test_a_kernel_that_is_not_known_here_goes_out_and_in(tmp_path):
+    problem = Problem.from_json({"kernel": "elsewhere:Norm", "rows": 7, "experts": [3, 4], "biased": True})
+    with TuningDB.open(tmp_path / "a.db") as db, TuningDB.open(tmp_path / "b.db") as other:
+        number = db.record_measurement(None, problem.kernel, "abc", TOOLCHAIN, measurement(50.0, problem=problem))
+        db.put_entry(entry("measured", kernel=problem.kernel, problem=problem, measurement_id=number, updated_at=START))
+        assert db.entries(problem=problem)[0].problem == problem
+        assert db.entries()[0].tflops == 0.0
+        export_table(db, tmp_path / "t.json")
+        assert import_table(other, tmp_path / "t.json") == MergeResult(entries_added=1, measurements_added=1)
+        assert portable(other.entries()) == portable(db.entries())
+        assert other.check() == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "name"),
+    [
+        (Attention.problem(seq_q=4096, seq_k=4096, head_dim=128, causal=True, batch=4, heads=16, kv_heads=16),
+         "h200_burst_s4096_d128_float16_causal_b4_h16"),
+        (Attention.problem(seq_q=1, seq_k=512, head_dim=64, value_dim=32, heads=8, kv_heads=2, lse=True, dtype="bfloat16"),
+         "h200_burst_sq1_sk512_d64-32_bfloat16_full_b1_h8-2_lse"),
+        (Attention.problem(seq_q=7, seq_k=9, head_dim=64, causal=True, alignment="bottom_right"),
+         "h200_burst_sq7_sk9_d64_float16_bottom-right_b1_h1"),
+        (Problem("my lib.norms:RmsNorm", {"rows": 7, "experts": (3, 4), "dtype": "float16", "biased": False}),
+         "h200_burst_my-lib.norms-RmsNorm_rows7_experts3-4_float16_no-biased"),
+    ],
+)  # fmt: skip
+def test_a_landscapes_file_is_called(problem, name):
+    assert landscape_file_name(problem, "NVIDIA H200", "burst") == f"{name}.json.xz"
+
+
+def test_a_long_name_ends_in_the_problems_id():
+    one, other = (Problem("k", {"experts": (*range(100, 200), last)}) for last in (1, 2))
+    names = {landscape_file_name(problem, "NVIDIA H200", "burst") for problem in (one, other)}
+    assert len(names) == 2
+    assert {len(name) for name in names} == {200 + len(".json.xz")}
 
 
 def test_a_table_is_read_without_a_database(table):

@@ -9,6 +9,7 @@ from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, add_builds, add_t
 
 from tiledsched.cli import main
 from tiledsched.errors import DatabaseError, Failure, FailureKind
+from tiledsched.problem import Problem
 from tiledsched.store.db import TuningDB
 from tiledsched.store.t4 import INVALIDITY, export_foreign, kernel_tuner_cache, recorded, t4_metadata, t4_results
 
@@ -141,6 +142,7 @@ def test_metadata_says_what_was_computed(landscape) -> None:
     assert metadata["hardware"]["hardware_description"][0]["name"] == DEVICE.name
     assert f"cuda-tile=={TOOLCHAIN.cuda_tile}" in metadata["environment"]["requirements"]
     assert metadata["tiledsched"]["problem"] == PROBLEM.to_json()
+    assert metadata["tiledsched"]["kernel"] == metadata["tiledsched"]["problem"]["kernel"] == "attention"
     assert metadata["tiledsched"]["regime"] == "burst"
     assert metadata["tiledsched"]["tune_params"]["tile_m"] == [64, 128]
 
@@ -159,10 +161,33 @@ def test_the_cache_is_keyed_as_kernel_tuner_looks_it_up(landscape) -> None:
     assert all(type(value) in (int, bool, str) for values in cache["tune_params"].values() for value in values)
 
 
-def test_only_the_newest_source_is_exported(db, landscape) -> None:
-    db.record_measurement(None, "attention", "newer", TOOLCHAIN, taken(SLOWER, 140.0))
-    assert [one.source_hash for one in landscape().measurements] == ["newer"]
-    assert SOURCE != "newer"
+def test_a_moved_source_loses_nothing(db, landscape) -> None:
+    db.record_measurement(None, "attention", "moved", TOOLCHAIN, taken(SLOWER, 140.0))
+    assert [(one.source_hash, one.measurement.median_us) for one in landscape().measurements] == [
+        (SOURCE, 100.0), ("moved", 140.0)]  # fmt: skip
+    assert t4_metadata(landscape())["metadata"]["tiledsched"]["source_hash"] == "moved"
+
+
+def test_a_configuration_stands_once(db, landscape) -> None:
+    """A schedule that became other machine code since: the newer counts, faster or not."""
+    add_times(db, {FASTEST: 110.0}, fingerprints={FASTEST: "b" * 24})
+    assert [(one.measurement.fingerprint, one.measurement.median_us) for one in landscape().measurements] == [
+        ("b" * 24, 110.0), (SLOWER.id * 2, 150.0)]  # fmt: skip
+
+
+def test_a_kernel_that_is_not_known_here_is_exported(tmp_path) -> None:
+    problem = Problem.from_json(
+        {"kernel": "elsewhere:Norm", "rows": 7, "columns": 9, "dtype": "float16", "biased": True}
+    )
+    with TuningDB.open(tmp_path / "theirs.db") as db:
+        for us in (50.0, 40.0):
+            db.record_measurement(None, problem.kernel, "abc", TOOLCHAIN, taken(SLOWER, us, problem=problem))
+        found = recorded(db, problem, DEVICE.name, "burst")
+    assert [one.measurement.median_us for one in found.measurements] == [40.0]
+    assert found.file_stem == "h200_burst_elsewhere-Norm_biased_columns9_float16_rows7"
+    assert kernel_tuner_cache(found)["problem_size"] == [9, 7]
+    told = {line["name"]: line["value"] for line in t4_results(found)["results"][0]["measurements"]}
+    assert (told["time"], told["TFLOP/s"]) == (0.04, 0.0)
 
 
 def test_spaces_of_different_knobs_do_not_fit_one_cache(db, landscape) -> None:

@@ -131,6 +131,7 @@ def _shaped(kernel: KernelClass, xp: Any, p: Problem, random: Arrays, kind: str)
 
 def _edges(xp: Any, values: Any) -> Any:
     """What lies on both sides of the borders between tiles, and at the end of every axis, outweighs the rest."""
+    values = values.copy()  # which may be the random inputs themselves
     for axis, size in enumerate(values.shape):
         beside = {
             border * times + side for border in BORDERS for times in (1, (size - 1) // border) for side in (-1, 0)

@@ -66,6 +66,8 @@ def _check_fields(kernel: KernelClass) -> None:
         _check_array(kernel, name, each)
     if not any(each.role in ("out", "inout") for each in kernel.array_fields.values()):
         _fail(kernel, "function", "no array is an output; declare one with ts.out(...) or ts.inout(...)")
+    if kernel.function is None and kernel.entry is None and kernel.launches is None:
+        _fail(kernel, "function", "there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)")
     sizes = {*kernel.fields, *kernel.derived}
     for short, names in kernel.label.items():
         for name in (names,) if isinstance(names, str) else names:
@@ -229,8 +231,10 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
     """
     known = {**inputs, **kernel.scalar_values(p), "p": p, "xp": xp}
     given = {}
-    for name in inspect.signature(kernel.reference).parameters:
-        if name in known:
+    for name, parameter in inspect.signature(kernel.reference).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= inputs
+        elif name in known:
             given[name] = known[name]
         elif name in kernel.fields or name in kernel.derived:
             given[name] = getattr(p, name)

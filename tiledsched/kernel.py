@@ -48,8 +48,8 @@ ENTRY_POINTS = "tiledsched.kernels"
 LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
              "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind",
-             "loss_known", "untold", "unsound", "describe", "add_flags", "from_flags",
-             "add_likely_flags", "likely", "small")  # fmt: skip
+             "loss_known", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags", "add_likely_flags", "likely",
+             "small", "rivals")  # fmt: skip
 """What a declaration may override."""
 
 
@@ -69,6 +69,8 @@ class ArraySpec:
     """Whether the last two axes are swapped in memory."""
     listed: bool = False
     """Whether it is a list."""
+    aligned: bool = False
+    """Of scratch memory: whether machine code counts on the alignment of its rows."""
     zeroed: bool = False
     """Whether it must hold zeros when the kernel starts. The kernel leaves zeros behind, so once is enough."""
     absolute: bool = False
@@ -187,8 +189,16 @@ class Kernel:
         PLAIN.update({name: value for name, value in cls.plain.items() if name not in PLAIN})
         from tiledsched.declaration import check_declaration
 
-        check_declaration(cls)
-        _known[cls.name] = cls
+        before = _known.get(cls.name)
+        _known[cls.name] = cls  # its problems ask it for what is derived, also while it is checked
+        try:
+            check_declaration(cls)
+        except BaseException:
+            if before is None:
+                del _known[cls.name]
+            else:
+                _known[cls.name] = before
+            raise
 
     # What an author may override. `p` is the problem, `s` the schedule.
 
@@ -303,12 +313,19 @@ class Kernel:
     """`add_flags(parser)`: problem flags of the command line's own, beside --problem and --suite."""
     from_flags: ClassVar[Callable[[argparse.Namespace], list[Problem]] | None] = None
     """`from_flags(options)`: the problems those flags name."""
+    file_words: ClassVar[Callable[[Any], str] | None] = None
+    """`file_words(p)`: the problem in the name of a file; kernel and values unless given."""
     add_likely_flags: ClassVar[Callable[[argparse.ArgumentParser], None] | None] = None
     """`add_likely_flags(parser)`: flags of `warmup` and `bundle` that say which problems come beside those tuned."""
     likely: ClassVar[Callable[[Any, argparse.Namespace], list[Problem]] | None] = None
     """`likely(p, options)`: the problems to expect beside a tuned one under those flags."""
     small: ClassVar[Callable[[], list[Problem]] | None] = None
     """`small()`: problems that the interpreter runs in a moment, odd sizes among them."""
+
+    @staticmethod
+    def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
+        """Name -> what returns the outputs of inputs (torch tensors, in the order declared), which it leaves as they are."""
+        return {}
 
     # What everything else asks.
 
@@ -373,7 +390,8 @@ class Kernel:
             shapes = tuple((1,) * len(shape) for shape in shapes)
         below = each.below if each.below is None or isinstance(each.below, int) else int(getattr(p, each.below))
         return ArraySpec(name=name, role="workspace" if absent else each.role, dtype=dtype, shapes=shapes,
-                         column=layout == "column", listed=each.listed, zeroed=each.zeroed, absolute=each.absolute,
+                         column=layout == "column", listed=each.listed, aligned=each.aligned, zeroed=each.zeroed,
+                         absolute=each.absolute,
                          below=below)  # fmt: skip
 
     @classmethod

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import itertools
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from tiledsched.fields import ITEM_BYTES, Choice, Dim, Flag, read_shape
 from tiledsched.kernel import HINT_KNOBS, ArraySpec, KernelClass, ProblemClass
 from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import Schedule
+from tiledsched.storage import strides_of
 
 ALIGNMENT = 16
 """Bytes; what the TMA unit asks of addresses and strides."""
@@ -186,7 +186,8 @@ def _array_constraint(spec: ArraySpec, note: Any) -> Any:
     # A launch also infers which sizes are multiples of 16. Nothing is assumed of them here: where tiles are loaded with
     # their edges checked the machine code is the same with and without (tests/test_build.py checks for attention).
     run = shape[unit] * item if ndim else item
-    aligned = ALIGNMENT // item if run % ALIGNMENT == 0 and spec.role != "workspace" and same else 1
+    told = spec.role != "workspace" or spec.aligned
+    aligned = ALIGNMENT // item if run % ALIGNMENT == 0 and told and same else 1
     return ArrayConstraint(
         getattr(ct, spec.dtype), ndim, index_dtype=note.index_dtype, stride_lower_bound_incl=0, alias_groups=(),
         may_alias_internally=False,
@@ -195,17 +196,6 @@ def _array_constraint(spec: ArraySpec, note: Any) -> Any:
         stride_divisible_by=tuple(1 if axis == unit or axis in fixed_strides else aligned for axis in range(ndim)),
         base_addr_divisible_by=ALIGNMENT,
     )  # fmt: skip
-
-
-def strides_of(shape: Sequence[int], column: bool) -> tuple[int, ...]:
-    """Strides in elements of a contiguous array, or of one whose last two axes are swapped in memory."""
-    order = list(range(len(shape)))
-    if column and len(order) > 1:
-        order[-1], order[-2] = order[-2], order[-1]
-    strides = [1] * len(shape)
-    for outer, inner in reversed(list(itertools.pairwise(order))):
-        strides[outer] = strides[inner] * shape[inner]
-    return tuple(strides)
 
 
 def unit_axis(ndim: int, column: bool) -> int:
@@ -276,8 +266,9 @@ def assumed(kernel: KernelClass, asked: Any, step: Step) -> Any:
     found = list(asked.parameters)
     for place, (argument, each) in enumerate(zip(step.arguments, found, strict=True)):
         if isinstance(each, ArrayConstraint):
-            scratch = kernel.array_fields[argument.name].role == "workspace" or argument.name in _sometimes(kernel)
-            strides = 1 if scratch else each.stride_divisible_by
+            field = kernel.array_fields[argument.name]
+            scratch = field.role == "workspace" or argument.name in _sometimes(kernel)
+            strides = 1 if scratch and not field.aligned else each.stride_divisible_by
             found[place] = replace(each, shape_divisible_by=1, stride_divisible_by=strides)
     return KernelSignature(found, asked.calling_convention, asked.symbol)
 

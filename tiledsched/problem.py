@@ -130,7 +130,7 @@ class Problem:
         try:
             declaration = kernel_named(kernel)
         except ConfigError:
-            plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            plain = {name: tuple(value) if isinstance(value, list) else value for name, value in sorted(values.items())}
             return cls(kernel, plain)
         return declaration.problem(**values)
 

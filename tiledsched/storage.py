@@ -5,6 +5,8 @@ Neither has bfloat16, and CuPy has no 8-bit floats: such arrays are kept as the 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -24,6 +26,17 @@ def is_float(dtype: str) -> bool:
 def storage_type(dtype: str) -> str:
     """The type of the array that holds elements of `dtype`."""
     return BITS.get(dtype, "bool" if dtype == "bool_" else dtype)
+
+
+def strides_of(shape: Sequence[int], column: bool) -> tuple[int, ...]:
+    """Strides in elements of a contiguous array, or of one whose last two axes are swapped in memory."""
+    order = list(range(len(shape)))
+    if column and len(order) > 1:
+        order[-1], order[-2] = order[-2], order[-1]
+    strides = [1] * len(shape)
+    for outer, inner in reversed(list(itertools.pairwise(order))):
+        strides[outer] = strides[inner] * shape[inner]
+    return tuple(strides)
 
 
 def to_storage(xp: Any, values: Any, dtype: str) -> Any:

@@ -14,12 +14,12 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0 done, 1 no valid schedule or a regression, 2 usage, 130 interrupted."""
-    from tiledsched.cli.parser import make_parser
+    from tiledsched.cli.parser import parse
 
-    options = make_parser().parse_args(arguments)
-    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s",
-                        level=logging.DEBUG if options.verbose else logging.WARNING)  # fmt: skip
     try:
+        options = parse(sys.argv[1:] if arguments is None else list(arguments))
+        logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s",
+                            level=logging.DEBUG if options.verbose else logging.WARNING)  # fmt: skip
         return int(options.run(options))
     except TiledschedError as error:
         print(f"tiledsched: {error}", file=sys.stderr)

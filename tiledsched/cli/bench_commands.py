@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiledsched.cli import output
-from tiledsched.cli.commands import _compiling, _open, _print_json, _problems, _runner
+from tiledsched.cli.commands import _open, _print_json, _problems, _tools
 from tiledsched.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Time sdpa beside every other attention; or sum up rows that were measured before."""
+    """Time a kernel beside its rivals; or sum up rows that were measured before."""
     if options.summary:
         return _bench_summary(options)
     if options.db:
-        os.environ["TILEDSCHED_DB"] = options.db  # sdpa reads its own settings
+        os.environ["TILEDSCHED_DB"] = options.db  # what is launched reads its own settings
+    from tiledsched.studies.bench.harness import TorchHarness
     from tiledsched.studies.bench.methods import choose_methods
     from tiledsched.studies.bench.rows import append_rows, finished_cells
     from tiledsched.studies.bench.run import BenchOptions, run_bench
-    from tiledsched.studies.bench.stand import TorchStand
     from tiledsched.studies.bench.summary import summarise, to_markdown
 
-    methods = choose_methods(options.methods, ceiling=options.ceiling)
+    problems = _problems(options)
+    methods = choose_methods(options.declaration, options.methods, problems, ceiling=options.ceiling)
     regimes = ("burst", "sustained") if options.regime == "both" else (options.regime,)
     path = Path(options.csv) if options.csv else None
     if options.resume and path is None:
@@ -39,9 +40,8 @@ def bench(options: argparse.Namespace) -> int:
     if path is not None and path.exists() and not options.resume:
         raise ConfigError(f"{path} is there already; go on with it with --resume, or choose another file")
     done = finished_cells(path, [method.name for method in methods]) if path else set()
-    problems = _problems(options)
     how = BenchOptions(methods=tuple(methods), regimes=regimes, rounds=options.rounds, budget_s=options.budget)
-    rows = run_bench(problems, how, TorchStand(verify=options.verify), done=done,
+    rows = run_bench(problems, how, TorchHarness(verify=options.verify), done=done,
                      keep=lambda found: append_rows(found, path) if path else None, progress=output.note)  # fmt: skip
     summaries = summarise(rows)
     if options.json:
@@ -82,7 +82,6 @@ def ablate(options: argparse.Namespace) -> int:
 
 def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     """The rows of each recorded problem."""
-    from tiledsched.kernel import kernel_named
     from tiledsched.measure.replay import ReplayRunner
     from tiledsched.space_files import space_for
     from tiledsched.store.exchange import read_table
@@ -91,47 +90,50 @@ def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
 
     for path in options.replay:
         table = read_table(path)
-        arch = table.measurements[0].measurement.device.arch if table.measurements else options.arch
-        if arch != options.arch:
-            raise ConfigError(f"{path} was recorded on {arch}; pass --arch {arch}")
-        space = space_for(arch)
-        recorded, template = Recorded(table, space), kernel_named(space.kernel)
-        ladder = Ladder(ReplayRunner(template, recorded.measurements), recorded, space, template, recorded.problem,
+        first = table.measurements[0].measurement if table.measurements else None
+        if first is not None and first.device.arch != options.arch:
+            raise ConfigError(f"{path} was recorded on {first.device.arch}; pass --arch {first.device.arch}")
+        kernel = first.problem.declaration if first is not None else options.declaration
+        space = space_for(options.arch, kernel)
+        recorded = Recorded(table, space)
+        ladder = Ladder(ReplayRunner(kernel, recorded.measurements), recorded, space, kernel, recorded.problem,
                         regime=recorded.regime, rounds=options.rounds, recorded=recorded.holds,
                         progress=output.note)  # fmt: skip
-        plain = _plain(options.start or "default", space, recorded.problem)
-        yield ladder.climb(plain, recorded.best.schedule)
+        yield ladder.climb(_plain(options.start or "default", space, recorded.problem), recorded.best.schedule)
 
 
 def _ablated(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     """The rows of each problem, measured."""
     from tiledsched.build.pool import BuildPool
-    from tiledsched.search.programs import Workshop
+    from tiledsched.search.programs import Builder
     from tiledsched.serve.entries import load_table
     from tiledsched.studies.ablation.ladder import Ladder
     from tiledsched.studies.ablation.sources import Built
+    from tiledsched.tuning import open_runner
 
-    settings, space, toolchain, template, artifacts = _compiling(options)
-    runner = _runner(options, template, "--replay FILE")
+    tools, kernel = _tools(options), options.declaration
+    runner = open_runner(kernel, options.arch, runner="gpu", seed=options.seed, without="--replay FILE")
+    assert runner is not None
     try:
-        served = load_table(settings)
+        served = load_table(tools.settings, kernel=kernel)
         with _open(options) as db, BuildPool(options.jobs) as pool:
-            source = Built(Workshop(db, artifacts, template, options.arch, toolchain, pool))
+            source = Built(Builder(db, tools.artifacts, kernel, options.arch, tools.toolchain, pool))
             for problem in _problems(options):
                 found = served.resolve(problem, options.arch, runner.device.name)
                 output.note(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
-                ladder = Ladder(runner, source, space, template, problem, regime=settings.regime, rounds=options.rounds,
-                                progress=output.note)  # fmt: skip
-                plain = _plain(options.start or "untuned", space, problem)
-                yield ladder.climb(plain, space.complete(found.schedule))
+                ladder = Ladder(runner, source, tools.space, kernel, problem, regime=tools.settings.regime,
+                                rounds=options.rounds, progress=output.note)  # fmt: skip
+                plain = _plain(options.start or "untuned", tools.space, problem)
+                yield ladder.climb(plain, tools.space.complete(found.schedule))
     finally:
         runner.close()
 
 
 def _plain(start: str, space: SearchSpace, problem: Problem) -> Schedule:
-    """Rung 0: the space's default schedule, or 64x64 tiles with every hint left to the compiler."""
-    from tiledsched.studies.bench.methods import untuned_schedule
+    """Rung 0: the space's default schedule, or the kernel as one would first write it."""
+    from tiledsched.space import accuracy_class
+    from tiledsched.studies.rivals import untuned
 
     if start == "default":
-        return space.default(problem, pinned={"accum_mode": "fp32"})
-    return untuned_schedule(space.arch).replace(num_ctas=1)  # no cluster is what the compiler takes; grids divide by it
+        return space.default(problem, pinned=accuracy_class(space, "fp32"))
+    return untuned(space, problem)

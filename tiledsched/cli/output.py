@@ -14,13 +14,16 @@ from tiledsched.problem import Problem
 from tiledsched.store.records import EntryRecord
 
 if TYPE_CHECKING:
-    from tiledsched.search.record import RecordResult
+    from tiledsched.search.record import LandscapeFile, RecordResult
     from tiledsched.search.tuner import TuneResult
     from tiledsched.store.queries import RegimeComparison
     from tiledsched.studies.ablation.rows import AblationRow
     from tiledsched.studies.bench.rows import BenchRow
     from tiledsched.studies.search.scores import Summary as SearchSummary
+    from tiledsched.tuning import CheckRow, TuneReport
 
+NARROW = 120
+"""Columns below which no table of schedules is readable."""
 WIDE = 200
 """Columns of a table that goes to a file or pipe, where no terminal sets the width."""
 
@@ -73,12 +76,48 @@ def entry_json(entry: EntryRecord) -> dict[str, Any]:
     """The row `show --json` prints: flat where people filter, nested where evidence lies."""
     problem = entry.problem
     return {
-        "arch": entry.arch, "seq_len": problem.seq_k, "seq_q": problem.seq_q, "head_dim": problem.head_dim,
-        "dtype": problem.dtype, "causal": problem.causal, "batch": problem.batch, "heads": problem.heads,
-        "kv_heads": problem.kv_heads, "provenance": entry.provenance, "schedule": entry.schedule.to_json(),
-        "median_us": entry.median_us, "tflops": entry.tflops,
+        "arch": entry.arch, "kernel": problem.kernel, **short_values(problem), **plain_values(problem),
+        "provenance": entry.provenance, "schedule": entry.schedule.to_json(), "median_us": entry.median_us,
+        "tflops": entry.tflops, "gbps": problem.gbps(entry.median_us) if entry.median_us else None,
         "evidence": entry.to_json(),
     }  # fmt: skip
+
+
+def plain_values(problem: Problem) -> dict[str, Any]:
+    """Its values as JSON has them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in problem.values.items()}
+
+
+def short_values(problem: Problem) -> dict[str, Any]:
+    """Its values by the short names of the kernel's label: of several dims that differ, all, as `1/4096`."""
+    label = problem.declaration.label if problem.known else {}
+    found: dict[str, Any] = {}
+    for short, names in label.items():
+        values = dict.fromkeys(getattr(problem, name) for name in ((names,) if isinstance(names, str) else names))
+        found[short] = next(iter(values)) if len(values) == 1 else "/".join(map(str, values))
+    return found
+
+
+def rate(problem: Problem, us: float) -> tuple[float, str]:
+    """How fast `us` microseconds are, and the unit: operations where the kernel counts them, else bytes."""
+    return (problem.tflops(us), "TFLOP/s") if problem.flops else (problem.gbps(us), "GB/s")
+
+
+def print_checked(row: CheckRow) -> None:
+    """One schedule that is wrong, as it is found."""
+    if not row.passed:
+        print(f"wrong: {row.problem}: {row.schedule.short()}: {row.message}", flush=True)
+
+
+def print_checks(rows: Sequence[CheckRow]) -> None:
+    """For each problem how many schedules are right."""
+    for problem in dict.fromkeys(row.problem for row in rows):
+        found = [row for row in rows if row.problem == problem]
+        right = [row.worst_error for row in found if row.passed]
+        worst = f", worst error {max(right):.2g}" if right else ""
+        print(f"{problem}: {len(right)} of {len(found)} schedules right{worst}")
+    if not rows:
+        print("nothing was checked: no schedule of the space is valid for these problems")
 
 
 def result_json(result: TuneResult) -> dict[str, Any]:
@@ -116,38 +155,84 @@ def print_recorded(result: RecordResult) -> None:
     for file in result.files:
         rest = "" if result.complete else "; not complete, run again to go on"
         print(f"{result.problem} {file.regime}: {file.distinct_programs} distinct programs, {result.failed} failed, "
-              f"best {file.best_tflops:.1f} TFLOP/s, worst {file.worst_ratio:.2f}x{rest}; {file.path}", flush=True)  # fmt: skip
+              f"best {_best(result, file)}, worst {file.worst_ratio:.2f}x{rest}; {file.path}", flush=True)  # fmt: skip
 
 
-def print_tune_summary(arch: str, results: Sequence[TuneResult], measured: bool) -> None:
+def _best(result: RecordResult, file: LandscapeFile) -> str:
+    value, unit = rate(result.problem, file.best_us)
+    return f"{value:.1f} {unit}"
+
+
+def print_tune_summary(report: TuneReport) -> None:
     """What the run did, a line per problem."""
-    if not measured:
-        print(f"No {arch} GPU here: nothing was measured. Every schedule was built and the model ranked the programs.")
-    for result in results:
+    if not report.measured:
+        print(f"No {report.arch} GPU here: nothing was measured. Every schedule was built and the model ranked the programs.")
+    for result in report.results:
         kept = "" if result.stored else "; a stronger entry was kept"
-        did = f"{result.measured} measured" if measured else "ranked by the model"
+        did = f"{result.measured} measured" if report.measured else "ranked by the model"
         print(f"{result.entry.problem}: {result.schedules} schedules, {result.programs} distinct programs, "
               f"{result.compiled} compiled now, {result.failed} failed, {did}, {result.seconds:.1f} s{kept}")  # fmt: skip
 
 
 def print_entries(entries: Iterable[EntryRecord]) -> None:
-    """The table of what is served."""
-    table = Table(title="tuned schedules")
-    for name, justify in (("arch", "left"), ("D", "right"), ("S", "right"), ("dtype", "left"), ("causal", "left"),
-                          ("B", "right"), ("H", "right"), ("provenance", "left"), ("schedule", "left"),
-                          ("median us", "right"), ("TFLOP/s", "right"), ("model us", "right"),
-                          ("runner-up", "right"), ("ties", "right"), ("programs", "right")):  # fmt: skip
-        table.add_column(name, justify=justify, no_wrap=name != "schedule")  # type: ignore[arg-type]
+    """What is served: a table for each kernel; where that is too narrow, a line and the schedule below it."""
+    by_kernel: dict[str, list[EntryRecord]] = {}
     for entry in entries:
-        p, us = entry.problem, entry.median_us
-        seq = str(p.seq_q) if p.seq_q == p.seq_k else f"{p.seq_q}/{p.seq_k}"
-        heads = str(p.heads) if p.heads == p.kv_heads else f"{p.heads}/{p.kv_heads}"
-        table.add_row(entry.arch, str(p.head_dim), seq, p.dtype, "yes" if p.causal else "no", str(p.batch), heads,
-                      entry.provenance, entry.schedule.short(), f"{us:.1f}" if us else "-",
-                      f"{entry.tflops:.0f}" if entry.tflops else "-", f"{entry.model_us:.1f}" if entry.model_us else "-",
+        by_kernel.setdefault(entry.problem.kernel, []).append(entry)
+    screen = console()
+    for kernel, found in by_kernel.items():
+        if screen.width < NARROW:
+            _print_narrow(screen, found)
+        else:
+            screen.print(_entry_table(kernel, found))
+
+
+def _entry_table(kernel: str, entries: Sequence[EntryRecord]) -> Table:
+    table = Table(title=f"tuned schedules of {kernel}")
+    problems = [_columns(entry.problem) for entry in entries]
+    shown = [name for name in problems[0] if len({each.get(name) for each in problems}) > 1 or not _plain(entries, name)]
+    columns = [("arch", "left"), *((name, "right") for name in shown), ("provenance", "left"), ("schedule", "left"),
+               ("median us", "right"), ("rate", "right"), ("model us", "right"), ("runner-up", "right"), ("ties", "right"),
+               ("programs", "right")]  # fmt: skip
+    for name, justify in columns:
+        table.add_column(name, justify=justify, no_wrap=name != "schedule")  # type: ignore[arg-type]
+    for entry, values in zip(entries, problems, strict=True):
+        us = entry.median_us
+        table.add_row(entry.arch, *(values.get(name, "") for name in shown), entry.provenance, entry.schedule.short(),
+                      f"{us:.1f}" if us else "-", _rate_text(entry.problem, us),
+                      f"{entry.model_us:.1f}" if entry.model_us else "-",
                       f"+{entry.margin:.1%}" if entry.margin is not None else "-", str(len(entry.ties)),
                       str(entry.candidates))  # fmt: skip
-    console().print(table)
+    return table
+
+
+def _columns(problem: Problem) -> dict[str, str]:
+    """Its values as people read them: short names first, then the fields that those do not tell."""
+    label = problem.declaration.label if problem.known else {}
+    told = {name for names in label.values() for name in ((names,) if isinstance(names, str) else names)}
+    values = {**short_values(problem), **{name: value for name, value in plain_values(problem).items() if name not in told}}
+    words = {True: "yes", False: "no"}
+    return {name: words[value] if isinstance(value, bool) else str(value) for name, value in values.items()}
+
+
+def _plain(entries: Sequence[EntryRecord], name: str) -> bool:
+    """Whether a column says nothing: a field that the ids of problems leave out at its default, where it is."""
+    return all(name in entry.problem.values and name not in entry.problem.to_json() for entry in entries)
+
+
+def _print_narrow(screen: Console, entries: Sequence[EntryRecord]) -> None:
+    for entry in entries:
+        us = entry.median_us
+        timed = f"{us:.1f} us, {_rate_text(entry.problem, us)}" if us else "not measured"
+        screen.print(f"{entry.arch} {entry.problem}: {timed} ({entry.provenance})", highlight=False, soft_wrap=True)
+        screen.print(f"    {entry.schedule.short()}", highlight=False, soft_wrap=True)
+
+
+def _rate_text(problem: Problem, us: float | None) -> str:
+    if not us:
+        return "-"
+    value, unit = rate(problem, us)
+    return f"{value:.0f} {unit}"
 
 
 def print_landscapes(lines: Sequence[Any]) -> None:
@@ -187,7 +272,8 @@ def print_bench(rows: Sequence[BenchRow]) -> None:
 
 def _print_bench_regime(regime: str, rows: Sequence[BenchRow]) -> None:
     methods = list(dict.fromkeys(row.method for row in rows))
-    table = Table(title=f"{regime}: TFLOP/s, and in brackets the time of each method over ours")
+    units = "/".join(dict.fromkeys(rate(row.problem, 1.0)[1] for row in rows))
+    table = Table(title=f"{regime}: {units}, and in brackets the time of each method over ours")
     table.add_column("problem")
     for method in methods:
         table.add_column(method, justify="right")
@@ -201,10 +287,11 @@ def _print_bench_regime(regime: str, rows: Sequence[BenchRow]) -> None:
 
 
 def _bench_cell(row: BenchRow | None, ours_us: float | None) -> str:
-    if row is None or row.tflops is None or row.median_us is None:
+    if row is None or row.median_us is None:
         return "-" if row is None else row.status
+    value = row.tflops if row.flops else rate(row.problem, row.median_us)[0]
     beside = row.method not in ("tiledsched", "matmul") and ours_us
-    return f"{row.tflops:.0f} ({row.median_us / ours_us:.2f}x)" if beside and ours_us else f"{row.tflops:.0f}"
+    return f"{value:.0f} ({row.median_us / ours_us:.2f}x)" if beside and ours_us else f"{value:.0f}"
 
 
 def print_searches(summaries: Sequence[SearchSummary]) -> None:

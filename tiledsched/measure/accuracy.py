@@ -1,155 +1,201 @@
-"""How far an output is from its reference, tile by tile, and how far it may be.
+"""How far outputs are from what they should be, tile by tile, and whether that is within what the kernel declares.
 
-One limit serves the random and every kind of adversarial inputs (:mod:`tiledsched.kernels.attention.inputs`). A NumPy model of the
-kernel (P and the output rounded to the type of the arrays, sums in float32; `simulated` in
-tests/test_measure_accuracy.py) stays below 3.3e-4 in float16 and 2.6e-3 in bfloat16 on each kind, at 256 to 16384 keys
-and head_dim 16 to 256, causal or not: a tenth of the limit, and an eighth. A float32 reference adds 4e-5 at most.
-
-With float16 accumulators the model comes to 1.3e-2, a quarter of the limit. Two kinds are not asked of them: on
-`large` they overflow, and on `cancelling` they err by 0.1, both by the nature of the type.
+An output is looked at as `[outer, rows, columns]`: its last two axes and the others as one. docs/measuring.md says how the
+limits come about.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 
-from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernels.attention.inputs import KINDS
+from tiledsched.cases import Case
+from tiledsched.errors import DeclarationError, Failure, FailureKind
+from tiledsched.kernel import ArraySpec, Tolerance
 from tiledsched.measure.runner import Accuracy
-from tiledsched.schedule import Schedule
+from tiledsched.storage import is_float, to_float
 
-LARGEST_ERROR = {("float16", "fp32"): 4e-3, ("bfloat16", "fp32"): 2e-2, ("float16", "fp16"): 5e-2}
-"""Largest relative Frobenius error of a tile that passes, by (dtype, accum_mode).
-
-On normal inputs, rounding alone makes 3e-4 in float16 and 2.3e-3 in bfloat16 at any length; one key left out of 1024
-makes 2.8e-2, and 32 left out of 16384 make 4e-2 (docs/measuring.md).
-"""
-LARGEST_LSE_ERROR = {"fp32": 2e-3, "fp16": 1e-1}
-"""Largest absolute error of a log-sum-exp that passes, by accum_mode. It is a sum of float32 scores and a logarithm: what
-rounding makes is far below (tests/test_measure_accuracy.py), and one key left out of 500 equal ones is as much.
-"""
-BEYOND_FP16_SUMS = ("large", "cancelling")
-"""Kinds of inputs that a kernel with float16 accumulators need not get right."""
+ELEMENTS_AT_ONCE = 1 << 26
+"""So many elements of an output are compared at a time, or one row of tiles: it bounds the memory that this takes."""
+RELATIVE, ABSOLUTE, UNEQUAL = "relative error", "error", "unequal elements"
+"""What is taken of a tile: |out - expected| / |expected| (Frobenius norms), the largest |out - expected|, or a count."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """What is asked of a result."""
+class OutputErrors:
+    """The errors of one output."""
 
-    largest_error: float
-    """Largest relative Frobenius error of a tile that passes."""
-    kinds: tuple[str, ...] = KINDS
-    """Kinds of adversarial inputs on which it is asked."""
-    largest_lse_error: float = LARGEST_LSE_ERROR["fp32"]
-    """Largest absolute error of a row's log-sum-exp that passes."""
+    output: str
+    """Its name; of a list, with the place in it."""
+    measure: str
+    """What is taken of a tile: `RELATIVE`, `ABSOLUTE` or `UNEQUAL`."""
+    limit: float
+    """The largest that passes."""
+    outer: tuple[int, ...]
+    """Sizes of the outer axes."""
+    errors: numpy.ndarray
+    """`[outer, row tiles, column tiles]`, on the host."""
+    largest: float
+    """The largest absolute difference of any element."""
+
+    def place(self, flat: int) -> tuple[int, ...]:
+        """Index of the outer axes, row tile and, where rows are longer than a tile, column tile of an error."""
+        outer, row, column = numpy.unravel_index(flat, self.errors.shape)
+        index = numpy.unravel_index(int(outer), self.outer) if self.outer else ()
+        return (*map(int, index), int(row), *([int(column)] if self.errors.shape[2] > 1 else []))
+
+    def words(self, flat: int) -> str:
+        """The same for people."""
+        place, axes = self.place(flat), len(self.outer)
+        index = f"[{', '.join(map(str, place[:axes]))}]" if axes else ""
+        column = f", column tile {place[axes + 1]}" if len(place) > axes + 1 else ""
+        return f"{self.output}{index}, row tile {place[axes]}{column}"
+
+    def kind(self, flat: int, case: Case) -> str:
+        """What the inputs behind an error are like."""
+        return case.kind_of(flat // (self.errors.shape[1] * self.errors.shape[2]))
 
 
-def tolerance(dtype: str, schedule: Schedule) -> Tolerance:
-    """The gate for outputs of `schedule` on arrays of `dtype`."""
-    mode = str(schedule["accum_mode"])
-    kinds = KINDS if mode == "fp32" else tuple(kind for kind in KINDS if kind not in BEYOND_FP16_SUMS)
-    return Tolerance(largest_error=LARGEST_ERROR[dtype, mode], kinds=kinds, largest_lse_error=LARGEST_LSE_ERROR[mode])
-
-
-def tile_errors(xp: Any, out: Any, reference: Any, *, tile_m: int,
-                heads: numpy.ndarray | None = None) -> tuple[numpy.ndarray, float]:  # fmt: skip
-    """Errors of `out`, `[batch, heads, rows, columns]`, in tiles of `tile_m` rows.
-
-    NaN anywhere, such as an element nothing wrote, makes the tile's error infinite.
+def case_errors(xp: Any, specs: Sequence[ArraySpec], outputs: dict[str, Any], case: Case, tolerance: Tolerance,
+                tile: tuple[int, int]) -> list[OutputErrors]:  # fmt: skip
+    """The errors of every output; those of kinds of inputs of which nothing is asked are 0.
 
     Args:
         xp: numpy or cupy.
-        out: any float type.
-        reference: of the same shape; or, where `heads` is given, `[any, rows, columns]`.
-        tile_m: rows per tile; the last may have fewer.
-        heads: `[batch, heads]`, which entry of `reference` each head is compared with.
+        specs: of the outputs, in the order of `case.expected`.
+        outputs: arrays or lists of arrays by name, as they lie in memory.
+        case: what should be in them.
+        tolerance: what is asked.
+        tile: rows and columns per tile.
 
-    Returns:
-        Relative Frobenius errors `[batch, heads, tiles]` on the host, and the largest absolute difference.
+    Raises:
+        DeclarationError: the reference gave another shape.
     """
-    batch, head_count, rows, _ = out.shape
-    tiles = -(-rows // tile_m)
-    relative = numpy.empty((batch, head_count, tiles))
+    found = []
+    for spec, right in zip(specs, case.expected, strict=True):
+        stored, expected = (value if spec.listed else [value] for value in (outputs[spec.name], right))
+        for place, (one, wanted) in enumerate(zip(stored, expected, strict=True)):
+            made = output_errors(xp, spec, one, xp.asarray(wanted), tolerance, tile)
+            if tolerance.except_kinds:
+                kinds = numpy.array([case.kinds] if isinstance(case.kinds, str) else case.kinds)
+                made.errors[numpy.broadcast_to(numpy.isin(kinds, tolerance.except_kinds), len(made.errors))] = 0.0
+            found.append(replace(made, output=f"{spec.name}[{place}]") if spec.listed else made)
+    return found
+
+
+def output_errors(xp: Any, spec: ArraySpec, stored: Any, expected: Any, tolerance: Tolerance,
+                  tile: tuple[int, int]) -> OutputErrors:  # fmt: skip
+    """Errors of one array. NaN anywhere, such as an element nothing wrote, makes a tile's error infinite.
+
+    Args:
+        xp: numpy or cupy.
+        spec: says how errors are judged.
+        stored: the array as it lies in memory.
+        expected: floating-point or integer, of the same shape.
+        tolerance: what is asked.
+        tile: rows and columns per tile; the last of either may have fewer.
+    """
+    shape = tuple(stored.shape)
+    if tuple(expected.shape) != shape:
+        raise DeclarationError(f"the reference gives {spec.name} of shape {tuple(expected.shape)}, declared is {shape}; "
+                               "correct one of them")  # fmt: skip
+    rows, columns = (1, 1, *shape)[-2:]
+    outer = shape[:-2]
+    tile = min(tile[0], rows), min(tile[1], columns)
+    out, right = (array.reshape((-1, rows, columns)) for array in (stored, expected))
+    errors = numpy.empty((len(out), -(-rows // tile[0]), -(-columns // tile[1])))
+    measure = UNEQUAL if not is_float(spec.dtype) else ABSOLUTE if spec.absolute else RELATIVE
     largest = 0.0
-
-    def sum_by_tile(squares: Any) -> Any:
-        padded = xp.zeros((head_count, tiles * tile_m), dtype=squares.dtype)
-        padded[:, :rows] = squares.sum(axis=-1)
-        return padded.reshape(head_count, tiles, tile_m).sum(axis=-1)
-
-    for b in range(batch):  # one batch entry at a time bounds the memory this takes
-        expected = reference[b] if heads is None else reference[xp.asarray(heads[b])]
-        difference = out[b].astype(reference.dtype) - expected
-        largest_here = float(xp.abs(difference).max())
-        largest = max(largest, largest_here) if numpy.isfinite(largest_here) else float("inf")
-        norm = xp.maximum(sum_by_tile(expected * expected), 1e-30)
-        error = xp.sqrt(sum_by_tile(difference * difference) / norm)
-        error = xp.where(xp.isfinite(error), error, xp.inf)
-        relative[b] = error.get() if hasattr(error, "get") else error  # from the GPU, where it is there
-    return relative, largest
+    for some, lines in _chunks(len(out), rows, columns, tile[0]):
+        found, difference = _MEASURES[measure](xp, out[some, lines], right[some, lines], spec.dtype, tile)
+        found = xp.where(xp.isfinite(found), found, xp.inf)
+        tiles = slice(lines.start // tile[0], -(-lines.stop // tile[0]))
+        errors[some, tiles] = found.get() if hasattr(found, "get") else found  # from the GPU, where it is there
+        largest = max(largest, difference) if numpy.isfinite(difference) else float("inf")
+    limit = {RELATIVE: tolerance.relative, ABSOLUTE: tolerance.absolute, UNEQUAL: 0.0}[measure]
+    return OutputErrors(output=spec.name, measure=measure, limit=limit, outer=outer, errors=errors, largest=largest)
 
 
-def lse_errors(xp: Any, lse: Any, reference: Any, *, tile_m: int,
-               heads: numpy.ndarray | None = None) -> numpy.ndarray:  # fmt: skip
-    """Largest absolute errors of `lse`, `[batch, heads, rows]`, in tiles of `tile_m` rows: `[batch, heads, tiles]`.
+def _chunks(outer: int, rows: int, columns: int, tile_rows: int) -> Iterator[tuple[slice, slice]]:
+    lines = min(rows, max(1, ELEMENTS_AT_ONCE // columns // tile_rows) * tile_rows)
+    some = max(1, ELEMENTS_AT_ONCE // (lines * columns))
+    for first in range(0, outer, some):
+        for line in range(0, rows, lines):
+            yield slice(first, min(first + some, outer)), slice(line, min(line + lines, rows))
 
-    Where the reference is minus infinity, a row that sees no key, so must `lse` be. NaN makes the error infinite.
 
-    Args:
-        xp: numpy or cupy.
-        lse: any float type.
-        reference: of the same shape; or, where `heads` is given, `[any, rows]`.
-        tile_m: rows per tile; the last may have fewer.
-        heads: `[batch, heads]`, which entry of `reference` each head is compared with.
-    """
-    batch, head_count, rows = lse.shape
-    tiles = -(-rows // tile_m)
-    expected = reference if heads is None else reference[xp.asarray(heads)]
+def _relative(xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int]) -> tuple[Any, float]:
+    expected = expected if expected.dtype.kind == "f" else expected.astype(numpy.float64)
+    difference = to_float(xp, stored, dtype, str(expected.dtype)) - expected
+    norm = xp.maximum(_by_tile(xp, expected * expected, tile, "sum"), 1e-30)
+    return xp.sqrt(_by_tile(xp, difference * difference, tile, "sum") / norm), float(xp.abs(difference).max())
+
+
+def _absolute(xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int]) -> tuple[Any, float]:
+    """Where an infinity is expected, only the same one will do."""
+    values = to_float(xp, stored, dtype, "float64")
     finite = xp.isfinite(expected)
-    error = xp.where(finite, xp.abs(lse - xp.where(finite, expected, 0.0)), xp.where(lse == expected, 0.0, xp.inf))
+    error = xp.where(
+        finite, xp.abs(values - xp.where(finite, expected, 0.0)), xp.where(values == expected, 0.0, xp.inf)
+    )
     error = xp.where(xp.isnan(error), xp.inf, error)
-    by_row = xp.zeros((batch, head_count, tiles * tile_m))
-    by_row[..., :rows] = error
-    largest = by_row.reshape(batch, head_count, tiles, tile_m).max(axis=-1)
-    return numpy.asarray(largest.get() if hasattr(largest, "get") else largest)
+    return _by_tile(xp, error, tile, "max"), float(error.max())
 
 
-def summary(relative: numpy.ndarray, largest: float, *, repeatable: bool) -> Accuracy:
-    """`tile_errors` of the random inputs in short."""
-    worst = _place(relative, int(relative.argmax()))
-    return Accuracy(max_abs_error=largest, worst_tile_error=float(relative[worst]), worst_tile=worst,
-                    repeatable=repeatable)  # fmt: skip
+def _unequal(xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int]) -> tuple[Any, float]:
+    unequal = (stored != expected).astype(numpy.float64)
+    difference = xp.abs(stored.astype(numpy.float64) - expected.astype(numpy.float64)).max()
+    return _by_tile(xp, unequal, tile, "sum"), float(difference)
 
 
-def wrong_result(relative: numpy.ndarray, largest_error: float, kinds: numpy.ndarray,
-                 what: str = "relative error") -> Failure | None:  # fmt: skip
-    """The failure of a result whose `tile_errors` are `relative`, or None where every tile is within the limit.
+_MEASURES = {RELATIVE: _relative, ABSOLUTE: _absolute, UNEQUAL: _unequal}
+
+
+def _by_tile(xp: Any, values: Any, tile: tuple[int, int], how: str) -> Any:
+    """Sum or maximum of each tile of `[outer, rows, columns]`, none of them negative: `[outer, row tiles, column tiles]`."""
+    for axis, size in ((2, tile[1]), (1, tile[0])):
+        shape = list(values.shape)
+        tiles = -(-shape[axis] // size)
+        if shape[axis] % size:
+            padded = xp.zeros((*shape[:axis], tiles * size, *shape[axis + 1 :]), dtype=values.dtype)
+            padded[(slice(None),) * axis + (slice(shape[axis]),)] = values
+            values = padded
+        values = getattr(values.reshape((*shape[:axis], tiles, size, *shape[axis + 1 :])), how)(axis=axis + 1)
+    return values
+
+
+def summary(found: Sequence[OutputErrors], *, repeatable: bool) -> Accuracy:
+    """The errors of the random inputs in short: of outputs judged by relative error, where there are any."""
+    judged = [each for each in found if each.measure == RELATIVE] or list(found)
+    worst = max(judged, key=worst_error)
+    return Accuracy(max_abs_error=max(each.largest for each in judged), worst_tile_error=worst_error(worst),
+                    worst_tile=worst.place(int(worst.errors.argmax())), repeatable=repeatable)  # fmt: skip
+
+
+def worst_error(errors: OutputErrors) -> float:
+    """The largest of any tile."""
+    return float(errors.errors.max())
+
+
+def wrong_result(found: Sequence[OutputErrors], case: Case, when: str = "") -> Failure | None:
+    """The failure of outputs with these errors, or None where every tile is within its limit.
 
     Args:
-        relative: `[batch, heads, tiles]`.
-        largest_error: that passes.
-        kinds: `[batch, heads]`, name of each head's inputs, for the message.
-        what: what `relative` is, for the message.
+        found: of every output.
+        case: whose inputs they are of.
+        when: begins what is said of the error.
     """
-    wrong = numpy.flatnonzero(~(relative <= largest_error))
-    if not wrong.size:
-        return None
-    first, worst = _place(relative, int(wrong[0])), _place(relative, int(relative.argmax()))
-    message = (f"{kinds[first[:2]]} inputs: {what} {relative[first]:.3g} above {largest_error:.3g} in "
-               f"{_words(first)}, the first of {wrong.size} wrong tiles of {relative.size}")  # fmt: skip
-    if worst != first:
-        message += f"; the worst, {relative[worst]:.3g}, on {kinds[worst[:2]]} inputs in {_words(worst)}"
-    return Failure(kind=FailureKind.WRONG_RESULT, message=message)
-
-
-def _place(relative: numpy.ndarray, flat: int) -> tuple[int, int, int]:
-    b, h, t = numpy.unravel_index(flat, relative.shape)
-    return int(b), int(h), int(t)
-
-
-def _words(place: tuple[int, int, int]) -> str:
-    batch, head, tile = place
-    return f"batch {batch}, head {head}, query tile {tile}"
+    for each in found:
+        wrong = numpy.flatnonzero(~(each.errors <= each.limit))
+        if not wrong.size:
+            continue
+        errors, first, worst = each.errors.reshape(-1), int(wrong[0]), int(each.errors.argmax())
+        message = (f"{each.kind(first, case)} inputs: {when}{each.measure} {errors[first]:.3g} above {each.limit:.3g} in "
+                   f"{each.words(first)}, the first of {wrong.size} wrong tiles of {errors.size}")  # fmt: skip
+        if worst != first:
+            message += f"; the worst, {errors[worst]:.3g}, on {each.kind(worst, case)} inputs in {each.words(worst)}"
+        return Failure(kind=FailureKind.WRONG_RESULT, message=message)
+    return None

@@ -16,8 +16,7 @@ from typing import Any
 
 from tiledsched.errors import Failure, FailureKind, MeasureError
 from tiledsched.kernel import KernelClass
-from tiledsched.measure.accuracy import tolerance
-from tiledsched.measure.launch import Launch
+from tiledsched.measure.launch import Launch, launch_of
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, GapTrial
 from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
 from tiledsched.problem import Problem, stable_id
@@ -31,10 +30,16 @@ SLOWEST_FLOPS = 1e11
 """Floating-point operations per second of a candidate so slow that it may be taken for hung. The worst schedule that
 finished on an H200 made 6e12.
 """
+SLOWEST_BYTES = 1e9
+"""The same in bytes per second, for kernels that state no operations."""
 CHECK_LAUNCHES = 3
 DEFAULT_GAP_MS = BURST_GAP_S * 1e3
 SHORT_GAP_MS = 2.0
 """Distance of launches below `SHORT_US`: they leave the GPU at rest anyway, and spread too much to calibrate by."""
+
+ADVICE = {FailureKind.OUT_OF_MEMORY: "try smaller sizes",
+          FailureKind.LAUNCH_FAILURE: "correct what the kernel declares"}  # fmt: skip
+"""Where a problem cannot be prepared, by kind of failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,7 @@ class Timeouts:
     load_s: float = 30.0
     """Loading one candidate."""
     look_s: float = 5.0
-    """Its first launches, beside the time the problem takes at `SLOWEST_FLOPS`."""
+    """Its first launches, beside the time the problem takes at `SLOWEST_FLOPS` or `SLOWEST_BYTES`."""
     check_s: float = 20.0
     """Checking it, beside what its launches take."""
     sample_s: float = 20.0
@@ -81,7 +86,7 @@ class Worker:
         with theirs, self._errors.open("wb") as errors:
             self.process = subprocess.Popen([*command, str(theirs.fileno()), self._folder.name, str(os.getpid())],
                                             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                                            stdout=subprocess.DEVNULL, stderr=errors)  # fmt: skip
+                                            stdout=subprocess.DEVNULL, stderr=errors, env=_environment())  # fmt: skip
         self.loaded: set[str] = set()
 
     def receive(self, timeout_s: float, what: str) -> tuple[str, Any]:
@@ -164,13 +169,19 @@ class Worker:
         self._folder.cleanup()
 
 
+def _environment() -> dict[str, str]:
+    """That of this process, and its places to look for modules: kernels are declared in any of them."""
+    places = dict.fromkeys(os.path.abspath(place) for place in sys.path)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
 class GpuRunner:
     """Measures on the GPU through a worker that may die: each death costs the candidate that caused it.
 
     The worker starts, and makes a problem's inputs, in the background: whoever needs it first waits for it.
 
     Args:
-        template: whose candidates are measured.
+        kernel: whose candidates are measured.
         seed: of inputs and sample orders; every `begin` and `sample` draws anew from it.
         timeouts: when the worker is taken for hung.
         gap_ms: start-to-start distance of paced launches; None to find the steady one for each problem.
@@ -183,9 +194,9 @@ class GpuRunner:
 
     name = "gpu"
 
-    def __init__(self, template: KernelClass, *, seed: int = 0, timeouts: Timeouts | None = None,
+    def __init__(self, kernel: KernelClass, *, seed: int = 0, timeouts: Timeouts | None = None,
                  gap_ms: float | None = None, worker_command: Sequence[str] = WORKER_COMMAND) -> None:  # fmt: skip
-        self._template = template
+        self._kernel = kernel
         self._seed = seed
         self._timeouts = timeouts or Timeouts()
         self._command = tuple(worker_command)
@@ -250,7 +261,7 @@ class GpuRunner:
         assert self._problem is not None
         # Of a worker that ended, `wait` says why.
         with suppress(WorkerDiedError):
-            self._worker.send("begin", self._problem, self._template.scalars(self._problem), self._draw_seed("inputs"))
+            self._worker.send("begin", self._kernel.locator(), self._problem, self._draw_seed("inputs"))
         self._beginning = True
 
     def wait(self) -> None:
@@ -265,12 +276,14 @@ class GpuRunner:
         except WorkerDiedError as error:
             raise MeasureError(f"cannot prepare {self._problem}: {error}; run: tiledsched doctor") from error
         if isinstance(answer, Failure):
-            raise MeasureError(f"cannot prepare {self._problem}: {answer.message}; try a smaller batch or fewer heads")
+            advice = ADVICE.get(answer.kind, "run: tiledsched doctor")
+            raise MeasureError(f"cannot prepare {self._problem}: {answer.message}; {advice}")
 
     def look(self, candidate: Candidate) -> float | Failure:
         """Load it and time a launch."""
         assert self._problem is not None
-        timeout_s = self._timeouts.look_s + self._problem.flops / SLOWEST_FLOPS
+        flops, least_bytes = self._problem.flops, self._problem.min_bytes
+        timeout_s = self._timeouts.look_s + (flops / SLOWEST_FLOPS if flops else least_bytes / SLOWEST_BYTES)
         answer = self._ask_one(timeout_s, "look", candidate)
         if not isinstance(answer, Failure):
             self._expected_us[candidate.artifact.fingerprint] = answer
@@ -320,7 +333,8 @@ class GpuRunner:
             return
         if regime == "sustained":
             if self._graph_launches is None:
-                self._graph_launches = GRAPH_LAUNCHES if self._expected(fastest) < GRAPH_BELOW_US else 0
+                graphs = self._expected(fastest) < GRAPH_BELOW_US and not self._changes_in_place()
+                self._graph_launches = GRAPH_LAUNCHES if graphs else 0
         elif self._gap_ms is None and self._expected(fastest) < SHORT_US:
             self._gap_ms = SHORT_GAP_MS
         elif self._gap_ms is None:
@@ -329,6 +343,11 @@ class GpuRunner:
             if not isinstance(answer, Failure):
                 self.gap_trials = tuple(answer)
                 self._gap_ms = steady_gap(answer).gap_ms
+
+    def _changes_in_place(self) -> bool:
+        """Whether arrays must be restored between launches, which a graph of several does not."""
+        assert self._problem is not None
+        return any(spec.role == "inout" for spec in self._kernel.arrays(self._problem))
 
     def _expected(self, candidate: Candidate) -> float:
         return self._expected_us.get(candidate.artifact.fingerprint, UNKNOWN_US)
@@ -355,10 +374,10 @@ class GpuRunner:
     def _launch(self, candidate: Candidate) -> Launch | Failure:
         """What the worker needs to run `candidate`, which is loaded first if it is not yet."""
         assert self._problem is not None
-        artifact, symbol = candidate.artifact, self._template.name
+        artifact = candidate.artifact
         if artifact.fingerprint not in self._worker.loaded:
             try:
-                answer = self._worker.ask(self._timeouts.load_s, "load", artifact.fingerprint, symbol, artifact.cubin)
+                answer = self._worker.ask(self._timeouts.load_s, "load", artifact.fingerprint, artifact.cubin)
             except WorkerDiedError as error:
                 if error.failure.kind is not FailureKind.WORKER_KILLED or not self._crashed():
                     raise
@@ -367,11 +386,11 @@ class GpuRunner:
             if isinstance(answer, Failure):
                 return answer
             self._worker.loaded.add(artifact.fingerprint)
-        grid = self._template.grid(candidate.schedule, self._problem, self.device.sm_count)
-        return Launch(fingerprint=artifact.fingerprint, grid=grid,
-                      tile_m=self._template.rows_per_tile(candidate.schedule, self._problem),
-                      tolerance=tolerance(self._problem.dtype, candidate.schedule),
-                      extras=self._template.workspace(candidate.schedule, self._problem))  # fmt: skip
+        try:
+            return launch_of(self._kernel, self._problem, candidate.schedule, self.device, artifact.fingerprint)
+        except Exception as error:  # the author's grid, say: it costs the candidate, not the run
+            message = f"{type(error).__name__}: {error}"[:500]
+            return Failure(kind=FailureKind.LAUNCH_FAILURE, message=message)
 
     def _crashed(self) -> bool:
         """Whether the worker ended by a fault of its own, not by somebody's SIGKILL or exit."""

@@ -15,14 +15,14 @@ from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Devic
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
-Key = tuple[str, str, tuple[int, int, int]]
+Key = tuple[str, str, tuple[tuple[int, int, int], ...]]
 
 
 class ReplayRunner:
     """Replays measurements of one device.
 
     Args:
-        template: whose candidates are replayed; it tells the grid, which is part of a program's identity.
+        kernel: whose candidates are replayed; it tells the grids, which are part of a program's identity.
         measurements: what was recorded, on one device; of one program the last one given counts.
         seed: of the draws.
 
@@ -32,8 +32,8 @@ class ReplayRunner:
 
     name = "replay"
 
-    def __init__(self, template: KernelClass, measurements: Iterable[Measurement], *, seed: int = 0) -> None:
-        self._template = template
+    def __init__(self, kernel: KernelClass, measurements: Iterable[Measurement], *, seed: int = 0) -> None:
+        self._kernel = kernel
         self._rng = random.Random(seed)
         self._problem: Problem | None = None
         self._recorded: dict[Key, Measurement] = {}
@@ -46,7 +46,7 @@ class ReplayRunner:
             self._recorded[self._key(measurement.problem, measurement.fingerprint, measurement.schedule)] = measurement
 
     def _key(self, problem: Problem, fingerprint: str, schedule: Schedule) -> Key:
-        return problem.id, fingerprint, self._template.grid(schedule, problem, self.device.sm_count)
+        return problem.id, fingerprint, self._kernel.grids(problem, schedule, self.device)
 
     def begin(self, problem: Problem) -> None:
         """Choose the landscape.

@@ -76,18 +76,20 @@ class GapTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """How far one candidate's whole output is from the high-precision reference."""
+    """How far one candidate's whole outputs are from the high-precision reference, on random inputs."""
 
     max_abs_error: float
     """Largest absolute difference of any element."""
     worst_tile_error: float
-    """Largest relative Frobenius error of any tile_m-row tile: |out - ref| / |ref|."""
-    worst_tile: tuple[int, int, int]
-    """(batch, head, query tile) of that tile."""
+    """Largest relative Frobenius error of any tile, |out - ref| / |ref|, of outputs that are judged by it; of a kernel that
+    has no such output, the largest absolute error, or number of unequal elements.
+    """
+    worst_tile: tuple[int, ...]
+    """Index of the outer axes, row tile and, where a tile does not hold whole rows, column tile of that error."""
     repeatable: bool
     """Whether two launches, and launches in a row, gave the same bits."""
     adversarial_tile_error: float = 0.0
-    """Largest relative error of any tile on the adversarial inputs; 0 in records from before there were any."""
+    """The same on the adversarial inputs; 0 in records from before there were any."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; pass it to the constructor to invert."""

@@ -1,8 +1,9 @@
 """The process that owns the GPU. It loads cubins with CuPy and holds neither torch nor a compiler.
 
-It answers one request at a time over a pipe and keeps no state that cannot be made again: whoever started it may kill
-it at any moment and start another. Run as ``python -m tiledsched.measure.worker DESCRIPTOR FOLDER PARENT``, with the
-inherited file descriptor of the pipe's end, a folder to write to and the process to end with; `measure.gpu` does.
+Of a kernel it knows the declaration: inputs, reference and what is changed in place. It answers one request at a time over
+a pipe and keeps no state that cannot be made again: whoever started it may kill it at any moment and start another. Run as
+``python -m tiledsched.measure.worker DESCRIPTOR FOLDER PARENT``, with the inherited file descriptor of the pipe's end, a
+folder to write to and the process to end with; `measure.gpu` does.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from typing import Any
 import cupy
 import numpy
 
-from tiledsched.build.cubin import is_whole
+from tiledsched.build.cubin import is_whole, parts, symbol_of
+from tiledsched.cases import Case, make_cases
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel import ArraySpec
-from tiledsched.kernels.attention.inputs import KINDS, adversarial_heads, kinds_of_heads
-from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
+from tiledsched.kernel import Tolerance, load_kernel
 from tiledsched.measure import timing
-from tiledsched.measure.accuracy import lse_errors, summary, tile_errors, wrong_result
+from tiledsched.measure.accuracy import OutputErrors, case_errors, summary, wrong_result
+from tiledsched.measure.arrays import Packed, ProblemArrays
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.nvml import ConditionsLog, current_device
 from tiledsched.measure.runner import Batch, Checked, GapTrial
@@ -42,8 +43,8 @@ ATTEMPTS = 4
 """At a sample that the host is not to slow: it is busy with other things now and then."""
 ROWS, MOST_IN_A_ROW, ROW_US = 3, 10, 5000.0
 """Launches in quick succession that a check makes: how often, how many, and about how long they may take together."""
-REHEARSED_ROWS = 64
-"""Rows of a tile in the rehearsal; any number does."""
+REHEARSED_TILE = (64, 256)
+"""In the rehearsal; any does."""
 FAST_FLOAT64 = ("sm_80", "sm_90", "sm_100")
 MARKS = {
     FailureKind.OUT_OF_MEMORY: ("out of memory",),
@@ -70,19 +71,10 @@ class State:
 
     stream: Any = None
     folder: str = ""
-    kernels: dict[str, Any] = field(default_factory=dict)
-    problem: Problem | None = None
-    scalars: tuple[float, ...] = ()
-    arrays: list[Any] = field(default_factory=list)
-    """q, k, v and out."""
-    adversarial_arrays: list[Any] = field(default_factory=list)
-    """The same output, other inputs."""
-    reference: Any = None
-    """The right output and log-sum-exp."""
-    adversarial_reference: Any = None
-    """`[kinds, seq_q, value_columns]` and `[kinds, seq_q]`: heads whose inputs are of one kind share them."""
-    extras: dict[tuple[ArraySpec, ...], list[Any]] = field(default_factory=dict)
-    """Arrays beside those, by what launches ask for. Launches follow one another, so that equal ones share them."""
+    functions: dict[str, list[Any]] = field(default_factory=dict)
+    """By fingerprint: the loaded functions of each artifact, in the order of its launches."""
+    arrays: ProblemArrays | None = None
+    """Of the current problem."""
     flush: Any = None
     spin: Any = None
     device: Any = None
@@ -99,165 +91,126 @@ def start(folder: str) -> State:
     return state
 
 
-def begin(state: State, problem: Problem, scalars: tuple[float, ...], seed: int) -> None:
-    """Inputs drawn from a normal distribution and adversarial ones, their references, the kernel's argument lists."""
-    state.arrays, state.adversarial_arrays, state.extras = [], [], {}  # frees what the last problem took
-    state.reference = state.adversarial_reference = None
-    rng = cupy.random.default_rng(seed)
-    query = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
-    key = (problem.batch, problem.kv_heads, problem.seq_k, problem.head_dim)
-    drawn = (
-        rng.standard_normal(shape, dtype=numpy.float32) for shape in (query, key, (*key[:3], problem.value_columns))
-    )
-    values = [_to_storage(array, problem.dtype) for array in drawn]
-    out = cupy.empty((*query[:3], problem.value_columns), dtype=values[0].dtype)
-    state.reference = _reference(state, problem, values)
-    state.problem, state.scalars, state.arrays = problem, scalars, [*values, out]
-    distinct = [_to_storage(array, problem.dtype) for array in adversarial_heads(cupy, rng, problem)]
-    references = _reference(state, problem, [array[None] for array in distinct])
-    state.adversarial_reference = tuple(reference[0] for reference in references)
-    heads = cupy.asarray(kinds_of_heads(problem))
-    kinds = (heads, heads[:, :: problem.group], heads[:, :: problem.group])
-    inputs = [cupy.ascontiguousarray(array[kind]) for array, kind in zip(distinct, kinds, strict=True)]
-    state.adversarial_arrays = [*inputs, out]
-    _rehearse(state, problem, out)
+def begin(state: State, locator: str, problem: Problem, seed: int) -> None:
+    """Random inputs and adversarial ones, what is expected of them, and the outputs of a declared kernel."""
+    state.arrays = None  # frees what the last problem took
+    # Tile code imports cuTile, which imports torch for its dtypes. Nothing here needs them, and torch takes seconds.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
+    kernel = load_kernel(locator)
+    precision = "float64" if state.device.arch in FAST_FLOAT64 else "float32"
+    cases = make_cases(kernel, cupy, cupy.random.default_rng(seed), problem, precision)
+    state.arrays = ProblemArrays(kernel, cupy, problem, list(cases))
+    _rehearse(state, state.arrays)
     cupy.cuda.Device().synchronize()
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-def _rehearse(state: State, problem: Problem, out: Any) -> None:
+def _rehearse(state: State, arrays: ProblemArrays) -> None:
     """Do once what every check and sample does: CuPy compiles a kernel at its first use, which takes seconds on a machine
     that never did, and candidates are still being built now.
     """  # fmt: skip
-    out.view(numpy.uint16)[...] = 0x7FFF
-    values = _to_float32(out, problem.dtype)
-    tile_errors(cupy, values, state.reference[0], tile_m=REHEARSED_ROWS)
-    tile_errors(cupy, values, state.adversarial_reference[0], tile_m=REHEARSED_ROWS,
-                heads=kinds_of_heads(problem))  # fmt: skip
-    _same_bits(out, out)
+    arrays.poison(())
+    for case in arrays.cases:
+        _errors(arrays, case, Tolerance(relative=0.0), REHEARSED_TILE)
+    arrays.same_outputs(arrays.copy_outputs())
     with state.stream:
+        arrays.restore(arrays.cases[0])
         state.flush.fill(0)
         state.spin((1,), (1,), (numpy.uint64(1),))
 
 
-def _reference(state: State, problem: Problem, stored: list[Any]) -> tuple[Any, Any]:
-    precision = "float64" if state.device.arch in FAST_FLOAT64 else "float32"
-    q, k, v = (_to_float32(array, problem.dtype) for array in stored)
-    return attention_and_lse(cupy, q, k, v, causal=problem.causal, scale=default_scale(problem), dtype=precision,
-                             alignment=problem.alignment)  # fmt: skip
-
-
-def _extra_arrays(state: State, extras: tuple[ArraySpec, ...]) -> list[Any]:
-    """The arrays of a launch beside q, k, v and out. What must be zero is so from the start; kernels leave it so."""
-    if extras not in state.extras:
-        with state.stream:
-            state.extras[extras] = [cupy.zeros(extra.shape, dtype=extra.dtype) for extra in extras]
-    return state.extras[extras]
-
-
-def _arguments(state: State, launch: Launch, arrays: list[Any]) -> tuple[Any, ...]:
-    """As cuTile's calling convention wants them: each array's address, shape and strides, then the scalars."""
-    assert state.problem is not None
-    arguments: list[Any] = []
-    for place, array in enumerate([*arrays, *_extra_arrays(state, launch.extras)]):
-        index = numpy.int64 if state.problem.wide and place < len(arrays) else numpy.int32
-        arguments.append(array)
-        arguments.extend(index(size) for size in array.shape)
-        arguments.extend(index(stride // array.itemsize) for stride in array.strides)
-    return (*arguments, *(numpy.float32(scalar) for scalar in state.scalars))
-
-
-def load(state: State, fingerprint: str, symbol: str, cubin: bytes) -> None:
-    """Load a cubin's kernel."""
-    if not is_whole(cubin):
+def load(state: State, fingerprint: str, cubin: bytes) -> None:
+    """Load the functions of an artifact."""
+    found = parts(cubin)
+    if not found or not all(is_whole(part) for part in found):
         raise ValueError("the cubin is cut short or no cubin at all")
-    path = os.path.join(state.folder, f"{fingerprint}.cubin")
-    with open(path, "wb") as file:
-        file.write(cubin)
-    state.kernels[fingerprint] = cupy.RawModule(path=path).get_function(symbol)
+    functions = []
+    for place, part in enumerate(found):
+        path = os.path.join(state.folder, f"{fingerprint}.{place}.cubin")
+        with open(path, "wb") as file:
+            file.write(part)
+        functions.append(cupy.RawModule(path=path).get_function(symbol_of(part)))
+    state.functions[fingerprint] = functions
+
+
+def _run(state: State, launch: Launch, arguments: Packed) -> None:
+    """Queue every step."""
+    for function, step, packed in zip(state.functions[launch.fingerprint], launch.steps, arguments, strict=True):
+        function(step.grid, (1, 1, 1), packed)
 
 
 def look(state: State, launch: Launch) -> float:
     """Microseconds of one launch, behind a spin kernel, so that the host's part of a first launch is not in it."""
+    watch = Stopwatch(state, [launch])
     with state.stream:
         state.spin((1,), (1,), (numpy.uint64(SPIN_US * 1e3),))
-    watch = Stopwatch(state, [launch])
     return watch.read(watch.queue(0, paced=False))
 
 
 def check(state: State, launch: Launch) -> Checked | Failure:
     """Over poisoned outputs: two launches on the random inputs, right everywhere, and whether they give the same bits;
-    the same after launches in a row; then one on the adversarial inputs.
+    the same after launches in a row; then one on each case of adversarial inputs.
     """  # fmt: skip
-    assert state.problem is not None
-    first, _ = _poisoned_launch(state, launch, state.arrays)
-    first = first.copy()
-    out, elapsed_us = _poisoned_launch(state, launch, state.arrays)
-    limit = launch.tolerance
-    heads = kinds_of_heads(state.problem)
-    values = _to_float32(out, state.problem.dtype)
-    relative, largest = tile_errors(cupy, values, state.reference[0], tile_m=launch.tile_m)
-    names = numpy.full(heads.shape, "random")
-    failure = wrong_result(relative, limit.largest_error, names) or _wrong_lse(state, launch, names, None)
+    arrays = state.arrays
+    assert arrays is not None
+    random, *adversarial = arrays.cases
+    arrays.clear(launch.scratch)
+    _poisoned_launch(state, launch, random)
+    left = arrays.not_zero(launch.scratch)
+    if left:
+        words = f"{left[0]} must be left zero for the next launch, and is not"
+        return Failure(kind=FailureKind.WRONG_RESULT, message=words)
+    first = arrays.copy_outputs()
+    elapsed_us = _poisoned_launch(state, launch, random)
+    errors = _errors(arrays, random, launch.tolerance, launch.tile)
+    failure = wrong_result(errors, random)
     if failure is not None:
         return failure
-    repeatable = _same_bits(first, out)
+    repeatable = arrays.same_outputs(first)
     # A race may show only once the loads come as fast as they can, out of the L2 cache.
     in_a_row = max(1, min(MOST_IN_A_ROW, int(ROW_US / elapsed_us)))
     for _ in range(ROWS):
-        out, _ = _poisoned_launch(state, launch, state.arrays, in_a_row)
-        if not _same_bits(first, out):
-            hot, _ = tile_errors(cupy, _to_float32(out, state.problem.dtype), state.reference[0], tile_m=launch.tile_m)
-            failure = wrong_result(hot, limit.largest_error, names, "after launches in a row, relative error")
+        _poisoned_launch(state, launch, random, in_a_row)
+        if not arrays.same_outputs(first):
+            hot = _errors(arrays, random, launch.tolerance, launch.tile)
+            failure = wrong_result(hot, random, "after launches in a row, ")
             if failure is not None:
                 return failure
             repeatable = False
-    accuracy = summary(relative, largest, repeatable=repeatable)
-    out, _ = _poisoned_launch(state, launch, state.adversarial_arrays)
-    kinds = numpy.array(KINDS)[heads]
-    values = _to_float32(out, state.problem.dtype)
-    relative, _ = tile_errors(cupy, values, state.adversarial_reference[0], tile_m=launch.tile_m, heads=heads)
-    relative[~numpy.isin(kinds, limit.kinds)] = 0.0
-    failure = wrong_result(relative, limit.largest_error, kinds) or _wrong_lse(state, launch, kinds, heads)
-    if failure is not None:
-        return failure
-    accuracy = dataclasses.replace(accuracy, adversarial_tile_error=float(relative.max()))
+    accuracy = summary(errors, repeatable=repeatable)
+    for case in adversarial:
+        _poisoned_launch(state, launch, case)
+        errors = _errors(arrays, case, launch.tolerance, launch.tile)
+        failure = wrong_result(errors, case)
+        if failure is not None:
+            return failure
+        largest = max(accuracy.adversarial_tile_error, summary(errors, repeatable=repeatable).worst_tile_error)
+        accuracy = dataclasses.replace(accuracy, adversarial_tile_error=largest)
     return Checked(accuracy=accuracy, first_look_us=elapsed_us)
 
 
-def _same_bits(one: Any, other: Any) -> bool:
-    return bool((one.view(numpy.uint16) == other.view(numpy.uint16)).all())
+def _errors(arrays: ProblemArrays, case: Case, tolerance: Tolerance, tile: tuple[int, int]) -> list[OutputErrors]:
+    return case_errors(cupy, arrays.output_specs, arrays.outputs, case, tolerance, tile)
 
 
-def _wrong_lse(state: State, launch: Launch, kinds: numpy.ndarray, heads: numpy.ndarray | None) -> Failure | None:
-    """What is wrong with the log-sum-exp that the last launch left, where the problem asks for it."""
-    assert state.problem is not None
-    if not state.problem.lse:
-        return None
-    lse = _extra_arrays(state, launch.extras)[[extra.name for extra in launch.extras].index("lse")][..., 0]
-    reference = (state.reference if heads is None else state.adversarial_reference)[1]
-    errors = lse_errors(cupy, lse, reference, tile_m=launch.tile_m, heads=heads)
-    errors[~numpy.isin(kinds, (*launch.tolerance.kinds, "random"))] = 0.0
-    return wrong_result(errors, launch.tolerance.largest_lse_error, kinds, "error of the log-sum-exp")
-
-
-def _poisoned_launch(state: State, launch: Launch, arrays: list[Any], in_a_row: int = 1) -> tuple[Any, float]:
-    """The output of the last of so many launches, NaN where nothing was written, and their microseconds."""
-    out = arrays[-1]
-    out.view(numpy.uint16)[...] = 0x7FFF  # NaN in float16 and bfloat16 alike
-    for extra, array in zip(launch.extras, _extra_arrays(state, launch.extras), strict=True):
-        if not extra.zeroed:
-            array.fill(numpy.nan)
-    arguments = _arguments(state, launch, arrays)
+def _poisoned_launch(state: State, launch: Launch, case: Case, in_a_row: int = 1) -> float:
+    """So many launches, whose outputs are NaN where nothing was written; their microseconds."""
+    arrays = state.arrays
+    assert arrays is not None
+    arrays.poison(launch.scratch)
+    arrays.restore(case)
+    arguments = arrays.arguments(launch, case)
     with state.stream:
         before, after = cupy.cuda.Event(), cupy.cuda.Event()
         cupy.cuda.Device().synchronize()
         before.record(state.stream)
-        for _ in range(in_a_row):
-            state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), arguments)
+        for again in range(in_a_row):
+            if again:
+                arrays.restore(case)
+            _run(state, launch, arguments)
         after.record(state.stream)
     after.synchronize()
-    return out, float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
+    return float(cupy.cuda.get_elapsed_time(before, after) * 1e3)
 
 
 class Stopwatch:
@@ -268,8 +221,13 @@ class Stopwatch:
     """
 
     def __init__(self, state: State, launches: list[Launch], graph_launches: int = 0) -> None:
+        assert state.arrays is not None
         self._state, self._launches, self._count = state, launches, max(1, graph_launches)
-        self._arguments = [_arguments(state, launch, state.arrays) for launch in launches]
+        self._arrays, self._case = state.arrays, state.arrays.cases[0]
+        for launch in launches:
+            self._arrays.clear(launch.scratch)
+        self._arguments = [self._arrays.arguments(launch, self._case) for launch in launches]
+        cupy.cuda.Device().synchronize()
         self._graphs = [self._capture(index) for index in range(len(launches))] if graph_launches else []
 
     def _capture(self, index: int) -> Any:
@@ -277,7 +235,7 @@ class Stopwatch:
         with state.stream:
             state.stream.begin_capture()
             for _ in range(self._count):
-                state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), self._arguments[index])
+                _run(state, launch, self._arguments[index])
             return state.stream.end_capture()
 
     def queue(self, index: int, *, paced: bool) -> Any:
@@ -293,6 +251,7 @@ class Stopwatch:
         state, launch = self._state, self._launches[index]
         before, after = cupy.cuda.Event(), cupy.cuda.Event()
         with state.stream:
+            self._arrays.restore(self._case)
             if paced:
                 state.flush.fill(0)
                 state.spin((1,), (1,), (numpy.uint64(SPIN_US * 1e3),))
@@ -300,7 +259,7 @@ class Stopwatch:
             if self._graphs:
                 self._graphs[index].launch(state.stream)
             else:
-                state.kernels[launch.fingerprint](launch.grid, (1, 1, 1), self._arguments[index])
+                _run(state, launch, self._arguments[index])
             after.record(state.stream)
         return before, after
 
@@ -329,20 +288,6 @@ def sample(state: State, launches: list[Launch], rounds: int, regime: str, seed:
 def find_gap(state: State, launch: Launch) -> list[GapTrial]:
     """What pacing `launch` at several distances comes to."""
     return calibrate(Stopwatch(state, [launch]), log=ConditionsLog)
-
-
-def _to_storage(values: Any, dtype: str) -> Any:
-    """float32 -> float16, or the bit pattern of bfloat16 (round to nearest even) as uint16: CuPy has no bfloat16."""
-    if dtype == "float16":
-        return values.astype(numpy.float16)
-    bits = values.view(numpy.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
-
-
-def _to_float32(stored: Any, dtype: str) -> Any:
-    if dtype == "float16":
-        return stored.astype(numpy.float32)
-    return (stored.astype(numpy.uint32) << 16).view(numpy.float32)
 
 
 def answer(state: State, request: tuple[Any, ...]) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
+from tiledsched.kernel import HINT_KNOBS
 from tiledsched.report.records import (
     KnobImportance,
     KnobValueRatio,
@@ -21,45 +22,57 @@ from tiledsched.schedule import KnobValue, Schedule
 
 T = TypeVar("T")
 REGIMES = (("short", 1024), ("medium", 4096))
-"""Longest sequence of each regime; what is longer is `long`. Table 4 of TiledAttention has the same three."""
+"""Largest size of each regime; what is larger is `long`. Table 4 of TiledAttention has the same three."""
 
 
-def seq_regime(seq_len: int) -> str:
-    """short up to 1024 tokens, medium up to 4096, long above."""
-    return next((name for name, longest in REGIMES if seq_len <= longest), "long")
+def size_regime(size: int) -> str:
+    """short up to 1024, medium up to 4096, long above."""
+    return next((name for name, largest in REGIMES if size <= largest), "long")
 
 
-def tile_of(schedule: Schedule) -> Tile | None:
-    """(tile_m, tile_n), or None where the schedule has no such knobs."""
-    if not {"tile_m", "tile_n"} <= set(schedule):
-        return None
-    return schedule.number("tile_m"), schedule.number("tile_n")
+def named_tile(knobs: Iterable[str]) -> tuple[str, str] | None:
+    """The two knobs of `knobs` that are called like the rows and columns of a tile: tile_m and tile_n, BLOCK_M and BLOCK_N."""
+    known = list(knobs)
+    pairs = ((name, name[:-1] + ("n" if name.endswith("m") else "N")) for name in known if name.lower().endswith("_m"))
+    return next((pair for pair in pairs if pair[1] in known), None)
 
 
-def tile_times(timed: Sequence[Timed]) -> tuple[TileTime, ...]:
+def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
+    """The two knobs that heat maps are drawn over; None where fewer than two are integers, or none of them varies.
+
+    Those called like a tile's rows and columns, else the two that matter most: constants of the kernel before hints.
+    """
+    timed = [one.schedule for report in problems for one in report.timed]
+    integers = dict.fromkeys(name for schedule in timed for name, value in schedule.items() if type(value) is int)
+    place = {effect.knob: place for place, effect in enumerate(joined_importance(problems))}
+    ranked = sorted(integers, key=lambda knob: (knob not in place, knob in HINT_KNOBS, place.get(knob, 0), knob))
+    found = (ranked[0], ranked[1]) if len(ranked) > 1 and ranked[0] in place else None
+    return named_tile(integers) or found
+
+
+def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:
     """The best of each tile, best tile first. `timed` is fastest first."""
     best: dict[Tile, Timed] = {}
     for one in timed:
-        tile = tile_of(one.schedule)
-        if tile is not None:
-            best.setdefault(tile, one)
+        if knobs is not None and {*knobs} <= {*one.schedule}:
+            best.setdefault((one.schedule.number(knobs[0]), one.schedule.number(knobs[1])), one)
     fastest = min((one.us for one in best.values()), default=0.0)
-    return tuple(TileTime(tile=tile, us=one.us, relative=one.us / fastest, schedule=one.schedule)
+    return tuple(TileTime(tile=tile, us=one.us, relative=one.us / fastest)
                  for tile, one in best.items())  # fmt: skip
 
 
 def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...]:
-    """One line for each group and regime of sequence lengths.
+    """One line for each group and regime of sizes.
 
     Where a regime holds several problems, a tile's figure is the geometric mean over them of its best time relative to
     the best tile's; only tiles timed in all of them are compared.
     """
-    cells: dict[tuple[tuple[str, int, str, bool, str], str], list[ProblemReport]] = defaultdict(list)
+    cells: dict[tuple[Any, str], list[ProblemReport]] = defaultdict(list)
     for report in problems:
         if report.tiles:
-            cells[report.group, seq_regime(report.seq_len)].append(report)
+            cells[report.group, size_regime(report.size)].append(report)
     lines = []
-    for (group, regime), members in cells.items():
+    for (_, regime), members in cells.items():
         tables = [{tile.tile: tile.relative for tile in member.tiles} for member in members]
         shared = sorted(set.intersection(*(set(table) for table in tables)))
         if not shared:
@@ -67,10 +80,9 @@ def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...
         means = {tile: statistics.geometric_mean([table[tile] for table in tables]) for tile in shared}
         ranked = sorted(shared, key=lambda tile: (means[tile], tile))
         runner_up = ranked[1] if len(ranked) > 1 else None
-        device_name, head_dim, dtype, causal, accum_mode = group
         lines.append(TileSensitivity(
-            device_name=device_name, head_dim=head_dim, dtype=dtype, causal=causal, accum_mode=accum_mode,
-            regime=regime, seq_lens=tuple(sorted({member.seq_len for member in members})), problems=len(members),
+            device_name=members[0].device_name, shared=members[0].shared, accum_mode=members[0].accum_mode,
+            regime=regime, sizes=tuple(sorted({member.size for member in members})), problems=len(members),
             best=ranked[0], runner_up=runner_up, drop=means[runner_up] / means[ranked[0]] - 1 if runner_up else None,
             spread=means[ranked[-1]] / means[ranked[0]] - 1,
         ))  # fmt: skip
@@ -90,7 +102,7 @@ def knob_importance(timed: Sequence[Timed]) -> tuple[KnobImportance, ...]:
             if knob in one.schedule:
                 key = (type(one.schedule[knob]), one.schedule[knob])
                 best[key] = min(one.us, best.get(key, one.us))
-        values = [KnobValueRatio(value=value, ratio=us / fastest, problems=1) for (_, value), us in best.items()]
+        values = [KnobValueRatio(value=value, ratio=us / fastest) for (_, value), us in best.items()]
         effects.append(_importance(knob, changes, values))
     return tuple(sorted(effects, key=_order))
 
@@ -108,7 +120,7 @@ def joined_importance(problems: Sequence[ProblemReport]) -> tuple[KnobImportance
         for part in parts:
             for line in part.values:
                 ratios[type(line.value), line.value].append(line.ratio)
-        values = [KnobValueRatio(value=value, ratio=statistics.geometric_mean(found), problems=len(found))
+        values = [KnobValueRatio(value=value, ratio=statistics.geometric_mean(found))
                   for (_, value), found in ratios.items()]  # fmt: skip
         joined.append(KnobImportance(knob=knob, pairs=pairs, mean_change=total / pairs if pairs else None,
                                  largest_change=max(largest, default=None), values=_by_ratio(values)))  # fmt: skip

@@ -12,7 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from tiledsched.report.analysis import matched_pairs
+from tiledsched.report.analysis import matched_pairs, named_tile
 from tiledsched.report.records import Interaction, KnobShare
 from tiledsched.schedule import KnobValue, Schedule
 
@@ -79,6 +79,7 @@ def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interact
     one change the circumstance with the largest difference is given.
     """
     effects: dict[tuple[str, KnobValue, KnobValue], list[tuple[float, frozenset[str]]]] = defaultdict(list)
+    tile = named_tile(dict.fromkeys(knob for times in problems for schedule, _ in times for knob in schedule)) or ()
     for times in problems:
         best = min((us for _, us in times), default=math.inf)
         pairs_of = [(schedule, (schedule, us)) for schedule, us in times]
@@ -89,7 +90,7 @@ def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interact
                         (first, second), key=lambda one: _rank(one[0][knob])
                     )
                     change = math.log(after_us / before_us)
-                    circumstances = frozenset(_circumstances(before, knob))
+                    circumstances = frozenset(_circumstances(before, knob, tile))
                     effects[knob, before[knob], after[knob]].append((change, circumstances))
     found = [one for change, seen in effects.items() if (one := _largest(change, seen)) is not None]
     return tuple(sorted(found, key=lambda one: (-abs(one.effect_with - one.effect_without), one.knob)))[:most]
@@ -100,13 +101,13 @@ def _rank(value: KnobValue) -> tuple[float, str]:
     return (0.0, value) if isinstance(value, str) else (float(value), "")
 
 
-def _circumstances(schedule: Schedule, without: str) -> Iterator[str]:
-    """What may be said of a schedule apart from one knob."""
-    if {"tile_m", "tile_n"} <= set(schedule) and without not in ("tile_m", "tile_n"):
-        tile = f"tile={schedule['tile_m']}x{schedule['tile_n']}"
-        yield tile
+def _circumstances(schedule: Schedule, without: str, tile: Sequence[str]) -> Iterator[str]:
+    """What may be said of a schedule apart from one knob; `tile` are the knobs called like a tile's rows and columns."""
+    if tile and {*tile} <= set(schedule) and without not in tile:
+        size = f"tile={'x'.join(str(schedule[name]) for name in tile)}"
+        yield size
         if "persistent" in schedule and without != "persistent":
-            yield f"{tile}, {'one block per tile' if schedule['persistent'] == 'no' else 'persistent'}"
+            yield f"{size}, {'one block per tile' if schedule['persistent'] in ('no', 0) else 'persistent'}"
     for name, value in schedule.items():
         if name != without:
             yield f"{name}={str(value).lower()}"

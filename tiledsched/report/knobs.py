@@ -1,6 +1,6 @@
 """What each knob value was worth, over recorded landscapes: four Markdown tables.
 
-`python -m tiledsched.report.knobs tuning_db/landscapes/*_burst_*.json.xz`. Plain is the default of the space; the
+`python -m tiledsched.report.knobs tuning_db/landscapes/attention/*_burst_*.json.xz`. Plain is the default of the space; the
 structural knobs are those it marks `measured_only`. Programs that were never checked count in no time of the first two
 tables; the other two are the report's importance and interactions.
 """
@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiledsched.errors import ConfigError
+from tiledsched.kernel import kernel_named
 from tiledsched.measure.runner import Measurement
 from tiledsched.report.document import NOTHING, Table, to_markdown
 from tiledsched.report.importance import interactions, knob_shares
+from tiledsched.report.records import rate_of, unit_of
 from tiledsched.report.text import interactions_table, shares_table
 from tiledsched.schedule import KnobValue
 from tiledsched.space import SearchSpace
@@ -25,7 +27,7 @@ from tiledsched.store.exchange import read_table
 Landscapes = Sequence[Sequence[Measurement]]
 KNOB_HEAD = ("knob value", "programs", "checked", "in best", "clearly ahead", "over plain: median", "best",
              "over all others: median", "best", "pairs: median", "pairs")  # fmt: skip
-PROBLEM_HEAD = ("problem", "checked programs", "best schedule", "us", "TFLOP/s", "gain over no structural knob",
+PROBLEM_HEAD = ("problem", "checked programs", "best schedule", "us", "{unit}", "gain over no structural knob",
                 "intervals apart")  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def problem_row(pins: Mapping[str, KnobValue], ranked: Sequence[Measurement]) ->
     gain = f"{plain.median_us / best.median_us:.3f}x" if plain else NOTHING
     apart = "yes" if plain and best.ci_high_us < plain.ci_low_us else "no"
     return (str(best.problem), str(len(ranked)), best.schedule.short(), f"{best.median_us:.1f}",
-            f"{best.problem.tflops(best.median_us):.0f}", gain, apart)  # fmt: skip
+            f"{rate_of(best.problem, best.median_us):.0f}", gain, apart)  # fmt: skip
 
 
 def tables(space: SearchSpace, landscapes: Landscapes) -> tuple[Table, Table]:
@@ -111,14 +113,17 @@ def tables(space: SearchSpace, landscapes: Landscapes) -> tuple[Table, Table]:
     ]
     knob_rows = (knob_row(space, landscapes, *departure) for departure in departures)
     problem_rows = (problem_row(space.modelled_pins(), fastest_first(one)) for one in landscapes)
+    head = tuple(title.format(unit=unit_of(landscapes[0][0].problem)) for title in PROBLEM_HEAD)
     return (Table(head=KNOB_HEAD, rows=tuple(row for row in knob_rows if row[1] != "0")),
-            Table(head=PROBLEM_HEAD, rows=tuple(problem_rows)))  # fmt: skip
+            Table(head=head, rows=tuple(problem_rows)))  # fmt: skip
 
 
 if __name__ == "__main__":
     recorded = [[stored.measurement for stored in read_table(path).measurements] for path in sys.argv[1:]]
-    if len({(one.device.arch, one.regime) for landscape in recorded for one in landscape}) != 1:
-        raise ConfigError("the landscapes are not of one arch and one regime; give files of one of each")
+    kinds = {(one.problem.kernel, one.device.arch, one.regime) for landscape in recorded for one in landscape}
+    if len(kinds) != 1:
+        raise ConfigError("the landscapes are not of one kernel, one arch and one regime; give files of one of each")
+    ((kernel, arch, _),) = kinds
     times = [[(one.schedule, one.median_us) for one in landscape] for landscape in recorded]
-    print(to_markdown([*tables(space_for(recorded[0][0].device.arch), recorded), shares_table(knob_shares(times)),
+    print(to_markdown([*tables(space_for(arch, kernel=kernel_named(kernel)), recorded), shares_table(knob_shares(times)),
                        interactions_table(interactions(times))]), end="")  # fmt: skip

@@ -6,13 +6,15 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.cubin import ResourceFacts
-from tiledsched.errors import SpaceError
-from tiledsched.kernel import KernelClass, kernel_named
+from tiledsched.device import ARCHS
+from tiledsched.fields import Choice, Flag
+from tiledsched.kernel import KernelClass, ProblemClass
 from tiledsched.problem import Problem
-from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_times
+from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_knobs, tile_times
+from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.report.records import (
     MEASURED,
@@ -23,6 +25,7 @@ from tiledsched.report.records import (
     Report,
     Section,
     Timed,
+    rate_of,
 )
 from tiledsched.schedule import Schedule
 from tiledsched.space import SearchSpace
@@ -35,70 +38,80 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelTimes", "Report", "build_report"]
 
+T = TypeVar("T")
 ModelTimes = Callable[[Problem, list[BuildRecord]], dict[str, float]]
 """The model: from a problem and its builds to microseconds by schedule id. A build it cannot judge is left out."""
-ProgramKey = tuple[str, tuple[int, int, int] | None]
-"""(fingerprint, grid): what makes a program distinct on one problem and device."""
-LandscapeKey = tuple[str, Problem, str, str]
-"""(kernel, problem, device name, accumulator mode): what may be compared with each other."""
+ProgramKey = tuple[str, object]
+"""(fingerprint, grids): what makes a program distinct on one problem and device."""
+LandscapeKey = tuple[Problem, str, str]
+"""(problem, device name, accumulator mode): what may be compared with each other."""
 
 
 def build_report(
     db: TuningDB,
     arch: str,
     *,
+    kernel: KernelClass,
     regime: str = "burst",
     device_name: str | None = None,
     model_times: ModelTimes | None = None,
     space: SearchSpace | None = None,
 ) -> Report:
-    """All that `db` knows of the schedules of `arch`.
+    """All that `db` knows of the schedules of a kernel on `arch`.
 
     Args:
         db: an open database; reading it is enough.
         arch: e.g. sm_121.
+        kernel: what is reported; what the database holds of others is left alone.
         regime: burst or sustained. Measurements of the other one are left out, not mixed in.
         device_name: one device of the arch; None for all, each by itself.
         model_times: estimates for the problems that were not measured. Without it only the winner and the runner-up
             of each modelled entry are known.
-        space: where the default schedules come from; None for the one shipped for the arch.
+        space: where the default schedules come from; None for the kernel's own.
     """
-    entries = db.entries(arch=arch)
+    entries = db.entries(arch=arch, kernel=kernel.name)
     if device_name is not None:
         entries = [entry for entry in entries if entry.device_name in ("", device_name)]
-    taken = db.measurements(arch=arch, regime=regime, device_name=device_name)
-    existing = sum(line.measurements for line in db.landscapes() if line.arch == arch)
-    builds = _Builds(db, arch, taken, entries)
-    desk = _Desk(builds=builds, spaces=_Spaces(arch, space), entries=entries, regime=regime)
+    taken = db.measurements(arch=arch, regime=regime, device_name=device_name, kernel=kernel.name)
+    existing = sum(line.measurements for line in db.landscapes()
+                   if line.arch == arch and line.problem.kernel == kernel.name)  # fmt: skip
+    builds = _Builds(db, arch, kernel, taken, entries)
+    desk = _Desk(kernel=kernel, axes=axes_of(kernel), arch=arch, builds=builds, space=space or _or_none(space_for, arch, kernel),
+                 entries=entries, regime=regime)  # fmt: skip
 
     landscapes: dict[LandscapeKey, list[StoredMeasurement]] = defaultdict(list)
     for stored in taken:
         found = stored.measurement
-        landscapes[stored.kernel, found.problem, found.device.name, _accum_mode(found.schedule)].append(stored)
+        landscapes[found.problem, found.device.name, _accum_mode(found.schedule)].append(stored)
     measured = [desk.measured(key, members) for key, members in landscapes.items()]
 
-    done = {(kernel, problem, accum) for kernel, problem, _, accum in landscapes}
+    done = {(problem, accum) for problem, _, accum in landscapes}
     modelled = []
     for entry in entries:
-        key = (entry.kernel, entry.problem, entry.accum_mode)
+        key = (entry.problem, entry.accum_mode)
         if entry.provenance == MODELLED and key not in done:
             done.add(key)
             one = desk.modelled(entry, model_times)
             modelled += [one] if one else []
+    tile = tile_knobs(measured or modelled)
     return Report(
+        kernel=kernel.name,
         arch=arch,
+        axes=desk.axes,
+        tile_knobs=tile,
         regime=regime,
         device_name=device_name or "",
         elsewhere=existing - len(taken),
-        measured=_section(MEASURED, measured),
-        modelled=_section(MODELLED, modelled),
+        measured=_section(MEASURED, measured, tile),
+        modelled=_section(MODELLED, modelled, tile),
         unmeasured=tuple(entry for entry in entries if entry.provenance in ("transferred", "default")
-                         and (entry.kernel, entry.problem, entry.accum_mode) not in done),
-        inert=_inert(builds.all),
+                         and (entry.problem, entry.accum_mode) not in done),
+        inert=builds.knob_effects(),
         builds=sum(1 for build in builds.all if build.fingerprint),
-        failures=_count_failures(db.failures(arch=arch), builds.all),
+        failures=_count_failures([failed for failed in db.failures(arch=arch) if failed.kernel == kernel.name], builds.all),
         conditions=_conditions(taken),
-        regimes=tuple(compare_regimes(db, arch, device_name=device_name)),
+        regimes=tuple(one for one in compare_regimes(db, arch, device_name=device_name)
+                      if one.problem.kernel == kernel.name),
         model_compilers=tuple(sorted({entry.toolchain.compiler for entry in entries
                                       if entry.provenance == MODELLED and entry.toolchain})),
     )  # fmt: skip
@@ -108,119 +121,114 @@ def _accum_mode(schedule: Schedule) -> str:
     return str(schedule.get("accum_mode", "fp32"))
 
 
-def _section(provenance: str, problems: Sequence[ProblemReport]) -> Section:
-    ordered = tuple(sorted(problems, key=lambda one: (one.group, one.seq_len, one.problem)))
+def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
+    ordered = tuple(sorted((replace(one, tiles=tile_times(one.timed, tile)) for one in problems),
+                           key=lambda one: (one.group, one.size, one.problem)))  # fmt: skip
     times = [[(one.schedule, one.us) for one in report.timed if one.same_program_as is None]
              for report in ordered if provenance == MEASURED]  # fmt: skip
     return Section(provenance=provenance, problems=ordered, sensitivity=sensitivity(ordered),
                    knobs=joined_importance(ordered), shares=knob_shares(times), interactions=interactions(times))  # fmt: skip
 
 
-class _Spaces:
-    """Default schedules, from a space given or from those shipped."""
-
-    def __init__(self, arch: str, given: SearchSpace | None) -> None:
-        self._arch, self._given = arch, given
-        self._found: dict[str, SearchSpace | None] = {}
-
-    def default(self, kernel: str, problem: Problem) -> Schedule | None:
-        """The default schedule; None where there is no space or nothing valid in it."""
-        if self._given is None and kernel not in self._found:
-            try:
-                self._found[kernel] = space_for(self._arch, kernel=kernel)
-            except SpaceError:
-                self._found[kernel] = None
-        space = self._given or self._found[kernel]
-        try:
-            return space.default(problem) if space else None
-        except SpaceError:
-            return None
-
-
 class _Builds:
     """Every build by the compilers and kernel sources that the evidence was made with."""
 
-    def __init__(self, db: TuningDB, arch: str, taken: list[StoredMeasurement], entries: list[EntryRecord]) -> None:
-        wanted: dict[tuple[str, str, str], Toolchain] = {}
+    def __init__(self, db: TuningDB, arch: str, kernel: KernelClass, taken: list[StoredMeasurement],
+                 entries: list[EntryRecord]) -> None:  # fmt: skip
+        wanted: dict[tuple[str, str], Toolchain] = {}
         for stored in taken:
-            wanted[stored.kernel, stored.source_hash, stored.toolchain.id] = stored.toolchain
+            wanted[stored.source_hash, stored.toolchain.id] = stored.toolchain
         for entry in entries:
             if entry.toolchain is not None:
-                wanted[entry.kernel, entry.source_hash, entry.toolchain.id] = entry.toolchain
+                wanted[entry.source_hash, entry.toolchain.id] = entry.toolchain
         self.all: list[BuildRecord] = []
-        for (kernel, source_hash, _), toolchain in wanted.items():
-            self.all += db.find_builds(kernel, source_hash, toolchain, arch).values()
+        for (source_hash, _), toolchain in wanted.items():
+            self.all += db.find_builds(kernel.name, source_hash, toolchain, arch).values()
         self._facts = {fingerprint: record.facts for (_, fingerprint), record in db.artifacts(arch).items()}
         self._facts |= {build.fingerprint: build.facts for build in self.all if build.facts}
-        self._by_class: dict[tuple[str, int, str, bool, int], list[BuildRecord]] = defaultdict(list)
+        self._kernel = kernel
+        self._compiled_in = [name for name, each in kernel.fields.items()
+                             if isinstance(each, (Choice, Flag)) or getattr(each, "constant", False)]  # fmt: skip
+        self._alike: dict[tuple[object, ...], list[BuildRecord]] = defaultdict(list)
         for build in self.all:
-            which = build.problem_class
-            key = (build.kernel, which.head_dim, which.dtype, which.causal, which.group)
-            self._by_class[key].append(build)
+            if build.fingerprint:
+                self._alike[tuple(map(build.problem_class.values.get, self._compiled_in))].append(build)
+        self._serving: dict[Problem, list[BuildRecord]] = {}
 
     def facts(self, fingerprint: str) -> ResourceFacts | None:
         """Resources of a machine code; None where unknown."""
         return self._facts.get(fingerprint)
 
-    def of(self, template: KernelClass, problem: Problem) -> list[BuildRecord]:
+    def of(self, problem: Problem, device: Any) -> list[BuildRecord]:
         """Successful builds whose machine code serves `problem`."""
-        key = (template.name, problem.head_dim, problem.dtype, problem.causal, problem.group)
-        return [build for build in self._by_class.get(key, []) if build.fingerprint
-                and build.problem_class == _or_none(template.problem_class, build.schedule, problem)]  # fmt: skip
+        from tiledsched.launches import problem_class
+
+        if problem not in self._serving:
+            alike = self._alike.get(tuple(map(problem.values.get, self._compiled_in)), [])
+            self._serving[problem] = [
+                build for build in alike
+                if build.problem_class == _or_none(problem_class, self._kernel, problem, build.schedule, device)]  # fmt: skip
+        return self._serving[problem]
+
+    def knob_effects(self) -> tuple[KnobEffect, ...]:
+        """Whether knobs reach the machine code, the most inert first, over builds that serve one of the problems asked for.
+
+        Problems served by the same builds count once. A build's own class does not say which builds to compare: it
+        holds constants of the kernel that follow from the knobs.
+        """
+        groups = {tuple(build.key for build in found): found for found in self._serving.values()}
+        compared = knob_effects(replace(build, problem_class=ProblemClass({"group": place}))
+                                for place, found in enumerate(groups.values()) for build in found)  # fmt: skip
+        return tuple(sorted((effect for effect in compared if effect.pairs),
+                            key=lambda effect: (-effect.same / effect.pairs, effect.knob)))  # fmt: skip
 
 
-def _or_none(function: Callable[..., object], *arguments: object) -> object | None:
-    """The function's value; None for a schedule of an older space, which lacks a knob."""
+def _or_none(function: Callable[..., T], *arguments: object) -> T | None:
+    """The function's value; None where there is none: on a schedule of an older space an author's function may raise anything."""
     try:
         return function(*arguments)
-    except KeyError:
+    except Exception:
         return None
-
-
-def _programs(template: KernelClass, problem: Problem, sm_count: int) -> Callable[[str, Schedule], ProgramKey]:
-    def program(fingerprint: str, schedule: Schedule) -> ProgramKey:
-        grid = _or_none(template.grid, schedule, problem, max(1, sm_count))
-        return fingerprint, grid if isinstance(grid, tuple) else None
-
-    return program
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Desk:
     """What is needed to write up one problem."""
 
+    kernel: KernelClass
+    axes: Axes
+    arch: str
     builds: _Builds
-    spaces: _Spaces
+    space: SearchSpace | None
     entries: list[EntryRecord]
     regime: str
 
     def measured(self, key: LandscapeKey, stored: Sequence[StoredMeasurement]) -> ProblemReport:
         """One problem on one device, from all its measurements, newest first."""
-        kernel, problem, _, accum_mode = key
-        template = kernel_named(kernel)
+        problem, _, accum_mode = key
+        device = stored[0].measurement.device
         # Of a schedule measured with several compilers only the newest counts; likewise of a program.
         by_schedule: dict[Schedule, StoredMeasurement] = {}
         for one in stored:
             by_schedule.setdefault(one.measurement.schedule, one)
         by_program: dict[ProgramKey, StoredMeasurement] = {}
-        program_of = _programs(template, problem, stored[0].measurement.device.sm_count)
         others: list[tuple[Schedule, ProgramKey]] = []
         for schedule, one in by_schedule.items():
-            program = program_of(one.measurement.fingerprint, schedule)
+            program = self._program(one.measurement.fingerprint, problem, schedule, device)
             if program in by_program:
                 others.append((schedule, program))
             else:
                 by_program[program] = one
-        for build in self.builds.of(template, problem):
+        for build in self.builds.of(problem, device):
             if build.schedule not in by_schedule and _accum_mode(build.schedule) == accum_mode:
-                others.append((build.schedule, program_of(build.fingerprint, build.schedule)))
+                others.append((build.schedule, self._program(build.fingerprint, problem, build.schedule, device)))
 
         timed = {}
         for one in by_program.values():
             found = one.measurement
             timed[found.schedule] = Timed(
-                schedule=found.schedule, fingerprint=found.fingerprint, us=found.median_us, relative=1.0,
-                tflops=problem.tflops(found.median_us), ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us,
+                schedule=found.schedule, fingerprint=found.fingerprint, us=found.median_us,
+                ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us,
                 samples=len(found.samples_us), facts=self.builds.facts(found.fingerprint),
                 worst_tile_error=found.accuracy.worst_tile_error if found.accuracy else None,
             )  # fmt: skip
@@ -228,13 +236,12 @@ class _Desk:
             if program in by_program and schedule not in timed:
                 own = timed[by_program[program].measurement.schedule]
                 timed[schedule] = replace(own, schedule=schedule, same_program_as=own.schedule)
-        served = self._served(key)
-        return self._write_up(MEASURED, key, list(timed.values()), served, len(stored))
+        return self._write_up(MEASURED, key, list(timed.values()), self._served(key), len(stored))
 
     def modelled(self, entry: EntryRecord, model_times: ModelTimes | None) -> ProblemReport | None:
         """One problem nobody measured; None where not even the model gives a time."""
-        template, problem = kernel_named(entry.kernel), entry.problem
-        builds = [build for build in self.builds.of(template, problem)
+        problem, device = entry.problem, ARCHS.get(self.arch)
+        builds = [build for build in self.builds.of(problem, device)
                   if _accum_mode(build.schedule) == entry.accum_mode
                   and (entry.toolchain is None or build.toolchain == entry.toolchain)
                   and (not entry.source_hash or build.source_hash == entry.source_hash)]  # fmt: skip
@@ -249,38 +256,41 @@ class _Desk:
         if not us:
             return None
         timed = []
-        program_of, first = _programs(template, problem, 1), dict[ProgramKey, Schedule]()
+        first: dict[ProgramKey, Schedule] = {}
         for schedule in sorted(us, key=lambda schedule: (us[schedule], schedule != entry.schedule, schedule.id)):
             fingerprint = fingerprints.get(schedule, "")
-            known = first.setdefault(program_of(fingerprint or schedule.id, schedule), schedule)
-            timed.append(Timed(schedule=schedule, fingerprint=fingerprint, us=us[schedule], relative=1.0,
-                               tflops=problem.tflops(us[schedule]), facts=self.builds.facts(fingerprint),
+            program = self._program(fingerprint or schedule.id, problem, schedule, device)
+            known = first.setdefault(program, schedule)
+            timed.append(Timed(schedule=schedule, fingerprint=fingerprint, us=us[schedule], facts=self.builds.facts(fingerprint),
                                same_program_as=None if known is schedule else known))  # fmt: skip
-        return self._write_up(MODELLED, (entry.kernel, problem, "", entry.accum_mode), timed, entry, 0)
+        return self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0)
+
+    def _program(self, fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:
+        return fingerprint, _or_none(self.kernel.grids, problem, schedule, device)
 
     def _served(self, key: LandscapeKey) -> EntryRecord | None:
-        kernel, problem, device_name, accum_mode = key
-        fitting = [entry for entry in self.entries
-                   if (entry.kernel, entry.problem, entry.accum_mode) == (kernel, problem, accum_mode)
+        problem, device_name, accum_mode = key
+        fitting = [entry for entry in self.entries if (entry.problem, entry.accum_mode) == (problem, accum_mode)
                    and entry.device_name in ("", device_name) and entry.regime in ("", self.regime)]  # fmt: skip
         return min(fitting, key=lambda entry: (entry.rank, not entry.device_name, not entry.regime), default=None)
 
     def _write_up(self, provenance: str, key: LandscapeKey, timed: list[Timed], served: EntryRecord | None,
                   measurements: int) -> ProblemReport:  # fmt: skip
-        kernel, problem, device_name, accum_mode = key
+        problem, device_name, accum_mode = key
         chosen = served.schedule if served else None  # among equal times, the one that is served stands first
         timed.sort(key=lambda one: (one.us, one.same_program_as is not None, one.schedule != chosen, one.schedule.id))
-        timed = [replace(one, relative=one.us / timed[0].us) for one in timed]
+        timed = [replace(one, relative=one.us / timed[0].us, rate=rate_of(problem, one.us)) for one in timed]
         programs = [one for one in timed if one.same_program_as is None]
         ties = _ties(timed, programs, served) if provenance == MEASURED else set()
-        default = self.spaces.default(kernel, problem)
+        default = _or_none(self.space.default, problem) if self.space else None
         return ProblemReport(
-            provenance=provenance, problem=problem, device_name=device_name, accum_mode=accum_mode, timed=tuple(timed),
+            provenance=provenance, problem=problem, device_name=device_name, accum_mode=accum_mode,
+            size=self.axes.size(problem), shared=self.axes.shared_values(problem), timed=tuple(timed),
             runner_up=next((one for one in programs[1:] if one.schedule not in ties), None),
             ties=tuple(one.schedule for one in programs if one.schedule in ties),
             default=next((one for one in timed if one.schedule == default), None),
             median_us=statistics.median(one.us for one in programs), programs=len(programs), measurements=measurements,
-            served=served, tiles=tile_times(timed), knobs=knob_importance(timed),
+            served=served, knobs=knob_importance(timed),
         )  # fmt: skip
 
 
@@ -294,11 +304,6 @@ def _ties(timed: Sequence[Timed], programs: Sequence[Timed], served: EntryRecord
             return raced - {best.schedule}
     high = best.ci_high_us or best.us
     return {one.schedule for one in programs[1:] if (one.ci_low_us or one.us) <= high}
-
-
-def _inert(builds: Iterable[BuildRecord]) -> tuple[KnobEffect, ...]:
-    compared = [effect for effect in knob_effects(builds) if effect.pairs]
-    return tuple(sorted(compared, key=lambda effect: (-effect.same / effect.pairs, effect.knob)))
 
 
 def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRecord]) -> tuple[FailureCount, ...]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.measure.runner import Device
 from tiledsched.problem import Problem
+from tiledsched.report.axes import Axes
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.store.records import EntryRecord
 
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
 MEASURED = "measured"
 MODELLED = "modelled"
 Tile = tuple[int, int]
-"""(tile_m, tile_n)."""
+"""Values of the report's two tile knobs."""
+
+
+def unit_of(problem: Problem) -> str:
+    """What rates are given in: TFLOP/s, or GB/s where the problem has no FLOPs."""
+    return "TFLOP/s" if problem.flops else "GB/s"
+
+
+def rate_of(problem: Problem, us: float) -> float:
+    """The rate at `us` microseconds, in the problem's unit."""
+    return problem.tflops(us) if problem.flops else problem.gbps(us)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +45,10 @@ class Timed:
     """Its machine code; empty where unknown."""
     us: float
     """Median of the measurement, or the model's estimate, in microseconds: the report's provenance says which."""
-    relative: float
+    relative: float = 1.0
     """us / us of the best schedule: 1 for the best."""
-    tflops: float
-    """TFLOP/s at `us`."""
+    rate: float = 0.0
+    """TFLOP/s or GB/s at `us`, in the problem's unit."""
     ci_low_us: float | None = None
     """Lower end of the 95% confidence interval of the median; None where modelled."""
     ci_high_us: float | None = None
@@ -57,13 +68,11 @@ class TileTime:
     """The best schedule of one tile size."""
 
     tile: Tile
-    """(tile_m, tile_n)."""
+    """Values of the tile knobs."""
     us: float
     """Best time over all other knobs, in microseconds."""
     relative: float
     """us / us of the best tile."""
-    schedule: Schedule
-    """The schedule that has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +83,6 @@ class KnobValueRatio:
     """The value."""
     ratio: float
     """Best time with the knob at this value / best time overall; a geometric mean where several problems are joined."""
-    problems: int
-    """Problems in which the value was timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +149,10 @@ class ProblemReport:
     """The GPU measured; empty where modelled."""
     accum_mode: str
     """fp32 or fp16 accumulators; the two are never compared."""
+    size: int
+    """What it is filed under: its value along the first of the kernel's axes."""
+    shared: tuple[Any, ...]
+    """What problems must share to be in one table: a value for each of `Axes.shared`."""
     timed: tuple[Timed, ...]
     """Every schedule with a time, fastest first; at least one."""
     runner_up: Timed | None
@@ -158,10 +169,10 @@ class ProblemReport:
     """Measurements, repeats included; 0 where modelled."""
     served: EntryRecord | None
     """What the database serves for this problem; None where it has no entry."""
-    tiles: tuple[TileTime, ...]
-    """Each tile size, best first; empty where schedules have no tile_m and tile_n."""
     knobs: tuple[KnobImportance, ...]
     """Knobs with more than one value, the most important first."""
+    tiles: tuple[TileTime, ...] = ()
+    """Each tile size, best first; empty where schedules have no tile knobs."""
 
     @property
     def best(self) -> Timed:
@@ -194,34 +205,25 @@ class ProblemReport:
         return self.tiles[1].us / self.tiles[0].us - 1 if len(self.tiles) > 1 else None
 
     @property
-    def seq_len(self) -> int:
-        """The sequence length it is filed under, in tokens: the larger of seq_q and seq_k."""
-        return max(self.problem.seq_q, self.problem.seq_k)
-
-    @property
-    def group(self) -> tuple[str, int, str, bool, str]:
-        """(device name, head_dim, dtype, causal, accumulator mode): problems of one group share a table."""
-        return self.device_name, self.problem.head_dim, self.problem.dtype, self.problem.causal, self.accum_mode
+    def group(self) -> tuple[Any, ...]:
+        """(device name, shared values, accumulator mode): problems of one group share a table."""
+        return self.device_name, self.shared, self.accum_mode
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileSensitivity:
-    """What the choice of tile is worth in one regime of sequence lengths."""
+    """What the choice of tile is worth in one regime of sizes."""
 
     device_name: str
     """The GPU measured; empty where modelled."""
-    head_dim: int
-    """Columns of each array."""
-    dtype: str
-    """Element type."""
-    causal: bool
-    """Whether masked."""
+    shared: tuple[Any, ...]
+    """What its problems share: a value for each of `Axes.shared`."""
     accum_mode: str
     """fp32 or fp16 accumulators."""
     regime: str
     """short, medium or long."""
-    seq_lens: tuple[int, ...]
-    """The sequence lengths joined."""
+    sizes: tuple[int, ...]
+    """The sizes joined, along the first of the kernel's axes."""
     problems: int
     """Problems joined."""
     best: Tile
@@ -241,7 +243,7 @@ class Section:
     provenance: str
     """measured or modelled."""
     problems: tuple[ProblemReport, ...]
-    """By device, head_dim, dtype, causal, accumulator mode, then sequence length."""
+    """By device, what they share, accumulator mode, then size."""
     sensitivity: tuple[TileSensitivity, ...]
     """By the same groups, then regime."""
     knobs: tuple[KnobImportance, ...]
@@ -304,10 +306,16 @@ class DeviceConditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What is known of the schedules of one arch."""
+    """What is known of one kernel's schedules on one arch."""
 
+    kernel: str
+    """Its name."""
     arch: str
     """e.g. sm_121."""
+    axes: Axes
+    """How its problems are laid out."""
+    tile_knobs: tuple[str, str] | None
+    """The two knobs that make a tile; None where there are no two."""
     regime: str
     """burst or sustained: the measurements taken in."""
     device_name: str
@@ -334,6 +342,12 @@ class Report:
     """Compilers behind the modelled entries, one line each."""
 
     @property
+    def accuracy_classes(self) -> bool:
+        """Whether the kernel can be less accurate for speed: only then is the accumulator mode worth a column."""
+        best = [one.best.schedule for section in (self.measured, self.modelled) for one in section.problems]
+        return any("accum_mode" in schedule for schedule in (*best, *(entry.schedule for entry in self.unmeasured)))
+
+    @property
     def warning(self) -> str:
         """The first line of a report that holds no measurement; empty where something was measured."""
         if self.measured.problems:
@@ -343,4 +357,5 @@ class Report:
             where += f" in the {self.regime} regime" + (f" on {self.device_name}" if self.device_name else "")
         if self.modelled.problems:
             return f"Nothing was measured on {where}: every figure below is the model's estimate"
-        return f"Nothing was measured on {where}, and nothing was modelled: run `tiledsched tune --arch {self.arch}`"
+        todo = f"tiledsched tune {self.kernel} --arch {self.arch}"
+        return f"Nothing was measured on {where}, and nothing was modelled: run `{todo}`"

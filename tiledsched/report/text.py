@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from tiledsched.errors import ConfigError
 from tiledsched.report import plots
+from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import importance_csv, interactions_csv, regimes_csv, schedules_csv, sensitivity_csv
 from tiledsched.report.document import NOTHING, Block, Heading, Image, Paragraph, Table, to_html, to_markdown
 from tiledsched.report.records import (
     MEASURED,
-    MODELLED,
     DeviceConditions,
     Interaction,
-    KnobImportance,
     KnobShare,
     ProblemReport,
     Report,
     Section,
     Tile,
+    unit_of,
 )
-from tiledsched.schedule import KnobValue
+from tiledsched.schedule import Schedule
 
 NO_PLOTS = "Heat maps are given as tables: for pictures, run `pip install 'tiledsched[report]'`."
 
@@ -40,7 +40,7 @@ def write_report(report: Report, out_dir: str | Path) -> list[Path]:
     blocks = document(report, images)
     files: dict[str, bytes] = {
         "report.md": to_markdown(blocks).encode(),
-        "report.html": to_html(blocks, title=f"Tiling sensitivity on {report.arch}").encode(),
+        "report.html": to_html(blocks, title=_title(report)).encode(),
         "schedules.csv": schedules_csv(report).encode(),
         "sensitivity.csv": sensitivity_csv(report).encode(),
         **({"regimes.csv": regimes_csv(report).encode()} if report.regimes else {}),
@@ -62,14 +62,18 @@ def write_report(report: Report, out_dir: str | Path) -> list[Path]:
 def document(report: Report, images: Mapping[str, bytes] | None = None) -> list[Block]:
     """The whole report. `images` are the heat maps by file name; None where they could not be drawn."""
     blocks: list[Block] = [Paragraph(text=report.warning, warning=True)] if report.warning else []
-    blocks.append(Heading(text=f"Tiling sensitivity on {report.arch}", level=1))
+    blocks.append(Heading(text=_title(report), level=1))
     blocks += [Paragraph(text=line) for line in _summary(report)]
     sections = [section for section in (report.measured, report.modelled) if section.problems]
     if images is None and any(plots.with_tiles(section) for section in sections):
         blocks.append(Paragraph(text=NO_PLOTS))
     for section in sections:
-        blocks += _section(section, report.arch, images)
+        blocks += _section(section, report, images)
     return [*blocks, *_regimes(report), *_inert(report), *_unmeasured(report), *_failures(report), *_conditions(report)]
+
+
+def _title(report: Report) -> str:
+    return f"Tiling sensitivity on {report.arch}: {report.kernel}"
 
 
 def _summary(report: Report) -> list[str]:
@@ -92,15 +96,14 @@ def _summary(report: Report) -> list[str]:
     return lines
 
 
-def _section(section: Section, arch: str, images: Mapping[str, bytes] | None) -> list[Block]:
-    measured = section.provenance == MEASURED
-    name = "measured" if measured else "modelled"
+def _section(section: Section, report: Report, images: Mapping[str, bytes] | None) -> list[Block]:
+    name = section.provenance
     blocks: list[Block] = [Heading(text=f"Best schedules, {name}")]
     for _, members in groupby(section.problems, key=lambda one: one.group):
         group = list(members)
-        blocks += [Heading(text=_group_title(group[0], arch), level=3), _best_table(group)]
+        blocks += [Heading(text=_group_title(group[0], report), level=3), _best_table(group, report)]
     if section.sensitivity:
-        blocks += [Heading(text=f"Tiling sensitivity, {name}"), *_sensitivity(section)]
+        blocks += [Heading(text=f"Tiling sensitivity, {name}"), *_sensitivity(section, report)]
     if section.knobs:
         blocks += [Heading(text=f"Knobs, {name}"), *_knobs(section)]
     if section.shares:
@@ -110,92 +113,77 @@ def _section(section: Section, arch: str, images: Mapping[str, bytes] | None) ->
                    interactions_table(section.interactions)]  # fmt: skip
     if any(one.best.facts for one in section.problems):
         blocks += [Heading(text=f"Resources of the winners, {name}"), _resources(section)]
-    blocks += _heat_maps(section, arch, images)
-    if measured:
-        blocks += [Heading(text="Evidence"), _evidence(section)]
+    blocks += _heat_maps(section, report, images)
+    if name == MEASURED:
+        blocks += [Heading(text="Evidence"), _evidence(section, report)]
     return blocks
 
 
-def _group_title(one: ProblemReport, arch: str) -> str:
-    parts = [f"D={one.problem.head_dim} {one.problem.dtype}"]
-    parts += ["causal"] if one.problem.causal else []
-    parts += [f"{one.accum_mode} accumulators"] if one.accum_mode != "fp32" else []
-    return f"{', '.join(parts)} on {one.device_name or arch}"
+def _group_title(one: ProblemReport, report: Report) -> str:
+    accum = f"{one.accum_mode} accumulators" if one.accum_mode != "fp32" else ""
+    what = ", ".join(part for part in (report.axes.describe_shared(one.problem), accum) if part)
+    where = one.device_name or report.arch
+    return f"{what} on {where}" if what else where
 
 
-def _labelled(provenance: str, table: Table, identity: int) -> Table:
-    """The table with `modelled` in the title of every column after the first `identity` ones, where it is so."""
-    if provenance != MODELLED:
-        return table
-    head = (*table.head[:identity], *(f"modelled {title}" for title in table.head[identity:]))
-    return Table(head=head, rows=table.rows)
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]], *, modelled_from: int | None = None) -> Table:
+    """A table; the titles of its columns from `modelled_from` on say that they are modelled."""
+    titles = tuple(title if modelled_from is None or place < modelled_from else f"modelled {title}"
+                   for place, title in enumerate(head))  # fmt: skip
+    return Table(head=titles, rows=tuple(map(tuple, rows)))
 
 
-def _best_table(group: Sequence[ProblemReport]) -> Table:
+def _accum(report: Report, text: str) -> list[str]:
+    """A cell for the accumulator mode, if it is worth a column."""
+    return [text] if report.accuracy_classes else []
+
+
+def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
+    sizes = report.axes.columns_of([one.problem for one in group])
+    units = list(dict.fromkeys(unit_of(one.problem) for one in group))
     measured = group[0].provenance == MEASURED
-    columns: list[tuple[str, Callable[[ProblemReport], str]]] = [
-        ("S", _seq), ("B", lambda one: str(one.problem.batch)), ("H", _heads),
-        ("best", lambda one: f"`{one.best.schedule.short()}`"),
-        ("µs", lambda one: _us(one.best.us)),
-        ("95% interval", lambda one: _interval(one.best.ci_low_us, one.best.ci_high_us)),
-        ("TFLOP/s", lambda one: f"{one.best.tflops:.1f}"),
-        ("runner-up", lambda one: f"`{one.runner_up.schedule.short()}`" if one.runner_up else NOTHING),
-        ("drop", lambda one: _percent(one.runner_up_drop)),
-        ("ties", lambda one: str(len(one.ties))),
-        ("default's drop", lambda one: _percent(one.default_drop)),
-        ("median's drop", lambda one: _percent(one.median_drop if one.programs > 1 else None)),
-        ("worst", lambda one: f"{one.worst.relative:.2f}x" if one.programs > 1 else NOTHING),
-    ]  # fmt: skip
-    if not measured:
-        columns = [column for column in columns if column[0] not in ("95% interval", "ties")]
-    table = Table(head=tuple(title for title, _ in columns), rows=tuple(
-        tuple(text(one) for _, text in columns) for one in group))  # fmt: skip
-    return _labelled(group[0].provenance, table, 3)
+    head = [*sizes, "best", "µs", *(["95% interval"] if measured else []), *units, "runner-up", "drop",
+            *(["ties"] if measured else []), "default's drop", "median's drop", "worst"]  # fmt: skip
+    return _table(head, (
+        (*(cell(one.problem, fields) for fields in sizes.values()), _short(one.best.schedule), _us(one.best.us),
+         *([_interval(one.best.ci_low_us, one.best.ci_high_us)] if measured else []),
+         *(f"{one.best.rate:.1f}" if unit_of(one.problem) == unit else NOTHING for unit in units),
+         _short(one.runner_up.schedule) if one.runner_up else NOTHING, _percent(one.runner_up_drop),
+         *([str(len(one.ties))] if measured else []), _percent(one.default_drop),
+         _percent(one.median_drop if one.programs > 1 else None),
+         f"{one.worst.relative:.2f}x" if one.programs > 1 else NOTHING) for one in group
+    ), modelled_from=None if measured else len(sizes))  # fmt: skip
 
 
-def _sensitivity(section: Section) -> list[Block]:
-    rows = tuple(
-        (_where(section, line.device_name), str(line.head_dim), line.dtype, _yes(line.causal), line.accum_mode,
-         f"{line.regime} ({', '.join(map(str, line.seq_lens))})", str(line.problems), _tile(line.best),
-         _tile(line.runner_up), _percent(line.drop), _percent(line.spread))
-        for line in section.sensitivity
-    )  # fmt: skip
-    head = (
-        "device",
-        "D",
-        "dtype",
-        "causal",
-        "accum",
-        "S",
-        "problems",
-        "best tile",
-        "runner-up tile",
-        "drop",
-        "worst tile's drop",
+def _sensitivity(section: Section, report: Report) -> list[Block]:
+    axes, tile = report.axes, " x ".join(report.tile_knobs or ())
+    identity = ["device", *axes.titles.values(), *_accum(report, "accum"), axes.swept_title, "problems"]
+    text = (
+        f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a regime joins several problems, "
+        f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above."
     )
-    return [
-        Paragraph(
-            text="Each tile (tile_m x tile_n) is judged by its best schedule over all other knobs; where a regime "
-            "joins several problems, by the geometric mean. Short is S up to 1024, medium up to 4096, long above."
-        ),
-        _labelled(section.provenance, Table(head=head, rows=rows), 7),
-    ]
+    return [Paragraph(text=text), _table([*identity, "best tile", "runner-up tile", "drop", "worst tile's drop"], (
+        (line.device_name or NOTHING, *map(show, line.shared), *_accum(report, line.accum_mode),
+         f"{line.regime} ({', '.join(map(str, line.sizes))})", str(line.problems), _tile(line.best),
+         _tile(line.runner_up), _percent(line.drop), _percent(line.spread)) for line in section.sensitivity
+    ), modelled_from=_from(section, len(identity)))]  # fmt: skip
 
 
 def _knobs(section: Section) -> list[Block]:
-    rows = tuple(
-        (f"`{effect.knob}`", f"{effect.pairs:,}", _percent(effect.mean_change), _percent(effect.largest_change),
-         _values(effect)) for effect in section.knobs
-    )  # fmt: skip
+    text = (
+        "Pairs are schedules of one problem that differ in that knob only; a change is slower / faster - 1. "
+        "The last column is what holding the knob at a value costs when all others stay free (1.000: nothing), a "
+        "geometric mean over the problems that have the value."
+    )
     head = ("knob", "pairs", "mean change", "largest change", "best time with the knob held / best time")
-    return [
-        Paragraph(
-            text="Pairs are schedules of one problem that differ in that knob only; a change is slower / faster - 1. "
-            "The last column is what holding the knob at a value costs when all others stay free (1.000: nothing), a "
-            "geometric mean over the problems that have the value."
-        ),
-        _labelled(section.provenance, Table(head=head, rows=rows), 1),
-    ]
+    return [Paragraph(text=text), _table(head, (
+        (f"`{effect.knob}`", f"{effect.pairs:,}", _percent(effect.mean_change), _percent(effect.largest_change),
+         ", ".join(f"{show(line.value)}: {line.ratio:.3f}" for line in effect.values)) for effect in section.knobs
+    ), modelled_from=_from(section, 1))]  # fmt: skip
+
+
+def _from(section: Section, columns: int) -> int | None:
+    return None if section.provenance == MEASURED else columns
 
 
 SHARES = (
@@ -211,136 +199,117 @@ INTERACTIONS = (
 
 def shares_table(shares: Sequence[KnobShare]) -> Table:
     """Importance by knob."""
-    rows = tuple((f"`{one.knob}`", _percent(one.share), _percent(one.largest), str(one.problems)) for one in shares)
-    return Table(head=("knob", "mean share", "largest share", "problems"), rows=rows)
+    return _table(("knob", "mean share", "largest share", "problems"), (
+        (f"`{one.knob}`", _percent(one.share), _percent(one.largest), str(one.problems)) for one in shares))  # fmt: skip
 
 
 def interactions_table(found: Sequence[Interaction]) -> Table:
     """Interactions, one change to a row."""
-    rows = tuple(
-        (f"`{one.knob}`: {_value(one.before)} to {_value(one.after)}", f"`{one.circumstance}`", _change(one.effect_with),
-         str(one.pairs_with), _change(one.effect_without), str(one.pairs_without)) for one in found
-    )  # fmt: skip
-    return Table(head=("change", "circumstance", "time with it", "pairs", "time elsewhere", "pairs"), rows=rows)
-
-
-def _change(fraction: float) -> str:
-    return f"{fraction * 100:+.1f}%"
-
-
-def _values(effect: KnobImportance) -> str:
-    return ", ".join(f"{_value(line.value)}: {line.ratio:.3f}" for line in effect.values)
+    return _table(("change", "circumstance", "time with it", "pairs", "time elsewhere", "pairs"), (
+        (f"`{one.knob}`: {show(one.before)} to {show(one.after)}", f"`{one.circumstance}`", f"{one.effect_with * 100:+.1f}%",
+         str(one.pairs_with), f"{one.effect_without * 100:+.1f}%", str(one.pairs_without)) for one in found))  # fmt: skip
 
 
 def _resources(section: Section) -> Table:
+    measured = section.provenance == MEASURED
+    # Resources are facts of the machine code, not estimates; only the choice of the schedule is the model's.
+    head = ["device", "problem", "schedule" if measured else "modelled best", "registers", "threads", "spill bytes",
+            "shared KiB", "CTAs/SM", "code KiB", *(["worst tile error"] if measured else []), "fingerprint"]  # fmt: skip
     rows = []
     for one in section.problems:
         if (facts := one.best.facts) is not None:
             error = one.best.worst_tile_error
             rows.append((
-                _where(section, one.device_name), str(one.problem), f"`{one.best.schedule.short()}`",
-                str(facts.registers), str(facts.threads), str(facts.spill_bytes), f"{facts.shared_bytes / 1024:.1f}",
-                str(facts.ctas_per_sm), f"{facts.code_bytes / 1024:.1f}",
-                f"{error:.1e}" if error is not None else NOTHING,
-                f"`{one.best.fingerprint}`",
+                one.device_name or NOTHING, str(one.problem), _short(one.best.schedule), str(facts.registers),
+                str(facts.threads), str(facts.spill_bytes), f"{facts.shared_bytes / 1024:.1f}", str(facts.ctas_per_sm),
+                f"{facts.code_bytes / 1024:.1f}",
+                *([f"{error:.1e}" if error is not None else NOTHING] if measured else []), f"`{one.best.fingerprint}`",
             ))  # fmt: skip
-    head = ("device", "problem", "schedule", "registers", "threads", "spill bytes", "shared KiB", "CTAs/SM", "code KiB",
-            "worst tile error", "fingerprint")  # fmt: skip
-    if section.provenance == MEASURED:
-        return Table(head=head, rows=tuple(rows))
-    # Resources are facts of the machine code, not estimates; only the choice of the schedule is the model's.
-    head = (*head[:2], "modelled best", *head[3:])
-    return Table(head=(*head[:9], head[10]), rows=tuple((*row[:9], row[10]) for row in rows))
+    return _table(head, rows)
 
 
-def _heat_maps(section: Section, arch: str, images: Mapping[str, bytes] | None) -> list[Block]:
+def _heat_maps(section: Section, report: Report, images: Mapping[str, bytes] | None) -> list[Block]:
     problems = plots.with_tiles(section)
-    if not problems:
-        return []
-    blocks: list[Block] = [Heading(text=f"Heat maps, {section.provenance}")]
+    blocks: list[Block] = [Heading(text=f"Heat maps, {section.provenance}")] if problems else []
     for one in problems:
-        name = plots.file_name(one)
-        if images is not None and name in images:
-            blocks.append(Image(name=name, png=images[name], text=f"Heat map: {plots.title(one, arch)}"))
-        elif images is None:
-            blocks += [Heading(text=plots.title(one, arch), level=3), _heat_table(one)]
+        name, title = plots.file_name(one), plots.title(one, report.arch)
+        if images is None:
+            blocks += [Heading(text=title, level=3), _heat_table(one, report)]
+        elif name in images:
+            blocks.append(Image(name=name, png=images[name], text=f"Heat map: {title}"))
     return blocks
 
 
-def _heat_table(one: ProblemReport) -> Table:
-    tile_ms = sorted({tile.tile[0] for tile in one.tiles})
-    tile_ns = sorted({tile.tile[1] for tile in one.tiles})
+def _heat_table(one: ProblemReport, report: Report) -> Table:
+    row_knob, column_knob = report.tile_knobs or ("", "")
     cells = {tile.tile: f"{tile.relative:.3f}" for tile in one.tiles}
-    rows = tuple((str(m), *(cells.get((m, n), NOTHING) for n in tile_ns)) for m in tile_ms)
-    head = ("tile_m", *(f"{one.provenance} time / best, tile_n={n}" for n in tile_ns))
-    return Table(head=head, rows=rows)
+    columns = sorted({column for _, column in cells})
+    return _table([row_knob, *(f"{one.provenance} time / best, {column_knob}={column}" for column in columns)], (
+        (str(row), *(cells.get((row, column), NOTHING) for column in columns)) for row in sorted({row for row, _ in cells})
+    ))  # fmt: skip
 
 
-def _evidence(section: Section) -> Table:
-    rows = []
-    for one in section.problems:
-        served = NOTHING
-        if one.served is not None:
-            same = one.served.schedule in (one.best.schedule, *(
-                timed.schedule for timed in one.timed if timed.same_program_as == one.best.schedule))  # fmt: skip
-            served = f"{one.served.provenance}: " + ("the best" if same else f"`{one.served.schedule.short()}`")
-        rows.append((_where(section, one.device_name), str(one.problem), one.accum_mode, str(len(one.timed)),
-                     str(one.programs), str(one.measurements), str(one.best.samples), served,
-                     ", ".join(f"`{tie.short()}`" for tie in one.ties) or NOTHING))  # fmt: skip
-    head = ("device", "problem", "accum", "schedules", "programs", "measurements", "samples of the best", "served",
-            "tied with the best")  # fmt: skip
-    return Table(head=head, rows=tuple(rows))
+def _evidence(section: Section, report: Report) -> Table:
+    head = ("device", "problem", *_accum(report, "accum"), "schedules", "programs", "measurements", "samples of the best",
+            "served", "tied with the best")  # fmt: skip
+    return _table(head, (
+        (one.device_name, str(one.problem), *_accum(report, one.accum_mode), str(len(one.timed)), str(one.programs),
+         str(one.measurements), str(one.best.samples), _served(one), ", ".join(map(_short, one.ties)) or NOTHING)
+        for one in section.problems))  # fmt: skip
+
+
+def _served(one: ProblemReport) -> str:
+    if one.served is None:
+        return NOTHING
+    best = {one.best.schedule, *(timed.schedule for timed in one.timed if timed.same_program_as == one.best.schedule)}
+    return f"{one.served.provenance}: {'the best' if one.served.schedule in best else _short(one.served.schedule)}"
 
 
 def _regimes(report: Report) -> list[Block]:
     if not report.regimes:
         return []
-    rows = tuple(
-        (one.device_name, str(one.problem), one.accum_mode, str(one.programs), f"`{one.burst_winner.short()}`",
-         "the same" if one.same else f"`{one.sustained_winner.short()}`",
-         _percent(one.burst_loss), _yes(one.burst_loss_distinct),
-         _percent(one.sustained_loss), _yes(one.sustained_loss_distinct)) for one in report.regimes
-    )  # fmt: skip
-    changed = sum(not one.same for one in report.regimes)
     text = (
-        f"Of {_count(len(report.regimes), 'problem')} with programs measured in both regimes, {changed} have another "
+        f"Of {_count(len(report.regimes), 'problem')} with programs measured in both regimes, "
+        f"{sum(not one.same for one in report.regimes)} have another "
         "winner at the power cap. A loss is what serving the winner of one regime costs in the other: its time / the "
         "other winner's - 1, both taken in that other regime; it is sure where their 95% intervals are apart."
     )
-    head = ("device", "problem", "accum", "programs in both", "burst winner", "sustained winner",
+    head = ("device", "problem", *_accum(report, "accum"), "programs in both", "burst winner", "sustained winner",
             "burst winner's loss when sustained", "sure", "sustained winner's loss in burst", "sure")  # fmt: skip
-    return [Heading(text="Burst against sustained"), Paragraph(text=text), Table(head=head, rows=rows)]
+    return [Heading(text="Burst against sustained"), Paragraph(text=text), _table(head, (
+        (one.device_name, str(one.problem), *_accum(report, one.accum_mode), str(one.programs), _short(one.burst_winner),
+         "the same" if one.same else _short(one.sustained_winner), _percent(one.burst_loss), show(one.burst_loss_distinct),
+         _percent(one.sustained_loss), show(one.sustained_loss_distinct)) for one in report.regimes))]  # fmt: skip
 
 
 def _inert(report: Report) -> list[Block]:
     if not report.inert:
         return []
-    rows = tuple((f"`{knob.knob}`", f"{knob.pairs:,}", f"{knob.same:,}", _percent(knob.same / knob.pairs),
-                  _yes(knob.inert)) for knob in report.inert)  # fmt: skip
     text = (
         f"Over {_count(report.builds, 'build')}: pairs of schedules that differ in one knob only, and how many of them "
-        "are the same machine code. A persistent kernel's grid also depends on `occupancy`."
+        "are the same machine code. A grid may depend on a knob that the machine code does not."
     )
     head = ("knob", "pairs built", "same machine code", "share", "inert")
-    return [Heading(text="Knobs that change nothing"), Paragraph(text=text), Table(head=head, rows=rows)]
+    return [Heading(text="Knobs that change nothing"), Paragraph(text=text), _table(head, (
+        (f"`{knob.knob}`", f"{knob.pairs:,}", f"{knob.same:,}", _percent(knob.same / knob.pairs), show(knob.inert))
+        for knob in report.inert))]  # fmt: skip
 
 
 def _unmeasured(report: Report) -> list[Block]:
     if not report.unmeasured:
         return []
-    rows = tuple((str(entry.problem), entry.accum_mode, entry.provenance, f"`{entry.schedule.short()}`",
-                  entry.source or NOTHING) for entry in report.unmeasured)  # fmt: skip
-    head = ("problem", "accum", "provenance", "schedule", "source")
-    return [Heading(text="Served without a measurement or a model"), Table(head=head, rows=rows)]
+    head = ("problem", *_accum(report, "accum"), "provenance", "schedule", "source")
+    return [Heading(text="Served without a measurement or a model"), _table(head, (
+        (str(entry.problem), *_accum(report, entry.accum_mode), entry.provenance, _short(entry.schedule),
+         entry.source or NOTHING) for entry in report.unmeasured))]  # fmt: skip
 
 
 def _failures(report: Report) -> list[Block]:
     if not report.failures:
         return [Heading(text="Failures"), Paragraph(text="No candidate failed.")]
-    rows = tuple((line.stage, line.kind, str(line.candidates), _code(line.example), f"`{line.schedule.short()}`")
-                 for line in report.failures)  # fmt: skip
-    head = ("stage", "kind", "candidates", "for example", "schedule")
-    return [Heading(text="Failures"), Table(head=head, rows=rows)]
+    return [Heading(text="Failures"), _table(("stage", "kind", "candidates", "for example", "schedule"), (
+        (line.stage, line.kind, str(line.candidates), _code(line.example), _short(line.schedule))
+        for line in report.failures))]  # fmt: skip
 
 
 def _conditions(report: Report) -> list[Block]:
@@ -398,30 +367,12 @@ def _percent(fraction: float | None) -> str:
     return NOTHING if fraction is None else f"{fraction * 100:,.1f}%"
 
 
-def _seq(one: ProblemReport) -> str:
-    problem = one.problem
-    return str(problem.seq_q) if problem.seq_q == problem.seq_k else f"{problem.seq_q}/{problem.seq_k}"
-
-
-def _heads(one: ProblemReport) -> str:
-    problem = one.problem
-    return str(problem.heads) if problem.heads == problem.kv_heads else f"{problem.heads}/{problem.kv_heads}"
+def _short(schedule: Schedule) -> str:
+    return f"`{schedule.short()}`"
 
 
 def _tile(tile: Tile | None) -> str:
     return f"{tile[0]}x{tile[1]}" if tile else NOTHING
-
-
-def _value(value: KnobValue) -> str:
-    return _yes(value) if isinstance(value, bool) else str(value)
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
-def _where(section: Section, device_name: str) -> str:
-    return device_name if section.provenance == MEASURED else NOTHING
 
 
 def _code(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Frozen dataclasses to plain JSON values and back, checked against their annotations.
+"""Records to plain JSON values and back, checked against their annotations.
 
 The same few rules serve the JSON columns of the database and the files of :mod:`tiledsched.store.exchange`, so a wrong
 value is reported by its key in both.
@@ -63,10 +63,10 @@ def _decoder(kind: Any) -> Decoder:
         return _tuple_decoder(arms)
     if origin is dict:
         return lambda data, where: _require(dict, data, where)
+    if kind in (Schedule, Problem, ProblemClass):
+        return lambda data, where: _call(kind.from_json, _require(dict, data, where), where)
     if is_dataclass(kind):
         return _dataclass_decoder(kind)  # type: ignore[arg-type]
-    if kind is Schedule:
-        return lambda data, where: _call(Schedule.from_json, _require(dict, data, where), where)
     if kind is datetime:
         return _time
     if isinstance(kind, type) and issubclass(kind, Enum):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from sqlalchemy.engine import URL, Engine
 from sqlalchemy.orm import Session
 
-from tiledsched.errors import DatabaseError
+from tiledsched.errors import ConfigError, DatabaseError
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels import SHIPPED
 from tiledsched.store import engine as engines
 from tiledsched.store.health import problems_found
+from tiledsched.store.views import create_view
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,6 +29,7 @@ class Database:
         self._writer = engine.execution_options(immediate=True)
         self._url = url
         self.read_only = read_only
+        self._shown: set[str] = set()
 
     @classmethod
     def open(cls, url: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> Self:
@@ -52,7 +56,7 @@ class Database:
             found = engines.current_revision(self._engine)
             if not self.read_only:
                 if found != engines.HEAD:
-                    engines.upgrade(self._engine, self._url)
+                    self.upgrade()
                 engines.use_wal(self._engine)
             elif found is None:
                 raise DatabaseError(f"{self.url} holds no tuning database; {engines.ELSEWHERE}")
@@ -89,7 +93,18 @@ class Database:
         """Bring the schema to this program's; its revision. `open` has already done so unless `read_only`."""
         with engines.explained(self._url):
             engines.upgrade(self._engine, self._url)
+        self.show(*SHIPPED)
         return self.schema_revision
+
+    def show(self, *kernels: str) -> None:
+        """See to the views of these kernels, each once in the life of this object. What fails is left: they are a convenience.
+
+        A kernel that this process does not know gets none, nor does anybody who may not make views.
+        """
+        for name in set(kernels) - self._shown:
+            self._shown.add(name)
+            with suppress(ConfigError, DatabaseError), self.writing() as session:
+                create_view(session.connection(), kernel_named(name))
 
     def check(self) -> list[str]:
         """What is wrong with the database, one line each; empty when it is sound."""

@@ -20,7 +20,16 @@ from tiledsched.schedule import Schedule
 from tiledsched.store import host
 from tiledsched.store.codec import encode
 from tiledsched.store.database import Database
-from tiledsched.store.models import ArtifactRow, BuildRow, DeviceRow, EntryRow, FailureRow, MeasurementRow, RunRow
+from tiledsched.store.models import (
+    ArtifactRow,
+    BuildRow,
+    DeviceRow,
+    EntryRow,
+    FailureRow,
+    MeasurementRow,
+    ProblemRow,
+    RunRow,
+)
 from tiledsched.store.reading import (
     Reader,
     matching,
@@ -168,6 +177,7 @@ class TuningDB(Database):
             measurement=measurement,
             created_at=created,
         )
+        self.show(kernel)
         with self.writing() as session:
             return put_measurement(session, record)[0]
 
@@ -180,16 +190,15 @@ class TuningDB(Database):
         fingerprint: str | None = None,
         *,
         kernel: str | None = None,
-        source_hash: str | None = None,
-        toolchain: Toolchain | None = None,
         runner: str | None = None,
         run_id: int | None = None,
         latest: bool = False,
     ) -> list[StoredMeasurement]:
         """Measurements that match all that is given, newest first.
 
-        With `latest`, the newest of them for each (problem, artifact, schedule, device name, regime). The schedule is
-        part of it because schedules that share machine code may launch different grids.
+        A measurement holds for its fingerprint: whichever source and compiler give that machine code again need not measure
+        it again. With `latest`, the newest of them for each (problem, artifact, schedule, device name, regime). The schedule
+        is part of it because schedules that share machine code may launch different grids.
         """
         wanted = matching(
             {
@@ -199,8 +208,6 @@ class TuningDB(Database):
                 MeasurementRow.regime: regime,
                 MeasurementRow.fingerprint: fingerprint,
                 MeasurementRow.kernel: kernel,
-                MeasurementRow.source_hash: source_hash,
-                MeasurementRow.toolchain_id: toolchain.id if toolchain else None,
                 MeasurementRow.runner: runner,
                 MeasurementRow.run_id: run_id,
             }
@@ -220,8 +227,9 @@ class TuningDB(Database):
         found = self.latest_measurements(problem, device_name=device_name, regime=regime)
         return sorted(found, key=lambda stored: (stored.measurement.median_us, stored.measurement.schedule.id))
 
-    def landscapes(self) -> list[LandscapeSummary]:
+    def landscapes(self, arch: str | None = None, kernel: str | None = None) -> list[LandscapeSummary]:
         """What is measured: one line for each problem, device and regime."""
+        wanted = matching({DeviceRow.arch: arch, ProblemRow.kernel: kernel})
         reader = Reader()
         with self.reading() as session:
             found = [
@@ -233,7 +241,7 @@ class TuningDB(Database):
                     distinct_programs=programs,
                     measurements=count,
                 )
-                for problem, name, arch, regime, programs, count in session.execute(select_landscapes())
+                for problem, name, arch, regime, programs, count in session.execute(select_landscapes().where(*wanted))
             ]
         return sorted(found, key=lambda line: (line.arch, line.device_name, line.regime, line.problem))
 
@@ -317,6 +325,7 @@ class TuningDB(Database):
         Raises:
             DatabaseError: an unknown provenance, or `measured` without a measurement.
         """
+        self.show(record.kernel)
         with self.writing() as session:
             return put_entry(session, record, newer_only=False) != "kept"
 
@@ -357,6 +366,7 @@ class TuningDB(Database):
         """
         done = dict.fromkeys(("measurements_added", "measurements_kept", "entries_added", "entries_replaced",
                               "entries_kept"), 0)  # fmt: skip
+        self.show(*{stored.kernel for stored in measurements}, *{entry.kernel for entry in entries})
         with self.writing() as session:
             put_artifacts(session, artifacts)
             for stored in measurements:

@@ -22,7 +22,7 @@ from sqlalchemy.pool import StaticPool
 from tiledsched import data_files
 from tiledsched.errors import DatabaseError
 
-HEAD = "0003"
+HEAD = "0004"
 """Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
 that is up to date reads no migration."""
 VERSION_TABLE = "tiledsched_alembic_version"

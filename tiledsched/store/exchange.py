@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import lzma
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tiledsched.errors import DatabaseError
+from tiledsched.fields import Value
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.store.codec import decode, encode
@@ -31,10 +33,12 @@ from tiledsched.store.records import (
     Toolchain,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of table and landscape files; docs/landscapes.md says what each version holds."""
 LINE = 118
 """Characters a list or object may take to stay on one line."""
+LONGEST_STEM = 200
+"""Characters of a file's name without its ending."""
 LISTS = ("artifacts", "entries", "measurements")
 LOCAL = ("measurement_id", "run_id")
 """Numbers that mean something in one database only."""
@@ -83,34 +87,36 @@ def export_landscape(
     problem: Problem,
     device_name: str,
     regime: str,
-    *,
-    source_hash: str | None = None,
-    toolchain: Toolchain | None = None,
 ) -> int:
     """Write the newest measurement of every program of one problem on one device, in the same format, no entries.
-
-    With `source_hash` and `toolchain`, only programs of that kernel source and compiler.
 
     Returns:
         How many measurements were written.
     """
-    evidence = db.latest_measurements(
-        problem, device_name=device_name, regime=regime, source_hash=source_hash, toolchain=toolchain
-    )
+    evidence = db.latest_measurements(problem, device_name=device_name, regime=regime)
     _write(target, [], evidence, db.artifacts())
     return len(evidence)
 
 
 def landscape_file_name(problem: Problem, device_name: str, regime: str) -> str:
-    """What a landscape's file is called: `h200_burst_s4096_d128_float16_causal_b4_h16.json.xz`."""
-    p = problem
-    seq = f"s{p.seq_q}" if p.seq_q == p.seq_k else f"sq{p.seq_q}_sk{p.seq_k}"
-    heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
+    """What a landscape's file is called: device, regime, kernel and values, or what the kernel says instead of those.
+
+    `h200_burst_norms-RmsNorm_rows4096_columns8192_float16.json.xz`; a name that would be too long ends in the problem's id.
+    """
+    told = problem.declaration.file_words if problem.known else None
+    words = told(problem) if told is not None else "_".join([problem.kernel, *map(_file_word, problem.values.items())])
     device = device_name.removeprefix("NVIDIA ").replace(" ", "-").lower()
-    mask = "full" if not p.causal else "causal" if p.alignment == "top_left" else "bottom-right"
-    columns = f"d{p.head_dim}-{p.value_dim}" if p.value_dim else f"d{p.head_dim}"
-    lse = "_lse" if p.lse else ""
-    return f"{device}_{regime}_{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{lse}.json.xz"
+    stem = re.sub(r"[^\w.-]+", "-", f"{device}_{regime}_{words}")
+    return (stem if len(stem) <= LONGEST_STEM else f"{stem[: LONGEST_STEM - 13]}_{problem.id}") + ".json.xz"
+
+
+def _file_word(value: tuple[str, Value]) -> str:
+    name, is_ = value
+    if isinstance(is_, bool):
+        return name if is_ else f"no-{name}"
+    if isinstance(is_, str):
+        return is_
+    return f"{name}{is_}" if isinstance(is_, int) else f"{name}{'-'.join(map(str, is_))}"
 
 
 def import_table(db: TuningDB, path: str | os.PathLike[str]) -> MergeResult:
@@ -191,7 +197,18 @@ def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     for key in LISTS:
         if not isinstance(data.get(key), list):
             raise DatabaseError(f"{name}: {key}: expected a list; add it, empty where there is nothing")
+    if version == 1:
+        _name_kernels(data)
     return data
+
+
+def _name_kernels(data: dict[str, Any]) -> None:
+    """In version 1 problems do not name their kernel: it is that of their row. What is wrong is left for decoding to say."""
+    for key in ("entries", "measurements"):
+        for row in data[key]:
+            holder = row.get("measurement") if key == "measurements" and isinstance(row, dict) else row
+            if isinstance(holder, dict) and isinstance(holder.get("problem"), dict):
+                holder["problem"] = {"kernel": row.get("kernel"), **holder["problem"]}
 
 
 def _rows(cls: type[Any], rows: list[Any], where: str) -> list[Any]:

@@ -10,7 +10,6 @@ from sqlalchemy.orm import Session
 
 from tiledsched.problem import stable_id
 from tiledsched.store.models import ArtifactRow, DeviceRow, EntryRow, MeasurementRow, ProblemRow, ScheduleRow
-from tiledsched.store.reading import PROBLEM_COLUMNS
 from tiledsched.store.records import PROVENANCES
 
 
@@ -38,8 +37,8 @@ def _contents(session: Session) -> list[str]:
         if stable_id(schedule.knobs) != schedule.id:
             found.append(f"schedule {schedule.id} does not hold the knobs its id stands for")
     for problem in session.scalars(select(ProblemRow)):
-        if stable_id(without_defaults({name: getattr(problem, name) for name in PROBLEM_COLUMNS})) != problem.id:
-            found.append(f"problem {problem.id} does not hold the sizes its id stands for")
+        if stable_id({"kernel": problem.kernel, **problem.dims}) != problem.id:
+            found.append(f"problem {problem.id} does not hold the values its id stands for")
     for device in session.scalars(select(DeviceRow)):
         if stable_id(device.device) != device.id:
             found.append(f"device {device.id} ({device.name}) does not hold the facts its id stands for")

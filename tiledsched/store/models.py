@@ -22,7 +22,6 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
-    false,
 )
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -89,22 +88,23 @@ class ToolchainRow(Base):
 
 
 class ProblemRow(Base):
-    """A problem, its fields as columns so that they can be asked for."""
+    """A problem: its kernel, and a value for each of the kernel's fields. Views have the fields as columns."""
 
     __tablename__ = "problems"
 
     id: Mapped[str] = mapped_column(String(12), primary_key=True)
-    seq_q: Mapped[int]
-    seq_k: Mapped[int]
-    head_dim: Mapped[int]
-    dtype: Mapped[str] = mapped_column(String(16))
-    causal: Mapped[bool]
-    batch: Mapped[int]
-    heads: Mapped[int]
-    kv_heads: Mapped[int]
-    alignment: Mapped[str] = mapped_column(String(16), server_default="top_left")
-    value_dim: Mapped[int] = mapped_column(server_default="0")
-    lse: Mapped[bool] = mapped_column(server_default=false())
+    kernel: Mapped[str] = mapped_column(String(200), index=True)
+    dims: Mapped[dict[str, Any]]
+
+
+class ViewRow(Base):
+    """A view of one kernel's entries, made by :mod:`tiledsched.store.views`."""
+
+    __tablename__ = "kernel_views"
+
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    kernel: Mapped[str] = mapped_column(String(200), unique=True)
+    definition: Mapped[str] = mapped_column(Text)
 
 
 class ScheduleRow(Base):
@@ -140,7 +140,7 @@ class BuildRow(Base):
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    kernel: Mapped[str] = mapped_column(String(64))
+    kernel: Mapped[str] = mapped_column(String(200))
     source_hash: Mapped[str] = mapped_column(String(64))
     toolchain_id: Mapped[str] = mapped_column(ForeignKey("toolchains.id"))
     arch: Mapped[str] = mapped_column(String(16))
@@ -183,7 +183,7 @@ class MeasurementRow(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     uid: Mapped[str] = mapped_column(String(24), unique=True)
     run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))
-    kernel: Mapped[str] = mapped_column(String(64))
+    kernel: Mapped[str] = mapped_column(String(200))
     source_hash: Mapped[str] = mapped_column(String(64))
     toolchain_id: Mapped[str] = mapped_column(ForeignKey("toolchains.id"))
     problem_id: Mapped[str] = mapped_column(ForeignKey("problems.id"))
@@ -210,7 +210,7 @@ class FailureRow(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))
-    kernel: Mapped[str] = mapped_column(String(64))
+    kernel: Mapped[str] = mapped_column(String(200))
     arch: Mapped[str] = mapped_column(String(16), index=True)
     stage: Mapped[str] = mapped_column(String(16))
     problem_id: Mapped[str | None] = mapped_column(ForeignKey("problems.id"), index=True)
@@ -232,7 +232,7 @@ class EntryRow(Base):
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    kernel: Mapped[str] = mapped_column(String(64))
+    kernel: Mapped[str] = mapped_column(String(200))
     arch: Mapped[str] = mapped_column(String(16))
     problem_id: Mapped[str] = mapped_column(ForeignKey("problems.id"))
     device_name: Mapped[str] = mapped_column(String(128))

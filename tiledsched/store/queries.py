@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sqlalchemy import func, select
 
-from tiledsched.kernel import ProblemClass, kernel_named
+from tiledsched.kernel import ProblemClass
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.store.codec import encode
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import FailureRow
 from tiledsched.store.reading import matching
 from tiledsched.store.records import BuildRecord, EntryRecord, StoredMeasurement
 
 ProgramKey = tuple[str, object]
-"""(fingerprint, grid): what makes a program distinct on one problem and device."""
+"""(fingerprint, grids): what makes a program distinct on one problem and device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +105,7 @@ class RegimeComparison:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; schedules and the problem become objects."""
-        return {
-            **asdict(self),
-            "problem": self.problem.to_json(),
-            "burst_winner": self.burst_winner.to_json(),
-            "sustained_winner": self.sustained_winner.to_json(),
-            "same": self.same,
-        }
+        return {**encode(self), "same": self.same}
 
 
 def best_entries(
@@ -121,30 +116,33 @@ def best_entries(
     device_name: str | None = None,
     regime: str | None = None,
     accum_mode: str | None = None,
-    seq_len: int | None = None,
-    head_dim: int | None = None,
-    dtype: str | None = None,
-    causal: bool | None = None,
+    where: Mapping[str, Any] | None = None,
 ) -> list[EntryRecord]:
     """For each kernel, arch, problem and accumulator mode, the one entry with the best claim.
 
     The stronger provenance wins, then an entry for a device over one for the whole arch, then the newer. `device_name`
-    admits entries of that device and of the whole arch; `seq_len` means both lengths.
+    admits entries of that device and of the whole arch. `where` names values of the problem, or the kernel's short names
+    for them: {"S": 4096, "dtype": "float16"}.
     """
     best: dict[tuple[str, str, Problem, str], EntryRecord] = {}
     for entry in db.entries(arch, kernel, regime=regime, accum_mode=accum_mode):
         problem = entry.problem
         if device_name is not None and entry.device_name not in (device_name, ""):
             continue
-        if seq_len is not None and (problem.seq_q, problem.seq_k) != (seq_len, seq_len):
-            continue
-        asked = ((head_dim, problem.head_dim), (dtype, problem.dtype), (causal, problem.causal))
-        if any(wanted is not None and wanted != value for wanted, value in asked):
+        if not all(has_value(problem, name, value) for name, value in (where or {}).items()):
             continue
         key = (entry.kernel, entry.arch, problem, entry.accum_mode)
         if key not in best or _claim(entry) > _claim(best[key]):
             best[key] = entry
     return list(best.values())
+
+
+def has_value(problem: Problem, name: str, value: Any) -> bool:
+    """Whether a field, or every field that a short name of the kernel's stands for, has this value; None is any."""
+    known = problem.names if problem.known else problem.values
+    names = problem.declaration.label.get(name, name) if problem.known and name not in known else name
+    wanted = tuple(value) if isinstance(value, list) else value
+    return value is None or all(known.get(each) == wanted for each in ((names,) if isinstance(names, str) else names))
 
 
 def _claim(entry: EntryRecord) -> tuple[Any, ...]:
@@ -248,8 +246,8 @@ def compare_regimes(db: TuningDB, arch: str | None = None, *, device_name: str |
 def _program(stored: StoredMeasurement) -> ProgramKey:
     found = stored.measurement
     try:
-        return found.fingerprint, kernel_named(stored.kernel).grid(found.schedule, found.problem, found.device.sm_count)
-    except KeyError:  # a schedule of an older space, which lacks a knob
+        return found.fingerprint, found.problem.declaration.grids(found.problem, found.schedule, found.device)
+    except Exception:  # an unknown kernel, or a schedule of an older space: its grid function may stumble in any way
         return found.fingerprint, found.schedule.id
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, func, select
 from sqlalchemy.orm import aliased, defer
 
 from tiledsched.build.cubin import ResourceFacts
-from tiledsched.errors import Failure, FailureKind
+from tiledsched.errors import Failure, FailureKind, ProblemError
 from tiledsched.kernel import ProblemClass
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
 from tiledsched.problem import Problem
@@ -29,7 +28,8 @@ from tiledsched.store.models import (
 )
 from tiledsched.store.records import BuildRecord, EntryRecord, MeasurementSummary, StoredMeasurement, Toolchain
 
-PROBLEM_COLUMNS = tuple(field.name for field in fields(Problem))
+OTHER_FIELDS = " (other fields)"
+"""Follows the kernel's name in a problem that was stored when the kernel had other fields: nothing here knows it."""
 
 
 def matching(wanted: Mapping[Any, Any]) -> list[ColumnElement[bool]]:
@@ -134,8 +134,7 @@ class Reader:
 
     def problem(self, row: ProblemRow) -> Problem:
         """From a row of `problems`."""
-        values = {name: getattr(row, name) for name in PROBLEM_COLUMNS}
-        made: Problem = self._once("problem", row.id, lambda: Problem.from_json(values))
+        made: Problem = self._once("problem", row.id, lambda: _problem(row))
         return made
 
     def toolchain(self, row: ToolchainRow) -> Toolchain:
@@ -274,6 +273,13 @@ class Reader:
 def read_failure(kind: str, message: str | None) -> Failure:
     """From the two columns of a failure."""
     return Failure(kind=FailureKind(kind), message=message or "")
+
+
+def _problem(row: ProblemRow) -> Problem:
+    try:
+        return Problem.from_json({"kernel": row.kernel, **row.dims})
+    except ProblemError:
+        return Problem.from_json({"kernel": row.kernel + OTHER_FIELDS, **row.dims})
 
 
 def _accuracy(row: MeasurementRow, where: str) -> Accuracy | None:

@@ -40,9 +40,9 @@ class BuildRecord:
     """What became of one schedule, compiled for one arch and problem class by one toolchain."""
 
     kernel: str
-    """Template name, e.g. attention."""
+    """Its name, e.g. attention."""
     source_hash: str
-    """Hash of the template's source."""
+    """Hash of the kernel's source: with the toolchain it says what need not be compiled again."""
     toolchain: Toolchain
     """What compiled it."""
     arch: str
@@ -160,9 +160,9 @@ class StoredMeasurement:
     run_id: int | None
     """The run that took it; None when imported."""
     kernel: str
-    """Template name."""
+    """Its name."""
     source_hash: str
-    """Hash of the template's source."""
+    """Hash of the kernel's source, for the record: what was measured holds for its machine code."""
     toolchain: Toolchain
     """What compiled the program."""
     measurement: Measurement
@@ -198,7 +198,7 @@ class EntryRecord:
     """
 
     kernel: str
-    """Template name, e.g. attention."""
+    """Its name, e.g. attention."""
     arch: str
     """e.g. sm_121."""
     problem: Problem
@@ -234,7 +234,7 @@ class EntryRecord:
     toolchain: Toolchain | None = None
     """What compiled it; None where it was not built."""
     source_hash: str = ""
-    """Hash of the template's source."""
+    """Hash of the kernel's source, for the record: what was measured holds for its machine code."""
     run_id: int | None = None
     """The run that wrote it; None when imported."""
     updated_at: datetime | None = None
@@ -279,7 +279,7 @@ class FailureRecord:
     run_id: int | None
     """The run it happened in."""
     kernel: str
-    """Template name."""
+    """Its name."""
     arch: str
     """e.g. sm_121."""
     stage: str

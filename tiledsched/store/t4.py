@@ -2,8 +2,7 @@
 
 T4 is the results format that autotuners agreed on, with a schema for results and one for metadata (version 1.0.0,
 kept with Kernel Tuner; see docs/landscapes.md). Kernel Tuner's simulation mode reads another file, its cache: the same
-configurations in an object keyed by their values. Both hold one kernel source and one toolchain, and times in
-milliseconds, which is their unit.
+configurations in an object keyed by their values. Both hold times in milliseconds, which is their unit.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any
 
 from tiledsched import __version__
 from tiledsched.errors import DatabaseError, Failure, FailureKind
-from tiledsched.kernel import kernel_named
+from tiledsched.measure.runner import Device
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.store.codec import encode
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import landscape_file_name
-from tiledsched.store.records import StoredMeasurement
+from tiledsched.store.records import BuildRecord, StoredMeasurement
 
 T4_VERSION = "1.0.0"
 FORMATS = ("tiledsched", "t4", "kernel-tuner-cache")
@@ -41,7 +40,7 @@ NOT_COMPILED = (FailureKind.COMPILE_ERROR, FailureKind.COMPILER_KILLED, FailureK
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """A landscape with what failed, of one kernel source and one toolchain."""
+    """A landscape with what failed."""
 
     measurements: tuple[StoredMeasurement, ...]
     """The newest of each schedule, fastest first; at least one."""
@@ -54,6 +53,11 @@ class Recorded:
     def problem(self) -> Problem:
         """What is computed."""
         return self.measurements[0].measurement.problem
+
+    @property
+    def newest(self) -> StoredMeasurement:
+        """The last one taken: its source and toolchain are told of the whole."""
+        return max(self.measurements, key=lambda one: (one.created_at, one.uid))
 
     @property
     def file_stem(self) -> str:
@@ -73,7 +77,7 @@ class Recorded:
 
 
 def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> Recorded:
-    """The landscape of one problem on one device, by the kernel source and toolchain measured last.
+    """The landscape of one problem on one device; failures and compile times by the source and toolchain measured last.
 
     Raises:
         DatabaseError: nothing was measured there.
@@ -83,17 +87,15 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
         raise DatabaseError(f"nothing is measured of {problem} on {device_name} in the {regime} regime; "
                             "run: tiledsched record")  # fmt: skip
     last = everything[0]
-    made_by = (last.kernel, last.source_hash, last.toolchain)
     by_schedule: dict[Schedule, StoredMeasurement] = {}
-    for stored in everything:
-        if (stored.kernel, stored.source_hash, stored.toolchain) == made_by:
-            by_schedule.setdefault(stored.measurement.schedule, stored)
-    template, arch = kernel_named(last.kernel), last.measurement.device.arch
-    builds = [build for build in db.find_builds(last.kernel, last.source_hash, last.toolchain, arch).values()
-              if _serves(template, build.schedule, build.problem_class, problem)]  # fmt: skip
+    for stored in everything:  # newest first
+        by_schedule.setdefault(stored.measurement.schedule, stored)
+    device = last.measurement.device
+    builds = [build for build in db.find_builds(last.kernel, last.source_hash, last.toolchain, device.arch).values()
+              if _serves(build, problem, device)]  # fmt: skip
     failed = {build.schedule: build.failure for build in builds if build.failure}
     fingerprints = {build.schedule: build.fingerprint for build in builds}
-    for failure in db.failures(arch, problem, stage="measure"):
+    for failure in db.failures(device.arch, problem, stage="measure"):
         if failure.device_name == device_name and fingerprints.get(failure.schedule) == failure.fingerprint:
             failed.setdefault(failure.schedule, failure.failure)
     return Recorded(
@@ -104,10 +106,12 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
     )  # fmt: skip
 
 
-def _serves(template: Any, schedule: Schedule, problem_class: object, problem: Problem) -> bool:
+def _serves(build: BuildRecord, problem: Problem, device: Device) -> bool:
+    from tiledsched.launches import problem_class  # imports cuTile
+
     try:
-        return bool(template.problem_class(schedule, problem) == problem_class)
-    except KeyError:  # a schedule of an older space, which lacks a knob
+        return problem_class(problem.declaration, problem, build.schedule, device) == build.problem_class
+    except Exception:  # an unknown kernel, or a schedule of an older space: its functions may stumble in any way
         return False
 
 
@@ -154,8 +158,8 @@ def _compile_time(landscape: Recorded, schedule: Schedule) -> dict[str, float]:
 
 def t4_metadata(landscape: Recorded) -> dict[str, Any]:
     """The T4 metadata of a landscape: the GPU, the software, and, under `tiledsched`, what was computed and how."""
-    first = landscape.measurements[0]
-    device, toolchain = first.measurement.device, first.toolchain
+    newest = landscape.newest
+    device, toolchain = newest.measurement.device, newest.toolchain
     versions = (("cuda-tile", toolchain.cuda_tile), ("nvidia-cuda-tileiras", toolchain.tileiras),
                 ("nvidia-cuda-nvcc", toolchain.ptxas), ("nvidia-nvvm", toolchain.nvvm))  # fmt: skip
     return {
@@ -167,8 +171,8 @@ def t4_metadata(landscape: Recorded) -> dict[str, Any]:
                 "requirements": [f"{name}=={version}" for name, version in versions if version],
             },
             "tiledsched": {
-                "version": __version__, "kernel": first.kernel, "source_hash": first.source_hash,
-                "problem": landscape.problem.to_json(), "regime": first.measurement.regime,
+                "version": __version__, "kernel": newest.kernel, "source_hash": newest.source_hash,
+                "problem": landscape.problem.to_json(), "regime": newest.measurement.regime,
                 "toolchain": encode(toolchain), "tune_params": landscape.knobs,
             },
         },
@@ -211,7 +215,7 @@ def kernel_tuner_cache(landscape: Recorded) -> dict[str, Any]:
         "schema_version": "1.1.0",
         "device_name": first.measurement.device.name,
         "kernel_name": first.kernel,
-        "problem_size": [problem.seq_q, problem.heads, problem.batch],
+        "problem_size": [value for value in problem.values.values() if type(value) is int],
         "tune_params_keys": list(knobs),
         "tune_params": knobs,
         "objective": "time",

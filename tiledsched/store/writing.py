@@ -6,7 +6,6 @@ Rows that others point at are inserted first and only where missing: their ids a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
@@ -85,7 +84,8 @@ class Parents:
     def problem(self, problem: Problem) -> str:
         """Its id."""
         identity = problem.id
-        self._put(ProblemRow, identity, {"id": identity, **asdict(problem)})
+        dims = {name: value for name, value in problem.to_json().items() if name != "kernel"}
+        self._put(ProblemRow, identity, {"id": identity, "kernel": problem.kernel, "dims": dims})
         return identity
 
     def schedule(self, schedule: Schedule) -> str:

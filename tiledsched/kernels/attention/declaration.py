@@ -21,7 +21,8 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.build.cubin import Artifact, ResourceFacts
+    from tiledsched.build.cubin import Artifact
+    from tiledsched.resources import ResourceFacts
 
 LOG2_E = 1.0 / math.log(2.0)
 SMALLEST_NORMAL, LARGEST_FLOAT = 1.2e-38, 3.4e38
@@ -236,6 +237,16 @@ class Attention(Kernel):
     def from_flags(options: argparse.Namespace) -> list[Problem]:
         """Every combination of the flags' values."""
         return flags.from_flags(Attention.problem, options)
+
+    @staticmethod
+    def file_words(p: Problem) -> str:
+        """`s4096_d128_float16_causal_b4_h16`."""
+        seq = f"s{p.seq_q}" if p.seq_q == p.seq_k else f"sq{p.seq_q}_sk{p.seq_k}"
+        heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
+        mask = "full" if not p.causal else "causal" if p.alignment == "top_left" else "bottom-right"
+        columns = f"d{p.head_dim}-{p.value_dim}" if p.value_dim else f"d{p.head_dim}"
+        lse = "_lse" if p.lse else ""
+        return f"{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{lse}"
 
     @staticmethod
     def small() -> list[Problem]:

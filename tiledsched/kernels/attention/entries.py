@@ -14,9 +14,9 @@ from typing import Annotated
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.flat import flow
-from tiledsched.kernels.attention.split import attend_share
-from tiledsched.kernels.attention.tiles import Constants, deal_out
+from tiledsched.kernels.attention.flat import run_flat_loop
+from tiledsched.kernels.attention.split import compute_split
+from tiledsched.kernels.attention.tiles import Constants, schedule_work
 
 # The head dimension is a compile-time constant. Saying so also keeps cuTile from making a size-one batch axis static,
 # which would give batch 1 its own machine code.
@@ -25,7 +25,7 @@ WideHeadArray = Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64, sta
 # Of these a launch would also make strides of one static, which axes of size one have by chance.
 RowArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,), static_stride_dims=(3,))]
 # Where shares lie is constant too, or they would be loaded four bytes at a time. Not so their maxima and sums: of those the
-# compiler (13.4 on sm_90) loads four at an address of one (see AttentionTemplate.assumed).
+# compiler (13.4 on sm_90) loads four at an address of one (see `launches.assumed`).
 PartialArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2), static_stride_dims=(0, 1, 2))]
 StateArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2))]
 CounterArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1,), static_stride_dims=(1,))]
@@ -47,9 +47,9 @@ def attention(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_lo
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
     if FLAT_STEPS:
-        flow(Q, K, V, Out, None, scale_log2, const)
+        run_flat_loop(Q, K, V, Out, None, scale_log2, const)
     else:
-        deal_out(Q, K, V, Out, None, scale_log2, const)
+        schedule_work(Q, K, V, Out, None, scale_log2, const)
 
 
 def attention_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray, scale_log2: float,
@@ -66,9 +66,9 @@ def attention_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse:
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
     if FLAT_STEPS:
-        flow(Q, K, V, Out, Lse, scale_log2, const)
+        run_flat_loop(Q, K, V, Out, Lse, scale_log2, const)
     else:
-        deal_out(Q, K, V, Out, Lse, scale_log2, const)
+        schedule_work(Q, K, V, Out, Lse, scale_log2, const)
 
 
 def attention_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray,
@@ -80,12 +80,12 @@ def attention_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Ls
                     BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
                     FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
                     UNROLL: Int, PEEL_FIRST: Bool):  # fmt: skip
-    """The same by KV_SPLITS blocks for each piece of work; see :mod:`tiledsched.kernels.attention.split`."""
+    """The same by KV_SPLITS blocks for each work tile; see :mod:`tiledsched.kernels.attention.split`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
-    attend_share(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, const)
+    compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, const)
 
 
 def widened(entry):

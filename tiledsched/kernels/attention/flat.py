@@ -1,9 +1,9 @@
-"""One flat loop over the steps of all pieces of a block, instead of a loop for each piece.
+"""One flat loop over the steps of all work tiles of a block, instead of a main loop for each.
 
-Nested loops drain the pipeline between two pieces and fill it again: the loads of the next piece begin when the output of
-this one is done. In a flat loop the change of piece is a branch at the end of a turn, and loads run ahead across it: those
-of keys and values by themselves; those of queries with Q_AHEAD, or with RELOAD_Q, which makes them loads of the loop. Each
-step pays a little for that, which many short sequences win back (docs/results/knobs.md).
+Nested loops drain the pipeline between two work tiles and fill it again: the loads of the next one begin when the output of
+this one is done. In a flat loop the change of work tile is a branch at the end of a turn, and loads run ahead across it:
+those of keys and values by themselves; those of queries with Q_AHEAD, or with RELOAD_Q, which makes them loads of the loop.
+Each step pays a little for that, which many short sequences win back (docs/results/knobs.md).
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -13,38 +13,40 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.scheduler import (
+    SNAKE,
+    coordinates,
+    pack_count,
+    rows_of,
+    snake,
+    steps_of,
+    work_tiles_per_head,
+)
 from tiledsched.kernels.attention.tiles import (
     LOWEST,
-    SNAKE,
     Chain,
     Keys,
-    Piece,
-    coordinates,
-    finish,
+    WorkTile,
+    epilogue,
     fold,
     fresh_chain,
     key_tile,
     load_queries,
     mask,
-    pack_count,
-    pieces_per_head,
     products,
-    rows_of,
-    snake,
-    steps_of,
 )
 
 
-def flow(Q, K, V, Out, Lse, scale_log2, const):
-    """All of the current block's work, FLAT_STEPS steps a turn; a piece takes whole turns. `Lse` may be None."""
+def run_flat_loop(Q, K, V, Out, Lse, scale_log2, const):
+    """All of the current block's work, FLAT_STEPS steps a turn; a work tile takes whole turns. `Lse` may be None."""
     blocks, seq_k = ct.num_blocks(0), K.shape[2]
     offset = seq_k - Q.shape[2] if const.BOTTOM_RIGHT else 0
     turns = 0
     for each in range(laps_of(Q, blocks, const)):
-        turns = turns + turns_of(piece_of(Q, each, blocks, const)[0], offset, seq_k, const)
+        turns = turns + turns_of(work_tile_of(Q, each, blocks, const)[0], offset, seq_k, const)
 
     lap, i = 0, 0
-    place, head, batch = piece_of(Q, 0, blocks, const)
+    place, head, batch = work_tile_of(Q, 0, blocks, const)
     left = turns_of(place, offset, seq_k, const)
     queries = queries_of(Q, 0, blocks, const)
     ahead = queries_of(Q, 1, blocks, const) if const.Q_AHEAD else ()
@@ -60,10 +62,10 @@ def flow(Q, K, V, Out, Lse, scale_log2, const):
         i = i + const.FLAT_STEPS
         left = left - 1
         if left == 0:
-            finish(Out, Lse, Piece(batch, head, (place,)), place, chain, const)
+            epilogue(Out, Lse, WorkTile(batch, head, (place,)), place, chain, const)
             lap = lap + 1
             i = 0
-            place, head, batch = piece_of(Q, lap, blocks, const)
+            place, head, batch = work_tile_of(Q, lap, blocks, const)
             left = turns_of(place, offset, seq_k, const)
             chain = forgetful(chain, const)
             if const.Q_AHEAD:
@@ -74,27 +76,27 @@ def flow(Q, K, V, Out, Lse, scale_log2, const):
 
 
 def laps_of(Q, blocks, const):
-    """Pieces that the current block takes."""
-    total = pieces_per_head(Q, const) * pack_count(Q, const) * Q.shape[0]
+    """Work tiles that the current block takes."""
+    total = work_tiles_per_head(Q, const) * pack_count(Q, const) * Q.shape[0]
     first = snake(ct.bid(0), blocks, total // blocks) if const.PERSISTENT == SNAKE else ct.bid(0)
     return ct.cdiv(total - first, blocks)
 
 
-def piece_of(Q, lap, blocks, const):
-    """(piece of the head's queries, head, batch) that the current block takes in a lap; past its last, any that exists."""
-    pieces, heads, batches = pieces_per_head(Q, const), pack_count(Q, const), Q.shape[0]
+def work_tile_of(Q, lap, blocks, const):
+    """`coordinates` of what the current block takes in a lap; past its last, of any work tile that exists."""
+    work_tiles, heads, batches = work_tiles_per_head(Q, const), pack_count(Q, const), Q.shape[0]
     place = snake(ct.bid(0), blocks, lap) if const.PERSISTENT == SNAKE else ct.bid(0)
-    return coordinates(min(lap * blocks + place, pieces * heads * batches - 1), pieces, heads, batches, const)
+    return coordinates(min(lap * blocks + place, work_tiles * heads * batches - 1), work_tiles, heads, batches, const)
 
 
 def queries_of(Q, lap, blocks, const):
-    """The queries of the piece that the current block takes in a lap; past its last, any that exist."""
-    place, head, batch = piece_of(Q, lap, blocks, const)
+    """The queries of the work tile that the current block takes in a lap; past its last, any that exist."""
+    place, head, batch = work_tile_of(Q, lap, blocks, const)
     return load_queries(Q, (batch, head, place), const)
 
 
 def turns_of(place, offset, seq_k, const):
-    """Turns that a piece takes."""
+    """Turns that a work tile takes."""
     return ct.cdiv(steps_of(place, offset, seq_k, const)[1], const.FLAT_STEPS)
 
 

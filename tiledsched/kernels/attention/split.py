@@ -1,4 +1,4 @@
-"""Several blocks for one piece of work: each walks over a share of the keys, and the last to arrive combines the shares.
+"""Several blocks for one work tile: each loops over a share of the keys, and the last to arrive combines the shares.
 
 For few query rows and many keys, as in decoding, where one block for each query tile would leave most of the GPU idle.
 Split keys after Dao et al., Flash-Decoding (https://pytorch.org/blog/flash-decoding/); there a second kernel combines
@@ -17,38 +17,32 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.tiles import (
-    Chain,
-    finish,
-    fresh_chain,
-    part_of,
-    pieces_per_head,
-    visit,
-)
+from tiledsched.kernels.attention.scheduler import work_tiles_per_head
+from tiledsched.kernels.attention.tiles import Chain, epilogue, fresh_chain, part_of, run_main_loop
 
 REGISTERS_TOGETHER = 16384
 """Registers of a block for shares on their way: a decoding block waits for each load longer than it works on it."""
 
 
-def attend_share(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, const):
-    """The current block's share of a piece of work and, if it is the last to arrive, what all shares come to.
+def compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, const):
+    """The current block's share of a work tile and, if it is the last to arrive, what all shares come to.
 
     Partial `[slots, TILE_M, TILE_V + REST_V]` and State `[slots, 2, TILE_M]` hold the chains of each share of each query
-    tile. Counters `[pieces, 1]` holds how many shares have arrived: zero before the launch, and zero again after it.
+    tile. Counters `[work tiles, 1]` holds how many shares have arrived: zero before the launch, and zero again after it.
     """
     work, split = ct.bid(0) // const.KV_SPLITS, ct.bid(0) % const.KV_SPLITS
-    piece, chains = visit(Q, K, V, scale_log2, work, pieces_per_head(Q, const), split, const)
+    work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles_per_head(Q, const), split, const)
     for s in ct.static_iter(range(const.Q_SUBTILES)):
         keep(Partial, State, slot_of(work, s, split, const), chains[s], const)
     arrived = ct.atomic_add(Counters, (work, 0), 1)
     if arrived == const.KV_SPLITS - 1:
         ct.scatter(Counters, (work, 0), 0)
         for s in ct.static_iter(range(const.Q_SUBTILES)):
-            finish(Out, Lse, piece, piece.tiles[s], combine(Partial, State, work, s, const), const)
+            epilogue(Out, Lse, work_tile, work_tile.tiles[s], combine(Partial, State, work, s, const), const)
 
 
 def slot_of(work, s, split, const):
-    """Where a share of the `s`-th query tile of a piece is kept."""
+    """Where a share of the `s`-th query tile of a work tile is kept."""
     return (work * const.Q_SUBTILES + s) * const.KV_SPLITS + split
 
 
@@ -63,7 +57,7 @@ def keep(Partial, State, slot, chain, const):
 
 
 def combine(Partial, State, work, s, const):
-    """The chain over all keys from the shares of the `s`-th query tile of a piece."""
+    """The chain over all keys from the shares of the `s`-th query tile of a work tile."""
     place, shares = work * const.Q_SUBTILES + s, (const.KV_SPLITS, 1, const.TILE_M)
     maxima = ct.load(State, (place, 0, 0), shares, check_bounds=False, allow_tma=False)
     sums = ct.load(State, (place, 1, 0), shares, check_bounds=False, allow_tma=False)

@@ -1,14 +1,15 @@
 """The tile code of the attention kernel: flash-attention forward in cuTile, with its schedule left open.
 
 Online softmax in base 2 after Dao et al., FlashAttention-2 (arXiv:2307.08691), algorithm 1: each block owns rows of
-queries and walks over the keys in steps, keeping a running row maximum, row sum and output accumulator. The scale is
+queries and loops over the keys in steps, keeping a running row maximum, row sum and output accumulator. The scale is
 applied after the row maximum is taken, which is right for positive scales and saves a pass over the tile.
 
 These functions run on the GPU through cuTile and, unmodified, on the CPU through `tiledsched.interpreter`. They share
 one object of compile-time constants, and cuTile inlines them all: an `if` on a constant leaves no trace in the machine
-code. From the outside in: `deal_out` gives the blocks their work, `visit` does one piece of it and `finish` stores it;
-`walk` goes over the piece's keys, in turns of one `step` or more: `products` makes the scores, `fold` their softmax and
-the product with the values. The kernels themselves are in :mod:`tiledsched.kernels.attention.entries`.
+code. From the outside in: `schedule_work` gives the blocks their work tiles, `run_main_loop` computes one and `epilogue`
+stores it; `main_loop` goes over its keys, in turns of one `step` or more: `products` makes the scores, `fold` their softmax
+and the product with the values. The order of the work tiles is in :mod:`tiledsched.kernels.attention.scheduler`, the
+kernels themselves are in :mod:`tiledsched.kernels.attention.entries`.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -22,16 +23,25 @@ from typing import Any
 
 import cuda.tile as ct
 
-# Indices into BLOCK_ORDERS, PERSISTENT_MODES and KV_DIRECTIONS of the declaration.
-NATURAL, REVERSED, HEADS_FASTEST, SWIZZLED = range(4)
-ONE_EACH, STRIDED, SNAKE = range(3)
-FORWARD, BACKWARD, SAWTOOTH, WIDE_SAWTOOTH = range(4)
+from tiledsched.kernels.attention.scheduler import (
+    BACKWARD,
+    FORWARD,
+    SAWTOOTH,
+    SNAKE,
+    STRIDED,
+    WIDE_SAWTOOTH,
+    coordinates,
+    pack_count,
+    query_tile,
+    rows_of,
+    snake,
+    steps_of,
+    work_tiles_per_head,
+)
 
 LN_2 = math.log(2.0)
-SWIZZLE_PAIRS = 8
-"""(batch, head) pairs that a swizzled order takes together: as many as have their keys and values in the L2 cache."""
 TOOTH = 4
-"""Neighbouring query tiles that a wide sawtooth walks in the same direction."""
+"""Neighbouring query tiles whose keys a wide sawtooth takes in the same direction."""
 RESCALE_ABOVE = 8.0
 """Growth of a row's maximum, in powers of two, up to which a lazy rescaling lets the old maximum stand."""
 LOWEST = -3.4e38
@@ -97,26 +107,26 @@ class Constants:
     PACK: int
     """Query heads whose rows share a tile: 1, or all GROUP of a key/value head."""
     KV_SPLITS: int
-    """Blocks that share the keys of one piece of work."""
+    """Blocks that share the keys of one work tile."""
     FLAT_STEPS: int
-    """Steps per turn of one flat loop over all pieces of a block; 0 for a loop of its own for each piece."""
+    """Steps per turn of one flat loop over all work tiles of a block; 0 for a main loop for each."""
     RELOAD_Q: bool
     """Whether a flat loop loads the queries again at each turn."""
     Q_AHEAD: bool
-    """Whether a flat loop loads the queries of each piece while it works on the piece before."""
+    """Whether a flat loop loads the queries of each work tile while it computes the one before."""
     STORE_LATE: bool
-    """Whether a persistent block stores the output of a piece after the loads of the next one have begun."""
+    """Whether a persistent block stores each output late, after the loads of the next work tile have begun."""
     Q_IN_REGISTERS: bool
     """Whether a nested loop's queries are held in registers, so that their shared memory is free for the next ones."""
     UNROLL: int
-    """Steps in one turn of the loop over a piece's keys; each has shared memory of its own for them."""
+    """Steps in one turn of the loop over a work tile's keys; each has shared memory of its own for them."""
     PEEL_FIRST: bool
     """Whether the compiler sees that a block which stores late has nothing to store in its first lap."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys and values of one piece of work, and how they are visited."""
+    """The keys and values of one work tile, and the steps over them."""
 
     K: Any
     """All keys."""
@@ -127,13 +137,13 @@ class Keys:
     kv_head: Any
     """Second index into both."""
     steps: Any
-    """Steps of the walk over all keys that are seen."""
+    """Steps over all keys that are seen."""
     begin: Any
     """First of them that this block takes."""
     end: Any
     """First that it does not take any more."""
     odd: Any
-    """1 where a sawtooth walk goes backward, else 0."""
+    """1 where a sawtooth goes backward, else 0."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +159,8 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One piece of work: Q_SUBTILES query tiles of one head, or of the PACK heads that share their keys."""
+class WorkTile:
+    """One work tile: Q_SUBTILES query tiles of one head, or of the PACK heads that share their keys."""
 
     batch: Any
     """First index into all arrays."""
@@ -160,35 +170,37 @@ class Piece:
     """Indices of the query tiles."""
 
 
-def deal_out(Q, K, V, Out, Lse, scale_log2, const):
-    """All of the current block's work. A block takes one piece, or, when PERSISTENT, one of every `num_blocks`; a snake
+def schedule_work(Q, K, V, Out, Lse, scale_log2, const):
+    """All of the current block's work. A block takes one work tile, or, when PERSISTENT, one of every `num_blocks`; a snake
     turns round after each lap over the blocks. `Lse` may be None.
     """  # fmt: skip
-    pieces = pieces_per_head(Q, const)
+    work_tiles = work_tiles_per_head(Q, const)
     if const.STORE_LATE:
-        relay(Q, K, V, Out, Lse, scale_log2, const)
+        run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, const)
     elif const.PERSISTENT == STRIDED:
-        for work in range(ct.bid(0), pieces * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)):
-            attend(Q, K, V, Out, Lse, scale_log2, work, pieces, const)
+        for work in range(ct.bid(0), work_tiles * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)):
+            compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, const)
     elif const.PERSISTENT == SNAKE:
-        total, blocks = pieces * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)
+        total, blocks = work_tiles * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)
         for lap in range(ct.cdiv(total - snake(ct.bid(0), blocks, total // blocks), blocks)):
-            attend(Q, K, V, Out, Lse, scale_log2, lap * blocks + snake(ct.bid(0), blocks, lap), pieces, const)
+            compute_work_tile(
+                Q, K, V, Out, Lse, scale_log2, lap * blocks + snake(ct.bid(0), blocks, lap), work_tiles, const
+            )
     else:
-        attend(Q, K, V, Out, Lse, scale_log2, ct.bid(0), pieces, const)
+        compute_work_tile(Q, K, V, Out, Lse, scale_log2, ct.bid(0), work_tiles, const)
 
 
-def relay(Q, K, V, Out, Lse, scale_log2, const):
-    """All work of a persistent block; the output of a piece is stored at the beginning of the next one.
+def run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, const):
+    """All work of a persistent block; the output of a work tile is stored at the beginning of the next one.
 
-    The compiler gives loads warps of their own, and lets them go on to the next piece when this one ends: to its queries,
+    The compiler gives loads warps of their own, and lets them go on to the next work tile when this one ends: to its queries,
     and to its keys after them. They should not wait for the output to be stored. A first lap that the compiler can tell from
     the others gets code of its own, and the loads of the second lap wait for its end.
     """
-    pieces, blocks = pieces_per_head(Q, const), ct.num_blocks(0)
-    total = pieces * pack_count(Q, const) * Q.shape[0]
+    work_tiles, blocks = work_tiles_per_head(Q, const), ct.num_blocks(0)
+    total = work_tiles * pack_count(Q, const) * Q.shape[0]
     first = snake(ct.bid(0), blocks, total // blocks) if const.PERSISTENT == SNAKE else ct.bid(0)
-    piece = Piece(0, 0, tuple(0 for _ in ct.static_iter(range(const.Q_SUBTILES))))
+    work_tile = WorkTile(0, 0, tuple(0 for _ in ct.static_iter(range(const.Q_SUBTILES))))
     chains = tuple(fresh_chain(const) for _ in ct.static_iter(range(const.Q_SUBTILES)))
     for lap in range(ct.cdiv(total - first, blocks)):
         place = snake(ct.bid(0), blocks, lap) if const.PERSISTENT == SNAKE else ct.bid(0)
@@ -196,41 +208,26 @@ def relay(Q, K, V, Out, Lse, scale_log2, const):
         # The same, twice: the compiler knows the first lap by the lap's number, and not by that of the work.
         later = lap > 0 if const.PEEL_FIRST else work >= blocks
         if later:
-            finish_all(Out, Lse, piece, chains, const)
-        piece, chains = visit(Q, K, V, scale_log2, work, pieces, 0, const)
-    finish_all(Out, Lse, piece, chains, const)
+            epilogues(Out, Lse, work_tile, chains, const)
+        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, const)
+    epilogues(Out, Lse, work_tile, chains, const)
 
 
-def snake(block, blocks, lap):
-    """Place of `block` in a lap over all blocks: even laps go up, odd ones down."""
-    return block + lap % 2 * (blocks - 1 - 2 * block)
+def compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, const):
+    """One work tile, start to finish."""
+    work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, const)
+    epilogues(Out, Lse, work_tile, chains, const)
 
 
-def pieces_per_head(Q, const):
-    """Pieces of work that a head, or a pack of heads, comes to."""
-    return ct.cdiv(Q.shape[2], const.TILE_M // const.PACK * const.Q_SUBTILES)
-
-
-def pack_count(Q, const):
-    """Query heads, in units of PACK."""
-    return Q.shape[1] if const.PACK == 1 else Q.shape[1] // const.PACK
-
-
-def attend(Q, K, V, Out, Lse, scale_log2, work, pieces, const):
-    """One piece of work, start to finish."""
-    piece, chains = visit(Q, K, V, scale_log2, work, pieces, 0, const)
-    finish_all(Out, Lse, piece, chains, const)
-
-
-def finish_all(Out, Lse, piece, chains, const):
-    """Store the output of a piece of work."""
+def epilogues(Out, Lse, work_tile, chains, const):
+    """Store the output of a work tile."""
     for s in ct.static_iter(range(const.Q_SUBTILES)):
-        finish(Out, Lse, piece, piece.tiles[s], chains[s], const)
+        epilogue(Out, Lse, work_tile, work_tile.tiles[s], chains[s], const)
 
 
-def visit(Q, K, V, scale_log2, work, pieces, split, const):
-    """The `work`-th piece of work, and its chains after the `split`-th of KV_SPLITS shares of its keys."""
-    place, head, batch = coordinates(work, pieces, pack_count(Q, const), Q.shape[0], const)
+def run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, const):
+    """The `work`-th work tile, and its chains after the `split`-th of KV_SPLITS shares of its keys."""
+    place, head, batch = coordinates(work, work_tiles, pack_count(Q, const), Q.shape[0], const)
     kv_head = head // const.GROUP if const.PACK == 1 else head
     seq_q, seq_k = Q.shape[2], K.shape[2]
     offset = seq_k - seq_q if const.BOTTOM_RIGHT else 0
@@ -249,27 +246,11 @@ def visit(Q, K, V, scale_log2, work, pieces, split, const):
         begin, end = steps * split // const.KV_SPLITS, steps * (split + 1) // const.KV_SPLITS
     odd = place // TOOTH % 2 if const.KV_DIRECTION == WIDE_SAWTOOTH else place % 2
     keys = Keys(K, V, batch, kv_head, steps, begin, end, odd)
-    chains = walk(queries, rows, keys, chains, first_masked, scale_log2, const)
-    return Piece(batch, head, tiles), chains
+    chains = main_loop(queries, rows, keys, chains, first_masked, scale_log2, const)
+    return WorkTile(batch, head, tiles), chains
 
 
-def steps_of(place, offset, seq_k, const):
-    """(first_masked, steps) of a piece: steps before the one lie wholly inside the mask, those from the other on outside."""
-    block_rows, step_n = const.TILE_M // const.PACK * const.Q_SUBTILES, const.TILE_N * const.KV_SUBTILES
-    if const.CAUSAL and const.BOTTOM_RIGHT:
-        first_masked = min(max(place * block_rows + offset, 0), seq_k) // step_n
-        steps = ct.cdiv(min(max((place + 1) * block_rows + offset, 0), seq_k), step_n)
-        steps = max(steps, 1)  # one at least: QK_AHEAD makes its scores
-    elif const.CAUSAL:
-        first_masked = min(place * block_rows, seq_k) // step_n
-        steps = ct.cdiv(min((place + 1) * block_rows, seq_k), step_n)
-    else:
-        first_masked = seq_k // step_n
-        steps = ct.cdiv(seq_k, step_n)
-    return first_masked, steps
-
-
-def finish(Out, Lse, piece, tile, chain, const):
+def epilogue(Out, Lse, work_tile, tile, chain, const):
     """Divide a chain by its sum and store it; with `Lse`, its log-sum-exp, too."""
     row_sum = chain.row_sum
     if const.BOTTOM_RIGHT:  # rows that see no key: 0 / 1 is what is asked for, 0 / 0 is not
@@ -281,11 +262,11 @@ def finish(Out, Lse, piece, tile, chain, const):
         else:
             out = ct.truediv(acc, row_sum, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
         width, column = part_of(part, const.TILE_V, const.REST_V)
-        ct.store(Out, (piece.batch, piece.head, tile, column), out.astype(Out.dtype).reshape(block_shape(width, const)),
+        ct.store(Out, (work_tile.batch, work_tile.head, tile, column), out.astype(Out.dtype).reshape(block_shape(width, const)),
                  check_bounds=const.CHECK_BOUNDS, allow_tma=None if const.TMA_STORE else False)  # fmt: skip
     if Lse is not None:
         lse = (chain.row_max + ct.log2(chain.row_sum)) * LN_2
-        ct.store(Lse, (piece.batch, piece.head, tile, 0), lse.reshape(block_shape(1, const)),
+        ct.store(Lse, (work_tile.batch, work_tile.head, tile, 0), lse.reshape(block_shape(1, const)),
                  check_bounds=const.CHECK_BOUNDS, allow_tma=False)  # fmt: skip
 
 
@@ -297,45 +278,6 @@ def part_of(PART, TILE, REST):
 def block_shape(WIDTH, const):
     """Shape of a tile of queries or outputs as it lies in its array."""
     return (1, const.PACK, const.TILE_M // const.PACK, WIDTH)
-
-
-def coordinates(work, pieces, heads, batches, const):
-    """(piece of the head's queries, head, batch) of the `work`-th piece of work."""
-    pairs = heads * batches
-    if const.BLOCK_ORDER == HEADS_FASTEST:  # one piece of every head, then the next; the longest rows first
-        batch_head = work % pairs
-        piece = work // pairs
-    elif const.BLOCK_ORDER == SWIZZLED:  # the same among a few heads, whose keys stay in the L2 cache
-        first = work // (SWIZZLE_PAIRS * pieces) * SWIZZLE_PAIRS
-        width = min(SWIZZLE_PAIRS, pairs - first)
-        batch_head = first + work % (SWIZZLE_PAIRS * pieces) % width
-        piece = work % (SWIZZLE_PAIRS * pieces) // width
-    else:
-        batch_head = work // pieces
-        piece = work % pieces
-    if const.BLOCK_ORDER == REVERSED or (const.BLOCK_ORDER >= HEADS_FASTEST and const.CAUSAL):
-        piece = pieces - 1 - piece
-    return piece, batch_head % heads, batch_head // heads
-
-
-def query_tile(place, s, seq_q, const):
-    """Index of the `s`-th query tile of a piece. One beyond the end becomes the last tile, which is done twice."""
-    tile = place
-    if const.Q_SUBTILES > 1:
-        tile = place * const.Q_SUBTILES + s
-        if const.CHECK_BOUNDS:
-            tile = min(tile, ct.cdiv(seq_q, const.TILE_M // const.PACK) - 1)
-    return tile
-
-
-def rows_of(tile, offset, const):
-    """The last key that each row of a tile sees when causal, `[TILE_M, 1]`."""
-    if const.PACK == 1:
-        last = tile * const.TILE_M + ct.arange(const.TILE_M, dtype=ct.int32)[:, None]
-    else:
-        rows = const.TILE_M // const.PACK
-        last = tile * rows + ct.arange(const.TILE_M, dtype=ct.int32)[:, None] % rows
-    return last + offset if const.BOTTOM_RIGHT else last
 
 
 def load(array, index, BLOCK, ORDER, LATENCY, MAY_USE_TMA, const):
@@ -377,11 +319,11 @@ def fresh_chain(const):
 
 
 def may_see_nothing(const):
-    """Whether a row may see no key in the first step of a walk, or no step may be taken."""
+    """Whether a row may see no key in the first step, or no step may be taken."""
     return const.KV_DIRECTION != FORWARD or const.BOTTOM_RIGHT or const.KV_SPLITS > 1
 
 
-def walk(queries, rows, keys, chains, first_masked, scale_log2, const):
+def main_loop(queries, rows, keys, chains, first_masked, scale_log2, const):
     """Fold the block's keys into the chains, in one loop or in two, of which one goes without masks."""
     begin, end = keys.begin, keys.end
     scores = ()

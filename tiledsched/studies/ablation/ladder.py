@@ -18,6 +18,7 @@ from tiledsched.measure.runner import Candidate, Runner
 from tiledsched.measure.statistics import median_interval
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
+from tiledsched.search.programs import Key
 from tiledsched.space import SearchSpace
 from tiledsched.studies.ablation.rows import LADDER, OK, TRIED, WITHOUT, AblationRow
 from tiledsched.studies.ablation.sources import Source, said
@@ -77,7 +78,7 @@ class Ladder:
         runner: what times; `begin` is called here.
         source: where programs come from.
         space: whose constraints hold.
-        template: whose grid is part of a program's identity.
+        kernel: whose grids are part of a program's identity.
         problem: what is computed.
         regime: burst or sustained.
         rounds: samples of each in the final run.
@@ -86,13 +87,13 @@ class Ladder:
         progress: told a line per rung.
     """
 
-    def __init__(self, runner: Runner, source: Source, space: SearchSpace, template: KernelClass, problem: Problem, *,
+    def __init__(self, runner: Runner, source: Source, space: SearchSpace, kernel: KernelClass, problem: Problem, *,
                  regime: str = "burst", rounds: int = 30, recorded: Callable[[Schedule], bool] | None = None,
                  progress: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip
-        self._runner, self._source, self._space, self._template = runner, source, space, template
+        self._runner, self._source, self._space, self._kernel = runner, source, space, kernel
         self._problem, self._regime, self._rounds, self._progress = problem, regime, rounds, progress
         self._recorded = recorded
-        self._checked: dict[tuple[str, tuple[int, int, int]], str] = {}
+        self._checked: dict[Key, str] = {}
         self._rows: list[AblationRow] = []
 
     def climb(self, plain: Schedule, tuned: Schedule) -> list[AblationRow]:
@@ -159,7 +160,7 @@ class Ladder:
                 outcomes[schedule] = f"not valid: {'; '.join(broken)}"
             else:
                 wanted.append(schedule)
-        programs: dict[tuple[str, tuple[int, int, int]], tuple[Candidate, list[Schedule]]] = {}
+        programs: dict[Key, tuple[Candidate, list[Schedule]]] = {}
         for schedule, found in self._source.find(wanted, self._problem).items():
             failed = found if isinstance(found, str) else self._wrong(found) if check else self._unfit(found)
             if isinstance(found, str) or failed:
@@ -174,9 +175,9 @@ class Ladder:
             outcomes |= dict.fromkeys(members, outcome)
         return outcomes
 
-    def _key(self, candidate: Candidate) -> tuple[str, tuple[int, int, int]]:
-        grid = self._template.grid(candidate.schedule, self._problem, self._runner.device.sm_count)
-        return candidate.artifact.fingerprint, grid
+    def _key(self, candidate: Candidate) -> Key:
+        grids = self._kernel.grids(self._problem, candidate.schedule, self._runner.device)
+        return candidate.artifact.fingerprint, grids
 
     def _unfit(self, candidate: Candidate) -> str:
         """Why it cannot be timed; empty where it can."""

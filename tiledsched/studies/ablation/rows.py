@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, canonical_json
 
 LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
 VIEWS = (LADDER, WITHOUT, TRIED)
 OK = "ok"
+FIRST_COLUMNS = ("dtype", "causal", "batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim")
+"""Empty where a problem has no such value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +60,16 @@ class AblationRow:
 
     def to_csv(self) -> dict[str, Any]:
         """A flat row, also for `--json`."""
-        p = self.problem
+        p = self.problem.values
         return {
-            "regime": self.regime, "dtype": p.dtype, "causal": p.causal, "batch": p.batch, "heads": p.heads,
-            "kv_heads": p.kv_heads, "seq_q": p.seq_q, "seq_k": p.seq_k, "head_dim": p.head_dim, "view": self.view,
+            "regime": self.regime, **{name: p.get(name, "") for name in FIRST_COLUMNS}, "view": self.view,
             "rung": self.rung, "knob": self.knob, "from": self.before, "to": self.after,
             "median_us": _rounded(self.median_us), "ci_low_us": _rounded(self.ci_low_us),
             "ci_high_us": _rounded(self.ci_high_us), "speedup_over_previous": _rounded(self.speedup_over_previous),
             "speedup_over_plain": _rounded(self.speedup_over_plain), "status": self.status, "schedule": self.schedule,
-            "schedule_id": self.schedule_id, "alignment": p.alignment, "value_dim": p.value_dim, "device": self.device,
-            "runner": self.runner,
+            "schedule_id": self.schedule_id, "alignment": p.get("alignment", ""),
+            "value_dim": p.get("value_dim", ""), "device": self.device, "runner": self.runner,
+            "kernel": self.problem.kernel, "problem": canonical_json(self.problem.to_json()),
         }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from tiledsched.errors import Failure, FailureKind, MeasureError
 from tiledsched.measure.runner import Candidate, Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.search.programs import Workshop
+from tiledsched.search.programs import Builder
 from tiledsched.space import SearchSpace
 from tiledsched.store.exchange import Table
 
@@ -29,20 +29,20 @@ class Source(Protocol):
 class Built:
     """Builds what is asked for, once ever per toolchain; needs the compiler and no GPU."""
 
-    def __init__(self, workshop: Workshop) -> None:
-        self._workshop = workshop
+    def __init__(self, builder: Builder) -> None:
+        self._builder = builder
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
         """See :class:`Source`."""
-        workshop = self._workshop
-        workshop.build(schedules, problem)
+        builder = self._builder
+        builder.build(schedules, problem)
         found: dict[Schedule, Candidate | str] = {}
         for schedule in schedules:
-            record = workshop.record(schedule, problem)
+            record = builder.record(schedule, problem)
             if record is None or record.failure is not None:
                 found[schedule] = said(record.failure) if record and record.failure else "not built"
                 continue
-            artifact = workshop.artifacts.get(workshop.arch, record.fingerprint)
+            artifact = builder.artifacts.get(builder.arch, record.fingerprint)
             damaged = f"{FailureKind.ARTIFACT_CORRUPT}: run again to build it anew"
             found[schedule] = damaged if artifact is None else Candidate(schedule=schedule, artifact=artifact)
         return found

@@ -6,14 +6,17 @@ Nothing is imported before it is used: a method whose package is missing, or whi
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tiledsched.cases import input_specs, output_specs
 from tiledsched.errors import ConfigError, UnsupportedError
-from tiledsched.kernels.attention.reference import default_scale
+from tiledsched.fields import Flag
+from tiledsched.kernel import KernelClass, load_kernel
 from tiledsched.problem import Problem
-from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.studies.rivals import module_of, rivals_of
 
 OURS = "tiledsched"
 MATMUL = "matmul"
@@ -21,16 +24,9 @@ MATMUL_SIZE = 8192
 """Rows and columns of the matrices whose product is the practical ceiling."""
 MEMORY_SHARE = 0.5
 """Of the device's memory, what a method's score matrices may take."""
-UNTUNED: dict[str, KnobValue] = {
-    "tile_m": 64, "tile_n": 64, "occupancy": 0, "num_worker_warps": 0, "num_ctas": 0, "latency_k": 0, "latency_v": 0,
-    "opt_level": 3, "accum_mode": "fp32", "loop_split": False, "block_order": "natural", "persistent": "no",
-    "kv_direction": "forward", "q_subtiles": 1, "kv_subtiles": 1, "qk_ahead": False, "k_load": "order",
-    "tma_loads": True, "tma_store": True, "check_bounds": True, "division": "approximate", "lazy_rescale": False,
-}  # fmt: skip
-"""The kernel as one would first write it: 64x64 tiles, every hint left to the compiler. Knobs not named: their defaults."""
 
 Call = Callable[[], Any]
-"""Starts one computation on the current stream; returns its `[batch, heads, seq_q, value_dim]` output."""
+"""Starts one computation on the current stream; returns its output, or its outputs in the order declared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,34 +37,30 @@ class Arrays:
     """The torch module."""
     problem: Problem
     """What to compute."""
-    q: Any
-    """`[batch, heads, seq_q, head_dim]`, contiguous."""
-    k: Any
-    """`[batch, kv_heads, seq_k, head_dim]`, contiguous."""
-    v: Any
-    """`[batch, kv_heads, seq_k, value_dim]`, contiguous."""
+    tensors: tuple[Any, ...]
+    """Inputs, and arrays changed in place, in the order declared; a list of arrays is a list."""
 
     @property
-    def causal(self) -> bool | str:
-        """As `sdpa` takes it."""
-        p = self.problem
-        return p.causal if p.alignment == "top_left" else p.alignment
+    def dtype(self) -> Any:
+        """Of the first."""
+        first = self.tensors[0]
+        return (first[0] if isinstance(first, list) else first).dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to compute attention, or the matmul that bounds them all."""
+    """One way to compute the problem, or the matmul that bounds them all."""
 
     name: str
     """As `--methods` takes it and the rows give it."""
     about: str
     """One line for people."""
-    make: Callable[[Arrays], Call]
+    make: Callable[[Any], Call]
     """The call on these arrays; raises UnsupportedError, or whatever its library raises, where it cannot be made."""
     package: str = ""
     """Python package it needs beside torch; where that is missing, the method is left out unless asked for by name."""
     score_bytes: int = 0
-    """Device memory it takes for each element of the whole score matrix; 0 where it never holds that."""
+    """Of attention: device memory it takes for each element of the whole score matrix; 0 where it never holds that."""
 
     @property
     def installed(self) -> bool:
@@ -84,185 +76,102 @@ class Method:
         """Why it is not even tried on `problem`; empty where it is."""
         if not self.installed:
             return f"not installed: {self.package}"
-        needed = self.score_bytes * problem.batch * problem.heads * problem.seq_q * problem.seq_k
+        scores = problem.batch * problem.heads * problem.seq_q * problem.seq_k if self.score_bytes else 0
+        needed = self.score_bytes * scores
         if needed > MEMORY_SHARE * memory_bytes:
             return f"skipped: its score matrices would take {needed / 2**30:.0f} GiB"
         return ""
 
 
+def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
+    """The torch operator of the problem's kernel and what it is called with: tensors, what they do not show, scalars.
+
+    Flags decide which arrays there are, so that each combination of them is an operator of its own.
+    """
+    from tiledsched.serve.op import op
+
+    p, kernel = arrays.problem, arrays.problem.declaration
+    flags = {name: p.values[name] for name, field in kernel.fields.items() if isinstance(field, Flag)}
+    word = "_".join([kernel.name, *(name for name, value in flags.items() if value)])
+    operator = op("tiledsched_bench::" + re.sub(r"\W", "_", word), kernel, **flags)
+    tensors = dict(zip((spec.name for spec in input_specs(kernel, p)), arrays.tensors, strict=True))
+    given = []
+    for each in operator.form.parameters:
+        if each.kind in ("array", "list"):
+            given.append(tensors.get(each.name))
+        else:
+            given.append(p.values[each.name] if each.kind == "field" else each.default)
+    return operator, given
+
+
 def _ours(arrays: Arrays) -> Call:
-    """`sdpa`, once it is clear that it would not hand the problem over to torch."""
-    from tiledsched.attention.sdpa import plan_for, sdpa
-
-    q, k, v, causal = arrays.q, arrays.k, arrays.v, arrays.causal
-    plan_for(q, k, v, causal=causal)
-    return lambda: sdpa(q, k, v, causal=causal)
-
-
-_untuned_kernels: dict[tuple[str, Any], Any] = {}
-"""cuTile compiles once for each kernel object and problem class: objects are used again."""
-
-
-def untuned_schedule(arch: str) -> Schedule:
-    """`UNTUNED` with the knobs it does not name at the defaults of the arch's space."""
-    from tiledsched.space_files import space_for
-
-    return space_for(arch).complete(Schedule(UNTUNED))
-
-
-def _untuned(arrays: Arrays) -> Call:
-    import cuda.tile as ct
-
-    from tiledsched.kernel import kernel_named
-
-    torch, problem, q = arrays.torch, arrays.problem, arrays.q
-    properties = torch.cuda.get_device_properties(q.device)
-    arch = f"sm_{properties.major}{properties.minor}"
-    schedule, template = untuned_schedule(arch), kernel_named("attention")
-    entry = template.entry(schedule, problem)
-    kernel = _untuned_kernels.get((arch, entry)) or template.kernel({arch: schedule}, problem)
-    _untuned_kernels[arch, entry] = kernel
-    grid = template.grid(schedule, problem, properties.multi_processor_count)
-    extra = [torch.zeros(array.shape, dtype=getattr(torch, array.dtype), device=q.device)
-             for array in template.workspace(schedule, problem)]  # fmt: skip
-    rest = (*extra, *template.scalars(problem), *template.constants(schedule, problem))
-    shape = (*q.shape[:3], arrays.v.shape[3])
+    """The operator on arrays of its own where it changes some: other methods are given them as they were."""
+    specs = input_specs(arrays.problem.declaration, arrays.problem)
+    copies = tuple(tensor.clone() if spec.role == "inout" else tensor
+                   for spec, tensor in zip(specs, arrays.tensors, strict=True))  # fmt: skip
+    operator, given = operator_call(replace(arrays, tensors=copies))
+    changed = {spec.name: tensor for spec, tensor in zip(specs, copies, strict=True) if spec.role == "inout"}
+    if not changed:
+        return lambda: operator(*given)
+    names = [spec.name for spec in output_specs(arrays.problem.declaration, arrays.problem)]
 
     def call() -> Any:
-        out = q.new_empty(shape)
-        ct.launch(torch.cuda.current_stream(), grid, kernel, (q, arrays.k, arrays.v, out, *rest))
-        return out
+        out = operator(*given)
+        made = iter(() if out is None else out if isinstance(out, tuple) else (out,))
+        return tuple(changed[name] if name in changed else next(made) for name in names)
 
     return call
 
 
-def _torch_call(arrays: Arrays) -> Call:
-    """torch's attention, whichever backend it takes."""
-    torch, problem = arrays.torch, arrays.problem
-    more: dict[str, Any] = {"enable_gqa": True} if problem.group > 1 else {}
-    if problem.causal and problem.alignment == "bottom_right":
-        from torch.nn.attention.bias import causal_lower_right
-
-        more["attn_mask"] = causal_lower_right(problem.seq_q, problem.seq_k)
-    else:
-        more["is_causal"] = problem.causal
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attention(arrays.q, arrays.k, arrays.v, **more)
-
-
-def _torch_backend(backend: str) -> Callable[[Arrays], Call]:
-    """torch's attention with one backend allowed."""
-
+def _rival(name: str) -> Callable[[Arrays], Call]:
     def make(arrays: Arrays) -> Call:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        allowed, attention = getattr(SDPBackend, backend), _torch_call(arrays)
-
-        def call() -> Any:
-            with sdpa_kernel(allowed):
-                return attention()
-
-        return call
+        rivals = rivals_of(arrays.problem.declaration, arrays.problem)
+        if name not in rivals:
+            raise UnsupportedError(f"the kernel names no {name} for this problem")
+        function, tensors = rivals[name], arrays.tensors
+        return lambda: function(*tensors)
 
     return make
-
-
-def _eager(arrays: Arrays) -> Call:
-    """softmax(q @ k^T) @ v in torch's operators, softmax in float32, key heads repeated: as models did it before SDPA."""
-    torch, problem = arrays.torch, arrays.problem
-    scale, group = default_scale(problem), problem.group
-    hidden = None
-    if problem.causal:
-        offset = problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0
-        ones = torch.ones(problem.seq_q, problem.seq_k, dtype=torch.bool, device=arrays.q.device)
-        hidden = ones.triu(offset + 1)
-
-    def call() -> Any:
-        k, v = arrays.k, arrays.v
-        if group > 1:
-            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = torch.matmul(arrays.q, k.transpose(-1, -2)) * scale
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, float("-inf"))
-        return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
-
-    return call
-
-
-def _triton(arrays: Arrays) -> Call:
-    from tiledsched.studies.bench.triton_attention import triton_attention
-
-    bottom_right = arrays.problem.alignment == "bottom_right"
-    return lambda: triton_attention(arrays.q, arrays.k, arrays.v, causal=arrays.problem.causal,
-                                    bottom_right=bottom_right)  # fmt: skip
-
-
-def _tilegym(arrays: Arrays) -> Call:
-    """NVIDIA's TileGym: `tilegym.ops.fmha`, which tunes itself on the first call of a shape."""
-    problem = arrays.problem
-    if problem.alignment != "top_left" or problem.value_dim:
-        raise UnsupportedError("fmha aligns the mask at the top left and takes one head dimension")
-    from tilegym.ops import fmha
-
-    scale = default_scale(problem)
-    return lambda: fmha(arrays.q, arrays.k, arrays.v, scaling=scale, is_causal=problem.causal, has_backward=False)
-
-
-def _flash_attn(arrays: Arrays) -> Call:
-    """The flash-attn package, on arrays in its own layout, `[batch, rows, heads, head_dim]`."""
-    problem = arrays.problem
-    if problem.causal and problem.alignment == "top_left" and problem.seq_q != problem.seq_k:
-        raise UnsupportedError("flash_attn_func aligns the mask at the bottom right")
-    from flash_attn import flash_attn_func
-
-    q, k, v = (array.transpose(1, 2).contiguous() for array in (arrays.q, arrays.k, arrays.v))
-    return lambda: flash_attn_func(q, k, v, causal=problem.causal).transpose(1, 2)
 
 
 def _matmul(arrays: Arrays) -> Call:
     """What this GPU's tensor cores give in practice: one large matrix product through torch."""
     torch = arrays.torch
-    left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=arrays.q.device).to(arrays.q.dtype) for _ in range(2))
+    left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").to(arrays.dtype) for _ in range(2))
     return lambda: torch.matmul(left, right)
 
 
-METHODS: Mapping[str, Method] = {
-    method.name: method
-    for method in (
-        Method(name=OURS, about="sdpa on the schedule the table names", make=_ours),
-        Method(name="untuned", about="the same kernel, 64x64 tiles, no hints", make=_untuned),
-        Method(name="torch_flash", about="torch SDPA, flash backend", make=_torch_backend("FLASH_ATTENTION")),
-        Method(name="torch_cudnn", about="torch SDPA, cuDNN backend", make=_torch_backend("CUDNN_ATTENTION")),
-        Method(name="torch_efficient", about="torch SDPA, memory-efficient backend",
-               make=_torch_backend("EFFICIENT_ATTENTION")),
-        Method(name="torch_math", about="torch SDPA, math backend", make=_torch_backend("MATH"), score_bytes=16),
-        Method(name="torch_auto", about="torch SDPA, whichever backend torch takes", make=_torch_call),
-        Method(name="eager", about="softmax(QK^T)V in torch operators", make=_eager, score_bytes=12),
-        Method(name="triton", about="a flash-attention forward in Triton, autotuned", make=_triton, package="triton"),
-        Method(name="tilegym", about="TileGym's cuTile kernel, autotuned", make=_tilegym, package="tilegym"),
-        Method(name="flash_attn", about="the flash-attn package", make=_flash_attn, package="flash_attn"),
-        Method(name=MATMUL, about="8192^3 matmul through torch, the ceiling", make=_matmul),
-    )
-}  # fmt: skip
-"""By name, in the order of the rows."""
-TORCH_METHODS = ("torch_flash", "torch_cudnn", "torch_efficient", "torch_math", "torch_auto")
-"""Of which the best is what the summary compares with."""
+CEILING = Method(name=MATMUL, about="8192^3 matmul through torch, the ceiling", make=_matmul)
 
 
-def choose_methods(names: Sequence[str] | None, *, ceiling: bool = False) -> list[Method]:
+def methods_of(kernel: KernelClass, problems: Sequence[Problem] = ()) -> Mapping[str, Method]:
+    """What is raced: what the kernel's own module lists, else ours and every rival that it names for one of the problems."""
+    listed: Mapping[str, Method] | None = getattr(module_of(kernel), "METHODS", None)
+    if listed is not None:
+        return {**listed, MATMUL: CEILING}
+    names = dict.fromkeys(name for problem in problems for name in rivals_of(kernel, problem))
+    return {OURS: Method(name=OURS, about="the kernel on the schedule that the table names", make=_ours),
+            **{name: Method(name=name, about="a rival", make=_rival(name)) for name in names}, MATMUL: CEILING}  # fmt: skip
+
+
+def choose_methods(kernel: KernelClass | str, names: Sequence[str] | None, problems: Sequence[Problem] = (), *,
+                   ceiling: bool = False) -> list[Method]:  # fmt: skip
     """The methods asked for, in their own order; None for every one installed.
 
     Args:
-        names: of `METHODS`.
+        kernel: whose.
+        names: of `methods_of`.
+        problems: what is computed; rivals may differ between them.
         ceiling: also the matmul, which no default includes.
 
     Raises:
         ConfigError: an unknown name.
     """
-    unknown = sorted(set(names or ()) - set(METHODS))
+    methods = methods_of(load_kernel(kernel) if isinstance(kernel, str) else kernel, problems)
+    unknown = sorted(set(names or ()) - set(methods))
     if unknown:
-        raise ConfigError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
-    wanted = set(names) if names else {name for name, method in METHODS.items() if method.installed} - {MATMUL}
+        raise ConfigError(f"unknown method {unknown[0]!r}; known are {', '.join(methods)}")
+    wanted = set(names) if names else {name for name, method in methods.items() if method.installed} - {MATMUL}
     if ceiling:
         wanted.add(MATMUL)
-    return [method for name, method in METHODS.items() if name in wanted]
+    return [method for name, method in methods.items() if name in wanted]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tiledsched.errors import ConfigError, ProblemError
-from tiledsched.kernels.attention import Attention
+from tiledsched.kernel import kernel_named
 from tiledsched.measure.runner import Conditions
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, canonical_json
 
 OK = "ok"
 """Status of a row that has a time."""
 SIZES = ("batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim")
+"""Columns of attention's files from before there were other kernels; empty where a problem has no such value."""
 Cell = tuple[str, Problem]
 """(regime, problem)."""
 
@@ -46,7 +48,7 @@ class BenchRow:
     rel_err: float | None = None
     """Relative Frobenius error against float64, over what was compared."""
     compared: str = ""
-    """What was compared: (batch, head) pairs of how many, such as 4/64."""
+    """What was compared: (batch, head) pairs of how many, such as 4/64, or all."""
     samples: int | None = None
     """How many samples the median is of."""
     ceiling_ratio: float | None = None
@@ -54,7 +56,7 @@ class BenchRow:
     conditions: Conditions = field(default_factory=Conditions)
     """Clocks, power and throttling while this cell was timed, all methods together."""
     schedule: str = ""
-    """What sdpa launched."""
+    """What our own method launched."""
     provenance: str = ""
     """Where that schedule came from."""
     measured_program: bool | None = None
@@ -76,21 +78,28 @@ class BenchRow:
             return None
         return (self.flops or self.problem.flops) / self.median_us / 1e6
 
+    @property
+    def gbps(self) -> float | None:
+        """Least traffic over time, GB/s; None where there is no time, and of the matmul."""
+        return self.problem.gbps(self.median_us) if self.median_us and not self.flops else None
+
     def to_csv(self) -> dict[str, Any]:
         """A flat row; :meth:`from_csv` inverts it, up to the digits kept."""
-        p = self.problem
+        p = self.problem.values
         return {
-            "regime": self.regime, "method": self.method, "dtype": p.dtype, "causal": p.causal, "batch": p.batch,
-            "heads": p.heads, "kv_heads": p.kv_heads, "seq_q": p.seq_q, "seq_k": p.seq_k, "head_dim": p.head_dim,
+            "regime": self.regime, "method": self.method, "dtype": p.get("dtype", ""), "causal": p.get("causal", ""),
+            **{name: p.get(name, "") for name in SIZES},
             "median_us": _rounded(self.median_us, 3), "ci_low_us": _rounded(self.ci_low_us, 3),
             "ci_high_us": _rounded(self.ci_high_us, 3), "tflops": _rounded(self.tflops, 2),
             "max_abs_err": _digits(self.max_abs_err), "sm_clock_mhz": self.conditions.sm_clock_mhz,
             "status": self.status, "rel_err": _digits(self.rel_err), "compared": self.compared, "samples": self.samples,
             "ceiling_ratio": _rounded(self.ceiling_ratio, 4), "power_w": round(self.conditions.power_w),
             "temperature_c": self.conditions.temperature_c, "throttle": "+".join(self.conditions.throttle_reasons),
-            "graph_launches": self.conditions.graph_launches, "alignment": p.alignment, "value_dim": p.value_dim,
+            "graph_launches": self.conditions.graph_launches, "alignment": p.get("alignment", ""),
+            "value_dim": p.get("value_dim", ""),
             "provenance": self.provenance, "measured_program": self.measured_program, "schedule": self.schedule,
-            "device": self.device, "versions": self.versions,
+            "device": self.device, "versions": self.versions, "kernel": self.problem.kernel,
+            "problem": canonical_json(self.problem.to_json()), "gbps": _rounded(self.gbps, 1),
         }  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -105,11 +114,8 @@ class BenchRow:
             KeyError, ValueError: a cell that every version writes is missing, or is no number where one is needed.
         """
         texts = {name: value or "" for name, value in cells.items()}
-        sizes: dict[str, Any] = {name: int(texts[name]) for name in SIZES}
-        if texts["causal"] not in ("True", "False"):
-            raise ValueError(f"causal is {texts['causal']!r}, not True or False")
-        problem = Attention.problem(**sizes, dtype=texts["dtype"], causal=texts["causal"] == "True",
-                          alignment=texts.get("alignment") or "top_left", value_dim=int(texts.get("value_dim") or 0))  # fmt: skip
+        stored = texts.get("problem")
+        problem = Problem.from_json(json.loads(stored)) if stored else _former_problem(texts)
         median_us, tflops = _number(texts["median_us"]), _number(texts["tflops"])
         flops = tflops * median_us * 1e6 if texts["method"] == "matmul" and tflops and median_us else None
         conditions = Conditions(
@@ -130,6 +136,17 @@ class BenchRow:
         )  # fmt: skip
 
 
+def _former_problem(texts: Mapping[str, str]) -> Problem:
+    """That of a row from before there were other kernels than attention."""
+    sizes: dict[str, Any] = {name: int(texts[name]) for name in SIZES}
+    if texts["causal"] not in ("True", "False"):
+        raise ValueError(f"causal is {texts['causal']!r}, not True or False")
+    return kernel_named("attention").problem(
+        **sizes, dtype=texts["dtype"], causal=texts["causal"] == "True", alignment=texts.get("alignment") or "top_left",
+        value_dim=int(texts.get("value_dim") or 0),
+    )  # fmt: skip
+
+
 def _rounded(value: float | None, places: int) -> float | None:
     return None if value is None else round(value, places)
 
@@ -142,9 +159,7 @@ def _number(text: str) -> float | None:
     return float(text) if text else None
 
 
-COLUMNS = list(
-    BenchRow(problem=Attention.problem(seq_q=1, seq_k=1, head_dim=1), method="", regime="", status="").to_csv()
-)
+COLUMNS = list(BenchRow(problem=Problem("", {}), method="", regime="", status="").to_csv())
 """Of the CSV file, in order."""
 
 

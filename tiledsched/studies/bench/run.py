@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from tiledsched.measure.statistics import median_interval
 from tiledsched.measure.timing import BURST_GAP_S, STILL_WARM_S, SUSTAINED_REWARM_S, SUSTAINED_WARMUP_S, Log, Stopwatch
 from tiledsched.problem import Problem
-from tiledsched.studies.bench.accuracy import Error
+from tiledsched.studies.bench.errors import Error
 from tiledsched.studies.bench.methods import MATMUL, Method
 from tiledsched.studies.bench.rows import OK, BenchRow, Cell
 from tiledsched.studies.bench.sampling import sample_counts, sample_in_turn
@@ -47,7 +47,7 @@ class Ready:
     error: Error | None = None
     """Against float64; None of the matmul."""
     compared: str = ""
-    """Over how many (batch, head) pairs of how many."""
+    """How much of the output: (batch, head) pairs of how many, or all."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Fields of its row that are its own: schedule, provenance, measured_program."""
 
@@ -66,7 +66,7 @@ class Prepared:
     """Of the GPU's state."""
 
 
-class Stand(Protocol):
+class Harness(Protocol):
     """The GPU and the libraries on it; tests replace it."""
 
     device: str
@@ -91,7 +91,7 @@ class Stand(Protocol):
         ...
 
 
-def run_bench(problems: Sequence[Problem], options: BenchOptions, stand: Stand, *, done: Collection[Cell] = (),
+def run_bench(problems: Sequence[Problem], options: BenchOptions, harness: Harness, *, done: Collection[Cell] = (),
               keep: Callable[[Sequence[BenchRow]], None] = lambda rows: None,
               progress: Callable[[str], None] = lambda text: None) -> list[BenchRow]:  # fmt: skip
     """Time every method on every problem in every regime.
@@ -99,7 +99,7 @@ def run_bench(problems: Sequence[Problem], options: BenchOptions, stand: Stand, 
     Args:
         problems: what to compute.
         options: methods, regimes and how long.
-        stand: what runs them.
+        harness: what runs them.
         done: cells to leave out.
         keep: given the rows of each cell as they are known.
         progress: told a line per cell.
@@ -119,7 +119,7 @@ def run_bench(problems: Sequence[Problem], options: BenchOptions, stand: Stand, 
         began = time.monotonic()
         share_s = None if left_s is None else left_s / (len(cells) - number)
         still_warm = began - sustained_until < STILL_WARM_S
-        found = bench_cell(stand, (regime, problem), options, share_s, still_warm)
+        found = bench_cell(harness, (regime, problem), options, share_s, still_warm)
         if regime == "sustained":
             sustained_until = time.monotonic()
         keep(found)
@@ -134,12 +134,12 @@ def _in_words(rows: Sequence[BenchRow]) -> str:
                      for row in rows)  # fmt: skip
 
 
-def bench_cell(stand: Stand, cell: Cell, options: BenchOptions, share_s: float | None = None,
+def bench_cell(harness: Harness, cell: Cell, options: BenchOptions, share_s: float | None = None,
                still_warm: bool = False) -> list[BenchRow]:  # fmt: skip
     """The rows of one cell, in the order of the methods.
 
     Args:
-        stand: what runs them.
+        harness: what runs them.
         cell: regime and problem.
         options: methods and samples.
         share_s: seconds for the cell, preparation included; None for as long as its samples take.
@@ -149,7 +149,7 @@ def bench_cell(stand: Stand, cell: Cell, options: BenchOptions, share_s: float |
         MeasureError: the GPU cannot be used any more.
     """
     (regime, problem), began = cell, time.monotonic()
-    prepared = stand.prepare(problem, options.methods, regime)
+    prepared = harness.prepare(problem, options.methods, regime)
     warmup_s = 0.0 if regime == "burst" else SUSTAINED_REWARM_S if still_warm else SUSTAINED_WARMUP_S
     left_s = None if share_s is None else share_s - (time.monotonic() - began) - warmup_s
     looks_us = [each.look_us for each in prepared.ready]
@@ -160,15 +160,15 @@ def bench_cell(stand: Stand, cell: Cell, options: BenchOptions, share_s: float |
         timed = sample_in_turn(prepared.watch, counts, regime=regime, rng=random.Random(problem.id), log=prepared.log,
                                gap_s=BURST_GAP_S, warmup_s=warmup_s) if prepared.ready else []  # fmt: skip
         samples = {each.method.name: taken for each, taken in zip(prepared.ready, timed, strict=True)}
-    except RuntimeError as error:  # what torch raises: out of memory, or worse, and then these rows say nothing
-        stand.check()
+    except RuntimeError as error:  # of torch or of the stopwatch; where the GPU is lost these rows say nothing
+        harness.check()
         failed |= {each.method.name: f"while timed: {first_line(error)}" for each in prepared.ready}
     conditions = prepared.log.summary()
     ready = {each.method.name: each for each in prepared.ready}
     rows = []
     for method in options.methods:
         row = BenchRow(problem=problem, method=method.name, regime=regime, status=failed.get(method.name, OK),
-                       flops=method.flops, device=stand.device, versions=stand.versions,
+                       flops=method.flops, device=harness.device, versions=harness.versions,
                        conditions=replace(conditions, gap_ms=BURST_GAP_S * 1e3 if regime == "burst" else 0.0))  # fmt: skip
         if method.name in samples:
             row = _timed(row, ready[method.name], samples[method.name])

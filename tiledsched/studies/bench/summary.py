@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiledsched.problem import Problem
-from tiledsched.studies.bench.methods import MATMUL, OURS, TORCH_METHODS
+from tiledsched.studies.bench.methods import MATMUL, OURS
 from tiledsched.studies.bench.rows import BenchRow
 
 WORST = 5
@@ -17,14 +17,14 @@ WORST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class CellSummary:
-    """Ours and the best torch backend on one problem."""
+    """Ours and the best of torch on one problem."""
 
     problem: Problem
     """What was computed."""
-    ours_tflops: float
-    """Our rate."""
-    torch_tflops: float
-    """The rate of torch's fastest backend here."""
+    ours_us: float
+    """Our time."""
+    torch_us: float
+    """The time of torch's fastest method here."""
     torch_method: str
     """Which that is."""
     ratio: float
@@ -33,6 +33,21 @@ class CellSummary:
     """Our rate over that of the matmul; None where that took no part."""
     provenance: str
     """Of the schedule we served; empty where the row does not say."""
+
+    @property
+    def ours_tflops(self) -> float:
+        """Our rate."""
+        return self.problem.tflops(self.ours_us)
+
+    @property
+    def torch_tflops(self) -> float:
+        """That of torch's fastest method."""
+        return self.problem.tflops(self.torch_us)
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {**asdict(self), "problem": self.problem.to_json(), "ours_tflops": self.ours_tflops,
+                "torch_tflops": self.torch_tflops, "ours_gbps": self.problem.gbps(self.ours_us)}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +101,7 @@ class RegimeSummary:
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
-        cells = [{**asdict(cell), "problem": cell.problem.to_json()} for cell in self.cells]
+        cells = [cell.to_json() for cell in self.cells]
         return {"regime": self.regime, "ratio": self.ratio, "below": self.below, "cells": cells,
                 "without": self.without, "methods": [asdict(method) for method in self.methods]}  # fmt: skip
 
@@ -114,13 +129,12 @@ def _regime(regime: str, rows: Sequence[BenchRow]) -> RegimeSummary:
 
 def _cell(problem: Problem, found: dict[str, BenchRow]) -> CellSummary | None:
     ours = found.get(OURS)
-    torch = [row for name in TORCH_METHODS if (row := found.get(name)) is not None and row.median_us]
+    torch = [row for name, row in found.items() if name.startswith("torch") and row.median_us]
     if ours is None or not ours.median_us or not torch:
         return None
     best = min(torch, key=lambda row: row.median_us or math.inf)
     assert best.median_us
-    return CellSummary(problem=problem, ours_tflops=problem.tflops(ours.median_us),
-                       torch_tflops=problem.tflops(best.median_us), torch_method=best.method,
+    return CellSummary(problem=problem, ours_us=ours.median_us, torch_us=best.median_us, torch_method=best.method,
                        ratio=best.median_us / ours.median_us, ceiling_ratio=ours.ceiling_ratio,
                        provenance=ours.provenance)  # fmt: skip
 
@@ -147,7 +161,9 @@ def _regime_markdown(summary: RegimeSummary) -> str:
     blocks = [f"**{summary.regime}** regime: {_totals(summary)}"]
     if summary.cells:
         with_ceiling = any(cell.ceiling_ratio for cell in summary.cells)
-        blocks.append(_table(_CELL_TITLES + (["of the matmul"] if with_ceiling else []),
+        unit = "TFLOP/s" if summary.cells[0].problem.flops else "GB/s"
+        titles = ["problem", f"tiledsched {unit}", "best of torch", "backend", "time over ours"]
+        blocks.append(_table(titles + (["of the matmul"] if with_ceiling else []),
                              [_cell_texts(cell, with_ceiling) for cell in summary.cells]))  # fmt: skip
     if summary.methods:
         blocks.append(_table(["method", "cells", "time over ours (geometric mean)", "faster than ours", "no time"],
@@ -173,11 +189,9 @@ def _totals(summary: RegimeSummary) -> str:
             f"{summary.below} of them it is faster.{without}")  # fmt: skip
 
 
-_CELL_TITLES = ["problem", "tiledsched TFLOP/s", "best of torch", "backend", "time over ours"]
-
-
 def _cell_texts(cell: CellSummary, with_ceiling: bool) -> list[str]:
-    texts = [str(cell.problem), f"{cell.ours_tflops:.1f}", f"{cell.torch_tflops:.1f}",
+    rate = cell.problem.tflops if cell.problem.flops else cell.problem.gbps
+    texts = [str(cell.problem), f"{rate(cell.ours_us):.1f}", f"{rate(cell.torch_us):.1f}",
              cell.torch_method.removeprefix("torch_"), f"{cell.ratio:.2f}x"]  # fmt: skip
     return texts + ([f"{cell.ceiling_ratio:.0%}" if cell.ceiling_ratio else "-"] if with_ceiling else [])
 

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy
+
 from tiledsched.build.toolchain import package_version
+from tiledsched.cases import input_specs, output_specs, random_inputs
 from tiledsched.errors import Failure, MeasureError
 from tiledsched.kernel import ArraySpec, KernelClass
 from tiledsched.measure.gpu import CHECK_LAUNCHES
@@ -145,16 +148,16 @@ class RaceMethod:
 class TorchMethod:
     """What the methods that launch through torch and cuTile share: inputs, and kernels whose machine code is given."""
 
-    def __init__(self, template: KernelClass) -> None:
-        self._template = template
-        self._arrays: tuple[Any, ...] = ()
-        self._sm_count = 0
+    def __init__(self, kernel: KernelClass) -> None:
+        self._kernel = kernel
+        self._arrays: dict[str, Any] = {}
+        self._device: Any = None
 
     def prepare(self, problem: Problem, candidates: Sequence[Candidate]) -> None:
-        """Normal inputs on the current CUDA device; one launch of the default, to start cuTile.
+        """Inputs and outputs on the current CUDA device; one launch of the default, to start cuTile.
 
         Raises:
-            MeasureError: no torch, or no CUDA device.
+            MeasureError: no torch, or no CUDA device; a kernel of several launches, which cuTile's search cannot time.
         """
         try:
             import cuda.tile as ct
@@ -163,36 +166,76 @@ class TorchMethod:
             raise MeasureError(f"{error.name} is not installed; run: pip install 'tiledsched[gpu]'") from error
         if not torch.cuda.is_available():
             raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
-        queries, keys = (problem.batch, problem.heads, problem.seq_q), (problem.batch, problem.kv_heads, problem.seq_k)
-        shapes = ((*queries, problem.head_dim), (*keys, problem.head_dim), (*keys, problem.value_columns),
-                  (*queries, problem.value_columns))  # fmt: skip
-        self._arrays = tuple(torch.randn(shape, device="cuda", dtype=getattr(torch, problem.dtype)) for shape in shapes)
-        self._sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+        from tiledsched.studies.bench.case import as_tensors
+
+        properties = torch.cuda.get_device_properties(0)
+        self._device = DeviceFacts(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+        stored = random_inputs(self._kernel, numpy, numpy.random.default_rng(0), problem)
+        tensors = as_tensors(torch, problem, stored)
+        inputs = (spec.name for spec in input_specs(self._kernel, problem))
+        self._arrays = {name: _to_device(each) for name, each in zip(inputs, tensors, strict=True)}
+        self._arrays |= {spec.name: self._scratch(spec) for spec in output_specs(self._kernel, problem)
+                         if spec.role == "out"}  # fmt: skip
         ct.launch(torch.cuda.current_stream(), *self._launch(candidates[0], problem))
         torch.cuda.synchronize()
 
     def _launch(self, candidate: Candidate, problem: Problem) -> tuple[Any, Any, tuple[Any, ...]]:
         """Grid, kernel and arguments: what `ct.launch` takes after the stream."""
-        kernel = built_kernel(self._template, candidate, problem)
+        kernel = built_kernel(self._kernel, candidate, problem, self._device)
         return self._grid(candidate, problem), kernel, self._arguments(candidate, problem)
 
     def _grid(self, candidate: Candidate, problem: Problem) -> tuple[int, int, int]:
-        return self._template.grid(candidate.schedule, problem, self._sm_count)
+        return only_step(self._kernel, candidate, problem, self._device).grid
 
     def _arguments(self, candidate: Candidate, problem: Problem) -> tuple[Any, ...]:
-        template = self._template
-        extras = self._extra_arrays(template.workspace(candidate.schedule, problem))
-        return (*self._arrays, *extras, *template.scalars(problem), *template.constants(candidate.schedule, problem))
+        step, found = only_step(self._kernel, candidate, problem, self._device), []
+        for each in step.arguments:
+            if each.kind in ("scalar", "constant"):
+                found.append(each.value)
+            elif each.name in self._arrays:
+                found.append(self._arrays[each.name])
+            else:
+                found.append(self._scratch(self._kernel.array_spec(each.name, problem, candidate.schedule)))
+        return tuple(found)
 
-    def _extra_arrays(self, extras: tuple[ArraySpec, ...]) -> list[Any]:
-        if not extras:
-            return []
+    def _scratch(self, spec: ArraySpec) -> Any:
         import torch
 
-        return [torch.zeros(extra.shape, device="cuda", dtype=getattr(torch, extra.dtype)) for extra in extras]
+        made = [torch.zeros(shape, device="cuda", dtype=torch.bool if spec.dtype == "bool_" else getattr(torch, spec.dtype))
+                for shape in spec.shapes]  # fmt: skip
+        return made if spec.listed else made[0]
 
 
-def built_kernel(template: KernelClass, candidate: Candidate, problem: Problem) -> Any:
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What grids ask of a device."""
+
+    arch: str
+    """E.g. sm_90."""
+    sm_count: int
+    """Multiprocessors."""
+
+
+def _to_device(value: Any) -> Any:
+    return [each.cuda() for each in value] if isinstance(value, list) else value.cuda()
+
+
+def only_step(kernel: KernelClass, candidate: Candidate, problem: Problem, device: Any) -> Any:
+    """The launch of a schedule.
+
+    Raises:
+        MeasureError: it has several.
+    """
+    from tiledsched.launches import steps
+
+    found = steps(kernel, problem, candidate.schedule, device)
+    if len(found) != 1:
+        raise MeasureError(f"{candidate.schedule.short()} takes {len(found)} launches, and cuTile's search times one; leave "
+                           "those methods out with --methods race")  # fmt: skip
+    return found[0]
+
+
+def built_kernel(kernel: KernelClass, candidate: Candidate, problem: Problem, device: Any) -> Any:
     """A cuTile kernel object that launches the candidate's machine code and never compiles.
 
     cuTile asks the kernel object for machine code when it is first launched (`kernel._compile`; not public, and pinned
@@ -202,7 +245,10 @@ def built_kernel(template: KernelClass, candidate: Candidate, problem: Problem) 
     """
     import cuda.tile as ct
 
-    expected = template.signature(candidate.schedule, problem).calling_convention.code
+    from tiledsched.launches import annotated, signature, symbol
+
+    step = only_step(kernel, candidate, problem, device)
+    expected = signature(kernel, problem, candidate.schedule, step).calling_convention.code
 
     class Built(ct.kernel):
         def _compile(self, signature: Any, *context: Any, **more: Any) -> tuple[bytes, str, None, tuple[()]]:
@@ -210,12 +256,12 @@ def built_kernel(template: KernelClass, candidate: Candidate, problem: Problem) 
             if asked != expected:
                 raise MeasureError(f"cuTile launches with calling convention {asked}, the programs were built for "
                                    f"{expected}; install the cuda-tile they were built with")  # fmt: skip
-            return candidate.artifact.cubin, template.name, None, ()
+            return candidate.artifact.cubin, symbol(kernel), None, ()
 
         def replace_hints(self, **hints: Any) -> Built:
             return self
 
-    return Built(template.entry(candidate.schedule, problem))
+    return Built(annotated(kernel, step, problem, candidate.schedule))
 
 
 class InTurn(TorchMethod):
@@ -280,7 +326,7 @@ class Exhaustive(TorchMethod):
         try:
             found = tune.exhaustive_search(
                 candidates, torch.cuda.current_stream(), lambda each: self._grid(each, problem),
-                lambda each: self._kernel(each, problem),
+                lambda each: self._kernel_object(each, problem),
                 lambda each: self._arguments(each, problem), quiet=True,
             )  # fmt: skip
         except ValueError:  # its word for: no candidate works
@@ -290,8 +336,8 @@ class Exhaustive(TorchMethod):
         return Choice(schedule=found.best.config.schedule, estimate_us=found.best.mean_us, launches=sum(launches),
                       kernel_seconds=spent_us / 1e6, failures=len(found.failures))  # fmt: skip
 
-    def _kernel(self, candidate: Candidate, problem: Problem) -> Any:
-        return built_kernel(self._template, candidate, problem)
+    def _kernel_object(self, candidate: Candidate, problem: Problem) -> Any:
+        return built_kernel(self._kernel, candidate, problem, self._device)
 
 
 class ExhaustiveJit(Exhaustive):
@@ -303,15 +349,17 @@ class ExhaustiveJit(Exhaustive):
 
     name = "exhaustive-jit"
 
-    def _kernel(self, candidate: Candidate, problem: Problem) -> Any:
-        return self._template.kernel({candidate.artifact.arch: candidate.schedule}, problem)
+    def _kernel_object(self, candidate: Candidate, problem: Problem) -> Any:
+        from tiledsched.launches import tile_kernels
+
+        return tile_kernels(self._kernel, {candidate.artifact.arch: candidate.schedule}, problem, self._device)[0]
 
 
-def make_methods(names: Sequence[str], template: KernelClass, runner: Runner) -> list[Method]:
+def make_methods(names: Sequence[str], kernel: KernelClass, runner: Runner) -> list[Method]:
     """The methods of these names, in this order."""
-    makers: dict[str, Callable[[], Method]] = {"race": lambda: RaceMethod(runner), "in-turn": lambda: InTurn(template),
-                                               "exhaustive": lambda: Exhaustive(template),
-                                               "exhaustive-jit": lambda: ExhaustiveJit(template)}  # fmt: skip
+    makers: dict[str, Callable[[], Method]] = {"race": lambda: RaceMethod(runner), "in-turn": lambda: InTurn(kernel),
+                                               "exhaustive": lambda: Exhaustive(kernel),
+                                               "exhaustive-jit": lambda: ExhaustiveJit(kernel)}  # fmt: skip
     return [makers[name]() for name in names]
 
 

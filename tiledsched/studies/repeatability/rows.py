@@ -1,29 +1,31 @@
-"""The rows a study writes: one for each method and problem of an occasion, and one for each program of its referee."""
+"""The rows a study writes: one for each method and problem of an session, and one for each program of its referee."""
 
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiledsched.errors import ConfigError
-from tiledsched.kernels.attention import Attention
-from tiledsched.problem import Problem
+from tiledsched.kernel import kernel_named
+from tiledsched.problem import Problem, canonical_json
 
 METHODS = ("race", "in-turn", "exhaustive", "exhaustive-jit")
 REFEREE = "referee"
 """Stands for the method in the rows of the referee."""
 PROBLEM_COLUMNS = ("seq_q", "seq_k", "head_dim", "dtype", "causal", "batch", "heads", "kv_heads")
+"""Of files from before there were other kernels than attention, which have no column `problem`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRow:
-    """One method on one problem on one occasion; or, of the method `referee`, one program in its interleaved run."""
+    """One method on one problem on one session; or, of the method `referee`, one program in its interleaved run."""
 
-    occasion: str
-    """When the occasion began: ISO 8601, UTC."""
+    session: str
+    """When the session began: ISO 8601, UTC."""
     seed: int
     """Of the order of problems and methods."""
     position: int
@@ -72,10 +74,9 @@ class StudyRow:
 
     def to_csv(self) -> dict[str, Any]:
         """A flat row; :meth:`from_csv` inverts it, up to the digits kept."""
-        sizes = self.problem.to_json()
         return {
-            "occasion": self.occasion, "seed": self.seed, "position": self.position, "method": self.method,
-            **{name: sizes[name] for name in PROBLEM_COLUMNS},
+            "session": self.session, "seed": self.seed, "position": self.position, "method": self.method,
+            "problem": canonical_json(self.problem.to_json()),
             "schedule_id": self.schedule_id, "schedule": self.schedule, "fingerprint": self.fingerprint,
             "estimate_us": _digits(self.estimate_us), "tie_set": _digits(self.tie_set),
             "tie_ids": " ".join(self.ties or ()), "regret": _digits(self.regret), "cv": _digits(self.cv),
@@ -92,10 +93,9 @@ class StudyRow:
         Raises:
             KeyError, ValueError: a cell is missing or is no number where one is needed.
         """
-        sizes: dict[str, Any] = {name: int(cells[name]) for name in PROBLEM_COLUMNS if name not in ("dtype", "causal")}
-        problem = Attention.problem(**sizes, dtype=cells["dtype"], causal=cells["causal"] == "True")
+        problem = Problem.from_json(json.loads(cells["problem"])) if "problem" in cells else _former_problem(cells)
         return cls(
-            occasion=cells["occasion"], seed=int(cells["seed"]), position=int(cells["position"]), method=cells["method"],
+            session=cells["session"] if "session" in cells else cells["occasion"], seed=int(cells["seed"]), position=int(cells["position"]), method=cells["method"],
             problem=problem, schedule_id=cells["schedule_id"], schedule=cells["schedule"],
             fingerprint=cells["fingerprint"], estimate_us=_number(cells["estimate_us"]),
             ties=tuple(cells["tie_ids"].split()) if cells["tie_set"] else None, regret=_number(cells["regret"]),
@@ -104,6 +104,11 @@ class StudyRow:
             launches=_whole(cells["launches"]), candidates=int(cells["candidates"]), failures=_whole(cells["failures"]),
             device=cells["device"], driver=cells["driver"], versions=cells["versions"],
         )  # fmt: skip
+
+
+def _former_problem(cells: dict[str, str]) -> Problem:
+    sizes: dict[str, Any] = {name: int(cells[name]) for name in PROBLEM_COLUMNS if name not in ("dtype", "causal")}
+    return kernel_named("attention").problem(**sizes, dtype=cells["dtype"], causal=cells["causal"] == "True")
 
 
 def _digits(value: float | None) -> str:
@@ -164,7 +169,7 @@ def read_rows(path: Path) -> list[StudyRow]:
 
 
 COLUMNS = [
-    "occasion", "seed", "position", "method", *PROBLEM_COLUMNS, "schedule_id", "schedule", "fingerprint", "estimate_us",
+    "session", "seed", "position", "method", "problem", "schedule_id", "schedule", "fingerprint", "estimate_us",
     "tie_set", "tie_ids", "regret", "cv", "cv_of_10", "device_seconds", "kernel_seconds", "launches", "candidates",
     "failures", "device", "driver", "versions",
 ]  # fmt: skip

@@ -16,22 +16,22 @@ from tiledsched.studies.repeatability.rows import METHODS, REFEREE, StudyRow
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSummary:
-    """One method over all problems and occasions. A share is of its rows; one that chose nothing counts as a miss."""
+    """One method over all problems and sessions. A share is of its rows; one that chose nothing counts as a miss."""
 
     method: str
     """race, in-turn or exhaustive."""
     problems: int
     """Distinct problems."""
-    occasions: int
-    """Distinct occasions."""
+    sessions: int
+    """Distinct sessions."""
     choices: int
-    """Rows: each is one problem on one occasion."""
+    """Rows: each is one problem on one session."""
     same_winner: float
     """Share that chose the winner it chose most often on that problem."""
     in_tie_set: float | None
-    """Share inside the tie set of the race of the same occasion; None without races to ask."""
+    """Share inside the tie set of the race of the same session; None without races to ask."""
     in_other_tie_sets: float | None
-    """Share of pairs of a choice and a race of the same problem on another occasion where it is in that race's tie set."""
+    """Share of pairs of a choice and a race of the same problem on another session where it is in that race's tie set."""
     worst_regret: float | None
     """Largest regret; None where the method never chose anything."""
     mean_regret: float | None
@@ -39,7 +39,7 @@ class MethodSummary:
     median_device_seconds: float | None
     """Median over its rows."""
     ratio_to_race: float | None
-    """Median over problems and occasions of its device seconds over those of the race there."""
+    """Median over problems and sessions of its device seconds over those of the race there."""
     median_kernel_seconds: float | None
     """Median GPU time inside candidates."""
     failures: int
@@ -56,14 +56,14 @@ class NoiseSummary:
     """Where."""
     programs: int
     """Distinct programs the referee timed."""
-    occasions: int
-    """Distinct occasions."""
+    sessions: int
+    """Distinct sessions."""
     cv: float | None
-    """Coefficient of variation of single samples: median over programs and occasions."""
+    """Coefficient of variation of single samples: median over programs and sessions."""
     cv_of_10: float | None
     """That of medians of ten samples."""
-    cv_between_occasions: float | None
-    """That of a program's medians on different occasions: median over programs timed on two or more."""
+    cv_between_sessions: float | None
+    """That of a program's medians on different sessions: median over programs timed on two or more."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
@@ -89,11 +89,11 @@ class StudySummary:
 
     def _methods_table(self) -> Table:
         table = Table(title="choosing again and again, among the same programs")
-        for name in ("method", "problems", "occasions", "same winner", "in tie set", "in other tie sets",
+        for name in ("method", "problems", "sessions", "same winner", "in tie set", "in other tie sets",
                      "worst regret", "mean regret", "device s", "of race", "kernel s", "failures"):  # fmt: skip
             table.add_column(name, justify="left" if name == "method" else "right")
         for one in self.methods:
-            table.add_row(one.method, str(one.problems), str(one.occasions), _percent(one.same_winner, 0),
+            table.add_row(one.method, str(one.problems), str(one.sessions), _percent(one.same_winner, 0),
                           _percent(one.in_tie_set, 0), _percent(one.in_other_tie_sets, 0), _percent(one.worst_regret, 2),
                           _percent(one.mean_regret, 2), _fixed(one.median_device_seconds), _fixed(one.ratio_to_race),
                           _fixed(one.median_kernel_seconds), str(one.failures))  # fmt: skip
@@ -101,16 +101,16 @@ class StudySummary:
 
     def _noise_table(self) -> Table:
         table = Table(title="coefficient of variation of a paced burst time")
-        for name in ("problem", "device", "programs", "occasions", "one sample", "median of 10", "between occasions"):
+        for name in ("problem", "device", "programs", "sessions", "one sample", "median of 10", "between sessions"):
             table.add_column(name, justify="left" if name in ("problem", "device") else "right")
         for one in self.noise:
-            table.add_row(str(one.problem), one.device, str(one.programs), str(one.occasions), _percent(one.cv, 2),
-                          _percent(one.cv_of_10, 2), _percent(one.cv_between_occasions, 2))  # fmt: skip
+            table.add_row(str(one.problem), one.device, str(one.programs), str(one.sessions), _percent(one.cv, 2),
+                          _percent(one.cv_of_10, 2), _percent(one.cv_between_sessions, 2))  # fmt: skip
         return table
 
 
 def summarise(rows: Sequence[StudyRow]) -> StudySummary:
-    """The summary of any number of occasions. Problems on different devices are different problems."""
+    """The summary of any number of sessions. Problems on different devices are different problems."""
     by_method: dict[str, list[StudyRow]] = defaultdict(list)
     for row in rows:
         by_method[row.method].append(row)
@@ -135,7 +135,7 @@ def _method(name: str, rows: Sequence[StudyRow], races: Sequence[StudyRow]) -> M
         for row in found:
             for one in asked.get(key, ()):
                 inside = row.schedule_id in (one.ties or ())
-                if one.occasion != row.occasion:
+                if one.session != row.session:
                     other.append(inside)
                     continue
                 same.append(inside)
@@ -143,7 +143,7 @@ def _method(name: str, rows: Sequence[StudyRow], races: Sequence[StudyRow]) -> M
                     ratios.append(row.device_seconds / one.device_seconds)
     regrets = [row.regret for row in rows if row.regret is not None]
     return MethodSummary(
-        method=name, problems=len(problems), occasions=len({row.occasion for row in rows}), choices=len(rows),
+        method=name, problems=len(problems), sessions=len({row.session for row in rows}), choices=len(rows),
         same_winner=sum(_most_often(found) for found in problems.values()) / len(rows), in_tie_set=_mean(same),
         in_other_tie_sets=_mean(other), worst_regret=max(regrets, default=None),
         mean_regret=statistics.geometric_mean(1 + regret for regret in regrets) - 1 if regrets else None,
@@ -165,8 +165,8 @@ def _noise(rows: Sequence[StudyRow]) -> NoiseSummary:
             medians[row.schedule_id].append(row.estimate_us)
     again = [statistics.stdev(values) / statistics.fmean(values) for values in medians.values() if len(values) > 1]
     return NoiseSummary(problem=rows[0].problem, device=rows[0].device, programs=len(medians),
-                        occasions=len({row.occasion for row in rows}), cv=_median(row.cv for row in rows),
-                        cv_of_10=_median(row.cv_of_10 for row in rows), cv_between_occasions=_median(again))  # fmt: skip
+                        sessions=len({row.session for row in rows}), cv=_median(row.cv for row in rows),
+                        cv_of_10=_median(row.cv_of_10 for row in rows), cv_between_sessions=_median(again))  # fmt: skip
 
 
 def _mean(values: Sequence[bool]) -> float | None:

@@ -108,7 +108,7 @@ def read_field(path: Path) -> Field:
             f"{path.name} holds {len(of)} landscapes and not one; give files written by: tiledsched record"
         )
     (problem, device, _), *_ = of
-    space = space_for(device.arch)
+    space = space_for(device.arch, problem.declaration)
     by_schedule: dict[Schedule, StoredMeasurement] = {}
     for stored in table.measurements:
         by_schedule.setdefault(space.complete(stored.measurement.schedule), stored)

@@ -7,6 +7,7 @@ from tiledsched.search.effort import EFFORTS, Effort
 from tiledsched.search.prior import estimator, known_elsewhere
 from tiledsched.search.sampler import ScheduleSampler
 from tiledsched.search.surrogate import Known
+from tiledsched.studies.landscapes import shape_of
 from tiledsched.studies.search.field import Field
 from tiledsched.studies.search.scores import Trace
 
@@ -58,12 +59,7 @@ def search(
 
 def siblings(one: Field, other: Field) -> bool:
     """Whether one of them would give the other away: the same but for element type, batch or heads."""
-
-    def shape(field: Field) -> tuple[int, int, int, bool]:
-        problem = field.problem
-        return problem.seq_q, problem.seq_k, problem.head_dim, problem.causal
-
-    return shape(one) == shape(other)
+    return shape_of(one.problem) == shape_of(other.problem)
 
 
 def neighbours(field: Field, landscapes: tuple[Field, ...]) -> tuple[Known, ...]:

@@ -1,4 +1,4 @@
-"""The stand on a real GPU: torch tensors, torch events, references in CuPy.
+"""The harness on a real GPU: torch tensors, torch events, references in CuPy.
 
 Everything runs in this process on the current CUDA device.
 """
@@ -6,33 +6,55 @@ Everything runs in this process on the current CUDA device.
 from __future__ import annotations
 
 import importlib.metadata
+import statistics
+import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.errors import MeasureError, UnsupportedError
 from tiledsched.measure.nvml import ConditionsLog, current_device
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
 from tiledsched.problem import Problem
-from tiledsched.studies.bench.accuracy import Error, Pair, compared_pairs, error_of, reference_of_pair
-from tiledsched.studies.bench.methods import MATMUL, OURS, Arrays, Call, Method
+from tiledsched.studies.bench.case import Case, make_case, output_dtype
+from tiledsched.studies.bench.errors import Error
+from tiledsched.studies.bench.methods import MATMUL, OURS, Call, Method
 from tiledsched.studies.bench.run import Prepared, Ready, first_line
 
-SPIN_CYCLES = 600_000
-"""About 0.3 ms at 1.98 GHz: the host queues what follows meanwhile, so that events never time it."""
+LEAST_SPIN_US = 300.0
+"""Ahead of every paced call: the host queues what follows meanwhile, so that events never time it."""
+SPIN_MARGIN = 2.0
+"""The spin takes so many times what the slowest method costs the host."""
+CYCLES_PER_US = 3000
+"""Above the clock of any GPU; where it is lower the spin takes longer, and nothing else changes."""
 MOST_DOUBLINGS = 5
-"""Times that the spin of a slow-launching call is doubled."""
+"""Times that a spin which was over too soon is doubled."""
 LOOKS = 3
 PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn")
 """Whose versions are noted, where installed."""
 
 
-class TorchStand:
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What some calls of a method told."""
+
+    call: Call
+    """Computes the problem once."""
+    error: Error | None
+    """Against float64; None of the matmul."""
+    look_us: float
+    """GPU time of a call, roughly."""
+    host_us: float
+    """Time until a call returns."""
+
+
+class TorchHarness:
     """Runs methods on the current CUDA device.
 
     Args:
-        verify: also compile what `sdpa` launches and compare its machine code with the measured artifact; about a second
-            a problem.
+        verify: also compile what our own method launches, where that can be told, and compare its machine code with the
+            measured artifact; about a second a problem.
 
     Raises:
         MeasureError: torch or CuPy is missing, or torch sees no CUDA device.
@@ -53,94 +75,81 @@ class TorchStand:
         self._flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
 
     def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> Prepared:
-        """See `tiledsched.studies.bench.run.Stand`."""
+        """See `tiledsched.studies.bench.run.Harness`."""
         torch = self._torch
         try:
             torch.cuda.empty_cache()
-            arrays = self._arrays(problem)
-            pairs = compared_pairs(problem)
-            expected = self._references(arrays, pairs)
+            case = make_case(torch, self._cupy, problem)
+            torch.cuda.synchronize()
         except (RuntimeError, MemoryError) as error:
             if not _out_of_memory(torch, error):
                 raise _lost(error) from error
             return Prepared(ready=(), failed={each.name: "out of memory: the inputs" for each in methods},
                             watch=TorchStopwatch(torch, [], self._flush), log=ConditionsLog())  # fmt: skip
         failed: dict[str, str] = {}
-        found: list[tuple[Method, Call, Error | None, float]] = []
+        found: list[tuple[Method, Tried]] = []
         for method in methods:
-            outcome = self._try(method, arrays, pairs, expected)
+            outcome = self._try(method, case)
             if isinstance(outcome, str):
                 failed[method.name] = outcome
             else:
-                found.append((method, *outcome))
-        watch = TorchStopwatch(torch, [call for _, call, _, _ in found], self._flush)
+                found.append((method, outcome))
+        watch = TorchStopwatch(torch, [tried.call for _, tried in found], self._flush,
+                               host_us=max((tried.host_us for _, tried in found), default=0.0))  # fmt: skip
         ready = []
-        for index, (method, _, distance, look_us) in enumerate(found):
-            launches = GRAPH_LAUNCHES if regime == "sustained" and look_us < GRAPH_BELOW_US else 0
-            launches = launches if launches and watch.capture(index, launches) else 0
+        for index, (method, tried) in enumerate(found):
+            # Back to back, what costs the host more than the GPU would be timed with the host's part.
+            short = regime == "sustained" and tried.look_us < max(GRAPH_BELOW_US, SPIN_MARGIN * tried.host_us)
+            launches = GRAPH_LAUNCHES if short and watch.capture(index, GRAPH_LAUNCHES) else 0
             ready.append(Ready(
-                method=method, look_us=look_us * max(1, launches), launches=launches, error=distance,
-                compared=f"{len(pairs)}/{problem.batch * problem.heads}" if distance else "",
-                details=self._details(arrays) if method.name == OURS else {},
+                method=method, look_us=tried.look_us * max(1, launches), launches=launches, error=tried.error,
+                compared=case.compared if tried.error else "",
+                details=self._details(case) if method.name == OURS else {},
             ))  # fmt: skip
         return Prepared(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog())
 
     def check(self) -> None:
-        """See `tiledsched.studies.bench.run.Stand`."""
+        """See `tiledsched.studies.bench.run.Harness`."""
         try:
             self._torch.cuda.synchronize()
         except RuntimeError as error:
             raise _lost(error) from error
 
-    def _arrays(self, problem: Problem) -> Arrays:
-        """Standard normal inputs, the same in every run of a problem."""
-        torch = self._torch
-        dtype = getattr(torch, problem.dtype)
-        generator = torch.Generator(device="cuda").manual_seed(int(problem.id, 16) % 2**31)
-        keys = (problem.batch, problem.kv_heads, problem.seq_k)
-        shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
-                  (*keys, problem.value_columns))  # fmt: skip
-        q, k, v = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
-        return Arrays(torch=torch, problem=problem, q=q, k=k, v=v)
-
-    def _references(self, arrays: Arrays, pairs: Sequence[Pair]) -> list[Any]:
-        """Float64 outputs; CuPy has no bfloat16, so that it is given float32, which holds both types."""
-        found = []
-        for batch, head in pairs:
-            kv_head = head // arrays.problem.group
-            q, k, v = (self._cupy.from_dlpack(x[batch, h].float())
-                       for x, h in ((arrays.q, head), (arrays.k, kv_head), (arrays.v, kv_head)))  # fmt: skip
-            found.append(reference_of_pair(self._cupy, arrays.problem, q, k, v))
-        self._torch.cuda.synchronize()
-        return found
-
-    def _try(self, method: Method, arrays: Arrays, pairs: Sequence[Pair],
-             expected: Sequence[Any]) -> tuple[Call, Error | None, float] | str:  # fmt: skip
-        """A method's call, its error and its time at first look, in microseconds; or why it takes no part."""
-        torch = self._torch
-        refusal = method.refusal(arrays.problem, self._memory_bytes)
+    def _try(self, method: Method, case: Case) -> Tried | str:
+        """What was learnt of a method by calling it some times; or why it takes no part."""
+        torch, problem = self._torch, case.arrays.problem
+        refusal = method.refusal(problem, self._memory_bytes)
         if refusal:
             return refusal
         try:
             with warnings.catch_warnings():  # torch warns why it refuses a backend; the status says that it did
                 warnings.simplefilter("ignore")
-                call = method.make(arrays)
+                call = method.make(case.arrays)
                 out = call()
                 torch.cuda.synchronize()
-                found = None if method.name == MATMUL else self._error(out, pairs, expected)
+                found = None if method.name == MATMUL else case.error(out)
                 del out
-                watch = TorchStopwatch(torch, [call], self._flush)
+                host_us = self._host_us(call)
+                watch = TorchStopwatch(torch, [call], self._flush, host_us=host_us)
                 look_us = min(watch.read(watch.queue(0, paced=True)) for _ in range(LOOKS))
         except UnsupportedError as error:
             return f"not served: {error}"
         except Exception as error:
             self._check_context(method, error)
             return "out of memory" if _out_of_memory(torch, error) else first_line(error)
-        return (found and found.verdict(arrays.problem.dtype)) or (call, found, look_us)
+        wrong = found.verdict(output_dtype(problem)) if found else ""
+        return wrong or Tried(call=call, error=found, look_us=look_us, host_us=host_us)
 
-    def _error(self, out: Any, pairs: Sequence[Pair], expected: Sequence[Any]) -> Error:
-        outputs = [self._cupy.from_dlpack(out[batch, head].float().contiguous()) for batch, head in pairs]
-        return error_of(self._cupy, outputs, expected, finite=bool(self._torch.isfinite(out).all()))
+    def _host_us(self, call: Call) -> float:
+        """Microseconds until a call returns, the GPU idle before it."""
+        found = []
+        for _ in range(LOOKS):
+            self._torch.cuda.synchronize()
+            began = time.perf_counter()
+            call()
+            found.append((time.perf_counter() - began) * 1e6)
+        self._torch.cuda.synchronize()
+        return statistics.median(found)
 
     def _check_context(self, method: Method, error: Exception) -> None:
         """Whether the GPU can still be used after `error`: an illegal access breaks the context of this process for good.
@@ -155,16 +164,12 @@ class TorchStand:
                                "without that method with --methods") from broken  # fmt: skip
         self._torch.cuda.empty_cache()
 
-    def _details(self, arrays: Arrays) -> dict[str, Any]:
-        """What `sdpa` launched and why. That it could not be told is no reason to lose the times."""
-        from tiledsched.serve.explain import explain
-
+    def _details(self, case: Case) -> dict[str, Any]:
+        """What our own method launched and why. That it could not be told is no reason to lose the times."""
         try:
-            found = explain(arrays.q, arrays.k, arrays.v, causal=arrays.causal, verify=self._verify)  # type: ignore[arg-type,unused-ignore]
+            return case.details(verify=self._verify)
         except Exception as error:
             return {"provenance": f"not known: {first_line(error)}"}
-        return {"schedule": found.served.schedule.short(), "provenance": found.served.provenance,
-                "measured_program": found.is_measured_program if self._verify else None}  # fmt: skip
 
 
 def _lost(error: Exception) -> MeasureError:
@@ -188,12 +193,19 @@ def versions(torch: Any, driver: str) -> str:
 
 
 class TorchStopwatch:
-    """Times calls between torch events; see `tiledsched.measure.timing.Stopwatch`."""
+    """Times calls between torch events; see `tiledsched.measure.timing.Stopwatch`.
 
-    def __init__(self, torch: Any, calls: Sequence[Call], flush: Any) -> None:
+    Args:
+        torch: the module.
+        calls: what is timed, by index.
+        flush: a tensor larger than the L2 cache.
+        host_us: what the slowest of the calls costs the host. All spins are as long, so that all calls are timed alike.
+    """
+
+    def __init__(self, torch: Any, calls: Sequence[Call], flush: Any, *, host_us: float = 0.0) -> None:
         self._torch, self._calls, self._flush = torch, list(calls), flush
         self._launches = [1] * len(self._calls)
-        self._spin_cycles = [SPIN_CYCLES] * len(self._calls)
+        self.spin_us = max(LEAST_SPIN_US, SPIN_MARGIN * host_us)
 
     def capture(self, index: int, launches: int) -> bool:
         """From now on time call `index` as a CUDA graph of so many; False where it cannot be captured."""
@@ -214,22 +226,26 @@ class TorchStopwatch:
     def queue(self, index: int, *, paced: bool) -> tuple[int, Any, Any]:
         """Events around one call, or one graph; when paced, behind an L2 flush and a spin kernel.
 
-        If the spin was over before all was queued, the events timed the host: they are dropped, and from now on this call
+        If the spin was over before all was queued, the events timed the host: they are dropped, and from now on every call
         is given twice the spin.
+
+        Raises:
+            MeasureError: no spin is long enough.
         """
-        for doubling in range(MOST_DOUBLINGS + 1):
+        for _ in range(MOST_DOUBLINGS + 1):
             before, after = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
             if paced:
                 self._flush.zero_()
-                self._torch.cuda._sleep(self._spin_cycles[index])
+                self._torch.cuda._sleep(round(self.spin_us * CYCLES_PER_US))
             before.record()
             self._calls[index]()
             after.record()
-            if not paced or doubling == MOST_DOUBLINGS or not before.query():
-                break
+            if not paced or not before.query():
+                return index, before, after
             after.synchronize()
-            self._spin_cycles[index] *= 2
-        return index, before, after
+            self.spin_us *= 2
+        raise MeasureError(f"the call waits for the GPU, or takes the host more than {self.spin_us / 1e3:.0f} ms: its time on the "
+                           "GPU alone cannot be told; leave it out with --methods")  # fmt: skip
 
     def read(self, queued: tuple[int, Any, Any]) -> float:
         """Microseconds of one call."""

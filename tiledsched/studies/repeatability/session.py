@@ -1,6 +1,6 @@
-"""One occasion: for every problem, every method chooses once among the same programs; then a referee times the chosen.
+"""One session: for every problem, every method chooses once among the same programs; then a referee times the chosen.
 
-Nothing measured here is stored, so that every occasion finds the same programs in the same order.
+Nothing measured here is stored, so that every session finds the same programs in the same order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from tiledsched.errors import Failure, MeasureError
 from tiledsched.measure.runner import Candidate, Device, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.search.programs import Key, Workshop
-from tiledsched.space import SearchSpace
+from tiledsched.search.programs import Builder, Key
+from tiledsched.search.tuner import fits
+from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.store.db import TuningDB
 from tiledsched.studies.repeatability.methods import Choice, Method, versions
 from tiledsched.studies.repeatability.rows import REFEREE, StudyRow
@@ -38,14 +39,14 @@ class Known:
     schedule: Schedule
     """The schedule it was measured under."""
     key: Key
-    """Fingerprint of its machine code, and its grid."""
+    """Fingerprint of its machine code, and its grids."""
     median_us: float
     """Its time then: it decides only which programs take part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """Who takes part on one problem, the same for every method and occasion."""
+    """Who takes part on one problem, the same for every method and session."""
 
     candidates: tuple[Candidate, ...]
     """Distinct programs: the default first, then by schedule id, which puts them in no order of speed."""
@@ -53,14 +54,14 @@ class Field:
     """The fastest of them by what is known."""
 
 
-def known_programs(db: TuningDB, workshop: Workshop, space: SearchSpace, problem: Problem,
+def known_programs(db: TuningDB, builder: Builder, space: SearchSpace, problem: Problem,
                    device: Device) -> list[Known]:  # fmt: skip
     """The distinct programs measured on `device` in the burst regime, fastest first; fp32 accumulators only."""
     found: dict[Key, Known] = {}
     for stored in db.landscape(problem, device.name, "burst"):
         one = stored.measurement
-        if not space.violations(one.schedule, problem) and one.schedule["accum_mode"] == ACCUM_MODE:
-            key = (one.fingerprint, workshop.template.grid(one.schedule, problem, device.sm_count))
+        if not space.violations(one.schedule, problem) and fits(one.schedule, accuracy_class(space, ACCUM_MODE)):
+            key = (one.fingerprint, builder.kernel.grids(problem, one.schedule, device))
             found.setdefault(key, Known(schedule=one.schedule, key=key, median_us=one.median_us))
     return list(found.values())
 
@@ -75,7 +76,7 @@ def mixed(ranked: Sequence[Known], count: int) -> list[Known]:
     return [*ranked[:fastest], *(ranked[fastest - 1 + step] for step in steps)]
 
 
-def find_field(db: TuningDB, workshop: Workshop, space: SearchSpace, problem: Problem, device: Device,
+def find_field(db: TuningDB, builder: Builder, space: SearchSpace, problem: Problem, device: Device,
                programs: int) -> Field:  # fmt: skip
     """Choose and, where needed, build the programs that take part; at most `programs`, the default's always among them.
 
@@ -84,22 +85,22 @@ def find_field(db: TuningDB, workshop: Workshop, space: SearchSpace, problem: Pr
     Raises:
         MeasureError: fewer than two programs are known, or the default does not build.
     """
-    default = space.default(problem, pinned={"accum_mode": ACCUM_MODE})
-    workshop.build([default], problem)
-    built = workshop.programs([default], problem, device.sm_count)
+    default = space.default(problem, pinned=accuracy_class(space, ACCUM_MODE))
+    builder.build([default], problem)
+    built = builder.programs([default], problem, device)
     if not built:
         raise MeasureError(f"the default schedule does not build for {problem}; run: tiledsched doctor")
-    ranked = known_programs(db, workshop, space, problem, device)
+    ranked = known_programs(db, builder, space, problem, device)
     others = mixed([known for known in ranked if known.key != built[0].key], programs - 1)
-    workshop.build([known.schedule for known in others], problem)
+    builder.build([known.schedule for known in others], problem)
     wanted = {built[0].key: default}
     for known in sorted(others, key=lambda known: known.schedule.id):
-        record = workshop.record(known.schedule, problem)
+        record = builder.record(known.schedule, problem)
         if record is not None and record.fingerprint == known.key[0]:
             wanted[known.key] = known.schedule
     found: dict[Key, Candidate] = {}
     for key, schedule in wanted.items():
-        artifact = workshop.artifacts.get(workshop.arch, key[0])
+        artifact = builder.artifacts.get(builder.arch, key[0])
         if artifact is not None:
             found[key] = Candidate(schedule=schedule, artifact=artifact)
     if len(found) < 2 or built[0].key not in found:
@@ -108,7 +109,7 @@ def find_field(db: TuningDB, workshop: Workshop, space: SearchSpace, problem: Pr
     return Field(candidates=tuple(found.values()), leaders=tuple(leaders))
 
 
-def run_occasion(fields: Sequence[tuple[Problem, Field]], methods: Sequence[Method], runner: Runner, *, seed: int,
+def run_session(fields: Sequence[tuple[Problem, Field]], methods: Sequence[Method], runner: Runner, *, seed: int,
                  began: datetime, keep: Callable[[Sequence[StudyRow]], None],
                  progress: Callable[[str], None] = lambda text: None) -> list[StudyRow]:  # fmt: skip
     """Let every method choose once on every problem, in shuffled order, then let the referee judge.
@@ -118,7 +119,7 @@ def run_occasion(fields: Sequence[tuple[Problem, Field]], methods: Sequence[Meth
         methods: ways to choose.
         runner: the referee's.
         seed: of the order.
-        began: start of the occasion, UTC; it names the occasion.
+        began: start of the session, UTC; it names the session.
         keep: given the rows of each problem as they are known.
         progress: told a line per method.
 
@@ -129,7 +130,7 @@ def run_occasion(fields: Sequence[tuple[Problem, Field]], methods: Sequence[Meth
         MeasureError: the GPU is lost, a method cannot run here, or the referee gets no time of any program.
     """
     rng = random.Random(seed)
-    shared = {"occasion": began.isoformat(timespec="seconds"), "seed": seed, "device": runner.device.name,
+    shared = {"session": began.isoformat(timespec="seconds"), "seed": seed, "device": runner.device.name,
               "driver": runner.device.driver, "versions": versions()}  # fmt: skip
     rows: list[StudyRow] = []
     for problem, field in rng.sample(list(fields), len(fields)):

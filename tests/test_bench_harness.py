@@ -1,4 +1,4 @@
-"""The stand with torch on the CPU in place of CUDA, and NumPy in place of CuPy: what it does around the calls."""
+"""The harness with torch on the CPU in place of CUDA, and NumPy in place of CuPy: what it does around the calls."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import types
 import numpy
 import pytest
 
-import tiledsched.studies.bench.stand as stand_module
+import tiledsched.studies.bench.harness as harness_module
 from tiledsched.errors import MeasureError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
 from tiledsched.studies.bench import methods as methods_module
-from tiledsched.studies.bench.methods import METHODS, OURS
+from tiledsched.studies.bench.methods import OURS, methods_of
 from tiledsched.studies.bench.run import BenchOptions, bench_cell
 
 torch = pytest.importorskip("torch")
 
+METHODS = methods_of(Attention)
 PROBLEM = Attention.problem(seq_q=48, seq_k=48, head_dim=16, batch=2, heads=4, kv_heads=2, causal=True)
 
 
@@ -58,7 +59,7 @@ class Graph:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """torch.cuda as the stand uses it; `broken` raises at the next synchronisation."""
+    """torch.cuda as the harness uses it; `broken` raises at the next synchronisation."""
     state = types.SimpleNamespace(broken=None, capturing=False)
 
     def synchronize(*given) -> None:
@@ -89,17 +90,17 @@ def cuda(monkeypatch):
     sample = Device(
         name="NVIDIA Sample", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=1 << 20, driver="580.1"
     )
-    monkeypatch.setattr("tiledsched.studies.bench.stand.current_device", lambda: sample)
+    monkeypatch.setattr("tiledsched.studies.bench.harness.current_device", lambda: sample)
     monkeypatch.setattr(methods_module, "MATMUL_SIZE", 64)
     monkeypatch.setattr("tiledsched.studies.bench.run.BURST_GAP_S", 0.0)
     monkeypatch.setattr("tiledsched.studies.bench.run.SUSTAINED_WARMUP_S", 0.0)
     return state
 
 
-def stand():
-    from tiledsched.studies.bench.stand import TorchStand
+def harness():
+    from tiledsched.studies.bench.harness import TorchHarness
 
-    return TorchStand()
+    return TorchHarness()
 
 
 def made(make, name=OURS):
@@ -114,7 +115,7 @@ def raising(error):
 
 
 def cell(methods, regime="burst", problem=PROBLEM):
-    rows = bench_cell(stand(), (regime, problem), BenchOptions(methods=tuple(methods), rounds=6))
+    rows = bench_cell(harness(), (regime, problem), BenchOptions(methods=tuple(methods), rounds=6))
     return {row.method: row for row in rows}
 
 
@@ -200,7 +201,7 @@ def test_a_broken_context_ends_the_run_and_names_the_method(cuda) -> None:
     with pytest.raises(MeasureError, match=r"the GPU cannot be used any more .*--resume"):
         cell([METHODS["torch_auto"]])
     cuda.broken = None
-    bench = stand()
+    bench = harness()
     bench.check()
     cuda.broken = "CUDA error: unspecified launch failure"
     with pytest.raises(MeasureError, match="the GPU cannot be used any more"):
@@ -211,14 +212,14 @@ def test_inputs_that_do_not_fit_are_a_status_of_every_method(cuda, monkeypatch) 
     def too_large(*given, **more):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    bench = stand()
+    bench = harness()
     monkeypatch.setattr(torch, "randn", too_large)
     rows = bench_cell(bench, ("burst", PROBLEM), BenchOptions(methods=(METHODS["eager"], METHODS["torch_auto"])))
     assert [row.status for row in rows] == ["out of memory: the inputs"] * 2
 
 
 def test_short_calls_are_graphs_when_sustained_and_calls_that_cannot_be_captured_are_not(cuda, monkeypatch) -> None:
-    monkeypatch.setattr("tiledsched.studies.bench.stand.GRAPH_BELOW_US", 1e9)
+    monkeypatch.setattr("tiledsched.studies.bench.harness.GRAPH_BELOW_US", 1e9)
 
     def make(arrays):
         result = METHODS["torch_auto"].make(arrays)()
@@ -240,7 +241,7 @@ def test_that_it_could_not_be_told_what_was_launched_is_told(cuda, monkeypatch) 
     def explain(*given, **more):
         raise ImportError("no such name")
 
-    monkeypatch.setattr("tiledsched.serve.explain.explain", explain)
+    monkeypatch.setattr("tiledsched.attention.explain.explain", explain)
     row = cell([made(METHODS["torch_auto"].make)])[OURS]
     assert row.status == "ok"
     assert row.provenance == "not known: ImportError: no such name"
@@ -248,18 +249,40 @@ def test_that_it_could_not_be_told_what_was_launched_is_told(cuda, monkeypatch) 
 
 def test_a_host_that_was_late_is_never_timed_and_gets_more_spin_from_then_on(cuda, monkeypatch) -> None:
     spins, calls = [], []
-    monkeypatch.setattr(torch.cuda, "_sleep", spins.append)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: spins.append(cycles / harness_module.CYCLES_PER_US))
     LATE.extend([False, True, True])
-    watch = stand_module.TorchStopwatch(
+    watch = harness_module.TorchStopwatch(
         torch, [lambda: calls.append("slow"), lambda: calls.append("quick")], torch.empty(1)
     )
     watch.queue(0, paced=True)
-    assert spins == [stand_module.SPIN_CYCLES * factor for factor in (1, 2, 4)]
-    watch.queue(0, paced=True)
+    assert spins == [300, 600, 1200]
     watch.queue(1, paced=True)
-    assert spins[3:] == [4 * stand_module.SPIN_CYCLES, stand_module.SPIN_CYCLES]
-    assert calls == ["slow"] * 4 + ["quick"]
+    assert spins[3:] == [1200]  # all are timed alike
+    assert calls == ["slow"] * 3 + ["quick"]
     LATE.extend([True] * 20)
-    watch.queue(1, paced=True)  # a call that is always late ends, too
-    assert len(calls) == 5 + stand_module.MOST_DOUBLINGS + 1
+    with pytest.raises(MeasureError, match="leave it out with --methods"):
+        watch.queue(1, paced=True)
+    assert len(calls) == 4 + harness_module.MOST_DOUBLINGS + 1
     LATE.clear()
+
+
+def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes_the_host(cuda, monkeypatch) -> None:
+    """FlashAttention-4 takes 0.4 ms to be launched: behind a spin of 0.3 ms its launch was timed, not its work."""
+    spins = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: spins.append(cycles / harness_module.CYCLES_PER_US))
+
+    def slow(arrays):
+        call = METHODS["eager"].make(arrays)
+
+        def later():
+            time.sleep(2e-3)
+            return call()
+
+        return later
+
+    rows = cell([METHODS["torch_auto"], made(slow, "eager")])
+    assert {row.status for row in rows.values()} == {"ok"}
+    sampled = spins[2 * harness_module.LOOKS :]
+    assert len(sampled) == 12
+    assert len(set(sampled)) == 1
+    assert sampled[0] >= 4000

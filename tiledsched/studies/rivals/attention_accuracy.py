@@ -5,39 +5,19 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.kernels.attention.reference import attention_reference, default_scale
 from tiledsched.problem import Problem
+from tiledsched.studies.bench.errors import Error
 
 MOST_SCORES = 1 << 30
 """Scores of the reference in all: four heads of 16384 x 16384, some tens of milliseconds of float64 on an H200."""
 MOST_PAIRS = 64
 """(batch, head) pairs, at most: each costs some launches."""
-WRONG = {"float16": 1e-2, "bfloat16": 5e-2}
-"""Relative Frobenius error from which an output is wrong, not inaccurate: ten times that of a sound fp16 kernel."""
 
 Pair = tuple[int, int]
 """(batch, query head)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Error:
-    """One method's error over the pairs compared."""
-
-    max_abs: float
-    """Largest absolute difference; infinite where any element of the whole output is not finite."""
-    relative: float
-    """Frobenius norm of the difference over that of the reference."""
-
-    def verdict(self, dtype: str) -> str:
-        """Empty, or why the output is wrong."""
-        if not math.isfinite(self.max_abs):
-            return "wrong result: not every element is finite"
-        if self.relative > WRONG[dtype]:
-            return f"wrong result: relative error {self.relative:.2g}"
-        return ""
 
 
 def compared_pairs(problem: Problem) -> list[Pair]:

@@ -1,0 +1,536 @@
+"""Declaring a kernel: a wrong declaration fails where it is made, and everything else follows from a right one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import cuda.tile as ct
+import numpy as np
+import pytest
+
+import tiledsched as ts
+from tiledsched import kernel as kernels
+from tiledsched import launches
+from tiledsched.device import arch_spec
+from tiledsched.errors import ConfigError, DeclarationError, ProblemError
+from tiledsched.interpreter import SmallDevice, run_schedule
+from tiledsched.interpreter.checking import check_schedule
+from tiledsched.kernel import kernel_named, load_kernel
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+from tiledsched.space_files import space_for
+from tiledsched.storage import strides_of
+
+DOCS = Path(__file__).parents[1] / "docs" / "kernels.md"
+DEVICE = arch_spec("sm_90")
+ATTENTION_ID = "d5fe3bf5edc5"
+
+
+@pytest.fixture(autouse=True)
+def own_names(monkeypatch):
+    """What a test declares is known to that test alone."""
+    monkeypatch.setattr(kernels, "_known", dict(kernels._known))
+
+
+def scale_rows(X, Out, factor: float, columns, TILE: ct.Constant[int]):
+    x = ct.load(X, (ct.bid(0), 0), (1, TILE), padding_mode=ct.PaddingMode.ZERO)
+    ct.store(Out, (ct.bid(0), 0), (x * factor).astype(Out.dtype))
+
+
+def right(**changes):
+    """The fields of a right declaration, some changed; those that are None are left out."""
+    fields = {
+        "function": scale_rows, "rows": ts.dim(), "columns": ts.dim(constant=True), "dtype": ts.dtype("float32", "float16"),
+        "X": ts.array("rows columns"), "Out": ts.out("rows columns"), "factor": ts.scalar(2.0),
+        "knobs": {"TILE": [64, 128], "occupancy": [1, 2]}, "constraints": {"TILE >= columns": "a row is one tile"},
+        "suites": {"all": [{"rows": 5, "columns": 40}]}, "grid": lambda p, s, device: (p.rows,),
+        "reference": lambda xp, X, factor: X * factor, "__module__": __name__,
+    }  # fmt: skip
+    return {name: value for name, value in (fields | changes).items() if value is not None}
+
+
+def declare(base=ts.Kernel, **changes):
+    return type("Declared", (base,), right(**changes))
+
+
+def steps_of(kernel, p, s):
+    return launches.steps(kernel, p, s, DEVICE)
+
+
+def kinds(step):
+    return {each.name: each.kind for each in step.arguments}
+
+
+# ---- what is wrong is said where it is made --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"constraints": {"TILE >= colums": "x"}}, "constraints['TILE >= colums']: unknown name 'colums'; known are TILE, columns, dty"),
+        ({"exploring": {"open(1)": "x"}}, "exploring['open(1)']: uses Call; only names, numbers"),
+        ({"constraints": {"TILE >": "x"}}, "constraints['TILE >']: not an expression"),
+        ({"knobs": {"TILE": [64], "STAGES": [1, 2]}}, "knobs['STAGES']: neither a parameter of scale_rows nor a hint (num_ctas"),
+        ({"knobs": {"TILE": []}}, "knobs['TILE']: there is nothing to choose from"),
+        ({"knobs": {"TILE": [64, "wide"]}}, "knobs['TILE']: choices must be all integers, all true/false or all words"),
+        ({"knobs": {"TILE": [64.0]}}, "knobs['TILE']: choices must be all integers"),
+        ({"knobs": {"TILE": ts.knob([64, 128], default=96)}}, "knobs['TILE']: the default 96 is not one of [64, 128]"),
+        ({"knobs": {"TILE": [64], "occupancy": [1, 33]}}, "knobs['occupancy']: 33 is no such hint; allowed are 0 to 32"),
+        ({"knobs": {"TILE": [64], "opt_level": [-1]}}, "knobs['opt_level']: -1 is no such hint; allowed are 0 to 3"),
+        ({"knobs": {"TILE": [64], "num_ctas": ["two"]}}, "knobs['num_ctas']: 'two' is no such hint"),
+        ({"knobs": {"TILE": [64], "rows": [1]}}, "knobs['rows']: there is a field of that name"),
+        ({"grid": lambda p, s, device: (p.rows / 2,)}, "grid: must be 1 to 3 positive integers, got (2.5,)"),
+        ({"grid": lambda p, s, device: (1, 1, 1, 1)}, "grid: must be 1 to 3 positive integers, got (1, 1, 1, 1)"),
+        ({"grid": lambda p, s, device: (p.rows, 0)}, "grid: must be 1 to 3 positive integers, got (5, 0)"),
+        ({"grid": lambda p, s, device: None}, "grid: must be 1 to 3 positive integers, got None"),
+        ({"grid": lambda p, s, device: (p.lines,)}, "it raises AttributeError"),
+        ({"grid": None}, "a kernel needs grid(p, s, device)"),
+        ({"function": None}, "function: there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)"),
+        ({"function": "scale_rows"}, "expected a cuTile kernel or a function, got 'scale_rows'; decorate one with @ct.kernel"),
+        ({"reference": None}, "a kernel needs reference(xp, ...)"),
+        ({"reference": lambda xp, X: X[:, :1]}, "reference: returns Out of shape"),
+        ({"reference": lambda xp, X: ()}, "reference: returns 0 arrays; the outputs are Out"),
+        ({"reference": lambda xp, Y: Y}, "reference: its parameter 'Y' is called like nothing declared; known are X, factor"),
+        ({"reference": lambda xp, X: X @ X @ X}, "reference: for"),
+        ({"X": ts.array("lines columns")}, "X: 'lines' is no size; known are columns, dtype, rows and numbers"),
+        ({"X": ts.array("")}, "X: the shape is empty"),
+        ({"X": ts.array("rows TILE")}, "X: 'TILE' is no size"),
+        ({"X": ts.array("rows columns", dtype="float17")}, "X: its type 'float17' is neither a dtype field nor a type; known are dtype, f"),
+        ({"dtype": None}, "X: its type 'dtype' is neither"),
+        ({"X": ts.array("rows columns", layout="diagonal")}, "X: layout 'diagonal' is neither row, column nor a choice of the two"),
+        ({"order": ts.choice("nn", "nt"), "X": ts.array("rows columns", layout="order")}, "X: layout 'order' is neither"),
+        ({"X": ts.array("rows columns", when="scaled")}, "X: when = 'scaled' is no flag; declare it with ts.flag()"),
+        ({"X": ts.array("rows columns", when="rows")}, "X: when = 'rows' is no flag"),
+        ({"X": ts.array("rows columns", below="lines")}, "X: below = 'lines' is no field"),
+        ({"Out": ts.array("rows columns")}, "function: no array is an output; declare one with ts.out(...) or ts.inout(...)"),
+        ({"Out": None, "Result": ts.out("rows columns")}, "parameter 'Out' of scale_rows is called like nothing declared"),
+        ({"factor": None}, "parameter 'factor' of scale_rows is called like nothing declared (X, Out, TILE, occupancy, rows"),
+        ({"suites": {"all": [{"rows": 5}]}}, "suites['all']: a problem of"),
+        ({"suites": {"all": [{"rows": 0, "columns": 40}]}}, "suites['all']: rows must be a positive integer, got 0"),
+        ({"suites": {"all": [{"rows": 5, "columns": 40, "lines": 1}]}}, "suites['all']: unknown problem keys ['lines']"),
+        ({"values": ts.dim(1)}, "values: the name is taken"),
+        ({"p": ts.dim(1)}, "p: the name is taken"),
+        ({"label": ts.dim(1)}, "label"),
+        ({"_hidden": ts.dim(1)}, "_hidden: the name is taken"),
+        ({"derived": {"rows": lambda p: 1}}, "derived['rows']: there is a field of that name"),
+        ({"label": {"R": "lines"}}, "label['R']: 'lines' is no field; known are"),
+        ({"axes": ("lines",)}, "axes: 'lines' is no field; known are"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_wrong_declaration_names_the_field_and_what_is_allowed(changes, words):
+    with pytest.raises(DeclarationError) as error:
+        declare(**changes)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ts.dtype(), "name one or more of float16, bfloat16"),
+        (lambda: ts.dtype("float16", "half"), "name one or more of float16"),
+        (lambda: ts.choice(), "name the words to choose from"),
+    ],
+)
+def test_a_wrong_field_is_refused_at_once(make, words):
+    with pytest.raises(DeclarationError, match=words):
+        make()
+
+
+def test_a_wrong_declaration_is_not_known():
+    with pytest.raises(DeclarationError):
+        declare(name="wrong", axes=("lines",))
+    with pytest.raises(ConfigError, match="'wrong' is not known here; name the file or module"):
+        kernel_named("wrong")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"rows": 5}, "needs ['columns']"),
+        ({"rows": 5, "columns": 8, "dtype": "int8"}, "dtype must be one of float32, float16, got 'int8'"),
+        ({"rows": True, "columns": 8}, "rows must be a positive integer, got True"),
+        ({"rows": 5, "columns": 8, "groups": []}, "groups must be a list of positive integers, got []"),
+        ({"rows": 5, "columns": 8, "groups": [3, 0]}, "groups must be a list of positive integers, got [3, 0]"),
+        ({"rows": 9, "columns": 8}, "rows must be at most 8, got 9"),
+    ],
+)
+def test_a_wrong_problem_names_the_field_and_what_is_allowed(values, words):
+    kernel = declare(rows=ts.dim(most=8), groups=ts.sizes((1,)))
+    with pytest.raises(ProblemError, match=re.escape(words)):
+        kernel.problem(**values)
+
+
+# ---- what follows from a right one -----------------------------------------------------------------------------------
+
+
+def test_parameters_get_arguments_by_their_names():
+    kernel = declare()
+    p, s = kernel.problem(rows=5, columns=40), Schedule(TILE=64, occupancy=2)
+    (step,) = steps_of(kernel, p, s)
+    assert kinds(step) == {"X": "array", "Out": "array", "factor": "scalar", "columns": "scalar", "TILE": "constant"}
+    assert (step.tail, step.grid) == ((2.0, 40, 64), (5, 1, 1))
+    assert [each.dtype for each in step.arguments] == ["", "", "float32", "int32", ""]
+
+
+def test_annotations_tell_constants_from_scalars():
+    def function(X, Out, factor: ct.Constant[float], rows, columns: ct.Constant[int], turned, mode, TILE, MORE):
+        pass
+
+    function.__annotations__ = {"factor": ct.Constant[float], "columns": ct.Constant[int]}
+    kernel = declare(function=function, turned=ts.flag(), mode=ts.choice("a", "b"), derived={"MORE": lambda p: p.rows * 2})
+    (step,) = steps_of(kernel, kernel.problem(rows=5, columns=40), Schedule(TILE=64, occupancy=1))
+    assert {name for name, kind in kinds(step).items() if kind == "constant"} == {"factor", "columns", "turned", "mode", "TILE"}
+    assert {name for name, kind in kinds(step).items() if kind == "scalar"} == {"rows", "MORE"}
+    assert step.tail == (2.0, 5, 40, False, "a", 64, 10)
+
+
+def test_hints_of_a_decorated_kernel_stay_unless_they_are_knobs():
+    kernel = declare(function=ct.kernel(occupancy=2, num_ctas=4)(scale_rows), knobs={"TILE": [64], "num_ctas": [1, 2, 0]})
+    p = kernel.problem(rows=5, columns=40)
+    (step,) = steps_of(kernel, p, Schedule(TILE=64, num_ctas=2))
+    assert step.function is scale_rows
+    assert (step.hints["occupancy"], step.hints["num_ctas"]) == (2, 4)
+    for asked, got in ((2, 2), (0, None)):
+        (made,) = launches.tile_kernels(kernel, {"sm_90": Schedule(TILE=64, num_ctas=asked)}, p, DEVICE)
+        options = made._compiler_options
+        assert (options.occupancy, options.num_ctas) == (2, ct.ByTarget(default=got, sm_90=got))
+
+
+def halve(X, Out, TILE: ct.Constant[int]):
+    ct.store(Out, (ct.bid(0), 0), (ct.load(X, (ct.bid(0), 0), (1, TILE)) * 0.5).astype(Out.dtype))
+
+
+def test_an_entry_is_chosen_by_problem_and_schedule():
+    kernel = declare(half=ts.flag(), entry=lambda p, s: halve if p.half else scale_rows,
+                     reference=lambda xp, X, factor, half: X * (0.5 if half else factor))  # fmt: skip
+    s = Schedule(TILE=64, occupancy=1)
+    for half in (False, True):
+        p = kernel.problem(rows=5, columns=40, half=half)
+        (step,) = steps_of(kernel, p, s)
+        assert step.function is (halve if half else scale_rows)
+        x = np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32)
+        padded = kernel.problem(rows=5, columns=64, half=half)
+        x = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
+        np.testing.assert_array_equal(run_schedule(kernel, padded, s, {"X": x})["Out"], x * (0.5 if half else 2.0))
+
+
+def add_parts(X, Parts, TILE: ct.Constant[int], SPLITS: ct.Constant[int]):
+    total = ct.sum(ct.load(X, (ct.bid(0), ct.bid(1)), (1, TILE), padding_mode=ct.PaddingMode.ZERO))
+    ct.store(Parts, (ct.bid(1), ct.bid(0)), total.reshape((1, 1)))
+
+
+def add_up(Parts, Sum, SPLITS: ct.Constant[int]):
+    ct.store(Sum, (ct.bid(0),), ct.sum(ct.load(Parts, (0, ct.bid(0)), (SPLITS, 1)), axis=0))
+
+
+class RowSums(ts.Kernel):
+    """Two launches in a row with a workspace between them, as large as a knob says."""
+
+    rows = ts.dim()
+    columns = ts.dim()
+    dtype = ts.dtype("float32")
+    X = ts.array("rows columns")
+    Parts = ts.workspace("SPLITS rows")
+    Sum = ts.out("rows")
+    knobs = {"SPLITS": [1, 2, 4], "TILE": [16, 32]}
+    constraints = {"SPLITS * TILE >= columns": "the tiles hold a row"}
+    suites = {"all": [{"rows": 3, "columns": 30}]}
+
+    def launches(p, s, device):
+        return [(add_parts, (p.rows, s["SPLITS"])), (ct.kernel(add_up), p.rows)]
+
+    def reference(xp, X):
+        return X.sum(-1)
+
+
+def test_launches_in_a_row_share_a_workspace():
+    p, s = RowSums.problem(rows=7, columns=50), Schedule(SPLITS=4, TILE=16)
+    first, second = steps_of(RowSums, p, s)
+    assert (first.function, first.grid, second.function, second.grid) == (add_parts, (7, 4, 1), add_up, (7, 1, 1))
+    assert RowSums.grids(p, s, DEVICE) == (first.grid, second.grid)
+    (parts,) = launches.scratch(RowSums, p, s, (first, second))
+    assert (parts.name, parts.shape, parts.dtype, parts.zeroed) == ("Parts", (4, 7), "float32", False)
+    assert [each.name for each in RowSums.arrays(p)] == ["X", "Sum"]
+    assert p.min_bytes == 4 * (7 * 50 + 7)
+    assert check_schedule(RowSums, p, s) == (True, pytest.approx(0, abs=1e-5), "")
+    x = np.random.default_rng(0).standard_normal((7, 50)).astype(np.float32)
+    np.testing.assert_allclose(run_schedule(RowSums, p, s, {"X": x})["Sum"], x.sum(-1), rtol=1e-5)
+
+
+def test_a_constraint_of_knobs_and_sizes_holds_in_the_space():
+    space, p = space_for("sm_90", RowSums), RowSums.problem(rows=7, columns=50)
+    assert {(s["SPLITS"], s["TILE"]) for s in space.schedules(p)} == {(2, 32), (4, 16), (4, 32)}
+
+
+def test_a_column_layout_swaps_the_last_two_axes_in_memory():
+    kernel = declare(order=ts.choice("row", "column"), X=ts.array("rows columns", layout="order"))
+    s = Schedule(TILE=64, occupancy=1)
+    for order, strides, unit in (("row", (48, 1), 1), ("column", (1, 32), 0)):
+        p = kernel.problem(rows=32, columns=48, order=order)
+        spec = kernel.array_spec("X", p)
+        assert (spec.column, strides_of(spec.shape, spec.column)) == (order == "column", strides)
+        (step,) = steps_of(kernel, p, s)
+        x, out = launches.signature(kernel, p, s, step).parameters[:2]
+        assert x.stride_constant[unit] == 1
+        assert x.stride_constant[1 - unit] is None
+        assert x.stride_divisible_by[1 - unit] == 4  # 16 bytes
+        assert out.stride_constant[1] == 1
+        assert check_schedule(kernel, p, s)[0]
+    two = [launches.problem_class(kernel, kernel.problem(rows=32, columns=48, order=order), s, DEVICE).id
+           for order in ("row", "column")]  # fmt: skip
+    assert two[0] != two[1]
+
+
+def test_machine_code_is_told_apart_by_what_it_depends_on():
+    kernel, s = declare(), Schedule(TILE=64, occupancy=1)
+    p = kernel.problem(rows=5, columns=40)
+
+    def class_of(p):
+        return launches.problem_class(kernel, p, s, DEVICE)
+
+    assert class_of(p.replace(rows=500)) == class_of(p)
+    assert class_of(p).to_json()["columns"] == 40
+    for changes in ({"columns": 44}, {"columns": 41}, {"dtype": "float16"}, {"rows": 1 << 31}):
+        assert class_of(p.replace(**changes)).id != class_of(p).id
+    assert type(class_of(p)).from_json(json.loads(json.dumps(class_of(p).to_json()))) == class_of(p)
+
+
+def add_bias(X, Bias, Out, Rest, biased, TILE: ct.Constant[int]):
+    x = ct.load(X, (ct.bid(0), 0), (1, TILE))
+    if biased:
+        total = x + ct.load(Bias, (0,), (TILE,))
+        ct.store(Rest, (ct.bid(0), 0), x - total)
+        x = total
+    ct.store(Out, (ct.bid(0), 0), x)
+
+
+def test_what_only_some_problems_have_is_there_when_they_do():
+    def reference(xp, X, Bias, biased):
+        return (X + Bias, -Bias * xp.ones_like(X)) if biased else X
+
+    kernel = declare(function=add_bias, factor=None, biased=ts.flag(omit_default=True),
+                     Bias=ts.array("columns", when="biased"), Rest=ts.out("rows columns", when="biased"),
+                     reference=reference)  # fmt: skip
+    without = kernel.problem(rows=3, columns=64)
+    both, s = without.replace(biased=True), Schedule(TILE=64, occupancy=1)
+    assert {each.name for each in kernel.arrays(both)} == {"X", "Bias", "Out", "Rest"}
+    assert {each.name for each in kernel.arrays(without)} == {"X", "Out"}
+    assert kernel.array_spec("Bias", without).shape == (1,)
+    assert kernel.array_spec("Rest", without).role == "workspace"
+    assert both.min_bytes - without.min_bytes == 4 * (64 + 3 * 64)
+    assert "biased" not in without.to_json()
+    assert both.to_json()["biased"] is True
+    for p in (without, both):
+        assert check_schedule(kernel, p, s)[0]
+
+
+def double_all(Xs, Outs, experts: ct.Constant[int], TILE: ct.Constant[int]):
+    for each in range(len(Xs)):
+        x = ct.load(Xs[each], (ct.bid(0), 0), (1, TILE), padding_mode=ct.PaddingMode.ZERO)
+        ct.store(Outs[each], (ct.bid(0), 0), x * 2)
+
+
+def test_lists_of_arrays_have_a_shape_for_each():
+    def shapes(p):
+        return [(rows, p.columns) for rows in p.groups]
+
+    kernel = declare(function=double_all, factor=None, X=None, Out=None, rows=None, groups=ts.sizes(), label={"D": "columns"},
+                     derived={"experts": lambda p: len(p.groups)}, Xs=ts.arrays(shapes), Outs=ts.outs(shapes),
+                     grid=lambda p, s, device: max(p.groups), reference=lambda xp, Xs: [x * 2 for x in Xs],
+                     suites={"all": [{"groups": [2, 3], "columns": 16}]})  # fmt: skip
+    p, s = kernel.problem(groups=[3, 7, 1], columns=40), Schedule(TILE=64, occupancy=1)
+    assert (p.groups, p.experts, p.to_json()["groups"]) == ((3, 7, 1), 3, [3, 7, 1])
+    assert Problem.from_json(json.loads(json.dumps(p.to_json()))) == p
+    assert str(p) == "columns=40 float32 groups=3,7,1"
+    xs, outs = kernel.arrays(p)
+    assert (xs.listed, xs.shapes, outs.shapes) == (True, ((3, 40), (7, 40), (1, 40)), xs.shapes)
+    assert p.min_bytes == 2 * 4 * 11 * 40
+    (step,) = steps_of(kernel, p, s)
+    assert kinds(step) == {"Xs": "list", "Outs": "list", "experts": "constant", "TILE": "constant"}
+
+
+def test_names_follow_from_the_declaration():
+    kernel = declare(derived={"tiles": lambda p: -(-p.rows // 4)}, Out=ts.out("rows columns"), axes=("rows", "tiles"),
+                     label={"R": ("rows",)}, W=ts.workspace("tiles*4 columns/3 2"))  # fmt: skip
+    p = kernel.problem(rows=5, columns=40)
+    assert p.tiles == 2
+    assert p.names == {"rows": 5, "columns": 40, "dtype": "float32", "tiles": 2}
+    assert kernel.array_spec("W", p, Schedule(TILE=64)).shape == (8, 14, 2)  # a quotient rounds up
+    assert kernel.name == f"{__name__}:Declared"
+    assert kernel_named(kernel.name) is kernel
+    assert kernel.suite("all") == [p]
+    with pytest.raises(ConfigError, match=r"has no suite 'none'; known are all"):
+        kernel.suite("none")
+
+
+def test_a_subclass_inherits_what_it_does_not_say():
+    base = declare(name="base")
+    other = type("Other", (base,), {"name": "other", "factor": ts.scalar(3.0), "__module__": __name__})
+    p, s = other.problem(rows=3, columns=40), Schedule(TILE=64, occupancy=1)
+    assert (p.kernel, list(other.fields), other.scalar_values(p)) == ("other", list(base.fields), {"factor": 3.0})
+    assert check_schedule(other, p, s)[0]
+    assert base.scalar_values(p) == {"factor": 2.0}
+
+
+# ---- found by name, and in other processes ---------------------------------------------------------------------------
+
+FILE = '''
+import cuda.tile as ct
+import tiledsched as ts
+
+
+@ct.kernel
+def doubled(X, Out, TILE: ct.Constant[int]):
+    ct.store(Out, (ct.bid(0),), ct.load(X, (ct.bid(0),), (TILE,)) * 2)
+
+
+class Doubled(ts.Kernel):
+    function = doubled
+    size = ts.dim()
+    dtype = ts.dtype("float32")
+    X = ts.array("size")
+    Out = ts.out("size")
+    knobs = {"TILE": [64, 128]}
+    suites = {"all": [dict(size=1000)]}
+
+    def grid(p, s, device):
+        return -(-p.size // s["TILE"])
+
+    def reference(xp, X):
+        return X * 2
+'''
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "doubling.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_kernel_is_loaded_from_a_file(file):
+    kernel = load_kernel(f"{file}:Doubled")
+    assert load_kernel(f"{file}:Doubled") is kernel
+    assert (kernel.name, kernel.locator()) == ("doubling:Doubled", f"{file}:Doubled")
+    assert load_kernel(kernel.locator()) is kernel
+    assert check_schedule(kernel, kernel.problem(size=130), Schedule(TILE=64))[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [("{file}:Tripled", "declares no kernel 'Tripled'; it declares Doubled"), ("{file}x.py:A", "there is no file"),
+     ("nowhere.at.all:A", "cannot import nowhere.at.all"), ("nobody", "kernel 'nobody' is not known here")],
+)  # fmt: skip
+def test_what_is_not_there_is_said(file, where, words):
+    with pytest.raises(ConfigError) as error:
+        load_kernel(where.format(file=file))
+    assert words in str(error.value)
+
+
+def test_a_file_that_breaks_says_where(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("def f(:\n")
+    with pytest.raises(ConfigError, match=r"cannot import .*broken\.py.*correct the file"):
+        load_kernel(f"{path}:A")
+
+
+@pytest.mark.compiler
+def test_another_process_compiles_a_kernel_of_a_file(file):
+    from tiledsched.build.compiler import BuildTask
+    from tiledsched.build.pool import BuildPool
+
+    kernel = load_kernel(f"{file}:Doubled")
+    task = BuildTask(kernel=kernel.locator(), schedule=Schedule(TILE=64), problem=kernel.problem(size=1000), arch="sm_90")
+    with BuildPool(1) as pool:
+        (built,) = pool.build([task])
+    assert built.failure is None, built.failure
+    assert built.artifact is not None
+    assert built.task.problem == task.problem
+
+
+def test_an_installed_package_ships_kernels_by_name(monkeypatch, file, tmp_path):
+    package = tmp_path / "shipping"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "kernels.py").write_text(FILE.replace("size = ts.dim()", 'name = "doubled by shipping"\n    size = ts.dim()'))
+    monkeypatch.syspath_prepend(tmp_path)
+    point = importlib.metadata.EntryPoint("doubled by shipping", "shipping.kernels:Doubled", kernels.ENTRY_POINTS)
+    asked = []
+
+    def entry_points(*, group):
+        asked.append(group)
+        return [point]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    found = load_kernel("doubled by shipping")
+    assert found.locator() == "shipping.kernels:Doubled"
+    assert asked == ["tiledsched.kernels"]
+    assert kernel_named("doubled by shipping") is found
+    assert asked == ["tiledsched.kernels"]  # once it is known
+    with pytest.raises(ConfigError, match="'tripled' is not known here"):
+        kernel_named("tripled")
+
+
+def test_problems_are_pickled_by_value():
+    kernel = declare(name="pickled", biased=ts.flag(omit_default=True))
+    p = kernel.problem(rows=5, columns=40)
+    again = pickle.loads(pickle.dumps(p))
+    assert (again, hash(again), again.id, again.to_json()) == (p, hash(p), p.id, p.to_json())
+
+
+def test_ids_are_the_same_in_every_process():
+    """Whatever the order of sets and dicts."""
+    from tiledsched.kernels.attention import Attention
+
+    here = [Attention.standard(seq_len=4096, head_dim=128, causal=True).id,
+            launches.problem_class(RowSums, RowSums.problem(rows=7, columns=50), Schedule(SPLITS=4, TILE=16), DEVICE).id]  # fmt: skip
+    assert here[0] == ATTENTION_ID
+    code = (
+        "from test_declaration import *; from tiledsched.kernels.attention import Attention;"
+        "print(Attention.standard(seq_len=4096, head_dim=128, causal=True).id, launches.problem_class(RowSums,"
+        "RowSums.problem(rows=7, columns=50), Schedule(TILE=16, SPLITS=4), DEVICE).id)"
+    )
+    folders = os.pathsep.join([str(Path(__file__).parent), str(DOCS.parents[1])])
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                           env=os.environ | {"PYTHONHASHSEED": "123", "PYTHONPATH": folders})  # fmt: skip
+    assert found.stdout.split() == here
+
+
+# ---- the documentation -----------------------------------------------------------------------------------------------
+
+
+def documented(tmp_path):
+    """The first example of docs/kernels.md."""
+    text = re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL).group(1)
+    name = re.match(r"# (\w+\.py)\n", text).group(1)
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    return load_kernel(f"{tmp_path / name}:RmsNorm")
+
+
+def test_the_documented_example_is_right(tmp_path):
+    kernel = documented(tmp_path)
+    p = kernel.problem(rows=5, columns=600, dtype="bfloat16")
+    s = space_for("sm_90", kernel).default(p)
+    passed, worst, message = check_schedule(kernel, p, s)
+    assert passed, message
+    assert 0 < worst < 1e-2
+    rows = list(ts.check(kernel, [{"rows": 3, "columns": 1000}], schedules=2))
+    assert [row.passed for row in rows] == [True, True]
+
+
+@pytest.mark.compiler
+def test_the_documented_example_compiles(tmp_path):
+    from tiledsched.build.compiler import compile_schedule, prepare_process
+
+    prepare_process()
+    kernel = documented(tmp_path)
+    p = kernel.suite("llama")[0]
+    assert compile_schedule(kernel, p, space_for("sm_90", kernel).default(p), "sm_90").fingerprint

@@ -1,0 +1,166 @@
+"""A view for each kernel: what it holds, what its columns are called, when it is made."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import sqlalchemy as sa
+from store_samples import BACKENDS, DEVICE, PROBLEM, START, TOOLCHAIN, entry, fill, measurement, new_url, schedule
+
+import tiledsched.fields as ts
+from tiledsched.kernel import Kernel
+from tiledsched.store.db import TuningDB
+from tiledsched.store.views import create_view, view_name
+
+ISSUE = "select schedule from attention where arch='sm_90' and S=4096 and D=128 and dtype='float16' and causal"
+
+
+class Grouped(Kernel):
+    """Fields of every kind, one with the name of a column that every view has."""
+
+    name = "it's.samples:GroupedGemm"
+    experts = ts.sizes()
+    M = ts.dim(constant=True)
+    rows = ts.dim(7, omit_default=True)
+    regime = ts.choice("dense", "sparse")
+    layout = ts.choice("row", "column", omit_default=True)
+    dtype = ts.dtype("float16", "bfloat16")
+    biased = ts.flag()
+    derived = {"twice": lambda p: 2 * p.M}  # noqa: RUF012
+    label = {"m": "M", "both": ("M", "rows"), "T": "twice"}  # noqa: RUF012
+    Out = ts.out("rows M")
+
+
+GROUPED = Grouped.problem(experts=(128, 7), M=1 << 40, biased=True)
+
+
+def grouped(**changes):
+    return entry(kernel=Grouped.name, problem=GROUPED, fingerprint="", toolchain=None, **changes)
+
+
+@pytest.fixture(params=BACKENDS)
+def db(request, tmp_path):
+    with new_url(request.param, tmp_path) as url, TuningDB.open(url) as opened:
+        yield opened
+
+
+def ask(db, query):
+    with db.reading() as session:
+        return session.execute(sa.text(query)).fetchall()
+
+
+def columns(db, view):
+    with db.reading() as session:
+        return session.execute(sa.text(f"SELECT * FROM {view}")).mappings().one()
+
+
+def test_the_question_of_the_issue(db) -> None:
+    assert ask(db, ISSUE) == []  # the view is there before anything is
+    wanted = PROBLEM.replace(seq_q=4096, seq_k=4096, head_dim=128, causal=True)
+    others = ({"causal": False}, {"seq_q": 1}, {"seq_q": 1024, "seq_k": 1024}, {"head_dim": 64}, {"dtype": "bfloat16"})
+    db.put_entry(entry(problem=wanted, schedule=schedule(64, 32, occupancy=2)))
+    for changes in others:
+        db.put_entry(entry(problem=wanted.replace(**changes)))
+    db.put_entry(entry(problem=wanted, arch="sm_80"))
+    ((found,),) = ask(db, ISSUE)
+    assert (json.loads(found) if isinstance(found, str) else found) == schedule(64, 32, occupancy=2).to_json()
+    assert len(ask(db, "SELECT * FROM attention")) == 7
+    assert ask(db, "SELECT seq_q, s FROM attention WHERE seq_q <> seq_k") == [(1, None)]
+
+
+def test_a_row_says_what_is_served_and_why(db) -> None:
+    number = db.record_measurement(None, "attention", "abc", TOOLCHAIN, measurement(100.0))
+    db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number, updated_at=START))
+    row = columns(db, "attention")
+    assert list(row)[:10] == ["arch", "device_name", "regime", "accum_mode", "provenance", "schedule", "median_us",
+                              "model_us", "fingerprint", "updated_at"]  # fmt: skip
+    assert [row[name] for name in list(row)[:5]] == ["sm_90", DEVICE.name, "burst", "fp32", "measured"]
+    assert (row["median_us"], row["model_us"], row["fingerprint"]) == (100.0, 90.0, "f" * 24)
+    assert str(row["updated_at"]).startswith("2026-01-02 03:04:05")
+    assert (row["alignment"], row["value_dim"], bool(row["lse"])) == ("top_left", 0, False)  # left out of the JSON
+    assert (row["b"], row["h"], row["s"], row["d"]) == (PROBLEM.batch, PROBLEM.heads, 1024, 64)
+
+
+def test_fields_of_every_kind_are_columns(db) -> None:
+    db.put_entry(grouped())
+    row = columns(db, "grouped_gemm")
+    assert row["regime"] == ""  # the entry's; the field stands beside it
+    assert row["regime_"] == "dense"
+    assert (row["m"], row["rows"], row["layout"], row["dtype"]) == (1 << 40, 7, "row", "float16")
+    assert json.loads(row["experts"]) == [128, 7]
+    assert row["both"] is None
+    assert list(row)[10:] == ["experts", "m", "rows", "regime_", "layout", "dtype", "biased", "both"]
+    assert len(ask(db, "SELECT 1 FROM grouped_gemm WHERE biased AND M > 5")) == 1
+    assert ask(db, "SELECT 1 FROM grouped_gemm WHERE NOT biased") == []
+    assert ask(db, "SELECT 1 FROM attention") == []
+
+
+def test_a_kernel_that_is_not_known_gets_none_and_stops_nothing(db) -> None:
+    theirs = grouped(updated_at=START).replace(kernel="elsewhere:Norm")
+    assert db.put_entry(theirs)
+    assert len(db.entries(kernel="elsewhere:Norm")) == 1
+    assert ask(db, "SELECT name FROM kernel_views ORDER BY name") == [("attention",)]
+
+
+def test_a_name_that_is_taken_gets_a_suffix(db) -> None:
+    def declared(module, **fields):
+        return type(
+            "Runs", (Kernel,), {"name": f"{module}:Runs", "Out": ts.out("n", dtype="int32"), "n": ts.dim(), **fields}
+        )
+
+    one, other = declared("one"), declared("other")
+    with db.writing() as session:
+        names = [create_view(session.connection(), kernel) for kernel in (one, other, Grouped, one)]
+    assert names[2] == "grouped_gemm"
+    assert names[0] == names[3]
+    assert len(set(names)) == 3
+    assert all(name.startswith("runs_") for name in names[:2])  # there is a table of that name
+    assert all(ask(db, f"SELECT n FROM {name}") == [] for name in names[:2])
+    wider = declared("one", width=ts.dim(3, omit_default=True))
+    with db.writing() as session:
+        assert create_view(session.connection(), wider) == names[0]
+    assert ask(db, f"SELECT width FROM {names[0]}") == []
+
+
+def test_a_view_is_made_once(tmp_path) -> None:
+    def schema_version(db):
+        return ask(db, "PRAGMA schema_version")[0][0]
+
+    with TuningDB.open(tmp_path / "x.db") as db:
+        before = schema_version(db)
+        db.put_entry(grouped())
+        assert schema_version(db) > before
+    with TuningDB.open(tmp_path / "x.db") as db:
+        before = schema_version(db)
+        db.put_entry(grouped())
+        fill(db)
+        assert schema_version(db) == before
+        with db.writing() as session:
+            session.execute(sa.text("DROP VIEW attention"))
+        db.put_entry(grouped())
+    with TuningDB.open(tmp_path / "x.db") as db:
+        fill(db)
+        assert len(ask(db, "SELECT * FROM attention")) == 2
+
+
+def test_who_may_not_make_views_still_records(tmp_path, monkeypatch) -> None:
+    from tiledsched.store import database
+
+    def refuse(connection, kernel):
+        connection.exec_driver_sql("CREATE VIEW nowhere.x AS SELECT 1")
+
+    monkeypatch.setattr(database, "create_view", refuse)
+    with TuningDB.open(tmp_path / "x.db") as db:
+        fill(db)
+        assert len(db.entries()) == 2
+        assert db.check() == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [("attention", "attention"), ("mylib.norms:RmsNorm", "rms_norm"), ("rms:RMSNorm", "rms_norm"), ("a.b.GEMM2D", "gemm2d"),
+     ("file:Ünïcode", "_n_code"), ("x:" + "A" * 80, "a" * 63), ("odd:", "kernel")],
+)  # fmt: skip
+def test_a_view_is_called_like_its_kernel(kernel, name) -> None:
+    assert view_name(kernel) == name

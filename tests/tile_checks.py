@@ -1,0 +1,109 @@
+"""Runs of a declared kernel in the interpreter, held against its reference; and copies of its tile code with a fault in them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+import sys
+import types
+from contextlib import contextmanager
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+
+from tiledsched.declaration import call_reference
+from tiledsched.interpreter import run
+from tiledsched.launches import steps
+from tiledsched.schedule import Schedule
+from tiledsched.space_files import space_for
+
+NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+ROUNDING = {"float16": 1e-3, "bfloat16": 8e-3}
+"""Largest relative Frobenius error of an output: about twice what rounding to it makes."""
+
+
+class Device:
+    """A GPU of few multiprocessors, so that persistent blocks take several work tiles."""
+
+    arch = "sm_90"
+    sm_count = 3
+
+
+def searched(kernel, p, arch="sm_90"):
+    """Every schedule that is searched."""
+    return list(space_for(arch, kernel).schedules(p))
+
+
+def sample(kernel, p, count, seed=0, arch="sm_90"):
+    """Schedules that work, searched or not, drawn at random."""
+    space, rng, found = space_for(arch, kernel), random.Random(seed), {}
+    values = space.constraint_values(p)
+    rules = [rule for rule in space.constraints if not rule.exploring]
+    while len(found) < count:
+        drawn = {name: rng.choice(knob.choices) for name, knob in space.knobs.items()}
+        if all(rule.holds(values | drawn) for rule in rules):
+            found[tuple(drawn.values())] = Schedule(drawn)
+    return list(found.values())
+
+
+def make_inputs(kernel, p, seed=0):
+    """Normal numbers as they lie in memory, by name."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for spec in kernel.arrays(p):
+        if spec.role == "in":
+            array = rng.standard_normal(spec.shape).astype(NUMPY[spec.dtype])
+            found[spec.name] = np.asfortranarray(array) if spec.column else array
+    return found
+
+
+def run_schedule(kernel, p, s, inputs, order="forward"):
+    """The outputs by name; what nothing wrote is NaN."""
+    arrays = dict(inputs)
+    for spec in kernel.arrays(p):
+        if spec.role == "out":
+            arrays[spec.name] = np.full(spec.shape, np.nan, NUMPY[spec.dtype])
+    for step in steps(kernel, p, s, Device):
+        args = []
+        for each in step.arguments:
+            if each.kind == "array" and each.name not in arrays:
+                spec = kernel.array_spec(each.name, p, s)
+                arrays[each.name] = np.full(spec.shape, np.nan, NUMPY[spec.dtype])
+            args.append(arrays[each.name] if each.kind == "array" else each.value)
+        run(step.function, step.grid, args, order=order)
+    return {spec.name: arrays[spec.name] for spec in kernel.arrays(p) if spec.role == "out"}
+
+
+def check(kernel, p, s, inputs=None, order="forward"):
+    """Run a schedule and compare each output with the reference in float64."""
+    inputs = make_inputs(kernel, p) if inputs is None else inputs
+    exact = call_reference(kernel, np, p, {name: np.asarray(array, dtype=np.float64) for name, array in inputs.items()})
+    for (name, out), right in zip(run_schedule(kernel, p, s, inputs, order).items(), exact, strict=True):
+        found = out.astype(np.float64)
+        assert np.isfinite(found).all(), f"{name}: unwritten elements, or padding that was used"
+        error = np.linalg.norm(found - right) / max(np.linalg.norm(right), 1e-30)
+        assert error <= ROUNDING[p.dtype], f"{name}: relative error {error:.2g} of {p} with {dict(s)}"
+        worst = np.abs(found - right).max() / max(np.abs(right).max(), 1e-30)
+        assert worst <= 4 * ROUNDING[p.dtype], f"{name}: an element is off by {worst:.2g} of {p} with {dict(s)}"
+
+
+@contextmanager
+def mutated(modules, old, new):
+    """While it lasts, the tile code in `modules` (in the order in which they name each other) has `old` replaced by `new`."""
+    sources = {name: inspect.getsource(importlib.import_module(name)) for name in modules}
+    assert any(old in source for source in sources.values()), f"the kernel no longer contains {old!r}: rewrite this"
+    copies = {name: types.ModuleType(name) for name in modules}
+    parents = {}
+    with mock.patch.dict(sys.modules, copies):
+        for name, source in sources.items():
+            package, _, leaf = name.rpartition(".")
+            parents[name] = mock.patch.object(importlib.import_module(package), leaf, copies[name])
+            parents[name].start()
+            exec(compile(source.replace(old, new), f"mutated_{name}", "exec"), copies[name].__dict__)
+        try:
+            yield
+        finally:
+            for patch in parents.values():
+                patch.stop()

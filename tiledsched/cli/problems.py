@@ -1,0 +1,131 @@
+"""Which kernel the words of a command name, and which problems of it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiledsched.errors import ConfigError, TiledschedError
+from tiledsched.fields import Choice, Flag, ProblemField, Sizes
+from tiledsched.kernel import KernelClass
+from tiledsched.kernels import SHIPPED
+from tiledsched.problem import Problem
+
+LOCATOR = re.compile(r"[^\s=,]+:[A-Za-z_]\w*")
+FLAGS = {"yes": True, "true": True, "no": False, "false": False}
+
+
+def kernel_word(words: Sequence[str], flags: Mapping[str, argparse.Action]) -> str | None:
+    """The word among a command's that names a kernel: the first that is neither a flag nor a flag's value.
+
+    Args:
+        words: what follows the command.
+        flags: those of every kernel, by name. What follows another flag is its value, unless it can only be a kernel.
+    """
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("-"):
+            return word
+        action = flags.get(word)
+        if "=" in word or (action is not None and action.nargs == 0):
+            continue
+        many = action is not None and action.nargs in ("+", "*")
+        while left and not left[0].startswith("-") and not (action is None and _is_kernel(left[0])):
+            left.pop(0)
+            if not many:
+                break
+    return None
+
+
+def _is_kernel(word: str) -> bool:
+    return word in SHIPPED or LOCATOR.fullmatch(word) is not None
+
+
+def problems_of(kernel: KernelClass, options: argparse.Namespace) -> list[Problem]:
+    """What `--problem` and `--suite` name; without them what the kernel's own flags do, or else all its suites.
+
+    Raises:
+        ConfigError: a key, a value or a suite that the kernel does not have, or nothing named and nothing declared.
+        ProblemError: values that do not go together.
+    """
+    named = [problem for text in options.problem for problem in read_problems(kernel, text)]
+    if options.suite:
+        named += kernel.suite(options.suite)
+    elif not named and kernel.from_flags is not None:
+        named = kernel.from_flags(options)
+    elif not named:
+        named = [problem for suite in kernel.suites for problem in kernel.suite(suite)]
+    if not named:
+        raise ConfigError(f"{kernel.name} has no suite; name its problems, e.g. --problem {example(kernel)}")
+    return list(dict.fromkeys(named))
+
+
+def read_problems(kernel: KernelClass, text: str) -> list[Problem]:
+    """Every combination of `rows=4096,columns=4096:8192,dtype=bfloat16`.
+
+    A key is a field or a short name of the kernel's label, which means all its dims.
+
+    Raises:
+        ConfigError: the key and what is allowed.
+        ProblemError: values that the kernel does not take together.
+    """
+    values: dict[tuple[str, ...], list[Any]] = {}
+    for part in text.split(","):
+        key, equals, words = part.partition("=")
+        key = key.strip()
+        names = _fields_of(kernel, key)
+        if not equals or names is None:
+            raise ConfigError(f"--problem {part.strip()!r}: write key=value; the keys of {kernel.name} are "
+                              f"{', '.join([*kernel.fields, *_short_names(kernel)])}")  # fmt: skip
+        values[names] = [_read(kernel.fields[names[0]], key, word.strip()) for word in words.split(":")]
+    combined = itertools.product(*values.values())
+    return [kernel.problem(**{name: value for names, value in zip(values, chosen, strict=True) for name in names})
+            for chosen in combined]  # fmt: skip
+
+
+def _short_names(kernel: KernelClass) -> list[str]:
+    return [short for short in kernel.label if _fields_of(kernel, short) is not None]
+
+
+def _fields_of(kernel: KernelClass, key: str) -> tuple[str, ...] | None:
+    names = kernel.label.get(key, key)
+    found = (names,) if isinstance(names, str) else tuple(names)
+    return found if all(name in kernel.fields for name in found) else None
+
+
+def _read(field: ProblemField, key: str, word: str) -> Any:
+    try:
+        if isinstance(field, Flag):
+            if word not in FLAGS:
+                raise ValueError(f"{key} must be {', '.join(FLAGS)}, got {word!r}")
+            return FLAGS[word]
+        if isinstance(field, Choice):
+            return field.read(key, word)
+        if isinstance(field, Sizes):
+            return field.read(key, [int(size) if size.isdigit() else size for size in word.split("+")])
+        return field.read(key, int(word) if re.fullmatch(r"-?\d+", word) else word)
+    except ValueError as error:
+        if isinstance(error, TiledschedError):
+            raise
+        raise ConfigError(f"--problem: {error}") from error
+
+
+def example(kernel: KernelClass) -> str:
+    """What a `--problem` of this kernel looks like."""
+    words: list[str] = []
+    for name, field in kernel.fields.items():
+        if getattr(field, "omit_default", False):
+            continue
+        if isinstance(field, Choice):
+            words.append(f"{name}={field.default}")
+        elif isinstance(field, Flag):
+            words.append(f"{name}=yes")
+        elif isinstance(field, Sizes):
+            words.append(f"{name}=128+64")
+        elif field.default is None:
+            words.append(f"{name}={1024 if field.most is None else min(64, field.most)}")
+    return ",".join(words)

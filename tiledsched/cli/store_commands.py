@@ -1,0 +1,184 @@
+"""The commands that list, prepare and keep what is stored: show, landscapes, warmup, bundle, doctor and db."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tiledsched.cli import output
+from tiledsched.cli.commands import _folder, _open, _print_json, _settings
+from tiledsched.errors import ConfigError
+
+
+def _listed(options: argparse.Namespace) -> str | None:
+    """The name of the kernel asked for, as tables have it; None for all. One that is not known here is taken at its word."""
+    from tiledsched.kernel import load_kernel
+
+    if options.listed is None:
+        return None
+    try:
+        return load_kernel(options.listed).name
+    except ConfigError:
+        return str(options.listed)
+
+
+def show(options: argparse.Namespace) -> int:
+    """List entries."""
+    from tiledsched.serve.entries import load_entries
+
+    kernel = _listed(options)
+    entries = [entry for entry in load_entries(_settings(options).db)
+               if options.arch in (None, entry.arch) and kernel in (None, entry.problem.kernel)]  # fmt: skip
+    if options.json:
+        _print_json({"entries": [output.entry_json(entry) for entry in entries]})
+    elif entries:
+        output.print_entries(entries)
+    else:
+        what = f"of {kernel} " if kernel else ""
+        print(f"nothing {what}is tuned for {options.arch or 'any arch'}; run: tiledsched tune "
+              f"{options.listed + ' ' if kernel else ''}--arch {options.arch or 'ARCH'}", file=sys.stderr)  # fmt: skip
+    return 0
+
+
+def landscapes(options: argparse.Namespace) -> int:
+    """List what is measured, and where the regimes disagree."""
+    from tiledsched.store.exchange import export_landscape, landscape_file_name
+    from tiledsched.store.queries import compare_regimes
+
+    if options.format != "tiledsched" and not options.export:
+        raise ConfigError("--format says how files are written; pass --export DIR, too")
+    with _open(options, read_only=True) as db:
+        kernel = _listed(options)
+        found = [line for line in db.landscapes() if kernel in (None, line.problem.kernel)]
+        compared = [one for one in compare_regimes(db) if kernel in (None, one.problem.kernel)]
+        if options.export:
+            from tiledsched.store.t4 import export_foreign, recorded
+
+            folder = _folder(options.export)
+            for line in found:
+                paths = [folder / landscape_file_name(line.problem, line.device_name, line.regime)]
+                if options.format == "tiledsched":
+                    export_landscape(db, paths[0], line.problem, line.device_name, line.regime)
+                else:
+                    landscape = recorded(db, line.problem, line.device_name, line.regime)
+                    paths = export_foreign(landscape, folder, options.format)
+                for path in paths:
+                    output.note(f"written {path}")
+    if options.json:
+        _print_json({"landscapes": [output.landscape_json(line) for line in found],
+                     "regimes": [one.to_json() for one in compared]})  # fmt: skip
+    else:
+        output.print_landscapes(found)
+        if compared:
+            output.print_regimes(compared)
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Examine this machine."""
+    from tiledsched import doctor as doctor_module
+
+    findings = doctor_module.examine()
+    if options.json:
+        print(json.dumps(doctor_module.to_json(findings), indent=2))
+    else:
+        print(doctor_module.to_text(findings))
+    return 0
+
+
+def warmup(options: argparse.Namespace) -> int:
+    """Build what this machine will be served, where every process finds it."""
+    from tiledsched.measure.nvml import devices
+    from tiledsched.serve.bundle import warm_path
+
+    archs = [options.arch] if options.arch else sorted({device.arch for device in devices()})
+    if not archs:
+        raise ConfigError("there is no GPU here to warm up for; pass --arch, e.g. --arch sm_90")
+    settings, name = _settings(options), options.declaration.name
+    return _prepare(options, [(arch, warm_path(arch, settings, name)) for arch in archs])
+
+
+def bundle(options: argparse.Namespace) -> int:
+    """Build what an arch is served, into a file to take elsewhere."""
+    return _prepare(options, [(options.arch, Path(options.out))])
+
+
+def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]]) -> int:
+    from tiledsched.serve.bundle import warm_path
+    from tiledsched.serve.entries import load_entries, load_table
+    from tiledsched.serve.warmup import prepare
+    from tiledsched.tuning import prepare_tools
+
+    settings, kernel = _settings(options), options.declaration
+    entries, table = load_entries(settings.db), load_table(settings, kernel=kernel)
+    results = []
+    for arch, path in targets:
+        tools = prepare_tools(kernel, arch, settings=settings)
+        results.append(prepare(
+            arch, path, entries, table, kernel, tools.artifacts, tools.toolchain.compiler,
+            likely=lambda problem: kernel.likely(problem, options) if kernel.likely else (),
+            others=[warm_path(arch, settings, kernel.name)], jobs=options.jobs, progress=output.note,
+        ))  # fmt: skip
+    _said(options, {"bundles": [result.to_json() for result in results]}, "\n".join(map(str, results)))
+    return 1 if any(result.failures for result in results) else 0
+
+
+def db_export(options: argparse.Namespace) -> int:
+    """Write a table."""
+    from tiledsched.store.exchange import export_table
+
+    with _open(options, read_only=True) as db:
+        if options.out == "-":
+            export_table(db, sys.stdout, options.arch)
+            return 0
+        count = export_table(db, options.out, options.arch)
+    _said(options, {"entries": count, "file": options.out}, f"{count} entries written to {options.out}")
+    return 0
+
+
+def db_import(options: argparse.Namespace) -> int:
+    """Read a table."""
+    from tiledsched.store.exchange import import_table
+
+    with _open(options) as db:
+        result = import_table(db, options.file)
+    _said(options, result.to_json(), str(result))
+    return 0
+
+
+def db_merge(options: argparse.Namespace) -> int:
+    """Read another database."""
+    from tiledsched.store.exchange import merge_database
+
+    with _open(options) as db:
+        result = merge_database(db, options.other)
+    _said(options, result.to_json(), str(result))
+    return 0
+
+
+def db_check(options: argparse.Namespace) -> int:
+    """Look for damage; exit code 1 where there is some."""
+    with _open(options, read_only=True) as db:
+        problems = db.check()
+        revision = db.schema_revision
+    _said(options, {"problems": problems, "schema": revision},
+          "\n".join(problems) if problems else f"no damage found (schema {revision})")  # fmt: skip
+    return 1 if problems else 0
+
+
+def db_upgrade(options: argparse.Namespace) -> int:
+    """Upgrade the schema."""
+    with _open(options) as db:
+        revision = db.upgrade()
+    _said(options, {"schema": revision}, f"schema {revision}")
+    return 0
+
+
+def _said(options: argparse.Namespace, value: dict[str, Any], text: str) -> None:
+    if options.json:
+        _print_json(value)
+    else:
+        print(text)

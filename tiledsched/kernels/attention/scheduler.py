@@ -1,0 +1,88 @@
+"""What the tile scheduler goes by: which work tile comes when, which query rows it holds, and which keys they see.
+
+Arithmetic on indices alone, on the GPU as on the CPU.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import cuda.tile as ct
+
+# Indices into BLOCK_ORDERS, PERSISTENT_MODES and KV_DIRECTIONS of the declaration.
+NATURAL, REVERSED, HEADS_FASTEST, SWIZZLED = range(4)
+ONE_EACH, STRIDED, SNAKE = range(3)
+FORWARD, BACKWARD, SAWTOOTH, WIDE_SAWTOOTH = range(4)
+SWIZZLE_PAIRS = 8
+"""(batch, head) pairs that a swizzled order takes together: as many as have their keys and values in the L2 cache."""
+
+
+def work_tiles_per_head(Q, const):
+    """Work tiles that a head, or a pack of heads, comes to."""
+    return ct.cdiv(Q.shape[2], const.TILE_M // const.PACK * const.Q_SUBTILES)
+
+
+def pack_count(Q, const):
+    """Query heads, in units of PACK."""
+    return Q.shape[1] if const.PACK == 1 else Q.shape[1] // const.PACK
+
+
+def snake(block, blocks, lap):
+    """Place of `block` in a lap over all blocks: even laps go up, odd ones down."""
+    return block + lap % 2 * (blocks - 1 - 2 * block)
+
+
+def coordinates(work, work_tiles, heads, batches, const):
+    """(place among the head's work tiles, head, batch) of the `work`-th work tile."""
+    pairs = heads * batches
+    if const.BLOCK_ORDER == HEADS_FASTEST:  # one work tile of every head, then the next; the longest rows first
+        batch_head = work % pairs
+        place = work // pairs
+    elif const.BLOCK_ORDER == SWIZZLED:  # the same among a few heads, whose keys stay in the L2 cache
+        first = work // (SWIZZLE_PAIRS * work_tiles) * SWIZZLE_PAIRS
+        width = min(SWIZZLE_PAIRS, pairs - first)
+        batch_head = first + work % (SWIZZLE_PAIRS * work_tiles) % width
+        place = work % (SWIZZLE_PAIRS * work_tiles) // width
+    else:
+        batch_head = work // work_tiles
+        place = work % work_tiles
+    if const.BLOCK_ORDER == REVERSED or (const.BLOCK_ORDER >= HEADS_FASTEST and const.CAUSAL):
+        place = work_tiles - 1 - place
+    return place, batch_head % heads, batch_head // heads
+
+
+def query_tile(place, s, seq_q, const):
+    """Index of the `s`-th query tile of a work tile. One beyond the end becomes the last tile, which is done twice."""
+    tile = place
+    if const.Q_SUBTILES > 1:
+        tile = place * const.Q_SUBTILES + s
+        if const.CHECK_BOUNDS:
+            tile = min(tile, ct.cdiv(seq_q, const.TILE_M // const.PACK) - 1)
+    return tile
+
+
+def rows_of(tile, offset, const):
+    """The last key that each row of a tile sees when causal, `[TILE_M, 1]`."""
+    if const.PACK == 1:
+        last = tile * const.TILE_M + ct.arange(const.TILE_M, dtype=ct.int32)[:, None]
+    else:
+        rows = const.TILE_M // const.PACK
+        last = tile * rows + ct.arange(const.TILE_M, dtype=ct.int32)[:, None] % rows
+    return last + offset if const.BOTTOM_RIGHT else last
+
+
+def steps_of(place, offset, seq_k, const):
+    """(first_masked, steps) of a work tile: steps before the one lie wholly inside the mask, those from the other on outside."""
+    block_rows, step_n = const.TILE_M // const.PACK * const.Q_SUBTILES, const.TILE_N * const.KV_SUBTILES
+    if const.CAUSAL and const.BOTTOM_RIGHT:
+        first_masked = min(max(place * block_rows + offset, 0), seq_k) // step_n
+        steps = ct.cdiv(min(max((place + 1) * block_rows + offset, 0), seq_k), step_n)
+        steps = max(steps, 1)  # one at least: QK_AHEAD makes its scores
+    elif const.CAUSAL:
+        first_masked = min(place * block_rows, seq_k) // step_n
+        steps = ct.cdiv(min((place + 1) * block_rows, seq_k), step_n)
+    else:
+        first_masked = seq_k // step_n
+        steps = ct.cdiv(seq_k, step_n)
+    return first_masked, steps

@@ -1,0 +1,162 @@
+"""Estimated time of a matrix product that was never run. Only the order of the estimates is meant to be used.
+
+From the inside out: a step of the main loop takes as long as the slowest of its parts, tensor cores, operands read from shared
+memory, and operands on their way from the L2 cache; blocks fill the SMs in waves, of which the last decides; device memory is
+a second limit, in which the order of the work tiles shows. What machine code says of itself enters by registers spilled,
+blocks resident, and tiles that shared memory holds ahead. Knobs that leave no trace in any of these cannot change it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from tiledsched.resources import ctas_per_sm
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+
+if TYPE_CHECKING:
+    from tiledsched.resources import ResourceFacts
+    from tiledsched.device import ArchSpec
+
+WARPS_PER_GROUP = 4
+ELEMENT_BYTES = 2
+PARTIAL_BYTES = 4
+
+# Counted or published.
+TENSOR_EFFICIENCY = 0.8
+"""Of the peak tensor rate: 800 of the published 989 TFLOP/s in a large bf16 product on the H200, where power sets the clock."""
+WARP_PRODUCT_SHARE = 0.88
+"""Of the tensor rate, what products by single warps reach where the arch has larger ones."""
+LOAD_LATENCY = 970.0
+"""Cycles from the request of a tile to its first byte, from the L2 cache."""
+
+# Calibrated.
+L2_BYTES_PER_CYCLE = 62.0
+"""Of one SM, while all of them load."""
+COPIED_BYTES_PER_CYCLE = 6.0
+"""The same where threads load elements one by one because the TMA unit may not."""
+STEP_CYCLES = 90.0
+"""Of barriers, per step of the main loop."""
+BLOCK_CYCLES = 3250.0
+"""From a block's start to its first product, and from its last store to its end."""
+STORE_BYTES_PER_CYCLE = 24.0
+"""Of an epilogue."""
+AHEAD_SHARE = 0.45
+"""Of a block's start, what remains when a persistent block goes on: loads of its next tile are under way."""
+FREE_SPILL_BYTES = 32
+SPILL_BYTES_PER_CYCLE = 95.0
+
+# Chosen, not fitted.
+LAUNCH_US = 3.0
+"""Start and end of a kernel."""
+SECOND_LAUNCH_US = 2.0
+"""What another launch in the same stream adds."""
+COPY_SHARE = 0.88
+"""Of the published bandwidth of device memory that a copy reaches."""
+SHARPNESS = 4.0
+"""Exponent of the smooth maximum of two limits."""
+
+
+def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+    """Modelled microseconds of schedule `s` on problem `p`, on the GPU that `spec` describes."""
+    splits, ctas = s.number("SPLIT_K"), max(1, facts.num_ctas)
+    rows, columns = -(-p.m // s.number("TILE_M")), -(-p.n // _columns(s))
+    steps = math.ceil(-(-p.k // s.number("TILE_K")) / splits)
+    resident = max(1, ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes))
+    slots = max(1, spec.sm_count * resident // ctas)
+    blocks = rows * columns * splits
+
+    full, left = divmod(blocks, slots)
+    step = step_cycles(p, s, facts, spec, resident)
+    edge = block_cycles(s, facts)
+    per_wave = steps * step + edge
+    if s["PERSISTENT"]:
+        per_wave -= edge * (1.0 - AHEAD_SHARE)
+    cycles = full * per_wave
+    if left and s["STREAM_K"]:
+        cycles += math.ceil(steps * left / slots) * step + 2.0 * edge
+    elif left:  # blocks that share no SM are faster
+        alone = max(1, math.ceil(left * ctas / spec.sm_count))
+        cycles += steps * step_cycles(p, s, facts, spec, min(alone, resident)) + edge
+    compute_us = cycles / (spec.clock_ghz * 1e3)
+    memory_us = dram_bytes(p, s, spec, slots) / (spec.dram_gbps * COPY_SHARE * 1e3)
+    return LAUNCH_US + smooth_max(compute_us, memory_us) + other_launches_us(p, s, spec)
+
+
+def step_cycles(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, resident: int) -> float:
+    """Cycles in which each of `resident` blocks on an SM gets through one step of its main loop."""
+    ctas = max(1, facts.num_ctas)
+    tile_m, tile_n, tile_k = s.number("TILE_M") / ctas, _columns(s), s.number("TILE_K")
+    loaded_by_tma = spec.producer_warps > 0 and (not p.odd or bool(s["PAD"]))
+    warps = facts.threads // 32 - (spec.producer_warps if loaded_by_tma else 0)
+    groups = max(1, warps // WARPS_PER_GROUP)
+
+    rate = float(spec.tensor_flops)
+    if spec.product_rows > 16 and tile_m < min(64, spec.product_rows):
+        rate *= WARP_PRODUCT_SHARE
+    elif tile_m < spec.product_rows:
+        rate *= tile_m / spec.product_rows
+    tensor = 2.0 * tile_m * tile_n * tile_k / (rate * TENSOR_EFFICIENCY)
+    # Each product instruction reads its rows of A and its columns of B from shared memory.
+    chunks = max(1.0, tile_m / max(spec.product_rows, 16))
+    wide = tile_n if tile_m >= groups * spec.product_rows else tile_n / groups
+    operands = chunks * (min(tile_m, spec.product_rows) * tile_n / wide + tile_n) * tile_k * ELEMENT_BYTES
+    loaded = (tile_m + tile_n / ctas) * tile_k * ELEMENT_BYTES
+    arrival = loaded / (L2_BYTES_PER_CYCLE if loaded_by_tma or not spec.producer_warps else COPIED_BYTES_PER_CYCLE)
+    spilled = 2.0 * max(0, facts.spill_bytes - FREE_SPILL_BYTES) * warps * 32 / SPILL_BYTES_PER_CYCLE
+    busy = smooth_max(smooth_max(tensor, operands / spec.shared_bytes), arrival) + spilled
+    # Shared memory holds so many tiles ahead; one that is asked for must arrive while those are used up.
+    ahead = max(0.0, facts.shared_bytes / ((tile_m + tile_n) * tile_k * ELEMENT_BYTES) - 1.0)
+    alone = busy + STEP_CYCLES
+    alone += max(0.0, LOAD_LATENCY - ahead * alone) if ahead else LOAD_LATENCY
+    return max(alone, resident * busy)
+
+
+def block_cycles(s: Schedule, facts: ResourceFacts) -> float:
+    """Cycles of a work tile outside its main loop."""
+    elements = s.number("TILE_M") * _columns(s) / max(1, facts.num_ctas)
+    item = ELEMENT_BYTES if s.number("SPLIT_K") == 1 else PARTIAL_BYTES
+    return BLOCK_CYCLES + elements * item / STORE_BYTES_PER_CYCLE
+
+
+def dram_bytes(p: Problem, s: Schedule, spec: ArchSpec, slots: int) -> float:
+    """Device-memory traffic: operands once where the L2 cache holds them, or else once for every wave that reads them."""
+    a, b, c = p.m * p.k, p.k * p.n, p.m * p.n
+    least = float(ELEMENT_BYTES * (a + b + c))
+    if ELEMENT_BYTES * (a + b) <= spec.l2_bytes / 2:
+        return least
+    tile_m, tile_n = s.number("TILE_M"), _columns(s)
+    rows, columns = -(-p.m // tile_m), -(-p.n // tile_n)
+    tall = min(rows, s.number("GROUP_M"))
+    wide = min(columns, max(1.0, slots / tall))
+    if tall * columns < slots:  # more than one group at once
+        tall, wide = min(rows, slots / columns), columns
+    waves = max(1.0, rows * columns / slots)
+    read = ELEMENT_BYTES * p.k * waves * (tall * tile_m + wide * tile_n)
+    return max(least, read + ELEMENT_BYTES * c)
+
+
+def other_launches_us(p: Problem, s: Schedule, spec: ArchSpec) -> float:
+    """Copies before the product, or the sum of the shares behind it."""
+    rate = spec.dram_gbps * COPY_SHARE * 1e3
+    if s["PAD"]:
+        return 2.0 * SECOND_LAUNCH_US + 2.0 * ELEMENT_BYTES * p.k * (p.m + p.n) / rate
+    splits = s.number("SPLIT_K")
+    if s["STREAM_K"]:
+        return 2.0 * SECOND_LAUNCH_US
+    if splits == 1:
+        return 0.0
+    moved = 2.0 * PARTIAL_BYTES * splits * p.m * p.n
+    in_cache = moved / 2 <= spec.l2_bytes / 2
+    return SECOND_LAUNCH_US + moved / (rate * (2.0 if in_cache else 1.0))
+
+
+def smooth_max(first: float, second: float) -> float:
+    """The p-norm: the larger where they differ, somewhat more where they are close."""
+    largest = max(first, second)
+    return largest * ((first / largest) ** SHARPNESS + (second / largest) ** SHARPNESS) ** (1.0 / SHARPNESS)
+
+
+def _columns(s: Schedule) -> int:
+    return s.number("TILE_N") + s.number("REST_N")

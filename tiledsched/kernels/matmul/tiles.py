@@ -1,0 +1,303 @@
+"""The tile code of the matrix product: C = A @ B with its schedule left open.
+
+A work tile is one tile of C, or one share of its walk over k where SPLIT_K blocks divide that walk. The main loop multiplies
+and accumulates in float32; the epilogue rounds and stores. From the outside in: `schedule_tiles` is the tile scheduler,
+`place_of` the order of the work tiles, `main_loop` one work tile's products, `epilogue` its store. A work tile is TILE_N
+columns wide, a power of two, or REST_N more, in a second product: 192 columns divide some problems into fewer waves.
+
+Split-K makes float32 partial products in a workspace, which a second launch, `combine`, sums. One launch whose last block
+to arrive combines, by an atomic counter, would be shorter; the counter's release would order the TMA loads of the main
+loop too, and the compiler (13.4 on sm_90) then overwrites tiles in shared memory while they are read.
+
+Stream-K divides what whole waves of work tiles leave over, again among all blocks: `matmul_tail` and `combine_tail`.
+
+Where rows do not start at multiples of 16 bytes, the TMA unit cannot load them. `pad_a` and `pad_b` copy the operands into
+workspaces whose rows do, and the product reads those.
+
+These functions run on the GPU through cuTile and, unmodified, on the CPU through `tiledsched.interpreter`.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False, disable-error-code="valid-type"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+
+Int = ct.Constant[int]
+Bool = ct.Constant[bool]
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is known when the kernel is compiled."""
+
+    TILE_M: int
+    """Rows of a work tile."""
+    TILE_N: int
+    """Columns of a work tile, or of its first part."""
+    REST_N: int
+    """Columns of its second part, half of the first's; 0 where there is one part."""
+    TILE_K: int
+    """Columns of A, and rows of B, that one step of the main loop takes."""
+    GROUP_M: int
+    """Rows of work tiles that are taken together, column after column, so that their operands stay in the L2 cache."""
+    PERSISTENT: bool
+    """Whether a block takes one work tile of every `num_blocks`; else one each."""
+    LATENCY: int
+    """Latency hint of the main loop's loads; 0 for none. It decides how shared memory is divided, too."""
+    SPLIT_K: int
+    """Blocks that share the walk over k of one tile of C."""
+    STREAM_K: bool
+    """Whether all blocks share the work tiles of a last wave which is not full, step by step."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A work tile: which tile of C, and which share of k."""
+
+    row: Any
+    """Index of the tile along the rows of C."""
+    column: Any
+    """And along its columns."""
+    share: Any
+    """Which of the SPLIT_K shares."""
+
+
+def matmul(A, B, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool, LATENCY: Int,
+           STREAM_K: Bool):  # fmt: skip
+    """C = A @ B for A `[m, k]` and B `[k, n]`, each row- or column-major, and C `[m, n]`, row-major, of one type.
+
+    With STREAM_K, that is said of whole waves of work tiles only; persistent blocks are then as many as a wave.
+    """
+    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1, STREAM_K)
+    schedule_tiles(A, B, C, const)
+
+
+def matmul_partial(A, B, Partial, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool,
+                   LATENCY: Int, SPLIT_K: Int):  # fmt: skip
+    """Partial[s] = the s-th share of A @ B, for float32 Partial `[SPLIT_K, m, n]`."""
+    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, SPLIT_K, False)
+    schedule_tiles(A, B, Partial, const)
+
+
+def matmul_tail(A, B, C, Tail, TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP_M: Int, LATENCY: Int):
+    """Tail `[>= twice the blocks, TILE_M, TILE_N]` = each block's shares of the tiles of C in the last wave, which is as many
+    blocks. C is not written.
+    """  # fmt: skip
+    const = Constants(TILE_M, TILE_N, 0, TILE_K, GROUP_M, False, LATENCY, 1, True)
+    share_tail(A, B, C, Tail, const)
+
+
+def combine_tail(A, Tail, C, TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP_M: Int, TAIL_ROWS: Int,
+                 TAIL_EVEN: Bool):  # fmt: skip
+    """The tiles of the last wave: each the sum of its shares in Tail. TAIL_EVEN: tiles divide C.
+
+    Blocks are as many as those of the last wave, times TILE_M / TAIL_ROWS; those beyond the last tile have nothing to do.
+    """
+    const = Constants(TILE_M, TILE_N, 0, TILE_K, GROUP_M, False, 0, 1, True)
+    combine_shares(A, Tail, C, TAIL_ROWS, TAIL_EVEN, const)
+
+
+def matmul_padded(PaddedA, PaddedB, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int,
+                  PERSISTENT: Bool, LATENCY: Int):  # fmt: skip
+    """As `matmul`, of copies whose sizes are rounded up, PaddedA `[>= m, >= k]` and PaddedB `[>= k, >= n]`, row-major."""
+    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1, False)
+    schedule_tiles(PaddedA, PaddedB, C, const)
+
+
+def pad_a(A, PaddedA, PAD_ROWS: Int, PAD_COLUMNS: Int):
+    """Copy A into PaddedA, with zeros behind its rows and columns."""
+    copy_tile(A, PaddedA, PAD_ROWS, PAD_COLUMNS)
+
+
+def pad_b(B, PaddedB, PAD_ROWS: Int, PAD_COLUMNS: Int):
+    """Copy B into PaddedB, with zeros behind its rows and columns."""
+    copy_tile(B, PaddedB, PAD_ROWS, PAD_COLUMNS)
+
+
+def copy_tile(array, Padded, ROWS, COLUMNS):
+    """The current block's tile of a copy. The copy's sizes are multiples of its tile's."""
+    tile = ct.load(array, (ct.bid(0), ct.bid(1)), (ROWS, COLUMNS), padding_mode=ct.PaddingMode.ZERO)
+    ct.scatter(Padded, elements_of(ct.bid(0), ct.bid(1), ROWS, COLUMNS), tile, check_bounds=False)
+
+
+def combine(Partial, C, SPLIT_K: Int, COMBINE_M: Int, COMBINE_N: Int, COMBINE_EVEN: Bool):
+    """C = the sum of Partial `[SPLIT_K, m, n]` over its first axis, always in the same order. COMBINE_EVEN: tiles divide C."""
+    rows, columns = elements_of(ct.bid(0), ct.bid(1), COMBINE_M, COMBINE_N)
+    total = ct.zeros((COMBINE_M, COMBINE_N), ct.float32)
+    for share in ct.static_iter(range(SPLIT_K)):
+        total = total + ct.gather(Partial, (share, rows, columns), check_bounds=not COMBINE_EVEN)
+    ct.scatter(C, (rows, columns), total.astype(C.dtype), check_bounds=not COMBINE_EVEN)
+
+
+def elements_of(row, column, ROWS, COLUMNS):
+    """Indices of a tile's elements, `[ROWS, 1]` and `[1, COLUMNS]`: gathers and scatters without bounds move 16 bytes at a
+    time, which loads and stores do only where the compiler knows what the sizes are multiples of.
+    """  # fmt: skip
+    rows = row * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]
+    return rows, column * COLUMNS + ct.arange(COLUMNS, dtype=ct.int32)[None, :]
+
+
+def schedule_tiles(A, B, Out, const):
+    """All of the current block's work tiles."""
+    first = 1 if const.SPLIT_K > 1 else 0
+    tiles_m = ct.cdiv(Out.shape[first], const.TILE_M)
+    tiles_n = ct.cdiv(Out.shape[first + 1], const.TILE_N + const.REST_N)
+    if const.PERSISTENT:
+        for index in range(ct.bid(0), whole_tiles(tiles_m * tiles_n * const.SPLIT_K, const), ct.num_blocks(0)):
+            multiply(A, B, Out, place_of(index, tiles_m, tiles_n, const), const)
+    else:
+        multiply(A, B, Out, place_of(ct.bid(0), tiles_m, tiles_n, const), const)
+
+
+def whole_tiles(tiles, const):
+    """Work tiles that are not shared step by step: all of them, or whole waves."""
+    return tiles // ct.num_blocks(0) * ct.num_blocks(0) if const.STREAM_K else tiles
+
+
+def share_tail(A, B, C, Tail, const):
+    """The current block's share of the last wave of work tiles, in steps of the main loop.
+
+    After Osama et al., Stream-K (arXiv:2301.03598), in its data-parallel hybrid: as many waves of whole tiles as fill every
+    block, then one that all blocks share equally. A share is less than a tile, so that it lies in one tile or in two
+    neighbours. It is a launch of its own because in one kernel the compiler (13.4 on sm_90) waits for each product.
+    """
+    tiles_m, tiles_n = ct.cdiv(C.shape[0], const.TILE_M), ct.cdiv(C.shape[1], const.TILE_N)
+    whole = whole_tiles(tiles_m * tiles_n, const)
+    steps = ct.cdiv(A.shape[1], const.TILE_K)
+    begin, end = share_of(ct.bid(0), tiles_m * tiles_n - whole, steps)
+    for part in range(tiles_touched(begin, end, steps)):
+        tile = begin // steps + part
+        first, last = max(begin - tile * steps, 0), min(end - tile * steps, steps)
+        acc = accumulate(A, B, place_of(whole + tile, tiles_m, tiles_n, const), first, last, const)
+        ct.store(Tail, (2 * ct.bid(0) + part, 0, 0), acc.reshape((1, const.TILE_M, const.TILE_N)))
+
+
+def share_of(block, tiles, steps):
+    """(first step, first step that is not any more) of a block's share of `tiles` tiles, counted through all of them."""
+    return block * (tiles * steps) // ct.num_blocks(0), (block + 1) * (tiles * steps) // ct.num_blocks(0)
+
+
+def tiles_touched(begin, end, steps):
+    """How many tiles the steps from `begin` to `end` lie in; none where there are no steps."""
+    return ct.cdiv(end, steps) - begin // steps
+
+
+def combine_shares(A, Tail, C, ROWS, EVEN, const):
+    """The current block's rows of one tile of the last wave: the sum of the shares of it, in the order of their steps."""
+    tiles_m, tiles_n = ct.cdiv(C.shape[0], const.TILE_M), ct.cdiv(C.shape[1], const.TILE_N)
+    whole = whole_tiles(tiles_m * tiles_n, const)
+    tiles, steps = tiles_m * tiles_n - whole, ct.cdiv(A.shape[1], const.TILE_K)
+    if ct.bid(0) < tiles:
+        first, rows = ct.bid(0) * steps, ct.bid(1)
+        total = ct.zeros((ROWS, const.TILE_N), ct.float32)
+        for block in range(holder_of(first, tiles, steps), holder_of(first + steps - 1, tiles, steps) + 1):
+            begin, _ = share_of(block, tiles, steps)
+            place = (2 * block + ct.bid(0) - begin // steps, *elements_of(rows, 0, ROWS, const.TILE_N))
+            total = total + ct.gather(Tail, place, check_bounds=False)
+        work = place_of(whole + ct.bid(0), tiles_m, tiles_n, const)
+        place = elements_of(work.row * (const.TILE_M // ROWS) + rows, work.column, ROWS, const.TILE_N)
+        ct.scatter(C, place, total.astype(C.dtype), check_bounds=not EVEN)
+
+
+def holder_of(step, tiles, steps):
+    """The block in whose share a step lies."""
+    return ((step + 1) * ct.num_blocks(0) - 1) // (tiles * steps)
+
+
+def place_of(index, tiles_m, tiles_n, const):
+    """The `index`-th work tile: groups of GROUP_M rows of tiles, within a group column after column; shares slowest."""
+    share = 0
+    if const.SPLIT_K > 1:
+        share = index // (tiles_m * tiles_n)
+        index = index % (tiles_m * tiles_n)
+    if const.GROUP_M == 1:
+        return Work(index // tiles_n, index % tiles_n, share)
+    first = index // (const.GROUP_M * tiles_n) * const.GROUP_M
+    rows = min(const.GROUP_M, tiles_m - first)
+    within = index % (const.GROUP_M * tiles_n)
+    return Work(first + within % rows, within // rows, share)
+
+
+def multiply(A, B, Out, work, const):
+    """One work tile, start to finish."""
+    accumulators = main_loop(A, B, work, const)
+    for part in ct.static_iter(range(2 if const.REST_N else 1)):
+        epilogue(Out, work, part, accumulators[part], const)
+
+
+def main_loop(A, B, work, const):
+    """One work tile's product over its share of k, in float32: a tuple of its parts."""
+    steps = ct.cdiv(A.shape[1], const.TILE_K)
+    begin, end = 0, steps
+    if const.SPLIT_K > 1:
+        begin, end = steps * work.share // const.SPLIT_K, steps * (work.share + 1) // const.SPLIT_K
+    if const.REST_N == 0:
+        return (accumulate(A, B, work, begin, end, const),)
+    return accumulate_parts(A, B, work, begin, end, const)
+
+
+def accumulate(A, B, work, begin, end, const):
+    """The product over the steps from `begin` to `end`, `[TILE_M, TILE_N]` in float32."""
+    latency = None if const.LATENCY == 0 else const.LATENCY
+    rows, columns = row_view(A, const), part_view(B, const.TILE_K, 0, const)
+    acc = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
+    for step in range(begin, end):
+        a, b = rows.load((work.row, step), latency=latency), columns.load((step, work.column), latency=latency)
+        acc = ct.mma(a, b, acc)
+    return acc
+
+
+def accumulate_parts(A, B, work, begin, end, const):
+    """The same in two parts, `[TILE_M, TILE_N]` and `[TILE_M, REST_N]`."""
+    latency = None if const.LATENCY == 0 else const.LATENCY
+    rows = row_view(A, const)
+    columns, more = part_view(B, const.TILE_K, 0, const), part_view(B, const.TILE_K, 1, const)
+    first, second = column_of(work, 0, const), column_of(work, 1, const)
+    # Beyond the last column the second part is not stored, and yet must be something that can be loaded.
+    second = min(second, ct.cdiv(B.shape[1], const.REST_N) - 1)
+    acc = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
+    rest = ct.zeros((const.TILE_M, const.REST_N), ct.float32)
+    for step in range(begin, end):
+        a = rows.load((work.row, step), latency=latency)
+        b = columns.load((step, first), latency=latency)
+        acc = ct.mma(a, b, acc)
+        b = more.load((step, second), latency=latency)
+        rest = ct.mma(a, b, rest)
+    return acc, rest
+
+
+def row_view(A, const):
+    """A as a grid of tiles, with zeros beyond the edge."""
+    return A.tiled_view((const.TILE_M, const.TILE_K), padding_mode=ct.PaddingMode.ZERO)
+
+
+def part_view(array, ROWS, PART, const):
+    """A matrix as a grid of tiles of `ROWS` rows and the columns of one part, with zeros beyond the edge."""
+    width = const.REST_N if PART else const.TILE_N
+    # First parts stand apart by the second ones between them; where second parts begin is a multiple of their own width.
+    step = const.REST_N if PART else const.TILE_N + const.REST_N
+    return array.tiled_view((ROWS, width), padding_mode=ct.PaddingMode.ZERO, traversal_steps=(ROWS, step))
+
+
+def column_of(work, PART, const):
+    """Index of one part of a work tile in its view."""
+    if PART == 0:
+        return work.column
+    return work.column * (const.TILE_N // const.REST_N + 1) + const.TILE_N // const.REST_N
+
+
+def epilogue(Out, work, PART, acc, const):
+    """Store one part of a work tile's product, rounded to the type of the output."""
+    tile, column = acc.astype(Out.dtype), column_of(work, PART, const)
+    if const.SPLIT_K == 1 and PART == 0:
+        part_view(Out, const.TILE_M, PART, const).store((work.row, column), tile)
+    elif const.SPLIT_K == 1:
+        if column * const.REST_N < Out.shape[1]:
+            part_view(Out, const.TILE_M, PART, const).store((work.row, column), tile)
+    else:  # of shares there is one part
+        ct.store(Out, (work.share, work.row, column), tile.reshape((1, const.TILE_M, const.TILE_N)))

@@ -1,0 +1,76 @@
+"""The declaration of root-mean-square normalisation. What runs on the GPU is in `tiles` beside it and `kernels.rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tiledsched.fields as ts
+from tiledsched.kernel import Kernel
+from tiledsched.kernels import row_schedules
+from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+
+if TYPE_CHECKING:
+    from tiledsched.resources import ResourceFacts
+    from tiledsched.device import ArchSpec
+
+
+class RmsNorm(Kernel):
+    """Out = X / sqrt(mean(X * X) + eps) * W by rows; with `residual`, X + R takes the place of X and is an output, Sum."""
+
+    name = "rms_norm"
+    rows = ts.dim()
+    columns = ts.dim(constant=True, most=65536)
+    dtype = ts.dtype("bfloat16", "float16")
+    residual = ts.flag()
+    X = ts.array("rows columns")
+    R = ts.array("rows columns", when="residual")
+    W = ts.array("columns")
+    Out = ts.out("rows columns")
+    Sum = ts.out("rows columns", when="residual", aligned=True)
+    eps = ts.scalar(1e-5)
+
+    knobs = row_schedules.KNOBS
+    constraints = row_schedules.CONSTRAINTS
+    exploring = row_schedules.EXPLORING
+    derived = row_schedules.DERIVED
+    axes = ("columns", "rows", "residual", "dtype")
+    plain = {"HOLD": True, "PERSISTENT": False}
+    suites = {
+        "widths": [{"rows": ELEMENTS // columns, "columns": columns, "residual": residual}
+                   for residual in (False, True) for columns in WIDTHS],
+        "models": [{"rows": tokens, "columns": columns, "residual": residual}
+                   for residual in (False, True) for columns in (3584, 4096, 8192) for tokens in (16, 512, 4096, 16384)],
+    }  # fmt: skip
+
+    constants = staticmethod(row_schedules.constants)
+    grid = staticmethod(row_schedules.grid)
+
+    @staticmethod
+    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
+        """One of two, which differ in their arrays."""
+        from tiledsched.kernels.rms_norm import tiles
+
+        return tiles.rms_norm_residual if p.residual else tiles.rms_norm
+
+    @staticmethod
+    def reference(xp: Any, X: Any, R: Any, W: Any, eps: float) -> Any:
+        """The normalised rows and, with a residual, the sums."""
+        x = X if R is None else X + R
+        out = x / xp.sqrt((x * x).mean(-1, keepdims=True) + eps) * W
+        return out if R is None else (out, x)
+
+    @staticmethod
+    def model(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated microseconds; only their order is used."""
+        read = 2 if p.residual else 1
+        return row_schedules.estimate_us(p, s, facts, spec, bytes_moved=RmsNorm.bytes_moved(p), read=read)
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Rows that no tile divides, narrow and wide."""
+        return [RmsNorm.problem(rows=rows, columns=columns, residual=residual, dtype=dtype)
+                for dtype in ("bfloat16", "float16") for residual in (False, True)
+                for rows, columns in ((5, 1000), (7, 512), (3, 5120), (1, 24))]  # fmt: skip

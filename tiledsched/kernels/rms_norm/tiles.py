@@ -1,0 +1,85 @@
+"""The tile code of root-mean-square normalisation, with its schedule left open.
+
+Out = X / sqrt(mean(X * X) + eps) * W, row by row, in float32 throughout; with a residual, X + R takes the place of X, and is
+an output too. After Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv:1910.07467).
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False, disable-error-code="valid-type"
+
+from __future__ import annotations
+
+import cuda.tile as ct
+
+from tiledsched.kernels.rows import RowConstants, column_tiles, load_rows, store_rows
+
+Int = ct.Constant[int]
+Bool = ct.Constant[bool]
+
+
+def rms_norm(X, W, Out, eps, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int):  # fmt: skip
+    """Out = normalised X, for X and Out `[rows, columns]` and W `[columns]`."""
+    const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, HOLD, PERSISTENT, LOADS)
+    normalise(X, None, W, None, Out, eps, const)
+
+
+def rms_norm_residual(X, R, W, Sum, Out, eps, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool,
+                      PERSISTENT: Bool, LOADS: Int):  # fmt: skip
+    """Sum = X + R and Out = normalised X + R, before it is rounded to Sum's type."""
+    const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, HOLD, PERSISTENT, LOADS)
+    normalise(X, R, W, Sum, Out, eps, const)
+
+
+def normalise(X, R, W, Sum, Out, eps, const):
+    """All rows of the current block. `R` and `Sum` are None without a residual."""
+    weight = weights(W, 0, const) if column_tiles(const) == 1 else None
+    if const.PERSISTENT:
+        for row in range(ct.bid(0), ct.cdiv(X.shape[0], const.TILE_ROWS), ct.num_blocks(0)):
+            normalise_rows(X, R, W, Sum, Out, eps, row, weight, const)
+    else:
+        normalise_rows(X, R, W, Sum, Out, eps, ct.bid(0), weight, const)
+
+
+def normalise_rows(X, R, W, Sum, Out, eps, row, weight, const):
+    """One tile of rows; `weight` is W where a row is one tile."""
+    if column_tiles(const) == 1:
+        x = summed(X, R, Sum, row, 0, const)
+        store_rows(Out, row, 0, x * scale_of(x * x, eps, const) * weight, const)
+    elif const.HOLD:
+        tiles = tuple(summed(X, R, Sum, row, j, const) for j in ct.static_iter(range(column_tiles(const))))
+        squares = tiles[0] * tiles[0]
+        for j in ct.static_iter(range(1, column_tiles(const))):
+            squares = squares + tiles[j] * tiles[j]
+        scale = scale_of(squares, eps, const)
+        for j in ct.static_iter(range(column_tiles(const))):
+            store_rows(Out, row, j, tiles[j] * scale * weights(W, j, const), const)
+    else:
+        squares = ct.zeros((const.TILE_ROWS, const.TILE_COLUMNS), ct.float32)
+        for j in range(column_tiles(const)):
+            x = summed(X, R, Sum, row, j, const)
+            squares = squares + x * x
+        scale = scale_of(squares, eps, const)
+        for j in range(column_tiles(const)):
+            x = summed(X, R, None, row, j, const)
+            store_rows(Out, row, j, x * scale * weights(W, j, const), const)
+
+
+def scale_of(squares, eps, const):
+    """What each row is multiplied with, `[TILE_ROWS, 1]`, from its squares, which may be summed up in part."""
+    return ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) / const.COLUMNS + eps)
+
+
+def summed(X, R, Sum, row, j, const):
+    """A tile of what is normalised, in float32; stored where there is a Sum."""
+    x = load_rows(X, row, j, const)
+    if R is not None:
+        x = x + load_rows(R, row, j, const)
+        if Sum is not None:
+            store_rows(Sum, row, j, x, const)
+    return x
+
+
+def weights(W, j, const):
+    """The `j`-th tile of W, `[1, TILE_COLUMNS]` in float32."""
+    weight = ct.load(W, (j,), (const.TILE_COLUMNS,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+    return weight.astype(ct.float32).reshape((1, const.TILE_COLUMNS))

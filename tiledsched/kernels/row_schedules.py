@@ -1,0 +1,127 @@
+"""What kernels over rows share on the host: knobs, constraints, constants, grid and a static model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import tiledsched.fields as ts
+from tiledsched.resources import ctas_per_sm
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+
+if TYPE_CHECKING:
+    from tiledsched.resources import ResourceFacts
+    from tiledsched.device import ArchSpec
+
+LOADS = ("plain", "tma", "gather")
+"""How rows move; the kernel sees the index."""
+WIDTHS = (1024, 2048, 3584, 4096, 5120, 8192, 16384)
+ELEMENTS = 1 << 27
+"""Of an array of the suites: 256 MiB in 16 bits, more than any L2 cache holds."""
+
+KNOBS = {
+    "TILE_ROWS": ts.knob((1, 2, 4), about="rows of a tile", weight=0.4),
+    "TILE_COLUMNS": ts.knob((4096, 512, 1024, 2048, 8192, 16384), about="columns of a tile", weight=0.4),
+    "HOLD": ts.knob((True, False), about="whether the tiles of a row stay in registers"),
+    "PERSISTENT": ts.knob((False, True), about="whether a block takes rows of every so many"),
+    "loads": ts.knob(LOADS, about="how rows move", weight=1.0),
+    "num_worker_warps": ts.knob((4, 8), about="warps that compute", weight=0.4),
+    "occupancy": ts.knob((0, 1, 2, 4, 8), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
+}
+CONSTRAINTS = {"columns <= 32 * TILE_COLUMNS": "a row's tiles are unrolled"}
+EXPLORING = {
+    "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 512": "less than half of the tile would be used",
+    "HOLD or TILE_COLUMNS < columns": "a row of one tile is held in any case",
+    "TILE_COLUMNS >= columns or 8 * TILE_COLUMNS >= columns": "more tiles of a row were not faster on the H200",
+    "not HOLD or TILE_ROWS == 1 or TILE_ROWS * width <= 8192": "registers hold no more rows",
+    "HOLD or TILE_ROWS == 1": "rows that are read twice are long",
+    "num_worker_warps == 8 or width <= 8192 or not HOLD": "registers of four warps hold no more",
+    "num_worker_warps == 4 or width >= 2048": "not enough elements for eight warps",
+    "loads == 'tma' or (occupancy == 0 and not PERSISTENT)": "threads that load for themselves fill the SMs in a plain grid",
+    "loads != 'tma' or occupancy > 0": "the compiler's choice is one block on an SM",
+    "loads != 'tma' or TILE_COLUMNS >= columns": "TMA is tried where a row is one tile",
+    "occupancy < 8 or width <= 2048": "of wide rows an SM holds fewer",
+}
+DERIVED = {"width": lambda p: 1 << (p.columns - 1).bit_length()}
+"""A row's columns, rounded up to a power of two."""
+
+# Published or counted.
+LAUNCH_US = 3.0
+"""Start and end of a kernel."""
+LATENCY_CYCLES = 1500.0
+"""From a request to device memory to its answer, under load."""
+COPY_SHARE = 0.88
+"""Of the published bandwidth of device memory that a copy reaches: 4.24 of 4.8 TB/s on the H200."""
+# Chosen, not fitted.
+DUTY = 0.5
+"""Share of its time in which a block without loads ahead of its work has them under way."""
+DUTY_AHEAD = 0.8
+"""The same of a persistent block whose next rows are loaded by warps of their own."""
+BLOCK_CYCLES = 1200.0
+"""Of a block's start, its reductions and its end, hidden by other blocks."""
+FP32_PER_ELEMENT = 12.0
+"""Instructions per element: conversions, sums, scales; exponentials count as some of them."""
+SHARPNESS = 4.0
+"""Exponent of the smooth maximum of memory's and computation's time."""
+SPILL_BYTES_PER_CYCLE = 32.0
+
+
+def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
+    """Parameters that are called like no knob."""
+    return {"LOADS": LOADS.index(str(s["loads"]))}
+
+
+def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
+    """One block per tile of rows; as many as fit at once where blocks are persistent."""
+    tiles = -(-p.rows // s.number("TILE_ROWS"))
+    return (min(tiles, device.sm_count * max(1, s.number("occupancy"))) if s["PERSISTENT"] else tiles,)
+
+
+def held_columns(columns: int, tile: int) -> int:
+    """Columns of the tiles that cover a row."""
+    return -(-columns // tile) * tile
+
+
+def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, *, bytes_moved: int, read: int) -> float:
+    """Modelled microseconds.
+
+    Args:
+        p: the problem; `rows` and `columns` of 16-bit elements.
+        s: the schedule.
+        facts: of its machine code.
+        spec: the GPU.
+        bytes_moved: least traffic of device memory.
+        read: arrays that are read row by row.
+    """
+    tile_rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
+    resident = ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes)
+    slots = spec.sm_count * resident
+    blocks = -(-p.rows // tile_rows)
+    covered = held_columns(p.columns, tile)
+    one_pass = bool(s["HOLD"]) or covered == tile
+
+    bytes_total = float(bytes_moved)
+    if not one_pass:  # read again, from the L2 cache as long as it holds what is under way
+        again = float(p.rows * p.columns * 2 * read)
+        fits = slots * tile_rows * p.columns * 2 * read <= spec.l2_bytes / 2
+        bytes_total += again * (0.25 if fits else 1.0)
+    under_way = resident * tile_rows * (covered if one_pass else tile) * 2 * read
+    under_way *= DUTY_AHEAD if s["PERSISTENT"] and s["loads"] == "tma" else DUTY
+    per_cycle = spec.dram_gbps * COPY_SHARE / spec.sm_count / spec.clock_ghz
+    needed = LATENCY_CYCLES * per_cycle
+    memory_us = bytes_total / (spec.dram_gbps * COPY_SHARE * 1e3) * (1.0 + (needed / max(1.0, under_way)) ** 2) ** 0.5
+
+    elements = tile_rows * covered * (1.0 if one_pass else 1.6)
+    cycles = elements * FP32_PER_ELEMENT / spec.fp32_ops
+    cycles += 2.0 * max(0, facts.spill_bytes - 32) * facts.threads / SPILL_BYTES_PER_CYCLE
+    alone = elements * FP32_PER_ELEMENT / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES + LATENCY_CYCLES
+    if s["PERSISTENT"] and s["loads"] == "tma":
+        alone -= LATENCY_CYCLES
+    waves = float(math.ceil(blocks / slots)) if blocks <= 4 * slots else blocks / slots
+    compute_us = waves * max(alone, resident * cycles) / (spec.clock_ghz * 1e3)
+    longest = max(memory_us, compute_us)
+    return LAUNCH_US + longest * ((memory_us / longest) ** SHARPNESS + (compute_us / longest) ** SHARPNESS) ** (
+        1.0 / SHARPNESS
+    )

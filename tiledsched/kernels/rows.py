@@ -1,0 +1,70 @@
+"""How kernels that work on whole rows read, hold and write them: tile code that rms_norm and softmax share.
+
+A block takes TILE_ROWS rows at a time. A row is walked in tiles of TILE_COLUMNS: one tile where that is enough; else several,
+which are either held in registers between the two passes (HOLD) or read again, from the L2 cache as a rule. What is memory-bound
+wants many bytes under way at once: through the TMA unit, by several blocks on an SM, or by many rows in a tile.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.tile as ct
+
+PLAIN, TMA, GATHER = range(3)
+"""How rows move, by the index into `row_schedules.LOADS`."""
+
+
+@dataclass(frozen=True)
+class RowConstants:
+    """What is known when a kernel over rows is compiled."""
+
+    COLUMNS: int
+    """Columns of a row."""
+    TILE_ROWS: int
+    """Rows of a tile."""
+    TILE_COLUMNS: int
+    """Columns of a tile."""
+    HOLD: bool
+    """Whether the tiles of a row stay in registers between two passes; else they are loaded twice."""
+    PERSISTENT: bool
+    """Whether a block takes rows of every `num_blocks`; else one tile of rows each."""
+    LOADS: int
+    """Index into `row_schedules.LOADS`."""
+
+
+def column_tiles(const):
+    """Tiles that a row takes."""
+    return (const.COLUMNS + const.TILE_COLUMNS - 1) // const.TILE_COLUMNS
+
+
+def load_rows(array, row, column, const):
+    """The tile of `array` at (row, column), counted in tiles, in float32, with zeros beyond the edge."""
+    if const.LOADS == GATHER:
+        tile = ct.gather(array, elements_of(row, column, const))
+    else:
+        tile = ct.load(array, (row, column), (const.TILE_ROWS, const.TILE_COLUMNS), padding_mode=ct.PaddingMode.ZERO,
+                       allow_tma=None if const.LOADS == TMA else False)  # fmt: skip
+    return tile.astype(ct.float32)
+
+
+def store_rows(array, row, column, tile, const):
+    """Store a float32 tile at (row, column), counted in tiles, rounded to the type of `array`."""
+    if const.LOADS == GATHER:
+        ct.scatter(array, elements_of(row, column, const), tile.astype(array.dtype))
+    else:
+        ct.store(array, (row, column), tile.astype(array.dtype), allow_tma=None if const.LOADS == TMA else False)
+
+
+def elements_of(row, column, const):
+    """Indices of a tile's elements, `[TILE_ROWS, 1]` and `[1, TILE_COLUMNS]`."""
+    rows = row * const.TILE_ROWS + ct.arange(const.TILE_ROWS, dtype=ct.int32)[:, None]
+    return rows, column_indices(column, const)
+
+
+def column_indices(column, const):
+    """The columns of a tile, `[1, TILE_COLUMNS]`."""
+    return column * const.TILE_COLUMNS + ct.arange(const.TILE_COLUMNS, dtype=ct.int32)[None, :]

@@ -1,0 +1,64 @@
+"""The declaration of softmax. What runs on the GPU is in `tiles` beside it and `kernels.rows`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import tiledsched.fields as ts
+from tiledsched.kernel import Kernel
+from tiledsched.kernels import row_schedules
+from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS
+from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiledsched.resources import ResourceFacts
+    from tiledsched.device import ArchSpec
+
+
+class Softmax(Kernel):
+    """Out = exp(X) / sum(exp(X)) by rows, computed without overflow."""
+
+    name = "softmax"
+    rows = ts.dim()
+    columns = ts.dim(constant=True, most=65536)
+    dtype = ts.dtype("bfloat16", "float16")
+    X = ts.array("rows columns")
+    Out = ts.out("rows columns")
+
+    knobs = row_schedules.KNOBS
+    constraints = row_schedules.CONSTRAINTS
+    exploring = row_schedules.EXPLORING
+    derived = row_schedules.DERIVED
+    axes = ("columns", "rows", "dtype")
+    plain = {"HOLD": True, "PERSISTENT": False}
+    suites = {"widths": [{"rows": ELEMENTS // columns, "columns": columns} for columns in WIDTHS]}
+
+    constants = staticmethod(row_schedules.constants)
+    grid = staticmethod(row_schedules.grid)
+
+    @staticmethod
+    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
+        """The only one."""
+        from tiledsched.kernels.softmax import tiles
+
+        return tiles.softmax
+
+    @staticmethod
+    def reference(xp: Any, X: Any) -> Any:
+        """Softmax of each row."""
+        powers = xp.exp(X - X.max(-1, keepdims=True))
+        return powers / powers.sum(-1, keepdims=True)
+
+    @staticmethod
+    def model(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated microseconds; only their order is used."""
+        return row_schedules.estimate_us(p, s, facts, spec, bytes_moved=Softmax.bytes_moved(p), read=1)
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Rows that no tile divides, narrow and wide."""
+        return [Softmax.problem(rows=rows, columns=columns, dtype=dtype) for dtype in ("bfloat16", "float16")
+                for rows, columns in ((5, 1000), (7, 512), (3, 5120), (1, 24))]  # fmt: skip

@@ -1,0 +1,179 @@
+"""The arrays of one problem where its kernels run, and how a launch's arguments are made of them. For NumPy and CuPy alike.
+
+Arguments follow version 2 of cuTile's calling convention, as its launcher lays them out (cuda-tile 1.7, `cext/tile_kernel.cpp`
+of NVIDIA/cutile-python, and `_ir/type.py` and `_ir2bytecode.py` of the package). An array is its address, every size and
+every stride in elements, as int32, or int64 where it is indexed with 64 bits. A number is a number of its type. A list of
+arrays is the address of a table in device memory and the int32 number of its rows; a row holds an array's address, sizes
+and strides as int64, one after the other without padding: the tile with which a kernel reads a row is a power of two wide,
+and what it reads of the next row is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy
+
+from tiledsched.cases import Arrays, Case, output_specs
+from tiledsched.errors import DeclarationError
+from tiledsched.kernel import ArraySpec, KernelClass
+from tiledsched.measure.launch import Launch, LaunchStep
+from tiledsched.problem import Problem
+from tiledsched.storage import is_float, poison, same_bits, storage_type, strides_of, to_storage
+
+Packed = list[tuple[Any, ...]]
+"""The arguments of each step."""
+
+
+class ProblemArrays:
+    """Cases to check on, and one set of outputs, scratch arrays and arrays changed in place, which all launches share.
+
+    Args:
+        kernel: declares the arrays.
+        xp: numpy or cupy.
+        p: the problem.
+        cases: the random one, whose inputs serve for timing, and the others.
+    """
+
+    def __init__(self, kernel: KernelClass, xp: Any, p: Problem, cases: Sequence[Case]) -> None:
+        self.xp = xp
+        self.specs = {spec.name: spec for spec in kernel.arrays(p)}
+        self.cases = tuple(replace(case, inputs=self._laid_out(case.inputs)) for case in cases)
+        self.output_specs = output_specs(kernel, p)
+        self.outputs: Arrays = {spec.name: allocate(xp, spec) for spec in self.output_specs}
+        self.changed = [spec for spec in self.output_specs if spec.role == "inout"]
+        """Arrays that a launch changes in place."""
+        self._scratch: dict[tuple[ArraySpec, ...], Arrays] = {}
+
+    def scratch(self, wanted: tuple[ArraySpec, ...]) -> Arrays:
+        """The scratch arrays of a launch. Launches follow one another, so that those that want the same share them."""
+        if wanted not in self._scratch:
+            self._scratch[wanted] = {spec.name: allocate(self.xp, spec) for spec in wanted}
+        return self._scratch[wanted]
+
+    def restore(self, case: Case) -> None:
+        """Give the arrays that launches change their contents in `case`."""
+        for spec in self.changed:
+            for array, pristine in zip(each(self.outputs[spec.name]), each(case.inputs[spec.name]), strict=True):
+                array[...] = pristine
+
+    def poison(self, wanted: tuple[ArraySpec, ...]) -> None:
+        """Fill what a launch is to write, and scratch that need not be zero, with NaN or the largest integer."""
+        for spec in self.output_specs:
+            for array in each(self.outputs[spec.name]) if spec.role == "out" else ():
+                poison(array, spec.dtype)
+        for spec in wanted:
+            for array in each(self.scratch(wanted)[spec.name]) if not spec.zeroed else ():
+                poison(array, spec.dtype)
+
+    def clear(self, wanted: tuple[ArraySpec, ...]) -> None:
+        """Zero the scratch that must be zero: another candidate may not have left it so."""
+        for spec in wanted:
+            for array in each(self.scratch(wanted)[spec.name]) if spec.zeroed else ():
+                array[...] = 0
+
+    def not_zero(self, wanted: tuple[ArraySpec, ...]) -> list[str]:
+        """The scratch arrays that must be zero, and are not."""
+        return [spec.name for spec in wanted if spec.zeroed and any(bool(array.any()) for array in
+                each(self.scratch(wanted)[spec.name]))]  # fmt: skip
+
+    def copy_outputs(self) -> Arrays:
+        """The outputs as they are now."""
+        return {name: [one.copy() for one in each(value)] for name, value in self.outputs.items()}
+
+    def same_outputs(self, kept: Arrays) -> bool:
+        """Whether the outputs hold the bits that :meth:`copy_outputs` kept."""
+        return all(same_bits(one, other) for name, value in self.outputs.items()
+                   for one, other in zip(each(value), kept[name], strict=True))  # fmt: skip
+
+    def arguments(self, launch: Launch, case: Case) -> Packed:
+        """The arguments of every step of a launch on the inputs of `case`."""
+        specs = {**self.specs, **{spec.name: spec for spec in launch.scratch}}
+        arrays = {**case.inputs, **self.outputs, **self.scratch(launch.scratch)}
+        return [pack(self.xp, step, specs, arrays) for step in launch.steps]
+
+    def _laid_out(self, inputs: Arrays) -> Arrays:
+        found: Arrays = {}
+        for name, value in inputs.items():
+            made = [laid_out(self.xp, array, self.specs[name], shape)
+                    for array, shape in zip(each(value), self.specs[name].shapes, strict=True)]  # fmt: skip
+            found[name] = made if self.specs[name].listed else made[0]
+        return found
+
+
+def each(value: Any) -> list[Any]:
+    """The arrays of a list, or the only one."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def allocate(xp: Any, spec: ArraySpec) -> Any:
+    """Zeros as a spec wants them: an array, or a list."""
+    made = []
+    for shape in spec.shapes:
+        swapped = spec.column and len(shape) > 1
+        array = xp.zeros((*shape[:-2], shape[-1], shape[-2]) if swapped else shape, dtype=storage_type(spec.dtype))
+        made.append(array.swapaxes(-1, -2) if swapped else array)
+    return made if spec.listed else made[0]
+
+
+def laid_out(xp: Any, array: Any, spec: ArraySpec, shape: tuple[int, ...]) -> Any:
+    """An input as a launch is told that it lies in memory: itself, or a copy.
+
+    Raises:
+        DeclarationError: it is not what the declaration says.
+    """
+    if tuple(array.shape) != shape or str(array.dtype) != storage_type(spec.dtype):
+        raise DeclarationError(f"{spec.name} is declared as {spec.dtype} {shape}; `inputs` or `adversarial` made "
+                               f"{array.dtype} {tuple(array.shape)}, correct them")  # fmt: skip
+    wanted = strides_of(shape, spec.column)
+    if all(stride == array.itemsize * want for size, stride, want in zip(shape, array.strides, wanted, strict=True)
+           if size > 1):  # fmt: skip
+        return array
+    copy = allocate(xp, replace(spec, shapes=(shape,), listed=False))
+    copy[...] = array
+    return copy
+
+
+def pack(xp: Any, step: LaunchStep, specs: Mapping[str, ArraySpec], arrays: Arrays) -> tuple[Any, ...]:
+    """The arguments of one function; see the top of this file.
+
+    Args:
+        xp: numpy or cupy.
+        step: names them.
+        specs: of every array.
+        arrays: by name, as they lie in memory.
+    """
+    packed: list[Any] = []
+    for kind, name, value in step.arguments:
+        if kind == "array":
+            packed += [arrays[name], *map(numpy.int64 if value else numpy.int32, layout(arrays[name], specs[name]))]
+        elif kind == "list":
+            rows = [[address(array), *layout(array, specs[name])] for array in arrays[name]]
+            packed += [xp.asarray(numpy.array(rows, dtype=numpy.int64)), numpy.int32(len(rows))]
+        else:
+            packed.append(number(name, value))
+    return tuple(packed)
+
+
+def layout(array: Any, spec: ArraySpec) -> tuple[int, ...]:
+    """Sizes, and strides in elements. Those of axes of one element are what a declaration says, not what they are by chance."""
+    return (*array.shape, *strides_of(array.shape, spec.column))
+
+
+def number(dtype: str, value: float) -> Any:
+    """A scalar of `dtype`.
+
+    Raises:
+        OverflowError: an integer that the type does not hold.
+    """
+    if is_float(dtype):
+        return to_storage(numpy, numpy.asarray(value, dtype=numpy.float64), dtype)[()]
+    return numpy.dtype(storage_type(dtype)).type(value)
+
+
+def address(array: Any) -> int:
+    """Where an array begins in memory."""
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    return int(interface["data"][0])

@@ -1,0 +1,94 @@
+"""How the problems of a kernel are laid out: which size tables run along, which problems share one, what columns are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiledsched.fields import Choice, Flag
+from tiledsched.kernel import KernelClass
+from tiledsched.problem import Problem, describe_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """What a kernel's `axes` and `label` come to in a report."""
+
+    swept: tuple[str, ...]
+    """The size that tables run along: a field, or several under one label; empty where problems have no size."""
+    shared: tuple[str, ...]
+    """Fields in which the problems of one table agree, in the order declared."""
+    columns: Mapping[str, tuple[str, ...]]
+    """Title -> the fields it shows, that of the swept size first."""
+    optional: tuple[str, ...]
+    """Fields that get a column only where the problems of a table differ in them."""
+    titles: Mapping[str, str]
+    """Field of `shared` -> its label; itself where that is of several fields, or there is none."""
+
+    @property
+    def swept_title(self) -> str:
+        """The swept size for people."""
+        return next(iter(self.columns)) if self.swept else "size"
+
+    def size(self, problem: Problem) -> int:
+        """The swept size; the largest where it is of several fields."""
+        return max((_number(getattr(problem, name)) for name in self.swept), default=0)
+
+    def shared_values(self, problem: Problem) -> tuple[Any, ...]:
+        """The values of `shared`."""
+        return tuple(getattr(problem, name) for name in self.shared)
+
+    def describe_shared(self, problem: Problem) -> str:
+        """What they share, `D=64 float16`."""
+        named = dict(zip(self.titles.values(), self.shared_values(problem), strict=True))
+        flags = [title for title, value in named.items() if value is True]
+        rest = describe_values({title: value for title, value in named.items() if not isinstance(value, bool)})
+        return ", ".join(part for part in (rest, *flags) if part)
+
+    def columns_of(self, problems: Sequence[Problem]) -> dict[str, tuple[str, ...]]:
+        """Title -> the fields it shows, of one table."""
+        differing = (name for name in self.optional if len({getattr(one, name) for one in problems}) > 1)
+        return {**self.columns, **{name: (name,) for name in differing}}
+
+
+def cell(problem: Problem, fields: Sequence[str]) -> str:
+    """The fields' values: one where all are equal, else with slashes between them."""
+    return "/".join(dict.fromkeys(show(getattr(problem, name)) for name in fields))
+
+
+def show(value: Any) -> str:
+    """A value of a problem or a knob, for people."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def axes_of(kernel: KernelClass) -> Axes:
+    """The layout that follows from a declaration.
+
+    Tables run along the first size in `axes`, and hold problems that agree in the other axes, flags and choices. Without
+    `axes` they run along the first size that is no constant, and hold problems that agree in all that is compiled in.
+    """
+    fields = kernel.fields
+    words = [name for name, each in fields.items() if isinstance(each, (Choice, Flag)) and not each.omit_default]
+    sizes = [name for name, each in fields.items() if not isinstance(each, (Choice, Flag))]
+    constant = [name for name in sizes if getattr(fields[name], "constant", False)]
+    axes = kernel.axes or (*[name for name in sizes if name not in constant][:1], *constant)
+    labels = {short: (names,) if isinstance(names, str) else tuple(names) for short, names in kernel.label.items()}
+    labelled = {name for names in labels.values() for name in names}
+    titles = {names: short for short, names in labels.items()}
+
+    first = [name for name in axes if not isinstance(fields.get(name), (Choice, Flag))][:1]
+    swept = next((names for names in labels.values() if set(first) <= set(names)), tuple(first)) if first else ()
+    shared = [name for name in (*fields, *kernel.derived) if name in {*axes, *words} - {*swept}]
+    columns = {titles.get(swept, swept[0]): swept} if swept else {}
+    columns |= {short: names for short, names in labels.items() if not {*names} <= {*shared, *swept}}
+    rest = [name for name in fields if name not in {*labelled, *swept, *shared}]
+    columns |= {name: (name,) for name in rest if fields[name].default is None}
+    return Axes(swept=swept, shared=tuple(shared), columns=columns, titles={name: titles.get((name,), name) for name in shared},
+                optional=tuple(name for name in rest if name not in columns))  # fmt: skip
+
+
+def _number(value: Any) -> int:
+    return sum(value) if isinstance(value, tuple) else int(value)

@@ -1,0 +1,111 @@
+"""A view for each kernel: what is served of it, with its fields as columns, for queries of one's own.
+
+`select schedule from rms_norm where arch = 'sm_90' and columns = 4096` works in SQLite and in PostgreSQL alike. Names are
+lower case: PostgreSQL folds what is not quoted, and SQLite does not care.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from tiledsched.fields import Dim, Flag
+from tiledsched.kernel import KernelClass
+from tiledsched.problem import stable_id
+from tiledsched.store.models import EntryRow, MeasurementRow, ProblemRow, ScheduleRow, ViewRow
+
+LONGEST_NAME = 63
+"""PostgreSQL cuts longer ones."""
+FIXED = {
+    "arch": EntryRow.arch,
+    "device_name": EntryRow.device_name,
+    "regime": EntryRow.regime,
+    "accum_mode": EntryRow.accum_mode,
+    "provenance": EntryRow.provenance,
+    "schedule": ScheduleRow.knobs,
+    "median_us": MeasurementRow.median_us,
+    "model_us": EntryRow.model_us,
+    "fingerprint": EntryRow.fingerprint,
+    "updated_at": EntryRow.updated_at,
+}
+"""Columns of every view; a field of one of these names gets an underscore behind it."""
+
+
+def create_view(connection: Connection, kernel: KernelClass) -> str:
+    """Make the view of `kernel`, or make it anew where its fields have changed; its name. Does not commit.
+
+    Raises:
+        sqlalchemy.exc.DBAPIError: the user may not make views.
+    """
+    if connection.dialect.name == "postgresql":  # as for migrations: of two processes, one makes it and the other waits
+        connection.exec_driver_sql("SELECT pg_advisory_xact_lock(716253)")
+    query = _query(kernel).compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
+    mine = connection.execute(sa.select(ViewRow.name, ViewRow.definition).where(ViewRow.kernel == kernel.name)).first()
+    if mine is not None and mine.definition == str(query) and _taken(connection, mine.name):
+        return str(mine.name)
+    if mine is not None:
+        connection.exec_driver_sql(f'DROP VIEW IF EXISTS "{mine.name}"')
+        connection.execute(sa.delete(ViewRow).where(ViewRow.kernel == kernel.name))
+    name = mine.name if mine is not None else view_name(kernel.name)
+    if _taken(connection, name):
+        name = f"{name[: LONGEST_NAME - 7]}_{stable_id(kernel.name, 6)}"
+    connection.exec_driver_sql(f'CREATE VIEW "{name}" AS {query}')
+    connection.execute(sa.insert(ViewRow), {"name": name, "kernel": kernel.name, "definition": str(query)})
+    return name
+
+
+def view_name(kernel: str) -> str:
+    """What the view of a kernel is called if the name is free: `rms_norm` for `mylib.norms:RmsNorm`."""
+    last = re.split(r"[:.]", kernel)[-1]
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", last)
+    return re.sub(r"[^a-z0-9_]", "_", words.lower())[:LONGEST_NAME] or "kernel"
+
+
+def _taken(connection: Connection, name: str) -> bool:
+    """Whether a table or view has the name."""
+    return sa.inspect(connection).has_table(name)
+
+
+def _query(kernel: KernelClass) -> sa.Select[Any]:
+    """The entries of `kernel`, with its fields and their short names as columns."""
+    columns: dict[str, Any] = dict(FIXED)
+
+    def add(name: str, column: Any) -> None:
+        name = name.lower()
+        while name in columns:
+            name += "_"
+        columns[name] = column
+
+    fields = {name: _field(kernel, name) for name in kernel.fields}
+    for name, column in fields.items():
+        add(name, column)
+    for short, meant in kernel.label.items():
+        first, *others = (meant,) if isinstance(meant, str) else meant
+        if {first, *others} <= set(fields) and short.lower() != first.lower():  # SQL cannot tell what is derived
+            same = sa.and_(sa.true(), *(fields[first] == fields[other] for other in others))
+            add(short, sa.case((same, fields[first])) if others else fields[first])
+    return (
+        sa.select(*(column.label(sa.quoted_name(name, quote=True)) for name, column in columns.items()))
+        .select_from(EntryRow)
+        .join(ProblemRow, ProblemRow.id == EntryRow.problem_id)
+        .join(ScheduleRow, ScheduleRow.id == EntryRow.schedule_id)
+        .outerjoin(MeasurementRow, MeasurementRow.id == EntryRow.measurement_id)
+        .where(EntryRow.kernel == kernel.name, ProblemRow.kernel == kernel.name)
+    )
+
+
+def _field(kernel: KernelClass, name: str) -> Any:
+    """One field of a problem as an integer, a boolean or text; its default where the problem leaves it out."""
+    each, value = kernel.fields[name], ProblemRow.dims[name]
+    if isinstance(each, Flag):
+        found: Any = value.as_boolean()
+    elif isinstance(each, Dim):
+        found = sa.cast(value.as_string(), sa.BigInteger)  # as_integer has 32 bits in PostgreSQL
+    else:
+        found = value.as_string()
+    if each.omit_default and each.default is not None:
+        return sa.func.coalesce(found, sa.literal(each.default, found.type))
+    return found

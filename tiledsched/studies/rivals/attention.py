@@ -1,0 +1,249 @@
+"""Attention beside every other attention at hand: how each is called, and what each is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiledsched.errors import UnsupportedError
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.reference import default_scale
+from tiledsched.problem import Problem
+from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.space_files import space_for
+from tiledsched.studies.bench.errors import Error
+from tiledsched.studies.bench.methods import OURS, Arrays, Call, Method
+from tiledsched.studies.rivals.attention_accuracy import Pair, compared_pairs, error_of, reference_of_pair
+
+UNTUNED: dict[str, KnobValue] = {
+    "tile_m": 64, "tile_n": 64, "occupancy": 0, "num_worker_warps": 0, "num_ctas": 0, "latency_k": 0, "latency_v": 0,
+    "opt_level": 3, "accum_mode": "fp32", "loop_split": False, "block_order": "natural", "persistent": "no",
+    "kv_direction": "forward", "q_subtiles": 1, "kv_subtiles": 1, "qk_ahead": False, "k_load": "order",
+    "tma_loads": True, "tma_store": True, "check_bounds": True, "division": "approximate", "lazy_rescale": False,
+}  # fmt: skip
+"""The kernel as one would first write it: 64x64 tiles, every hint left to the compiler. Knobs not named: their defaults."""
+
+
+class AttentionArrays(Arrays):
+    """Q, K and V, contiguous."""
+
+    @property
+    def q(self) -> Any:
+        """`[batch, heads, seq_q, head_dim]`."""
+        return self.tensors[0]
+
+    @property
+    def k(self) -> Any:
+        """`[batch, kv_heads, seq_k, head_dim]`."""
+        return self.tensors[1]
+
+    @property
+    def v(self) -> Any:
+        """`[batch, kv_heads, seq_k, value_dim]`."""
+        return self.tensors[2]
+
+    @property
+    def causal(self) -> bool | str:
+        """As `sdpa` takes it."""
+        p = self.problem
+        return bool(p.causal) if p.alignment == "top_left" else str(p.alignment)
+
+
+def _ours(arrays: AttentionArrays) -> Call:
+    """`sdpa`, once it is clear that it would not hand the problem over to torch."""
+    from tiledsched.attention.sdpa import plan_for, sdpa
+
+    q, k, v, causal = arrays.q, arrays.k, arrays.v, arrays.causal
+    plan_for(q, k, v, causal=causal)
+    return lambda: sdpa(q, k, v, causal=causal)
+
+
+_untuned_kernels: dict[tuple[str, Any], Any] = {}
+"""cuTile compiles once for each kernel object and problem class: objects are used again."""
+
+
+def untuned_schedule(arch: str) -> Schedule:
+    """`UNTUNED` with the knobs it does not name at the defaults of the arch's space."""
+    return space_for(arch, Attention).complete(Schedule(UNTUNED))
+
+
+def _untuned(arrays: AttentionArrays) -> Call:
+    import cuda.tile as ct
+
+    from tiledsched.device import arch_spec
+    from tiledsched.launches import steps, tile_kernels
+
+    torch, problem, q = arrays.torch, arrays.problem, arrays.q
+    properties = torch.cuda.get_device_properties(q.device)
+    arch = f"sm_{properties.major}{properties.minor}"
+    schedule, device = untuned_schedule(arch), arch_spec(arch)
+    (step,) = steps(Attention, problem, schedule, device)
+    kernel = _untuned_kernels.get((arch, step.function)) or tile_kernels(Attention, {arch: schedule}, problem, device)[0]
+    _untuned_kernels[arch, step.function] = kernel
+    shape = (*q.shape[:3], arrays.v.shape[3])
+
+    def call() -> Any:
+        out = q.new_empty(shape)
+        ct.launch(torch.cuda.current_stream(), step.grid, kernel, (q, arrays.k, arrays.v, out, *step.tail))
+        return out
+
+    return call
+
+
+def _torch_call(arrays: AttentionArrays) -> Call:
+    """torch's attention, whichever backend it takes."""
+    torch, problem = arrays.torch, arrays.problem
+    more: dict[str, Any] = {"enable_gqa": True} if problem.group > 1 else {}
+    if problem.causal and problem.alignment == "bottom_right":
+        from torch.nn.attention.bias import causal_lower_right
+
+        more["attn_mask"] = causal_lower_right(problem.seq_q, problem.seq_k)
+    else:
+        more["is_causal"] = problem.causal
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attention(arrays.q, arrays.k, arrays.v, **more)
+
+
+def _torch_backend(backend: str) -> Callable[[AttentionArrays], Call]:
+    """torch's attention with one backend allowed."""
+
+    def make(arrays: AttentionArrays) -> Call:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        allowed, attention = getattr(SDPBackend, backend), _torch_call(arrays)
+
+        def call() -> Any:
+            with sdpa_kernel(allowed):
+                return attention()
+
+        return call
+
+    return make
+
+
+def _eager(arrays: AttentionArrays) -> Call:
+    """softmax(q @ k^T) @ v in torch's operators, softmax in float32, key heads repeated: as models did it before SDPA."""
+    torch, problem = arrays.torch, arrays.problem
+    scale, group = default_scale(problem), problem.group
+    hidden = None
+    if problem.causal:
+        offset = problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0
+        ones = torch.ones(problem.seq_q, problem.seq_k, dtype=torch.bool, device=arrays.q.device)
+        hidden = ones.triu(offset + 1)
+
+    def call() -> Any:
+        k, v = arrays.k, arrays.v
+        if group > 1:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = torch.matmul(arrays.q, k.transpose(-1, -2)) * scale
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
+
+    return call
+
+
+def _triton(arrays: AttentionArrays) -> Call:
+    from tiledsched.studies.rivals.triton_attention import triton_attention
+
+    bottom_right = arrays.problem.alignment == "bottom_right"
+    return lambda: triton_attention(arrays.q, arrays.k, arrays.v, causal=arrays.problem.causal,
+                                    bottom_right=bottom_right)  # fmt: skip
+
+
+def _tilegym(arrays: AttentionArrays) -> Call:
+    """NVIDIA's TileGym: `tilegym.ops.fmha`, which tunes itself on the first call of a shape."""
+    problem = arrays.problem
+    if problem.alignment != "top_left" or problem.value_dim:
+        raise UnsupportedError("fmha aligns the mask at the top left and takes one head dimension")
+    from tilegym.ops import fmha
+
+    scale = default_scale(problem)
+    return lambda: fmha(arrays.q, arrays.k, arrays.v, scaling=scale, is_causal=problem.causal, has_backward=False)
+
+
+def _flash_attn(arrays: AttentionArrays) -> Call:
+    """The flash-attn package, on arrays in its own layout, `[batch, rows, heads, head_dim]`."""
+    problem = arrays.problem
+    if problem.causal and problem.alignment == "top_left" and problem.seq_q != problem.seq_k:
+        raise UnsupportedError("flash_attn_func aligns the mask at the bottom right")
+    from flash_attn import flash_attn_func
+
+    q, k, v = (array.transpose(1, 2).contiguous() for array in (arrays.q, arrays.k, arrays.v))
+    return lambda: flash_attn_func(q, k, v, causal=problem.causal).transpose(1, 2)
+
+
+METHODS: Mapping[str, Method] = {
+    method.name: method
+    for method in (
+        Method(name=OURS, about="sdpa on the schedule the table names", make=_ours),
+        Method(name="untuned", about="the same kernel, 64x64 tiles, no hints", make=_untuned),
+        Method(name="torch_flash", about="torch SDPA, flash backend", make=_torch_backend("FLASH_ATTENTION")),
+        Method(name="torch_cudnn", about="torch SDPA, cuDNN backend", make=_torch_backend("CUDNN_ATTENTION")),
+        Method(name="torch_efficient", about="torch SDPA, memory-efficient backend",
+               make=_torch_backend("EFFICIENT_ATTENTION")),
+        Method(name="torch_math", about="torch SDPA, math backend", make=_torch_backend("MATH"), score_bytes=16),
+        Method(name="torch_auto", about="torch SDPA, whichever backend torch takes", make=_torch_call),
+        Method(name="eager", about="softmax(QK^T)V in torch operators", make=_eager, score_bytes=12),
+        Method(name="triton", about="a flash-attention forward in Triton, autotuned", make=_triton, package="triton"),
+        Method(name="tilegym", about="TileGym's cuTile kernel, autotuned", make=_tilegym, package="tilegym"),
+        Method(name="flash_attn", about="the flash-attn package", make=_flash_attn, package="flash_attn"),
+    )
+}  # fmt: skip
+"""By name, in the order of the rows."""
+TORCH_METHODS = ("torch_flash", "torch_cudnn", "torch_efficient", "torch_math", "torch_auto")
+"""Of which the best is what the summary compares with."""
+
+
+@dataclass(frozen=True)
+class PairCase:
+    """Inputs, and the float64 output of some (batch, head) pairs: all of a long problem would take minutes."""
+
+    arrays: AttentionArrays
+    """What methods are called on."""
+    pairs: Sequence[Pair]
+    """Which are compared."""
+    expected: Sequence[Any]
+    """`[seq_q, value_dim]` of each, float64."""
+    cupy: Any
+    """CuPy, or what stands for it."""
+
+    @property
+    def compared(self) -> str:
+        """How much of the output that is."""
+        return f"{len(self.pairs)}/{self.arrays.problem.batch * self.arrays.problem.heads}"
+
+    def error(self, out: Any) -> Error:
+        """How far a method's output is from float64."""
+        outputs = [self.cupy.from_dlpack(out[batch, head].float().contiguous()) for batch, head in self.pairs]
+        return error_of(self.cupy, outputs, self.expected, finite=bool(self.arrays.torch.isfinite(out).all()))
+
+    def details(self, *, verify: bool) -> dict[str, Any]:
+        """What `sdpa` launched and why."""
+        from tiledsched.attention.explain import explain
+
+        arrays = self.arrays
+        found = explain(arrays.q, arrays.k, arrays.v, causal=arrays.causal, verify=verify)
+        return {"schedule": found.served.schedule.short(), "provenance": found.served.provenance,
+                "measured_program": found.is_measured_program if verify else None}  # fmt: skip
+
+
+def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
+    """Standard normal inputs, the same in every run of a problem, and what is compared.
+
+    CuPy has no bfloat16: it is given float32, which holds both types.
+    """
+    dtype = getattr(torch, problem.dtype)
+    generator = torch.Generator(device="cuda").manual_seed(int(problem.id, 16) % 2**31)
+    keys = (problem.batch, problem.kv_heads, problem.seq_k)
+    shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
+              (*keys, problem.value_columns))  # fmt: skip
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
+    pairs, expected = compared_pairs(problem), []
+    for batch, head in pairs:
+        kv_head = head // problem.group
+        wide = [cupy.from_dlpack(x[batch, h].float()) for x, h in ((q, head), (k, kv_head), (v, kv_head))]
+        expected.append(reference_of_pair(cupy, problem, *wide))
+    torch.cuda.synchronize()
+    return PairCase(AttentionArrays(torch=torch, problem=problem, tensors=(q, k, v)), pairs, expected, cupy)
