@@ -479,13 +479,34 @@ def test_a_kernel_without_inputs_or_with_outputs_by_chance_is_refused() -> None:
         ts.op("tiledsched_tests::fill", type("Fill2", (ts.Kernel,), dict(declared)))
 
 
-@pytest.mark.compiler
-def test_a_program_of_a_bundle_is_used(launches, tmp_path, monkeypatch) -> None:
-    from test_op_bundles import bundle_of
+# Programs built ahead
 
-    x, w = made()
-    path = bundle_of(kernels.RmsNorm, norm.plan_for(x, w).served.schedule, norm.plan_for(x, w).problem, tmp_path)
+
+@pytest.mark.parametrize(("name", "given"), [("norm", made()), ("two launches", (torch.randn(70), 3))])
+def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, monkeypatch, name, given) -> None:
+    from dataclasses import replace
+
+    from store_samples import artifact
+
+    from tiledsched.build.cubin import join, parts
+    from tiledsched.launches import signature as signature_of
+    from tiledsched.serve.bundle import Program, write_bundle
+
+    operator = {"norm": norm, "two launches": total}[name]
+    declared, plan = operator.kernel, operator.plan_for(*given)
+    codes = [replace(artifact("ab" * 12, "sm_90"), cubin=f"code {place}".encode()) for place in range(len(plan.steps))]
+    built = join(codes)
+    program = Program(kernel=declared.name, arch="sm_90", schedule=plan.served.schedule, problem=plan.problem,
+                      fingerprint=built.fingerprint)  # fmt: skip
+    path = tmp_path / "b.zip"
+    write_bundle(
+        path, [program], {("sm_90", built.fingerprint): built}, [], {declared.name: declared.source_hash()}, "none"
+    )
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(path))
     process.forget_kernels()
-    (kernel,) = (each[0] for each in norm.plan_for(x, w).steps)
-    assert [each.program.kernel for each in kernel.prebuilt["sm_90"]] == [kernels.RmsNorm.name]
+    plan = operator.plan_for(*given)
+    operator(*given)
+    for (kernel, _, _), launch, code in zip(plan.steps, launches, parts(built.cubin), strict=True):
+        assert launch[2] is kernel
+        signature = signature_of(declared, plan.problem, plan.served.schedule, kernel.step)
+        assert kernel._compile(signature, None, (9, 0))[0] == code

@@ -418,7 +418,7 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
 @pytest.fixture
 def small_table(monkeypatch):
     entries = [entry()]
-    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda url, archs=None: entries)
+    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: entries)
 
 
 def test_warmup_and_bundle_write_and_tell(tmp_path, pool, small_table, capsys) -> None:
@@ -442,7 +442,7 @@ def test_warmup_fails_where_a_program_would_not_build(pool, monkeypatch, capsys)
     from tiledsched.cli import main
 
     monkeypatch.setattr(
-        "tiledsched.serve.entries.load_entries", lambda url, archs=None: [entry(schedule=SCHEDULE.replace(tile_m=128))]
+        "tiledsched.serve.entries.load_entries", lambda *given: [entry(schedule=SCHEDULE.replace(tile_m=128))]
     )
     assert main(["warmup", "--arch", ARCH]) == 1
     assert "would not build" in capsys.readouterr().out
