@@ -34,7 +34,7 @@ def slow(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_log2: f
 
 def build(function, problem: Problem, arch: str) -> Artifact:
     """`function` compiled for `arch`, loadable in place of the attention kernel."""
-    schedule = space_for(arch).default(problem)
+    schedule = space_for(arch, Attention).default(problem)
     (step,) = steps(Attention, problem, schedule, arch_spec(arch))
     like = signature(Attention, problem, schedule, step)
     plain = KernelSignature(like.parameters[:5], like.calling_convention, like.symbol)

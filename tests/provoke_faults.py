@@ -91,7 +91,7 @@ class RealBench:
         self.good = [self.candidate(**change) for change in changes]
 
     def schedule(self, **changes: Any) -> Schedule:
-        return space_for(self.arch).default(self.problem).replace(**changes)
+        return space_for(self.arch, Attention).default(self.problem).replace(**changes)
 
     def candidate(self, *, arch: str = "", causal: bool = False, **changes: Any) -> Candidate:
         arch, schedule = arch or self.arch, self.schedule(**changes)
@@ -155,7 +155,7 @@ class FakeBench:
         return Candidate(schedule=self.schedule(us=int(us)), artifact=artifact(cubin(us, **acts), f"{int(us):024d}"))
 
     def schedule(self, **changes: Any) -> Schedule:
-        plain = space_for(self.arch).default(self.problem)
+        plain = space_for(self.arch, Attention).default(self.problem)
         return Schedule({"q_subtiles": 1, **plain, "tile_m": 16, "persistent": "no", **changes})
 
     def bad(self, fault: str) -> Candidate:
@@ -190,7 +190,7 @@ def too_large(bench: Bench, runner: Runner, fault: str) -> Failure:
 
 def compile_too_long(bench: Bench, runner: Runner, fault: str) -> Failure:
     """A compile that is given no time, with nothing of it in cuTile's cache; nothing of it reaches the race."""
-    task = BuildTask(kernel="attention", schedule=space_for(bench.arch).default(bench.problem), problem=bench.problem,
+    task = BuildTask(kernel="attention", schedule=space_for(bench.arch, Attention).default(bench.problem), problem=bench.problem,
                      arch=bench.arch, timeout_s=0.01)  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CUDA_TILE_CACHE_DIR=folder), \
             BuildPool(jobs=1) as pool:  # fmt: skip

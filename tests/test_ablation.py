@@ -26,7 +26,7 @@ from tiledsched.studies.ablation.sources import Built, Recorded
 from tiledsched.studies.bench.methods import untuned_schedule
 
 ROOT = Path(__file__).parent.parent
-LANDSCAPE = ROOT / "tuning_db" / "landscapes" / "h200_burst_s16384_d128_float16_full_b1_h16.json.xz"
+LANDSCAPE = ROOT / "tuning_db" / "landscapes" / "attention" / "h200_burst_s16384_d128_float16_full_b1_h16.json.xz"
 SPACE = space_for("sm_90")
 TEMPLATE = kernel_named("attention")
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64, causal=True)

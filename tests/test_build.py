@@ -19,12 +19,12 @@ from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.cubin import is_whole, read_artifact, strip_debug
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
 from tiledsched.config import load_settings
+from tiledsched.device import arch_spec
 from tiledsched.errors import CompilerError, FailureKind
-from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
+from tiledsched.launches import assumed, problem_class, signature, steps, tile_kernels
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.serve.prebuilt import make_kernel
 from tiledsched.space_files import space_for
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
@@ -39,26 +39,35 @@ def export(
     """The raw cubin, with `axes` of the first three array axes assumed to be multiples."""
     from cuda.tile.compilation import KernelSignature, export_kernel
 
-    template = kernel_named("attention")
-    signature = template.signature(schedule, problem)
+    asked, step = signature_of(schedule, problem, arch)
     arrays = []
-    count = 4 + len(template.workspace(schedule, problem))
-    for array in signature.parameters[:4]:
+    for array in asked.parameters[:4]:
         fields = {field.name: getattr(array, field.name) for field in dataclasses.fields(array)}
         dtype, ndim = fields.pop("dtype"), fields.pop("ndim")
         arrays.append(type(array)(dtype, ndim, **(fields | {"shape_divisible_by": (*axes, 1)})))
-    parameters = [*arrays, *signature.parameters[4:]]
-    assert len(parameters) == count + 1 + len(template.constants(schedule, problem))
+    parameters = [*arrays, *asked.parameters[4:]]
+    assert len(parameters) == len(step.arguments)
     output = io.BytesIO()
-    export_kernel(template.kernel({arch: schedule}, problem), [KernelSignature(parameters, signature.calling_convention, name)],
-                  output, gpu_code=arch, output_format="cubin")  # fmt: skip
+    (tile_kernel,) = tile_kernels(Attention, {arch: schedule}, problem, arch_spec(arch))
+    export_kernel(tile_kernel, [KernelSignature(parameters, asked.calling_convention, name)], output, gpu_code=arch,
+                  output_format="cubin")  # fmt: skip
     return output.getvalue()
+
+
+def signature_of(schedule: Schedule, problem: Problem, arch: str = "sm_90"):
+    """What is assumed of the parameters of a schedule's only step, and the step."""
+    (step,) = steps(Attention, problem, schedule, arch_spec(arch))
+    return signature(Attention, problem, schedule, step), step
+
+
+def class_of(problem: Problem, schedule: Schedule):
+    return problem_class(Attention, problem, schedule, arch_spec("sm_90"))
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_default_schedule_builds_for_every_arch(arch: str) -> None:
-    schedule = space_for(arch).default(PROBLEM)
+    schedule = space_for(arch, Attention).default(PROBLEM)
     built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch=arch))
     assert built.failure is None
     facts = built.artifact.facts
@@ -95,7 +104,7 @@ INERT = {
 def test_every_structure_builds(arch: str) -> None:
     """Each value of each structural knob compiles, and makes another program unless it is known not to."""
     problem = PROBLEM.replace(causal=True)
-    plain = space_for(arch).default(problem).replace(tile_m=64, tile_n=64, occupancy=1, num_worker_warps=4)
+    plain = space_for(arch, Attention).default(problem).replace(tile_m=64, tile_n=64, occupancy=1, num_worker_warps=4)
     fingerprints = {}
     for changes in ({}, *STRUCTURE):
         task = BuildTask(kernel="attention", schedule=plain.replace(**changes), problem=problem, arch=arch)
@@ -134,7 +143,9 @@ ELSEWHERE = {
 def test_other_problems_build(arch: str) -> None:
     fingerprints = set()
     for name, (problem, knobs) in ELSEWHERE.items():
-        schedule = space_for(arch).default(problem).replace(**{"tile_m": 64, "tile_n": 64, "occupancy": 1, **knobs})
+        schedule = (
+            space_for(arch, Attention).default(problem).replace(**{"tile_m": 64, "tile_n": 64, "occupancy": 1, **knobs})
+        )
         built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch))
         assert built.failure is None, (name, built.failure)
         fingerprints.add(built.artifact.fingerprint)
@@ -146,13 +157,11 @@ def test_other_problems_build(arch: str) -> None:
 def test_what_a_problem_does_without_is_not_in_its_code(knobs: dict) -> None:
     """Constants for other problems leave no trace: two plain problems share their code whatever those are."""
     plain = PROBLEM.replace(causal=True)
-    schedule = space_for("sm_90").default(plain).replace(**knobs)
-    template = kernel_named("attention")
+    schedule = space_for("sm_90", Attention).default(plain).replace(**knobs)
     other = plain.replace(seq_q=2048, batch=3)
-    assert template.problem_class(schedule, plain) == template.problem_class(schedule, other)
-    assert "bottom_right" not in template.problem_class(schedule, plain).to_json()
+    assert class_of(plain, schedule) == class_of(other, schedule)
     without = Schedule({name: value for name, value in schedule.items() if name not in NEW_KNOBS})
-    assert template.constants(without, plain) == template.constants(schedule, plain)
+    assert Attention.constants(plain, without) == Attention.constants(plain, schedule)
     found = {read_artifact(export(each, plain, "sm_90"), "sm_90").fingerprint for each in (schedule, without)}
     assert len(found) == 1
 
@@ -161,7 +170,7 @@ def test_what_a_problem_does_without_is_not_in_its_code(knobs: dict) -> None:
 def test_split_keys_whose_tiles_share_a_place_are_refused() -> None:
     """Compilers up to 13.4 load a tile over one that is still read; without TMA loads, or keys in one share, they do not."""
     problem = DECODE.replace(head_dim=128, causal=False, alignment="top_left")
-    crowded = space_for("sm_90").default(problem).replace(tile_m=16, tile_n=128, occupancy=2, kv_splits=8)
+    crowded = space_for("sm_90", Attention).default(problem).replace(tile_m=16, tile_n=128, occupancy=2, kv_splits=8)
     for knobs, right in (({}, False), ({"tma_loads": False}, True), ({"kv_splits": 1}, True), ({"occupancy": 1}, True)):
         task = BuildTask(kernel="attention", schedule=crowded.replace(**knobs), problem=problem, arch="sm_90")
         built = compile_task(task)
@@ -174,7 +183,7 @@ def test_split_keys_whose_tiles_share_a_place_are_refused() -> None:
 @pytest.mark.compiler
 def test_shares_are_ordered_by_the_counter() -> None:
     """Stores of the shares come before an atomic that releases and acquires on the device; nothing bypasses it by TMA."""
-    schedule = space_for("sm_90").default(DECODE).replace(tile_m=16, pack_gqa=True, kv_splits=4)
+    schedule = space_for("sm_90", Attention).default(DECODE).replace(tile_m=16, pack_gqa=True, kv_splits=4)
     text = export(schedule, DECODE, "sm_90")
     assert text.count(b"atom.global.acq_rel.add.u32") == 1
     before, after = text.split(b"atom.global.acq_rel.add.u32")
@@ -185,7 +194,7 @@ def test_shares_are_ordered_by_the_counter() -> None:
 
 @pytest.mark.compiler
 def test_every_knob_value_builds_on_hopper() -> None:
-    space = space_for("sm_90")
+    space = space_for("sm_90", Attention)
     problem = PROBLEM.replace(causal=True)
     values: dict[tuple[Problem, Schedule], list[str]] = {}
     for name, knob in space.knobs.items():
@@ -205,7 +214,7 @@ def test_every_knob_value_builds_on_hopper() -> None:
 @pytest.mark.parametrize("arch", REPRODUCIBLE)
 def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> None:
     """A launch assumes multiples of 16 of whichever axes are; artifacts are built with no such assumption."""
-    schedule = space_for(arch).default(PROBLEM).replace(persistent="strided")
+    schedule = space_for(arch, Attention).default(PROBLEM).replace(persistent="strided")
     plain = read_artifact(export(schedule, PROBLEM, arch), arch).fingerprint
     for axes in ((16, 16, 16), (16, 1, 16), (1, 16, 1)):
         assert read_artifact(export(schedule, PROBLEM, arch, axes=axes), arch).fingerprint == plain
@@ -213,16 +222,13 @@ def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> Non
 
 def test_only_the_shares_of_split_keys_lie_at_constant_places() -> None:
     """They are loaded sixteen bytes at a time for it. Of their maxima the compiler would load four at the address of one."""
-    template = kernel_named("attention")
-    schedule = space_for("sm_90").default(DECODE).replace(kv_splits=16, tile_m=16, tma_loads=False)
-    extras = template.workspace(schedule, DECODE)
-    named = dict(
-        zip((extra.name for extra in extras), template.signature(schedule, DECODE).parameters[4:], strict=False)
-    )
-    slots, rows, columns = next(extra.shape for extra in extras if extra.name == "partial")
+    schedule = space_for("sm_90", Attention).default(DECODE).replace(kv_splits=16, tile_m=16, tma_loads=False)
+    asked, step = signature_of(schedule, DECODE)
+    named = {argument.name: each for argument, each in zip(step.arguments, asked.parameters, strict=True)}
+    slots, rows, columns = Attention.array_spec("Partial", DECODE, schedule).shape
     assert slots > 1
-    assert tuple(named["partial"].stride_constant) == (rows * columns, columns, 1)
-    assert tuple(named["state"].stride_constant) == (None, None, 1)
+    assert tuple(named["Partial"].stride_constant) == (rows * columns, columns, 1)
+    assert tuple(named["State"].stride_constant) == (None, None, 1)
 
 
 @pytest.mark.compiler
@@ -232,9 +238,11 @@ def test_a_launch_runs_what_was_built(knobs: dict) -> None:
     from cuda.tile._cext import default_tile_context
     from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
-    template, problem = kernel_named("attention"), DECODE
-    schedule = space_for("sm_90").default(problem).replace(**knobs)
-    built = template.signature(schedule, problem)
+    from tiledsched.serve.prebuilt import make_kernel
+
+    problem = DECODE
+    schedule = space_for("sm_90", Attention).default(problem).replace(**knobs)
+    built, step = signature_of(schedule, problem)
     inferred = [
         dataclasses.replace(
             each,
@@ -247,8 +255,8 @@ def test_a_launch_runs_what_was_built(knobs: dict) -> None:
         inferred[place] = dataclasses.replace(inferred[place], stride_divisible_by=each.stride_divisible_by)
     asked = KernelSignature(inferred, built.calling_convention, built.symbol)
     assert asked != built
-    assert template.assumed(asked) == built
-    served = make_kernel(template, {"sm_90": schedule}, problem, load_settings())
+    assert assumed(Attention, asked, step) == built
+    (served,) = make_kernel(Attention, {"sm_90": schedule}, problem, load_settings())
     artifact = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90")).artifact
     launched = served._compile(asked, default_tile_context, (9, 0))[0]
     assert read_artifact(launched, "sm_90").fingerprint == artifact.fingerprint
@@ -256,7 +264,7 @@ def test_a_launch_runs_what_was_built(knobs: dict) -> None:
 
 @pytest.mark.compiler
 def test_the_kernels_name_is_not_part_of_the_fingerprint() -> None:
-    schedule = space_for("sm_90").default(PROBLEM)
+    schedule = space_for("sm_90", Attention).default(PROBLEM)
     names = ("attention", "another_name_altogether")
     found = {read_artifact(export(schedule, PROBLEM, "sm_90", name=name), "sm_90").fingerprint for name in names}
     assert len(found) == 1
@@ -269,7 +277,9 @@ def test_widths_of_one_tile_are_different_programs(arch: str) -> None:
     found = set()
     for head_dim in (40, 48, 64):
         problem = PROBLEM.replace(head_dim=head_dim)
-        task = BuildTask(kernel="attention", schedule=space_for(arch).default(problem), problem=problem, arch=arch)
+        task = BuildTask(
+            kernel="attention", schedule=space_for(arch, Attention).default(problem), problem=problem, arch=arch
+        )
         found.add(compile_task(task).artifact.fingerprint)
     assert len(found) == 3
 
@@ -283,18 +293,19 @@ def test_the_kernels_that_misbehave_build() -> None:
 
 @pytest.mark.compiler
 def test_one_artifact_serves_every_sequence_length_of_its_class() -> None:
-    template, schedule = kernel_named("attention"), space_for("sm_90").default(PROBLEM)
+    schedule = space_for("sm_90", Attention).default(PROBLEM)
     long = Attention.standard(seq_len=8192, head_dim=64, batch=3, heads=5)
-    assert template.problem_class(schedule, PROBLEM) == template.problem_class(schedule, long)
+    assert class_of(PROBLEM, schedule) == class_of(long, schedule)
     ragged = PROBLEM.replace(seq_k=1000)
-    assert template.problem_class(schedule, PROBLEM) != template.problem_class(schedule, ragged)
-    assert template.signature(schedule, PROBLEM) == template.signature(schedule, long)
+    assert Attention.constants(PROBLEM, schedule) != Attention.constants(ragged, schedule)
+    assert class_of(PROBLEM, schedule) != class_of(ragged, schedule)
+    assert class_of(PROBLEM, schedule) != class_of(PROBLEM.replace(head_dim=80), schedule)
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("arch", ["sm_90", "sm_121"])
 def test_stripping_keeps_the_program_and_drops_the_text(arch: str) -> None:
-    raw = export(space_for(arch).default(PROBLEM), PROBLEM, arch)
+    raw = export(space_for(arch, Attention).default(PROBLEM), PROBLEM, arch)
     artifact = read_artifact(raw, arch)
     again = read_artifact(artifact.cubin, arch)
     assert (again.fingerprint, again.facts) == (artifact.fingerprint, artifact.facts)
@@ -312,13 +323,12 @@ def test_hints_reach_the_compiler_by_target() -> None:
     """One kernel object carries every arch's hints, and each arch builds with its own."""
     from cuda.tile.compilation import export_kernel
 
-    template = kernel_named("attention")
-    schedules = {arch: space_for(arch).default(PROBLEM) for arch in ("sm_90", "sm_121")}
+    schedules = {arch: space_for(arch, Attention).default(PROBLEM) for arch in ("sm_90", "sm_121")}
     schedules["sm_90"] = schedules["sm_90"].replace(num_worker_warps=8)
-    kernel = template.kernel(schedules)
+    (kernel,) = tile_kernels(Attention, schedules, PROBLEM, arch_spec("sm_90"))
     for arch, schedule in schedules.items():
         output = io.BytesIO()
-        export_kernel(kernel, [template.signature(schedule, PROBLEM)], output, gpu_code=arch, output_format="cubin")
+        export_kernel(kernel, [signature_of(schedule, PROBLEM, arch)[0]], output, gpu_code=arch, output_format="cubin")
         alone = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch=arch))
         assert read_artifact(output.getvalue(), arch).fingerprint == alone.artifact.fingerprint
     assert compile_task(BuildTask(kernel="attention", schedule=schedules["sm_90"], problem=PROBLEM, arch="sm_90")
@@ -327,7 +337,7 @@ def test_hints_reach_the_compiler_by_target() -> None:
 
 @pytest.mark.compiler
 def test_a_compiler_error_is_a_failure() -> None:
-    schedule = space_for("sm_90").default(PROBLEM).replace(num_worker_warps=3)
+    schedule = space_for("sm_90", Attention).default(PROBLEM).replace(num_worker_warps=3)
     built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch="sm_90"))
     assert built.artifact is None
     assert built.failure.kind is FailureKind.COMPILE_ERROR
@@ -343,7 +353,7 @@ def test_what_is_not_a_cubin_is_refused() -> None:
 
 @pytest.mark.compiler
 def test_artifacts_are_kept_by_content(tmp_path) -> None:
-    schedule = space_for("sm_121").default(PROBLEM)
+    schedule = space_for("sm_121", Attention).default(PROBLEM)
     artifact = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch="sm_121")).artifact
     store = ArtifactStore(tmp_path)
     assert store.get("sm_121", artifact.fingerprint) is None
@@ -388,12 +398,12 @@ COMPILE_ALONE = """
 import sys, time
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.pool import start_process
-from tiledsched.problem import Problem
+from tiledsched.kernels.attention import Attention
 from tiledsched.space_files import space_for
 
 start_process()
 problem = Attention.standard(seq_len=1024, head_dim=64)
-built = compile_task(BuildTask(kernel="attention", schedule=space_for("sm_90").default(problem), problem=problem, arch="sm_90"))
+built = compile_task(BuildTask(kernel="attention", schedule=space_for("sm_90", Attention).default(problem), problem=problem, arch="sm_90"))
 print(built.artifact.fingerprint, sys.modules["torch"])
 """
 
@@ -403,7 +413,9 @@ def test_a_compile_process_does_without_torch() -> None:
     pytest.importorskip("torch")
     problem = Attention.standard(seq_len=1024, head_dim=64)
     here = compile_task(
-        BuildTask(kernel="attention", schedule=space_for("sm_90").default(problem), problem=problem, arch="sm_90")
+        BuildTask(
+            kernel="attention", schedule=space_for("sm_90", Attention).default(problem), problem=problem, arch="sm_90"
+        )
     )
     there = subprocess.run([sys.executable, "-c", COMPILE_ALONE], capture_output=True, text=True, check=True).stdout
     assert here.artifact is not None

@@ -538,7 +538,7 @@ def test_a_space_limited_to_candidates() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted((data_files.tuning_db() / "candidates").glob("*.json")), ids=lambda path: path.stem
+    "path", sorted((data_files.tuning_db() / "candidates" / "attention").glob("*.json")), ids=lambda path: path.stem
 )
 def test_shipped_candidates_name_known_knobs_and_values(path) -> None:
     listed = json.loads(path.read_text())

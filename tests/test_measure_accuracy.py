@@ -1,4 +1,4 @@
-"""Errors per tile against numbers worked out by hand, and what the tolerances let through."""
+"""Attention's adversarial inputs, and what its tolerances let through."""
 
 from __future__ import annotations
 
@@ -6,88 +6,39 @@ import math
 
 import numpy as np
 import pytest
+import sample_kernels
 
-from attention_runs import run_outputs, run_problem
-from tiledsched.kernel import kernel_named
+from tiledsched.cases import expected_outputs, make_cases
+from tiledsched.kernel import ArraySpec, Tolerance
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.inputs import KINDS, adversarial_heads, border_keys, kinds_of_heads
 from tiledsched.kernels.attention.reference import attention_and_lse, attention_reference
-from tiledsched.measure.accuracy import LARGEST_ERROR, lse_errors, summary, tile_errors, tolerance, wrong_result
+from tiledsched.measure.accuracy import output_errors
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for
 
 
-def compare(xp, out, reference, *, tile_m, repeatable):
-    """What is stored of the errors of `out`."""
-    return summary(*tile_errors(xp, out, reference, tile_m=tile_m), repeatable=repeatable)
+def tile_errors(out, expected, tile_m, **spec):
+    """Errors of `[heads, rows, columns]` in tiles of `tile_m` whole rows: `[heads, tiles]`."""
+    described = ArraySpec(name="Out", role="out", dtype="float64", shapes=(out.shape,), **spec)
+    return output_errors(np, described, out, expected, Tolerance(relative=1.0), (tile_m, out.shape[-1])).errors[..., 0]
 
 
-def test_by_hand():
-    reference = np.full((1, 1, 4, 2), 3.0)
-    out = reference.copy()
-    out[0, 0, 1] += (3.0, -4.0)  # tile 0: |difference| = 5, |reference| = 3 * sqrt(4) = 6
-    out[0, 0, 2, 0] += 1.0  # tile 1: 1 / 6
-    found = compare(np, out, reference, tile_m=2, repeatable=True)
-    assert found.worst_tile_error == pytest.approx(5 / 6)
-    assert found.worst_tile == (0, 0, 0)
-    assert found.max_abs_error == 4.0
-    assert found.repeatable
+def gate(dtype, accum_mode="fp32"):
+    return Attention.tolerance(
+        Attention.standard(seq_len=64, head_dim=64, dtype=dtype), Schedule(accum_mode=accum_mode)
+    )
 
 
-def test_equal_arrays():
-    reference = np.ones((2, 3, 5, 4))
-    found = compare(np, reference.astype(np.float16), reference, tile_m=2, repeatable=False)
-    assert (found.max_abs_error, found.worst_tile_error, found.repeatable) == (0.0, 0.0, False)
-
-
-@pytest.mark.parametrize("where", [(0, 0, 0), (1, 2, 3), (0, 1, 2), (1, 0, 1)])
-@pytest.mark.parametrize("value", [7.0, math.nan, math.inf, -math.inf])
-def test_the_worst_tile_is_found(where, value):
-    batch, head, tile = where
-    reference = np.random.default_rng(0).standard_normal((2, 3, 14, 8))  # tiles of 4, 4, 4 and 2 rows
-    out = reference + 1e-6
-    out[batch, head, tile * 4 + 1, 5] = value
-    found = compare(np, out, reference, tile_m=4, repeatable=True)
-    assert found.worst_tile == where
-    if math.isfinite(value):
-        assert 0.1 < found.worst_tile_error < 10
-    else:
-        assert found.worst_tile_error == found.max_abs_error == math.inf
-
-
-def test_a_ragged_last_tile_is_held_to_its_own_rows():
-    reference = np.ones((1, 1, 5, 1))
-    out = reference.copy()
-    out[0, 0, 4, 0] = 1.5
-    found = compare(np, out, reference, tile_m=4, repeatable=True)
-    assert (found.worst_tile, found.worst_tile_error) == ((0, 0, 1), pytest.approx(0.5))
-    found = compare(np, out, reference, tile_m=128, repeatable=True)  # a tile larger than the array
-    assert (found.worst_tile, found.worst_tile_error) == ((0, 0, 0), pytest.approx(0.5 / math.sqrt(5)))
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_reference_rows_that_are_zero(dtype):
-    reference = np.zeros((1, 1, 4, 2), dtype=dtype)
-    assert compare(np, reference.copy(), reference, tile_m=2, repeatable=True).worst_tile_error == 0.0
-    out = reference.copy()
-    out[0, 0, 3, 0] = 1e-3
-    found = compare(np, out, reference, tile_m=2, repeatable=True)
-    assert found.worst_tile == (0, 0, 1)
-    assert found.worst_tile_error > 1e6
-
-
-def test_all_nan_fails_every_gate():
-    reference = np.ones((1, 2, 4, 2))
-    found = compare(np, np.full_like(reference, np.nan, dtype=np.float16), reference, tile_m=2, repeatable=True)
-    assert found.worst_tile_error == math.inf
-    assert not found.worst_tile_error <= max(LARGEST_ERROR.values())
+def run_on_cpu(p, s, case):
+    """The errors of every output of one schedule in the interpreter."""
+    return sample_kernels.run_on_cpu(Attention, p, s, case)
 
 
 def test_tolerances_by_accuracy_class():
-    def of(dtype, mode):
-        return tolerance(dtype, Schedule(accum_mode=mode)).largest_error
-
-    assert of("float16", "fp32") < of("bfloat16", "fp32") < of("float16", "fp16")
+    assert gate("float16").relative < gate("bfloat16").relative < gate("float16", "fp16").relative
+    assert not gate("float16").except_kinds
+    assert gate("float16", "fp16").except_kinds == ("large", "cancelling")
 
 
 def rounded(values, dtype):
@@ -104,40 +55,21 @@ def test_what_the_gate_lets_through(dtype, seq):
     reference = attention_reference(np, q, k, v, causal=False, scale=0.125)
     scores = np.exp(q @ k.swapaxes(-1, -2) * 0.125)
     right = rounded((rounded(scores, dtype) @ v) / scores.sum(axis=-1, keepdims=True), dtype)
-    gate = LARGEST_ERROR[dtype, "fp32"]
-    assert compare(np, right, reference, tile_m=64, repeatable=True).worst_tile_error < gate / 4
+    limit = gate(dtype).relative
+    assert tile_errors(right[0], reference[0], 64).max() < limit / 4
     short = attention_reference(np, q, k[:, :, :-32], v[:, :, :-32], causal=False, scale=0.125)
-    assert compare(np, short, reference, tile_m=64, repeatable=True).worst_tile_error > 2 * gate
+    assert tile_errors(short[0], reference[0], 64).max() > 2 * limit
 
 
 def test_heads_that_share_a_reference():
-    rng = np.random.default_rng(0)
-    shared = rng.standard_normal((3, 10, 4))
-    heads = np.array([[0, 2], [1, 0]])
-    out = shared[heads].copy()
-    out[1, 0, 9, 0] += 1.0
-    relative, largest = tile_errors(np, out, shared, tile_m=4, heads=heads)
-    assert relative.shape == (2, 2, 3)
-    assert largest == pytest.approx(1.0)
-    assert np.argwhere(relative).tolist() == [[1, 0, 2]]
-    apart, _ = tile_errors(np, out, shared[heads], tile_m=4)
-    np.testing.assert_array_equal(relative, apart)
-
-
-def test_errors_of_a_log_sum_exp():
-    reference = np.zeros((1, 2, 10))
-    reference[0, 1, 8:] = -np.inf
-    lse = reference.astype(np.float32)
-    assert not lse_errors(np, lse, reference, tile_m=4).any()
-    lse[0, 0, 5] = 0.25
-    assert lse_errors(np, lse, reference, tile_m=4).tolist() == [[[0, 0.25, 0], [0, 0, 0]]]
-    for value in (np.nan, 0.0, np.inf):  # where there is nothing to see, only minus infinity will do
-        lse[0, 1, 9] = value
-        assert lse_errors(np, lse, reference, tile_m=4)[0, 1, 2] == np.inf
-    lse[0, 0, 0] = -np.inf
-    assert lse_errors(np, lse, reference, tile_m=4)[0, 0, 0] == np.inf
-    heads = np.array([[1, 0]])
-    assert not lse_errors(np, reference[:, ::-1], reference[0], tile_m=4, heads=heads).any()
+    """It is the right one for each: the case's inputs, head by head, give what is expected of them."""
+    problem = Attention.problem(seq_q=10, seq_k=7, head_dim=16, batch=3, heads=6, kv_heads=3, lse=True)
+    _, case = make_cases(Attention, np, np.random.default_rng(0), problem)
+    assert [case.kind_of(outer) for outer in (0, 1, 2, 6, 17)] == [KINDS[at] for at in (0, 0, 1, 3, 0)]
+    for found, right in zip(
+        case.expected, expected_outputs(Attention, np, problem, case.inputs, "float64"), strict=True
+    ):
+        np.testing.assert_array_equal(found, right)
 
 
 def test_the_reference_of_rows_that_see_nothing():
@@ -167,20 +99,6 @@ def test_borders_lie_on_the_diagonal_wherever_it_is():
             others = np.delete(scores[key - offset], [key, key - 1, *border_keys(seq_k)])
             assert scores[key - offset, key] > others.max() + 3
             assert scores[key - offset - 1, key] > others.max() + 3  # what the row before must not see
-
-
-def test_the_first_and_the_worst_wrong_tile_are_named():
-    relative = np.full((2, 3, 4), 0.5)
-    kinds = np.array([["a", "b", "c"], ["d", "e", "f"]])
-    assert wrong_result(relative, 0.5, kinds) is None
-    relative[0, 2, 3], relative[1, 1, 0] = 0.6, math.inf
-    message = wrong_result(relative, 0.5, kinds).message
-    assert message == ("c inputs: relative error 0.6 above 0.5 in batch 0, head 2, query tile 3, the first of 2 wrong "
-                       "tiles of 24; the worst, inf, on e inputs in batch 1, head 1, query tile 0")  # fmt: skip
-    relative[0, 2, 3] = math.nan  # never let through, whatever made it
-    assert "batch 0, head 2" in wrong_result(relative, 0.5, kinds).message
-    relative[0, 2, 3] = 0.1
-    assert wrong_result(relative, 0.5, kinds).message.endswith("query tile 0, the first of 1 wrong tiles of 24")
 
 
 def test_kinds_follow_the_key_value_heads():
@@ -297,19 +215,19 @@ CLASSES = [("float16", "fp32", 10), ("bfloat16", "fp32", 7), ("float16", "fp16",
 def test_a_right_kernel_passes_every_kind(dtype, accum_mode, margin, seq_q, seq_k, head_dim, causal):
     """With the margin that the tolerance promises, in either direction over the keys; a float32 reference adds little."""
     q, k, v = drawn(seq_q, seq_k, head_dim, dtype)
-    gate = tolerance(dtype, Schedule(accum_mode=accum_mode))
+    asked = gate(dtype, accum_mode)
     scale = head_dim**-0.5
     exact = attention_reference(np, q[None], k[None], v[None], causal=causal, scale=scale)
     single = attention_reference(np, q[None], k[None], v[None], causal=causal, scale=scale, dtype="float32")
-    assert tile_errors(np, single, exact, tile_m=64)[0].max() < 1e-4
+    assert tile_errors(single[0], exact[0], 64).max() < 1e-4
     for at, kind in enumerate(KINDS):
         out = simulated(q[at], k[at], v[at], dtype, causal=causal, accum_mode=accum_mode,
                         direction=1 if at % 2 else -1)  # fmt: skip
-        error = tile_errors(np, out[None, None], exact[:, at : at + 1], tile_m=64)[0].max()
-        if kind in gate.kinds:
-            assert error < gate.largest_error / margin, kind
+        error = tile_errors(out[None], exact[0, at : at + 1], 64).max()
+        if kind not in asked.except_kinds:
+            assert error < asked.relative / margin, kind
         elif head_dim >= 64:
-            assert error > gate.largest_error, kind  # no reason else to leave it out
+            assert error > asked.relative, kind  # no reason else to leave it out
 
 
 def softmax_times(scores, v, *, extra=0.0, narrow_sum=False):
@@ -370,7 +288,7 @@ def scaled(q, k):
 )
 def test_kernels_that_only_this_kind_tells_from_right_ones(wrong, kind, dtype):
     """Each passes on normal inputs: 64 rows, 16384 keys."""
-    gate = LARGEST_ERROR[dtype, "fp32"]
+    limit = gate(dtype).relative
     rng = np.random.default_rng(0)
     normal = [rounded(rng.standard_normal((rows, 64)), dtype) for rows in (64, 16384, 16384)]
     q, k, v = drawn(64, 16384, 64, dtype)
@@ -378,16 +296,16 @@ def test_kernels_that_only_this_kind_tells_from_right_ones(wrong, kind, dtype):
 
     def error(head):
         exact = attention_reference(np, *(array[None, None] for array in head), causal=False, scale=0.125)
-        return tile_errors(np, wrong(*head)[None, None], exact, tile_m=64)[0].max()
+        return tile_errors(wrong(*head)[None], exact[0], 64).max()
 
-    assert error(normal) < gate
-    assert error([q[at], k[at], v[at]]) > gate
+    assert error(normal) < limit
+    assert error([q[at], k[at], v[at]]) > limit
 
 
 def test_a_mask_off_by_one_far_down():
     """Each row sees one key too many: one in 8000 is lost among normal scores, not at a border."""
     seq, tail = 8256, slice(8160, 8224)  # a tile of rows around the border at 8192
-    gate = LARGEST_ERROR["bfloat16", "fp32"]
+    limit = gate("bfloat16").relative
     rng = np.random.default_rng(0)
     normal = [rounded(rng.standard_normal((seq, 64)), "bfloat16") for _ in range(3)]
     q, k, v = drawn(seq, seq, 64, "bfloat16")
@@ -396,10 +314,10 @@ def test_a_mask_off_by_one_far_down():
         row, column = np.arange(tail.start, tail.stop)[:, None], np.arange(seq)
         scores = scaled(head[0][tail], head[1])
         right, wrong = (softmax_times(np.where(column <= row + more, scores, -np.inf), head[2]) for more in (0, 1))
-        return tile_errors(np, wrong[None, None], right[None, None], tile_m=64)[0].max()
+        return tile_errors(wrong[None], right[None], 64).max()
 
-    assert error(normal) < gate
-    assert error([q[0], k[0], v[0]]) > 5 * gate
+    assert error(normal) < limit
+    assert error([q[0], k[0], v[0]]) > 5 * limit
 
 
 @pytest.mark.parametrize("accum_mode", ["fp32", "fp16"])
@@ -408,23 +326,13 @@ def test_the_kernel_passes_every_kind_of_other_problems(seq_q, accum_mode):
     """Aligned at the bottom right, with other values' columns and the log-sum-exp."""
     problem = Attention.problem(seq_q=seq_q, seq_k=256, head_dim=40, value_dim=96, causal=True, alignment="bottom_right", batch=2,
                       heads=8, kv_heads=4, lse=True)  # fmt: skip
-    plain = space_for("sm_90").default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
-    heads = kinds_of_heads(problem)
-    q, k, v = (array.astype(np.float16) for array in adversarial_heads(np, np.random.default_rng(2), problem))
-    exact, lse = attention_and_lse(np, q[None], k[None], v[None], causal=True, scale=0.2, alignment="bottom_right")
-    kv_heads = heads[:, :: problem.group]
-    template = kernel_named("attention")
+    plain = space_for("sm_90", Attention).default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
+    _, case = make_cases(Attention, np, np.random.default_rng(2), problem)
     for knobs in ({}, {"column_parts": 2}, {"kv_splits": 4}, {"pack_gqa": True}, {"pack_gqa": True, "kv_splits": 8},
                   {"loop_split": True, "kv_direction": "backward"}):  # fmt: skip
         schedule = plain.replace(**knobs)
-        gate, tile_m = tolerance("float16", schedule), template.rows_per_tile(schedule, problem)
-        with np.errstate(over="ignore", invalid="ignore"):
-            found = run_outputs(template, schedule, problem, q[heads], k[kv_heads], v[kv_heads], 0.2, sm_count=2)
-        asked = np.isin(np.array(KINDS)[heads], gate.kinds)
-        relative, _ = tile_errors(np, found["out"], exact[0], tile_m=tile_m, heads=heads)
-        assert relative[asked].max() < gate.largest_error / 3, schedule.short()
-        errors = lse_errors(np, found["lse"], lse[0], tile_m=tile_m, heads=heads)
-        assert errors[asked].max() < gate.largest_lse_error / 3, schedule.short()
+        for errors in run_on_cpu(problem, schedule, case):
+            assert errors.errors.max() < errors.limit / 3, (errors.output, schedule.short())
 
 
 @pytest.mark.parametrize("accum_mode", ["fp32", "fp16"])
@@ -432,19 +340,12 @@ def test_the_kernel_passes_every_kind_of_other_problems(seq_q, accum_mode):
 def test_the_kernel_passes_every_kind(causal, accum_mode):
     """The attention kernel itself, in the interpreter, with each value of each knob that the problem allows."""
     problem = Attention.problem(seq_q=256, seq_k=256, head_dim=32, causal=causal, batch=2, heads=4, kv_heads=4)
-    space = space_for("sm_90")
+    space = space_for("sm_90", Attention)
     plain = space.default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
-    heads = kinds_of_heads(problem)
-    q, k, v = (array.astype(np.float16) for array in adversarial_heads(np, np.random.default_rng(2), problem))
-    exact = attention_reference(np, q[None], k[None], v[None], causal=causal, scale=32**-0.5)[0]
-    inputs = q[heads], k[heads], v[heads]
+    _, case = make_cases(Attention, np, np.random.default_rng(2), problem)
     variants = [plain.replace(**{name: choice}) for name, knob in space.knobs.items() for choice in knob.choices]
     allowed = [each for each in dict.fromkeys(variants) if not space.violations(each, problem)]
     assert len(allowed) > 20
     for schedule in allowed:
-        gate = tolerance("float16", schedule)
-        with np.errstate(over="ignore", invalid="ignore"):
-            out = run_problem(kernel_named("attention"), schedule, problem, *inputs, 32**-0.5, sm_count=2)
-        relative, _ = tile_errors(np, out, exact, tile_m=schedule.number("tile_m"), heads=heads)
-        asked = np.isin(np.array(KINDS)[heads], gate.kinds)
-        assert relative[asked].max() < gate.largest_error / 3, schedule.short()
+        (errors,) = run_on_cpu(problem, schedule, case)
+        assert errors.errors.max() < errors.limit / 3, schedule.short()

@@ -37,7 +37,9 @@ def candidate(us=100.0, *, tile_m=16, **script) -> Candidate:
     """A candidate told apart by what it does."""
     made = artifact(cubin(us, **script), stable_id([us, script], 24))
     name = "-".join([str(us), *map(str, script.values())])
-    schedule = space_for("sm_90").default(PROBLEM).replace(tile_m=tile_m, q_subtiles=1, persistent="no", name=name)
+    schedule = (
+        space_for("sm_90", Attention).default(PROBLEM).replace(tile_m=tile_m, q_subtiles=1, persistent="no", name=name)
+    )
     return Candidate(schedule=schedule, artifact=made)
 
 

@@ -137,7 +137,7 @@ def test_a_kernel_in_a_file(begin, declared):
 @pytest.mark.parametrize("reference", ["return X[:-1]", "return X / xp.nothing_of_that_name"])
 def test_a_reference_that_is_wrong_is_told(begin, declared, reference):
     kernel = declared(reference=reference)
-    with pytest.raises(MeasureError, match="cannot prepare .*; correct what the kernel declares"):
+    with pytest.raises(MeasureError, match=r"cannot prepare .*; correct what the kernel declares"):
         begin(kernel, kernel.problem(count=1000)).wait()
 
 

@@ -20,13 +20,13 @@ from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import model as static
 from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
-from tiledsched.studies import model_residual as residual
-from tiledsched.studies.landscapes import Landscape, MeasuredProgram, read_landscape
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import import_table
+from tiledsched.studies import model_residual as residual
 from tiledsched.studies import model_scorecard as scorecard
+from tiledsched.studies.landscapes import Landscape, MeasuredProgram, read_landscape
 from tiledsched.studies.model_agreement import agreement, evaluate, spearman, stored_landscapes, table
 
 PLAIN = Schedule(tile_m=64, tile_n=64, occupancy=2, num_worker_warps=4, num_ctas=1, latency_k=0, latency_v=0,
@@ -260,7 +260,7 @@ def test_resident_blocks_follow_the_occupancy_rules():
 
 def test_a_whole_space_is_estimated_in_seconds():
     busy_steps.cache_clear()
-    space = space_for("sm_90")
+    space = space_for("sm_90", Attention)
     count, started = 0, time.perf_counter()
     for seq_len in (512, 4096):
         problem = Attention.standard(seq_len=seq_len, head_dim=64, causal=True)
@@ -277,7 +277,7 @@ def test_a_whole_space_is_estimated_in_seconds():
 @pytest.fixture(scope="module")
 def recorded():
     """The shipped landscapes of the burst regime."""
-    paths = sorted((data_files.tuning_db() / "landscapes").glob("h200_burst_*.json.xz"))
+    paths = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("h200_burst_*.json.xz"))
     return [read_landscape(path) for path in paths]
 
 
@@ -328,10 +328,10 @@ class TestResidual:
         residual.shipped_residual.cache_clear()
         try:
             residual.write(
-                residual.Residual(arch="sm_80", coefficients={"qk_ahead=true": 0.25}), tmp_path / "model" / "sm_80.json"
+                residual.Residual(arch="sm_80", coefficients={"qk_ahead=true": 0.25}), tmp_path / "model" / "attention" / "sm_80.json"
             )
             assert residual.shipped_residual("sm_80").coefficients == {"qk_ahead=true": 0.25}
-            (tmp_path / "model" / "sm_86.json").write_text('{"schema_version": 9, "arch": "sm_86"}')
+            (tmp_path / "model" / "attention" / "sm_86.json").write_text('{"schema_version": 9, "arch": "sm_86"}')
             with pytest.raises(ConfigError, match="fit it again"):
                 residual.shipped_residual("sm_86")
         finally:
@@ -399,7 +399,7 @@ class TestEvaluate:
         assert "Among the first 10: the best in 1 of 1 problems" in printed.stdout
 
     def test_a_file_gives_what_the_database_gives(self, tmp_path):
-        path = data_files.tuning_db() / "landscapes" / "h200_burst_s1024_d64_float16_causal_b1_h8.json.xz"
+        path = data_files.tuning_db() / "landscapes" / "attention" / "h200_burst_s1024_d64_float16_causal_b1_h8.json.xz"
         with TuningDB.open(str(tmp_path / "t.db")) as db:
             import_table(db, path)
             (stored,) = stored_landscapes(db)
@@ -407,7 +407,7 @@ class TestEvaluate:
 
     def test_a_table_is_not_a_landscape(self):
         with pytest.raises(ConfigError, match="the programs of one problem"):
-            read_landscape(data_files.tuning_db() / "tables" / "sm_90.json")
+            read_landscape(data_files.tuning_db() / "tables" / "attention" / "sm_90.json")
 
 
 class TestScorecard:

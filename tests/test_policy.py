@@ -12,14 +12,11 @@ from tiledsched import data_files
 from tiledsched.device import arch_spec
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device
-from tiledsched.studies.landscapes import read_landscape
 from tiledsched.serve import policy
 from tiledsched.serve.lookup import Table
 from tiledsched.serve.policy import (
     Parameters,
-    distance,
     expected_loss,
-    kind,
     loss_bands,
     named_losses,
     repaired,
@@ -28,9 +25,10 @@ from tiledsched.serve.policy import (
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
+from tiledsched.studies.landscapes import read_landscape
 from tiledsched.studies.policy import Study, bands, summary, write_bands
 
-SPACE, SPEC = space_for("sm_90"), arch_spec("sm_90")
+SPACE, SPEC = space_for("sm_90", Attention), arch_spec("sm_90")
 PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
 TABLE = data_files.tuning_db().parent / "docs" / "results" / "serving" / "sm_90_2026-11-20.json.xz"
 """The table as old as the landscapes: what is younger cannot be looked up in them."""
@@ -68,7 +66,7 @@ def test_the_nearest_says_most() -> None:
     near, far = entry(at(4096), wide), entry(at(16384), tall)
     found = choice(PROBLEM, far, near, model=0.0)
     assert (found.schedule, found.entry, found.asked) == (wide, near, 1)  # the other is too far to count
-    assert found.distance == distance(near.problem, PROBLEM) < distance(far.problem, PROBLEM)
+    assert found.distance == Attention.distance(near.problem, PROBLEM) < Attention.distance(far.problem, PROBLEM)
 
 
 def test_what_two_name_beats_what_the_nearest_alone_prefers() -> None:
@@ -120,7 +118,7 @@ ODD = [Attention.problem(seq_q=1, seq_k=8192, head_dim=128, batch=8, heads=32, k
 
 @pytest.fixture(scope="module")
 def shipped():
-    return Table(read_table(data_files.tuning_db() / "tables" / "sm_90.json").entries)
+    return Table(read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries, Attention)
 
 
 @pytest.mark.parametrize("problem", ODD, ids=str)
@@ -134,9 +132,9 @@ def test_problems_unlike_all_measured_ones_are_served_within_the_constraints(pro
 
 def test_few_rows_are_a_kind_of_their_own(shipped) -> None:
     decode = Attention.problem(seq_q=1, seq_k=8192, head_dim=128, heads=8, kv_heads=8)
-    assert kind(decode) != kind(decode.replace(seq_q=8192))
+    assert Attention.kind(decode) != Attention.kind(decode.replace(seq_q=8192))
     entries = [each for each in read_table(TABLE).entries if each.problem.seq_q == each.problem.seq_k]
-    served = Table(entries).resolve(decode, "sm_90", "NVIDIA H200")
+    served = Table(entries, Attention).resolve(decode, "sm_90", "NVIDIA H200")
     assert (served.provenance, served.expected_loss) == ("modelled", None)
     assert served.schedule["kv_splits"] > 1  # 8 blocks would leave 124 SMs idle
     told = shipped.resolve(decode, "sm_90", "NVIDIA H200")
@@ -158,7 +156,7 @@ def test_expected_losses_grow_with_distance_and_are_given_only_where_measured() 
 @pytest.fixture(scope="module")
 def study():
     root = data_files.tuning_db()
-    landscapes = [read_landscape(path) for path in sorted((root / "landscapes").glob("h200_burst_*.json.xz"))]
+    landscapes = [read_landscape(path) for path in sorted((root / "landscapes" / "attention").glob("h200_burst_*.json.xz"))]
     return Study(landscapes, read_table(TABLE).entries)
 
 
@@ -199,12 +197,12 @@ def test_a_choice_is_looked_up_by_its_program(study) -> None:
 def test_the_losses_that_ship_are_those_of_the_study(study, tmp_path) -> None:
     write_bands(bands(study), tmp_path / "bands.json")
     fresh = json.loads((tmp_path / "bands.json").read_text())
-    shipped = json.loads((data_files.tuning_db() / "model" / "transfer.json").read_text())
+    shipped = json.loads((data_files.tuning_db() / "model" / "attention" / "transfer.json").read_text())
     for mine, its in zip(fresh["bands"], shipped["bands"], strict=True):
         assert (mine["other_kind"], mine["cases"]) == (its["other_kind"], its["cases"])
         # Of other kinds, what is repaired depends on the space's constraints, which change now and then.
         assert mine["mean"] == pytest.approx(its["mean"], abs=0.05 if mine["other_kind"] else 0.002)
-    assert [band.loss.mean for band in loss_bands()] == [row["mean"] for row in shipped["bands"]]
+    assert [band.loss.mean for band in loss_bands("attention")] == [row["mean"] for row in shipped["bands"]]
 
 
 def test_without_the_file_no_loss_is_promised(tmp_path, monkeypatch) -> None:

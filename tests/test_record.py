@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 TEMPLATE = kernel_named("attention")
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128, causal=True)
 PINNED = {"accum_mode": "fp32"}
-SPACE = space_for("sm_90")
+SPACE = space_for("sm_90", Attention)
 ACCURACY = Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 0, 0), repeatable=True)
 
 

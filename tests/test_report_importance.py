@@ -61,7 +61,7 @@ def test_slow_programs_do_not_count() -> None:
 
 
 def test_latency_hints_matter_for_the_persistent_kernel_of_128x128() -> None:
-    paths = sorted((data_files.tuning_db() / "landscapes").glob("h200_burst_*_d128_*.json.xz"))
+    paths = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("h200_burst_*_d128_*.json.xz"))
     recorded = [
         [(one.measurement.schedule, one.measurement.median_us) for one in read_table(path).measurements]
         for path in paths

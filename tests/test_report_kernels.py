@@ -304,6 +304,9 @@ def test_layout_of_declarations():
         ("width", "dtype"),
         ["length"],
     )
+    product = axes_of(type("Both", (Product,), {"name": "report_tests.both", "label": {"E": ("inner", "width")}}))
+    assert product.describe_shared(Product.problem(length=1, inner=2, width=3)) == "order=nn float16"
+    assert list(product.columns) == ["E", "length"]  # swept with its label, though the two differ
     lists = replace(smooth_axes, swept=("groups",), columns={"groups": ("groups",)})
     assert lists.size(Ragged.problem(groups=[300, 200])) == 500
     assert cell(Ragged.problem(groups=[300, 200]), ("groups",)) == "300,200"

@@ -20,7 +20,7 @@ FIRST = [taken(plain(64, 64), 200.0), taken(plain(64, 64, kv_subtiles=2), 160.0)
          taken(plain(128, 64, kv_subtiles=2), 240.0)]  # fmt: skip
 SECOND = [taken(plain(64, 64), 100.0), taken(plain(64, 64, kv_subtiles=2), 125.0),
           replace(taken(plain(64, 32, kv_subtiles=2), 50.0), accuracy=None)]  # fmt: skip
-SHIPPED = data_files.tuning_db() / "landscapes" / "h200_burst_s4096_d64_float16_full_b4_h32.json.xz"
+SHIPPED = data_files.tuning_db() / "landscapes" / "attention" / "h200_burst_s4096_d64_float16_full_b4_h32.json.xz"
 
 
 def test_a_knob_value_is_compared_with_the_plain_one() -> None:

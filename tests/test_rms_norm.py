@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tile_checks import check, make_inputs, mutated, run_schedule, sample, schedules
+from tile_checks import check, make_inputs, mutated, run_schedule, sample, searched
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.device import ARCHS
@@ -45,7 +45,7 @@ def test_rows_of_zeros_stay_zero():
 
 @pytest.mark.parametrize("columns", [1024, 4096, 5120, 16384])
 def test_as_many_schedules_are_searched_as_a_tune_can_learn_from(columns):
-    assert 30 <= len(schedules(RmsNorm, RmsNorm.problem(rows=16384, columns=columns))) <= 300
+    assert 20 <= len(searched(RmsNorm, RmsNorm.problem(rows=16384, columns=columns))) <= 200
 
 
 MUTATIONS = {
@@ -60,7 +60,7 @@ MUTATIONS = {
     "tiles of the first column": ("ct.load(array, (row, column)", "ct.load(array, (row, 0 * column)"),
     "gathers of the first column": ("return column * const.TILE_COLUMNS +", "return 0 * column * const.TILE_COLUMNS +"),
     "gathers of the first row": ("rows = row * const.TILE_ROWS +", "rows = 0 * row * const.TILE_ROWS +"),
-    "padding undetermined": ("padding_mode=ct.PaddingMode.ZERO,\n                       latency", "latency"),
+    "padding undetermined": ("padding_mode=ct.PaddingMode.ZERO,\n                       allow_tma", "allow_tma"),
     "persistent blocks skip rows": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):"),
     "persistent blocks end early": ("ct.cdiv(X.shape[0], const.TILE_ROWS)", "X.shape[0] // const.TILE_ROWS"),
     "the last tile left out": ("- 1) // const.TILE_COLUMNS", "- 1) // const.TILE_COLUMNS - (const.COLUMNS > const.TILE_COLUMNS)"),
@@ -110,7 +110,7 @@ def test_compiles_without_spills(arch):
 
 
 def test_model_prefers_more_bytes_under_way():
-    from tiledsched.build.cubin import ResourceFacts
+    from tiledsched.resources import ResourceFacts
 
     def us(registers, shared, **pinned):
         facts = ResourceFacts(registers=registers, threads=128, shared_bytes=shared, spill_bytes=0, num_ctas=1, code_bytes=0,

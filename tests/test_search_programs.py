@@ -23,7 +23,7 @@ from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.problem import stable_id
 from tiledsched.schedule import Schedule
-from tiledsched.search.programs import Workshop
+from tiledsched.search.programs import Builder
 from tiledsched.store.db import TuningDB
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
@@ -71,60 +71,60 @@ def db():
 
 
 @pytest.fixture
-def workshop(db, tmp_path):
-    """A maker of workshops over one database and one folder, as if each were a new process."""
+def builder(db, tmp_path):
+    """A maker of builders over one database and one folder, as if each were a new process."""
 
     def make(pool, **changes):
         values = {"db": db, "artifacts": ArtifactStore(tmp_path), "template": kernel_named("attention"),
                   "arch": "sm_90", "toolchain": TOOLCHAIN} | changes  # fmt: skip
-        return Workshop(*values.values(), pool=pool)
+        return Builder(*values.values(), pool=pool)
 
     return make
 
 
-def test_nothing_is_compiled_twice(workshop):
+def test_nothing_is_compiled_twice(builder):
     pool = StubPool()
     wanted = [schedule(), schedule(tile_m=128), schedule()]
-    shop = workshop(pool)
+    shop = builder(pool)
     assert shop.missing(wanted, PROBLEM) == wanted[:2]
     steps = []
     assert shop.build(wanted, PROBLEM, progress=lambda *step: steps.append(step)) == 2
     assert steps == [(1, 2), (2, 2)]
     assert shop.build(wanted, PROBLEM) == 0
-    assert workshop(pool).build(iter(wanted), PROBLEM) == 0
+    assert builder(pool).build(iter(wanted), PROBLEM) == 0
     assert pool.compiled == wanted[:2]
 
 
-def test_problems_of_one_class_share_builds(workshop):
+def test_problems_of_one_class_share_builds(builder):
     pool = StubPool()
-    shop = workshop(pool)
+    shop = builder(pool)
     shop.build([schedule()], PROBLEM)
     assert shop.build([schedule()], PROBLEM.replace(seq_q=4096, seq_k=8192, batch=7)) == 0
     assert shop.build([schedule()], PROBLEM.replace(seq_k=1000)) == 1  # needs a column mask
     assert shop.build([schedule()], PROBLEM.replace(causal=True)) == 1
 
 
-def test_another_toolchain_arch_or_source_builds_anew(workshop):
-    shop = workshop(StubPool())
+def test_another_toolchain_arch_or_source_builds_anew(builder):
+    shop = builder(StubPool())
     shop.build([schedule()], PROBLEM)
     for changes in ({"toolchain": replace(TOOLCHAIN, tileiras="13.4.99")}, {"arch": "sm_100"}):
-        assert workshop(StubPool(), **changes).missing([schedule()], PROBLEM)
+        assert builder(StubPool(), **changes).missing([schedule()], PROBLEM)
 
 
-def test_a_missing_file_is_built_again(workshop):
+def test_a_missing_file_is_built_again(builder):
     pool = StubPool()
-    shop = workshop(pool)
+    shop = builder(pool)
     shop.build([schedule()], PROBLEM)
     path = shop.artifacts.path("sm_90", shop.record(schedule(), PROBLEM).fingerprint)
     path.unlink()
     assert shop.missing([schedule()], PROBLEM) == [schedule()]
-    assert workshop(pool).build([schedule()], PROBLEM) == 1
+    assert builder(pool).build([schedule()], PROBLEM) == 1
     assert path.is_file()
 
 
 @pytest.mark.parametrize("damage", [b"", b"not compressed at all", "cut", "other"])
-def test_a_damaged_file_is_missing_from_the_first_look_on(workshop, damage):
-    shop = workshop(StubPool())
+def test_a_damaged_file_is_missing_from_the_first_look_on(builder, damage):
+    shop = builder(StubPool())
     shop.build([schedule()], PROBLEM)
     fingerprint = shop.record(schedule(), PROBLEM).fingerprint
     path = shop.artifacts.path("sm_90", fingerprint)
@@ -138,11 +138,11 @@ def test_a_damaged_file_is_missing_from_the_first_look_on(workshop, damage):
     assert shop.build([schedule()], PROBLEM) == 1
 
 
-def test_failures_are_stored_and_not_tried_again(workshop, db):
+def test_failures_are_stored_and_not_tried_again(builder, db):
     pool = StubPool({schedule(tile_m=128): BAD})
-    shop = workshop(pool)
+    shop = builder(pool)
     assert shop.build([schedule(), schedule(tile_m=128)], PROBLEM) == 2
-    for again in (shop, workshop(pool)):
+    for again in (shop, builder(pool)):
         assert again.missing([schedule(), schedule(tile_m=128)], PROBLEM) == []
         record = again.record(schedule(tile_m=128), PROBLEM)
         assert (record.failure, record.fingerprint, record.facts) == (BAD, "", None)
@@ -153,11 +153,11 @@ def test_failures_are_stored_and_not_tried_again(workshop, db):
     ]
 
 
-def test_equivalents_are_one_program(workshop):
+def test_equivalents_are_one_program(builder):
     same = artifact("a" * 24)
     alike = [schedule(opt_level=3), schedule(opt_level=2), schedule(latency_k=2)]
     other = schedule(tile_m=128)
-    shop = workshop(StubPool(dict.fromkeys(alike, same)))
+    shop = builder(StubPool(dict.fromkeys(alike, same)))
     shop.build([*alike, other], PROBLEM)
     programs = shop.programs([alike[1], other, alike[0], alike[2], schedule(tile_n=128)], PROBLEM, 132)
     assert [program.schedules for program in programs] == [(alike[1], alike[0], alike[2]), (other,)]
@@ -165,30 +165,30 @@ def test_equivalents_are_one_program(workshop):
     assert programs[0].key == ("a" * 24, (1024 // 64 * PROBLEM.batch * PROBLEM.heads, 1, 1))
 
 
-def test_one_code_with_two_grids_is_two_programs(workshop):
+def test_one_code_with_two_grids_is_two_programs(builder):
     """Persistent kernels of one machine code launch as many blocks as their occupancy hint says."""
     same = artifact("a" * 24)
     pair = [schedule(persistent="strided", occupancy=1), schedule(persistent="strided", occupancy=2)]
-    shop = workshop(StubPool(dict.fromkeys(pair, same)))
+    shop = builder(StubPool(dict.fromkeys(pair, same)))
     shop.build(pair, PROBLEM)
     assert [program.grid[0] for program in shop.programs(pair, PROBLEM, 132)] == [132, 264]
     small = PROBLEM.replace(batch=1, heads=1, kv_heads=1)
     assert [program.grid[0] for program in shop.programs(pair, small, 132)] == [16]
 
 
-def test_a_deadline_leaves_the_rest(workshop, monkeypatch):
+def test_a_deadline_leaves_the_rest(builder, monkeypatch):
     pool = StubPool()
     wanted = [schedule(occupancy=n) for n in range(1, 9)]
-    shop = workshop(pool)
+    shop = builder(pool)
     monkeypatch.setattr("tiledsched.search.programs.time.monotonic", lambda: len(pool.compiled))
     assert shop.build(wanted, PROBLEM, deadline_s=2.5) == 3
     assert pool.stopped_early
-    assert workshop(pool).missing(wanted, PROBLEM) == wanted[3:]
+    assert builder(pool).missing(wanted, PROBLEM) == wanted[3:]
     assert shop.build(wanted, PROBLEM) == 5
     assert pool.compiled == wanted
 
 
-def test_ctrl_c_keeps_what_was_built(workshop):
+def test_ctrl_c_keeps_what_was_built(builder):
     pool = StubPool()
     wanted = [schedule(occupancy=n) for n in range(1, 6)]
 
@@ -197,8 +197,8 @@ def test_ctrl_c_keeps_what_was_built(workshop):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        workshop(pool).build(wanted, PROBLEM, progress=interrupt)
-    assert workshop(pool).missing(wanted, PROBLEM) == wanted[2:]
+        builder(pool).build(wanted, PROBLEM, progress=interrupt)
+    assert builder(pool).missing(wanted, PROBLEM) == wanted[2:]
 
 
 # The pool of processes
@@ -269,13 +269,13 @@ needs_compiler = pytest.mark.skipif(
 
 @needs_compiler
 @pytest.mark.compiler
-def test_real_compiles(workshop, tmp_path):
+def test_real_compiles(builder, tmp_path):
     """Two archs, equivalents, an error and a compiler stopped at its limit, all through the pool."""
     plain, alike = schedule(), schedule(opt_level=2)
     broken, endless = schedule(tile_m=48), schedule(tile_m=128)
     with BuildPool() as pool:
         for arch in ("sm_90", "sm_121"):
-            shop = workshop(pool, arch=arch)
+            shop = builder(pool, arch=arch)
             assert shop.build([plain, alike, broken] if arch == "sm_90" else [plain], PROBLEM) == (
                 3 if arch == "sm_90" else 1
             )
@@ -289,10 +289,10 @@ def test_real_compiles(workshop, tmp_path):
             assert made.facts.registers > 32
             assert made.facts.threads % 32 == 0
         assert shop.missing([plain], PROBLEM) == []
-        hurried = workshop(pool)
+        hurried = builder(pool)
         hurried._timeout_s = 0.01
         hurried.build([endless], PROBLEM)
-    shop = workshop(StubPool())
+    shop = builder(StubPool())
     fingerprints = {shop.record(each, PROBLEM).fingerprint for each in (plain, alike)}
     assert len(shop.programs([plain, alike], PROBLEM, 132)) == len(fingerprints)
     assert shop.record(broken, PROBLEM).failure.kind is FailureKind.COMPILE_ERROR

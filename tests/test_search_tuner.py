@@ -24,12 +24,12 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 
 TEMPLATE = kernel_named("attention")
-LANDSCAPES = sorted((data_files.tuning_db() / "landscapes").glob("*_burst_*.json.xz"))
+LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 
 
 def recorded_space(recorded: Recorded) -> SearchSpace:
     """The shipped space, cut down to the schedules that were recorded."""
-    return space_for("sm_90").limited_to(recorded.schedules)
+    return space_for("sm_90", Attention).limited_to(recorded.schedules)
 
 
 class Recorded:
@@ -39,7 +39,7 @@ class Recorded:
 
     def __init__(self, path: Path) -> None:
         table = read_table(path)
-        complete = space_for("sm_90").complete  # recorded before the youngest knobs
+        complete = space_for("sm_90", Attention).complete  # recorded before the youngest knobs
         self.measurements = [
             dataclasses.replace(stored.measurement, schedule=complete(stored.measurement.schedule))
             for stored in table.measurements
@@ -100,7 +100,7 @@ def test_the_default_search_finds_the_recorded_best(db, path) -> None:
     assert result.entry.provenance == "measured"
     assert result.measured <= EFFORTS["default"].programs
     assert recorded.times[recorded.key(result.entry.schedule)] <= 1.01 * recorded.best_us
-    default = space_for("sm_90").default(recorded.problem)
+    default = space_for("sm_90", Attention).default(recorded.problem)
     assert any(stored.measurement.schedule == default for stored in db.measurements(recorded.problem))
 
 
@@ -182,7 +182,7 @@ def test_candidates_that_lack_what_is_served_do_not_replace_it_by_less(db, sampl
     slower = [each for each in recorded.schedules if recorded.fingerprints.get(each)
               and recorded.times[recorded.key(each)] > 1.1 * recorded.best_us][:8]  # fmt: skip
     recorded.toolchain = dataclasses.replace(recorded.toolchain, tileiras="13.5.1")
-    second = tune(recorded, db, space=space_for("sm_90").limited_to(slower), sampler=sampler)
+    second = tune(recorded, db, space=space_for("sm_90", Attention).limited_to(slower), sampler=sampler)
     assert second.entry.schedule == first.entry.schedule
     assert second.entry.toolchain.tileiras == "13.5.1"
 
@@ -191,10 +191,10 @@ def test_neighbours_of_the_fastest_are_found_outside_what_is_explored(db) -> Non
     """From a list that lacks the recorded best, in steps of two knobs."""
     recorded = Recorded(LANDSCAPES[2])
     best = next(m.schedule for m in recorded.measurements if m.median_us == recorded.best_us)
-    near = set(space_for("sm_90").neighbours(best, recorded.problem, pinned=("accum_mode",)))
+    near = set(space_for("sm_90", Attention).neighbours(best, recorded.problem, pinned=("accum_mode",)))
     slower = {each: recorded.times[recorded.key(each)] for each in near if each in recorded.fingerprints}
     start = min((each for each in slower if slower[each] > 1.01 * recorded.best_us), key=lambda each: slower[each])
-    listed = space_for("sm_90").limited_to([start])
+    listed = space_for("sm_90", Attention).limited_to([start])
     without = tune(recorded, db, space=listed)
     assert without.entry.schedule == start
     found = tune(recorded, db, space=listed, neighbours=True, effort="thorough")
@@ -215,7 +215,7 @@ def test_a_problem_is_learnt_from_itself_only_when_asked_to(db) -> None:
     recorded = Recorded(LANDSCAPES[1])
     tune(recorded, db, trials=16)
     device = ReplayRunner(TEMPLATE, recorded.measurements).device.name
-    elsewhere = Elsewhere(db, space_for("sm_90"), device, "burst", "fp32")
+    elsewhere = Elsewhere(db, space_for("sm_90", Attention), device, "burst", "fp32")
     assert elsewhere.known(recorded.problem, arch_spec("sm_90"), itself=False) == []
     (known,) = elsewhere.known(recorded.problem, arch_spec("sm_90"), itself=True)
     assert known.problem == recorded.problem
@@ -289,7 +289,7 @@ def test_a_replay_needs_one_device_and_a_recorded_problem() -> None:
 
 @pytest.mark.parametrize("path", LANDSCAPES[::4], ids=lambda path: path.stem.split(".")[0])
 def test_the_part_of_the_space_that_is_judged_holds_the_recorded_best(path) -> None:
-    recorded, space = Recorded(path), space_for("sm_90")
+    recorded, space = Recorded(path), space_for("sm_90", Attention)
     estimate = estimator(recorded.problem, arch_spec("sm_90"))
     part = promising_part(space, recorded.problem, {"accum_mode": "fp32"}, estimate, winners=[])
     assert len(part.candidates) < 8000

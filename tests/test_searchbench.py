@@ -10,6 +10,7 @@ import pytest
 
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError
+from tiledsched.kernels.attention import Attention
 from tiledsched.search.effort import EFFORTS
 from tiledsched.studies.search import constants, ours
 from tiledsched.studies.search.bench import run_bench, shipped_landscapes
@@ -122,7 +123,7 @@ def test_constants_change_and_come_back(fields) -> None:
         assert constants.surprise(fields[0]) != surprise
     assert before == surrogate.UNEVEN
     assert constants.surprise(fields[0]) == surprise
-    assert constants.constants([1.0] * 8)["WEIGHTS"] == surrogate.WEIGHTS
+    assert constants.constants([1.0] * 8)["weights"] == Attention.weights
 
 
 def test_the_command(tmp_path, capsys) -> None:

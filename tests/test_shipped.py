@@ -13,14 +13,15 @@ from kernel_checks import check
 
 from tiledsched import data_files
 from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Table
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 
 ROOT = Path(__file__).parent.parent
-TABLES = sorted((data_files.tuning_db() / "tables").glob("*.json"))
-LANDSCAPES = sorted((data_files.tuning_db() / "landscapes").glob("*.json.xz"))
+TABLES = sorted((data_files.tuning_db() / "tables").glob("*/*.json"))
+LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*.json.xz"))
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -51,8 +52,8 @@ def small_problem(problem: Problem) -> Problem:
 
 def test_what_was_measured_is_right_in_the_interpreter() -> None:
     """Neighbours of winners leave what is explored, and with it what the tests of the kernel draw from."""
-    space = space_for("sm_90")
-    entries = read_table(data_files.tuning_db() / "tables" / "sm_90.json").entries
+    space = space_for("sm_90", Attention)
+    entries = read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries
     cases = dict.fromkeys((small_problem(entry.problem), space.complete(entry.schedule)) for entry in entries)
     assert len(cases) > 100
     for problem, schedule in cases:

@@ -21,7 +21,7 @@ from tiledsched.store.writing import Parents, entry_values, measurement_values
 
 OLD_DATABASES = sorted((Path(__file__).parent / "data").glob("store_000[123].db"))
 SHIPPED = data_files.tuning_db()
-LANDSCAPES = sorted((SHIPPED / "landscapes").glob("*.json.xz"))
+LANDSCAPES = sorted((SHIPPED / "landscapes" / "attention").glob("*.json.xz"))
 
 
 def old_id(problem: Problem) -> str:
@@ -76,7 +76,7 @@ def upgraded(request, tmp_path):
 
 
 def test_every_measured_entry_comes_through_as_measured(upgraded, tmp_path) -> None:
-    path = SHIPPED / "tables" / "sm_90.json"
+    path = SHIPPED / "tables" / "attention" / "sm_90.json"
     table = read_table(path)
     assert Counter(entry.provenance for entry in table.entries) == {"measured": 173}
     db = upgraded(table)
@@ -163,30 +163,3 @@ def test_problems_of_an_unofficial_kernel_are_told_apart(tmp_path) -> None:
         assert theirs.measurement.problem.tflops(1.0) == 0.0
         assert dict(theirs.measurement.problem.values).items() <= dict(ours.measurement.problem.values).items()
         assert [line.problem.kernel for line in db.landscapes()] == ["attention", "theirs"]
-
-
-def test_a_lost_check_of_builds_is_made_again(tmp_path, monkeypatch) -> None:
-    """Alembic versions differ in whether they keep it where SQLite makes the table anew."""
-    inspected = []
-    inspect = sa.inspect
-
-    class Forgetful:
-        def __init__(self, inspector) -> None:
-            self.inspector = inspector
-
-        def __getattr__(self, name):
-            return getattr(self.inspector, name)
-
-        def get_check_constraints(self, table):
-            inspected.append(table)
-            return []
-
-    url = engines.resolve_url(tmp_path / "x.db")
-    engine = engines.create_engine(url, read_only=False)
-    engines.upgrade(engine, url, "0003")
-    monkeypatch.setattr(sa, "inspect", lambda subject: Forgetful(inspect(subject)))
-    engines.upgrade(engine, url)
-    monkeypatch.undo()
-    assert inspected == ["builds"]
-    assert {each["name"] for each in sa.inspect(engine).get_check_constraints("builds")} == {"ck_builds_outcome"}
-    engine.dispose()

@@ -13,21 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
-
-from tiledsched.build.compiler import Built
-from tiledsched.build.cubin import Artifact
-from tiledsched.cli import main
-from tiledsched.errors import ConfigError, Failure, FailureKind, MeasureError
-from tiledsched.kernel import kernel_named
-from tiledsched.kernels.attention import Attention
-from tiledsched.measure.replay import ReplayRunner
-from tiledsched.measure.runner import Batch, Candidate, Checked
-from tiledsched.problem import stable_id
-from tiledsched.search.programs import Workshop
-from tiledsched.space_files import space_for
-from tiledsched.store.db import TuningDB
-from tiledsched.studies.repeatability import methods as methods_module
-from tiledsched.studies.repeatability.methods import Choice, Counted, Exhaustive, InTurn, RaceMethod, built_kernel
 from tiledsched.studies.repeatability.occasion import (
     Field,
     Known,
@@ -39,11 +24,26 @@ from tiledsched.studies.repeatability.occasion import (
     run_occasion,
     spread,
 )
+
+from tiledsched.build.compiler import Built
+from tiledsched.build.cubin import Artifact
+from tiledsched.cli import main
+from tiledsched.errors import ConfigError, Failure, FailureKind, MeasureError
+from tiledsched.kernel import kernel_named
+from tiledsched.kernels.attention import Attention
+from tiledsched.measure.replay import ReplayRunner
+from tiledsched.measure.runner import Batch, Candidate, Checked
+from tiledsched.problem import stable_id
+from tiledsched.search.programs import Builder
+from tiledsched.space_files import space_for
+from tiledsched.store.db import TuningDB
+from tiledsched.studies.repeatability import methods as methods_module
+from tiledsched.studies.repeatability.methods import Choice, Counted, Exhaustive, InTurn, RaceMethod, built_kernel
 from tiledsched.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, check_columns, read_rows
 from tiledsched.studies.repeatability.summary import summarise
 
 TEMPLATE = kernel_named("attention")
-SPACE = space_for("sm_90")
+SPACE = space_for("sm_90", Attention)
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 OTHER = Attention.standard(seq_len=4096, head_dim=64)
 DEFAULT = SPACE.default(PROBLEM, pinned={"accum_mode": "fp32"})
@@ -104,9 +104,9 @@ def db(tmp_path):
         yield db
 
 
-def workshop(db, made=None):
+def builder(db, made=None):
     made = made or MadeUp()
-    return Workshop(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made)
+    return Builder(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made)
 
 
 def candidates(count=5):
@@ -137,7 +137,7 @@ def test_the_field_is_the_default_and_known_programs_in_no_order_of_speed(db) ->
     slow_default = dataclasses.replace(measured()[0], median_us=1e6)
     db.record_measurement(None, "attention", TEMPLATE.source_hash, TOOLCHAIN, slow_default)
     made = MadeUp()
-    field = find_field(db, workshop(db, made), SPACE, PROBLEM, DEVICE, 9)
+    field = find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
     schedules = [each.schedule for each in field.candidates]
     assert schedules[0] == DEFAULT
     assert [each.id for each in schedules[1:]] == sorted(each.id for each in schedules[1:])
@@ -145,14 +145,14 @@ def test_the_field_is_the_default_and_known_programs_in_no_order_of_speed(db) ->
     assert SCHEDULES[-1] in schedules
     assert len(schedules) == made.compiled == 9
     assert [each.schedule for each in field.leaders] == SCHEDULES[1:5]
-    again = find_field(db, workshop(db), SPACE, PROBLEM, DEVICE, 9)
+    again = find_field(db, builder(db), SPACE, PROBLEM, DEVICE, 9)
     assert again == field
 
 
 def test_a_program_that_builds_otherwise_today_is_left_out(db) -> None:
     made = MadeUp()
     made.changed = {SCHEDULES[1]}
-    field = find_field(db, workshop(db, made), SPACE, PROBLEM, DEVICE, 9)
+    field = find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
     assert SCHEDULES[1] not in {each.schedule for each in field.candidates}
     assert len(field.candidates) == 8
 
@@ -163,7 +163,7 @@ def test_known_are_distinct_programs_with_fp32_accumulators_of_this_space(db) ->
     foreign = DEFAULT.replace(tile_m=1)
     for one in (twin, *(measurement(1.0, schedule=each, fingerprint=print_of(each)) for each in (half, foreign))):
         db.record_measurement(None, "attention", TEMPLATE.source_hash, TOOLCHAIN, one)
-    known = known_programs(db, workshop(db), SPACE, PROBLEM, DEVICE)
+    known = known_programs(db, builder(db), SPACE, PROBLEM, DEVICE)
     assert len(known) == len({each.key for each in known})
     assert not {half, foreign} & {each.schedule for each in known}
     assert known[0].schedule == SCHEDULES[4]
@@ -173,7 +173,7 @@ def test_known_are_distinct_programs_with_fp32_accumulators_of_this_space(db) ->
 def test_a_problem_nobody_measured_says_what_to_do(db) -> None:
     unknown = PROBLEM.replace(heads=3, kv_heads=3)
     with pytest.raises(MeasureError, match="tiledsched tune"):
-        find_field(db, workshop(db), SPACE, unknown, DEVICE, 9)
+        find_field(db, builder(db), SPACE, unknown, DEVICE, 9)
 
 
 def test_a_default_that_does_not_build_says_what_to_do(db) -> None:
@@ -183,7 +183,7 @@ def test_a_default_that_does_not_build_says_what_to_do(db) -> None:
         Built(task=each, artifact=None, failure=failure, seconds=0.1) for each in tasks
     )
     with pytest.raises(MeasureError, match="default schedule does not build"):
-        find_field(db, workshop(db, made), SPACE, PROBLEM, DEVICE, 9)
+        find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
 
 
 # Methods
@@ -651,7 +651,7 @@ def test_torch_methods_launch_the_artifact_and_get_it_right() -> None:
 
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     problem = Attention.standard(seq_len=512, head_dim=64, causal=True, batch=2, heads=4)
-    default = space_for(arch).default(problem, pinned={"accum_mode": "fp32"})
+    default = space_for(arch, Attention).default(problem, pinned={"accum_mode": "fp32"})
     made = [compile_task(BuildTask(kernel="attention", schedule=each, problem=problem, arch=arch)).artifact
             for each in (default, default.replace(tile_m=64, tile_n=32))]  # fmt: skip
     field = [Candidate(schedule=default, artifact=made[0]),

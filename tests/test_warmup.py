@@ -288,7 +288,9 @@ def test_a_program_of_a_bundle_is_the_one_cutile_would_compile_and_no_compiler_s
 import subprocess, sys
 def forbidden(*given, **more): raise AssertionError(f"started {{given}}")
 subprocess.run = subprocess.Popen = forbidden
+from tiledsched import launches
 from tiledsched.config import load_settings
+from tiledsched.kernel import kernel_named
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.prebuilt import make_kernel

@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 
 from tiledsched.declaration import call_reference
-from tiledsched.device import ARCHS, arch_limits
 from tiledsched.interpreter import run
 from tiledsched.launches import steps
 from tiledsched.schedule import Schedule
+from tiledsched.space_files import space_for
 
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 ROUNDING = {"float16": 1e-3, "bfloat16": 8e-3}
@@ -31,36 +31,21 @@ class Device:
     sm_count = 3
 
 
-def holds(expression, kernel, p, s, arch="sm_90"):
-    """Whether a constraint holds."""
-    names = {**arch_limits(arch), **p.values, **{name: getattr(p, name) for name in kernel.derived}, **s}
-    return bool(eval(expression, {"__builtins__": {}}, names))
+def searched(kernel, p, arch="sm_90"):
+    """Every schedule that is searched."""
+    return list(space_for(arch, kernel).schedules(p))
 
 
-def schedules(kernel, p, *, explored=True):
-    """Every schedule that works, or only those that are searched."""
-    found = [{}]
-    rules = [*kernel.constraints, *(kernel.exploring if explored else ())]
-    knobs = kernel.knob_fields()
-    done = set(kernel.fields) | set(kernel.derived) | {"sm_count", "shared_memory_bytes", "registers_per_sm"}
-    for name, each in knobs.items():
-        done.add(name)
-        ready = [rule for rule in rules if names_of(rule) <= done and name in names_of(rule)]
-        found = [s for start in found for choice in each.choices
-                 if all(holds(rule, kernel, p, s := {**start, name: choice}) for rule in ready)
-                 for s in ({**start, name: choice},)]  # fmt: skip
-    return [Schedule(s) for s in found]
-
-
-def names_of(expression):
-    """The names an expression reads."""
-    return {word for word in compile(expression, "rule", "eval").co_names}
-
-
-def sample(kernel, p, count, seed=0, *, explored=False):
-    """Some schedules that work."""
-    every = schedules(kernel, p, explored=explored)
-    return random.Random(seed).sample(every, min(count, len(every)))
+def sample(kernel, p, count, seed=0, arch="sm_90"):
+    """Schedules that work, searched or not, drawn at random."""
+    space, rng, found = space_for(arch, kernel), random.Random(seed), {}
+    values = space.constraint_values(p)
+    rules = [rule for rule in space.constraints if not rule.exploring]
+    while len(found) < count:
+        drawn = {name: rng.choice(knob.choices) for name, knob in space.knobs.items()}
+        if all(rule.holds(values | drawn) for rule in rules):
+            found[tuple(drawn.values())] = Schedule(drawn)
+    return list(found.values())
 
 
 def make_inputs(kernel, p, seed=0):
@@ -94,9 +79,7 @@ def run_schedule(kernel, p, s, inputs, order="forward"):
 def check(kernel, p, s, inputs=None, order="forward"):
     """Run a schedule and compare each output with the reference in float64."""
     inputs = make_inputs(kernel, p) if inputs is None else inputs
-    exact = call_reference(
-        kernel, np, p, {name: np.asarray(array, dtype=np.float64) for name, array in inputs.items()}
-    )
+    exact = call_reference(kernel, np, p, {name: np.asarray(array, dtype=np.float64) for name, array in inputs.items()})
     for (name, out), right in zip(run_schedule(kernel, p, s, inputs, order).items(), exact, strict=True):
         found = out.astype(np.float64)
         assert np.isfinite(found).all(), f"{name}: unwritten elements, or padding that was used"

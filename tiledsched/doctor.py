@@ -23,9 +23,9 @@ from tiledsched.build import toolchain
 from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.compiler import MISLEADING_VARIABLES
 from tiledsched.config import Settings, load_settings
+from tiledsched.device import ARCHS, arch_spec
 from tiledsched.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.measure import nvml
-from tiledsched.space_files import shipped_archs, space_for
 
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "warn", "missing", "broken")
@@ -217,7 +217,7 @@ def _targets() -> Verdict:
         installed = toolchain.installed_toolchain()
     except CompilerError:
         return Verdict("missing", "none without a working compiler")
-    archs = shipped_archs()
+    archs = list(ARCHS)
     good = [arch for arch in archs if _can_build(installed, arch)]
     old = [arch for arch in archs if arch not in good]
     detail = f"for {', '.join(good) or 'no arch'}"
@@ -291,7 +291,7 @@ def _arch() -> Verdict:
     notes, status, remedy = [], "ok", ""
     for arch in archs:
         try:
-            space_for(arch)
+            arch_spec(arch)
             toolchain.check_arch(toolchain.installed_toolchain(), arch)
             notes.append(f"{arch}: search space and compiler fit")
         except TiledschedError as error:

@@ -110,6 +110,8 @@ class ArrayField:
     zeroed: bool = False
     absolute: bool = False
     """Of outputs: whether errors are judged as they are, not relative to the tile's size."""
+    aligned: bool = False
+    """Of scratch memory: whether machine code may count on the alignment of its rows, as it does for inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +196,11 @@ def arrays(shape: Callable[..., Any], *, dtype: str | None = None) -> Any:
 
 
 def out(shape: str | Callable[..., Any], *, dtype: str | None = None, layout: str = "row", when: str | None = None,
-        absolute: bool = False) -> Any:  # fmt: skip
-    """An output, as :func:`array`; without its flag it is scratch. `absolute`: errors are not relative to its size."""
-    return ArrayField(shape=shape, role="out", dtype=dtype, layout=layout, when=when, absolute=absolute)
+        absolute: bool = False, aligned: bool = False) -> Any:  # fmt: skip
+    """An output, as :func:`array`; without its flag it is scratch. `absolute`: errors are not relative to its size.
+    `aligned`: as of :func:`workspace`; outputs without a flag always are.
+    """
+    return ArrayField(shape=shape, role="out", dtype=dtype, layout=layout, when=when, absolute=absolute, aligned=aligned)
 
 
 def outs(shape: Callable[..., Any], *, dtype: str | None = None) -> Any:
@@ -209,12 +213,14 @@ def inout(shape: str | Callable[..., Any], *, dtype: str | None = None, layout: 
     return ArrayField(shape=shape, role="inout", dtype=dtype, layout=layout)
 
 
-def workspace(shape: str | Callable[..., Any], *, dtype: str = "float32", zeroed: bool = False) -> Any:
+def workspace(shape: str | Callable[..., Any], *, dtype: str = "float32", zeroed: bool = False,
+              aligned: bool = False) -> Any:  # fmt: skip
     """Scratch memory; its shape may name knobs, or is a function of problem and schedule.
 
-    Where `zeroed`, it is zero before the first launch, and every launch must leave it zero.
+    Where `zeroed`, it is zero before the first launch, and every launch must leave it zero. Where `aligned`, the compiler is
+    told that rows start at multiples of 16 bytes if they do: TMA asks for that, and so do loads of more than one element.
     """
-    return ArrayField(shape=shape, role="workspace", dtype=dtype, zeroed=zeroed)
+    return ArrayField(shape=shape, role="workspace", dtype=dtype, zeroed=zeroed, aligned=aligned)
 
 
 def scalar(value: float | int | Callable[[Any], float | int], *, dtype: str | None = None) -> Any:

@@ -69,6 +69,8 @@ class ArraySpec:
     """Whether the last two axes are swapped in memory."""
     listed: bool = False
     """Whether it is a list."""
+    aligned: bool = False
+    """Of scratch memory: whether machine code counts on the alignment of its rows."""
     zeroed: bool = False
     """Whether it must hold zeros when the kernel starts. The kernel leaves zeros behind, so once is enough."""
     absolute: bool = False
@@ -322,7 +324,7 @@ class Kernel:
 
     @staticmethod
     def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
-        """Name -> what takes the inputs as torch tensors, in the order declared, and returns the outputs: `bench` times it."""
+        """Name -> what returns the outputs of inputs (torch tensors, in the order declared), which it leaves as they are."""
         return {}
 
     # What everything else asks.
@@ -388,7 +390,8 @@ class Kernel:
             shapes = tuple((1,) * len(shape) for shape in shapes)
         below = each.below if each.below is None or isinstance(each.below, int) else int(getattr(p, each.below))
         return ArraySpec(name=name, role="workspace" if absent else each.role, dtype=dtype, shapes=shapes,
-                         column=layout == "column", listed=each.listed, zeroed=each.zeroed, absolute=each.absolute,
+                         column=layout == "column", listed=each.listed, aligned=each.aligned, zeroed=each.zeroed,
+                         absolute=each.absolute,
                          below=below)  # fmt: skip
 
     @classmethod

@@ -186,7 +186,8 @@ def _array_constraint(spec: ArraySpec, note: Any) -> Any:
     # A launch also infers which sizes are multiples of 16. Nothing is assumed of them here: where tiles are loaded with
     # their edges checked the machine code is the same with and without (tests/test_build.py checks for attention).
     run = shape[unit] * item if ndim else item
-    aligned = ALIGNMENT // item if run % ALIGNMENT == 0 and spec.role != "workspace" and same else 1
+    told = spec.role != "workspace" or spec.aligned
+    aligned = ALIGNMENT // item if run % ALIGNMENT == 0 and told and same else 1
     return ArrayConstraint(
         getattr(ct, spec.dtype), ndim, index_dtype=note.index_dtype, stride_lower_bound_incl=0, alias_groups=(),
         may_alias_internally=False,
@@ -265,8 +266,9 @@ def assumed(kernel: KernelClass, asked: Any, step: Step) -> Any:
     found = list(asked.parameters)
     for place, (argument, each) in enumerate(zip(step.arguments, found, strict=True)):
         if isinstance(each, ArrayConstraint):
-            scratch = kernel.array_fields[argument.name].role == "workspace" or argument.name in _sometimes(kernel)
-            strides = 1 if scratch else each.stride_divisible_by
+            field = kernel.array_fields[argument.name]
+            scratch = field.role == "workspace" or argument.name in _sometimes(kernel)
+            strides = 1 if scratch and not field.aligned else each.stride_divisible_by
             found[place] = replace(each, shape_divisible_by=1, stride_divisible_by=strides)
     return KernelSignature(found, asked.calling_convention, asked.symbol)
 

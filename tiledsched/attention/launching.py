@@ -33,7 +33,7 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
     out = empty_output(q, plan.columns) if plan.columns else torch.empty_like(q)
     arrays: tuple[Any, ...] = (q, k, v, out)
     if plan.extra_arrays:
-        arrays += (*scratch_arrays(plan.extra_arrays, q.device, stream if keep_zeros else None),)
+        arrays = (*arrays, *scratch_arrays(plan.extra_arrays, q.device, stream if keep_zeros else None))
     if first:
         key = program_key(plan.kernel, plan.constants, index, arrays)
         refuse_capture(key, "sdpa", plan.problem)

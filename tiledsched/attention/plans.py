@@ -14,13 +14,13 @@ import torch
 
 from tiledsched.attention.arguments import CAUSAL, check_tensors, unserved
 from tiledsched.errors import ProblemError, UnsupportedError
-from tiledsched.kernel import LARGEST_INT32, ArraySpec
+from tiledsched.kernel import LARGEST_INT32
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import scale_log2
 from tiledsched.launches import steps
 from tiledsched.problem import Problem
 from tiledsched.serve import process
-from tiledsched.serve.launching import spans
+from tiledsched.serve.launching import Scratch, scratch_of, spans
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.process import log
@@ -38,7 +38,7 @@ class Plan:
     """The cuTile kernel object, shared by every plan with the same entry and hints."""
     grid: tuple[int, int, int]
     """Blocks."""
-    extra_arrays: tuple[ArraySpec, ...]
+    extra_arrays: tuple[Scratch, ...]
     """Arrays a launch takes after q, k, v and out."""
     scale_log2: float
     """The run-time argument: the softmax scale times log2(e)."""
@@ -156,7 +156,7 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
         launch=ct.launch,
         kernel=process.kernel_objects(Attention, problem, served.schedule, facts)[0],
         grid=step.grid,
-        extra_arrays=tuple(Attention.array_spec(name, problem, served.schedule) for name in extra),
+        extra_arrays=scratch_of(Attention.array_spec(name, problem, served.schedule) for name in extra),
         scale_log2=scaled,
         constants=constants,
         tail=(scaled, *constants),

@@ -156,7 +156,7 @@ def report(options: argparse.Namespace) -> int:
     from tiledsched.search.tuner import modelled_times
 
     with _open(options, read_only=True) as db:
-        found = build_report(db, options.arch, options.declaration, regime=options.regime, device_name=options.device,
+        found = build_report(db, options.arch, kernel=options.declaration, regime=options.regime, device_name=options.device,
                              model_times=modelled_times(options.arch, options.declaration))  # fmt: skip
     files = write_report(found, Path(options.out))
     if options.json:

@@ -263,7 +263,7 @@ def _add_warmup(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "warmup", store_commands.warmup, "build what the tuned table serves ahead, so that the first call "
                       "of a process starts no compiler")  # fmt: skip
     parser.add_argument("--arch", metavar="ARCH", help="e.g. sm_90 (default: those of the GPUs here)")
-    _prepare_flags(parser)
+    _prepare_flags(parser, kernel)
 
 
 def _add_bundle(subs: Any, kernel: KernelClass | None) -> None:
@@ -271,17 +271,14 @@ def _add_bundle(subs: Any, kernel: KernelClass | None) -> None:
                       "without a compiler")  # fmt: skip
     parser.add_argument("--arch", required=True, metavar="ARCH", help="e.g. sm_90; no GPU of it is needed")
     parser.add_argument("--out", required=True, metavar="FILE", help="file to write; what it holds is used again")
-    _prepare_flags(parser)
+    _prepare_flags(parser, kernel)
 
 
-def _prepare_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", type=names, default=[], metavar="T[,T]", help="also these element types "
-                        "(default: what the entries have)")  # fmt: skip
-    parser.add_argument("--group", type=integers, default=[], metavar="G[,G]", help="also so many query heads per key/value "
-                        "head (default: what the entries have)")  # fmt: skip
-    parser.add_argument("--any-length", action="store_true", help="also key lengths that no tile divides")
-    parser.add_argument("--decode", action="store_true", help="also one query row, as generation with a cache asks for")
+def _prepare_flags(parser: argparse.ArgumentParser, kernel: KernelClass | None) -> None:
+    _kernel_flag(parser)
     parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
+    if kernel is not None and kernel.add_likely_flags is not None:
+        kernel.add_likely_flags(parser.add_argument_group(f"beside what is tuned of {kernel.name}"))  # type: ignore[arg-type]
 
 
 def _add_doctor(subs: Any) -> None:

@@ -97,8 +97,8 @@ def warmup(options: argparse.Namespace) -> int:
     archs = [options.arch] if options.arch else sorted({device.arch for device in devices()})
     if not archs:
         raise ConfigError("there is no GPU here to warm up for; pass --arch, e.g. --arch sm_90")
-    settings = _settings(options)
-    return _prepare(options, [(arch, warm_path(arch, settings)) for arch in archs])
+    settings, name = _settings(options), options.declaration.name
+    return _prepare(options, [(arch, warm_path(arch, settings, name)) for arch in archs])
 
 
 def bundle(options: argparse.Namespace) -> int:
@@ -107,27 +107,21 @@ def bundle(options: argparse.Namespace) -> int:
 
 
 def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]]) -> int:
-    from tiledsched.build.artifacts import ArtifactStore
-    from tiledsched.build.compiler import prepare_process
-    from tiledsched.build.toolchain import check_arch, installed_toolchain
-    from tiledsched.kernel import kernel_named
     from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
-    from tiledsched.serve.warmup import Wanted, prepare
+    from tiledsched.serve.warmup import prepare
+    from tiledsched.tuning import prepare_tools
 
-    prepare_process()
-    settings = _settings(options)
-    toolchain = installed_toolchain()
-    entries, table = load_entries(settings.db), load_table(settings)
-    artifacts = ArtifactStore(Path(settings.cache) if settings.cache else None)
-    wanted = Wanted(dtypes=tuple(options.dtype), groups=tuple(options.group), any_length=options.any_length,
-                    decode=options.decode)  # fmt: skip
+    settings, kernel = _settings(options), options.declaration
+    entries, table = load_entries(settings.db), load_table(settings, kernel=kernel)
     results = []
     for arch, path in targets:
-        check_arch(toolchain, arch)
-        results.append(prepare(arch, path, entries, table, kernel_named(table.kernel), artifacts, toolchain.compiler,
-                               wanted=wanted, others=[warm_path(arch, settings)], jobs=options.jobs,
-                               progress=output.note))  # fmt: skip
+        tools = prepare_tools(kernel, arch, settings=settings)
+        results.append(prepare(
+            arch, path, entries, table, kernel, tools.artifacts, tools.toolchain.compiler,
+            likely=lambda problem: kernel.likely(problem, options) if kernel.likely else (),
+            others=[warm_path(arch, settings, kernel.name)], jobs=options.jobs, progress=output.note,
+        ))  # fmt: skip
     _said(options, {"bundles": [result.to_json() for result in results]}, "\n".join(map(str, results)))
     return 1 if any(result.failures for result in results) else 0
 

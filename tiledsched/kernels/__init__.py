@@ -2,5 +2,10 @@
 
 from __future__ import annotations
 
-SHIPPED = {"attention": "tiledsched.kernels.attention:Attention"}
+SHIPPED = {
+    "attention": "tiledsched.kernels.attention:Attention",
+    "matmul": "tiledsched.kernels.matmul:Matmul",
+    "rms_norm": "tiledsched.kernels.rms_norm:RmsNorm",
+    "softmax": "tiledsched.kernels.softmax:Softmax",
+}
 """Name -> where the kernel is declared."""

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import tiledsched.fields as ts
-from tiledsched.build.cubin import ctas_per_sm
+from tiledsched.resources import ctas_per_sm
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.build.cubin import ResourceFacts
+    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
 
 LOADS = ("plain", "tma", "gather")
@@ -29,24 +29,20 @@ KNOBS = {
     "loads": ts.knob(LOADS, about="how rows move", weight=1.0),
     "num_worker_warps": ts.knob((4, 8), about="warps that compute", weight=0.4),
     "occupancy": ts.knob((0, 1, 2, 4, 8), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
-    "TMA_STORE": ts.knob((False, True), about="whether stores may use TMA", measured_only=True),
-    "LATENCY": ts.knob((0, 4), about="latency hint of the loads", measured_only=True),
 }
-CONSTRAINTS = {
-    "columns <= 32 * TILE_COLUMNS": "a row's tiles are unrolled",
-    "not TMA_STORE or loads == 'tma'": "stores go through TMA where loads do",
-}
+CONSTRAINTS = {"columns <= 32 * TILE_COLUMNS": "a row's tiles are unrolled"}
 EXPLORING = {
     "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 512": "less than half of the tile would be used",
     "HOLD or TILE_COLUMNS < columns": "a row of one tile is held in any case",
-    "not HOLD or TILE_ROWS * width <= 16384 or TILE_ROWS == 1": "registers hold no more rows",
-    "HOLD or TILE_ROWS * TILE_COLUMNS <= 8192": "registers hold no more rows",
-    "num_worker_warps == 8 or TILE_ROWS * TILE_COLUMNS <= 8192": "registers of four warps hold no more",
-    "num_worker_warps == 4 or TILE_ROWS * TILE_COLUMNS >= 2048": "not enough elements for eight warps",
-    "PERSISTENT or occupancy == 0 or loads == 'tma'": "a plain grid fills the SMs as it can",
-    "not PERSISTENT or occupancy > 0": "a persistent grid is as many blocks as the hint says",
-    "LATENCY == 0 or (PERSISTENT and loads == 'tma')": "hints were seen to change nothing else",
-    "loads != 'gather' or not PERSISTENT": "gathers are tried on the plain grid",
+    "TILE_COLUMNS >= columns or 8 * TILE_COLUMNS >= columns": "more tiles of a row were not faster on the H200",
+    "not HOLD or TILE_ROWS == 1 or TILE_ROWS * width <= 8192": "registers hold no more rows",
+    "HOLD or TILE_ROWS == 1": "rows that are read twice are long",
+    "num_worker_warps == 8 or width <= 8192 or not HOLD": "registers of four warps hold no more",
+    "num_worker_warps == 4 or width >= 2048": "not enough elements for eight warps",
+    "loads == 'tma' or (occupancy == 0 and not PERSISTENT)": "threads that load for themselves fill the SMs in a plain grid",
+    "loads != 'tma' or occupancy > 0": "the compiler's choice is one block on an SM",
+    "loads != 'tma' or TILE_COLUMNS >= columns": "TMA is tried where a row is one tile",
+    "occupancy < 8 or width <= 2048": "of wide rows an SM holds fewer",
 }
 DERIVED = {"width": lambda p: 1 << (p.columns - 1).bit_length()}
 """A row's columns, rounded up to a power of two."""
@@ -123,7 +119,7 @@ def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, *
     alone = elements * FP32_PER_ELEMENT / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES + LATENCY_CYCLES
     if s["PERSISTENT"] and s["loads"] == "tma":
         alone -= LATENCY_CYCLES
-    waves = math.ceil(blocks / slots) if blocks <= 4 * slots else blocks / slots
+    waves = float(math.ceil(blocks / slots)) if blocks <= 4 * slots else blocks / slots
     compute_us = waves * max(alone, resident * cycles) / (spec.clock_ghz * 1e3)
     longest = max(memory_us, compute_us)
     return LAUNCH_US + longest * ((memory_us / longest) ** SHARPNESS + (compute_us / longest) ** SHARPNESS) ** (

@@ -34,10 +34,6 @@ class RowConstants:
     """Whether a block takes rows of every `num_blocks`; else one tile of rows each."""
     LOADS: int
     """Index into `row_schedules.LOADS`."""
-    TMA_STORE: bool
-    """Whether stores may use the TMA unit."""
-    LATENCY: int
-    """Latency hint of the loads; 0 for none."""
 
 
 def column_tiles(const):
@@ -47,12 +43,11 @@ def column_tiles(const):
 
 def load_rows(array, row, column, const):
     """The tile of `array` at (row, column), counted in tiles, in float32, with zeros beyond the edge."""
-    latency = None if const.LATENCY == 0 else const.LATENCY
     if const.LOADS == GATHER:
-        tile = ct.gather(array, elements_of(row, column, const), latency=latency)
+        tile = ct.gather(array, elements_of(row, column, const))
     else:
         tile = ct.load(array, (row, column), (const.TILE_ROWS, const.TILE_COLUMNS), padding_mode=ct.PaddingMode.ZERO,
-                       latency=latency, allow_tma=None if const.LOADS == TMA else False)  # fmt: skip
+                       allow_tma=None if const.LOADS == TMA else False)  # fmt: skip
     return tile.astype(ct.float32)
 
 
@@ -61,7 +56,7 @@ def store_rows(array, row, column, tile, const):
     if const.LOADS == GATHER:
         ct.scatter(array, elements_of(row, column, const), tile.astype(array.dtype))
     else:
-        ct.store(array, (row, column), tile.astype(array.dtype), allow_tma=None if const.TMA_STORE else False)
+        ct.store(array, (row, column), tile.astype(array.dtype), allow_tma=None if const.LOADS == TMA else False)
 
 
 def elements_of(row, column, const):

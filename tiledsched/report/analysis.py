@@ -57,7 +57,7 @@ def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[T
         if knobs is not None and {*knobs} <= {*one.schedule}:
             best.setdefault((one.schedule.number(knobs[0]), one.schedule.number(knobs[1])), one)
     fastest = min((one.us for one in best.values()), default=0.0)
-    return tuple(TileTime(tile=tile, us=one.us, relative=one.us / fastest, schedule=one.schedule)
+    return tuple(TileTime(tile=tile, us=one.us, relative=one.us / fastest)
                  for tile, one in best.items())  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def knob_importance(timed: Sequence[Timed]) -> tuple[KnobImportance, ...]:
             if knob in one.schedule:
                 key = (type(one.schedule[knob]), one.schedule[knob])
                 best[key] = min(one.us, best.get(key, one.us))
-        values = [KnobValueRatio(value=value, ratio=us / fastest, problems=1) for (_, value), us in best.items()]
+        values = [KnobValueRatio(value=value, ratio=us / fastest) for (_, value), us in best.items()]
         effects.append(_importance(knob, changes, values))
     return tuple(sorted(effects, key=_order))
 
@@ -120,7 +120,7 @@ def joined_importance(problems: Sequence[ProblemReport]) -> tuple[KnobImportance
         for part in parts:
             for line in part.values:
                 ratios[type(line.value), line.value].append(line.ratio)
-        values = [KnobValueRatio(value=value, ratio=statistics.geometric_mean(found), problems=len(found))
+        values = [KnobValueRatio(value=value, ratio=statistics.geometric_mean(found))
                   for (_, value), found in ratios.items()]  # fmt: skip
         joined.append(KnobImportance(knob=knob, pairs=pairs, mean_change=total / pairs if pairs else None,
                                  largest_change=max(largest, default=None), values=_by_ratio(values)))  # fmt: skip

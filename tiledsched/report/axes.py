@@ -24,11 +24,7 @@ class Axes:
     optional: tuple[str, ...]
     """Fields that get a column only where the problems of a table differ in them."""
     titles: Mapping[str, str]
-    """Field -> its label, where it has one."""
-
-    def title(self, field: str) -> str:
-        """The field for people."""
-        return self.titles.get(field, field)
+    """Field of `shared` -> its label; itself where that is of several fields, or there is none."""
 
     @property
     def swept_title(self) -> str:
@@ -44,8 +40,8 @@ class Axes:
         return tuple(getattr(problem, name) for name in self.shared)
 
     def describe_shared(self, problem: Problem) -> str:
-        """`D=64 float16, causal`."""
-        named = {self.title(name): getattr(problem, name) for name in self.shared}
+        """What they share, `D=64 float16`."""
+        named = dict(zip(self.titles.values(), self.shared_values(problem), strict=True))
         flags = [title for title, value in named.items() if value is True]
         rest = describe_values({title: value for title, value in named.items() if not isinstance(value, bool)})
         return ", ".join(part for part in (rest, *flags) if part)
@@ -80,16 +76,17 @@ def axes_of(kernel: KernelClass) -> Axes:
     constant = [name for name in sizes if getattr(fields[name], "constant", False)]
     axes = kernel.axes or (*[name for name in sizes if name not in constant][:1], *constant)
     labels = {short: (names,) if isinstance(names, str) else tuple(names) for short, names in kernel.label.items()}
-    titles = {name: short for short, names in labels.items() for name in names}
+    labelled = {name for names in labels.values() for name in names}
+    titles = {names: short for short, names in labels.items()}
 
     first = [name for name in axes if not isinstance(fields.get(name), (Choice, Flag))][:1]
     swept = next((names for names in labels.values() if set(first) <= set(names)), tuple(first)) if first else ()
     shared = [name for name in (*fields, *kernel.derived) if name in {*axes, *words} - {*swept}]
-    columns = {titles.get(swept[0], swept[0]): swept} if swept else {}
+    columns = {titles.get(swept, swept[0]): swept} if swept else {}
     columns |= {short: names for short, names in labels.items() if not {*names} <= {*shared, *swept}}
-    rest = [name for name in fields if name not in {*titles, *swept, *shared}]
+    rest = [name for name in fields if name not in {*labelled, *swept, *shared}]
     columns |= {name: (name,) for name in rest if fields[name].default is None}
-    return Axes(swept=swept, shared=tuple(shared), columns=columns, titles=titles,
+    return Axes(swept=swept, shared=tuple(shared), columns=columns, titles={name: titles.get((name,), name) for name in shared},
                 optional=tuple(name for name in rest if name not in columns))  # fmt: skip
 
 

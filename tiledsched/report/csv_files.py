@@ -9,7 +9,7 @@ from typing import Any
 
 from tiledsched.problem import Problem
 from tiledsched.report.analysis import size_regime
-from tiledsched.report.records import MEASURED, MODELLED, Report, Section, Tile
+from tiledsched.report.records import MEASURED, MODELLED, Report, Section, Tile, unit_of
 
 RATE_COLUMNS = {"TFLOP/s": "tflops", "GB/s": "gbps"}
 FACT_COLUMNS = ("registers", "threads", "shared_bytes", "spill_bytes", "code_bytes", "ctas_per_sm")
@@ -23,7 +23,7 @@ def schedules_csv(report: Report) -> str:
     rows no measured ones.
     """
     problems = [*report.measured.problems, *report.modelled.problems]
-    rates = [column for unit, column in RATE_COLUMNS.items() if any(one.unit == unit for one in problems)]
+    rates = [column for unit, column in RATE_COLUMNS.items() if any(unit_of(one.problem) == unit for one in problems)]
     first = ["arch", "device", "regime", "provenance", "problem_id"]
     last = ["median_us", "ci_low_us", "ci_high_us", "samples", *rates, "relative", "modelled_us",
             *(f"modelled_{rate}" for rate in rates), "modelled_relative", "same_program_as", "fingerprint",
@@ -46,7 +46,7 @@ def schedules_csv(report: Report) -> str:
             }
             prefix = "" if measured else "modelled_"
             row |= {"median_us" if measured else "modelled_us": _number(timed.us), f"{prefix}relative": _number(timed.relative),
-                    f"{prefix}{RATE_COLUMNS[one.unit]}": _number(timed.rate)}  # fmt: skip
+                    f"{prefix}{RATE_COLUMNS[unit_of(one.problem)]}": _number(timed.rate)}  # fmt: skip
             if measured:
                 row |= {"ci_low_us": _number(timed.ci_low_us), "ci_high_us": _number(timed.ci_high_us),
                         "samples": timed.samples}  # fmt: skip
@@ -101,20 +101,19 @@ def regimes_csv(report: Report) -> str:
 
 def importance_csv(report: Report) -> str:
     """One row for every knob: the share of the difference between good programs and all that it accounts for."""
-    head = ["arch", "knob", "share_percent", "largest_share_percent", "problems"]
-    return _csv(head, [{"arch": report.arch, "knob": one.knob, "share_percent": f"{one.share * 100:.3f}",
-                        "largest_share_percent": f"{one.largest * 100:.3f}", "problems": one.problems}
-                       for one in report.measured.shares])  # fmt: skip
+    return _csv(("arch", "knob", "share_percent", "largest_share_percent", "problems"), [
+        {"arch": report.arch, "knob": one.knob, "share_percent": f"{one.share * 100:.3f}",
+         "largest_share_percent": f"{one.largest * 100:.3f}", "problems": one.problems}
+        for one in report.measured.shares])  # fmt: skip
 
 
 def interactions_csv(report: Report) -> str:
     """One row for every change of a knob whose effect depends on the rest of the schedule."""
-    head = ["arch", "knob", "before", "after", "circumstance", "change_with_percent", "pairs_with",
-            "change_without_percent", "pairs_without"]  # fmt: skip
-    return _csv(head, [{"arch": report.arch, "knob": one.knob, "before": one.before, "after": one.after,
-                        "circumstance": one.circumstance, "change_with_percent": f"{one.effect_with * 100:.3f}",
-                        "pairs_with": one.pairs_with, "change_without_percent": f"{one.effect_without * 100:.3f}",
-                        "pairs_without": one.pairs_without} for one in report.measured.interactions])  # fmt: skip
+    rows = [{"arch": report.arch, "knob": one.knob, "before": one.before, "after": one.after,
+             "circumstance": one.circumstance, "change_with_percent": f"{one.effect_with * 100:.3f}",
+             "pairs_with": one.pairs_with, "change_without_percent": f"{one.effect_without * 100:.3f}",
+             "pairs_without": one.pairs_without} for one in report.measured.interactions]  # fmt: skip
+    return _csv(list(rows[0]) if rows else (), rows)
 
 
 def _fields(problems: Iterable[Problem]) -> list[str]:

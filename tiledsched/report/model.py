@@ -6,11 +6,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ARCHS
-from tiledsched.errors import SpaceError
 from tiledsched.fields import Choice, Flag
 from tiledsched.kernel import KernelClass, ProblemClass
 from tiledsched.problem import Problem
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelTimes", "Report", "build_report"]
 
+T = TypeVar("T")
 ModelTimes = Callable[[Problem, list[BuildRecord]], dict[str, float]]
 """The model: from a problem and its builds to microseconds by schedule id. A build it cannot judge is left out."""
 ProgramKey = tuple[str, object]
@@ -76,7 +76,7 @@ def build_report(
     existing = sum(line.measurements for line in db.landscapes()
                    if line.arch == arch and line.problem.kernel == kernel.name)  # fmt: skip
     builds = _Builds(db, arch, kernel, taken, entries)
-    desk = _Desk(kernel=kernel, axes=axes_of(kernel), arch=arch, builds=builds, space=space or _space(arch, kernel),
+    desk = _Desk(kernel=kernel, axes=axes_of(kernel), arch=arch, builds=builds, space=space or _or_none(space_for, arch, kernel),
                  entries=entries, regime=regime)  # fmt: skip
 
     landscapes: dict[LandscapeKey, list[StoredMeasurement]] = defaultdict(list)
@@ -128,13 +128,6 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
              for report in ordered if provenance == MEASURED]  # fmt: skip
     return Section(provenance=provenance, problems=ordered, sensitivity=sensitivity(ordered),
                    knobs=joined_importance(ordered), shares=knob_shares(times), interactions=interactions(times))  # fmt: skip
-
-
-def _space(arch: str, kernel: KernelClass) -> SearchSpace | None:
-    try:
-        return space_for(arch, kernel=kernel)
-    except SpaceError:
-        return None
 
 
 class _Builds:
@@ -190,8 +183,8 @@ class _Builds:
                             key=lambda effect: (-effect.same / effect.pairs, effect.knob)))  # fmt: skip
 
 
-def _or_none(function: Callable[..., object], *arguments: object) -> object | None:
-    """The function's value; None for a schedule of an older space, on which an author's function may raise anything."""
+def _or_none(function: Callable[..., T], *arguments: object) -> T | None:
+    """The function's value; None where there is none: on a schedule of an older space an author's function may raise anything."""
     try:
         return function(*arguments)
     except Exception:
@@ -281,12 +274,6 @@ class _Desk:
                    and entry.device_name in ("", device_name) and entry.regime in ("", self.regime)]  # fmt: skip
         return min(fitting, key=lambda entry: (entry.rank, not entry.device_name, not entry.regime), default=None)
 
-    def _default(self, problem: Problem) -> Schedule | None:
-        try:
-            return self.space.default(problem) if self.space else None
-        except SpaceError:  # nothing in the space is valid for it
-            return None
-
     def _write_up(self, provenance: str, key: LandscapeKey, timed: list[Timed], served: EntryRecord | None,
                   measurements: int) -> ProblemReport:  # fmt: skip
         problem, device_name, accum_mode = key
@@ -295,7 +282,7 @@ class _Desk:
         timed = [replace(one, relative=one.us / timed[0].us, rate=rate_of(problem, one.us)) for one in timed]
         programs = [one for one in timed if one.same_program_as is None]
         ties = _ties(timed, programs, served) if provenance == MEASURED else set()
-        default = self._default(problem)
+        default = _or_none(self.space.default, problem) if self.space else None
         return ProblemReport(
             provenance=provenance, problem=problem, device_name=device_name, accum_mode=accum_mode,
             size=self.axes.size(problem), shared=self.axes.shared_values(problem), timed=tuple(timed),

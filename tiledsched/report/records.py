@@ -73,8 +73,6 @@ class TileTime:
     """Best time over all other knobs, in microseconds."""
     relative: float
     """us / us of the best tile."""
-    schedule: Schedule
-    """The schedule that has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +83,6 @@ class KnobValueRatio:
     """The value."""
     ratio: float
     """Best time with the knob at this value / best time overall; a geometric mean where several problems are joined."""
-    problems: int
-    """Problems in which the value was timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +203,6 @@ class ProblemReport:
     def tile_drop(self) -> float | None:
         """us of the best schedule of the second best tile / us of the best - 1; None with fewer than two tiles."""
         return self.tiles[1].us / self.tiles[0].us - 1 if len(self.tiles) > 1 else None
-
-    @property
-    def unit(self) -> str:
-        """What its rates are given in: TFLOP/s or GB/s."""
-        return unit_of(self.problem)
 
     @property
     def group(self) -> tuple[Any, ...]:

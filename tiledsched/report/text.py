@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
 
-from tiledsched.build.cubin import ResourceFacts
 from tiledsched.errors import ConfigError
 from tiledsched.report import plots
 from tiledsched.report.axes import cell, show
@@ -22,12 +20,9 @@ from tiledsched.report.records import (
     Report,
     Section,
     Tile,
-    TileSensitivity,
+    unit_of,
 )
-
-T = TypeVar("T")
-Column = tuple[str, Callable[[T], str]]
-"""A title, and what stands under it for an item."""
+from tiledsched.schedule import Schedule
 
 NO_PLOTS = "Heat maps are given as tables: for pictures, run `pip install 'tiledsched[report]'`."
 
@@ -131,88 +126,64 @@ def _group_title(one: ProblemReport, report: Report) -> str:
     return f"{what} on {where}" if what else where
 
 
-def _table(items: Iterable[T], *columns: Column[T]) -> Table:
-    """One row for each item."""
-    rows = tuple(tuple(text(one) for _, text in columns) for one in items)
-    return Table(head=tuple(title for title, _ in columns), rows=rows)
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]], *, modelled_from: int | None = None) -> Table:
+    """A table; the titles of its columns from `modelled_from` on say that they are modelled."""
+    titles = tuple(title if modelled_from is None or place < modelled_from else f"modelled {title}"
+                   for place, title in enumerate(head))  # fmt: skip
+    return Table(head=titles, rows=tuple(map(tuple, rows)))
 
 
-def _labelled(provenance: str, columns: Iterable[Column[T]]) -> list[Column[T]]:
-    """The columns, with `modelled` in their titles where that is what they are."""
-    return [(title if provenance == MEASURED else f"modelled {title}", text) for title, text in columns]
-
-
-def _accum(report: Report) -> list[Column[Any]]:
-    return [("accum", lambda one: one.accum_mode)] if report.accuracy_classes else []
+def _accum(report: Report, text: str) -> list[str]:
+    """A cell for the accumulator mode, if it is worth a column."""
+    return [text] if report.accuracy_classes else []
 
 
 def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
     sizes = report.axes.columns_of([one.problem for one in group])
-    identity: list[Column[ProblemReport]] = [
-        (title, lambda one, fields=fields: cell(one.problem, fields)) for title, fields in sizes.items()]  # type: ignore[misc]  # fmt: skip
-    measured: list[Column[ProblemReport]] = [
-        ("95% interval", lambda one: _interval(one.best.ci_low_us, one.best.ci_high_us)),
-        ("ties", lambda one: str(len(one.ties)))]  # fmt: skip
-    interval, ties = ([column] if group[0].provenance == MEASURED else [] for column in measured)
-    rates: list[Column[ProblemReport]] = [
-        (unit, lambda one, unit=unit: f"{one.best.rate:.1f}" if one.unit == unit else NOTHING)  # type: ignore[misc]
-        for unit in dict.fromkeys(one.unit for one in group)]  # fmt: skip
-    return _table(group, *identity, *_labelled(group[0].provenance, [
-        ("best", lambda one: f"`{one.best.schedule.short()}`"),
-        ("µs", lambda one: _us(one.best.us)),
-        *interval,
-        *rates,
-        ("runner-up", lambda one: f"`{one.runner_up.schedule.short()}`" if one.runner_up else NOTHING),
-        ("drop", lambda one: _percent(one.runner_up_drop)),
-        *ties,
-        ("default's drop", lambda one: _percent(one.default_drop)),
-        ("median's drop", lambda one: _percent(one.median_drop if one.programs > 1 else None)),
-        ("worst", lambda one: f"{one.worst.relative:.2f}x" if one.programs > 1 else NOTHING),
-    ]))  # fmt: skip
+    units = list(dict.fromkeys(unit_of(one.problem) for one in group))
+    measured = group[0].provenance == MEASURED
+    head = [*sizes, "best", "µs", *(["95% interval"] if measured else []), *units, "runner-up", "drop",
+            *(["ties"] if measured else []), "default's drop", "median's drop", "worst"]  # fmt: skip
+    return _table(head, (
+        (*(cell(one.problem, fields) for fields in sizes.values()), _short(one.best.schedule), _us(one.best.us),
+         *([_interval(one.best.ci_low_us, one.best.ci_high_us)] if measured else []),
+         *(f"{one.best.rate:.1f}" if unit_of(one.problem) == unit else NOTHING for unit in units),
+         _short(one.runner_up.schedule) if one.runner_up else NOTHING, _percent(one.runner_up_drop),
+         *([str(len(one.ties))] if measured else []), _percent(one.default_drop),
+         _percent(one.median_drop if one.programs > 1 else None),
+         f"{one.worst.relative:.2f}x" if one.programs > 1 else NOTHING) for one in group
+    ), modelled_from=None if measured else len(sizes))  # fmt: skip
 
 
 def _sensitivity(section: Section, report: Report) -> list[Block]:
     axes, tile = report.axes, " x ".join(report.tile_knobs or ())
-    shared: list[Column[TileSensitivity]] = [
-        (axes.title(name), lambda line, place=place: show(line.shared[place]))  # type: ignore[misc]
-        for place, name in enumerate(axes.shared)]  # fmt: skip
-    return [
-        Paragraph(
-            text=f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a regime joins several "
-            f"problems, by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above."
-        ),
-        _table(
-            section.sensitivity,
-            ("device", lambda line: line.device_name or NOTHING),
-            *shared,
-            *_accum(report),
-            (axes.swept_title, lambda line: f"{line.regime} ({', '.join(map(str, line.sizes))})"),
-            ("problems", lambda line: str(line.problems)),
-            *_labelled(section.provenance, [
-                ("best tile", lambda line: _tile(line.best)),
-                ("runner-up tile", lambda line: _tile(line.runner_up)),
-                ("drop", lambda line: _percent(line.drop)),
-                ("worst tile's drop", lambda line: _percent(line.spread)),
-            ]),
-        ),
-    ]  # fmt: skip
+    identity = ["device", *axes.titles.values(), *_accum(report, "accum"), axes.swept_title, "problems"]
+    text = (
+        f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a regime joins several problems, "
+        f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above."
+    )
+    return [Paragraph(text=text), _table([*identity, "best tile", "runner-up tile", "drop", "worst tile's drop"], (
+        (line.device_name or NOTHING, *map(show, line.shared), *_accum(report, line.accum_mode),
+         f"{line.regime} ({', '.join(map(str, line.sizes))})", str(line.problems), _tile(line.best),
+         _tile(line.runner_up), _percent(line.drop), _percent(line.spread)) for line in section.sensitivity
+    ), modelled_from=_from(section, len(identity)))]  # fmt: skip
 
 
 def _knobs(section: Section) -> list[Block]:
-    return [
-        Paragraph(
-            text="Pairs are schedules of one problem that differ in that knob only; a change is slower / faster - 1. "
-            "The last column is what holding the knob at a value costs when all others stay free (1.000: nothing), a "
-            "geometric mean over the problems that have the value."
-        ),
-        _table(section.knobs, ("knob", lambda effect: f"`{effect.knob}`"), *_labelled(section.provenance, [
-            ("pairs", lambda effect: f"{effect.pairs:,}"),
-            ("mean change", lambda effect: _percent(effect.mean_change)),
-            ("largest change", lambda effect: _percent(effect.largest_change)),
-            ("best time with the knob held / best time",
-             lambda effect: ", ".join(f"{show(line.value)}: {line.ratio:.3f}" for line in effect.values)),
-        ])),
-    ]  # fmt: skip
+    text = (
+        "Pairs are schedules of one problem that differ in that knob only; a change is slower / faster - 1. "
+        "The last column is what holding the knob at a value costs when all others stay free (1.000: nothing), a "
+        "geometric mean over the problems that have the value."
+    )
+    head = ("knob", "pairs", "mean change", "largest change", "best time with the knob held / best time")
+    return [Paragraph(text=text), _table(head, (
+        (f"`{effect.knob}`", f"{effect.pairs:,}", _percent(effect.mean_change), _percent(effect.largest_change),
+         ", ".join(f"{show(line.value)}: {line.ratio:.3f}" for line in effect.values)) for effect in section.knobs
+    ), modelled_from=_from(section, 1))]  # fmt: skip
+
+
+def _from(section: Section, columns: int) -> int | None:
+    return None if section.provenance == MEASURED else columns
 
 
 SHARES = (
@@ -228,114 +199,87 @@ INTERACTIONS = (
 
 def shares_table(shares: Sequence[KnobShare]) -> Table:
     """Importance by knob."""
-    return _table(shares, ("knob", lambda one: f"`{one.knob}`"), ("mean share", lambda one: _percent(one.share)),
-                  ("largest share", lambda one: _percent(one.largest)), ("problems", lambda one: str(one.problems)))  # fmt: skip
+    return _table(("knob", "mean share", "largest share", "problems"), (
+        (f"`{one.knob}`", _percent(one.share), _percent(one.largest), str(one.problems)) for one in shares))  # fmt: skip
 
 
 def interactions_table(found: Sequence[Interaction]) -> Table:
     """Interactions, one change to a row."""
-    return _table(
-        found,
-        ("change", lambda one: f"`{one.knob}`: {show(one.before)} to {show(one.after)}"),
-        ("circumstance", lambda one: f"`{one.circumstance}`"),
-        ("time with it", lambda one: f"{one.effect_with * 100:+.1f}%"),
-        ("pairs", lambda one: str(one.pairs_with)),
-        ("time elsewhere", lambda one: f"{one.effect_without * 100:+.1f}%"),
-        ("pairs", lambda one: str(one.pairs_without)),
-    )
+    return _table(("change", "circumstance", "time with it", "pairs", "time elsewhere", "pairs"), (
+        (f"`{one.knob}`: {show(one.before)} to {show(one.after)}", f"`{one.circumstance}`", f"{one.effect_with * 100:+.1f}%",
+         str(one.pairs_with), f"{one.effect_without * 100:+.1f}%", str(one.pairs_without)) for one in found))  # fmt: skip
 
 
 def _resources(section: Section) -> Table:
-    found = [(one, one.best.facts) for one in section.problems if one.best.facts is not None]
     measured = section.provenance == MEASURED
-    error: list[Column[tuple[ProblemReport, ResourceFacts]]] = [
-        ("worst tile error", lambda one: f"{one[0].best.worst_tile_error:.1e}"
-         if one[0].best.worst_tile_error is not None else NOTHING)]  # fmt: skip
-    return _table(
-        found,
-        ("device", lambda one: one[0].device_name or NOTHING),
-        ("problem", lambda one: str(one[0].problem)),
-        # Resources are facts of the machine code, not estimates; only the choice of the schedule is the model's.
-        ("schedule" if measured else "modelled best", lambda one: f"`{one[0].best.schedule.short()}`"),
-        ("registers", lambda one: str(one[1].registers)),
-        ("threads", lambda one: str(one[1].threads)),
-        ("spill bytes", lambda one: str(one[1].spill_bytes)),
-        ("shared KiB", lambda one: f"{one[1].shared_bytes / 1024:.1f}"),
-        ("CTAs/SM", lambda one: str(one[1].ctas_per_sm)),
-        ("code KiB", lambda one: f"{one[1].code_bytes / 1024:.1f}"),
-        *(error if measured else []),
-        ("fingerprint", lambda one: f"`{one[0].best.fingerprint}`"),
-    )
+    # Resources are facts of the machine code, not estimates; only the choice of the schedule is the model's.
+    head = ["device", "problem", "schedule" if measured else "modelled best", "registers", "threads", "spill bytes",
+            "shared KiB", "CTAs/SM", "code KiB", *(["worst tile error"] if measured else []), "fingerprint"]  # fmt: skip
+    rows = []
+    for one in section.problems:
+        if (facts := one.best.facts) is not None:
+            error = one.best.worst_tile_error
+            rows.append((
+                one.device_name or NOTHING, str(one.problem), _short(one.best.schedule), str(facts.registers),
+                str(facts.threads), str(facts.spill_bytes), f"{facts.shared_bytes / 1024:.1f}", str(facts.ctas_per_sm),
+                f"{facts.code_bytes / 1024:.1f}",
+                *([f"{error:.1e}" if error is not None else NOTHING] if measured else []), f"`{one.best.fingerprint}`",
+            ))  # fmt: skip
+    return _table(head, rows)
 
 
 def _heat_maps(section: Section, report: Report, images: Mapping[str, bytes] | None) -> list[Block]:
     problems = plots.with_tiles(section)
-    if not problems:
-        return []
-    blocks: list[Block] = [Heading(text=f"Heat maps, {section.provenance}")]
+    blocks: list[Block] = [Heading(text=f"Heat maps, {section.provenance}")] if problems else []
     for one in problems:
         name, title = plots.file_name(one), plots.title(one, report.arch)
-        if images is not None and name in images:
-            blocks.append(Image(name=name, png=images[name], text=f"Heat map: {title}"))
-        elif images is None:
+        if images is None:
             blocks += [Heading(text=title, level=3), _heat_table(one, report)]
+        elif name in images:
+            blocks.append(Image(name=name, png=images[name], text=f"Heat map: {title}"))
     return blocks
 
 
 def _heat_table(one: ProblemReport, report: Report) -> Table:
-    first, second = report.tile_knobs or ("", "")
+    row_knob, column_knob = report.tile_knobs or ("", "")
     cells = {tile.tile: f"{tile.relative:.3f}" for tile in one.tiles}
-    columns: list[Column[int]] = [
-        (f"{one.provenance} time / best, {second}={value}", lambda row, value=value: cells.get((row, value), NOTHING))  # type: ignore[misc]
-        for value in sorted({tile[1] for tile in cells})]  # fmt: skip
-    return _table(sorted({tile[0] for tile in cells}), (first, str), *columns)
+    columns = sorted({column for _, column in cells})
+    return _table([row_knob, *(f"{one.provenance} time / best, {column_knob}={column}" for column in columns)], (
+        (str(row), *(cells.get((row, column), NOTHING) for column in columns)) for row in sorted({row for row, _ in cells})
+    ))  # fmt: skip
+
+
+def _evidence(section: Section, report: Report) -> Table:
+    head = ("device", "problem", *_accum(report, "accum"), "schedules", "programs", "measurements", "samples of the best",
+            "served", "tied with the best")  # fmt: skip
+    return _table(head, (
+        (one.device_name, str(one.problem), *_accum(report, one.accum_mode), str(len(one.timed)), str(one.programs),
+         str(one.measurements), str(one.best.samples), _served(one), ", ".join(map(_short, one.ties)) or NOTHING)
+        for one in section.problems))  # fmt: skip
 
 
 def _served(one: ProblemReport) -> str:
     if one.served is None:
         return NOTHING
     best = {one.best.schedule, *(timed.schedule for timed in one.timed if timed.same_program_as == one.best.schedule)}
-    what = "the best" if one.served.schedule in best else f"`{one.served.schedule.short()}`"
-    return f"{one.served.provenance}: {what}"
-
-
-def _evidence(section: Section, report: Report) -> Table:
-    return _table(
-        section.problems,
-        ("device", lambda one: one.device_name),
-        ("problem", lambda one: str(one.problem)),
-        *_accum(report),
-        ("schedules", lambda one: str(len(one.timed))),
-        ("programs", lambda one: str(one.programs)),
-        ("measurements", lambda one: str(one.measurements)),
-        ("samples of the best", lambda one: str(one.best.samples)),
-        ("served", _served),
-        ("tied with the best", lambda one: ", ".join(f"`{tie.short()}`" for tie in one.ties) or NOTHING),
-    )
+    return f"{one.served.provenance}: {'the best' if one.served.schedule in best else _short(one.served.schedule)}"
 
 
 def _regimes(report: Report) -> list[Block]:
     if not report.regimes:
         return []
-    changed = sum(not one.same for one in report.regimes)
     text = (
-        f"Of {_count(len(report.regimes), 'problem')} with programs measured in both regimes, {changed} have another "
+        f"Of {_count(len(report.regimes), 'problem')} with programs measured in both regimes, "
+        f"{sum(not one.same for one in report.regimes)} have another "
         "winner at the power cap. A loss is what serving the winner of one regime costs in the other: its time / the "
         "other winner's - 1, both taken in that other regime; it is sure where their 95% intervals are apart."
     )
-    return [Heading(text="Burst against sustained"), Paragraph(text=text), _table(
-        report.regimes,
-        ("device", lambda one: one.device_name),
-        ("problem", lambda one: str(one.problem)),
-        *_accum(report),
-        ("programs in both", lambda one: str(one.programs)),
-        ("burst winner", lambda one: f"`{one.burst_winner.short()}`"),
-        ("sustained winner", lambda one: "the same" if one.same else f"`{one.sustained_winner.short()}`"),
-        ("burst winner's loss when sustained", lambda one: _percent(one.burst_loss)),
-        ("sure", lambda one: show(one.burst_loss_distinct)),
-        ("sustained winner's loss in burst", lambda one: _percent(one.sustained_loss)),
-        ("sure", lambda one: show(one.sustained_loss_distinct)),
-    )]  # fmt: skip
+    head = ("device", "problem", *_accum(report, "accum"), "programs in both", "burst winner", "sustained winner",
+            "burst winner's loss when sustained", "sure", "sustained winner's loss in burst", "sure")  # fmt: skip
+    return [Heading(text="Burst against sustained"), Paragraph(text=text), _table(head, (
+        (one.device_name, str(one.problem), *_accum(report, one.accum_mode), str(one.programs), _short(one.burst_winner),
+         "the same" if one.same else _short(one.sustained_winner), _percent(one.burst_loss), show(one.burst_loss_distinct),
+         _percent(one.sustained_loss), show(one.sustained_loss_distinct)) for one in report.regimes))]  # fmt: skip
 
 
 def _inert(report: Report) -> list[Block]:
@@ -345,40 +289,27 @@ def _inert(report: Report) -> list[Block]:
         f"Over {_count(report.builds, 'build')}: pairs of schedules that differ in one knob only, and how many of them "
         "are the same machine code. A grid may depend on a knob that the machine code does not."
     )
-    return [Heading(text="Knobs that change nothing"), Paragraph(text=text), _table(
-        report.inert,
-        ("knob", lambda knob: f"`{knob.knob}`"),
-        ("pairs built", lambda knob: f"{knob.pairs:,}"),
-        ("same machine code", lambda knob: f"{knob.same:,}"),
-        ("share", lambda knob: _percent(knob.same / knob.pairs)),
-        ("inert", lambda knob: show(knob.inert)),
-    )]  # fmt: skip
+    head = ("knob", "pairs built", "same machine code", "share", "inert")
+    return [Heading(text="Knobs that change nothing"), Paragraph(text=text), _table(head, (
+        (f"`{knob.knob}`", f"{knob.pairs:,}", f"{knob.same:,}", _percent(knob.same / knob.pairs), show(knob.inert))
+        for knob in report.inert))]  # fmt: skip
 
 
 def _unmeasured(report: Report) -> list[Block]:
     if not report.unmeasured:
         return []
-    return [Heading(text="Served without a measurement or a model"), _table(
-        report.unmeasured,
-        ("problem", lambda entry: str(entry.problem)),
-        *_accum(report),
-        ("provenance", lambda entry: entry.provenance),
-        ("schedule", lambda entry: f"`{entry.schedule.short()}`"),
-        ("source", lambda entry: entry.source or NOTHING),
-    )]  # fmt: skip
+    head = ("problem", *_accum(report, "accum"), "provenance", "schedule", "source")
+    return [Heading(text="Served without a measurement or a model"), _table(head, (
+        (str(entry.problem), *_accum(report, entry.accum_mode), entry.provenance, _short(entry.schedule),
+         entry.source or NOTHING) for entry in report.unmeasured))]  # fmt: skip
 
 
 def _failures(report: Report) -> list[Block]:
     if not report.failures:
         return [Heading(text="Failures"), Paragraph(text="No candidate failed.")]
-    return [Heading(text="Failures"), _table(
-        report.failures,
-        ("stage", lambda line: line.stage),
-        ("kind", lambda line: line.kind),
-        ("candidates", lambda line: str(line.candidates)),
-        ("for example", lambda line: _code(line.example)),
-        ("schedule", lambda line: f"`{line.schedule.short()}`"),
-    )]  # fmt: skip
+    return [Heading(text="Failures"), _table(("stage", "kind", "candidates", "for example", "schedule"), (
+        (line.stage, line.kind, str(line.candidates), _code(line.example), _short(line.schedule))
+        for line in report.failures))]  # fmt: skip
 
 
 def _conditions(report: Report) -> list[Block]:
@@ -434,6 +365,10 @@ def _interval(low: float | None, high: float | None) -> str:
 
 def _percent(fraction: float | None) -> str:
     return NOTHING if fraction is None else f"{fraction * 100:,.1f}%"
+
+
+def _short(schedule: Schedule) -> str:
+    return f"`{schedule.short()}`"
 
 
 def _tile(tile: Tile | None) -> str:

@@ -15,23 +15,23 @@ from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord
 
 
-def load_entries(url: str | None, archs: Collection[str] | None = None) -> list[EntryRecord]:
+def load_entries(url: str | None, archs: Collection[str] | None = None, kernel: str = "") -> list[EntryRecord]:
     """Entries of shipped tables, of the bundle in use, and of the database (where there is one).
 
-    At equal provenance a later one of these wins. With `archs`, shipped tables of other archs are not read, which would
+    At equal provenance a later one of these wins. With `archs` or a `kernel`, tables of others are not read, which would
     take a call's first process longer than all else.
     """
     found: dict[tuple[str, ...], EntryRecord] = {}
-    for path in sorted((data_files.tuning_db() / "tables").glob("*.json")):
+    for path in sorted((data_files.tuning_db() / "tables").glob(f"{kernel or '*'}/*.json")):
         if archs is None or path.stem in archs:
             found.update((entry.key, entry) for entry in read_table(path).entries)
     later: list[EntryRecord] = []
     bundle = named_bundle()
     if bundle is not None:
-        later.extend(read_bundle(bundle).entries)
+        later.extend(each for each in read_bundle(bundle).entries if kernel in ("", each.kernel))
     if database_exists(url):
         with TuningDB.open(url, read_only=True) as db:
-            later.extend(db.entries())
+            later.extend(db.entries(kernel=kernel or None))
     for entry in later:
         if entry.key not in found or entry.rank <= found[entry.key].rank:
             found[entry.key] = entry
@@ -44,5 +44,5 @@ def load_table(settings: Settings, *, kernel: KernelClass, archs: Collection[str
     Settings force knobs of all kernels; each takes those that it has.
     """
     forced = {name: value for name, value in settings.knobs.items() if not kernel.knobs or name in kernel.knobs}
-    return Table(load_entries(settings.db, archs), kernel=kernel, regime=settings.regime,
+    return Table(load_entries(settings.db, archs, kernel.name), kernel=kernel, regime=settings.regime,
                  accum_mode=settings.accum_mode, forced=forced)  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 
 from tiledsched.errors import LaunchError
 from tiledsched.kernel import ArraySpec
+from tiledsched.launches import strides_of
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Served
 
@@ -34,10 +35,20 @@ def torch_type(dtype: str) -> Any:
     return getattr(torch, dtype.rstrip("_"))
 
 
-def scratch_arrays(specs: Iterable[ArraySpec], device: Any, stream: int | None) -> list[torch.Tensor]:
-    """Arrays that a launch takes beside those of its caller; zeros are those kept for `stream`, or new where it is None."""
-    return [_zeroed(each.shape, torch_type(each.dtype), device, stream) if each.zeroed
-            else torch.empty(each.shape, dtype=torch_type(each.dtype), device=device) for each in specs]  # fmt: skip
+Scratch = tuple[tuple[int, ...], tuple[int, ...], Any, bool]
+"""Of an array that a launch takes beside those of its caller: shape, strides, type, and whether it must hold zeros."""
+
+
+def scratch_of(specs: Iterable[ArraySpec]) -> tuple[Scratch, ...]:
+    """What :func:`scratch_arrays` makes at each launch."""
+    return tuple((each.shape, strides_of(each.shape, each.column), torch_type(each.dtype), each.zeroed) for each in specs)
+
+
+def scratch_arrays(wanted: Iterable[Scratch], device: Any, stream: int | None) -> list[torch.Tensor]:
+    """The arrays of a launch; zeros are those kept for `stream`, or new where it is None."""
+    return [_zeroed(shape, dtype, device, stream) if zeroed
+            else torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype, zeroed in wanted]  # fmt: skip
 
 
 def _zeroed(shape: tuple[int, ...], dtype: Any, device: Any, stream: int | None) -> torch.Tensor:

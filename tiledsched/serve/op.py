@@ -24,7 +24,15 @@ from tiledsched.launches import Step, scratch, steps
 from tiledsched.problem import Problem
 from tiledsched.serve import launching, process
 from tiledsched.serve.explain import Explanation, launched_fingerprint
-from tiledsched.serve.launching import describe_failure, has_run, is_plain_call, program_key, refuse_capture, spans
+from tiledsched.serve.launching import (
+    Scratch,
+    describe_failure,
+    has_run,
+    is_plain_call,
+    program_key,
+    refuse_capture,
+    spans,
+)
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.posing import NO_DEFAULT, Form, Output
@@ -76,7 +84,7 @@ class OpPlan:
     and `constants`, in this order."""
     outputs: tuple[tuple[Any, Any, Any], ...]
     """Shape, strides and type of each array of each output."""
-    scratch: tuple[ArraySpec, ...]
+    scratch: tuple[Scratch, ...]
     """Arrays beside inputs and outputs."""
     scalars: tuple[float | int, ...]
     """Run-time numbers where a call gives none."""
@@ -186,12 +194,12 @@ class Operator:
     def _fake(self, *given: Any) -> Any:
         """Outputs without contents."""
         given = self._complete(given)
-        first = self._split(given)[0][0]
+        first = self._device_of(self._split(given)[0])
         try:
             results = self.form.results(given)
         except ProblemError as error:
             raise ProblemError(f"{self.name}: {error}") from error
-        made = [torch.empty_strided(shape, strides, dtype=launching.torch_type(each.dtype), device=first.device)
+        made = [torch.empty_strided(shape, strides, dtype=launching.torch_type(each.dtype), device=first)
                 for each in results for shape, strides in zip(each.shapes, each.strides, strict=True)]  # fmt: skip
         return _returned(made, _counts(results))
 
@@ -199,19 +207,27 @@ class Operator:
         """With the arguments at their defaults that torch's dispatcher leaves out at the end."""
         return given + tuple(each.default for each in self.form.parameters[len(given) :])
 
-    def _make_plan(self, given: Sequence[Any], tensors: Sequence[Any]) -> OpPlan | str:
-        first = tensors[0]
+    def _device_of(self, tensors: Sequence[Any]) -> Any:
+        """The one device of all tensors.
+
+        Raises:
+            ProblemError: there are several.
+        """
         devices = {each.device for each in tensors}
         if len(devices) > 1:
             raise ProblemError(f"{self.name}: its tensors must be on one device, got {', '.join(sorted(map(str, devices)))}")
-        if first.device.type != launching.DEVICE_TYPE:
-            return f"its tensors are on {first.device} and the kernel needs a CUDA device; move them there"
+        return tensors[0].device
+
+    def _make_plan(self, given: Sequence[Any], tensors: Sequence[Any]) -> OpPlan | str:
+        device, index = self._device_of(tensors), tensors[0].get_device()
+        if device.type != launching.DEVICE_TYPE:
+            return f"its tensors are on {device} and the kernel needs a CUDA device; move them there"
         try:
             p = self.form.problem(given)
             results = self.form.results(given)
         except ProblemError as error:
             raise ProblemError(f"{self.name}: {error}") from error
-        facts, table = process.device_facts(first.get_device()), process.table(self.kernel)
+        facts, table = process.device_facts(index), process.table(self.kernel)
         if not table.known_arch(facts.arch):
             return f"{self.kernel.name} has no search space for {facts.arch}; add one, or run on another GPU"
         if not any(each.wide for each in self.kernel.arrays(p)) and spans(tensors) > LARGEST_INT32:
@@ -231,12 +247,12 @@ class Operator:
             steps=tuple((made, step.grid, _picker(where))
                         for made, step, where in zip(objects, wanted, places, strict=True)),
             outputs=tuple(outputs),
-            scratch=extra,
+            scratch=launching.scratch_of(extra),
             scalars=tuple(self.kernel.scalar_values(p).values()),
             constants=constants,
             counts=_counts(results),
             changed=changed,
-            device=first.get_device(),
+            device=index,
             sync=process.settings().sync,
             served=served,
             problem=p,

@@ -101,7 +101,7 @@ class PlanCache(Generic[P]):
     def _try_first(self, key: tuple[Any, ...], plan: P, tensors: Tensors, options: Options) -> None:
         """Try `plan` first from now on, where torch's comparison is of use."""
         compare = comparison()
-        if compare is None or len({id(each) for each in tensors}) < len(tensors):  # it takes no tensor twice
+        if compare is None or len({*map(id, tensors)}) < len(tensors):  # it takes no tensor twice
             return
         # It does not see gradients being enabled.
         recent = (options, any(each.requires_grad for each in tensors), compare(*tensors).check, plan)

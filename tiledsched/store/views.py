@@ -1,7 +1,7 @@
 """A view for each kernel: what is served of it, with its fields as columns, for queries of one's own.
 
-`select schedule from attention where arch = 'sm_90' and S = 4096 and causal` works in SQLite and in PostgreSQL alike. Names
-are lower case: PostgreSQL folds what is not quoted, and SQLite does not care.
+`select schedule from rms_norm where arch = 'sm_90' and columns = 4096` works in SQLite and in PostgreSQL alike. Names are
+lower case: PostgreSQL folds what is not quoted, and SQLite does not care.
 """
 
 from __future__ import annotations

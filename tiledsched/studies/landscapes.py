@@ -70,6 +70,15 @@ class Landscape:
         return min(program.median_us for program in self.programs if program.checked)
 
 
+GIVES_AWAY = ("dtype", "batch", "heads", "kv_heads", "alignment", "value_dim", "lse")
+"""Values in which a problem may differ from one held out and still give its winner away."""
+
+
+def shape_of(problem: Problem) -> tuple[object, ...]:
+    """What two problems share of which one would give the other away: of attention lengths, head dimension and mask."""
+    return problem.kernel, *(value for name, value in problem.values.items() if name not in GIVES_AWAY)
+
+
 def read_landscape(path: str | os.PathLike[str]) -> Landscape:
     """The landscape in a file that `tiledsched record` or `db export` wrote.
 

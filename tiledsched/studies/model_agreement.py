@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
-from tiledsched.studies.landscapes import Landscape, landscape_of, read_landscape
+from tiledsched.studies.landscapes import Landscape, landscape_of, read_landscape, shape_of
 from tiledsched.studies.model_residual import fit
 
 TOPS = (1, 5, 10)
@@ -62,7 +62,7 @@ def evaluate(landscapes: Sequence[Landscape], *, at_defaults: bool = False, held
     for one in landscapes:
         modelled = one.modelled_us
         if held_out:
-            residual = fit([other for other in landscapes if not _alike(other.problem, one.problem)], one.arch)
+            residual = fit([other for other in landscapes if shape_of(other.problem) != shape_of(one.problem)], one.arch)
             modelled = modelled * np.exp([residual.log_factor(p.schedule, p.facts) for p in one.programs])
         kept = _at_defaults(one) if at_defaults else np.ones(len(one.programs), dtype=bool)
         if kept.any():
@@ -120,12 +120,8 @@ def table(agreements: Sequence[Agreement]) -> str:
     return "\n".join(lines)
 
 
-def _alike(a: Problem, b: Problem) -> bool:
-    return (a.seq_q, a.seq_k, a.head_dim, a.causal) == (b.seq_q, b.seq_k, b.head_dim, b.causal)
-
-
 def _at_defaults(landscape: Landscape) -> NDArray[np.bool_]:
-    pins = space_for(landscape.arch).modelled_pins()
+    pins = space_for(landscape.arch, landscape.problem.declaration).modelled_pins()
     return np.array([all(p.schedule[name] == value for name, value in pins.items()) for p in landscape.programs])
 
 
@@ -145,7 +141,7 @@ def main() -> None:
     else:
         landscapes = [read_landscape(path) for path in arguments.files]
     print(f"The static model:\n\n{table(evaluate(landscapes, at_defaults=arguments.at_defaults))}")
-    if len({(one.problem.seq_q, one.problem.head_dim, one.problem.causal) for one in landscapes}) > 1:
+    if len({shape_of(one.problem) for one in landscapes}) > 1:
         corrected = evaluate(landscapes, at_defaults=arguments.at_defaults, held_out=True)
         print(f"\nWith measured factors, each problem held out:\n\n{table(corrected)}")
 

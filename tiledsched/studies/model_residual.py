@@ -2,10 +2,10 @@
 
 A ridge regression of log(measured / modelled) on which knob values a schedule has, alone and together with the knobs
 they are known to interact with. Only differences within a problem count, and fast programs count most: a program twice
-as slow as the best weighs 256 times less. The coefficients of an arch are in `tuning_db/model/ARCH.json`; an arch
+as slow as the best weighs 256 times less. The coefficients of an arch are in `tuning_db/model/attention/ARCH.json`; an arch
 without that file has none, and its estimate is the static model's alone. Fit and write them with
 
-    python -m tiledsched.studies.model_residual tuning_db/landscapes/*_burst_*.json.xz --out tuning_db/model/sm_90.json
+    python -m tiledsched.studies.model_residual tuning_db/landscapes/attention/*_burst_*.json.xz --out tuning_db/model/attention/sm_90.json
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def expected_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
 
 def features(schedule: Schedule, facts: ResourceFacts) -> list[str]:
     """What counts of a program. Each is a name such as `qk_ahead=true` or `tile=64x128 warps=8`; all have weight one."""
+    if "tile_m" not in schedule:  # of another kernel: every knob value by itself
+        return [f"{name}={value}" for name, value in schedule.items()]
     warps, grid = f"warps={schedule['num_worker_warps']}", "tiles" if schedule["persistent"] == "no" else "persistent"
     tile = f"tile={schedule['tile_m']}x{schedule['tile_n']}"
     found = [tile, f"{tile} {warps}", f"{tile} {grid}", f"{warps} resident={min(3, facts.ctas_per_sm)}"]
@@ -105,7 +107,7 @@ def shipped_residual(arch: str) -> Residual | None:
     Raises:
         ConfigError: a file of another version or arch.
     """
-    path = data_files.tuning_db() / "model" / f"{arch}.json"
+    path = data_files.tuning_db() / "model" / "attention" / f"{arch}.json"
     if not path.is_file():
         return None
     data = json.loads(path.read_text(encoding="utf-8"))

@@ -100,7 +100,7 @@ def modelled(arch: str, pool: BuildPool) -> Times:
     keys = {(causal, schedule): (causal, choice) for (causal, choice), schedule in schedules.items()}
     facts: dict[tuple[bool, Choice], ResourceFacts] = {}
     for built in pool.build([
-        BuildTask(kernel="attention", schedule=schedule, problem=problems[causal], arch=arch)
+        BuildTask(kernel=Attention.locator(), schedule=schedule, problem=problems[causal], arch=arch)
         for (causal, _), schedule in schedules.items()
     ]):  # fmt: skip
         if built.artifact is None:
@@ -144,7 +144,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 def _schedule(arch: str, problem: Problem, choice: Choice) -> Schedule:
     tile_m, tile_n, occupancy, warps = choice
-    plain = {name: knob.default for name, knob in space_for(arch).knobs.items()}
+    plain = {name: knob.default for name, knob in space_for(arch, Attention).knobs.items()}
     if "loop_split" in plain and problem.causal:
         plain["loop_split"] = True
     return Schedule(plain, tile_m=tile_m, tile_n=tile_n, occupancy=occupancy, num_worker_warps=warps)

@@ -1,6 +1,6 @@
 r"""What the serving policy loses on problems held out, beside other policies: the tables of docs/results/serving.md.
 
-    python -m tiledsched.studies.policy tuning_db/landscapes/*_burst_*.json.xz \
+    python -m tiledsched.studies.policy tuning_db/landscapes/attention/*_burst_*.json.xz \
         --table docs/results/serving/sm_90_2026-11-20.json.xz
 
 Every landscape in turn is the problem nobody measured. A policy sees the table without it (*one out*), or without every
@@ -23,7 +23,6 @@ import numpy as np
 
 from tiledsched.device import ArchSpec, arch_spec
 from tiledsched.errors import ConfigError
-from tiledsched.kernels.attention.model import grid_blocks
 from tiledsched.problem import Problem
 from tiledsched.report.document import Heading, Paragraph, Table, to_markdown
 from tiledsched.schedule import Schedule
@@ -33,15 +32,13 @@ from tiledsched.serve.policy import (
     ExpectedLoss,
     LossBand,
     Parameters,
-    distance,
-    kind,
     transfer,
 )
 from tiledsched.space import SearchSpace
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord
-from tiledsched.studies.landscapes import Landscape, read_landscape
+from tiledsched.studies.landscapes import Landscape, read_landscape, shape_of
 from tiledsched.studies.model_agreement import evaluate
 
 Entries = Sequence[EntryRecord]
@@ -80,18 +77,20 @@ class Study:
         if len(archs) != 1 or len({one.regime for one in landscapes}) != 1:
             raise ConfigError("the landscapes are not of one arch and one regime; give files of one of each")
         self.landscapes = list(landscapes)
-        self.space, self.spec = space_for(archs.pop()), arch_spec(landscapes[0].arch)
+        self.kernel, self.spec = landscapes[0].problem.declaration, arch_spec(landscapes[0].arch)
+        self.space = space_for(self.spec.arch, self.kernel)
         self.entries = [entry.replace(schedule=self.space.complete(entry.schedule)) for entry in entries
                         if entry.provenance == "measured" and entry.accum_mode == "fp32"]  # fmt: skip
-        self._codes = {_code(one.problem, p.schedule): p.fingerprint for one in landscapes for p in one.programs}
-        self._codes |= {_code(entry.problem, entry.schedule): entry.fingerprint for entry in self.entries}
+        self._codes = {self._code(one.problem, p.schedule): p.fingerprint for one in landscapes for p in one.programs}
+        self._codes |= {self._code(entry.problem, entry.schedule): entry.fingerprint for entry in self.entries}
 
     def judge(self, landscape: Landscape, schedule: Schedule, near: float) -> Judged:
         """Look a choice up: by its schedule, else by its machine code and grid, else by the programs most like it."""
         problem, best = landscape.problem, landscape.best_us
         by_schedule = {program.schedule: program.median_us for program in landscape.programs}
-        by_program = {(program.fingerprint, program.grid): program.median_us for program in landscape.programs}
-        program = self._codes.get(_code(problem, schedule), ""), grid_blocks(problem, schedule, self.spec)
+        by_program = {(program.fingerprint, program.grids): program.median_us for program in landscape.programs}
+        code = self._codes.get(self._code(problem, schedule), "")
+        program = code, self.kernel.grids(problem, schedule, self.spec)
         us = by_schedule.get(schedule, by_program.get(program))
         measured = us is not None
         if us is None:
@@ -107,10 +106,10 @@ class Study:
         judged = []
         for landscape in self.landscapes:
             seen = [e for e in self.entries if e.problem != landscape.problem
-                    and not (likes_out and _like(e.problem) == _like(landscape.problem))]  # fmt: skip
+                    and not (likes_out and shape_of(e.problem) == shape_of(landscape.problem))]  # fmt: skip
             schedule = policy(landscape.problem, seen)
             if schedule is not None:
-                near = min((distance(e.problem, landscape.problem) for e in seen if _same_kind(e, landscape.problem)),
+                near = min((self.kernel.distance(e.problem, landscape.problem) for e in seen if _same_kind(e, landscape.problem)),
                            default=math.inf)  # fmt: skip
                 judged.append(self.judge(landscape, schedule, near))
         return judged
@@ -125,9 +124,8 @@ class Study:
             "served": self.policy(),
             "without the model": self.policy(replace(NEAR_KIND, model=0.0)),
             "nearest entry only, with the model": self.policy(replace(NEAR_KIND, neighbours=1)),
-            "winner of the nearest problem": self._nearest(distance),
-            "winner of the nearest by key length": self._nearest(lambda a, b: abs(math.log2(a.seq_k / b.seq_k))),
-            "winner of the nearest by operations": self._nearest(lambda a, b: abs(math.log2(a.flops / b.flops))),
+            "winner of the nearest problem": self._nearest(self.kernel.distance),
+            **{f"winner of the nearest by {word}": self._nearest(_octaves(of)) for word, of in self._features().items()},
             "tree on length and blocks": self._tree,
             "the default": lambda problem, _: self.space.default(problem),
         }
@@ -138,7 +136,8 @@ class Study:
         def tells(mask: bool, columns: bool) -> Callable[[EntryRecord, Problem], bool]:
             return lambda e, p: ((e.problem.causal != p.causal), (e.problem.tile_d != p.tile_d)) == (mask, columns)
 
-        ways = {"another mask": tells(True, False), "another head dimension": tells(False, True),
+        only_attention = {"another mask": tells(True, False), "another head dimension": tells(False, True)}
+        ways = {**(only_attention if "tile_d" in self.kernel.derived else {}),
                 "any other kind": lambda e, p: not _same_kind(e, p),
                 "another dtype only": lambda e, p: _same_kind(e, p) and e.problem.dtype != p.dtype,
                 "the same dtype only": lambda e, p: _same_kind(e, p) and e.problem.dtype == p.dtype}  # fmt: skip
@@ -156,6 +155,18 @@ class Study:
             chosen.append(runs[int(np.argmin(others))][i])
         return chosen
 
+    def _features(self) -> Mapping[str, Callable[[Problem], float]]:
+        """What problems are told apart by, in the policies that were not taken."""
+        lengths = {"key length": lambda p: float(p.seq_k)} if "seq_k" in self.kernel.fields else {}
+        operations = {"operations": lambda p: float(p.flops)} if self.landscapes[0].problem.flops else {}
+        return {**lengths, **operations, **({} if operations else {"bytes": lambda p: float(p.min_bytes)})}
+
+    def _code(self, problem: Problem, schedule: Schedule) -> tuple[str, Schedule]:
+        """What the machine code depends on."""
+        from tiledsched.launches import problem_class
+
+        return problem_class(self.kernel, problem, schedule, self.spec).id, schedule
+
     def _nearest(self, apart: Callable[[Problem, Problem], float]) -> Policy:
         def choose(problem: Problem, seen: Entries) -> Schedule | None:
             usable = [e for e in seen if _same_kind(e, problem) and not self.space.violations(e.schedule, problem)]
@@ -166,7 +177,7 @@ class Study:
     def _tree(self, problem: Problem, seen: Entries) -> Schedule | None:
         """A tree of two leaves for each kind, grown on the losses in the landscapes that it may see."""
         known = {entry.problem for entry in seen}
-        grown = [one for one in self.landscapes if one.problem in known and kind(one.problem) == kind(problem)]
+        grown = [one for one in self.landscapes if one.problem in known and self.kernel.kind(one.problem) == self.kernel.kind(problem)]
         winners = {
             e.schedule for e in seen if _same_kind(e, problem) and not self.space.violations(e.schedule, problem)
         }
@@ -184,7 +195,9 @@ class Study:
         if not grown or not winners:
             return None
         total, choice = leaf(grown)
-        for feature in (lambda p: p.seq_k, lambda p: p.seq_q * p.batch * p.heads):
+        features = [lambda p: p.seq_k, lambda p: p.seq_q * p.batch * p.heads] if "tile_d" in self.kernel.derived else [
+            lambda p: p.min_bytes]
+        for feature in features:
             for at in sorted({feature(one.problem) for one in grown})[:-1]:
                 (low_sum, low), (high_sum, high) = (leaf(half) for half in halves(feature, at))
                 if low_sum + high_sum < total - 1e-9:
@@ -203,17 +216,12 @@ def _among(
 
 
 def _same_kind(entry: EntryRecord, problem: Problem) -> bool:
-    return kind(entry.problem) == kind(problem)
+    kind = problem.declaration.kind
+    return bool(kind(entry.problem) == kind(problem))
 
 
-def _like(problem: Problem) -> tuple[int, int, int, bool]:
-    return problem.seq_q, problem.seq_k, problem.head_dim, problem.causal
-
-
-def _code(problem: Problem, schedule: Schedule) -> tuple[object, ...]:
-    """What the machine code depends on."""
-    even = problem.seq_k % (schedule.number("tile_n") * schedule.number("kv_subtiles")) == 0
-    return problem.head_dim, problem.dtype, problem.causal, problem.group, even, schedule
+def _octaves(of: Callable[[Problem], float]) -> Callable[[Problem, Problem], float]:
+    return lambda a, b: abs(math.log2(of(a) / of(b)))
 
 
 def summary(judged: Sequence[Judged]) -> ExpectedLoss:

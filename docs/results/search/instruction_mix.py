@@ -1,7 +1,7 @@
 """Whether the machine code's instructions say which program is fastest, beyond what the static model and the knobs say.
 
-python docs/results/search/instruction_mix.py build NVDISASM tuning_db/landscapes/h200_burst_*d128_float16_*.json.xz
-python docs/results/search/instruction_mix.py study tuning_db/landscapes/h200_burst_*d128_float16_*.json.xz
+python docs/results/search/instruction_mix.py build NVDISASM tuning_db/landscapes/attention/h200_burst_*d128_float16_*.json.xz
+python docs/results/search/instruction_mix.py study tuning_db/landscapes/attention/h200_burst_*d128_float16_*.json.xz
 
 `build` compiles the better programs of the landscapes again with the installed compiler, disassembles them with the nvdisasm
 given (PyPI has it as nvidia-cuda-nvdisasm) and counts instructions by name into instruction_mix.json.xz. `study` corrects the

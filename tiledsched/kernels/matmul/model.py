@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tiledsched.build.cubin import ctas_per_sm
+from tiledsched.resources import ctas_per_sm
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.build.cubin import ResourceFacts
+    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
 
 WARPS_PER_GROUP = 4
@@ -26,26 +26,26 @@ PARTIAL_BYTES = 4
 # Counted or published.
 TENSOR_EFFICIENCY = 0.8
 """Of the peak tensor rate: 800 of the published 989 TFLOP/s in a large bf16 product on the H200, where power sets the clock."""
-WARP_PRODUCT_SHARE = 0.5
+WARP_PRODUCT_SHARE = 0.88
 """Of the tensor rate, what products by single warps reach where the arch has larger ones."""
-LOAD_LATENCY = 800.0
+LOAD_LATENCY = 970.0
 """Cycles from the request of a tile to its first byte, from the L2 cache."""
 
 # Calibrated.
-L2_BYTES_PER_CYCLE = 48.0
+L2_BYTES_PER_CYCLE = 62.0
 """Of one SM, while all of them load."""
 COPIED_BYTES_PER_CYCLE = 6.0
 """The same where threads load elements one by one because the TMA unit may not."""
-STEP_CYCLES = 40.0
+STEP_CYCLES = 90.0
 """Of barriers, per step of the main loop."""
-BLOCK_CYCLES = 2500.0
+BLOCK_CYCLES = 3250.0
 """From a block's start to its first product, and from its last store to its end."""
 STORE_BYTES_PER_CYCLE = 24.0
 """Of an epilogue."""
-AHEAD_SHARE = 0.5
+AHEAD_SHARE = 0.45
 """Of a block's start, what remains when a persistent block goes on: loads of its next tile are under way."""
 FREE_SPILL_BYTES = 32
-SPILL_BYTES_PER_CYCLE = 32.0
+SPILL_BYTES_PER_CYCLE = 95.0
 
 # Chosen, not fitted.
 LAUNCH_US = 3.0
@@ -74,7 +74,9 @@ def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -
     if s["PERSISTENT"]:
         per_wave -= edge * (1.0 - AHEAD_SHARE)
     cycles = full * per_wave
-    if left:  # blocks that share no SM are faster
+    if left and s["STREAM_K"]:
+        cycles += math.ceil(steps * left / slots) * step + 2.0 * edge
+    elif left:  # blocks that share no SM are faster
         alone = max(1, math.ceil(left * ctas / spec.sm_count))
         cycles += steps * step_cycles(p, s, facts, spec, min(alone, resident)) + edge
     compute_us = cycles / (spec.clock_ghz * 1e3)
@@ -141,6 +143,8 @@ def other_launches_us(p: Problem, s: Schedule, spec: ArchSpec) -> float:
     if s["PAD"]:
         return 2.0 * SECOND_LAUNCH_US + 2.0 * ELEMENT_BYTES * p.k * (p.m + p.n) / rate
     splits = s.number("SPLIT_K")
+    if s["STREAM_K"]:
+        return 2.0 * SECOND_LAUNCH_US
     if splits == 1:
         return 0.0
     moved = 2.0 * PARTIAL_BYTES * splits * p.m * p.n

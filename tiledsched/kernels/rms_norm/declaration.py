@@ -13,7 +13,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.build.cubin import ResourceFacts
+    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
 
 
@@ -29,7 +29,7 @@ class RmsNorm(Kernel):
     R = ts.array("rows columns", when="residual")
     W = ts.array("columns")
     Out = ts.out("rows columns")
-    Sum = ts.out("rows columns", when="residual")
+    Sum = ts.out("rows columns", when="residual", aligned=True)
     eps = ts.scalar(1e-5)
 
     knobs = row_schedules.KNOBS
@@ -37,7 +37,7 @@ class RmsNorm(Kernel):
     exploring = row_schedules.EXPLORING
     derived = row_schedules.DERIVED
     axes = ("columns", "rows", "residual", "dtype")
-    plain = {"HOLD": True, "LATENCY": 0}
+    plain = {"HOLD": True, "PERSISTENT": False}
     suites = {
         "widths": [{"rows": ELEMENTS // columns, "columns": columns, "residual": residual}
                    for residual in (False, True) for columns in WIDTHS],

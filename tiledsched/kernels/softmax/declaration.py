@@ -14,7 +14,7 @@ from tiledsched.schedule import Schedule
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiledsched.build.cubin import ResourceFacts
+    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
 
 
@@ -33,7 +33,7 @@ class Softmax(Kernel):
     exploring = row_schedules.EXPLORING
     derived = row_schedules.DERIVED
     axes = ("columns", "rows", "dtype")
-    plain = {"HOLD": True, "LATENCY": 0}
+    plain = {"HOLD": True, "PERSISTENT": False}
     suites = {"widths": [{"rows": ELEMENTS // columns, "columns": columns} for columns in WIDTHS]}
 
     constants = staticmethod(row_schedules.constants)

@@ -22,10 +22,9 @@ LOWEST = -3.4e38
 """A running maximum below every element and yet finite, so that padding does not make NaN."""
 
 
-def softmax(X, Out, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int,
-            TMA_STORE: Bool, LATENCY: Int):  # fmt: skip
+def softmax(X, Out, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int):  # fmt: skip
     """Out = softmax of each row of X, both `[rows, columns]`."""
-    const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, HOLD, PERSISTENT, LOADS, TMA_STORE, LATENCY)
+    const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, HOLD, PERSISTENT, LOADS)
     if const.PERSISTENT:
         for row in range(ct.bid(0), ct.cdiv(X.shape[0], const.TILE_ROWS), ct.num_blocks(0)):
             soften_rows(X, Out, row, const)

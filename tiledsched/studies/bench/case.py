@@ -13,7 +13,7 @@ from tiledsched.errors import MeasureError
 from tiledsched.kernel import RELATIVE_ERRORS, ArraySpec
 from tiledsched.problem import Problem
 from tiledsched.studies.bench.errors import Error
-from tiledsched.studies.bench.methods import Arrays
+from tiledsched.studies.bench.methods import Arrays, operator_call
 from tiledsched.studies.rivals import module_of
 
 
@@ -88,16 +88,11 @@ class WholeCase:
         return Error(max_abs=largest, relative=math.sqrt(squares / norm) if norm else math.sqrt(squares))
 
     def details(self, *, verify: bool) -> dict[str, Any]:
-        """What the operator was served."""
-        from tiledsched.config import load_settings
-        from tiledsched.serve.entries import load_table
-        from tiledsched.serve.explain import explain_problem
-
-        torch, problem = self.arrays.torch, self.arrays.problem
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        table = load_table(load_settings(), kernel=problem.declaration)
-        found = explain_problem(table, problem, f"sm_{properties.major}{properties.minor}", properties.name)
-        return {"schedule": found.served.schedule.short(), "provenance": found.served.provenance}
+        """What the operator launches, and why."""
+        operator, given = operator_call(self.arrays)
+        found = operator.explain(*given, verify=verify)
+        return {"schedule": found.served.schedule.short(), "provenance": found.served.provenance,
+                "measured_program": found.is_measured_program if verify else None}  # fmt: skip
 
 
 def make_case(torch: Any, cupy: Any, problem: Problem) -> Case:

@@ -5,13 +5,15 @@ Nothing is imported before it is used: a method whose package is missing, or whi
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tiledsched.cases import input_specs, output_specs
 from tiledsched.errors import ConfigError, UnsupportedError
+from tiledsched.fields import Flag
 from tiledsched.kernel import KernelClass, load_kernel
 from tiledsched.problem import Problem
 from tiledsched.studies.rivals import module_of, rivals_of
@@ -81,19 +83,44 @@ class Method:
         return ""
 
 
-@functools.cache
-def operator_of(kernel: KernelClass) -> Callable[..., Any]:
-    """The torch operator of a kernel; a name can be registered only once in a process."""
+def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
+    """The torch operator of the problem's kernel and what it is called with: tensors, what they do not show, scalars.
+
+    Flags decide which arrays there are, so that each combination of them is an operator of its own.
+    """
     from tiledsched.serve.op import op
 
-    word = "".join(letter if letter.isalnum() else "_" for letter in kernel.name)
-    found: Callable[..., Any] = op(f"tiledsched_bench::{word}", kernel)
-    return found
+    p, kernel = arrays.problem, arrays.problem.declaration
+    flags = {name: p.values[name] for name, field in kernel.fields.items() if isinstance(field, Flag)}
+    word = "_".join([kernel.name, *(name for name, value in flags.items() if value)])
+    operator = op("tiledsched_bench::" + re.sub(r"\W", "_", word), kernel, **flags)
+    tensors = dict(zip((spec.name for spec in input_specs(kernel, p)), arrays.tensors, strict=True))
+    given = []
+    for each in operator.form.parameters:
+        if each.kind in ("array", "list"):
+            given.append(tensors.get(each.name))
+        else:
+            given.append(p.values[each.name] if each.kind == "field" else each.default)
+    return operator, given
 
 
 def _ours(arrays: Arrays) -> Call:
-    operator, tensors = operator_of(arrays.problem.declaration), arrays.tensors
-    return lambda: operator(*tensors)
+    """The operator on arrays of its own where it changes some: other methods are given them as they were."""
+    specs = input_specs(arrays.problem.declaration, arrays.problem)
+    copies = tuple(tensor.clone() if spec.role == "inout" else tensor
+                   for spec, tensor in zip(specs, arrays.tensors, strict=True))  # fmt: skip
+    operator, given = operator_call(replace(arrays, tensors=copies))
+    changed = {spec.name: tensor for spec, tensor in zip(specs, copies, strict=True) if spec.role == "inout"}
+    if not changed:
+        return lambda: operator(*given)
+    names = [spec.name for spec in output_specs(arrays.problem.declaration, arrays.problem)]
+
+    def call() -> Any:
+        out = operator(*given)
+        made = iter(() if out is None else out if isinstance(out, tuple) else (out,))
+        return tuple(changed[name] if name in changed else next(made) for name in names)
+
+    return call
 
 
 def _rival(name: str) -> Callable[[Arrays], Call]:

@@ -221,7 +221,7 @@ class PairCase:
 
     def details(self, *, verify: bool) -> dict[str, Any]:
         """What `sdpa` launched and why."""
-        from tiledsched.serve.explain import explain
+        from tiledsched.attention.explain import explain
 
         arrays = self.arrays
         found = explain(arrays.q, arrays.k, arrays.v, causal=arrays.causal, verify=verify)

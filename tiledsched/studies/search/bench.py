@@ -17,9 +17,9 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _fields: tuple[Field, ...] = ()
 
 
-def shipped_landscapes() -> list[Path]:
-    """The recorded landscapes of the burst regime that come with the package."""
-    return sorted((data_files.tuning_db() / "landscapes").glob("*_burst_*.json.xz"))
+def shipped_landscapes(kernel: str = "attention") -> list[Path]:
+    """The recorded landscapes of a kernel in the burst regime that come with the package."""
+    return sorted((data_files.tuning_db() / "landscapes" / kernel).glob("*_burst_*.json.xz"))
 
 
 def run_bench(paths: Sequence[Path], samplers: Sequence[str], *, seeds: int, jobs: int,

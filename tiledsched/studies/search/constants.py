@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiledsched.device import arch_spec
+from tiledsched.kernels.attention import Attention
 from tiledsched.search import surrogate
 from tiledsched.search.effort import EFFORTS
 from tiledsched.search.prior import estimator
@@ -31,26 +32,27 @@ BOUNDS = (math.log(0.01), math.log(100.0))
 
 
 def constants(ratios: Sequence[float]) -> dict[str, Any]:
-    """The constants, each times its ratio: first the `GROUPS` of weights, then `NUMBERS`."""
+    """The constants, each times its ratio: first the `GROUPS` of attention's weights, then `NUMBERS`."""
     by_group = dict(zip(GROUPS, ratios, strict=False))
-    weights = {name: weight * by_group[weight] for name, weight in surrogate.WEIGHTS.items()}
+    weights = {name: weight * by_group[weight] for name, weight in Attention.weights.items()}
     numbers = {
         name: getattr(surrogate, name) * ratio for name, ratio in zip(NUMBERS, ratios[len(GROUPS) :], strict=True)
     }
-    return {"WEIGHTS": weights, **numbers}
+    return {"weights": weights, **numbers}
 
 
 @contextmanager
 def changed(values: Mapping[str, Any]) -> Iterator[None]:
     """The surrogate with other constants, for a while."""
-    before = {name: getattr(surrogate, name) for name in values}
+    owners = {name: Attention if name == "weights" else surrogate for name in values}
+    before = {name: getattr(owner, name) for name, owner in owners.items()}
     for name, value in values.items():
-        setattr(surrogate, name, value)
+        setattr(owners[name], name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(surrogate, name, value)
+            setattr(owners[name], name, value)
 
 
 def surprise(field: Field) -> float:

@@ -7,6 +7,7 @@ from tiledsched.search.effort import EFFORTS, Effort
 from tiledsched.search.prior import estimator, known_elsewhere
 from tiledsched.search.sampler import ScheduleSampler
 from tiledsched.search.surrogate import Known
+from tiledsched.studies.landscapes import shape_of
 from tiledsched.studies.search.field import Field
 from tiledsched.studies.search.scores import Trace
 
@@ -57,17 +58,8 @@ def search(
 
 
 def siblings(one: Field, other: Field) -> bool:
-    """Whether one of them would give the other away: the same along every axis of the kernel but the element type.
-
-    Of attention that is the lengths, the head dimension and the mask: what differs in batch or heads only gives it away, too.
-    """
-
-    def shape(field: Field) -> tuple[object, ...]:
-        problem = field.problem
-        telling = ("seq_q", *problem.declaration.axes) if "seq_q" in problem.values else problem.declaration.axes or problem.values
-        return problem.kernel, *(getattr(problem, name) for name in telling if name != "dtype")
-
-    return shape(one) == shape(other)
+    """Whether one of them would give the other away: the same but for element type, batch or heads."""
+    return shape_of(one.problem) == shape_of(other.problem)
 
 
 def neighbours(field: Field, landscapes: tuple[Field, ...]) -> tuple[Known, ...]:

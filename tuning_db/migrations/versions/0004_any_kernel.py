@@ -44,11 +44,21 @@ def upgrade():
             for row in connection.execute(sa.select(table.c.problem_id, table.c.kernel).distinct())}  # fmt: skip
     used |= {(old, "attention") for old in set(found) - {old for old, _ in used}}
 
-    with op.batch_alter_table("problems") as batch:
-        batch.add_column(sa.Column("kernel", sa.String(200), nullable=True))
-        batch.add_column(sa.Column("dims", sa.JSON(), nullable=True))
+    sqlite = connection.dialect.name == "sqlite"
+    if sqlite:  # references are by name, and not looked at while a schema is upgraded
+        op.drop_table("problems")
+        op.create_table(
+            "problems",
+            sa.Column("id", sa.String(12), nullable=False),
+            sa.Column("kernel", sa.String(200), nullable=False),
+            sa.Column("dims", sa.JSON(), nullable=False),
+            sa.PrimaryKeyConstraint("id", name="pk_problems"),
+        )
+    else:
+        op.add_column("problems", sa.Column("kernel", sa.String(200), nullable=True))
+        op.add_column("problems", sa.Column("dims", sa.JSON(), nullable=True))
         for name in columns:
-            batch.drop_column(name)
+            op.drop_column("problems", name)
     new = {(old, kernel): problem_id(kernel, found[old]) for old, kernel in used if old in found}
     rows = [{"id": identity, "kernel": kernel, "dims": found[old]} for (old, kernel), identity in new.items()]
     if rows:
@@ -57,19 +67,13 @@ def upgrade():
         for table in tables:
             pointing = (table.c.problem_id == old) & (table.c.kernel == kernel)
             connection.execute(sa.update(table).where(pointing).values(problem_id=identity))
-    connection.execute(sa.delete(NEW).where(NEW.c.kernel.is_(None)))
-    with op.batch_alter_table("problems") as batch:
-        batch.alter_column("kernel", existing_type=sa.String(200), nullable=False)
-        batch.alter_column("dims", existing_type=sa.JSON(), nullable=False)
-        batch.create_index("ix_problems_kernel", ["kernel"])
-
-    for name in ("builds", *POINTING):
-        with op.batch_alter_table(name) as batch:
-            batch.alter_column("kernel", existing_type=sa.String(64), type_=sa.String(200), existing_nullable=False)
-    if not sa.inspect(connection).get_check_constraints("builds"):  # some versions of Alembic lose it in SQLite
-        with op.batch_alter_table("builds") as batch:
-            outcome = "(fingerprint IS NULL) <> (failure_kind IS NULL)"
-            batch.create_check_constraint(op.f("ck_builds_outcome"), outcome)
+    if not sqlite:
+        connection.execute(sa.delete(NEW).where(NEW.c.kernel.is_(None)))
+        op.alter_column("problems", "kernel", nullable=False)
+        op.alter_column("problems", "dims", nullable=False)
+        for name in ("builds", *POINTING):  # SQLite takes any length as it is
+            op.alter_column(name, "kernel", type_=sa.String(200))
+    op.create_index("ix_problems_kernel", "problems", ["kernel"])
     op.create_table(
         "kernel_views",
         sa.Column("name", sa.String(63), nullable=False),

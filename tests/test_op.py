@@ -1,0 +1,468 @@
+"""Operators made of declarations, with their kernels run by the interpreter where a GPU would run them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import op_kernels as kernels  # noqa: E402
+from serve_on_cpu import capturing  # noqa: E402
+
+import tiledsched as ts  # noqa: E402
+from tiledsched.errors import ConfigError, LaunchError, ProblemError, UnsupportedError  # noqa: E402
+from tiledsched.serve import launching, process  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fresh")
+CLOSE = {"rtol": 2e-3, "atol": 2e-3}
+
+
+def made(rows=5, columns=100, dtype=torch.float16, seed=0):
+    generator = torch.Generator().manual_seed(seed + rows)
+    return (torch.randn(rows, columns, generator=generator).to(dtype), torch.randn(columns, generator=generator).to(dtype))
+
+
+def normed(x, w, residual=None, eps=1e-5):
+    x = x.float() if residual is None else x.float() + residual.float()
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w.float()).to(w.dtype)
+
+
+norm = ts.op("tiledsched_tests::rms_norm", kernels.RmsNorm)
+norm_backward = ts.op("tiledsched_tests::rms_norm_backward", kernels.RmsNormBackward)
+product = ts.op("tiledsched_tests::product", kernels.Product)
+half_product = ts.op("tiledsched_tests::half_product", kernels.Product, result="float16")
+scale_ = ts.op("tiledsched_tests::scale_", kernels.Scale)
+total = ts.op("tiledsched_tests::total", kernels.Total)
+just_total = ts.op("tiledsched_tests::just_total", kernels.Total, counted=False)
+add_groups = ts.op("tiledsched_tests::add_groups", kernels.AddGroups)
+trained = ts.op("tiledsched_tests::trained_norm", kernels.RmsNorm, residual=False)
+trained.register_autograd(
+    lambda ctx, dy: (lambda dx, dw: (dx, dw.sum(0).to(dx.dtype)))(*norm_backward(dy, *ctx.saved_tensors, *ctx.others))
+)
+
+
+# What a call means
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_it_computes_what_is_declared(launches, dtype) -> None:
+    x, w = made(dtype=dtype)
+    for _ in range(4):  # through the dispatcher, twice by key, by comparison
+        torch.testing.assert_close(norm(x, w), normed(x, w), rtol=2e-2, atol=2e-2)
+    assert len(launches) == 4
+    torch.testing.assert_close(norm(x, w, eps=0.5), normed(x, w, eps=0.5), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(norm(x, w, None, 0.5), normed(x, w, eps=0.5), rtol=2e-2, atol=2e-2)
+    assert torch.equal(torch.ops.tiledsched_tests.rms_norm(x, w, eps=0.5), norm(x, W=w, eps=0.5))
+    assert len(norm.cache.plans) == 1  # a run-time number is no part of a plan
+
+
+def test_a_number_stays_of_its_type(launches) -> None:
+    x, w = made()
+    for eps in (1, torch.tensor(1.0), True):
+        torch.testing.assert_close(norm(x, w, eps=eps), normed(x, w, eps=1.0), **CLOSE)
+    assert all(type(given) is float for launch in launches for given in launch[3] if isinstance(given, float))
+    assert {launch[3][4] for launch in launches} == {1.0}
+
+
+def test_an_optional_array_sets_its_flag(launches) -> None:
+    x, w = made()
+    for _ in range(4):
+        torch.testing.assert_close(norm(x, w, x), normed(x, w, x), **CLOSE)
+        torch.testing.assert_close(norm(x, w), normed(x, w), **CLOSE)
+    assert launches[0][3][2] is x
+    assert launches[1][3][2].shape == (1, 1)
+    assert len(norm.cache.plans) == 2
+
+
+def test_layouts_are_read_off_strides_and_types_off_tensors(launches) -> None:
+    a, b = torch.randn(20, 24).half(), torch.randn(24, 40).half()
+    for given, column in ((b, False), (b.t().contiguous().t(), True), (b[:, :], False)):
+        out = product(a, given)
+        torch.testing.assert_close(out, a.float() @ b.float(), **CLOSE)
+        assert launches[-1][3][-1] is column
+        assert out.dtype == torch.float32
+    assert product(a, b, result="float16").dtype == half_product(a, b).dtype == torch.float16
+    with pytest.raises(ProblemError, match=r"product: result must be one of float32, float16, got 'int8'"):
+        product(a, b, result="int8")
+
+
+def test_changes_in_place_count_as_changes(launches) -> None:
+    x = torch.arange(40.0)
+    for factor in (2.0, 0.25):
+        before, version = x.clone(), x._version
+        assert scale_(x, factor) is None
+        assert torch.equal(x, before * factor)
+        assert x._version > version
+    saved = torch.ones(40, requires_grad=True)
+    kept = torch.ones(40)
+    result = saved * kept
+    scale_(kept)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
+def test_launches_in_a_row_share_their_workspaces(launches) -> None:
+    x = torch.randn(200)
+    for _ in range(3):
+        result, blocks = total(x, 4)
+        torch.testing.assert_close(result, x.sum()[None] * 4)
+        assert int(blocks) == 7
+    torch.testing.assert_close(just_total(x), x.sum()[None])
+    assert len(launches) == 8
+    partial, count = (launches[2][3][place] for place in (1, 2))
+    assert launches[3][3][0] is partial
+    assert launches[5][3][1].data_ptr() == count.data_ptr()  # zeros are kept; the first call came through the dispatcher
+
+
+def test_lists_of_arrays(launches) -> None:
+    xs, ys = ([torch.randn(size) for size in (5, 70, 32)] for _ in range(2))
+    for _ in range(3):
+        found = add_groups(xs, ys, lengths=[5, 70, 32])
+        assert isinstance(found, list)
+        for out, x, y in zip(found, xs, ys, strict=True):
+            torch.testing.assert_close(out, x + y)
+    (one,) = add_groups(xs[:1], ys[:1], [5])
+    torch.testing.assert_close(one, xs[0] + ys[0])
+    with pytest.raises(ProblemError, match=r"add_groups: Ys must be 2 arrays, got 1"):
+        add_groups(xs[:2], ys[:1], [5, 70])
+    with pytest.raises(ProblemError, match=r"Ys\[1\], axis 0: must be 70, .* got 32"):
+        add_groups(xs[:2], ys[::2], [5, 70])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x, w: (x, w[:7]), r"rms_norm: W, axis 0 \(columns\): must be 100, as the other arrays say, got 7"),
+        (lambda x, w: (x[0], w), r"X must have 2 axes \(rows columns\), got shape \(100,\); reshape it"),
+        (lambda x, w: (x, w.bfloat16()), "W must be float16, got bfloat16; cast it"),
+        (lambda x, w: (x.float(), w.float()), "dtype must be one of float16, bfloat16, got 'float32'"),
+        (lambda x, w: (x[:0], w), "rows must be a positive integer, got 0"),
+        (lambda x, w: (x, w, x[:1]), r"Residual, axis 0 \(rows\): must be 5, .* got 1"),
+        (lambda x, w: (x, w.to("meta")), "its tensors must be on one device, got cpu, meta"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(launches, change, words) -> None:
+    x, w = made()
+    norm(x, w)
+    with pytest.raises(ProblemError, match=words):
+        norm(*change(x, w))
+    assert len(launches) == 1
+
+
+def test_wrong_arguments_are_told(launches) -> None:
+    x, w = made()
+    for given, named in (((x,), {}), ((x, w, None, 1.0, 2.0), {}), ((x, w), {"epsilon": 1.0}), ((x, w), {"X": x})):
+        with pytest.raises(TypeError, match=r"rms_norm takes \(Tensor X, Tensor W, Tensor\? Residual=None, float eps=1e-05\)"):
+            norm(*given, **named)
+    with pytest.raises(RuntimeError, match="Expected a value of type 'Tensor"):
+        norm(x, 3.0)
+
+
+# Where it runs
+
+
+def test_it_needs_a_gpu_and_a_search_space(launches, monkeypatch) -> None:
+    x, w = made()
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "DEVICE_TYPE", "cuda")
+        with pytest.raises(UnsupportedError, match="rms_norm: its tensors are on cpu and the kernel needs a CUDA device"):
+            norm(x, w)
+    process.forget_plans()
+    monkeypatch.setattr(launching, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr("tiledsched.serve.lookup.Table.known_arch", lambda table, arch: False)
+    with pytest.raises(UnsupportedError, match="no search space for sm_90"):
+        norm(x, w)
+    assert launches == []
+
+
+def test_views_that_reach_too_far_are_refused(launches, monkeypatch) -> None:
+    x, w = made(rows=10)
+    monkeypatch.setattr("tiledsched.serve.op.LARGEST_INT32", 500)
+    with pytest.raises(UnsupportedError, match=r"spans more than .* call .contiguous\(\)"):
+        norm(x[::2], w)
+
+
+def test_settings_hold_from_the_next_call(launches) -> None:
+    x, w = made()
+    norm(x, w)
+    with ts.configure(occupancy=2, tile_m=128):  # a knob of other kernels is none of its business
+        norm(x, w)
+        explanation = norm.explain(x, w)
+    norm(x, w)
+    assert explanation.served.provenance == "forced"
+    assert explanation.served.schedule["occupancy"] == 2
+    assert launches[0][2] is launches[2][2] is not launches[1][2]
+    assert "rows=5 columns=100 float16 on NVIDIA H200" in str(explanation)
+
+
+def test_a_capture_needs_programs_that_have_run(launches, monkeypatch) -> None:
+    x, w = made(columns=90)
+    with capturing(monkeypatch), pytest.raises(LaunchError, match="call tiledsched_tests::rms_norm once with these shapes"):
+        norm(x, w)
+    want = norm(x, w)
+    with capturing(monkeypatch):
+        assert torch.equal(norm(x, w), want)
+        norm(*made(rows=6, columns=90))  # another problem, the same program
+        with pytest.raises(LaunchError, match="has not run in this process"):
+            norm(x[:, :64].contiguous(), w[:64])
+
+
+def test_a_failed_launch_names_the_call(launches, monkeypatch) -> None:
+    import cuda.tile
+
+    def fail(*given) -> None:
+        raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
+
+    monkeypatch.setattr(cuda.tile, "launch", fail)
+    with pytest.raises(LaunchError, match=r"rows=5 columns=100 float16 on .*LAUNCH_FAILED; run again with TILEDSCHED_SYNC=1"):
+        norm(*made())
+
+
+def test_the_current_stream_of_the_tensors_device_is_used(launches, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(launching, "current_stream", lambda index: asked.append(index) or 17)
+    norm(*made())
+    assert (asked, launches[0][0]) == ([-1], 17)
+    entered = []
+
+    class Device:
+        def __init__(self, index) -> None:
+            entered.append(index)
+
+        def __enter__(self):
+            monkeypatch.setattr(launching, "current_device", lambda: -1)
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(launching, "current_device", lambda: 3)
+    norm(*made())
+    assert entered == [-1]
+
+
+def test_threads_share_plans(launches) -> None:
+    failed = []
+
+    def call(seed) -> None:
+        try:
+            for _ in range(5):
+                x, w = made(rows=2 + seed, seed=seed)
+                torch.testing.assert_close(norm(x, w), normed(x, w), **CLOSE)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(norm.cache.plans) == 4
+
+
+def test_an_ordinary_call_is_launched_without_the_dispatcher(launches, monkeypatch) -> None:
+    x, w = made()
+    for _ in range(3):
+        norm(x, w)
+    weight = torch.nn.Parameter(w)
+    with torch.no_grad():
+        for _ in range(3):
+            norm(x, weight)
+        monkeypatch.setattr(norm, "_overload", None)
+        norm(x, weight)
+        monkeypatch.setattr("tiledsched.serve.op._plan_key", None)
+        norm(x, w)
+        norm(x, weight)
+    monkeypatch.undo()
+    assert not launches[-1][3][1].requires_grad or not torch.is_grad_enabled() or len(launches) == 9
+
+
+# Inside torch
+
+
+CALLS = {
+    "norm": lambda: (norm, (*made(),)),
+    "residual": lambda: (norm, (*made(), made()[0], 0.1)),
+    "product": lambda: (product, (torch.randn(20, 24).half(), torch.randn(40, 24).half().t())),
+    "half": lambda: (half_product, (torch.randn(20, 24).half(), torch.randn(24, 40).half())),
+    "in place": lambda: (scale_, (torch.randn(40), 3.0)),
+    "two launches": lambda: (total, (torch.randn(70), 3)),
+    "lists": lambda: (add_groups, ([torch.randn(5), torch.randn(40)], [torch.randn(5), torch.randn(40)], [5, 40])),
+    "trained": lambda: (trained, tuple(x.requires_grad_() for x in made())),
+    "gradients": lambda: (norm_backward, (made()[0], *made(seed=1))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_operators_are_well_made(launches, name) -> None:
+    made_op, given = CALLS[name]()
+    torch.library.opcheck(made_op._overload, given, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "trained"])
+def test_compiled_whole_it_is_the_same(launches, backend, name) -> None:
+    made_op, given = CALLS[name]()
+    again = [[x.clone() for x in each] if isinstance(each, list) and torch.is_tensor(each[0])
+             else each.clone() if torch.is_tensor(each) else each for each in given]  # fmt: skip
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *given: (made_op(*given), given[0]), fullgraph=True, backend=backend)
+    (found, first), want = compiled(*given), made_op(*again)
+    torch.testing.assert_close((found, first), (want, again[0]))
+
+
+def test_the_operator_itself_can_be_compiled(launches) -> None:
+    x, w = made()
+    torch._dynamo.reset()
+    compiled = torch.compile(norm, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, w, eps=0.5), normed(x, w, eps=0.5), **CLOSE)
+    with pytest.raises(Exception, match=r"missing value for argument 'W'|takes \(Tensor X"):
+        compiled(x)
+
+
+def test_one_graph_serves_many_sizes(launches) -> None:
+    graphs = []
+
+    def keep(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: norm(x, w) + 1, fullgraph=True, dynamic=True, backend=keep)
+    for rows in (7, 19, 33):
+        x, w = made(rows=rows)
+        torch.testing.assert_close(compiled(x, w), normed(x, w) + 1, **CLOSE)
+    assert len(graphs) == 1
+    assert any(node.target is norm._overload for node in graphs[0].graph.nodes)
+
+
+def test_export_and_tracing_record_the_operator(launches) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    class Model(torch.nn.Module):
+        def forward(self, x, w):
+            return norm(x, w)
+
+    x, w = made()
+    program = torch.export.export(Model(), (x, w), dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=64)}, None))
+    assert any(node.target is norm._overload for node in program.graph.nodes)
+    x, w = made(rows=9)
+    torch.testing.assert_close(program.module()(x, w), normed(x, w), **CLOSE)
+    graph = make_fx(lambda x, w: norm(x, w))(x, w)
+    assert any(node.target is norm._overload for node in graph.graph.nodes)
+
+
+def test_autocast_changes_nothing(launches) -> None:
+    x, w = made(dtype=torch.bfloat16)
+    want = norm(x, w)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(norm(x, w), want)
+
+
+def test_gradients_come_from_a_second_operator(launches) -> None:
+    def grads(call, *given):
+        given = [each.clone().requires_grad_() for each in given]
+        call(*given).float().square().sum().backward()
+        return [each.grad for each in given]
+
+    x, w = made()
+    want = grads(normed, x, w)
+    torch._dynamo.reset()
+    for call in (trained, torch.compile(trained, fullgraph=True, backend="aot_eager")):
+        for found, right in zip(grads(call, x, w), want, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-2, atol=2e-2)
+    with torch.no_grad():
+        assert not trained(x, w.clone().requires_grad_()).requires_grad
+
+
+def test_gradients_without_a_backward_are_refused(launches) -> None:
+    x, w = made()
+    out = norm(x, w.requires_grad_())
+    with pytest.raises(UnsupportedError, match=r"rms_norm has no backward; declare one and join them: op.register_autograd"):
+        out.sum().backward()
+    with pytest.raises(UnsupportedError, match="works in place; call it under"):
+        scale_(torch.ones(40, requires_grad=True) * 1)
+    with pytest.raises(UnsupportedError, match="changes X in place"):
+        scale_.register_autograd(lambda ctx: None)
+
+
+def test_a_setup_context_of_ones_own(launches) -> None:
+    seen = []
+
+    def setup(ctx, inputs, output) -> None:
+        seen.append((len(inputs), tuple(output.shape)))
+        ctx.shape = inputs[0].shape
+
+    other = ts.op("tiledsched_tests::with_context", kernels.RmsNorm, residual=False)
+    other.register_autograd(lambda ctx, dy: dy.new_ones(ctx.shape), setup_context=setup)
+    x, w = made()
+    x.requires_grad_()
+    other(x, w).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert seen == [(3, (5, 100))]
+
+
+# Making operators
+
+
+def test_the_same_name_serves_the_kernel_as_it_is_now(launches) -> None:
+    x, w = made()
+    first = ts.op("tiledsched_tests::again", kernels.RmsNorm)
+    first(x, w)
+    assert ts.op("tiledsched_tests::again", kernels.RmsNorm) is first
+    values = {name: each for name, each in vars(kernels.RmsNorm).items() if name not in ("__dict__", "__weakref__")}
+    changed = type("RmsNorm", (ts.Kernel,), values | {"eps": ts.scalar(1e-5), "knobs": {"TILE": [256], "occupancy": [7]}})
+    assert changed is not kernels.RmsNorm
+    assert ts.op("tiledsched_tests::again", changed) is first
+    torch.testing.assert_close(first(x, w), normed(x, w), **CLOSE)
+    assert first.explain(x, w).served.schedule["occupancy"] == 7
+    with pytest.raises(ConfigError, match="again is an operator of .*RmsNorm.* already"):
+        ts.op("tiledsched_tests::again", kernels.Product)
+    with pytest.raises(ConfigError, match="already"):
+        ts.op("tiledsched_tests::again", kernels.RmsNorm, residual=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "pinned", "words"),
+    [
+        ("rms_norm", kernels.RmsNorm, {}, "write namespace::name, such as mylib::rmsnorm"),
+        ("tiledsched_tests::x", kernels.RmsNorm, {"row": 1}, "no field 'row'; known are rows, columns"),
+        ("tiledsched_taken::x", kernels.RmsNorm, {}, r"torch does not take tiledsched_taken::x\(Tensor X.*use another name"),
+    ],
+)
+def test_what_cannot_be_an_operator_is_refused(name, kernel, pinned, words) -> None:
+    library = torch.library.Library("tiledsched_taken", "FRAGMENT")
+    library.define("x(Tensor x) -> Tensor")
+    with pytest.raises(ConfigError, match=words):
+        ts.op(name, kernel, **pinned)
+
+
+def test_a_kernel_without_inputs_or_with_outputs_by_chance_is_refused() -> None:
+    import cuda.tile as ct
+
+    def fill(Out, TILE: ct.Constant[int]):
+        ct.store(Out, (ct.bid(0),), ct.zeros((TILE,), Out.dtype))
+
+    declared = {"function": fill, "size": ts.dim(), "Out": ts.out("size", dtype="float32"), "knobs": {"TILE": [16]},
+                "grid": lambda p, s, device: -(-p.size // 16), "reference": lambda xp, p: xp.zeros(p.size)}  # fmt: skip
+    with pytest.raises(ConfigError, match="has no input array"):
+        ts.op("tiledsched_tests::fill", type("Fill", (ts.Kernel,), dict(declared)))
+    declared |= {"X": ts.array("size", dtype="float32"), "Other": ts.out("size", dtype="float32", when="big"),
+                 "derived": {"big": lambda p: p.size > 9}}  # fmt: skip
+    with pytest.raises(ConfigError, match=r"Other: whether there is this output depends on big"):
+        ts.op("tiledsched_tests::fill", type("Fill2", (ts.Kernel,), dict(declared)))
+
+
+@pytest.mark.compiler
+def test_a_program_of_a_bundle_is_used(launches, tmp_path, monkeypatch) -> None:
+    from test_op_bundles import bundle_of
+
+    x, w = made()
+    path = bundle_of(kernels.RmsNorm, norm.plan_for(x, w).served.schedule, norm.plan_for(x, w).problem, tmp_path)
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(path))
+    process.forget_kernels()
+    (kernel,) = (each[0] for each in norm.plan_for(x, w).steps)
+    assert [each.program.kernel for each in kernel.prebuilt["sm_90"]] == [kernels.RmsNorm.name]
