@@ -20,7 +20,7 @@ from tiledsched.storage import LARGEST, is_float, to_float, to_storage
 KINDS = ("edges", "large", "offset")
 """Kinds of inputs every kernel is checked on that says nothing better, beside random ones."""
 BORDERS = (16, 32, 64, 128, 256)
-EDGE_FACTOR = 8.0
+EDGE_FACTOR = 4.0
 LARGE_FACTOR = 16.0
 OFFSET = 1.0
 SPREAD = 0.05
