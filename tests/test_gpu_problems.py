@@ -9,8 +9,8 @@ from tiledsched.config import load_settings
 from tiledsched.errors import Failure
 from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.declaration import LARGEST_ERROR, LARGEST_LSE_ERROR
 from tiledsched.kernels.attention.reference import attention_and_lse
-from tiledsched.measure.accuracy import LARGEST_ERROR, LARGEST_LSE_ERROR
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.serve.prebuilt import make_kernel
 from tiledsched.space_files import space_for
@@ -53,7 +53,7 @@ def arch() -> str:
 
 
 def schedule_for(problem, knobs):
-    schedule = space_for(arch()).default(problem)
+    schedule = space_for(arch(), Attention).default(problem)
     return schedule.replace(**{"tile_m": 64, "tile_n": 64, "occupancy": 1, "num_ctas": 1, **knobs})
 
 
