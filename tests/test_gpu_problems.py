@@ -102,7 +102,7 @@ def assert_right(problem, launcher, inputs) -> None:
     error = numpy.linalg.norm(out - exact, axis=(2, 3)) / numpy.linalg.norm(exact, axis=(2, 3))
     assert error.max() < LARGEST_ERROR[problem.dtype, "fp32"] / 2
     if problem.lse:
-        found = launcher.extras["lse"].squeeze(-1).double().cpu().numpy()
+        found = launcher.extras["Lse"].squeeze(-1).double().cpu().numpy()
         numpy.testing.assert_array_equal(numpy.isneginf(found), numpy.isneginf(lse))
         seen = numpy.isfinite(lse)
         assert numpy.abs(found[seen] - lse[seen]).max() < LARGEST_LSE_ERROR["fp32"] / 2
@@ -123,7 +123,7 @@ def test_launched_as_sdpa_does(problem, knobs) -> None:
 def runner():
     from tiledsched.measure.gpu import GpuRunner
 
-    runner = GpuRunner(kernel_named("attention"))
+    runner = GpuRunner(Attention)
     yield runner
     runner.close()
 
