@@ -232,7 +232,7 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
         DeclarationError: a parameter is called like none of them.
     """
     known = {**inputs, **kernel.scalar_values(p), "p": p, "xp": xp}
-    given = {}
+    given: dict[str, Any] = {}
     for name, parameter in inspect.signature(kernel.reference).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= inputs
