@@ -171,7 +171,7 @@ def test_a_problem_of_an_unknown_kernel_is_read_as_it_stands() -> None:
     assert not problem.known
     assert (problem.rows, problem.experts, problem.flops, problem.min_bytes) == (5, (1, 2), 0.0, 0)
     assert problem.to_json() == stored
-    assert str(problem) == "rows=5 int32 experts=1,2"
+    assert str(problem) == "int32 experts=1,2 rows=5"
     assert Problem.from_json(json.loads(json.dumps(stored))) == problem
 
 
