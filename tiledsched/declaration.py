@@ -234,7 +234,7 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
     if kernel.reference is None:
         raise DeclarationError(f"{kernel.__name__}.reference: missing; declare reference(xp, ...), its outputs by NumPy or CuPy")
     known = {**inputs, **kernel.scalar_values(p), "p": p, "xp": xp}
-    given = {}
+    given: dict[str, Any] = {}
     for name, parameter in inspect.signature(kernel.reference).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= inputs
