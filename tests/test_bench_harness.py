@@ -299,14 +299,18 @@ def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypa
     (tmp_path / "sums.py").write_text(SUM.replace("FACTOR", "1"))
     kernel = load_kernel(f"{tmp_path}/sums.py:Add")
     problem = kernel.problem(rows=40, columns=70, dtype="float16")
-    operator = types.SimpleNamespace(explain=lambda *given, verify: types.SimpleNamespace(
-        served=types.SimpleNamespace(schedule=types.SimpleNamespace(short=lambda: "TILE=64"), provenance="measured")))  # fmt: skip
+    served = types.SimpleNamespace(schedule=types.SimpleNamespace(short=lambda: "TILE=64"), provenance="measured")
+    operator = types.SimpleNamespace(explain=lambda *given, verify: types.SimpleNamespace(served=served))
     monkeypatch.setattr("tiledsched.studies.bench.case.operator_call", lambda arrays: (operator, []))
     monkeypatch.setattr(methods_module, "operator_call", lambda arrays: (torch.sub, list(arrays.tensors)))
     methods = choose_methods(kernel, None, [problem])
     assert [method.name for method in methods] == [OURS, "torch", "torch_swapped"]
     rows = bench_cell(harness(), ("burst", problem), BenchOptions(methods=tuple(methods), rounds=6))
-    assert [row.status.partition(":")[0] for row in rows] == ["wrong result", "ok", "ok"]  # what stands for ours subtracts
+    assert [row.status.partition(":")[0] for row in rows] == [
+        "wrong result",
+        "ok",
+        "ok",
+    ]  # what stands for ours subtracts
     assert (rows[1].compared, rows[1].tflops) == ("all", 0.0)
     assert 0 < rows[1].rel_err < 1e-3
     assert rows[1].gbps == pytest.approx(3 * 40 * 70 * 2 / rows[1].median_us / 1e3)
@@ -324,8 +328,13 @@ def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, monke
 
     monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name, real=rivals.importlib.util.find_spec: (
         None if name == "tilegym" else real(name)))  # fmt: skip
-    for name, sizes in (("matmul", {"m": 20, "n": 30, "k": 40, "b_layout": "column"}), ("rms_norm", {"rows": 5, "columns": 64}),
-                        ("rms_norm", {"rows": 5, "columns": 64, "residual": True}), ("softmax", {"rows": 5, "columns": 70})):  # fmt: skip
+    problems = [
+        ("matmul", {"m": 20, "n": 30, "k": 40, "b_layout": "column"}),
+        ("rms_norm", {"rows": 5, "columns": 64}),
+        ("rms_norm", {"rows": 5, "columns": 64, "residual": True}),
+        ("softmax", {"rows": 5, "columns": 70}),
+    ]
+    for name, sizes in problems:
         problem = kernel_named(name).problem(**sizes)
         found = rivals.rivals_of(problem.declaration, problem)
         assert list(found) == ["torch", "torch_compile"]
