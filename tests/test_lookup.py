@@ -13,7 +13,7 @@ from serve_on_cpu import TOLERANCE, expected, tensors  # noqa: E402
 from tiledsched import configure  # noqa: E402
 from tiledsched.attention import plans  # noqa: E402
 from tiledsched.attention import sdpa as serve  # noqa: E402
-from tiledsched.errors import ProblemError, UnsupportedError
+from tiledsched.errors import ProblemError, UnsupportedError  # noqa: E402
 from tiledsched.serve import plan_cache, process  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh")

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # no
 from tiledsched import configure  # noqa: E402
 from tiledsched.attention import plans  # noqa: E402
 from tiledsched.attention import sdpa as serve  # noqa: E402
-from tiledsched.errors import LaunchError, ProblemError, UnsupportedError
+from tiledsched.errors import LaunchError, ProblemError, UnsupportedError  # noqa: E402
 from tiledsched.serve import plan_cache, process  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh")

@@ -67,7 +67,9 @@ def _check_fields(kernel: KernelClass) -> None:
     if not any(each.role in ("out", "inout") for each in kernel.array_fields.values()):
         _fail(kernel, "function", "no array is an output; declare one with ts.out(...) or ts.inout(...)")
     if kernel.function is None and kernel.entry is None and kernel.launches is None:
-        _fail(kernel, "function", "there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)")
+        _fail(
+            kernel, "function", "there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)"
+        )
     sizes = {*kernel.fields, *kernel.derived}
     for short, names in kernel.label.items():
         for name in (names,) if isinstance(names, str) else names:

@@ -107,7 +107,7 @@ def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, *
         again = float(p.rows * p.columns * 2 * read)
         fits = slots * tile_rows * p.columns * 2 * read <= spec.l2_bytes / 2
         bytes_total += again * (0.25 if fits else 1.0)
-    under_way = resident * tile_rows * (covered if one_pass else tile) * 2 * read
+    under_way = 1.0 * resident * tile_rows * (covered if one_pass else tile) * 2 * read
     under_way *= DUTY_AHEAD if s["PERSISTENT"] and s["loads"] == "tma" else DUTY
     per_cycle = spec.dram_gbps * COPY_SHARE / spec.sm_count / spec.clock_ghz
     needed = LATENCY_CYCLES * per_cycle

@@ -41,7 +41,9 @@ Scratch = tuple[tuple[int, ...], tuple[int, ...], Any, bool]
 
 def scratch_of(specs: Iterable[ArraySpec]) -> tuple[Scratch, ...]:
     """What :func:`scratch_arrays` makes at each launch."""
-    return tuple((each.shape, strides_of(each.shape, each.column), torch_type(each.dtype), each.zeroed) for each in specs)
+    return tuple(
+        (each.shape, strides_of(each.shape, each.column), torch_type(each.dtype), each.zeroed) for each in specs
+    )
 
 
 def scratch_arrays(wanted: Iterable[Scratch], device: Any, stream: int | None) -> list[torch.Tensor]:

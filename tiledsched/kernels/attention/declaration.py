@@ -77,7 +77,7 @@ class Attention(Kernel):
     Counters = ts.workspace(lambda p, s: (_work_tiles(p, s), 1), dtype="int32", zeroed=True)
     scale_log2 = ts.scalar(lambda p: scale_log2(p), dtype="float32")
 
-    label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": "heads"}
+    label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
     axes = ("seq_k", "head_dim", "causal", "dtype")
     plain = {"accum_mode": "fp32", "block_order": "natural", "check_bounds": True, "column_parts": 1,
              "division": "approximate", "k_load": "order", "kv_direction": "forward", "kv_splits": 1, "kv_subtiles": 1,
