@@ -167,6 +167,34 @@ def test_wrong_arguments_are_told(launches) -> None:
         norm(x, 3.0)
 
 
+@pytest.mark.parametrize("layouts", [(False, False), (True, False), (False, True), (True, True)])
+def test_the_shipped_matrix_product(launches, layouts) -> None:
+    from tiledsched.kernels.matmul import Matmul
+
+    matmul = ts.op("tiledsched_tests::matmul", Matmul)
+    a, b = (torch.randn(size).bfloat16() for size in ((70, 40), (40, 90)))
+    given = [x.t().contiguous().t() if column else x for x, column in zip((a, b), layouts, strict=True)]
+    torch.testing.assert_close(matmul(*given), (a.float() @ b.float()).bfloat16(), rtol=2e-2, atol=2e-2)
+    p = matmul.plan_for(*given).problem
+    assert [layout == "column" for layout in (p.a_layout, p.b_layout)] == list(layouts)
+
+
+def test_the_shipped_kernels_of_rows(launches) -> None:
+    from tiledsched.kernels.rms_norm import RmsNorm
+    from tiledsched.kernels.softmax import Softmax
+
+    x, w = made(dtype=torch.bfloat16)
+    add_norm = ts.op("tiledsched_tests::add_rms_norm", RmsNorm, residual=True)
+    out, total_ = add_norm(x, x, w)
+    close = {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(total_, x + x, **close)
+    torch.testing.assert_close(out, normed(x, w, x), **close)
+    torch.testing.assert_close(ts.op("tiledsched_tests::plain_norm", RmsNorm)(x, w), normed(x, w), **close)
+    torch.testing.assert_close(
+        ts.op("tiledsched_tests::softmax", Softmax)(x), x.float().softmax(-1).bfloat16(), **close
+    )
+
+
 # Where it runs
 
 

@@ -9,9 +9,9 @@ import torch
 
 from tiledsched.errors import LaunchError
 from tiledsched.kernel import ArraySpec
-from tiledsched.launches import strides_of
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Served
+from tiledsched.storage import strides_of
 
 DEVICE_TYPE = "cuda"
 """Where kernels run."""
