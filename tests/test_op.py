@@ -13,6 +13,7 @@ from serve_on_cpu import capturing  # noqa: E402
 
 import tiledsched as ts  # noqa: E402
 from tiledsched.errors import ConfigError, LaunchError, ProblemError, UnsupportedError  # noqa: E402
+from tiledsched.kernel import ArraySpec  # noqa: E402
 from tiledsched.serve import launching, process  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -165,6 +166,18 @@ def test_wrong_arguments_are_told(launches) -> None:
             norm(*given, **named)
     with pytest.raises(RuntimeError, match="Expected a value of type 'Tensor"):
         norm(x, 3.0)
+
+
+def test_zeros_of_one_launch_are_apart_and_kept_by_stream(launches, monkeypatch) -> None:
+    specs = [ArraySpec(name=name, role="workspace", dtype="int32", shapes=((size,),), zeroed=True)
+             for name, size in (("one", 8), ("two", 8), ("three", 4))]  # fmt: skip
+    wanted = launching.scratch_of(specs)
+    first, again, elsewhere = (launching.scratch_arrays(wanted, torch.device("cpu"), stream) for stream in (71, 71, 72))
+    assert all(each.shape == spec.shape and not each.any() for each, spec in zip(first, specs, strict=True))
+    assert [each.data_ptr() for each in first] == [each.data_ptr() for each in again]
+    assert len({each.data_ptr() for each in (*first, *elsewhere)}) == 6
+    with capturing(monkeypatch):
+        assert launching.scratch_arrays(wanted, torch.device("cpu"), 71)[0].data_ptr() != first[0].data_ptr()
 
 
 @pytest.mark.parametrize("layouts", [(False, False), (True, False), (False, True), (True, True)])
