@@ -140,7 +140,7 @@ def find_program(candidates: Sequence[Prebuilt], kernel: KernelClass, place: int
             continue
         # Most differ in a constant, and that is told a hundred times sooner than by the whole signature.
         pairs = zip(wanted[place].arguments, signature.parameters, strict=False)
-        constant = all(ours.value == theirs for ours, theirs in pairs if ours.kind == "constant")
+        constant = all(ours.value == theirs.value for ours, theirs in pairs if ours.kind == "constant")
         if constant and serves(launches.signature(kernel, p, s, wanted[place]), signature):
             return each
     return None
