@@ -79,9 +79,9 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     assert "modelled" in out
 
     assert main(["show", "--arch", "sm_121", "--json"]) == 0
-    rows = [row for row in json.loads(capsys.readouterr().out)["entries"] if row["seq_len"] in (1024, 4096)
-            and row["head_dim"] == 64 and not row["causal"] and row["dtype"] == "float16"]  # fmt: skip
-    assert {row["seq_len"] for row in rows} == {1024, 4096}
+    rows = [row for row in json.loads(capsys.readouterr().out)["entries"] if row["S"] in (1024, 4096)
+            and row["D"] == row["head_dim"] == 64 and not row["causal"] and row["dtype"] == "float16"]  # fmt: skip
+    assert {row["S"] for row in rows} == {1024, 4096}
     for row in rows:
         assert row["arch"] == "sm_121"
         assert row["provenance"] == "modelled"
@@ -128,7 +128,7 @@ def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys,
 
     from tiledsched.store.exchange import read_table
 
-    monkeypatch.setattr("tiledsched.cli.commands._runner", lambda *given: Gpu())
+    monkeypatch.setattr("tiledsched.tuning.open_runner", lambda *given, **more: Gpu())
     (home / "my.toml").write_text(SPACE.replace("sm_121", "sm_90").replace("choices = [2]", "choices = [1]"))
     record = ["record", "--arch", "sm_90", "--space", "my.toml", "--seq-len", "1024", "--head-dim", "64", "--causal", "no",
               "--programs", "3", "--sustained-leaders", "2", "--out", "landscapes"]  # fmt: skip

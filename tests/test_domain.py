@@ -107,7 +107,17 @@ def test_wrong_problems_are_refused(change: dict, words: str) -> None:
 
 def test_fields_that_came_later_leave_ids_as_they_were() -> None:
     plain = Attention.problem(seq_q=128, seq_k=256, head_dim=64, causal=True)
-    assert set(plain.to_json()) == {"kernel", "seq_q", "seq_k", "head_dim", "dtype", "causal", "batch", "heads", "kv_heads"}
+    assert set(plain.to_json()) == {
+        "kernel",
+        "seq_q",
+        "seq_k",
+        "head_dim",
+        "dtype",
+        "causal",
+        "batch",
+        "heads",
+        "kv_heads",
+    }
     assert plain.id == PLAIN_ID
     other = plain.replace(alignment="bottom_right", value_dim=32, lse=True)
     assert other.to_json() == plain.to_json() | {"alignment": "bottom_right", "value_dim": 32, "lse": True}

@@ -91,15 +91,24 @@ MUTATIONS = {
     "groups overlap": ("(const.GROUP_M * tiles_n) * const.GROUP_M", "(const.GROUP_M * tiles_n)"),
     "row and column exchanged": ("Work(first + within % rows, within // rows", "Work(within // rows, first + within % rows"),
     "persistent blocks skip work": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):"),
-    "second part is the first": ("return work.column * (const.TILE_N // const.REST_N + 1)", "return work.column * (const.TILE_N // const.REST_N)"),
+    "second part is the first": (
+        "return work.column * (const.TILE_N // const.REST_N + 1)",
+        "return work.column * (const.TILE_N // const.REST_N)",
+    ),
     "second part of the next tile": ("+ const.TILE_N // const.REST_N\n", "+ const.TILE_N // const.REST_N + 1\n"),
     "second part beyond the edge": ("second = min(second, ct.cdiv(B.shape[1], const.REST_N) - 1)", "second = second"),
     "second part stored beyond the edge": ("if column * const.REST_N < Out.shape[1]:", "if column >= 0:"),
     "first parts side by side": ("else const.TILE_N + const.REST_N\n", "else const.TILE_N\n"),
-    "copies of the first rows": ("elements_of(ct.bid(0), ct.bid(1), ROWS, COLUMNS), tile", "elements_of(0 * ct.bid(0), ct.bid(1), ROWS, COLUMNS), tile"),
+    "copies of the first rows": (
+        "elements_of(ct.bid(0), ct.bid(1), ROWS, COLUMNS), tile",
+        "elements_of(0 * ct.bid(0), ct.bid(1), ROWS, COLUMNS), tile",
+    ),
     "copies without zeros": ("(ROWS, COLUMNS), padding_mode=ct.PaddingMode.ZERO", "(ROWS, COLUMNS)"),
     "sums beyond the edge": ("check_bounds=not COMBINE_EVEN)\n\n\ndef", "check_bounds=False)\n\n\ndef"),
-    "the last wave left out": ("whole = whole_tiles(tiles_m * tiles_n, const)\n    steps", "whole = tiles_m * tiles_n\n    steps"),
+    "the last wave left out": (
+        "whole = whole_tiles(tiles_m * tiles_n, const)\n    steps",
+        "whole = tiles_m * tiles_n\n    steps",
+    ),
     "whole tiles of the last wave": ("tiles // ct.num_blocks(0) * ct.num_blocks(0) if", "tiles if"),
     "shares of one tile only": ("return ct.cdiv(end, steps) - begin // steps", "return min(end - begin, 1)"),
     "shares begin at their tile": ("first, last = max(begin - tile * steps, 0),", "first, last = 0,"),
@@ -123,6 +132,8 @@ def battery():
         {"SPLIT_K": 4},
         {"GROUP_M": 1},
         {"SPLIT_K": 8, "TILE_K": 64},
+        {"STREAM_K": True},
+        {"STREAM_K": True, "PERSISTENT": True},
     ):
         check(Matmul, p, schedule(**SMALL | pinned))
     odd = Matmul.problem(m=130, n=75, k=101, dtype="float16")

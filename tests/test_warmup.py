@@ -315,7 +315,7 @@ assert answer[1:] == {theirs[1:]!r}
 class Pool:
     """Stands in for the compile processes; a tile of 128 rows does not build."""
 
-    tasks: list = []  # noqa: RUF012
+    tasks: list = []
 
     def __init__(self, jobs=None) -> None:
         Pool.tasks.clear()

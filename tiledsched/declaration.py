@@ -67,7 +67,9 @@ def _check_fields(kernel: KernelClass) -> None:
     if not any(each.role in ("out", "inout") for each in kernel.array_fields.values()):
         _fail(kernel, "function", "no array is an output; declare one with ts.out(...) or ts.inout(...)")
     if kernel.function is None and kernel.entry is None and kernel.launches is None:
-        _fail(kernel, "function", "there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)")
+        _fail(
+            kernel, "function", "there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)"
+        )
     sizes = {*kernel.fields, *kernel.derived}
     for short, names in kernel.label.items():
         for name in (names,) if isinstance(names, str) else names:
@@ -229,6 +231,8 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
     Raises:
         DeclarationError: a parameter is called like none of them.
     """
+    if kernel.reference is None:
+        raise DeclarationError(f"{kernel.__name__}.reference: missing; declare reference(xp, ...), its outputs by NumPy or CuPy")
     known = {**inputs, **kernel.scalar_values(p), "p": p, "xp": xp}
     given = {}
     for name, parameter in inspect.signature(kernel.reference).parameters.items():

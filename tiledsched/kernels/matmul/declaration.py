@@ -16,8 +16,8 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
+    from tiledsched.resources import ResourceFacts
 
 PAD_TILE = 64
 """Sides of the tiles in which operands are copied; the copies' sizes are multiples of it."""
@@ -106,7 +106,7 @@ class Matmul(Kernel):
         "TILE_K <= 64 or TILE_M * TILE_N <= 16384": "long steps leave room for two of them, where tiles are large",
         "TILE_K <= 128 or TILE_M * TILE_N <= 1024": "long steps leave room for two of them, where tiles are large",
         "num_ctas == 1 or (TILE_M >= 128 and SPLIT_K == 1 and TILE_K == 64)": "clusters are for large work tiles",
-        "PERSISTENT == False or (TILE_M * TILE_N >= 16384 and num_worker_warps == 8)": "short work tiles were slower so on the H200",
+        "not PERSISTENT or (TILE_M * TILE_N >= 16384 and num_worker_warps == 8)": "short work tiles were slower so on the H200",
         "GROUP_M == 8 or (m > 1024 and TILE_M * TILE_N >= 32768)": "the order is tried on large tiles",
         "occupancy == 0 or (TILE_M * TILE_N <= 16384 and num_worker_warps == 4)": "of larger tiles an SM holds one in any case",
         "not STREAM_K or (TILE_M * TILE_N >= 32768 and TILE_K == 64)": "small tiles leave less over",

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tiledsched.resources import ctas_per_sm
 from tiledsched.problem import Problem
+from tiledsched.resources import ctas_per_sm
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
+    from tiledsched.resources import ResourceFacts
 
 WARPS_PER_GROUP = 4
 ELEMENT_BYTES = 2
