@@ -13,6 +13,7 @@ from serve_on_cpu import capturing  # noqa: E402
 
 import tiledsched as ts  # noqa: E402
 from tiledsched.errors import ConfigError, LaunchError, ProblemError, UnsupportedError  # noqa: E402
+from tiledsched.kernel import ArraySpec  # noqa: E402
 from tiledsched.serve import launching, process  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -165,6 +166,46 @@ def test_wrong_arguments_are_told(launches) -> None:
             norm(*given, **named)
     with pytest.raises(RuntimeError, match="Expected a value of type 'Tensor"):
         norm(x, 3.0)
+
+
+def test_zeros_of_one_launch_are_apart_and_kept_by_stream(launches, monkeypatch) -> None:
+    specs = [ArraySpec(name=name, role="workspace", dtype="int32", shapes=((size,),), zeroed=True)
+             for name, size in (("one", 8), ("two", 8), ("three", 4))]  # fmt: skip
+    wanted = launching.scratch_of(specs)
+    first, again, elsewhere = (launching.scratch_arrays(wanted, torch.device("cpu"), stream) for stream in (71, 71, 72))
+    assert all(each.shape == spec.shape and not each.any() for each, spec in zip(first, specs, strict=True))
+    assert [each.data_ptr() for each in first] == [each.data_ptr() for each in again]
+    assert len({each.data_ptr() for each in (*first, *elsewhere)}) == 6
+    with capturing(monkeypatch):
+        assert launching.scratch_arrays(wanted, torch.device("cpu"), 71)[0].data_ptr() != first[0].data_ptr()
+
+
+@pytest.mark.parametrize("layouts", [(False, False), (True, False), (False, True), (True, True)])
+def test_the_shipped_matrix_product(launches, layouts) -> None:
+    from tiledsched.kernels.matmul import Matmul
+
+    matmul = ts.op("tiledsched_tests::matmul", Matmul)
+    a, b = (torch.randn(size).bfloat16() for size in ((70, 40), (40, 90)))
+    given = [x.t().contiguous().t() if column else x for x, column in zip((a, b), layouts, strict=True)]
+    torch.testing.assert_close(matmul(*given), (a.float() @ b.float()).bfloat16(), rtol=2e-2, atol=2e-2)
+    p = matmul.plan_for(*given).problem
+    assert [layout == "column" for layout in (p.a_layout, p.b_layout)] == list(layouts)
+
+
+def test_the_shipped_kernels_of_rows(launches) -> None:
+    from tiledsched.kernels.rms_norm import RmsNorm
+    from tiledsched.kernels.softmax import Softmax
+
+    x, w = made(dtype=torch.bfloat16)
+    add_norm = ts.op("tiledsched_tests::add_rms_norm", RmsNorm, residual=True)
+    out, total_ = add_norm(x, x, w)
+    close = {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(total_, x + x, **close)
+    torch.testing.assert_close(out, normed(x, w, x), **close)
+    torch.testing.assert_close(ts.op("tiledsched_tests::plain_norm", RmsNorm)(x, w), normed(x, w), **close)
+    torch.testing.assert_close(
+        ts.op("tiledsched_tests::softmax", Softmax)(x), x.float().softmax(-1).bfloat16(), **close
+    )
 
 
 # Where it runs

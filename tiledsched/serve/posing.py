@@ -13,8 +13,8 @@ from typing import Any
 from tiledsched.errors import ConfigError, ProblemError
 from tiledsched.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes, read_shape
 from tiledsched.kernel import ArraySpec, KernelClass
-from tiledsched.launches import strides_of
 from tiledsched.problem import Problem
+from tiledsched.storage import strides_of
 
 NO_DEFAULT = object()
 
