@@ -16,7 +16,6 @@ from tiledsched import data_files
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ARCHS, arch_spec
 from tiledsched.errors import ConfigError
-from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import model as static
 from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
@@ -164,8 +163,8 @@ class TestIdenticalPrograms:
     def test_the_grid_is_the_templates(self, knobs):
         for problem in (PROBLEM, PROBLEM.replace(batch=1, heads=1, kv_heads=1)):
             schedule = PLAIN.replace(**knobs)
-            grid = kernel_named("attention").grid(schedule, problem, arch_spec("sm_90").sm_count)
-            assert grid == (grid_blocks(problem, schedule, arch_spec("sm_90")), 1, 1)
+            grid = Attention.grids(problem, schedule, arch_spec("sm_90"))
+            assert grid == ((grid_blocks(problem, schedule, arch_spec("sm_90")), 1, 1),)
 
 
 class TestPlacement:

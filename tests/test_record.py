@@ -15,7 +15,6 @@ from store_samples import DEVICE, TOOLCHAIN, artifact
 
 from tiledsched.build.compiler import Built
 from tiledsched.errors import DatabaseError, Failure, FailureKind, NoValidScheduleError
-from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Checked, Conditions
@@ -28,7 +27,6 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape, read_table
 
 ROOT = Path(__file__).parent.parent
-TEMPLATE = kernel_named("attention")
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128, causal=True)
 PINNED = {"accum_mode": "fp32"}
 SPACE = space_for("sm_90", Attention)
@@ -111,10 +109,13 @@ class Compiler:
         self.compiled = 0
         self.works = True
         self.toolchain = TOOLCHAIN
+        self.version = "1"
+        """Another one makes other machine code of everything."""
 
     @staticmethod
-    def fingerprint(schedule) -> str:
-        return stable_id({name: value for name, value in schedule.items() if name != INERT}, 24)
+    def fingerprint(schedule, version="1") -> str:
+        values = {name: value for name, value in schedule.items() if name != INERT}
+        return stable_id(values if version == "1" else {**values, "version": version}, 24)
 
     def start(self):
         pass
@@ -122,7 +123,7 @@ class Compiler:
     def build(self, tasks, *, leave=0):
         for task in tasks:
             self.compiled += 1
-            made = artifact(self.fingerprint(task.schedule)) if self.works else None
+            made = artifact(self.fingerprint(task.schedule, self.version)) if self.works else None
             failure = None if made else Failure(kind=FailureKind.COMPILE_ERROR, message="no")
             yield Built(task=task, artifact=made, failure=failure, seconds=0.1)
 
@@ -183,7 +184,7 @@ class Site:
 
     def recorder(self, runner, *, space=SMALL, **options) -> Recorder:
         options = {"programs": 60, "sustained_leaders": 5, **options}
-        return Recorder(self.db, self.compiler, space, TEMPLATE, self.compiler.toolchain, RecordOptions(**options),
+        return Recorder(self.db, self.compiler, space, Attention, self.compiler.toolchain, RecordOptions(**options),
                         pool=self.compiler, run_id=self.db.start_run({}, "sm_90"), runner=runner,
                         progress=self.said.append)  # fmt: skip
 
@@ -223,7 +224,7 @@ def test_a_landscape_is_recorded_and_replayed(site, tmp_path) -> None:
     assert {one.measurement.schedule for one in sustained} == fastest
     assert {len(one.measurement.samples_us) for one in sustained} == {SUSTAINED.opening_rounds}
 
-    replay = ReplayRunner(TEMPLATE, [one.measurement for one in burst])
+    replay = ReplayRunner(Attention, [one.measurement for one in burst])
     replay.begin(PROBLEM)
 
 
@@ -291,7 +292,7 @@ def test_fewer_programs_than_asked_for_are_stated(site, tmp_path) -> None:
     everything = list(TINY.schedules(PROBLEM, pinned=PINNED))
     assert result.schedules == len(everything)
     assert result.programs == len(
-        {(Compiler.fingerprint(each), TEMPLATE.grid(each, PROBLEM, 132)) for each in everything}
+        {(Compiler.fingerprint(each), Attention.grids(PROBLEM, each, DEVICE)) for each in everything}
     )
     assert f"only {result.programs} distinct programs could be had, 1000000 were asked for" in site.said[-1]
 
@@ -302,14 +303,26 @@ def test_nothing_that_builds_is_an_error(site, tmp_path) -> None:
         site.record(tmp_path, space=TINY)
 
 
-def test_evidence_of_another_compiler_is_left_out_of_the_file(site, tmp_path) -> None:
-    site.record(tmp_path, programs=80)
+def test_another_compiler_that_makes_the_same_code_has_nothing_measured_again(site, tmp_path) -> None:
+    first = site.record(tmp_path)
+    before = first.files[0].path.read_bytes()
     site.compiler.toolchain = dataclasses.replace(site.compiler.toolchain, tileiras="13.5.1")
+    runner = Gpu(seed=2)
+    result = site.record(tmp_path, runner)
+    assert result.compiled == site.compiler.compiled / 2 > 0
+    assert (result.measured, runner.looks, result.complete) == (0, 0, True)
+    assert result.files[0].path.read_bytes() == before
+
+
+def test_another_compiler_that_makes_other_code_has_all_of_it_measured(site, tmp_path) -> None:
+    site.record(tmp_path)
+    site.compiler.toolchain = dataclasses.replace(site.compiler.toolchain, tileiras="13.5.1")
+    site.compiler.version = "2"
     result = site.record(tmp_path)
-    assert result.compiled > 0
     taken = read_table(result.files[0].path).measurements
-    assert len(taken) == 60
-    assert {one.toolchain.tileiras for one in taken} == {"13.5.1"}
+    compilers = Counter(one.toolchain.tileiras for one in taken)
+    assert compilers == {"13.4.12": 60, "13.5.1": 60}  # what is known of the old code stays known
+    assert result.files[0].distinct_programs == 120
 
 
 # The file format
@@ -327,7 +340,7 @@ def test_every_version_of_the_format_is_read(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "words"), [(2, "newer tiledsched.*up to 1; upgrade"), ("1.0", "no version"), (0, "no")]
+    ("version", "words"), [(3, "newer tiledsched.*up to 2; upgrade"), ("1.0", "no version"), (0, "no")]
 )
 def test_another_version_is_refused(tmp_path, version, words) -> None:
     (tmp_path / "l.json").write_text(json.dumps({"schema_version": version}))
@@ -346,9 +359,9 @@ def test_the_documented_snippet_runs(site, tmp_path, capsys, monkeypatch) -> Non
     assert "winner" in said
 
 
-def test_an_export_limited_to_a_source_holds_only_that(site, tmp_path) -> None:
+def test_an_export_holds_the_device_and_the_regime_asked_for(site, tmp_path) -> None:
     site.record(tmp_path)
-    device = DEVICE.name
     out = tmp_path / "l.json"
-    assert export_landscape(site.db, out, PROBLEM, device, "burst", source_hash="other") == 0
-    assert export_landscape(site.db, out, PROBLEM, device, "burst", source_hash=TEMPLATE.source_hash) == 60
+    assert export_landscape(site.db, out, PROBLEM, "another GPU", "burst") == 0
+    assert export_landscape(site.db, out, PROBLEM, DEVICE.name, "burst") == 60
+    assert export_landscape(site.db, out, PROBLEM, DEVICE.name, "sustained") == 5

@@ -18,8 +18,8 @@ from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_folder
+from tiledsched.device import arch_spec
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.problem import stable_id
 from tiledsched.schedule import Schedule
@@ -27,6 +27,7 @@ from tiledsched.search.programs import Builder
 from tiledsched.store.db import TuningDB
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
+H200 = arch_spec("sm_90")
 KNOBS = {"tile_m": 64, "tile_n": 64, "occupancy": 1, "num_worker_warps": 4, "num_ctas": 1, "latency_k": 0,
          "latency_v": 0, "opt_level": 3, "accum_mode": "fp32", "loop_split": False, "block_order": "natural",
          "persistent": "no", "kv_direction": "forward", "q_subtiles": 1, "kv_subtiles": 1, "qk_ahead": False,
@@ -75,7 +76,7 @@ def builder(db, tmp_path):
     """A maker of builders over one database and one folder, as if each were a new process."""
 
     def make(pool, **changes):
-        values = {"db": db, "artifacts": ArtifactStore(tmp_path), "template": kernel_named("attention"),
+        values = {"db": db, "artifacts": ArtifactStore(tmp_path), "kernel": Attention,
                   "arch": "sm_90", "toolchain": TOOLCHAIN} | changes  # fmt: skip
         return Builder(*values.values(), pool=pool)
 
@@ -146,9 +147,9 @@ def test_failures_are_stored_and_not_tried_again(builder, db):
         assert again.missing([schedule(), schedule(tile_m=128)], PROBLEM) == []
         record = again.record(schedule(tile_m=128), PROBLEM)
         assert (record.failure, record.fingerprint, record.facts) == (BAD, "", None)
-    builds = db.find_builds("attention", shop.template.source_hash, TOOLCHAIN, "sm_90")
+    builds = db.find_builds("attention", Attention.source_hash(), TOOLCHAIN, "sm_90")
     assert sorted(build.failure is None for build in builds.values()) == [False, True]
-    assert [program.schedule for program in shop.programs([schedule(tile_m=128), schedule()], PROBLEM, 132)] == [
+    assert [program.schedule for program in shop.programs([schedule(tile_m=128), schedule()], PROBLEM, H200)] == [
         schedule()
     ]
 
@@ -159,10 +160,10 @@ def test_equivalents_are_one_program(builder):
     other = schedule(tile_m=128)
     shop = builder(StubPool(dict.fromkeys(alike, same)))
     shop.build([*alike, other], PROBLEM)
-    programs = shop.programs([alike[1], other, alike[0], alike[2], schedule(tile_n=128)], PROBLEM, 132)
+    programs = shop.programs([alike[1], other, alike[0], alike[2], schedule(tile_n=128)], PROBLEM, H200)
     assert [program.schedules for program in programs] == [(alike[1], alike[0], alike[2]), (other,)]
     assert programs[0].schedule == alike[1]
-    assert programs[0].key == ("a" * 24, (1024 // 64 * PROBLEM.batch * PROBLEM.heads, 1, 1))
+    assert programs[0].key == ("a" * 24, ((1024 // 64 * PROBLEM.batch * PROBLEM.heads, 1, 1),))
 
 
 def test_one_code_with_two_grids_is_two_programs(builder):
@@ -171,9 +172,9 @@ def test_one_code_with_two_grids_is_two_programs(builder):
     pair = [schedule(persistent="strided", occupancy=1), schedule(persistent="strided", occupancy=2)]
     shop = builder(StubPool(dict.fromkeys(pair, same)))
     shop.build(pair, PROBLEM)
-    assert [program.grid[0] for program in shop.programs(pair, PROBLEM, 132)] == [132, 264]
+    assert [program.grids[0][0] for program in shop.programs(pair, PROBLEM, H200)] == [132, 264]
     small = PROBLEM.replace(batch=1, heads=1, kv_heads=1)
-    assert [program.grid[0] for program in shop.programs(pair, small, 132)] == [16]
+    assert [program.grids[0][0] for program in shop.programs(pair, small, H200)] == [16]
 
 
 def test_a_deadline_leaves_the_rest(builder, monkeypatch):
@@ -294,7 +295,7 @@ def test_real_compiles(builder, tmp_path):
         hurried.build([endless], PROBLEM)
     shop = builder(StubPool())
     fingerprints = {shop.record(each, PROBLEM).fingerprint for each in (plain, alike)}
-    assert len(shop.programs([plain, alike], PROBLEM, 132)) == len(fingerprints)
+    assert len(shop.programs([plain, alike], PROBLEM, H200)) == len(fingerprints)
     assert shop.record(broken, PROBLEM).failure.kind is FailureKind.COMPILE_ERROR
     assert "\n" not in shop.record(broken, PROBLEM).failure.message
     assert shop.record(endless, PROBLEM).failure.kind is FailureKind.COMPILE_TIMEOUT

@@ -12,7 +12,6 @@ from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.device import arch_spec
 from tiledsched.errors import ConfigError, Failure, FailureKind, NoValidScheduleError
-from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.search.effort import EFFORTS
@@ -23,7 +22,6 @@ from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 
-TEMPLATE = kernel_named("attention")
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 
 
@@ -54,7 +52,7 @@ class Recorded:
         self.compiled = self.started = 0
 
     def key(self, schedule):
-        return self.fingerprints[schedule], TEMPLATE.grid(schedule, self.problem, 132)
+        return self.fingerprints[schedule], Attention.grids(self.problem, schedule, arch_spec("sm_90"))
 
     def start(self):
         self.started += 1
@@ -81,8 +79,8 @@ class Recorded:
 
 def tune(recorded: Recorded, db: TuningDB, *, runner=None, space=None, **options):
     run_id = db.start_run({}, "sm_90")
-    runner = runner or ReplayRunner(TEMPLATE, recorded.measurements, seed=1)
-    tuner = Tuner(db, recorded, space or recorded_space(recorded), TEMPLATE, recorded.toolchain, TuneOptions(**options),
+    runner = runner or ReplayRunner(Attention, recorded.measurements, seed=1)
+    tuner = Tuner(db, recorded, space or recorded_space(recorded), Attention, recorded.toolchain, TuneOptions(**options),
                   pool=recorded, run_id=run_id, runner=runner)  # fmt: skip
     return tuner.tune([recorded.problem])[0]
 
@@ -138,7 +136,7 @@ def test_an_interrupted_search_goes_on_where_it_stopped(db) -> None:
             return super().look(candidate)
 
     with pytest.raises(KeyboardInterrupt):
-        tune(recorded, db, runner=Interrupted(TEMPLATE, recorded.measurements), trials=64)
+        tune(recorded, db, runner=Interrupted(Attention, recorded.measurements), trials=64)
     kept = len(db.measurements(recorded.problem))
     assert kept > 0
     result = tune(recorded, db, trials=64)
@@ -204,7 +202,7 @@ def test_neighbours_of_the_fastest_are_found_outside_what_is_explored(db) -> Non
 
 def test_neighbours_need_something_measured(db) -> None:
     recorded = Recorded(LANDSCAPES[0])
-    tuner = Tuner(db, recorded, recorded_space(recorded), TEMPLATE, recorded.toolchain, TuneOptions(neighbours=True),
+    tuner = Tuner(db, recorded, recorded_space(recorded), Attention, recorded.toolchain, TuneOptions(neighbours=True),
                   pool=recorded, run_id=db.start_run({}, "sm_90"))  # fmt: skip
     with pytest.raises(ConfigError, match="no GPU of sm_90 is used here; leave out --neighbours"):
         tuner.tune([recorded.problem])
@@ -214,7 +212,7 @@ def test_neighbours_need_something_measured(db) -> None:
 def test_a_problem_is_learnt_from_itself_only_when_asked_to(db) -> None:
     recorded = Recorded(LANDSCAPES[1])
     tune(recorded, db, trials=16)
-    device = ReplayRunner(TEMPLATE, recorded.measurements).device.name
+    device = ReplayRunner(Attention, recorded.measurements).device.name
     elsewhere = Elsewhere(db, space_for("sm_90", Attention), device, "burst", "fp32")
     assert elsewhere.known(recorded.problem, arch_spec("sm_90"), itself=False) == []
     (known,) = elsewhere.known(recorded.problem, arch_spec("sm_90"), itself=True)
@@ -266,13 +264,13 @@ def test_a_failed_candidate_is_a_row_and_not_tried_again(db) -> None:
                 return Failure(kind=FailureKind.WRONG_RESULT, message="planted")
             return super().check(candidate)
 
-    runner = Faulty(TEMPLATE, recorded.measurements)
+    runner = Faulty(Attention, recorded.measurements)
     first = tune(recorded, db, runner=runner, trials=32)
     failures = db.failures("sm_90", recorded.problem, stage="measure")
     assert failures
     assert first.failed >= len(failures)
     assert first.entry.schedule["occupancy"] != 2
-    tune(recorded, db, runner=Faulty(TEMPLATE, recorded.measurements), trials=32)
+    tune(recorded, db, runner=Faulty(Attention, recorded.measurements), trials=32)
     again = db.failures("sm_90", recorded.problem, stage="measure")
     assert len({failure.schedule for failure in again}) == len(again)
 
@@ -282,9 +280,9 @@ def test_a_replay_needs_one_device_and_a_recorded_problem() -> None:
 
     recorded = Recorded(LANDSCAPES[1])
     with pytest.raises(MeasureError, match="one device"):
-        ReplayRunner(TEMPLATE, [])
+        ReplayRunner(Attention, [])
     with pytest.raises(MeasureError, match="nothing was recorded"):
-        ReplayRunner(TEMPLATE, recorded.measurements).begin(Attention.problem(seq_q=3, seq_k=3, head_dim=64))
+        ReplayRunner(Attention, recorded.measurements).begin(Attention.problem(seq_q=3, seq_k=3, head_dim=64))
 
 
 @pytest.mark.parametrize("path", LANDSCAPES[::4], ids=lambda path: path.stem.split(".")[0])
@@ -325,6 +323,6 @@ def test_what_is_built_late_is_not_lost(db, path) -> None:
     assert recorded.times[recorded.key(result.entry.schedule)] <= 1.01 * recorded.best_us
     built = {
         record.schedule
-        for record in db.find_builds("attention", TEMPLATE.source_hash, recorded.toolchain, "sm_90").values()
+        for record in db.find_builds("attention", Attention.source_hash(), recorded.toolchain, "sm_90").values()
     }
     assert recorded.compiled - len(recorded.late) == len(built)

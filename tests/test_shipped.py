@@ -12,7 +12,6 @@ import pytest
 from kernel_checks import check
 
 from tiledsched import data_files
-from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Table
@@ -68,7 +67,6 @@ def test_what_was_measured_is_right_in_the_interpreter() -> None:
 def test_a_landscape_is_complete(path) -> None:
     table = read_table(path)
     first = table.measurements[0].measurement
-    template = kernel_named("attention")
     programs, checked, unchecked = set(), [], []
     for stored in table.measurements:
         m = stored.measurement
@@ -80,7 +78,7 @@ def test_a_landscape_is_complete(path) -> None:
         else:
             checked.append(m.median_us)
             assert m.accuracy.repeatable
-        programs.add((m.fingerprint, template.grid(m.schedule, m.problem, m.device.sm_count)))
+        programs.add((m.fingerprint, Attention.grids(m.problem, m.schedule, m.device)))
     assert len(programs) >= (250 if first.regime == "burst" else 24)
     assert min(unchecked, default=math.inf) > 1.02 * min(checked)
     assert {(stored.measurement.fingerprint) for stored in table.measurements} == {
