@@ -1,7 +1,6 @@
 """Declaring a kernel: a wrong declaration fails where it is made, and everything else follows from a right one."""
 
 # A declaration is data, and its functions take no self.
-# ruff: noqa: N805, RUF012
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def mutated(old, new):
     class Mutated(Attention):
         name = "attention with a fault"
 
-        def entry(p, s):  # noqa: N805
+        def entry(p, s):
             return getattr(copies[attention_entries.__name__], Attention.entry(p, s).__name__)
 
     return Mutated

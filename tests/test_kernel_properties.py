@@ -355,7 +355,7 @@ def test_wide_indices():
     class Wide(Attention):
         name = "attention of wide indices"
 
-        def entry(p, s):  # noqa: N805
+        def entry(p, s):
             return getattr(attention_entries, f"{Attention.entry(p, s).__name__}_wide")
 
     problem = Attention.problem(seq_q=70, seq_k=130, head_dim=40, causal=True, heads=4, kv_heads=2, lse=True)

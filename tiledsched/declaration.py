@@ -258,7 +258,7 @@ SMALL = (3, 4, 1, 2, 8, 16, 64)
 def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, only_largest: bool = False) -> Problem:
     """`p` with every run-time size as small as its kernel allows; with `only_largest`, the largest is one of `sizes`."""
     dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
-    largest = max(dims, key=lambda name: p.values[name], default=None)  # type: ignore[arg-type,return-value]
+    largest = max(dims, key=lambda name: p.values[name], default=None)
     for name in dims:
         for size in SMALL if only_largest and name != largest else sizes:
             try:

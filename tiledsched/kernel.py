@@ -206,7 +206,7 @@ class Kernel:
         raise DeclarationError("a kernel needs grid(p, s, device): the number of blocks along 1 to 3 axes")
 
     reference: ClassVar[Any] = None
-    """`reference(xp, ...)`: the outputs in high precision, from float64 inputs by name: an array, or a tuple of one for each output."""
+    """`reference(xp, ...)`: the outputs in high precision, from float64 inputs by name: an array, or a tuple of them."""
 
     entry: ClassVar[Any] = None
     """`entry(p, s)`: which function a schedule runs."""
@@ -393,7 +393,7 @@ class Kernel:
     @classmethod
     def _shapes(cls, each: ArrayField, p: Problem, s: Schedule | None) -> tuple[tuple[int, ...], ...]:
         if isinstance(each.shape, str):
-            return (read_shape(each.shape, lambda name: s[name] if s is not None and name in s else getattr(p, name)),)
+            return (read_shape(each.shape, lambda name: int(s[name] if s is not None and name in s else getattr(p, name))),)
         found = each.shape(p, s) if each.role == "workspace" else each.shape(p)
         return tuple(map(tuple, found)) if each.listed else (tuple(found),)
 
@@ -422,7 +422,7 @@ class Kernel:
             raise DeclarationError(
                 f"{cls.__name__}.grid: must be 1 to 3 positive integers, got {grid!r}; -(-a // b) rounds up"
             )
-        return (*axes, *(1,) * (3 - len(axes)))  # type: ignore[return-value]
+        return (*axes, *(1,) * (3 - len(axes)))
 
     @classmethod
     def scalar_values(cls, p: Problem) -> dict[str, float | int]:

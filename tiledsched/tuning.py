@@ -326,8 +326,8 @@ def small_problems(kernel: KernelClass) -> list[Problem]:
     if kernel.small is not None:
         return list(kernel.small())
     by_kind = {kernel.problem_kind(each): each for each in reversed(problems_of(kernel, None))}
-    return list(dict.fromkeys(small for each in by_kind.values()
-                              for small in (shrunk(kernel, each), shrunk(kernel, each, (67, 68, 72, 80, 128), only_largest=True))))
+    pairs = ((shrunk(kernel, each), shrunk(kernel, each, (67, 68, 72, 80, 128), only_largest=True)) for each in by_kind.values())
+    return list(dict.fromkeys(small for pair in pairs for small in pair))
 
 
 def _some_schedules(space: SearchSpace, problem: Problem, count: int, seed: int) -> list[Schedule]:
