@@ -36,8 +36,6 @@ def test_odd_sizes_are_right(size, dtype):
         {"REST_N": 32},
         {"SPLIT_K": 4},
         {"PERSISTENT": True},
-        {"STREAM_K": True},
-        {"STREAM_K": True, "PERSISTENT": True},
         {"PAD": True},
         {"PAD": True, "REST_N": 32, "PERSISTENT": True},
     ):
@@ -105,20 +103,6 @@ MUTATIONS = {
     ),
     "copies without zeros": ("(ROWS, COLUMNS), padding_mode=ct.PaddingMode.ZERO", "(ROWS, COLUMNS)"),
     "sums beyond the edge": ("check_bounds=not COMBINE_EVEN)\n\n\ndef", "check_bounds=False)\n\n\ndef"),
-    "the last wave left out": (
-        "whole = whole_tiles(tiles_m * tiles_n, const)\n    steps",
-        "whole = tiles_m * tiles_n\n    steps",
-    ),
-    "whole tiles of the last wave": ("tiles // ct.num_blocks(0) * ct.num_blocks(0) if", "tiles if"),
-    "shares of one tile only": ("return ct.cdiv(end, steps) - begin // steps", "return min(end - begin, 1)"),
-    "shares begin at their tile": ("first, last = max(begin - tile * steps, 0),", "first, last = 0,"),
-    "shares end with their tile": ("min(end - tile * steps, steps)", "steps"),
-    "one share over the other": ("(2 * ct.bid(0) + part, 0, 0)", "(2 * ct.bid(0), 0, 0)"),
-    "the last share left out": ("holder_of(first + steps - 1, tiles, steps) + 1)", "holder_of(first + steps - 1, tiles, steps))"),
-    "the first share left out": ("in range(holder_of(first, tiles, steps),", "in range(holder_of(first, tiles, steps) + 1,"),
-    "the second tile's share first": ("2 * block + ct.bid(0) - begin // steps", "2 * block"),
-    "the first whole tiles again": ("work = place_of(whole + ct.bid(0),", "work = place_of(ct.bid(0),"),
-    "the same rows of every tile": ("(const.TILE_M // ROWS) + rows, work.column", "(const.TILE_M // ROWS), work.column"),
 }  # fmt: skip
 
 
@@ -132,8 +116,6 @@ def battery():
         {"SPLIT_K": 4},
         {"GROUP_M": 1},
         {"SPLIT_K": 8, "TILE_K": 64},
-        {"STREAM_K": True},
-        {"STREAM_K": True, "PERSISTENT": True},
     ):
         check(Matmul, p, schedule(**SMALL | pinned))
     odd = Matmul.problem(m=130, n=75, k=101, dtype="float16")
