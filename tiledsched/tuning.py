@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiledsched import config
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError, MeasureError, TiledschedError
 from tiledsched.kernel import KernelClass, load_kernel
@@ -283,6 +284,8 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     finally:
         if gpu is not None:
             gpu.close()
+        for forget in config.watchers:  # operators of this process look again
+            forget()
     return TuneReport(
         kernel=kernel, arch=arch, run_id=run_id, results=results, entries=entries, measured=gpu is not None
     )
