@@ -1,5 +1,7 @@
 """Small kernels for the tests of operators, each with something of its own to say."""
 
+# Declarations are never instantiated, and their functions take no self.
+
 from __future__ import annotations
 
 import cuda.tile as ct
@@ -33,8 +35,8 @@ class RmsNorm(ts.Kernel):
     Residual = ts.array("rows columns", when="residual")
     Out = ts.out("rows columns")
     eps = ts.scalar(1e-5)
-    knobs = {"TILE": [1024, 128], "occupancy": [1, 2, 4]}  # noqa: RUF012
-    constraints = {"TILE >= columns": "a row is one tile"}  # noqa: RUF012
+    knobs = {"TILE": [1024, 128], "occupancy": [1, 2, 4]}
+    constraints = {"TILE >= columns": "a row is one tile"}
 
     def constants(p, s):
         return {"RESIDUAL": p.residual}
@@ -72,8 +74,8 @@ class RmsNormBackward(ts.Kernel):
     dX = ts.out("rows columns")
     dW = ts.out("rows columns", dtype="float32")
     eps = ts.scalar(1e-5)
-    knobs = {"TILE": [1024, 128], "occupancy": [1, 2]}  # noqa: RUF012
-    constraints = {"TILE >= columns": "a row is one tile"}  # noqa: RUF012
+    knobs = {"TILE": [1024, 128], "occupancy": [1, 2]}
+    constraints = {"TILE >= columns": "a row is one tile"}
 
     def grid(p, s, device):
         return p.rows
@@ -105,7 +107,7 @@ class Product(ts.Kernel):
     A = ts.array("m k")
     B = ts.array("k n", layout="layout")
     C = ts.out("m n", dtype="result")
-    knobs = {"TILE": [16, 32]}  # noqa: RUF012
+    knobs = {"TILE": [16, 32]}
 
     def constants(p, s):
         return {"COLUMN": p.layout == "column"}
@@ -135,7 +137,7 @@ class Scale(ts.Kernel):
     dtype = ts.dtype("float32", "float16")
     X = ts.inout("size")
     factor = ts.scalar(2.0)
-    knobs = {"TILE": [16, 32]}  # noqa: RUF012
+    knobs = {"TILE": [16, 32]}
 
     def grid(p, s, device):
         return -(-p.size // s["TILE"])
@@ -172,7 +174,7 @@ class Total(ts.Kernel):
     Count = ts.workspace(lambda p, s: (64,), dtype="int32", zeroed=True)
     Sum = ts.out("1", dtype="float32")
     Blocks = ts.out("1", dtype="int32", when="counted")
-    knobs = {"TILE": [32, 64]}  # noqa: RUF012
+    knobs = {"TILE": [32, 64]}
 
     def constants(p, s):
         return {"TILES": 64}
@@ -203,7 +205,7 @@ class AddGroups(ts.Kernel):
     Xs = ts.arrays(lambda p: [(length,) for length in p.lengths])
     Ys = ts.arrays(lambda p: [(length,) for length in p.lengths])
     Outs = ts.outs(lambda p: [(length,) for length in p.lengths])
-    knobs = {"TILE": [16, 32]}  # noqa: RUF012
+    knobs = {"TILE": [16, 32]}
 
     def constants(p, s):
         return {"groups": len(p.lengths)}

@@ -1,7 +1,6 @@
 """Small declared kernels, one for each thing that a launch may need, and a way to run them on the CPU."""
 
 # Declarations are not classes as ruff knows them.
-# ruff: noqa: N805, RUF012
 
 from __future__ import annotations
 

@@ -17,17 +17,17 @@ from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions
-from tiledsched.search.programs import Workshop
+from tiledsched.search.programs import Builder
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import Table, read_table
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
 from tiledsched.studies.ablation.sources import Built, Recorded
-from tiledsched.studies.bench.methods import untuned_schedule
+from tiledsched.studies.rivals.attention import untuned_schedule
 
 ROOT = Path(__file__).parent.parent
 LANDSCAPE = ROOT / "tuning_db" / "landscapes" / "attention" / "h200_burst_s16384_d128_float16_full_b1_h16.json.xz"
-SPACE = space_for("sm_90")
+SPACE = space_for("sm_90", Attention)
 TEMPLATE = kernel_named("attention")
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64, causal=True)
 PLAIN = untuned_schedule("sm_90").replace(num_ctas=1)
@@ -205,7 +205,7 @@ def test_the_compiler_is_asked_once_for_each_schedule(tmp_path) -> None:
 
     made = Compiler()
     with TuningDB.open(tmp_path / "tuning.db") as db:
-        source = Built(Workshop(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made))
+        source = Built(Builder(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made))
         found = source.find([PLAIN, TUNED], PROBLEM)
         assert found[PLAIN].artifact.fingerprint == print_of(PLAIN)
         assert found[TUNED] == "compile_timeout: no end in 1 s"
@@ -263,7 +263,7 @@ def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) ->
 def test_the_command_climbs_on_a_gpu(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
     gpu, made = Gpu(), MadeUp()
-    monkeypatch.setattr("tiledsched.cli.bench_commands._runner", lambda *given: gpu)
+    monkeypatch.setattr("tiledsched.tuning.open_runner", lambda *given, **more: gpu)
     monkeypatch.setattr("tiledsched.build.pool.BuildPool", lambda jobs: made)
     monkeypatch.setattr("tiledsched.build.artifacts.ArtifactStore", lambda folder: made)
     assert (

@@ -286,3 +286,60 @@ def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes
     assert len(sampled) == 12
     assert len(set(sampled)) == 1
     assert sampled[0] >= 4000
+
+
+def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypatch) -> None:
+    from test_cli import SUM
+
+    from tiledsched.kernel import load_kernel
+    from tiledsched.studies.bench import methods as methods_module
+    from tiledsched.studies.bench.methods import choose_methods
+    from tiledsched.studies.bench.rows import append_rows, read_rows
+
+    (tmp_path / "sums.py").write_text(SUM.replace("FACTOR", "1"))
+    kernel = load_kernel(f"{tmp_path}/sums.py:Add")
+    problem = kernel.problem(rows=40, columns=70, dtype="float16")
+    served = types.SimpleNamespace(schedule=types.SimpleNamespace(short=lambda: "TILE=64"), provenance="measured")
+    operator = types.SimpleNamespace(explain=lambda *given, verify: types.SimpleNamespace(served=served))
+    monkeypatch.setattr("tiledsched.studies.bench.case.operator_call", lambda arrays: (operator, []))
+    monkeypatch.setattr(methods_module, "operator_call", lambda arrays: (torch.sub, list(arrays.tensors)))
+    methods = choose_methods(kernel, None, [problem])
+    assert [method.name for method in methods] == [OURS, "torch", "torch_swapped"]
+    rows = bench_cell(harness(), ("burst", problem), BenchOptions(methods=tuple(methods), rounds=6))
+    assert [row.status.partition(":")[0] for row in rows] == [
+        "wrong result",
+        "ok",
+        "ok",
+    ]  # what stands for ours subtracts
+    assert (rows[1].compared, rows[1].tflops) == ("all", 0.0)
+    assert 0 < rows[1].rel_err < 1e-3
+    assert rows[1].gbps == pytest.approx(3 * 40 * 70 * 2 / rows[1].median_us / 1e3)
+    append_rows(rows, tmp_path / "rows.csv")
+    again = read_rows(tmp_path / "rows.csv")
+    assert [row.problem for row in again] == [problem] * 3
+    assert [row.to_csv() for row in again] == [row.to_csv() for row in rows]
+
+
+def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, monkeypatch) -> None:
+    """On the CPU: torch's own operators, and TileGym's left out."""
+    import tiledsched.studies.rivals as rivals
+    from tiledsched.kernel import kernel_named
+    from tiledsched.studies.bench.case import make_case
+
+    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name, real=rivals.importlib.util.find_spec: (
+        None if name == "tilegym" else real(name)))  # fmt: skip
+    problems = [
+        ("matmul", {"m": 20, "n": 30, "k": 40, "b_layout": "column"}),
+        ("rms_norm", {"rows": 5, "columns": 64}),
+        ("rms_norm", {"rows": 5, "columns": 64, "residual": True}),
+        ("softmax", {"rows": 5, "columns": 70}),
+    ]
+    for name, sizes in problems:
+        problem = kernel_named(name).problem(**sizes)
+        found = rivals.rivals_of(problem.declaration, problem)
+        assert list(found) == ["torch", "torch_compile"]
+        case = make_case(torch, sys.modules["cupy"], problem)
+        for _ in range(2):  # the second time into the same output
+            error = case.error(found["torch"](*case.arrays.tensors))
+            assert error.verdict("bfloat16") == ""
+            assert error.relative < 8e-3

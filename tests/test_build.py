@@ -403,7 +403,8 @@ from tiledsched.space_files import space_for
 
 start_process()
 problem = Attention.standard(seq_len=1024, head_dim=64)
-built = compile_task(BuildTask(kernel="attention", schedule=space_for("sm_90", Attention).default(problem), problem=problem, arch="sm_90"))
+schedule = space_for("sm_90", Attention).default(problem)
+built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90"))
 print(built.artifact.fingerprint, sys.modules["torch"])
 """
 

@@ -79,9 +79,9 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     assert "modelled" in out
 
     assert main(["show", "--arch", "sm_121", "--json"]) == 0
-    rows = [row for row in json.loads(capsys.readouterr().out)["entries"] if row["seq_len"] in (1024, 4096)
-            and row["head_dim"] == 64 and not row["causal"] and row["dtype"] == "float16"]  # fmt: skip
-    assert {row["seq_len"] for row in rows} == {1024, 4096}
+    rows = [row for row in json.loads(capsys.readouterr().out)["entries"] if row["S"] in (1024, 4096)
+            and row["D"] == row["head_dim"] == 64 and not row["causal"] and row["dtype"] == "float16"]  # fmt: skip
+    assert {row["S"] for row in rows} == {1024, 4096}
     for row in rows:
         assert row["arch"] == "sm_121"
         assert row["provenance"] == "modelled"
@@ -128,7 +128,7 @@ def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys,
 
     from tiledsched.store.exchange import read_table
 
-    monkeypatch.setattr("tiledsched.cli.commands._runner", lambda *given: Gpu())
+    monkeypatch.setattr("tiledsched.tuning.open_runner", lambda *given, **more: Gpu())
     (home / "my.toml").write_text(SPACE.replace("sm_121", "sm_90").replace("choices = [2]", "choices = [1]"))
     record = ["record", "--arch", "sm_90", "--space", "my.toml", "--seq-len", "1024", "--head-dim", "64", "--causal", "no",
               "--programs", "3", "--sustained-leaders", "2", "--out", "landscapes"]  # fmt: skip
@@ -318,6 +318,131 @@ def test_problem_flags_reach_the_problem() -> None:
     more = ["--seq-q", "4", "--alignment", "bottom_right", "--value-dim", "128", "--lse"]
     other = plain.replace(seq_q=4, alignment="bottom_right", value_dim=128, lse=True)
     assert _problems(make_parser().parse_args([*common, *more])) == [other]
+
+
+SUM = """
+import cuda.tile as ct
+import tiledsched.fields as ts
+from tiledsched.kernel import Kernel
+
+@ct.kernel
+def add(X, Y, Out, TILE: ct.Constant[int]):
+    row, column = ct.bid(0), ct.bid(1)
+    x = ct.load(X, (row, column), (1, TILE), padding_mode=ct.PaddingMode.ZERO)
+    y = ct.load(Y, (row, column), (1, TILE), padding_mode=ct.PaddingMode.ZERO)
+    ct.store(Out, (row, column), x + y * FACTOR)
+
+class Add(Kernel):
+    function = add
+    rows, columns = ts.dim(), ts.dim()
+    scaled = ts.flag()
+    dtype = ts.dtype("float32", "float16")
+    X, Y, Out = ts.array("rows columns"), ts.array("rows columns"), ts.out("rows columns")
+    knobs = {"TILE": [64, 128, 256], "occupancy": [1, 2]}
+    label = {"N": ("rows", "columns")}
+    suites = {"square": [dict(rows=64, columns=64), dict(rows=256, columns=256)]}
+
+    def grid(p, s, device):
+        return (p.rows, -(-p.columns // s["TILE"]))
+
+    def reference(xp, X, Y):
+        return X + Y
+
+    def rivals(p):
+        import torch
+
+        return {"torch": torch.add, "torch_swapped": lambda X, Y: Y + X}
+"""
+
+
+@pytest.fixture
+def added(home) -> str:
+    """The locator of a kernel in a file of its own, right; `wrong.py` has one that is not."""
+    (home / "sums.py").write_text(SUM.replace("FACTOR", "1"))
+    (home / "wrong.py").write_text(SUM.replace("FACTOR", "2"))
+    return "sums.py:Add"
+
+
+def named(line: str) -> tuple[str, list[str]]:
+    from tiledsched.cli.commands import _problems
+    from tiledsched.cli.parser import parse
+
+    options = parse(line.split())
+    return options.declaration.name, [str(problem) for problem in _problems(options)]
+
+
+def test_a_kernel_is_found_wherever_it_stands_and_its_problems_go_by_name(added) -> None:
+    small, large = "rows=64 columns=64 float32", "rows=256 columns=256 float32"
+    assert named(f"tune {added} --arch sm_90") == ("sums:Add", [small, large])
+    assert named(f"tune --arch sm_90 --suite square -v {added}") == ("sums:Add", [small, large])
+    every = named(f"bench --csv a:b --problem rows=64:256,columns=64,dtype=float16,scaled=yes:no {added}")[1]
+    assert every == [f"rows={rows} columns=64 {flag}float16" for rows in (64, 256) for flag in ("scaled ", "")]
+    assert named(f"record {added} --arch sm_90 --problem N=64 --problem N=256")[1] == [small, large]
+    assert named("tune --arch sm_90 --seq-len 1024 --head-dim 64 --causal yes --problem S=8,D=16")[0] == "attention"
+    assert len(named("tune --arch sm_90 --seq-len 1024 --causal --head-dim 64")[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        ("row=1", "the keys of sums:Add are rows, columns, scaled, dtype, N"),
+        ("rows=many,columns=1", "rows must be a positive integer, got 'many'"),
+        ("rows=0,columns=1", "rows must be a positive integer"),
+        ("rows=1", "needs ['columns']"),
+        ("N=1,scaled=maybe", "scaled must be yes, true, no, false, got 'maybe'"),
+        ("N=1,dtype=int8", "dtype must be one of float32, float16"),
+    ],
+)
+def test_a_wrong_problem_names_the_key_and_what_is_allowed(added, capsys, problem, words) -> None:
+    assert main(["check", added, "--problem", problem]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kernel", "words"), [("matmull", "'matmull' is not known here"), ("none.py:Add", "there is no file"),
+                                               ("sums.py:Sub", "it declares Add")])  # fmt: skip
+def test_a_kernel_that_is_not_there(added, capsys, kernel, words) -> None:
+    assert main(["check", kernel]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_check_tells_right_from_wrong(added, capsys) -> None:
+    assert main(["check", added, "--schedules", "3", "--problem", "rows=3,columns=67"]) == 0
+    assert "rows=3 columns=67 float32: 3 of 3 schedules right" in capsys.readouterr().out
+    assert main(["check", "wrong.py:Add", "--schedules", "2", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["schema_version"] == 1
+    assert said["rows"]
+    assert not any(row["passed"] for row in said["rows"])
+
+
+def test_the_help_of_a_kernel_shows_its_flags_and_suites(added, capsys) -> None:
+    for words, shown, hidden in (([added], "square", "--seq-len"), ([], "--seq-len", "square")):
+        with pytest.raises(SystemExit):
+            main(["tune", *words, "--help"])
+        out = capsys.readouterr().out
+        assert shown in out
+        assert hidden not in out
+
+
+@pytest.mark.compiler
+def test_any_kernel_is_tuned_shown_and_explained_without_a_gpu(added, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
+    assert main(["tune", added, "--arch", "sm_90", "--problem", "N=256", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["entries"]
+    assert (entry["kernel"], entry["N"], entry["rows"], entry["dtype"]) == ("sums:Add", 256, 256, "float32")
+    assert (entry["provenance"], entry["tflops"]) == ("modelled", None)
+    assert main(["show", added]) == 0
+    out = capsys.readouterr().out
+    assert "tuned schedules of sums:Add" in out
+    assert "attention" not in out
+    assert main(["show", "sums:Add", "--json"]) == 0  # by the name that tables have
+    assert len(json.loads(capsys.readouterr().out)["entries"]) == 1
+    assert main(["explain", added, "--arch", "sm_90", "--problem", "N=256", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["provenance"] == said["rows"][0]["provenance"] == "modelled"
+    monkeypatch.setattr("tiledsched.cli.output.console", lambda: __import__("rich.console").console.Console(width=80))
+    assert main(["show", added]) == 0
+    assert "sm_90 rows=256 columns=256 float32: not measured (modelled)\n    " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", sorted(commands()))

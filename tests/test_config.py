@@ -118,13 +118,13 @@ def test_configure_refuses_and_changes_nothing(values, words) -> None:
 
 def test_the_log_level_reaches_the_logger(monkeypatch) -> None:
     pytest.importorskip("torch")
-    from tiledsched.attention import plans
+    from tiledsched.serve import process
 
     logger = logging.getLogger("tiledsched")
     before, handlers = logger.level, list(logger.handlers)
     try:
         with configure(log_level="debug"):
-            plans.settings()
+            process.settings()
             assert logger.level == logging.DEBUG
             assert logger.hasHandlers()
     finally:

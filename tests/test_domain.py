@@ -1,24 +1,19 @@
-"""Problems, schedules and search spaces: canonical, hashable, round-tripping, and constrained in one place."""
+"""Schedules and search spaces: canonical, hashable, round-tripping, and constrained in one place."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import pickle
 import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tiledsched import data_files
 from tiledsched.data_files import search_spaces
-from tiledsched.errors import ProblemError, SpaceError
+from tiledsched.errors import SpaceError
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.problem import two_parts
 from tiledsched.kernels.attention.suites import SUITES
-from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import load_space, space_for
 
@@ -29,171 +24,11 @@ KNOBS = {
     "k_load", "tma_loads", "tma_store", "check_bounds", "division", "lazy_rescale", "flat_steps", "reload_q",
     "q_ahead", "store_late", "q_in_registers", "unroll", "peel_first", "kv_splits", "pack_gqa", "column_parts",
 }  # fmt: skip
-PLAIN_ID = "2432e659d1c0"
-"""Of a plain causal problem: fields that came later are left out at their defaults, so that it holds."""
-
-
-def problems() -> st.SearchStrategy[Problem]:
-    return st.builds(
-        lambda kv, group, **rest: Attention.problem(heads=kv * group, kv_heads=kv, **rest),
-        kv=st.integers(1, 8),
-        group=st.integers(1, 8),
-        seq_q=st.integers(1, 5000),
-        seq_k=st.integers(1, 5000),
-        head_dim=st.integers(1, 256),
-        dtype=st.sampled_from(["float16", "bfloat16"]),
-        causal=st.booleans(),
-        batch=st.integers(1, 64),
-    )
-
-
-@given(problems())
-@settings(derandomize=True, deadline=None)
-def test_a_problem_round_trips_and_its_id_is_its_value(problem: Problem) -> None:
-    again = Problem.from_json(problem.to_json())
-    assert again == problem
-    assert hash(again) == hash(problem)
-    assert again.id == problem.id
-    assert problem.replace(batch=problem.batch + 1).id != problem.id
-
-
-def test_ids_are_stable_across_versions() -> None:
-    assert Attention.problem(seq_q=128, seq_k=128, head_dim=64).id == "a0df735db6da"
-    assert Schedule(tile_m=64, persistent=True).id == "01d13d04ad77"
-
-
-def test_flops_and_bytes() -> None:
-    problem = Attention.problem(seq_q=1024, seq_k=1024, head_dim=64, batch=2, heads=4, kv_heads=2)
-    assert problem.flops == 4 * 2 * 4 * 1024 * 1024 * 64
-    assert problem.replace(causal=True).flops == problem.flops / 2
-    assert problem.min_bytes == 2 * (2 * 2 * 4 * 1024 * 64 + 2 * 2 * 2 * 1024 * 64)
-    assert problem.tflops(1.0) == pytest.approx(problem.flops / 1e6)
-
-
-def test_causal_pairs_of_unequal_lengths() -> None:
-    wide = Attention.problem(seq_q=100, seq_k=1000, head_dim=64, causal=True)
-    tall = Attention.problem(seq_q=1000, seq_k=100, head_dim=64, causal=True)
-    assert wide.visible_pairs == 100 * 100 / 2
-    assert tall.visible_pairs == 100 * 100 / 2 + 900 * 100
-
-
-def test_the_standard_problem_fills_16k_tokens() -> None:
-    problem = Attention.standard(seq_len=4096, head_dim=128)
-    assert (problem.batch, problem.heads, problem.kv_heads) == (4, 16, 16)
-    assert Attention.standard(seq_len=32768, head_dim=256).batch == 1
-    assert Attention.standard(seq_len=512, head_dim=64, heads=32, kv_heads=8).group == 4
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"seq_q": 0}, "seq_q must be a positive integer"),
-        ({"head_dim": 257}, "at most 256"),
-        ({"dtype": "float32"}, "float16, bfloat16"),
-        ({"heads": 3, "kv_heads": 2}, "multiple of kv_heads"),
-        ({"causal": 1}, "true or false"),
-        ({"batch": True}, "positive integer"),
-        ({"alignment": "middle"}, "alignment must be one of top_left, bottom_right"),
-        ({"value_dim": 257}, "value_dim must be at most 256"),
-        ({"value_dim": -1}, "value_dim must be an integer of 0 or more, got -1"),
-        ({"value_dim": True}, "value_dim"),
-        ({"lse": 1}, "lse must be true or false"),
-    ],
-)
-def test_wrong_problems_are_refused(change: dict, words: str) -> None:
-    with pytest.raises(ProblemError, match=words):
-        Attention.problem(**({"seq_q": 16, "seq_k": 16, "head_dim": 64} | change))
-
-
-def test_fields_that_came_later_leave_ids_as_they_were() -> None:
-    plain = Attention.problem(seq_q=128, seq_k=256, head_dim=64, causal=True)
-    assert set(plain.to_json()) == {"kernel", "seq_q", "seq_k", "head_dim", "dtype", "causal", "batch", "heads", "kv_heads"}
-    assert plain.id == PLAIN_ID
-    other = plain.replace(alignment="bottom_right", value_dim=32, lse=True)
-    assert other.to_json() == plain.to_json() | {"alignment": "bottom_right", "value_dim": 32, "lse": True}
-    assert Problem.from_json(other.to_json()) == other
-    assert len({plain.id, other.id, plain.replace(lse=True).id}) == 3
-    assert str(plain) == "B=1 H=1 Sq=128 Sk=256 D=64 float16 causal"
-    assert str(other) == "B=1 H=1 Sq=128 Sk=256 D=64/32 float16 causal bottom-right +lse"
-
-
-def test_one_problem_has_one_name() -> None:
-    square = Attention.problem(seq_q=128, seq_k=128, head_dim=64, causal=True)
-    assert square.replace(alignment="bottom_right") == square
-    assert square.replace(value_dim=64) == square
-    full = Attention.problem(seq_q=128, seq_k=256, head_dim=64)
-    assert full.replace(alignment="bottom_right") == full
-    assert full.replace(causal=True, alignment="bottom_right") != full.replace(causal=True)
-
-
-def test_work_of_other_problems() -> None:
-    """Counted pair by pair, but for the half of a pair that the usual count leaves out on the diagonal."""
-    for seq_q, seq_k in ((7, 12), (12, 7), (1, 9), (9, 1), (5, 5)):
-        for alignment in ("top_left", "bottom_right"):
-            problem = Attention.problem(
-                seq_q=seq_q, seq_k=seq_k, head_dim=64, causal=True, alignment=alignment, value_dim=32
-            )
-            offset = seq_k - seq_q if problem.alignment == "bottom_right" else 0
-            pairs = sum(column <= row + offset for row in range(seq_q) for column in range(seq_k))
-            assert problem.visible_pairs == pairs - min(seq_q, seq_k) / 2
-            assert problem.flops == 2 * problem.visible_pairs * (64 + 32)
-    problem = Attention.problem(seq_q=100, seq_k=300, head_dim=64, value_dim=32, heads=4, kv_heads=2)
-    assert problem.min_bytes == 2 * (4 * 100 * (64 + 32) + 2 * 300 * (64 + 32))
-    assert problem.replace(lse=True).min_bytes == problem.min_bytes + 4 * 4 * 100
-
-
-@pytest.mark.parametrize(
-    ("columns", "parts"),
-    [(1, (16, 0)), (16, (16, 0)), (17, (32, 0)), (40, (32, 16)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)),
-     (96, (64, 32)), (120, (128, 0)), (128, (128, 0)), (160, (128, 32)), (192, (128, 64)), (256, (256, 0))],
-)  # fmt: skip
-def test_columns_in_two_parts(columns: int, parts: tuple[int, int]) -> None:
-    assert two_parts(columns) == parts
-    problem = Attention.problem(seq_q=1, seq_k=1, head_dim=columns)
-    assert columns <= problem.split_d <= problem.tile_d
-    assert problem.split_d == sum(parts)
-    assert parts[1] == 0 or parts[0] % parts[1] == 0  # so that the second part starts at a tile's edge
-
-
-def test_what_32_bits_do_not_reach_is_wide() -> None:
-    problem = Attention.problem(seq_q=1 << 15, seq_k=1, head_dim=64, heads=1 << 10)
-    assert not problem.replace(heads=(1 << 10) - 1).wide
-    assert problem.wide  # 2**31 elements
-    assert Attention.problem(seq_q=1, seq_k=1 << 15, head_dim=32, value_dim=64, heads=1 << 10, kv_heads=1 << 10).wide
-
-
-def test_a_problem_from_json_names_the_wrong_key() -> None:
-    with pytest.raises(ProblemError, match=r"unknown problem keys \['sequence'\]; known are \['alignment'"):
-        Problem.from_json({"kernel": "attention", "seq_q": 1, "seq_k": 1, "head_dim": 1, "sequence": 3})
-    with pytest.raises(ProblemError, match=r"attention needs \['head_dim'\]"):
-        Problem.from_json({"kernel": "attention", "seq_q": 1, "seq_k": 1})
-    with pytest.raises(ProblemError, match='add "kernel"'):
-        Problem.from_json({"seq_q": 1, "seq_k": 1, "head_dim": 1})
-
-
-def test_a_problem_of_an_unknown_kernel_is_read_as_it_stands() -> None:
-    stored = {"kernel": "elsewhere.module:Sort", "rows": 5, "dtype": "int32", "experts": [1, 2]}
-    problem = Problem.from_json(stored)
-    assert not problem.known
-    assert (problem.rows, problem.experts, problem.flops, problem.min_bytes) == (5, (1, 2), 0.0, 0)
-    assert problem.to_json() == stored
-    assert str(problem) == "rows=5 int32 experts=1,2"
-    assert Problem.from_json(json.loads(json.dumps(stored))) == problem
-
-
-def test_a_problem_cannot_be_changed_and_says_what_it_has() -> None:
-    problem = Attention.problem(seq_q=1, seq_k=1, head_dim=40)
-    assert (problem.values["head_dim"], problem.head_dim, problem.tile_d) == (40, 40, 64)
-    with pytest.raises(AttributeError, match=r"use problem.replace\(batch=...\)"):
-        problem.batch = 2
-    with pytest.raises(AttributeError, match="attention has no field 'rows'; it has seq_q"):
-        _ = problem.rows
-    assert pickle.loads(pickle.dumps(problem)) == problem
-    assert sorted([problem.replace(batch=3), problem]) == [problem, problem.replace(batch=3)]
 
 
 def test_schedules_are_values() -> None:
     a = Schedule(tile_m=64, persistent=True)
+    assert a.id == "01d13d04ad77"
     assert a == Schedule({"persistent": True, "tile_m": 64})
     assert hash(a) == hash(Schedule.from_json(a.to_json()))
     assert a != Schedule(tile_m=64, persistent=1)

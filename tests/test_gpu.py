@@ -16,8 +16,8 @@ from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.errors import Failure, FailureKind
 from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.declaration import LARGEST_ERROR
 from tiledsched.kernels.attention.reference import attention_reference
-from tiledsched.measure.accuracy import LARGEST_ERROR
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
@@ -203,7 +203,7 @@ def runner():
 
 
 def candidate(problem: Problem, **knobs) -> Candidate:
-    schedule = space_for(arch()).default(problem).replace(**knobs)
+    schedule = space_for(arch(), Attention).default(problem).replace(**knobs)
     built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch()))
     assert built.failure is None, built.failure
     return Candidate(schedule=schedule, artifact=built.artifact)
@@ -273,7 +273,7 @@ def test_a_wrong_result_never_wins(runner) -> None:
     wrong = runner.check(candidate(SMALL))
     assert isinstance(wrong, Failure)
     assert wrong.kind is FailureKind.WRONG_RESULT
-    assert "query tile" in wrong.message
+    assert "row tile" in wrong.message
 
 
 @pytest.mark.compiler

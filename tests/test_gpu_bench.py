@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from tiledsched.kernels.attention import Attention
-from tiledsched.studies.bench.methods import METHODS, OURS, choose_methods
+from tiledsched.studies.bench.methods import OURS, choose_methods, methods_of
 from tiledsched.studies.bench.run import BenchOptions, run_bench
 from tiledsched.studies.bench.summary import summarise
 
@@ -16,6 +16,7 @@ pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 MUST = {OURS, "untuned", "torch_flash", "torch_efficient", "torch_math", "torch_auto", "eager"}
+METHODS = methods_of(Attention)
 PROBLEMS = [
     Attention.standard(seq_len=512, head_dim=64, batch=1, heads=8),
     Attention.standard(seq_len=1024, head_dim=128, dtype="bfloat16", causal=True, batch=2, heads=8),
@@ -23,16 +24,16 @@ PROBLEMS = [
 
 
 @pytest.fixture(scope="module")
-def stand():
+def harness():
     from tiledsched.studies.bench.harness import TorchHarness
 
     return TorchHarness()
 
 
 @pytest.mark.parametrize("regime", ["burst", "sustained"])
-def test_every_method_installed_has_a_time_and_is_right(stand, regime) -> None:
-    methods = tuple(choose_methods(None, ceiling=True))
-    rows = run_bench(PROBLEMS, BenchOptions(methods=methods, regimes=(regime,), rounds=8), stand)
+def test_every_method_installed_has_a_time_and_is_right(harness, regime) -> None:
+    methods = tuple(choose_methods(Attention, None, ceiling=True))
+    rows = run_bench(PROBLEMS, BenchOptions(methods=methods, regimes=(regime,), rounds=8), harness)
     assert [row.method for row in rows] == [method.name for method in methods] * len(PROBLEMS)
     said = {(row.method, str(row.problem)): row.status for row in rows}
     for row in rows:
@@ -46,12 +47,12 @@ def test_every_method_installed_has_a_time_and_is_right(stand, regime) -> None:
     assert summarise(rows)[0].without == 0
 
 
-def test_slow_launches_and_quick_ones_have_the_times_they_have_alone(stand) -> None:
+def test_slow_launches_and_quick_ones_have_the_times_they_have_alone(harness) -> None:
     """A graph replay, an event pair behind a flush and torch's own view of one kernel agree within what a flush costs."""
     problem = Attention.standard(seq_len=4096, head_dim=64)
     ours = (METHODS[OURS], METHODS["torch_math"])
-    both = run_bench([problem], BenchOptions(methods=ours, rounds=10), stand)
-    alone = run_bench([problem], BenchOptions(methods=ours[:1], rounds=10), stand)
+    both = run_bench([problem], BenchOptions(methods=ours, rounds=10), harness)
+    alone = run_bench([problem], BenchOptions(methods=ours[:1], rounds=10), harness)
     assert both[0].median_us == pytest.approx(alone[0].median_us, rel=0.1)
     assert both[1].samples < both[0].samples
 

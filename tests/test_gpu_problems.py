@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy
 import pytest
 
+from tiledsched import launches
 from tiledsched.config import load_settings
 from tiledsched.errors import Failure
-from tiledsched.kernel import kernel_named
+from tiledsched.interpreter import SmallDevice
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.declaration import LARGEST_ERROR, LARGEST_LSE_ERROR
 from tiledsched.kernels.attention.reference import attention_and_lse
-from tiledsched.measure.accuracy import LARGEST_ERROR, LARGEST_LSE_ERROR
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.serve.prebuilt import make_kernel
 from tiledsched.space_files import space_for
@@ -53,7 +54,7 @@ def arch() -> str:
 
 
 def schedule_for(problem, knobs):
-    schedule = space_for(arch()).default(problem)
+    schedule = space_for(arch(), Attention).default(problem)
     return schedule.replace(**{"tile_m": 64, "tile_n": 64, "occupancy": 1, "num_ctas": 1, **knobs})
 
 
@@ -61,17 +62,19 @@ class Launcher:
     """One kernel with its arrays, launched as `sdpa` launches it."""
 
     def __init__(self, problem, schedule, q, k, v) -> None:
-        template = kernel_named("attention")
         self.out = torch.full((*q.shape[:3], problem.value_columns), float("nan"), dtype=q.dtype, device="cuda")
-        self.extras = {}
-        for extra in template.workspace(schedule, problem):
-            dtype = getattr(torch, extra.dtype)
-            self.extras[extra.name] = torch.zeros(extra.shape, dtype=dtype, device="cuda")
-        self.kernel = make_kernel(template, {arch(): schedule}, problem, load_settings())
         properties = torch.cuda.get_device_properties(0)
-        self.grid = template.grid(schedule, problem, properties.multi_processor_count)
-        self.arguments = (q, k, v, self.out, *self.extras.values(), *template.scalars(problem),
-                          *template.constants(schedule, problem))  # fmt: skip
+        device = SmallDevice(sm_count=properties.multi_processor_count, arch=arch())
+        (step,) = launches.steps(Attention, problem, schedule, device)
+        self.extras = {}
+        for extra in launches.scratch(Attention, problem, schedule, [step]):
+            self.extras[extra.name] = torch.zeros(extra.shape, dtype=getattr(torch, extra.dtype), device="cuda")
+        if problem.lse:
+            self.extras["Lse"] = torch.zeros((*q.shape[:3], 1), dtype=torch.float32, device="cuda")
+        (self.kernel,) = make_kernel(Attention, {arch(): schedule}, problem, load_settings())
+        self.grid = step.grid
+        arrays = {"Q": q, "K": k, "V": v, "Out": self.out, **self.extras}
+        self.arguments = tuple(arrays.get(each.name, each.value) for each in step.arguments)
 
     def launch(self):
         import cuda.tile as ct
@@ -99,7 +102,7 @@ def assert_right(problem, launcher, inputs) -> None:
     error = numpy.linalg.norm(out - exact, axis=(2, 3)) / numpy.linalg.norm(exact, axis=(2, 3))
     assert error.max() < LARGEST_ERROR[problem.dtype, "fp32"] / 2
     if problem.lse:
-        found = launcher.extras["lse"].squeeze(-1).double().cpu().numpy()
+        found = launcher.extras["Lse"].squeeze(-1).double().cpu().numpy()
         numpy.testing.assert_array_equal(numpy.isneginf(found), numpy.isneginf(lse))
         seen = numpy.isfinite(lse)
         assert numpy.abs(found[seen] - lse[seen]).max() < LARGEST_LSE_ERROR["fp32"] / 2
@@ -120,7 +123,7 @@ def test_launched_as_sdpa_does(problem, knobs) -> None:
 def runner():
     from tiledsched.measure.gpu import GpuRunner
 
-    runner = GpuRunner(kernel_named("attention"))
+    runner = GpuRunner(Attention)
     yield runner
     runner.close()
 
@@ -152,10 +155,10 @@ def test_shares_stay_whole_under_load() -> None:
     assert_right(problem, launcher, inputs)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for turn in range(3000):
-        launcher.extras["partial"].fill_(float("nan")) if turn % 100 == 0 else None
+        launcher.extras["Partial"].fill_(float("nan")) if turn % 100 == 0 else None
         wrong += (launcher.launch() != first).sum()
     assert int(wrong) == 0
-    assert not launcher.extras["counters"].any()
+    assert not launcher.extras["Counters"].any()
 
 
 def test_a_graph_replays_a_split_launch() -> None:

@@ -15,11 +15,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from tiledsched import configure  # noqa: E402
-from tiledsched.errors import LaunchError, UnsupportedError  # noqa: E402
+from tiledsched import configure
+from tiledsched.errors import LaunchError, UnsupportedError
 
 # As in torch's test_transformers.py: the error of torch's math in the same dtype, times this, or the floor.
 FUDGE = 1.5

@@ -8,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from serve_on_cpu import TOLERANCE, expected, tensors  # noqa: E402
+from serve_on_cpu import TOLERANCE, expected, tensors
 
-from tiledsched import configure  # noqa: E402
-from tiledsched.attention import plans  # noqa: E402
-from tiledsched.attention import sdpa as serve  # noqa: E402
+from tiledsched import configure
+from tiledsched.attention import plans
+from tiledsched.attention import sdpa as serve
 from tiledsched.errors import ProblemError, UnsupportedError
-from tiledsched.serve import plan_cache, process  # noqa: E402
+from tiledsched.serve import plan_cache, process
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

@@ -36,8 +36,6 @@ def test_odd_sizes_are_right(size, dtype):
         {"REST_N": 32},
         {"SPLIT_K": 4},
         {"PERSISTENT": True},
-        {"STREAM_K": True},
-        {"STREAM_K": True, "PERSISTENT": True},
         {"PAD": True},
         {"PAD": True, "REST_N": 32, "PERSISTENT": True},
     ):
@@ -91,25 +89,20 @@ MUTATIONS = {
     "groups overlap": ("(const.GROUP_M * tiles_n) * const.GROUP_M", "(const.GROUP_M * tiles_n)"),
     "row and column exchanged": ("Work(first + within % rows, within // rows", "Work(within // rows, first + within % rows"),
     "persistent blocks skip work": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):"),
-    "second part is the first": ("return work.column * (const.TILE_N // const.REST_N + 1)", "return work.column * (const.TILE_N // const.REST_N)"),
+    "second part is the first": (
+        "return work.column * (const.TILE_N // const.REST_N + 1)",
+        "return work.column * (const.TILE_N // const.REST_N)",
+    ),
     "second part of the next tile": ("+ const.TILE_N // const.REST_N\n", "+ const.TILE_N // const.REST_N + 1\n"),
     "second part beyond the edge": ("second = min(second, ct.cdiv(B.shape[1], const.REST_N) - 1)", "second = second"),
     "second part stored beyond the edge": ("if column * const.REST_N < Out.shape[1]:", "if column >= 0:"),
     "first parts side by side": ("else const.TILE_N + const.REST_N\n", "else const.TILE_N\n"),
-    "copies of the first rows": ("elements_of(ct.bid(0), ct.bid(1), ROWS, COLUMNS), tile", "elements_of(0 * ct.bid(0), ct.bid(1), ROWS, COLUMNS), tile"),
+    "copies of the first rows": (
+        "elements_of(ct.bid(0), ct.bid(1), ROWS, COLUMNS), tile",
+        "elements_of(0 * ct.bid(0), ct.bid(1), ROWS, COLUMNS), tile",
+    ),
     "copies without zeros": ("(ROWS, COLUMNS), padding_mode=ct.PaddingMode.ZERO", "(ROWS, COLUMNS)"),
     "sums beyond the edge": ("check_bounds=not COMBINE_EVEN)\n\n\ndef", "check_bounds=False)\n\n\ndef"),
-    "the last wave left out": ("whole = whole_tiles(tiles_m * tiles_n, const)\n    steps", "whole = tiles_m * tiles_n\n    steps"),
-    "whole tiles of the last wave": ("tiles // ct.num_blocks(0) * ct.num_blocks(0) if", "tiles if"),
-    "shares of one tile only": ("return ct.cdiv(end, steps) - begin // steps", "return min(end - begin, 1)"),
-    "shares begin at their tile": ("first, last = max(begin - tile * steps, 0),", "first, last = 0,"),
-    "shares end with their tile": ("min(end - tile * steps, steps)", "steps"),
-    "one share over the other": ("(2 * ct.bid(0) + part, 0, 0)", "(2 * ct.bid(0), 0, 0)"),
-    "the last share left out": ("holder_of(first + steps - 1, tiles, steps) + 1)", "holder_of(first + steps - 1, tiles, steps))"),
-    "the first share left out": ("in range(holder_of(first, tiles, steps),", "in range(holder_of(first, tiles, steps) + 1,"),
-    "the second tile's share first": ("2 * block + ct.bid(0) - begin // steps", "2 * block"),
-    "the first whole tiles again": ("work = place_of(whole + ct.bid(0),", "work = place_of(ct.bid(0),"),
-    "the same rows of every tile": ("(const.TILE_M // ROWS) + rows, work.column", "(const.TILE_M // ROWS), work.column"),
 }  # fmt: skip
 
 

@@ -290,7 +290,7 @@ class TestResidual:
         for number, (tile_n, ahead, warps) in enumerate(itertools.product((32, 64, 128), (False, True), (4, 8))):
             schedule = PLAIN.replace(tile_n=tile_n, qk_ahead=ahead, num_worker_warps=warps)
             us = 3.0 * estimate_us(problem, schedule, FACTS, spec) * (factor if ahead else 1.0)
-            programs.append(MeasuredProgram(schedule=schedule, fingerprint=str(number), grid=number, facts=FACTS,
+            programs.append(MeasuredProgram(schedule=schedule, fingerprint=str(number), grids=((number, 1, 1),), facts=FACTS,
                                             median_us=us, checked=True))  # fmt: skip
         return Landscape(problem, "sm_90", "burst", tuple(programs))
 

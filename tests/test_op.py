@@ -8,12 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import op_kernels as kernels  # noqa: E402
-from serve_on_cpu import capturing  # noqa: E402
+import op_kernels as kernels
+from serve_on_cpu import capturing
 
-import tiledsched as ts  # noqa: E402
-from tiledsched.errors import ConfigError, LaunchError, ProblemError, UnsupportedError  # noqa: E402
-from tiledsched.serve import launching, process  # noqa: E402
+import tiledsched as ts
+from tiledsched.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
+from tiledsched.kernel import ArraySpec
+from tiledsched.serve import launching, process
 
 pytestmark = pytest.mark.usefixtures("fresh")
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
@@ -21,7 +22,10 @@ CLOSE = {"rtol": 2e-3, "atol": 2e-3}
 
 def made(rows=5, columns=100, dtype=torch.float16, seed=0):
     generator = torch.Generator().manual_seed(seed + rows)
-    return (torch.randn(rows, columns, generator=generator).to(dtype), torch.randn(columns, generator=generator).to(dtype))
+    return (
+        torch.randn(rows, columns, generator=generator).to(dtype),
+        torch.randn(columns, generator=generator).to(dtype),
+    )
 
 
 def normed(x, w, residual=None, eps=1e-5):
@@ -113,7 +117,9 @@ def test_launches_in_a_row_share_their_workspaces(launches) -> None:
     assert len(launches) == 8
     partial, count = (launches[2][3][place] for place in (1, 2))
     assert launches[3][3][0] is partial
-    assert launches[5][3][1].data_ptr() == count.data_ptr()  # zeros are kept; the first call came through the dispatcher
+    assert (
+        launches[5][3][1].data_ptr() == count.data_ptr()
+    )  # zeros are kept; the first call came through the dispatcher
 
 
 def test_lists_of_arrays(launches) -> None:
@@ -154,10 +160,52 @@ def test_arrays_that_do_not_fit_are_named(launches, change, words) -> None:
 def test_wrong_arguments_are_told(launches) -> None:
     x, w = made()
     for given, named in (((x,), {}), ((x, w, None, 1.0, 2.0), {}), ((x, w), {"epsilon": 1.0}), ((x, w), {"X": x})):
-        with pytest.raises(TypeError, match=r"rms_norm takes \(Tensor X, Tensor W, Tensor\? Residual=None, float eps=1e-05\)"):
+        with pytest.raises(
+            TypeError, match=r"rms_norm takes \(Tensor X, Tensor W, Tensor\? Residual=None, float eps=1e-05\)"
+        ):
             norm(*given, **named)
     with pytest.raises(RuntimeError, match="Expected a value of type 'Tensor"):
         norm(x, 3.0)
+
+
+def test_zeros_of_one_launch_are_apart_and_kept_by_stream(launches, monkeypatch) -> None:
+    specs = [ArraySpec(name=name, role="workspace", dtype="int32", shapes=((size,),), zeroed=True)
+             for name, size in (("one", 8), ("two", 8), ("three", 4))]  # fmt: skip
+    wanted = launching.scratch_of(specs)
+    first, again, elsewhere = (launching.scratch_arrays(wanted, torch.device("cpu"), stream) for stream in (71, 71, 72))
+    assert all(each.shape == spec.shape and not each.any() for each, spec in zip(first, specs, strict=True))
+    assert [each.data_ptr() for each in first] == [each.data_ptr() for each in again]
+    assert len({each.data_ptr() for each in (*first, *elsewhere)}) == 6
+    with capturing(monkeypatch):
+        assert launching.scratch_arrays(wanted, torch.device("cpu"), 71)[0].data_ptr() != first[0].data_ptr()
+
+
+@pytest.mark.parametrize("layouts", [(False, False), (True, False), (False, True), (True, True)])
+def test_the_shipped_matrix_product(launches, layouts) -> None:
+    from tiledsched.kernels.matmul import Matmul
+
+    matmul = ts.op("tiledsched_tests::matmul", Matmul)
+    a, b = (torch.randn(size).bfloat16() for size in ((70, 40), (40, 90)))
+    given = [x.t().contiguous().t() if column else x for x, column in zip((a, b), layouts, strict=True)]
+    torch.testing.assert_close(matmul(*given), (a.float() @ b.float()).bfloat16(), rtol=2e-2, atol=2e-2)
+    p = matmul.plan_for(*given).problem
+    assert [layout == "column" for layout in (p.a_layout, p.b_layout)] == list(layouts)
+
+
+def test_the_shipped_kernels_of_rows(launches) -> None:
+    from tiledsched.kernels.rms_norm import RmsNorm
+    from tiledsched.kernels.softmax import Softmax
+
+    x, w = made(dtype=torch.bfloat16)
+    add_norm = ts.op("tiledsched_tests::add_rms_norm", RmsNorm, residual=True)
+    out, total_ = add_norm(x, x, w)
+    close = {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(total_, x + x, **close)
+    torch.testing.assert_close(out, normed(x, w, x), **close)
+    torch.testing.assert_close(ts.op("tiledsched_tests::plain_norm", RmsNorm)(x, w), normed(x, w), **close)
+    torch.testing.assert_close(
+        ts.op("tiledsched_tests::softmax", Softmax)(x), x.float().softmax(-1).bfloat16(), **close
+    )
 
 
 # Where it runs
@@ -167,7 +215,9 @@ def test_it_needs_a_gpu_and_a_search_space(launches, monkeypatch) -> None:
     x, w = made()
     with monkeypatch.context() as patch:
         patch.setattr(launching, "DEVICE_TYPE", "cuda")
-        with pytest.raises(UnsupportedError, match="rms_norm: its tensors are on cpu and the kernel needs a CUDA device"):
+        with pytest.raises(
+            UnsupportedError, match="rms_norm: its tensors are on cpu and the kernel needs a CUDA device"
+        ):
             norm(x, w)
     process.forget_plans()
     monkeypatch.setattr(launching, "DEVICE_TYPE", "cpu")
@@ -199,7 +249,10 @@ def test_settings_hold_from_the_next_call(launches) -> None:
 
 def test_a_capture_needs_programs_that_have_run(launches, monkeypatch) -> None:
     x, w = made(columns=90)
-    with capturing(monkeypatch), pytest.raises(LaunchError, match="call tiledsched_tests::rms_norm once with these shapes"):
+    with (
+        capturing(monkeypatch),
+        pytest.raises(LaunchError, match="call tiledsched_tests::rms_norm once with these shapes"),
+    ):
         norm(x, w)
     want = norm(x, w)
     with capturing(monkeypatch):
@@ -216,7 +269,9 @@ def test_a_failed_launch_names_the_call(launches, monkeypatch) -> None:
         raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
 
     monkeypatch.setattr(cuda.tile, "launch", fail)
-    with pytest.raises(LaunchError, match=r"rows=5 columns=100 float16 on .*LAUNCH_FAILED; run again with TILEDSCHED_SYNC=1"):
+    with pytest.raises(
+        LaunchError, match=r"rows=5 columns=100 float16 on .*LAUNCH_FAILED; run again with TILEDSCHED_SYNC=1"
+    ):
         norm(*made())
 
 
@@ -381,7 +436,9 @@ def test_gradients_come_from_a_second_operator(launches) -> None:
 def test_gradients_without_a_backward_are_refused(launches) -> None:
     x, w = made()
     out = norm(x, w.requires_grad_())
-    with pytest.raises(UnsupportedError, match=r"rms_norm has no backward; declare one and join them: op.register_autograd"):
+    with pytest.raises(
+        UnsupportedError, match=r"rms_norm has no backward; declare one and join them: op.register_autograd"
+    ):
         out.sum().backward()
     with pytest.raises(UnsupportedError, match="works in place; call it under"):
         scale_(torch.ones(40, requires_grad=True) * 1)
@@ -414,12 +471,14 @@ def test_the_same_name_serves_the_kernel_as_it_is_now(launches) -> None:
     first(x, w)
     assert ts.op("tiledsched_tests::again", kernels.RmsNorm) is first
     values = {name: each for name, each in vars(kernels.RmsNorm).items() if name not in ("__dict__", "__weakref__")}
-    changed = type("RmsNorm", (ts.Kernel,), values | {"eps": ts.scalar(1e-5), "knobs": {"TILE": [256], "occupancy": [7]}})
+    changed = type(
+        "RmsNorm", (ts.Kernel,), values | {"eps": ts.scalar(1e-5), "knobs": {"TILE": [256], "occupancy": [7]}}
+    )
     assert changed is not kernels.RmsNorm
     assert ts.op("tiledsched_tests::again", changed) is first
     torch.testing.assert_close(first(x, w), normed(x, w), **CLOSE)
     assert first.explain(x, w).served.schedule["occupancy"] == 7
-    with pytest.raises(ConfigError, match="again is an operator of .*RmsNorm.* already"):
+    with pytest.raises(ConfigError, match=r"again is an operator of .*RmsNorm.* already"):
         ts.op("tiledsched_tests::again", kernels.Product)
     with pytest.raises(ConfigError, match="already"):
         ts.op("tiledsched_tests::again", kernels.RmsNorm, residual=True)
@@ -430,7 +489,12 @@ def test_the_same_name_serves_the_kernel_as_it_is_now(launches) -> None:
     [
         ("rms_norm", kernels.RmsNorm, {}, "write namespace::name, such as mylib::rmsnorm"),
         ("tiledsched_tests::x", kernels.RmsNorm, {"row": 1}, "no field 'row'; known are rows, columns"),
-        ("tiledsched_taken::x", kernels.RmsNorm, {}, r"torch does not take tiledsched_taken::x\(Tensor X.*use another name"),
+        (
+            "tiledsched_taken::x",
+            kernels.RmsNorm,
+            {},
+            r"torch does not take tiledsched_taken::x\(Tensor X.*use another name",
+        ),
     ],
 )
 def test_what_cannot_be_an_operator_is_refused(name, kernel, pinned, words) -> None:
@@ -456,13 +520,34 @@ def test_a_kernel_without_inputs_or_with_outputs_by_chance_is_refused() -> None:
         ts.op("tiledsched_tests::fill", type("Fill2", (ts.Kernel,), dict(declared)))
 
 
-@pytest.mark.compiler
-def test_a_program_of_a_bundle_is_used(launches, tmp_path, monkeypatch) -> None:
-    from test_op_bundles import bundle_of
+# Programs built ahead
 
-    x, w = made()
-    path = bundle_of(kernels.RmsNorm, norm.plan_for(x, w).served.schedule, norm.plan_for(x, w).problem, tmp_path)
+
+@pytest.mark.parametrize(("name", "given"), [("norm", made()), ("two launches", (torch.randn(70), 3))])
+def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, monkeypatch, name, given) -> None:
+    from dataclasses import replace
+
+    from store_samples import artifact
+
+    from tiledsched.build.cubin import join, parts
+    from tiledsched.launches import signature as signature_of
+    from tiledsched.serve.bundle import Program, write_bundle
+
+    operator = {"norm": norm, "two launches": total}[name]
+    declared, plan = operator.kernel, operator.plan_for(*given)
+    codes = [replace(artifact("ab" * 12, "sm_90"), cubin=f"code {place}".encode()) for place in range(len(plan.steps))]
+    built = join(codes)
+    program = Program(kernel=declared.name, arch="sm_90", schedule=plan.served.schedule, problem=plan.problem,
+                      fingerprint=built.fingerprint)  # fmt: skip
+    path = tmp_path / "b.zip"
+    write_bundle(
+        path, [program], {("sm_90", built.fingerprint): built}, [], {declared.name: declared.source_hash()}, "none"
+    )
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(path))
     process.forget_kernels()
-    (kernel,) = (each[0] for each in norm.plan_for(x, w).steps)
-    assert [each.program.kernel for each in kernel.prebuilt["sm_90"]] == [kernels.RmsNorm.name]
+    plan = operator.plan_for(*given)
+    operator(*given)
+    for (kernel, _, _), launch, code in zip(plan.steps, launches, parts(built.cubin), strict=True):
+        assert launch[2] is kernel
+        signature = signature_of(declared, plan.problem, plan.served.schedule, kernel.step)
+        assert kernel._compile(signature, None, (9, 0))[0] == code

@@ -156,7 +156,9 @@ def test_expected_losses_grow_with_distance_and_are_given_only_where_measured() 
 @pytest.fixture(scope="module")
 def study():
     root = data_files.tuning_db()
-    landscapes = [read_landscape(path) for path in sorted((root / "landscapes" / "attention").glob("h200_burst_*.json.xz"))]
+    landscapes = [
+        read_landscape(path) for path in sorted((root / "landscapes" / "attention").glob("h200_burst_*.json.xz"))
+    ]
     return Study(landscapes, read_table(TABLE).entries)
 
 

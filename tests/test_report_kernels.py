@@ -1,6 +1,6 @@
 """The report of a kernel that is nothing like attention: its own words everywhere, and nobody else's."""
 
-# ruff: noqa: N805, RUF012 - declarations have no self and are never changed
+
 from __future__ import annotations
 
 import csv
@@ -67,13 +67,14 @@ class Product(Kernel):
     inner = ts.dim()
     width = ts.dim(constant=True)
     samples = ts.dim(1)
+    repeats = ts.dim(1)
     order = ts.choice("nn", "nt")
     dtype = ts.dtype("float16")
     X = ts.array("length width")
     Out = ts.out("length width")
     knobs = {"BLOCK_M": [64, 128], "BLOCK_N": [64, 128], "threads": [1, 2], "SPAN": [1], "LANES": [1], "turn": ["left"]}
     label = {"N": "width", "M": "length"}
-    axes = ("width", "order")
+    axes = ("width", "samples", "order")
 
     def grid(p, s, device):
         return (p.length,)
@@ -274,13 +275,19 @@ def test_axes_labels_and_named_tiles(db, tmp_path):
     assert list(table[0])[:5] == ["N", "M", "inner", "samples", "best"]
     assert [(row["N"], row["M"], row["inner"], row["samples"]) for row in table] == [
         ("256", "128", "32", "1"), ("256", "128", "32", "2"), ("4096", "128", "32", "1"), ("4096", "128", "32", "2")]  # fmt: skip
-    assert list(table_under(markdown, "### order=nt float16")[0])[:4] == [
-        "N",
-        "M",
-        "inner",
-        "best",
-    ]  # nothing to tell apart
+    assert "repeats" not in table[0]  # at its default everywhere: nothing to tell apart
     assert table[0]["TFLOP/s"] == f"{2 * 128 * 256 * 32 / (float(table[0]['µs']) * 1e-6) / 1e12:.1f}"
+    add_times(db, {choices(Product)[0]: 5.0}, problem=narrow.replace(repeats=3))
+    markdown = to_markdown(document(report_of(db, kernel=Product), images={}))
+    table = table_under(markdown, "### order=nn float16")
+    assert [(row["N"], row["repeats"]) for row in table] == [
+        ("256", "1"),
+        ("256", "3"),
+        ("256", "1"),
+        ("4096", "1"),
+        ("4096", "1"),
+    ]
+    assert "repeats" not in table_under(markdown, "### order=nt float16")[0]
     write_report(report, tmp_path)
     row = rows_of((tmp_path / "schedules.csv").read_text())[0]
     assert (row["problem_samples"], row["samples"], row["knob_threads"], row["threads"]) == ("1", "5", "1", "")
@@ -306,7 +313,7 @@ def test_layout_of_declarations():
     )
     product = axes_of(type("Both", (Product,), {"name": "report_tests.both", "label": {"E": ("inner", "width")}}))
     assert product.describe_shared(Product.problem(length=1, inner=2, width=3)) == "order=nn float16"
-    assert list(product.columns) == ["E", "length"]  # swept with its label, though the two differ
+    assert list(product.columns) == ["E", "length", "samples"]  # swept with its label, though the two differ
     lists = replace(smooth_axes, swept=("groups",), columns={"groups": ("groups",)})
     assert lists.size(Ragged.problem(groups=[300, 200])) == 500
     assert cell(Ragged.problem(groups=[300, 200]), ("groups",)) == "300,200"

@@ -66,7 +66,10 @@ MUTATIONS = {
     "the last tile left out": ("- 1) // const.TILE_COLUMNS", "- 1) // const.TILE_COLUMNS - (const.COLUMNS > const.TILE_COLUMNS)"),
     "residual left out": ("x = x + load_rows(R", "x = x + 0.0 * load_rows(R"),
     "sum not stored": ("if Sum is not None:", "if False:"),
-    "residual stored for the sum": ("store_rows(Sum, row, j, x, const)", "store_rows(Sum, row, j, load_rows(R, row, j, const), const)"),
+    "residual stored for the sum": (
+        "store_rows(Sum, row, j, x, const)",
+        "store_rows(Sum, row, j, load_rows(R, row, j, const), const)",
+    ),
     "residual left out of the second pass": ("summed(X, R, None, row, j, const)", "summed(X, None, None, row, j, const)"),
     "scaled in float16": ("return tile.astype(ct.float32)", "return tile"),
 }  # fmt: skip

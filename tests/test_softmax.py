@@ -58,7 +58,10 @@ MUTATIONS = {
     "sum not rescaled": ("total = total * power(highest, higher) +", "total = total +"),
     "sum not rescaled at the end": ("ct.sum(total * power(highest, row_max),", "ct.sum(total,"),
     "sum of the first tile": ("total = total + exponentials[j]", "total = total"),
-    "not divided": ("return ct.truediv(1.0, total, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)", "return 1.0 + 0.0 * total"),
+    "not divided": (
+        "return ct.truediv(1.0, total, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)",
+        "return 1.0 + 0.0 * total",
+    ),
     "columns beyond the last count": ("if const.COLUMNS % const.TILE_COLUMNS != 0:", "if False:"),
     "one column too many": ("column_indices(j, const) < const.COLUMNS", "column_indices(j, const) <= const.COLUMNS"),
     "unseen elements make NaN": ("LOWEST = -3.4e38", "LOWEST = -math.inf"),

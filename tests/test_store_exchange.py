@@ -193,7 +193,7 @@ def test_a_landscape_is_a_table_without_entries(db, tmp_path):
         (lambda data: data["entries"][0]["schedule"].update(tile_m=1.5), "entries[0].schedule"),
         (lambda data: data["measurements"].append(data["measurements"][0]), "measurements[1].uid"),
         (lambda data: data["measurements"][0]["measurement"].update(median_us="x"), "measurement.median_us"),
-        (lambda data: data["measurements"][0]["measurement"]["accuracy"].update(worst_tile=[1]), "accuracy.worst_tile"),
+        (lambda data: data["measurements"][0]["measurement"]["accuracy"].update(worst_tile=["x"]), "accuracy.worst_tile"),
         (lambda data: data["artifacts"][0]["facts"].pop("threads"), "artifacts[0].facts.threads"),
     ],
 )  # fmt: skip

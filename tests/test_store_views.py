@@ -27,8 +27,8 @@ class Grouped(Kernel):
     layout = ts.choice("row", "column", omit_default=True)
     dtype = ts.dtype("float16", "bfloat16")
     biased = ts.flag()
-    derived = {"twice": lambda p: 2 * p.M}  # noqa: RUF012
-    label = {"m": "M", "both": ("M", "rows"), "T": "twice"}  # noqa: RUF012
+    derived = {"twice": lambda p: 2 * p.M}
+    label = {"m": "M", "both": ("M", "rows"), "T": "twice"}
     Out = ts.out("rows M")
 
 

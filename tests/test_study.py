@@ -13,18 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
-from tiledsched.studies.repeatability.occasion import (
-    Field,
-    Known,
-    block_medians,
-    find_field,
-    known_programs,
-    mixed,
-    referee,
-    run_occasion,
-    spread,
-)
 
+from tiledsched import launches
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.cli import main
@@ -40,6 +30,17 @@ from tiledsched.store.db import TuningDB
 from tiledsched.studies.repeatability import methods as methods_module
 from tiledsched.studies.repeatability.methods import Choice, Counted, Exhaustive, InTurn, RaceMethod, built_kernel
 from tiledsched.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, check_columns, read_rows
+from tiledsched.studies.repeatability.session import (
+    Field,
+    Known,
+    block_medians,
+    find_field,
+    known_programs,
+    mixed,
+    referee,
+    run_session,
+    spread,
+)
 from tiledsched.studies.repeatability.summary import summarise
 
 TEMPLATE = kernel_named("attention")
@@ -100,7 +101,7 @@ def db(tmp_path):
     with TuningDB.open(tmp_path / "tuning.db") as db:
         run = db.start_run({}, "sm_90")
         for one in [*measured(), *measured(OTHER)]:
-            db.record_measurement(run, "attention", TEMPLATE.source_hash, TOOLCHAIN, one)
+            db.record_measurement(run, "attention", TEMPLATE.source_hash(), TOOLCHAIN, one)
         yield db
 
 
@@ -129,13 +130,13 @@ def candidates(count=5):
     ],
 )
 def test_half_the_fastest_and_the_rest_evenly_spread(total, count, ranks) -> None:
-    ranked = [Known(schedule=DEFAULT, key=("", (rank, 1, 1)), median_us=float(rank)) for rank in range(total)]
-    assert [known.key[1][0] for known in mixed(ranked, count)] == list(ranks)
+    ranked = [Known(schedule=DEFAULT, key=("", ((rank, 1, 1),)), median_us=float(rank)) for rank in range(total)]
+    assert [known.key[1][0][0] for known in mixed(ranked, count)] == list(ranks)
 
 
 def test_the_field_is_the_default_and_known_programs_in_no_order_of_speed(db) -> None:
     slow_default = dataclasses.replace(measured()[0], median_us=1e6)
-    db.record_measurement(None, "attention", TEMPLATE.source_hash, TOOLCHAIN, slow_default)
+    db.record_measurement(None, "attention", TEMPLATE.source_hash(), TOOLCHAIN, slow_default)
     made = MadeUp()
     field = find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
     schedules = [each.schedule for each in field.candidates]
@@ -162,7 +163,7 @@ def test_known_are_distinct_programs_with_fp32_accumulators_of_this_space(db) ->
     half = SPACE.default(PROBLEM, pinned={"accum_mode": "fp16"})
     foreign = DEFAULT.replace(tile_m=1)
     for one in (twin, *(measurement(1.0, schedule=each, fingerprint=print_of(each)) for each in (half, foreign))):
-        db.record_measurement(None, "attention", TEMPLATE.source_hash, TOOLCHAIN, one)
+        db.record_measurement(None, "attention", TEMPLATE.source_hash(), TOOLCHAIN, one)
     known = known_programs(db, builder(db), SPACE, PROBLEM, DEVICE)
     assert len(known) == len({each.key for each in known})
     assert not {half, foreign} & {each.schedule for each in known}
@@ -218,15 +219,20 @@ def convention(code):
     return SimpleNamespace(calling_convention=SimpleNamespace(code=code))
 
 
+def asked_for():
+    (step,) = launches.steps(TEMPLATE, PROBLEM, DEFAULT, DEVICE)
+    return launches.signature(TEMPLATE, PROBLEM, DEFAULT, step).calling_convention.code
+
+
 def test_a_built_kernel_launches_the_artifact_and_never_compiles() -> None:
     import cuda.tile as ct
 
     assert list(inspect.signature(ct.kernel._compile).parameters)[:3] == ["self", "signature", "context"]
     chosen = candidates(1)[0]
-    kernel = built_kernel(TEMPLATE, chosen, PROBLEM)
+    kernel = built_kernel(TEMPLATE, chosen, PROBLEM, DEVICE)
     assert isinstance(kernel, ct.kernel)
     assert kernel.replace_hints(occupancy=2) is kernel
-    code = TEMPLATE.signature(DEFAULT, PROBLEM).calling_convention.code
+    code = asked_for()
     assert kernel._compile(convention(code), None) == (chosen.artifact.cubin, "attention", None, ())
     with pytest.raises(MeasureError, match="calling convention"):
         kernel._compile(convention("other"), None)
@@ -239,7 +245,7 @@ class FakeTorch(types.ModuleType):
         super().__init__("torch")
         self.now_us, self.flushes = 0.0, 0
         self.uint8, self.float16 = "uint8", "float16"
-        properties = SimpleNamespace(L2_cache_size=1 << 20, multi_processor_count=132)
+        properties = SimpleNamespace(L2_cache_size=1 << 20, multi_processor_count=132, major=9, minor=0)
         self.cuda = SimpleNamespace(is_available=lambda: True, current_stream=lambda: 0, synchronize=lambda: None,
                                     get_device_properties=lambda device: properties, Event=self.event)  # fmt: skip
 
@@ -249,7 +255,11 @@ class FakeTorch(types.ModuleType):
         event.elapsed_time = lambda later: (later.at_us - event.at_us) / 1e3
         return event
 
-    def randn(self, shape, device, dtype):
+    def from_dlpack(self, array):
+        assert array.dtype == self.float16
+        return SimpleNamespace(dtype=self.float16, cuda=lambda: array.shape)
+
+    def zeros(self, shape, device, dtype):
         return shape
 
     def empty(self, count, dtype, device):
@@ -267,7 +277,7 @@ def torch(monkeypatch):
 
     fake = FakeTorch()
     fake.launched = []
-    code = TEMPLATE.signature(DEFAULT, PROBLEM).calling_convention.code
+    code = asked_for()
     monkeypatch.setitem(sys.modules, "torch", fake)
 
     def us(kernel) -> float:
@@ -277,7 +287,7 @@ def torch(monkeypatch):
         return float(cubin)
 
     def launch(stream, grid, kernel, arguments):
-        assert len(arguments) == 4 + 1 + len(TEMPLATE.constants(DEFAULT, PROBLEM))
+        assert len(arguments) == 4 + 1 + len(TEMPLATE.constants(PROBLEM, DEFAULT))
         fake.now_us += us(kernel) + (0.0 if kernel in fake.launched else 10.0)
         fake.launched.append(kernel)
 
@@ -327,7 +337,7 @@ def test_methods_without_torch_or_gpu_say_what_to_do(monkeypatch) -> None:
         Exhaustive(TEMPLATE).prepare(PROBLEM, timed("50"))
 
 
-# An occasion
+# A session
 
 
 class Fixed:
@@ -346,15 +356,15 @@ class Fixed:
                       kernel_seconds=0.5, failures=0)  # fmt: skip
 
 
-def occasion(methods, *, seed=0, fields=None, keep=lambda rows: None, noise=0.0):
+def session(methods, *, seed=0, fields=None, keep=lambda rows: None, noise=0.0):
     field = Field(candidates=candidates(12), leaders=candidates(4))
     runner = ReplayRunner(TEMPLATE, [*measured(noise=noise), *measured(OTHER, noise=noise)], seed=3)
     fields = fields or [(PROBLEM, field)]
-    return run_occasion(fields, methods, runner, seed=seed, began=BEGAN, keep=keep)
+    return run_session(fields, methods, runner, seed=seed, began=BEGAN, keep=keep)
 
 
 def test_regret_comes_from_one_interleaved_run_of_the_chosen_and_the_leaders() -> None:
-    rows = occasion([Fixed("race", SCHEDULES[1], ties=(SCHEDULES[0],)), Fixed("in-turn", SCHEDULES[10]),
+    rows = session([Fixed("race", SCHEDULES[1], ties=(SCHEDULES[0],)), Fixed("in-turn", SCHEDULES[10]),
                      Fixed("exhaustive", None)])  # fmt: skip
     by = {row.method: row for row in rows if row.method != "referee"}
     assert by["race"].regret == pytest.approx(0.05)
@@ -370,7 +380,7 @@ def test_regret_comes_from_one_interleaved_run_of_the_chosen_and_the_leaders() -
     assert judged[SCHEDULES[10].id].estimate_us == 150.0
     assert judged[SCHEDULES[0].id].regret == 0.0
     assert {row.launches for row in judged.values()} == {60}
-    assert {row.occasion for row in rows} == {"2026-01-02T03:04:05+00:00"}
+    assert {row.session for row in rows} == {"2026-01-02T03:04:05+00:00"}
 
 
 def test_the_seed_orders_problems_and_methods() -> None:
@@ -379,17 +389,17 @@ def test_the_seed_orders_problems_and_methods() -> None:
     orders = set()
     for seed in range(8):
         log: list = []
-        occasion([Fixed(name, DEFAULT, log) for name in ("race", "in-turn", "exhaustive")], seed=seed, fields=fields)
+        session([Fixed(name, DEFAULT, log) for name in ("race", "in-turn", "exhaustive")], seed=seed, fields=fields)
         assert len(set(log)) == 6
         assert log[0][0] == log[1][0] == log[2][0]
         again: list = []
-        occasion([Fixed(name, DEFAULT, again) for name in ("race", "in-turn", "exhaustive")], seed=seed, fields=fields)
+        session([Fixed(name, DEFAULT, again) for name in ("race", "in-turn", "exhaustive")], seed=seed, fields=fields)
         assert again == log
         orders.add(tuple(log))
     assert len(orders) > 4
 
 
-def test_an_interrupted_occasion_keeps_what_is_done() -> None:
+def test_an_interrupted_session_keeps_what_is_done() -> None:
     class Interrupted(Fixed):
         def choose(self, problem, candidates):
             if self._log:
@@ -399,7 +409,7 @@ def test_an_interrupted_occasion_keeps_what_is_done() -> None:
     field = Field(candidates=candidates(12), leaders=candidates(4))
     kept: list = []
     with pytest.raises(KeyboardInterrupt):
-        occasion([Interrupted("race", DEFAULT)], fields=[(PROBLEM, field), (OTHER, field)], keep=kept.extend)
+        session([Interrupted("race", DEFAULT)], fields=[(PROBLEM, field), (OTHER, field)], keep=kept.extend)
     assert len({row.problem for row in kept}) == 1
     assert {row.method for row in kept} == {"race", "referee"}
 
@@ -433,8 +443,8 @@ def test_spread() -> None:
 # Rows and their summary
 
 
-def row(occasion="a", method="race", schedule="x", *, problem=PROBLEM, **more) -> StudyRow:
-    values = {"occasion": occasion, "seed": 1, "position": 1, "method": method, "problem": problem,
+def row(session="a", method="race", schedule="x", *, problem=PROBLEM, **more) -> StudyRow:
+    values = {"session": session, "seed": 1, "position": 1, "method": method, "problem": problem,
               "schedule_id": schedule, "schedule": "128x64", "fingerprint": "f" * 24, "estimate_us": 100.0,
               "ties": None, "regret": 0.0, "cv": 0.01, "cv_of_10": 0.002, "device_seconds": 4.0, "kernel_seconds": 1.5,
               "launches": 300, "candidates": 100, "failures": 0, "device": "NVIDIA Sample", "driver": "580.1",
@@ -483,7 +493,7 @@ STUDY = [
     # exhaustive: chose nothing once
     row("a", "exhaustive", device_seconds=8.0, kernel_seconds=3.0),
     row("b", "exhaustive", "", device_seconds=9.0, regret=None, cv=None, estimate_us=None, kernel_seconds=4.0),
-    # the referee: x on two occasions, y on one; another problem once
+    # the referee: x on two sessions, y on one; another problem once
     row("a", "referee", "x", estimate_us=99.0, cv=0.010, cv_of_10=0.001, device_seconds=None, failures=None),
     row("b", "referee", "x", estimate_us=101.0, cv=0.030, cv_of_10=0.002, device_seconds=None, failures=None),
     row("b", "referee", "y", estimate_us=110.0, cv=0.020, cv_of_10=None, device_seconds=None, failures=None),
@@ -493,7 +503,7 @@ STUDY = [
 
 def test_summary_of_methods() -> None:
     race, in_turn, exhaustive = summarise(STUDY).methods
-    assert (race.method, race.problems, race.occasions, race.choices) == ("race", 1, 3, 3)
+    assert (race.method, race.problems, race.sessions, race.choices) == ("race", 1, 3, 3)
     assert race.same_winner == pytest.approx(2 / 3)
     assert race.in_tie_set == 1.0
     # x of a in b but not in c; x of b in a but not in c; y of c in both
@@ -517,10 +527,10 @@ def test_summary_of_methods() -> None:
 
 def test_summary_of_noise() -> None:
     first, second = summarise(STUDY).noise
-    assert (first.problem, first.programs, first.occasions) == (PROBLEM, 2, 2)
+    assert (first.problem, first.programs, first.sessions) == (PROBLEM, 2, 2)
     assert (first.cv, first.cv_of_10) == (0.020, 0.0015)
-    assert first.cv_between_occasions == pytest.approx(2**0.5 / 100)
-    assert (second.problem, second.cv, second.cv_between_occasions) == (OTHER, 0.5, None)
+    assert first.cv_between_sessions == pytest.approx(2**0.5 / 100)
+    assert (second.problem, second.cv, second.cv_between_sessions) == (OTHER, 0.5, None)
 
 
 def test_problems_on_two_devices_are_not_mixed() -> None:
@@ -652,13 +662,13 @@ def test_torch_methods_launch_the_artifact_and_get_it_right() -> None:
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     problem = Attention.standard(seq_len=512, head_dim=64, causal=True, batch=2, heads=4)
     default = space_for(arch, Attention).default(problem, pinned={"accum_mode": "fp32"})
-    made = [compile_task(BuildTask(kernel="attention", schedule=each, problem=problem, arch=arch)).artifact
+    made = [compile_task(BuildTask(kernel=Attention.locator(), schedule=each, problem=problem, arch=arch)).artifact
             for each in (default, default.replace(tile_m=64, tile_n=32))]  # fmt: skip
     field = [Candidate(schedule=default, artifact=made[0]),
              Candidate(schedule=default.replace(tile_m=64, tile_n=32), artifact=made[1])]  # fmt: skip
     for method in (InTurn(TEMPLATE), Exhaustive(TEMPLATE)):
         method.prepare(problem, field)
-        q, k, v, out = method._arrays
+        q, k, v, out = (method._arrays[name] for name in ("Q", "K", "V", "Out"))
         right = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
         for candidate in field:
             out.fill_(float("nan"))

@@ -56,7 +56,9 @@ def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> Progra
 def write(path: Path, programs=None, *, entries=(), source_hash=None) -> Path:
     programs = [program()] if programs is None else programs
     made = {(each.arch, each.fingerprint): artifact(each.fingerprint, ARCH) for each in programs}
-    write_bundle(path, programs, made, list(entries), {"attention": source_hash or Attention.source_hash()}, "a compiler")
+    write_bundle(
+        path, programs, made, list(entries), {"attention": source_hash or Attention.source_hash()}, "a compiler"
+    )
     return path
 
 
@@ -313,7 +315,7 @@ assert answer[1:] == {theirs[1:]!r}
 class Pool:
     """Stands in for the compile processes; a tile of 128 rows does not build."""
 
-    tasks: list = []  # noqa: RUF012
+    tasks: list = []
 
     def __init__(self, jobs=None) -> None:
         Pool.tasks.clear()
@@ -344,7 +346,9 @@ def pool(monkeypatch):
 
 
 def prepare(path, entries, **more):
-    return warmup.prepare(ARCH, path, entries, Table(entries, Attention), Attention, ArtifactStore(), "a compiler", **more)
+    return warmup.prepare(
+        ARCH, path, entries, Table(entries, Attention), Attention, ArtifactStore(), "a compiler", **more
+    )
 
 
 def test_each_program_is_built_once_and_a_second_time_nothing_is(tmp_path, pool) -> None:
@@ -372,7 +376,9 @@ def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, 
     measured = entry(fingerprint=known.fingerprint, source_hash=Attention.source_hash())
     older = entry(fingerprint=known.fingerprint, source_hash="0" * 12)
     for one, reused in ((measured, 1), (older, 0)):
-        made = warmup.prepare(ARCH, tmp_path / f"{reused}.zip", [one], Table([one], Attention), Attention, store, "a compiler")
+        made = warmup.prepare(
+            ARCH, tmp_path / f"{reused}.zip", [one], Table([one], Attention), Attention, store, "a compiler"
+        )
         assert (made.reused, made.compiled) == (reused, 1 - reused)
 
 
@@ -401,7 +407,9 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
     assert made.to_json()["failures"][0]["message"] == "too big"
     assert "1 would not build (too big)" in str(made)
     with pytest.raises(ConfigError, match="tiledsched tune attention --arch sm_121"):
-        warmup.prepare("sm_121", tmp_path / "c.zip", entries, Table(entries, Attention), Attention, ArtifactStore(), "a compiler")
+        warmup.prepare(
+            "sm_121", tmp_path / "c.zip", entries, Table(entries, Attention), Attention, ArtifactStore(), "a compiler"
+        )
 
 
 # The commands
@@ -410,7 +418,7 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
 @pytest.fixture
 def small_table(monkeypatch):
     entries = [entry()]
-    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda url, archs=None: entries)
+    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: entries)
 
 
 def test_warmup_and_bundle_write_and_tell(tmp_path, pool, small_table, capsys) -> None:
@@ -434,7 +442,7 @@ def test_warmup_fails_where_a_program_would_not_build(pool, monkeypatch, capsys)
     from tiledsched.cli import main
 
     monkeypatch.setattr(
-        "tiledsched.serve.entries.load_entries", lambda url, archs=None: [entry(schedule=SCHEDULE.replace(tile_m=128))]
+        "tiledsched.serve.entries.load_entries", lambda *given: [entry(schedule=SCHEDULE.replace(tile_m=128))]
     )
     assert main(["warmup", "--arch", ARCH]) == 1
     assert "would not build" in capsys.readouterr().out

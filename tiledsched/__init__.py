@@ -16,14 +16,58 @@ _HOMES = {
     "sdpa": "tiledsched.attention.sdpa", "sizes": "tiledsched.fields", "space_for": "tiledsched.space_files",
     "tune": "tiledsched.tuning", "workspace": "tiledsched.fields",
 }  # fmt: skip
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = [
+    "Kernel",
+    "Problem",
+    "Schedule",
+    "SearchSpace",
+    "TiledschedError",
+    "Tolerance",
+    "__version__",
+    "array",
+    "arrays",
+    "check",
+    "choice",
+    "configure",
+    "dim",
+    "dtype",
+    "explain",
+    "flag",
+    "inout",
+    "knob",
+    "load_kernel",
+    "load_space",
+    "op",
+    "out",
+    "outs",
+    "scalar",
+    "sdpa",
+    "sizes",
+    "space_for",
+    "tune",
+    "workspace"
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from tiledsched.attention.explain import explain
     from tiledsched.attention.sdpa import sdpa
     from tiledsched.config import configure
     from tiledsched.errors import TiledschedError
-    from tiledsched.fields import array, arrays, choice, dim, dtype, flag, inout, knob, out, outs, scalar, sizes, workspace
+    from tiledsched.fields import (
+        array,
+        arrays,
+        choice,
+        dim,
+        dtype,
+        flag,
+        inout,
+        knob,
+        out,
+        outs,
+        scalar,
+        sizes,
+        workspace,
+    )
     from tiledsched.kernel import Kernel, Tolerance, load_kernel
     from tiledsched.problem import Problem
     from tiledsched.schedule import Schedule

@@ -67,7 +67,9 @@ def _check_fields(kernel: KernelClass) -> None:
     if not any(each.role in ("out", "inout") for each in kernel.array_fields.values()):
         _fail(kernel, "function", "no array is an output; declare one with ts.out(...) or ts.inout(...)")
     if kernel.function is None and kernel.entry is None and kernel.launches is None:
-        _fail(kernel, "function", "there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)")
+        _fail(
+            kernel, "function", "there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)"
+        )
     sizes = {*kernel.fields, *kernel.derived}
     for short, names in kernel.label.items():
         for name in (names,) if isinstance(names, str) else names:
@@ -229,8 +231,10 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
     Raises:
         DeclarationError: a parameter is called like none of them.
     """
+    if kernel.reference is None:
+        raise DeclarationError(f"{kernel.__name__}.reference: missing; declare reference(xp, ...), its outputs by NumPy or CuPy")
     known = {**inputs, **kernel.scalar_values(p), "p": p, "xp": xp}
-    given = {}
+    given: dict[str, Any] = {}
     for name, parameter in inspect.signature(kernel.reference).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= inputs
@@ -254,7 +258,7 @@ SMALL = (3, 4, 1, 2, 8, 16, 64)
 def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, only_largest: bool = False) -> Problem:
     """`p` with every run-time size as small as its kernel allows; with `only_largest`, the largest is one of `sizes`."""
     dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
-    largest = max(dims, key=lambda name: p.values[name], default=None)  # type: ignore[arg-type,return-value]
+    largest = max(dims, key=lambda name: p.values[name], default=None)
     for name in dims:
         for size in SMALL if only_largest and name != largest else sizes:
             try:

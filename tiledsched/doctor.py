@@ -293,7 +293,7 @@ def _arch() -> Verdict:
         try:
             arch_spec(arch)
             toolchain.check_arch(toolchain.installed_toolchain(), arch)
-            notes.append(f"{arch}: search space and compiler fit")
+            notes.append(f"{arch}: known, and the compiler builds for it")
         except TiledschedError as error:
             what, remedy = _split(error)
             notes.append(what)

@@ -200,7 +200,9 @@ def out(shape: str | Callable[..., Any], *, dtype: str | None = None, layout: st
     """An output, as :func:`array`; without its flag it is scratch. `absolute`: errors are not relative to its size.
     `aligned`: as of :func:`workspace`; outputs without a flag always are.
     """
-    return ArrayField(shape=shape, role="out", dtype=dtype, layout=layout, when=when, absolute=absolute, aligned=aligned)
+    return ArrayField(
+        shape=shape, role="out", dtype=dtype, layout=layout, when=when, absolute=absolute, aligned=aligned
+    )
 
 
 def outs(shape: Callable[..., Any], *, dtype: str | None = None) -> Any:

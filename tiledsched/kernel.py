@@ -36,9 +36,7 @@ from tiledsched.problem import Problem, describe_values, stable_id
 from tiledsched.schedule import PLAIN, Schedule
 
 if TYPE_CHECKING:
-    import argparse
 
-    from tiledsched.build.cubin import Artifact
     from tiledsched.device import ArchSpec
     from tiledsched.resources import ResourceFacts
 
@@ -208,14 +206,12 @@ class Kernel:
         """Blocks along up to three axes; `device` has `sm_count` and `arch`."""
         raise DeclarationError("a kernel needs grid(p, s, device): the number of blocks along 1 to 3 axes")
 
-    @staticmethod
-    def reference(xp: Any, **inputs: Any) -> Any:
-        """The outputs in high precision, from float64 inputs by name: an array, or a tuple of one for each output."""
-        raise DeclarationError("a kernel needs reference(xp, ...): its outputs by NumPy or CuPy")
+    reference: ClassVar[Any] = None
+    """`reference(xp, ...)`: the outputs in high precision, from float64 inputs by name: an array, or a tuple of them."""
 
-    entry: ClassVar[Callable[[Any, Any], Any] | None] = None
+    entry: ClassVar[Any] = None
     """`entry(p, s)`: which function a schedule runs."""
-    launches: ClassVar[Callable[[Any, Any, Any], Any] | None] = None
+    launches: ClassVar[Any] = None
     """`launches(p, s, device)`: a list of (function, grid), run one after the other."""
 
     @staticmethod
@@ -249,7 +245,7 @@ class Kernel:
         """Rows and columns of the tiles that errors are taken over; the rows are those of one index of all outer axes."""
         return 64, 256
 
-    adversarial: ClassVar[Callable[..., Any] | None] = None
+    adversarial: ClassVar[Any] = None
     """`adversarial(xp, rng, p, reference)`: yields cases of its own; see :mod:`tiledsched.cases`."""
 
     @classmethod
@@ -296,12 +292,12 @@ class Kernel:
         """Whether what a transfer loses was measured on problems like this one."""
         return False
 
-    untold: ClassVar[Callable[..., Any] | None] = None
+    untold: ClassVar[Any] = None
     """`untold(p, default, space, estimate)`: the schedule where nothing near was measured; None to leave the default.
     `estimate(schedule)` is in microseconds, or a logarithm of them."""
 
     @staticmethod
-    def unsound(p: Any, s: Any, artifact: Artifact) -> str | None:
+    def unsound(p: Any, s: Any, facts: ResourceFacts, arch: str) -> str | None:
         """Why the machine code must not be run, where the compiler is known to make it wrong; else None."""
         return None
 
@@ -310,17 +306,17 @@ class Kernel:
         """A problem for people."""
         return describe_values(p.values)
 
-    add_flags: ClassVar[Callable[[argparse.ArgumentParser], None] | None] = None
+    add_flags: ClassVar[Any] = None
     """`add_flags(parser)`: problem flags of the command line's own, beside --problem and --suite."""
-    from_flags: ClassVar[Callable[[argparse.Namespace], list[Problem]] | None] = None
+    from_flags: ClassVar[Any] = None
     """`from_flags(options)`: the problems those flags name."""
-    file_words: ClassVar[Callable[[Any], str] | None] = None
+    file_words: ClassVar[Any] = None
     """`file_words(p)`: the problem in the name of a file; kernel and values unless given."""
-    add_likely_flags: ClassVar[Callable[[argparse.ArgumentParser], None] | None] = None
+    add_likely_flags: ClassVar[Any] = None
     """`add_likely_flags(parser)`: flags of `warmup` and `bundle` that say which problems come beside those tuned."""
-    likely: ClassVar[Callable[[Any, argparse.Namespace], list[Problem]] | None] = None
+    likely: ClassVar[Any] = None
     """`likely(p, options)`: the problems to expect beside a tuned one under those flags."""
-    small: ClassVar[Callable[[], list[Problem]] | None] = None
+    small: ClassVar[Any] = None
     """`small()`: problems that the interpreter runs in a moment, odd sizes among them."""
 
     @staticmethod
@@ -403,7 +399,7 @@ class Kernel:
     @classmethod
     def _shapes(cls, each: ArrayField, p: Problem, s: Schedule | None) -> tuple[tuple[int, ...], ...]:
         if isinstance(each.shape, str):
-            return (read_shape(each.shape, lambda name: s[name] if s is not None and name in s else getattr(p, name)),)
+            return (read_shape(each.shape, lambda name: int(s[name] if s is not None and name in s else getattr(p, name))),)
         found = each.shape(p, s) if each.role == "workspace" else each.shape(p)
         return tuple(map(tuple, found)) if each.listed else (tuple(found),)
 
@@ -432,7 +428,7 @@ class Kernel:
             raise DeclarationError(
                 f"{cls.__name__}.grid: must be 1 to 3 positive integers, got {grid!r}; -(-a // b) rounds up"
             )
-        return (*axes, *(1,) * (3 - len(axes)))  # type: ignore[return-value]
+        return (*axes, *(1,) * (3 - len(axes)))
 
     @classmethod
     def scalar_values(cls, p: Problem) -> dict[str, float | int]:

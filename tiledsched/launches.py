@@ -267,7 +267,7 @@ def assumed(kernel: KernelClass, asked: Any, step: Step) -> Any:
     for place, (argument, each) in enumerate(zip(step.arguments, found, strict=True)):
         if isinstance(each, ArrayConstraint):
             field = kernel.array_fields[argument.name]
-            scratch = field.role == "workspace" or argument.name in _sometimes(kernel)
+            scratch = field.role == "workspace" or argument.name in _sometimes(kernel)  # type: ignore[arg-type]
             strides = 1 if scratch and not field.aligned else each.stride_divisible_by
             found[place] = replace(each, shape_divisible_by=1, stride_divisible_by=strides)
     return KernelSignature(found, asked.calling_convention, asked.symbol)
@@ -342,7 +342,7 @@ def source_hash(kernel: KernelClass) -> str:
     """Hash of the source that machine code comes from: the declaration's module, those it takes functions from, and what
     these use of their own packages. Builds of other source are made again; what is known of equal machine code holds.
     """  # fmt: skip
-    text = "".join(Path(path).read_text(encoding="utf-8") for path in sorted(_sources(kernel)))
+    text = "".join(Path(path).read_text(encoding="utf-8") for path in sorted(_sources(kernel)))  # type: ignore[arg-type]
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

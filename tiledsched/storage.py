@@ -16,6 +16,8 @@ BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64": 1.7e308, "float8_e4m3fn": 448.0,
            "float8_e5m2": 57344.0}  # fmt: skip
 """Largest finite values."""
+SMALLEST = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}
+"""Smallest steps between values, of types where they are not negligible."""
 
 
 def is_float(dtype: str) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiledsched import config
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError, MeasureError, TiledschedError
 from tiledsched.kernel import KernelClass, load_kernel
@@ -283,6 +284,8 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     finally:
         if gpu is not None:
             gpu.close()
+        for forget in config.watchers:  # operators of this process look again
+            forget()
     return TuneReport(
         kernel=kernel, arch=arch, run_id=run_id, results=results, entries=entries, measured=gpu is not None
     )
@@ -326,8 +329,8 @@ def small_problems(kernel: KernelClass) -> list[Problem]:
     if kernel.small is not None:
         return list(kernel.small())
     by_kind = {kernel.problem_kind(each): each for each in reversed(problems_of(kernel, None))}
-    return list(dict.fromkeys(small for each in by_kind.values()
-                              for small in (shrunk(kernel, each), shrunk(kernel, each, (67, 68, 72, 80, 128), only_largest=True))))
+    pairs = ((shrunk(kernel, each), shrunk(kernel, each, (67, 68, 72, 80, 128), only_largest=True)) for each in by_kind.values())
+    return list(dict.fromkeys(small for pair in pairs for small in pair))
 
 
 def _some_schedules(space: SearchSpace, problem: Problem, count: int, seed: int) -> list[Schedule]:

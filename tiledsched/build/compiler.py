@@ -70,7 +70,7 @@ def compile_task(task: BuildTask) -> Built:
         kernel = load_kernel(task.kernel)
         with ct.compiler_timeout(task.timeout_s):
             artifact = compile_schedule(kernel, task.problem, task.schedule, task.arch)
-        wrong = kernel.unsound(task.problem, task.schedule, artifact)
+        wrong = kernel.unsound(task.problem, task.schedule, artifact.facts, task.arch)
         if wrong:
             artifact, failure = None, Failure(kind=FailureKind.COMPILE_ERROR, message=wrong)
     except ct.TileCompilerTimeoutError:

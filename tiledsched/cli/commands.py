@@ -217,5 +217,3 @@ def _study_session(options: argparse.Namespace) -> int:
     else:
         print(f"{len(rows)} rows added to {path}; sum up with: tiledsched study --summary {path}")
     return 0
-
-

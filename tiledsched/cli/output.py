@@ -166,7 +166,9 @@ def _best(result: RecordResult, file: LandscapeFile) -> str:
 def print_tune_summary(report: TuneReport) -> None:
     """What the run did, a line per problem."""
     if not report.measured:
-        print(f"No {report.arch} GPU here: nothing was measured. Every schedule was built and the model ranked the programs.")
+        print(
+            f"No {report.arch} GPU here: nothing was measured. Every schedule was built and the model ranked the programs."
+        )
     for result in report.results:
         kept = "" if result.stored else "; a stronger entry was kept"
         did = f"{result.measured} measured" if report.measured else "ranked by the model"
@@ -190,7 +192,9 @@ def print_entries(entries: Iterable[EntryRecord]) -> None:
 def _entry_table(kernel: str, entries: Sequence[EntryRecord]) -> Table:
     table = Table(title=f"tuned schedules of {kernel}")
     problems = [_columns(entry.problem) for entry in entries]
-    shown = [name for name in problems[0] if len({each.get(name) for each in problems}) > 1 or not _plain(entries, name)]
+    shown = [
+        name for name in problems[0] if len({each.get(name) for each in problems}) > 1 or not _plain(entries, name)
+    ]
     columns = [("arch", "left"), *((name, "right") for name in shown), ("provenance", "left"), ("schedule", "left"),
                ("median us", "right"), ("rate", "right"), ("model us", "right"), ("runner-up", "right"), ("ties", "right"),
                ("programs", "right")]  # fmt: skip
@@ -210,7 +214,10 @@ def _columns(problem: Problem) -> dict[str, str]:
     """Its values as people read them: short names first, then the fields that those do not tell."""
     label = problem.declaration.label if problem.known else {}
     told = {name for names in label.values() for name in ((names,) if isinstance(names, str) else names)}
-    values = {**short_values(problem), **{name: value for name, value in plain_values(problem).items() if name not in told}}
+    values = {
+        **short_values(problem),
+        **{name: value for name, value in plain_values(problem).items() if name not in told},
+    }
     words = {True: "yes", False: "no"}
     return {name: words[value] if isinstance(value, bool) else str(value) for name, value in values.items()}
 

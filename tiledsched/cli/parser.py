@@ -9,7 +9,7 @@ from typing import Any
 from tiledsched import __version__
 from tiledsched.cli import bench_commands, commands, search_commands, store_commands
 from tiledsched.cli.problems import example, kernel_word
-from tiledsched.flags import count, integers, names, positive, words
+from tiledsched.flags import count, names, positive, words
 from tiledsched.kernel import KernelClass, kernel_named, load_kernel
 from tiledsched.search.effort import EFFORTS
 from tiledsched.studies.repeatability.rows import METHODS
@@ -89,11 +89,12 @@ def _problem_flags(parser: argparse.ArgumentParser, kernel: KernelClass | None, 
     _kernel_flag(parser)
     suites = tuple(kernel.suites) if kernel else ()
     known = f"{', '.join(suites) or 'none'}" if kernel else "its own"
+    such = f"; e.g. {example(kernel)}" if kernel else ""
     parser.add_argument("--problem", action="append", default=[], metavar="K=V,...", help="problems by name, in every "
-                        "combination of values with : between them" + (f"; e.g. {example(kernel)}" if kernel else ""))  # fmt: skip
+                        "combination of values with : between them" + such)  # fmt: skip
     parser.add_argument("--suite", metavar="NAME", help=f"a named set of problems: {known}")
     if own and kernel is not None and kernel.add_flags is not None:
-        kernel.add_flags(parser.add_argument_group(f"problems of {kernel.name}"))  # type: ignore[arg-type]
+        kernel.add_flags(parser.add_argument_group(f"problems of {kernel.name}"))
 
 
 def _add_tune(subs: Any, kernel: KernelClass | None) -> None:
@@ -278,18 +279,22 @@ def _prepare_flags(parser: argparse.ArgumentParser, kernel: KernelClass | None) 
     _kernel_flag(parser)
     parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
     if kernel is not None and kernel.add_likely_flags is not None:
-        kernel.add_likely_flags(parser.add_argument_group(f"beside what is tuned of {kernel.name}"))  # type: ignore[arg-type]
+        kernel.add_likely_flags(parser.add_argument_group(f"beside what is tuned of {kernel.name}"))
 
 
 def _add_doctor(subs: Any) -> None:
-    _command(subs, "doctor", store_commands.doctor, "say what works on this machine and what to install for what does not")
+    _command(
+        subs, "doctor", store_commands.doctor, "say what works on this machine and what to install for what does not"
+    )
 
 
 def _add_db(subs: Any) -> None:
     parser = subs.add_parser("db", help="export, import, merge, check or upgrade the database",
                              description="Export, import, merge, check or upgrade the database.")  # fmt: skip
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    export = _command(actions, "export", store_commands.db_export, "write entries and their evidence to a reviewable table")
+    export = _command(
+        actions, "export", store_commands.db_export, "write entries and their evidence to a reviewable table"
+    )
     export.add_argument("--arch", metavar="ARCH", help="only this arch")
     export.add_argument("--out", metavar="FILE", default="-", help="file to write (default: stdout)")
     bring = _command(actions, "import", store_commands.db_import, "take in a table written by export")

@@ -18,8 +18,11 @@ def bench_search(options: argparse.Namespace) -> int:
     from tiledsched.studies.search.scores import read_runs, summarise, write_runs
 
     path = Path(options.csv) if options.csv else None
-    paths = [Path(each) for each in options.landscapes] if options.landscapes else shipped_landscapes(
-        options.declaration.name)
+    paths = (
+        [Path(each) for each in options.landscapes]
+        if options.landscapes
+        else shipped_landscapes(options.declaration.name)
+    )
     samplers = options.samplers if options.samplers is not None else list(METHODS)
     runs = read_runs(path) if path is not None and path.exists() else []
     for sampler in samplers:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import tiledsched.fields as ts
-from tiledsched.resources import ctas_per_sm
 from tiledsched.problem import Problem
+from tiledsched.resources import ctas_per_sm
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
+    from tiledsched.resources import ResourceFacts
 
 LOADS = ("plain", "tma", "gather")
 """How rows move; the kernel sees the index."""
@@ -107,7 +107,7 @@ def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, *
         again = float(p.rows * p.columns * 2 * read)
         fits = slots * tile_rows * p.columns * 2 * read <= spec.l2_bytes / 2
         bytes_total += again * (0.25 if fits else 1.0)
-    under_way = resident * tile_rows * (covered if one_pass else tile) * 2 * read
+    under_way = 1.0 * resident * tile_rows * (covered if one_pass else tile) * 2 * read
     under_way *= DUTY_AHEAD if s["PERSISTENT"] and s["loads"] == "tma" else DUTY
     per_cycle = spec.dram_gbps * COPY_SHARE / spec.sm_count / spec.clock_ghz
     needed = LATENCY_CYCLES * per_cycle

@@ -16,10 +16,12 @@ from tiledsched.cases import Case
 from tiledsched.errors import DeclarationError, Failure, FailureKind
 from tiledsched.kernel import ArraySpec, Tolerance
 from tiledsched.measure.runner import Accuracy
-from tiledsched.storage import is_float, to_float
+from tiledsched.storage import SMALLEST, is_float, to_float
 
 ELEMENTS_AT_ONCE = 1 << 26
 """So many elements of an output are compared at a time, or one row of tiles: it bounds the memory that this takes."""
+SUBNORMAL_UNITS = 256
+"""Tiles whose elements are on average below so many of the type's smallest steps are judged as if they were that large."""
 RELATIVE, ABSOLUTE, UNEQUAL = "relative error", "error", "unequal elements"
 """What is taken of a tile: |out - expected| / |expected| (Frobenius norms), the largest |out - expected|, or a count."""
 
@@ -130,7 +132,9 @@ def _chunks(outer: int, rows: int, columns: int, tile_rows: int) -> Iterator[tup
 def _relative(xp: Any, stored: Any, expected: Any, dtype: str, tile: tuple[int, int]) -> tuple[Any, float]:
     expected = expected if expected.dtype.kind == "f" else expected.astype(numpy.float64)
     difference = to_float(xp, stored, dtype, str(expected.dtype)) - expected
-    norm = xp.maximum(_by_tile(xp, expected * expected, tile, "sum"), 1e-30)
+    # What rounding makes of numbers too small for the type is no error, however small the tile.
+    floor = tile[0] * tile[1] * (SUBNORMAL_UNITS * SMALLEST.get(dtype, 0.0)) ** 2
+    norm = xp.maximum(_by_tile(xp, expected * expected, tile, "sum"), max(floor, 1e-30))
     return xp.sqrt(_by_tile(xp, difference * difference, tile, "sum") / norm), float(xp.abs(difference).max())
 
 

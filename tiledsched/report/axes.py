@@ -67,8 +67,9 @@ def show(value: Any) -> str:
 def axes_of(kernel: KernelClass) -> Axes:
     """The layout that follows from a declaration.
 
-    Tables run along the first size in `axes`, and hold problems that agree in the other axes, flags and choices. Without
-    `axes` they run along the first size that is no constant, and hold problems that agree in all that is compiled in.
+    Tables run along the first size in `axes`, and hold problems that agree in flags, choices and the other axes that are
+    compiled in; axes known at run time only are columns. Without `axes` they run along the first size that is no constant,
+    and hold problems that agree in all that is compiled in.
     """
     fields = kernel.fields
     words = [name for name, each in fields.items() if isinstance(each, (Choice, Flag)) and not each.omit_default]
@@ -81,11 +82,12 @@ def axes_of(kernel: KernelClass) -> Axes:
 
     first = [name for name in axes if not isinstance(fields.get(name), (Choice, Flag))][:1]
     swept = next((names for names in labels.values() if set(first) <= set(names)), tuple(first)) if first else ()
-    shared = [name for name in (*fields, *kernel.derived) if name in {*axes, *words} - {*swept}]
+    at_run_time = {*sizes} - {*constant}
+    shared = [name for name in (*fields, *kernel.derived) if name in {*axes, *words} - {*swept} - at_run_time]
     columns = {titles.get(swept, swept[0]): swept} if swept else {}
     columns |= {short: names for short, names in labels.items() if not {*names} <= {*shared, *swept}}
     rest = [name for name in fields if name not in {*labelled, *swept, *shared}]
-    columns |= {name: (name,) for name in rest if fields[name].default is None}
+    columns |= {name: (name,) for name in rest if name in axes or fields[name].default is None}
     return Axes(swept=swept, shared=tuple(shared), columns=columns, titles={name: titles.get((name,), name) for name in shared},
                 optional=tuple(name for name in rest if name not in columns))  # fmt: skip
 

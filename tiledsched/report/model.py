@@ -50,8 +50,8 @@ LandscapeKey = tuple[Problem, str, str]
 def build_report(
     db: TuningDB,
     arch: str,
-    *,
     kernel: KernelClass,
+    *,
     regime: str = "burst",
     device_name: str | None = None,
     model_times: ModelTimes | None = None,

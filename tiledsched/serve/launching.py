@@ -9,9 +9,9 @@ import torch
 
 from tiledsched.errors import LaunchError
 from tiledsched.kernel import ArraySpec
-from tiledsched.launches import strides_of
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Served
+from tiledsched.storage import strides_of
 
 DEVICE_TYPE = "cuda"
 """Where kernels run."""
@@ -35,30 +35,32 @@ def torch_type(dtype: str) -> Any:
     return getattr(torch, dtype.rstrip("_"))
 
 
-Scratch = tuple[tuple[int, ...], tuple[int, ...], Any, bool]
-"""Of an array that a launch takes beside those of its caller: shape, strides, type, and whether it must hold zeros."""
+Scratch = tuple[tuple[int, ...], tuple[int, ...], Any, int | None]
+"""Of an array that a launch takes beside those of its caller: shape, strides, type, and, where it must hold zeros, its place."""
 
 
 def scratch_of(specs: Iterable[ArraySpec]) -> tuple[Scratch, ...]:
     """What :func:`scratch_arrays` makes at each launch."""
-    return tuple((each.shape, strides_of(each.shape, each.column), torch_type(each.dtype), each.zeroed) for each in specs)
+    return tuple(
+        (each.shape, strides_of(each.shape, each.column), torch_type(each.dtype), place if each.zeroed else None)
+        for place, each in enumerate(specs)
+    )
 
 
 def scratch_arrays(wanted: Iterable[Scratch], device: Any, stream: int | None) -> list[torch.Tensor]:
     """The arrays of a launch; zeros are those kept for `stream`, or new where it is None."""
-    return [_zeroed(shape, dtype, device, stream) if zeroed
-            else torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            for shape, strides, dtype, zeroed in wanted]  # fmt: skip
+    return [torch.empty_strided(shape, strides, dtype=dtype, device=device) if place is None
+            else _zeroed(shape, dtype, device, stream, place) for shape, strides, dtype, place in wanted]  # fmt: skip
 
 
-def _zeroed(shape: tuple[int, ...], dtype: Any, device: Any, stream: int | None) -> torch.Tensor:
-    """Zeros, which the kernel leaves behind as it found them: launches on one stream share them.
+def _zeroed(shape: tuple[int, ...], dtype: Any, device: Any, stream: int | None, place: int) -> torch.Tensor:
+    """Zeros, which the kernel leaves behind as it found them: launches on one stream share them, those of one place each.
 
     A captured graph gets its own, because it may be replayed on any stream.
     """
     if stream is None or torch.cuda.is_current_stream_capturing():
         return torch.zeros(shape, dtype=dtype, device=device)
-    key = (device, stream, dtype, shape[1:])
+    key = (device, stream, dtype, shape[1:], place)
     found = _zeros.get(key)
     if found is None or found.shape[0] < shape[0]:
         found = _zeros[key] = torch.zeros(shape, dtype=dtype, device=device)

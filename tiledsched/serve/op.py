@@ -60,15 +60,17 @@ def op(name: str, kernel: KernelClass, **pinned: Any) -> Operator:
         ConfigError: a wrong name, one that is taken, or a kernel that no operator can be made of.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name of an operator; write namespace::name, such as mylib::{kernel.__name__.lower()}")
+        raise ConfigError(
+            f"{name!r} is no name of an operator; write namespace::name, such as mylib::{kernel.__name__.lower()}"
+        )
     form = Form(kernel, pinned)
     known = _operators.get(name)
     if known is None:
         made = _operators[name] = Operator(name, form)
         return made
     if known.kernel.name != kernel.name or known.form.schema() != form.schema():
-        raise ConfigError(f"{name} is an operator of {known.kernel.name}{known.form.schema()} already; torch keeps operators until "
-                          "the process ends: use another name")  # fmt: skip
+        raise ConfigError(f"{name} is an operator of {known.kernel.name}{known.form.schema()} already, and torch keeps operators "
+                          "until the process ends; use another name")  # fmt: skip
     known.use(form)
     return known
 
@@ -92,6 +94,8 @@ class OpPlan:
     """Sizes and compile-time arguments."""
     counts: tuple[int | None, ...]
     """Of each output: how many arrays its list has; None where it is no list."""
+    single: bool
+    """Whether there is one output, and no list."""
     changed: tuple[int, ...]
     """Which of the tensors are changed in place."""
     device: int
@@ -122,11 +126,16 @@ class Operator:
         kinds = [each.kind for each in form.parameters]
         self._arrays = len(form.inputs)
         self._scalars = len(kinds) - kinds.count("scalar")
-        defaults = [each.default for each in form.parameters[self._arrays :]]
-        self._defaults = None if NO_DEFAULT in defaults else tuple(defaults)
-        self._irregular = "list" in kinds or any(map(form.is_optional, form.inputs)) or any(
+        defaults = tuple(each.default for each in form.parameters)
+        self._tails = {
+            count: defaults[count:] for count in range(len(defaults) + 1) if NO_DEFAULT not in defaults[count:]
+        }
+        self._lists = "list" in kinds
+        self._irregular = self._lists or any(map(form.is_optional, form.inputs)) or any(
             each.schema == "SymInt[]" for each in form.parameters)  # fmt: skip
-        self._numbers = tuple(int if each.schema.startswith("SymInt") else float for each in form.parameters[self._scalars :])
+        self._numbers = tuple(
+            int if each.schema.startswith("SymInt") else float for each in form.parameters[self._scalars :]
+        )
         self.cache.forget()
 
     def __repr__(self) -> str:
@@ -142,19 +151,21 @@ class Operator:
         """
         if _traced():
             return self._overload(*given, **named)
-        if not named and len(given) == self._arrays and self._defaults is not None:
-            given += self._defaults
-        elif named or len(given) != len(self.form.parameters):
-            given = self._bind(given, named)
+        count, tail = len(given), None if named else self._tails.get(len(given))
+        given = self._bind(given, named) if tail is None else given + tail
+        scalars = None if tail is not None and count <= self._scalars else given[self._scalars :]
         if is_plain_call():
-            tensors, options = self._split(given)
+            if self._irregular:
+                tensors, options = self._split(given)
+            else:
+                tensors, options = given[: self._arrays], given[self._arrays : self._scalars]
             for each in tensors:
-                if type(each) not in _PLAIN or each.is_nested:
+                if type(each) not in _PLAIN or each.is_nested:  # which torch's comparison does not survive
                     break
             else:
                 plan = self.cache.find_ready(tensors, options)
                 if plan is not None:
-                    return self._launch(plan, tensors, given[self._scalars :], keep_zeros=True)
+                    return self._launch(plan, tensors, scalars, keep_zeros=True)
         return self._overload(*given)
 
     def _bind(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -172,9 +183,11 @@ class Operator:
         arrays, options = given[: self._arrays], given[self._arrays : self._scalars]
         if not self._irregular:
             return tuple(arrays), tuple(options)
-        flat = tuple(each for array in arrays for each in (array if isinstance(array, (list, tuple)) else (array,)) if each is not None)
-        counts = tuple(len(array) if isinstance(array, (list, tuple)) else array is not None for array in arrays)
-        return flat, (*(tuple(each) if isinstance(each, list) else each for each in options), counts)
+        counts = tuple([len(each) if isinstance(each, (list, tuple)) else each is not None for each in arrays])
+        flat = [each for each in arrays if each is not None]
+        if self._lists:
+            flat = [each for array in flat for each in (array if isinstance(array, (list, tuple)) else (array,))]
+        return tuple(flat), (*[tuple(each) if isinstance(each, list) else each for each in options], counts)
 
     def _dispatched(self, *given: Any) -> Any:
         """What torch's dispatcher calls for tensors on a device."""
@@ -215,7 +228,9 @@ class Operator:
         """
         devices = {each.device for each in tensors}
         if len(devices) > 1:
-            raise ProblemError(f"{self.name}: its tensors must be on one device, got {', '.join(sorted(map(str, devices)))}")
+            raise ProblemError(
+                f"{self.name}: its tensors must be on one device, got {', '.join(sorted(map(str, devices)))}"
+            )
         return tensors[0].device
 
     def _make_plan(self, given: Sequence[Any], tensors: Sequence[Any]) -> OpPlan | str:
@@ -227,7 +242,8 @@ class Operator:
             results = self.form.results(given)
         except ProblemError as error:
             raise ProblemError(f"{self.name}: {error}") from error
-        facts, table = process.device_facts(index), process.table(self.kernel)
+        facts = process.device_facts(index)
+        table = process.table(self.kernel)  # type: ignore[arg-type]  # a class is hashable
         if not table.known_arch(facts.arch):
             return f"{self.kernel.name} has no search space for {facts.arch}; add one, or run on another GPU"
         if not any(each.wide for each in self.kernel.arrays(p)) and spans(tensors) > LARGEST_INT32:
@@ -251,6 +267,7 @@ class Operator:
             scalars=tuple(self.kernel.scalar_values(p).values()),
             constants=constants,
             counts=_counts(results),
+            single=_counts(results) == (None,),
             changed=changed,
             device=index,
             sync=process.settings().sync,
@@ -273,7 +290,7 @@ class Operator:
         found[""] = end  # where the constants begin
         return found
 
-    def _launch(self, plan: OpPlan, tensors: tuple[Any, ...], scalars: Sequence[Any], *, first: bool = False,
+    def _launch(self, plan: OpPlan, tensors: tuple[Any, ...], scalars: Sequence[Any] | None, *, first: bool = False,
                 keep_zeros: bool = False) -> Any:  # fmt: skip
         """Queue every launch of a call on the current stream and return the outputs."""
         index = plan.device
@@ -281,15 +298,20 @@ class Operator:
             with torch.cuda.device(index):
                 return self._launch(plan, tensors, scalars, first=first, keep_zeros=keep_zeros)
         stream, device = launching.current_stream(index), tensors[0].device
-        made = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in plan.outputs]
+        made = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in plan.outputs
+        ]
         row = [*tensors, *made]
         if plan.scratch:
             row += launching.scratch_arrays(plan.scratch, device, stream if keep_zeros else None)
         if first:
             key = program_key(tuple(each[0] for each in plan.steps), plan.constants, index, row)
             refuse_capture(key, self.name, plan.problem)
-        for number, value, default in zip(self._numbers, scalars, plan.scalars, strict=True):
-            row.append(default if value is None else number(value))
+        if scalars is None:
+            row += plan.scalars
+        else:
+            for number, value, default in zip(self._numbers, scalars, plan.scalars, strict=True):
+                row.append(default if value is None else number(value))
         row += plan.constants
         try:
             for kernel, grid, pick in plan.steps:
@@ -302,7 +324,7 @@ class Operator:
             has_run(key)
         for place in plan.changed:
             torch.autograd.graph.increment_version(tensors[place])
-        return made[0] if plan.counts == _ONE else _returned(made, plan.counts)
+        return made[0] if plan.single else _returned(made, plan.counts)
 
     def plan_for(self, *given: Any, **named: Any) -> OpPlan:
         """The plan of a call with these arguments.
@@ -378,11 +400,10 @@ class Operator:
     def _refuse_gradients(self, keys: Any, *given: Any) -> Any:
         """Of an operator that works in place: go on where nothing requires gradients."""
         if torch.is_grad_enabled() and any(each.requires_grad for each in self._split(self._complete(given))[0]):
-            raise UnsupportedError(f"gradients are required and {self.name} works in place; call it under torch.no_grad()")
+            raise UnsupportedError(
+                f"gradients are required and {self.name} works in place; call it under torch.no_grad()"
+            )
         return self._overload.redispatch(keys & torch._C._after_autograd_keyset, *given)
-
-
-_ONE = (None,)
 
 
 def _register(made: Operator) -> Any:

@@ -7,14 +7,14 @@ parameter of its own. Everything is checked against the declaration once more wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiledsched.errors import ConfigError, ProblemError
 from tiledsched.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes, read_shape
 from tiledsched.kernel import ArraySpec, KernelClass
-from tiledsched.launches import strides_of
 from tiledsched.problem import Problem
+from tiledsched.storage import strides_of
 
 NO_DEFAULT = object()
 
@@ -79,8 +79,8 @@ class Form:
             if each.role == "out" and each.when is not None:
                 declared = kernel.fields.get(each.when)
                 if not isinstance(declared, Flag):
-                    raise ConfigError(f"{kernel.name}.{name}: whether there is this output depends on {each.when}, which no call can "
-                                      "say; make it a flag")  # fmt: skip
+                    raise ConfigError(f"{kernel.name}.{name}: whether there is this output depends on {each.when}, which no call "
+                                      "can say; make it a flag")  # fmt: skip
                 self.pinned.setdefault(each.when, declared.default)
         self.inputs = [name for name, each in kernel.array_fields.items()
                        if each.role in ("in", "inout") and self.pinned.get(each.when or "", True)]  # fmt: skip
@@ -88,7 +88,9 @@ class Form:
                         if each.role == "out" and self.pinned.get(each.when or "", True)]  # fmt: skip
         self.changed = [name for name in self.inputs if kernel.array_fields[name].role == "inout"]
         if not self.inputs:
-            raise ConfigError(f"{kernel.name} has no input array, which would say where it runs; call its kernel yourself")
+            raise ConfigError(
+                f"{kernel.name} has no input array, which would say where it runs; call its kernel yourself"
+            )
         self.parameters = self._parameters()
 
     def is_optional(self, name: str) -> bool:
@@ -122,8 +124,7 @@ class Form:
                                    default=scalar.value if plain else None))  # fmt: skip
         for place in reversed(range(len(found) - 1)):  # no default comes before a parameter without one
             if found[place + 1].default is NO_DEFAULT and found[place].default is not NO_DEFAULT:
-                each = found[place]
-                found[place] = Parameter(name=each.name, kind=each.kind, schema=each.schema)
+                found[place] = replace(found[place], default=NO_DEFAULT)
         return tuple(found)
 
     def _shown(self) -> set[str]:
@@ -162,10 +163,10 @@ class Form:
                 found[parameter.name] = tuple(value) if isinstance(value, (list, tuple)) else value
         for name, value in zip(self.inputs, given, strict=False):
             each = kernel.array_fields[name]
-            if self.is_optional(name) and each.when in kernel.fields:
-                if found.setdefault(str(each.when), value is not None) != (value is not None):
-                    raise ProblemError(f"{name} must {'not ' * (value is not None)}be given where the others of {each.when} are "
-                                       f"{'' if value is None else 'not'}; give all of them or none")  # fmt: skip
+            given_flag = self.is_optional(name) and each.when in kernel.fields
+            if given_flag and found.setdefault(str(each.when), value is not None) != (value is not None):
+                raise ProblemError(f"{name} is {'missing' if value is None else 'given'} and others of {each.when} are not; give "
+                                   "all of them or none")  # fmt: skip
             for tensor in [value] if not each.listed else value:
                 if tensor is not None:
                     self._read_array(name, each, tensor, found)
@@ -209,10 +210,10 @@ class Form:
         for place, (tensor, shape) in enumerate(zip(tensors, spec.shapes, strict=True)):
             name = f"{spec.name}[{place}]" if spec.listed else spec.name
             if tuple(tensor.shape) != shape:
-                wrong = next((axis for axis, sizes in enumerate(zip(tensor.shape, shape, strict=False)) if sizes[0] != sizes[1]), 0)
-                what = f" ({words.split()[wrong]})" if isinstance(words, str) else ""
                 if len(shape) != tensor.ndim:
                     raise ProblemError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}; reshape it")
+                wrong = next(axis for axis in range(tensor.ndim) if tensor.shape[axis] != shape[axis])
+                what = f" ({words.split()[wrong]})" if isinstance(words, str) else ""
                 raise ProblemError(f"{name}, axis {wrong}{what}: must be {shape[wrong]}, as the other arrays say, got "
                                    f"{tensor.shape[wrong]}")  # fmt: skip
             if dtype_name(tensor) != spec.dtype:

@@ -1,11 +1,12 @@
-"""What measurements say beyond the static model: measured factors for knob values, few and additive in log time.
+r"""What measurements say beyond the static model: measured factors for knob values, few and additive in log time.
 
 A ridge regression of log(measured / modelled) on which knob values a schedule has, alone and together with the knobs
 they are known to interact with. Only differences within a problem count, and fast programs count most: a program twice
 as slow as the best weighs 256 times less. The coefficients of an arch are in `tuning_db/model/attention/ARCH.json`; an arch
 without that file has none, and its estimate is the static model's alone. Fit and write them with
 
-    python -m tiledsched.studies.model_residual tuning_db/landscapes/attention/*_burst_*.json.xz --out tuning_db/model/attention/sm_90.json
+    python -m tiledsched.studies.model_residual tuning_db/landscapes/attention/*_burst_*.json.xz \
+        --out tuning_db/model/attention/sm_90.json
 """
 
 from __future__ import annotations

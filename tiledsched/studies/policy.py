@@ -125,7 +125,9 @@ class Study:
             "without the model": self.policy(replace(NEAR_KIND, model=0.0)),
             "nearest entry only, with the model": self.policy(replace(NEAR_KIND, neighbours=1)),
             "winner of the nearest problem": self._nearest(self.kernel.distance),
-            **{f"winner of the nearest by {word}": self._nearest(_octaves(of)) for word, of in self._features().items()},
+            **{
+                f"winner of the nearest by {word}": self._nearest(_octaves(of)) for word, of in self._features().items()
+            },
             "tree on length and blocks": self._tree,
             "the default": lambda problem, _: self.space.default(problem),
         }
@@ -177,7 +179,11 @@ class Study:
     def _tree(self, problem: Problem, seen: Entries) -> Schedule | None:
         """A tree of two leaves for each kind, grown on the losses in the landscapes that it may see."""
         known = {entry.problem for entry in seen}
-        grown = [one for one in self.landscapes if one.problem in known and self.kernel.kind(one.problem) == self.kernel.kind(problem)]
+        grown = [
+            one
+            for one in self.landscapes
+            if one.problem in known and self.kernel.kind(one.problem) == self.kernel.kind(problem)
+        ]
         winners = {
             e.schedule for e in seen if _same_kind(e, problem) and not self.space.violations(e.schedule, problem)
         }
@@ -195,8 +201,11 @@ class Study:
         if not grown or not winners:
             return None
         total, choice = leaf(grown)
-        features = [lambda p: p.seq_k, lambda p: p.seq_q * p.batch * p.heads] if "tile_d" in self.kernel.derived else [
-            lambda p: p.min_bytes]
+        features = (
+            [lambda p: p.seq_k, lambda p: p.seq_q * p.batch * p.heads]
+            if "tile_d" in self.kernel.derived
+            else [lambda p: p.min_bytes]
+        )
         for feature in features:
             for at in sorted({feature(one.problem) for one in grown})[:-1]:
                 (low_sum, low), (high_sum, high) = (leaf(half) for half in halves(feature, at))
@@ -307,7 +316,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tiledsched.studies.policy", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="landscape files of one arch and regime")
     parser.add_argument("--table", required=True, type=Path, help="the table of the arch")
-    parser.add_argument("--out", type=Path, help="also write the expected losses here (tuning_db/model/transfer.json)")
+    parser.add_argument(
+        "--out", type=Path, help="also write the expected losses here (tuning_db/model/KERNEL/transfer.json)"
+    )
     arguments = parser.parse_args()
     study = Study([read_landscape(path) for path in arguments.files], read_table(arguments.table).entries)
     print(document(study), end="")

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
 from tiledsched.kernel import kernel_named
-from tiledsched.studies.landscapes import read_landscape
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for
+from tiledsched.studies.landscapes import read_landscape
 from tiledsched.studies.model_agreement import spearman
 
 ARCH = "sm_90"

@@ -21,7 +21,6 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.build.cubin import Artifact
     from tiledsched.resources import ResourceFacts
 
 LOG2_E = 1.0 / math.log(2.0)
@@ -78,7 +77,7 @@ class Attention(Kernel):
     Counters = ts.workspace(lambda p, s: (_work_tiles(p, s), 1), dtype="int32", zeroed=True)
     scale_log2 = ts.scalar(lambda p: scale_log2(p), dtype="float32")
 
-    label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": "heads"}
+    label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
     axes = ("seq_k", "head_dim", "causal", "dtype")
     plain = {"accum_mode": "fp32", "block_order": "natural", "check_bounds": True, "column_parts": 1,
              "division": "approximate", "k_load": "order", "kv_direction": "forward", "kv_splits": 1, "kv_subtiles": 1,
@@ -211,18 +210,18 @@ class Attention(Kernel):
         return expected_facts(p, s, spec)
 
     @staticmethod
-    def unsound(p: Problem, s: Schedule, artifact: Artifact) -> str | None:
+    def unsound(p: Problem, s: Schedule, facts: ResourceFacts, arch: str) -> str | None:
         """Split keys whose tiles share a place in shared memory.
 
         The release that counts a share as done orders all loads before it, and the compiler (13.4 on sm_90) then has the TMA
         unit load a tile before it waits for the one in the same place to be read. The search space lets a share take one step,
         or two where all programs built so far have room for both; this is for those to come.
         """
-        if _splits(s) == 1 or not s["tma_loads"] or not arch_spec(artifact.arch).producer_warps:
+        if _splits(s) == 1 or not s["tma_loads"] or not arch_spec(arch).producer_warps:
             return None
         columns = _parts(p.tile_d, p.parts_d, s) + _parts(p.tile_v, p.parts_v, s)
         pair = s.number("tile_n") * s.number("kv_subtiles") * sum(columns) * p.element_bytes
-        shared = artifact.facts.shared_bytes
+        shared = facts.shared_bytes
         if shared >= 2 * pair:
             return None
         return (f"the compiler left room for one key and one value tile ({shared} bytes of shared memory; both take {pair}). "

@@ -13,7 +13,7 @@ FEW_ROWS = 64
 """Up to this many query rows a problem is of another kind: decoding, whose time is the reading of the keys."""
 
 
-def likeness(one: Any, other: Any) -> float:
+def likeness(p: Any, q: Any) -> float:
     """How much measurements of one problem say of another: 1 for the same, less for each difference.
 
     By decreasing effect: head dimension (its factor, rounded up to a power of two), mask, number of query rows in all,
@@ -23,9 +23,9 @@ def likeness(one: Any, other: Any) -> float:
     def octaves(first: int, second: int) -> float:
         return abs(math.log2(first / second))
 
-    rows = octaves(one.batch * one.heads * one.seq_q, other.batch * other.heads * other.seq_q)
-    distance = 0.2 * octaves(one.tile_d, other.tile_d) + 0.1 * (one.causal != other.causal) + 0.1 * rows
-    return math.exp(-distance - 0.02 * octaves(one.seq_k, other.seq_k) - 0.02 * (one.dtype != other.dtype))
+    rows = octaves(p.batch * p.heads * p.seq_q, q.batch * q.heads * q.seq_q)
+    distance = 0.2 * octaves(p.tile_d, q.tile_d) + 0.1 * (p.causal != q.causal) + 0.1 * rows
+    return math.exp(-distance - 0.02 * octaves(p.seq_k, q.seq_k) - 0.02 * (p.dtype != q.dtype))
 
 
 def kind(p: Any) -> tuple[bool, int, bool]:
@@ -33,14 +33,14 @@ def kind(p: Any) -> tuple[bool, int, bool]:
     return p.causal, p.tile_d, p.seq_q <= FEW_ROWS
 
 
-def distance(a: Any, b: Any) -> float:
+def distance(p: Any, q: Any) -> float:
     """How unlike two problems of one kind are: octaves of sequence length, and half as much for everything else.
 
     Work per block follows the key length, the number of blocks follows rows and heads; dtype and grouping matter least.
     """
-    octaves = abs(math.log2(a.seq_k / b.seq_k)) + 0.5 * abs(math.log2(a.seq_q / b.seq_q))
-    blocks = abs(math.log2(a.batch * a.heads / (b.batch * b.heads)))
-    other = 0.1 * (a.dtype != b.dtype) + 0.1 * (a.group != b.group) + 0.3 * (a.head_dim != b.head_dim)
+    octaves = abs(math.log2(p.seq_k / q.seq_k)) + 0.5 * abs(math.log2(p.seq_q / q.seq_q))
+    blocks = abs(math.log2(p.batch * p.heads / (q.batch * q.heads)))
+    other = 0.1 * (p.dtype != q.dtype) + 0.1 * (p.group != q.group) + 0.3 * (p.head_dim != q.head_dim)
     return float(octaves + 0.5 * blocks + other)
 
 

@@ -16,8 +16,8 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
+    from tiledsched.resources import ResourceFacts
 
 PAD_TILE = 64
 """Sides of the tiles in which operands are copied; the copies' sizes are multiples of it."""
@@ -25,10 +25,6 @@ COMBINE_ELEMENTS = 2048
 """Elements of a tile of `combine`: 16 a thread, four loads of 16 bytes for each share."""
 FEWEST_COMBINED_COLUMNS = 32
 """Of tiles that divide C: 128 bytes of partial sums in a row."""
-MOST_BLOCKS = 192
-"""Of a wave, on the largest GPU whose blocks may share the last one."""
-TAIL_ROWS = 8
-"""Of a block that sums shares of the last wave."""
 TMA_BYTES = 16
 """What the TMA unit asks rows to start at multiples of."""
 
@@ -58,9 +54,6 @@ class Matmul(Kernel):
     PaddedA = ts.workspace(lambda p, s: (p.padded_m, p.padded_k), dtype="dtype", aligned=True)
     PaddedB = ts.workspace(lambda p, s: (p.padded_k, p.padded_n), dtype="dtype", aligned=True)
 
-    Tail = ts.workspace(lambda p, s: (2 * MOST_BLOCKS // s.number("num_ctas"), s.number("TILE_M"), s.number("TILE_N")),
-                        aligned=True)  # fmt: skip
-
     knobs = {
         "TILE_M": ts.knob((128, 64, 256, 16), about="rows of a work tile", weight=1.0),
         "TILE_N": ts.knob((256, 128, 64, 32), about="columns of a work tile", weight=1.0),
@@ -71,7 +64,6 @@ class Matmul(Kernel):
         "GROUP_M": ts.knob((8, 4, 16), about="rows of work tiles that are taken together", weight=0.1),
         "PERSISTENT": ts.knob((False, True), about="whether a block takes several work tiles"),
         "SPLIT_K": ts.knob((1, 2, 4, 8), about="blocks that share the walk over k of a work tile", weight=1.0),
-        "STREAM_K": ts.knob((False, True), about="whether all blocks share a last wave that is not full", weight=1.0),
         "PAD": ts.knob((False, True), about="copy operands first, so that TMA can load them", weight=5.0),
         "occupancy": ts.knob((0, 2), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
         "LATENCY": ts.knob((0, 6), about="latency hint of the main loop's loads", measured_only=True),
@@ -81,9 +73,6 @@ class Matmul(Kernel):
         "TILE_M >= 32 * num_ctas or num_ctas == 1": "a cluster divides the rows of a tile",
         "REST_N == 0 or 2 * REST_N == TILE_N": "the second part of a work tile is half as wide as the first",
         "REST_N == 0 or SPLIT_K == 1": "partial products are of one part",
-        "not STREAM_K or (REST_N == 0 and SPLIT_K == 1 and not PAD)": "shares of the last wave are of one part, and not split",
-        "not STREAM_K or sm_count <= 192": "there is scratch memory for as many blocks",
-        "not STREAM_K or TILE_M >= 16": "the last sum takes 8 rows to a block",
         "not PAD or odd": "operands that TMA can load need no copy",
         "not PAD or SPLIT_K == 1": "partial products are made of the operands themselves",
     }
@@ -106,12 +95,9 @@ class Matmul(Kernel):
         "TILE_K <= 64 or TILE_M * TILE_N <= 16384": "long steps leave room for two of them, where tiles are large",
         "TILE_K <= 128 or TILE_M * TILE_N <= 1024": "long steps leave room for two of them, where tiles are large",
         "num_ctas == 1 or (TILE_M >= 128 and SPLIT_K == 1 and TILE_K == 64)": "clusters are for large work tiles",
-        "PERSISTENT == False or (TILE_M * TILE_N >= 16384 and num_worker_warps == 8)": "short work tiles were slower so on the H200",
+        "not PERSISTENT or (TILE_M * TILE_N >= 16384 and num_worker_warps == 8)": "short work tiles were slower so on the H200",
         "GROUP_M == 8 or (m > 1024 and TILE_M * TILE_N >= 32768)": "the order is tried on large tiles",
         "occupancy == 0 or (TILE_M * TILE_N <= 16384 and num_worker_warps == 4)": "of larger tiles an SM holds one in any case",
-        "not STREAM_K or (TILE_M * TILE_N >= 32768 and TILE_K == 64)": "small tiles leave less over",
-        "not STREAM_K or k >= 2048": "a short walk is not worth dividing",
-        "not STREAM_K or GROUP_M == 8": "the order is tried on whole tiles",
         "LATENCY == 0 or TILE_M * TILE_N >= 16384": "the hint is tried on large tiles",
     }
     suites = SUITES
@@ -123,8 +109,7 @@ class Matmul(Kernel):
         """The tiles of the copies and of the last sum."""
         rows, columns, even = combine_tile(p)
         return {"PAD_ROWS": PAD_TILE, "PAD_COLUMNS": PAD_TILE, "COMBINE_M": rows, "COMBINE_N": columns,
-                "COMBINE_EVEN": even, "TAIL_ROWS": TAIL_ROWS,
-                "TAIL_EVEN": p.m % s.number("TILE_M") == 0 and p.n % s.number("TILE_N") == 0}  # fmt: skip
+                "COMBINE_EVEN": even}  # fmt: skip
 
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
@@ -135,8 +120,6 @@ class Matmul(Kernel):
         if s["PERSISTENT"]:
             resident = device.sm_count * max(1, s.number("occupancy")) // s.number("num_ctas")
             blocks = min(blocks, max(1, resident))
-        if s["STREAM_K"]:
-            return _streamed(p, s, max(1, device.sm_count // s.number("num_ctas")))
         if s["PAD"]:
             return [(tiles.pad_a, (p.padded_m // PAD_TILE, p.padded_k // PAD_TILE)),
                     (tiles.pad_b, (p.padded_k // PAD_TILE, p.padded_n // PAD_TILE)),
@@ -167,18 +150,6 @@ class Matmul(Kernel):
         layouts = [(a, b) for a in ("row", "column") for b in ("row", "column")]
         sizes = ((150, 130, 100), (64, 128, 64), (3, 5, 1), (130, 72, 200))
         return [Matmul.problem(m=m, n=n, k=k, a_layout=a, b_layout=b) for m, n, k in sizes for a, b in layouts]
-
-
-def _streamed(p: Problem, s: Schedule, wave: int) -> list[Any]:
-    """Whole waves of work tiles, then what is left over in shares, and their sums."""
-    from tiledsched.kernels.matmul import tiles
-
-    left = work_tiles(p, s) % wave
-    whole = work_tiles(p, s) - left
-    found: list[Any] = [(tiles.matmul, (wave if s["PERSISTENT"] else whole,))] if whole else []
-    if left:
-        found += [(tiles.matmul_tail, (wave,)), (tiles.combine_tail, (wave, s.number("TILE_M") // TAIL_ROWS))]
-    return found
 
 
 def padded(size: int) -> int:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tiledsched.resources import ctas_per_sm
 from tiledsched.problem import Problem
+from tiledsched.resources import ctas_per_sm
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
+    from tiledsched.resources import ResourceFacts
 
 WARPS_PER_GROUP = 4
 ELEMENT_BYTES = 2
@@ -68,15 +68,12 @@ def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -
     blocks = rows * columns * splits
 
     full, left = divmod(blocks, slots)
-    step = step_cycles(p, s, facts, spec, resident)
     edge = block_cycles(s, facts)
-    per_wave = steps * step + edge
+    per_wave = steps * step_cycles(p, s, facts, spec, resident) + edge
     if s["PERSISTENT"]:
         per_wave -= edge * (1.0 - AHEAD_SHARE)
     cycles = full * per_wave
-    if left and s["STREAM_K"]:
-        cycles += math.ceil(steps * left / slots) * step + 2.0 * edge
-    elif left:  # blocks that share no SM are faster
+    if left:  # blocks that share no SM are faster
         alone = max(1, math.ceil(left * ctas / spec.sm_count))
         cycles += steps * step_cycles(p, s, facts, spec, min(alone, resident)) + edge
     compute_us = cycles / (spec.clock_ghz * 1e3)
@@ -143,8 +140,6 @@ def other_launches_us(p: Problem, s: Schedule, spec: ArchSpec) -> float:
     if s["PAD"]:
         return 2.0 * SECOND_LAUNCH_US + 2.0 * ELEMENT_BYTES * p.k * (p.m + p.n) / rate
     splits = s.number("SPLIT_K")
-    if s["STREAM_K"]:
-        return 2.0 * SECOND_LAUNCH_US
     if splits == 1:
         return 0.0
     moved = 2.0 * PARTIAL_BYTES * splits * p.m * p.n

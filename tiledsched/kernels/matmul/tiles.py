@@ -9,8 +9,6 @@ Split-K makes float32 partial products in a workspace, which a second launch, `c
 to arrive combines, by an atomic counter, would be shorter; the counter's release would order the TMA loads of the main
 loop too, and the compiler (13.4 on sm_90) then overwrites tiles in shared memory while they are read.
 
-Stream-K divides what whole waves of work tiles leave over, again among all blocks: `matmul_tail` and `combine_tail`.
-
 Where rows do not start at multiples of 16 bytes, the TMA unit cannot load them. `pad_a` and `pad_b` copy the operands into
 workspaces whose rows do, and the product reads those.
 
@@ -51,8 +49,6 @@ class Constants:
     """Latency hint of the main loop's loads; 0 for none. It decides how shared memory is divided, too."""
     SPLIT_K: int
     """Blocks that share the walk over k of one tile of C."""
-    STREAM_K: bool
-    """Whether all blocks share the work tiles of a last wave which is not full, step by step."""
 
 
 @dataclass(frozen=True)
@@ -67,45 +63,24 @@ class Work:
     """Which of the SPLIT_K shares."""
 
 
-def matmul(A, B, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool, LATENCY: Int,
-           STREAM_K: Bool):  # fmt: skip
-    """C = A @ B for A `[m, k]` and B `[k, n]`, each row- or column-major, and C `[m, n]`, row-major, of one type.
-
-    With STREAM_K, that is said of whole waves of work tiles only; persistent blocks are then as many as a wave.
-    """
-    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1, STREAM_K)
+def matmul(A, B, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool,
+           LATENCY: Int):  # fmt: skip
+    """C = A @ B for A `[m, k]` and B `[k, n]`, each row- or column-major, and C `[m, n]`, row-major, of one type."""
+    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1)
     schedule_tiles(A, B, C, const)
 
 
 def matmul_partial(A, B, Partial, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool,
                    LATENCY: Int, SPLIT_K: Int):  # fmt: skip
     """Partial[s] = the s-th share of A @ B, for float32 Partial `[SPLIT_K, m, n]`."""
-    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, SPLIT_K, False)
+    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, SPLIT_K)
     schedule_tiles(A, B, Partial, const)
-
-
-def matmul_tail(A, B, C, Tail, TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP_M: Int, LATENCY: Int):
-    """Tail `[>= twice the blocks, TILE_M, TILE_N]` = each block's shares of the tiles of C in the last wave, which is as many
-    blocks. C is not written.
-    """  # fmt: skip
-    const = Constants(TILE_M, TILE_N, 0, TILE_K, GROUP_M, False, LATENCY, 1, True)
-    share_tail(A, B, C, Tail, const)
-
-
-def combine_tail(A, Tail, C, TILE_M: Int, TILE_N: Int, TILE_K: Int, GROUP_M: Int, TAIL_ROWS: Int,
-                 TAIL_EVEN: Bool):  # fmt: skip
-    """The tiles of the last wave: each the sum of its shares in Tail. TAIL_EVEN: tiles divide C.
-
-    Blocks are as many as those of the last wave, times TILE_M / TAIL_ROWS; those beyond the last tile have nothing to do.
-    """
-    const = Constants(TILE_M, TILE_N, 0, TILE_K, GROUP_M, False, 0, 1, True)
-    combine_shares(A, Tail, C, TAIL_ROWS, TAIL_EVEN, const)
 
 
 def matmul_padded(PaddedA, PaddedB, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int,
                   PERSISTENT: Bool, LATENCY: Int):  # fmt: skip
     """As `matmul`, of copies whose sizes are rounded up, PaddedA `[>= m, >= k]` and PaddedB `[>= k, >= n]`, row-major."""
-    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1, False)
+    const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1)
     schedule_tiles(PaddedA, PaddedB, C, const)
 
 
@@ -148,65 +123,10 @@ def schedule_tiles(A, B, Out, const):
     tiles_m = ct.cdiv(Out.shape[first], const.TILE_M)
     tiles_n = ct.cdiv(Out.shape[first + 1], const.TILE_N + const.REST_N)
     if const.PERSISTENT:
-        for index in range(ct.bid(0), whole_tiles(tiles_m * tiles_n * const.SPLIT_K, const), ct.num_blocks(0)):
+        for index in range(ct.bid(0), tiles_m * tiles_n * const.SPLIT_K, ct.num_blocks(0)):
             multiply(A, B, Out, place_of(index, tiles_m, tiles_n, const), const)
     else:
         multiply(A, B, Out, place_of(ct.bid(0), tiles_m, tiles_n, const), const)
-
-
-def whole_tiles(tiles, const):
-    """Work tiles that are not shared step by step: all of them, or whole waves."""
-    return tiles // ct.num_blocks(0) * ct.num_blocks(0) if const.STREAM_K else tiles
-
-
-def share_tail(A, B, C, Tail, const):
-    """The current block's share of the last wave of work tiles, in steps of the main loop.
-
-    After Osama et al., Stream-K (arXiv:2301.03598), in its data-parallel hybrid: as many waves of whole tiles as fill every
-    block, then one that all blocks share equally. A share is less than a tile, so that it lies in one tile or in two
-    neighbours. It is a launch of its own because in one kernel the compiler (13.4 on sm_90) waits for each product.
-    """
-    tiles_m, tiles_n = ct.cdiv(C.shape[0], const.TILE_M), ct.cdiv(C.shape[1], const.TILE_N)
-    whole = whole_tiles(tiles_m * tiles_n, const)
-    steps = ct.cdiv(A.shape[1], const.TILE_K)
-    begin, end = share_of(ct.bid(0), tiles_m * tiles_n - whole, steps)
-    for part in range(tiles_touched(begin, end, steps)):
-        tile = begin // steps + part
-        first, last = max(begin - tile * steps, 0), min(end - tile * steps, steps)
-        acc = accumulate(A, B, place_of(whole + tile, tiles_m, tiles_n, const), first, last, const)
-        ct.store(Tail, (2 * ct.bid(0) + part, 0, 0), acc.reshape((1, const.TILE_M, const.TILE_N)))
-
-
-def share_of(block, tiles, steps):
-    """(first step, first step that is not any more) of a block's share of `tiles` tiles, counted through all of them."""
-    return block * (tiles * steps) // ct.num_blocks(0), (block + 1) * (tiles * steps) // ct.num_blocks(0)
-
-
-def tiles_touched(begin, end, steps):
-    """How many tiles the steps from `begin` to `end` lie in; none where there are no steps."""
-    return ct.cdiv(end, steps) - begin // steps
-
-
-def combine_shares(A, Tail, C, ROWS, EVEN, const):
-    """The current block's rows of one tile of the last wave: the sum of the shares of it, in the order of their steps."""
-    tiles_m, tiles_n = ct.cdiv(C.shape[0], const.TILE_M), ct.cdiv(C.shape[1], const.TILE_N)
-    whole = whole_tiles(tiles_m * tiles_n, const)
-    tiles, steps = tiles_m * tiles_n - whole, ct.cdiv(A.shape[1], const.TILE_K)
-    if ct.bid(0) < tiles:
-        first, rows = ct.bid(0) * steps, ct.bid(1)
-        total = ct.zeros((ROWS, const.TILE_N), ct.float32)
-        for block in range(holder_of(first, tiles, steps), holder_of(first + steps - 1, tiles, steps) + 1):
-            begin, _ = share_of(block, tiles, steps)
-            place = (2 * block + ct.bid(0) - begin // steps, *elements_of(rows, 0, ROWS, const.TILE_N))
-            total = total + ct.gather(Tail, place, check_bounds=False)
-        work = place_of(whole + ct.bid(0), tiles_m, tiles_n, const)
-        place = elements_of(work.row * (const.TILE_M // ROWS) + rows, work.column, ROWS, const.TILE_N)
-        ct.scatter(C, place, total.astype(C.dtype), check_bounds=not EVEN)
-
-
-def holder_of(step, tiles, steps):
-    """The block in whose share a step lies."""
-    return ((step + 1) * ct.num_blocks(0) - 1) // (tiles * steps)
 
 
 def place_of(index, tiles_m, tiles_n, const):

@@ -13,8 +13,8 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
+    from tiledsched.resources import ResourceFacts
 
 
 class RmsNorm(Kernel):

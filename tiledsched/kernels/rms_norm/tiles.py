@@ -17,7 +17,8 @@ Int = ct.Constant[int]
 Bool = ct.Constant[bool]
 
 
-def rms_norm(X, W, Out, eps, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int):  # fmt: skip
+def rms_norm(X, W, Out, eps, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool,
+             LOADS: Int):  # fmt: skip
     """Out = normalised X, for X and Out `[rows, columns]` and W `[columns]`."""
     const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, HOLD, PERSISTENT, LOADS)
     normalise(X, None, W, None, Out, eps, const)

@@ -14,8 +14,8 @@ from tiledsched.schedule import Schedule
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiledsched.resources import ResourceFacts
     from tiledsched.device import ArchSpec
+    from tiledsched.resources import ResourceFacts
 
 
 class Softmax(Kernel):

@@ -67,7 +67,9 @@ class WholeCase:
         if len(self.specs) == 1 and self.specs[0].listed:
             outputs = [outputs]
         if len(outputs) < len(self.specs):
-            raise MeasureError(f"it returns {len(outputs)} arrays; the outputs are {', '.join(s.name for s in self.specs)}")
+            raise MeasureError(
+                f"it returns {len(outputs)} arrays; the outputs are {', '.join(s.name for s in self.specs)}"
+            )
         found = [self._error(spec, each, right) for spec, each, right in
                  zip(self.specs, outputs, self.expected, strict=False)]  # fmt: skip
         return Error(max_abs=max(each.max_abs for each in found), relative=max(each.relative for each in found))
@@ -117,7 +119,9 @@ def as_tensors(torch: Any, problem: Problem, stored: Stored) -> tuple[Any, ...]:
     found = []
     for spec in input_specs(problem.declaration, problem):
         value = stored[spec.name]
-        found.append([_as_tensor(torch, each, spec) for each in value] if spec.listed else _as_tensor(torch, value, spec))
+        found.append(
+            [_as_tensor(torch, each, spec) for each in value] if spec.listed else _as_tensor(torch, value, spec)
+        )
     return tuple(found)
 
 
@@ -134,5 +138,3 @@ def output_dtype(problem: Problem) -> str:
     """The type by which outputs are judged: of several the one that may be least right."""
     outputs = output_specs(problem.declaration, problem)
     return max((each.dtype for each in outputs), key=lambda dtype: RELATIVE_ERRORS.get(dtype, 0.0))
-
-

@@ -244,8 +244,8 @@ class TorchStopwatch:
                 return index, before, after
             after.synchronize()
             self.spin_us *= 2
-        raise MeasureError(f"the call waits for the GPU, or takes the host more than {self.spin_us / 1e3:.0f} ms: its time on the "
-                           "GPU alone cannot be told; leave it out with --methods")  # fmt: skip
+        raise MeasureError(f"the call waits for the GPU, or takes the host more than {self.spin_us / 1e3:.0f} ms: its time on "
+                           "the GPU alone cannot be told; leave it out with --methods")  # fmt: skip
 
     def read(self, queued: tuple[int, Any, Any]) -> float:
         """Microseconds of one call."""

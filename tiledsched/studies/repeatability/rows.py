@@ -95,7 +95,8 @@ class StudyRow:
         """
         problem = Problem.from_json(json.loads(cells["problem"])) if "problem" in cells else _former_problem(cells)
         return cls(
-            session=cells["session"] if "session" in cells else cells["occasion"], seed=int(cells["seed"]), position=int(cells["position"]), method=cells["method"],
+            session=cells["session" if "session" in cells else "occasion"],  # as older files call it
+            seed=int(cells["seed"]), position=int(cells["position"]), method=cells["method"],
             problem=problem, schedule_id=cells["schedule_id"], schedule=cells["schedule"],
             fingerprint=cells["fingerprint"], estimate_us=_number(cells["estimate_us"]),
             ties=tuple(cells["tie_ids"].split()) if cells["tie_set"] else None, regret=_number(cells["regret"]),

@@ -67,7 +67,7 @@ class NoiseSummary:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
-        return asdict(self)
+        return {**asdict(self), "problem": self.problem.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,8 @@ def untuned(space: SearchSpace, problem: Problem) -> Schedule:
     """The kernel as one would first write it: what its module here says, else the space's default."""
     own = getattr(module_of(problem.declaration), "untuned_schedule", None)
     found: Schedule = own(space.arch) if own else space.default(problem)
-    return found
+    # No cluster is what the compiler takes where it is left to it; grids divide by the number.
+    return found.replace(num_ctas=1) if found.get("num_ctas") == 0 else found
 
 
 def compiled(function: Callable[..., Any], mode: str = "max-autotune-no-cudagraphs") -> Callable[..., Any]:

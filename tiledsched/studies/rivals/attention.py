@@ -79,7 +79,9 @@ def _untuned(arrays: AttentionArrays) -> Call:
     arch = f"sm_{properties.major}{properties.minor}"
     schedule, device = untuned_schedule(arch), arch_spec(arch)
     (step,) = steps(Attention, problem, schedule, device)
-    kernel = _untuned_kernels.get((arch, step.function)) or tile_kernels(Attention, {arch: schedule}, problem, device)[0]
+    kernel = (
+        _untuned_kernels.get((arch, step.function)) or tile_kernels(Attention, {arch: schedule}, problem, device)[0]
+    )
     _untuned_kernels[arch, step.function] = kernel
     shape = (*q.shape[:3], arrays.v.shape[3])
 

@@ -17,7 +17,10 @@ def rivals(p: Problem) -> Rivals:
     def multiply(A: Any, B: Any) -> Any:
         return torch.mm(A, B)
 
-    found: dict[str, Callable[..., Any]] = {"torch": into(torch.mm), "torch_compile": compiled(multiply, mode="default")}
+    found: dict[str, Callable[..., Any]] = {
+        "torch": into(torch.mm),
+        "torch_compile": compiled(multiply, mode="default"),
+    }
     if importlib.util.find_spec("tilegym") is not None:
         found["tilegym"] = fastest({"persistent": _tilegym(persistent=True), "plain": _tilegym(persistent=False)})
     return found

@@ -1,0 +1,205 @@
+"""Operators made of declarations, on a real GPU: `pytest -s tests/test_gpu_op.py` prints what a call costs the host."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+import op_kernels as kernels
+
+import tiledsched as ts
+from tiledsched.errors import LaunchError, ProblemError
+
+norm = ts.op("tiledsched_gpu_tests::rms_norm", kernels.RmsNorm)
+norm_backward = ts.op("tiledsched_gpu_tests::rms_norm_backward", kernels.RmsNormBackward)
+product = ts.op("tiledsched_gpu_tests::product", kernels.Product)
+scale_ = ts.op("tiledsched_gpu_tests::scale_", kernels.Scale)
+total = ts.op("tiledsched_gpu_tests::total", kernels.Total)
+add_groups = ts.op("tiledsched_gpu_tests::add_groups", kernels.AddGroups)
+trained = ts.op("tiledsched_gpu_tests::trained_norm", kernels.RmsNorm, residual=False)
+trained.register_autograd(
+    lambda ctx, dy: (lambda dx, dw: (dx, dw.sum(0).to(dx.dtype)))(*norm_backward(dy, *ctx.saved_tensors, *ctx.others))
+)
+CLOSE = {"rtol": 2e-2, "atol": 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch, tmp_path):
+    from tiledsched.serve import process
+
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+    process.forget_kernels()
+    yield
+    process.forget_kernels()
+
+
+def made(rows=64, columns=1000, dtype=torch.float16):
+    generator = torch.Generator(device="cuda").manual_seed(rows)
+    return (torch.randn(rows, columns, generator=generator, device="cuda").to(dtype),
+            torch.randn(columns, generator=generator, device="cuda").to(dtype))  # fmt: skip
+
+
+def normed(x, w, residual=None, eps=1e-5):
+    x = x.float() if residual is None else x.float() + residual.float()
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w.float()).to(w.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_it_computes_what_is_declared(dtype) -> None:
+    for rows, columns in ((64, 1000), (1, 1024), (3, 1), (4097, 64)):
+        x, w = made(rows, columns, dtype)
+        for _ in range(4):
+            torch.testing.assert_close(norm(x, w), normed(x, w), **CLOSE)
+        torch.testing.assert_close(norm(x, w, x, 0.5), normed(x, w, x, 0.5), **CLOSE)
+    with pytest.raises(ProblemError, match="W, axis 0"):
+        norm(x, w[:7])
+
+
+def test_layouts_lists_in_place_and_launches_in_a_row() -> None:
+    a, b = made(100, 72)[0], made(72, 90)[0]
+    for given in (b, b.t().contiguous().t(), b[:, ::2]):
+        torch.testing.assert_close(product(a, given), a.float() @ given.float(), **CLOSE)
+    x = torch.randn(1000, device="cuda")
+    want = x * 3
+    scale_(x, 3.0)
+    torch.testing.assert_close(x, want)
+    for _ in range(3):
+        found, blocks = total(x, 4)
+        torch.testing.assert_close(found, x.sum()[None] * 4, rtol=1e-4, atol=1e-3)
+        assert int(blocks) == -(-1000 // total.plan_for(x, 4).served.schedule.number("TILE"))
+    xs, ys = ([torch.randn(size, device="cuda") for size in (5, 700, 32)] for _ in range(2))
+    for out, left, right in zip(add_groups(xs, ys, [5, 700, 32]), xs, ys, strict=True):
+        torch.testing.assert_close(out, left + right)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_whole_it_is_the_same(mode) -> None:
+    x, w = made()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: norm(x * 2, w) + 1, fullgraph=True, mode=mode)
+    for _ in range(4):
+        torch.testing.assert_close(compiled(x, w).clone(), normed(x * 2, w) + 1, **CLOSE)
+    many = torch.compile(lambda x: total(x, 2)[0], fullgraph=True, mode=mode)
+    values = torch.randn(1000, device="cuda")
+    for _ in range(4):  # its counters are zeroed in each graph
+        torch.testing.assert_close(many(values).clone(), values.sum()[None] * 2, rtol=1e-4, atol=1e-3)
+
+
+def test_gradients() -> None:
+    x, w = (each.requires_grad_() for each in made(dtype=torch.bfloat16))
+    torch._dynamo.reset()
+    for call in (trained, torch.compile(trained, fullgraph=True)):
+        found = torch.autograd.grad(call(x, w).float().square().sum(), (x, w))
+        want = torch.autograd.grad(normed(x, w).float().square().sum(), (x, w))
+        for one, other in zip(found, want, strict=True):
+            torch.testing.assert_close(one.float(), other.float(), rtol=5e-2, atol=0.5)
+
+
+def test_operator_checks() -> None:
+    torch.library.opcheck(norm._overload, made(), rtol=1e-2, atol=1e-2)
+    torch.library.opcheck(total._overload, (torch.randn(70, device="cuda"), 3), rtol=1e-2, atol=1e-2)
+
+
+def test_a_graph_replays_what_was_captured() -> None:
+    x, w = made(columns=900)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(LaunchError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        norm(x, w)
+    torch.cuda.synchronize()
+    norm(x, w)
+    total(x.flatten()[:1000].float())
+    values = torch.randn(1000, device="cuda")
+    with torch.cuda.graph(graph):
+        out = norm(x, w)
+        found, _ = total(values)
+    for _ in range(3):
+        x.normal_()
+        values.normal_()
+        graph.replay()
+        torch.testing.assert_close(out, normed(x, w), **CLOSE)
+        torch.testing.assert_close(found, values.sum()[None], rtol=1e-4, atol=1e-3)
+
+
+def test_the_current_stream_is_used() -> None:
+    x, w = made(rows=4096)
+    want = normed(x * 3, w)
+    norm(x, w)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = x.clone()
+        for _ in range(50):  # long enough that a launch on another stream would come too early
+            y = (y * 1.0).clone()
+        out = norm(y * 3, w)
+    stream.synchronize()
+    torch.testing.assert_close(out, want, **CLOSE)
+
+
+def test_threads_on_streams_of_their_own_share_no_workspace() -> None:
+    failed = []
+
+    def call(seed) -> None:
+        try:
+            values = torch.arange(1000.0, device="cuda") + seed
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(50):
+                    found, blocks = total(values)
+                torch.testing.assert_close(found, values.sum()[None], rtol=1e-4, atol=1.0)
+                assert int(blocks) == -(-1000 // total.plan_for(values).served.schedule.number("TILE"))
+        except BaseException as error:
+            failed.append(error)
+
+    total(torch.randn(1000, device="cuda"))
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+@pytest.mark.compiler
+def test_what_is_launched_is_what_is_built() -> None:
+    """The same machine code as that of the build, and so of what is measured."""
+    from tiledsched.build.compiler import compile_schedule
+
+    for operator, given in (
+        (norm, made()),
+        (total, (torch.randn(1000, device="cuda"),)),
+        (product, (made(64, 64)[0],) * 2),
+    ):
+        plan = operator.plan_for(*given)
+        arch = f"sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
+        built = compile_schedule(operator.kernel, plan.problem, plan.served.schedule, arch)
+        assert operator.explain(*given, verify=True).launched_fingerprint == built.fingerprint
+
+
+def test_what_a_call_costs_the_host() -> None:
+    from tiledsched.studies.host_cost import Method, measure_host_costs
+
+    x, w = made()
+    stream = torch.cuda.current_stream().cuda_stream
+    with torch.inference_mode():
+        for _ in range(4):
+            norm(x, w)
+        plan = norm.plan_for(x, w)
+        kernel, grid, pick = plan.steps[0]
+        row = [x, w, norm(x, w), torch.empty((1, 1), dtype=x.dtype, device="cuda"), *plan.scalars, *plan.constants]
+        methods = {
+            "op": Method(call=lambda: norm(x, w)),
+            "op, every argument": Method(call=lambda: norm(x, w, None, 1e-5)),
+            "registered operator": Method(call=lambda: norm._overload(x, w)),
+            "torch rms_norm": Method(call=lambda: torch.nn.functional.rms_norm(x, (1000,), w)),
+            "bare launch": Method(call=lambda: plan.launch(stream, grid, kernel, pick(row))),
+        }
+        costs = {
+            each.method: each for each in measure_host_costs(methods, rounds=100, synchronize=torch.cuda.synchronize)
+        }
+    for each in costs.values():
+        print(f"\n{each.method:20} {each.median_us:7.2f} us median {each.p90_us:7.2f} us p90", end="")
+    assert costs["op"].median_us < 3 * costs["bare launch"].median_us + 10

@@ -1,0 +1,191 @@
+"""Kernels found by their names: in a file, in a package, in other processes, and in the documentation."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_declaration import DEVICE, RowSums, declare
+
+import tiledsched as ts
+from tiledsched import kernel as kernels
+from tiledsched import launches
+from tiledsched.errors import ConfigError
+from tiledsched.interpreter.checking import check_schedule
+from tiledsched.kernel import kernel_named, load_kernel
+from tiledsched.schedule import Schedule
+from tiledsched.space_files import space_for
+
+DOCS = Path(__file__).parents[1] / "docs" / "kernels.md"
+ATTENTION_ID = "d5fe3bf5edc5"
+"""Of the attention problem of 4096 causal keys in every table and database there is."""
+
+
+@pytest.fixture(autouse=True)
+def own_names(monkeypatch):
+    """What a test declares is known to that test alone."""
+    monkeypatch.setattr(kernels, "_known", dict(kernels._known))
+
+
+FILE = """
+import cuda.tile as ct
+import tiledsched as ts
+
+
+@ct.kernel
+def doubled(X, Out, TILE: ct.Constant[int]):
+    ct.store(Out, (ct.bid(0),), ct.load(X, (ct.bid(0),), (TILE,)) * 2)
+
+
+class Doubled(ts.Kernel):
+    function = doubled
+    size = ts.dim()
+    dtype = ts.dtype("float32")
+    X = ts.array("size")
+    Out = ts.out("size")
+    knobs = {"TILE": [64, 128]}
+    suites = {"all": [dict(size=1000)]}
+
+    def grid(p, s, device):
+        return -(-p.size // s["TILE"])
+
+    def reference(xp, X):
+        return X * 2
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "doubling.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_kernel_is_loaded_from_a_file(file):
+    kernel = load_kernel(f"{file}:Doubled")
+    assert load_kernel(f"{file}:Doubled") is kernel
+    assert (kernel.name, kernel.locator()) == ("doubling:Doubled", f"{file}:Doubled")
+    assert load_kernel(kernel.locator()) is kernel
+    assert check_schedule(kernel, kernel.problem(size=130), Schedule(TILE=64))[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [("{file}:Tripled", "declares no kernel 'Tripled'; it declares Doubled"), ("{file}x.py:A", "there is no file"),
+     ("nowhere.at.all:A", "cannot import nowhere.at.all"), ("nobody", "kernel 'nobody' is not known here")],
+)  # fmt: skip
+def test_what_is_not_there_is_said(file, where, words):
+    with pytest.raises(ConfigError) as error:
+        load_kernel(where.format(file=file))
+    assert words in str(error.value)
+
+
+def test_a_file_that_breaks_says_where(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("def f(:\n")
+    with pytest.raises(ConfigError, match=r"cannot import .*broken\.py.*correct the file"):
+        load_kernel(f"{path}:A")
+
+
+@pytest.mark.compiler
+def test_another_process_compiles_a_kernel_of_a_file(file):
+    from tiledsched.build.compiler import BuildTask
+    from tiledsched.build.pool import BuildPool
+
+    kernel = load_kernel(f"{file}:Doubled")
+    task = BuildTask(
+        kernel=kernel.locator(), schedule=Schedule(TILE=64), problem=kernel.problem(size=1000), arch="sm_90"
+    )
+    with BuildPool(1) as pool:
+        (built,) = pool.build([task])
+    assert built.failure is None, built.failure
+    assert built.artifact is not None
+    assert built.task.problem == task.problem
+
+
+def test_an_installed_package_ships_kernels_by_name(monkeypatch, file, tmp_path):
+    package = tmp_path / "shipping"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "kernels.py").write_text(
+        FILE.replace("size = ts.dim()", 'name = "doubled by shipping"\n    size = ts.dim()')
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    point = importlib.metadata.EntryPoint("doubled by shipping", "shipping.kernels:Doubled", kernels.ENTRY_POINTS)
+    asked = []
+
+    def entry_points(*, group):
+        asked.append(group)
+        return [point]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    found = load_kernel("doubled by shipping")
+    assert found.locator() == "shipping.kernels:Doubled"
+    assert asked == ["tiledsched.kernels"]
+    assert kernel_named("doubled by shipping") is found
+    assert asked == ["tiledsched.kernels"]  # once it is known
+    with pytest.raises(ConfigError, match="'tripled' is not known here"):
+        kernel_named("tripled")
+
+
+def test_problems_are_pickled_by_value():
+    kernel = declare(name="pickled", biased=ts.flag(omit_default=True))
+    p = kernel.problem(rows=5, columns=40)
+    again = pickle.loads(pickle.dumps(p))
+    assert (again, hash(again), again.id, again.to_json()) == (p, hash(p), p.id, p.to_json())
+
+
+def test_ids_are_the_same_in_every_process():
+    """Whatever the order of sets and dicts."""
+    from tiledsched.kernels.attention import Attention
+
+    sums = launches.problem_class(RowSums, RowSums.problem(rows=7, columns=50), Schedule(SPLITS=4, TILE=16), DEVICE)
+    here = [Attention.standard(seq_len=4096, head_dim=128, causal=True).id, sums.id]
+    assert here[0] == ATTENTION_ID
+    code = (
+        "from test_kernel_names import *; from tiledsched.kernels.attention import Attention;"
+        "print(Attention.standard(seq_len=4096, head_dim=128, causal=True).id, launches.problem_class(RowSums,"
+        "RowSums.problem(rows=7, columns=50), Schedule(TILE=16, SPLITS=4), DEVICE).id)"
+    )
+    folders = os.pathsep.join([str(Path(__file__).parent), str(DOCS.parents[1])])
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                           env=os.environ | {"PYTHONHASHSEED": "123", "PYTHONPATH": folders})  # fmt: skip
+    assert found.stdout.split() == here
+
+
+# ---- the documentation -----------------------------------------------------------------------------------------------
+
+
+def documented(tmp_path):
+    """The first example of docs/kernels.md."""
+    text = re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL).group(1)
+    name = re.match(r"# (\w+\.py)\n", text).group(1)
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    return load_kernel(f"{tmp_path / name}:RmsNorm")
+
+
+def test_the_documented_example_is_right(tmp_path):
+    kernel = documented(tmp_path)
+    p = kernel.problem(rows=5, columns=600, dtype="bfloat16")
+    s = space_for("sm_90", kernel).default(p)
+    passed, worst, message = check_schedule(kernel, p, s)
+    assert passed, message
+    assert 0 < worst < 1e-2
+    rows = list(ts.check(kernel, [{"rows": 3, "columns": 1000}], schedules=2))
+    assert [row.passed for row in rows] == [True, True]
+
+
+@pytest.mark.compiler
+def test_the_documented_example_compiles(tmp_path):
+    from tiledsched.build.compiler import compile_schedule, prepare_process
+
+    prepare_process()
+    kernel = documented(tmp_path)
+    p = kernel.suite("llama")[0]
+    assert compile_schedule(kernel, p, space_for("sm_90", kernel).default(p), "sm_90").fingerprint
