@@ -476,7 +476,7 @@ class Kernel:
             and _FILE_PREFIX not in cls.__module__
         ):
             return f"{cls.__module__}:{cls.__qualname__}"
-        if path is None:
+        if path is None or not Path(path).is_file():
             raise DeclarationError(f"{cls.__name__} was declared at a prompt; put it in a file, so that the compile "
                                    "processes can import it")  # fmt: skip
         return f"{Path(path).resolve()}:{cls.__qualname__}"

@@ -261,6 +261,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
             for the problems before it is stored.
     """
     kernel = kernel_of(kernel)
+    kernel.locator()  # raises where the compile processes could not find it
     wanted = problems_of(kernel, problems)
     settings = load_settings({"db": db, "regime": regime, "accum_mode": accum_mode})
     tools = prepare_tools(kernel, arch, settings=settings, space=space, candidates=candidates)

@@ -1,0 +1,288 @@
+"""`tune` and `check` of a kernel somebody declared in a file, on a machine with no GPU; and what the tutorial says of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiledsched as ts
+from tiledsched.build.compiler import BuildTask
+from tiledsched.build.pool import BuildPool
+from tiledsched.cli import main
+from tiledsched.errors import ConfigError, DeclarationError, MeasureError, ProblemError, SpaceError
+from tiledsched.kernel import load_kernel
+from tiledsched.space_files import space_for
+from tiledsched.tuning import problems_of, small_problems
+
+ROOT = Path(__file__).parent.parent
+SCALE = '''
+import cuda.tile as ct
+import tiledsched as ts
+
+
+@ct.kernel
+def scale(X, Out, factor, TILE: ct.Constant[int]):
+    i = ct.bid(0)
+    x = ct.load(X, (i, 0), (TILE, 64), padding_mode=ct.PaddingMode.ZERO)
+    ct.store(Out, (i, 0), (x * factor).astype(Out.dtype))
+
+
+class Scale(ts.Kernel):
+    """Every element times a number."""
+
+    function = scale
+    rows = ts.dim()
+    dtype = ts.dtype("float16", "bfloat16")
+    X, Out = ts.array("rows 64"), ts.out("rows 64")
+    factor = ts.scalar(0.5)
+    knobs = {"TILE": [16, 32], "occupancy": [1, 2]}
+    suites = {"even": [dict(rows=4096), dict(rows=1024)], "odd": [dict(rows=1000)]}
+
+    def grid(p, s, device):
+        return -(-p.rows // s["TILE"])
+
+    def reference(xp, X, factor):
+        return X * factor
+'''
+TUTORIAL = re.findall(r"```(?:python)?\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
+SOFTMAX = "\n\n".join(TUTORIAL[:2])
+"""What the tutorial's reader has in softmax.py."""
+PADDING = ", padding_mode=ct.PaddingMode.NEG_INF"
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("tilegym_*.py"))
+TINY = {"tilegym_matmul": {"m": 100, "n": 72, "k": 64}, "tilegym_softmax": {"rows": 5, "columns": 100},
+        "tilegym_rope": {"batch": 1, "seq": 3, "q_heads": 4, "k_heads": 2, "head_dim": 64}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with scale.py, whose database and cache are used by default."""
+    path = tmp_path_factory.mktemp("tuning")
+    (path / "scale.py").write_text(SCALE)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TILEDSCHED_DB", str(path / "tuning.db"))
+        patched.setenv("TILEDSCHED_CACHE", str(path / "cache"))
+        yield path
+
+
+@pytest.fixture(scope="module")
+def kernel(folder):
+    return load_kernel(f"{folder}/scale.py:Scale")
+
+
+@pytest.fixture(scope="module")
+def tuned(folder):
+    """A suite, tuned by the name of the kernel's file."""
+    return ts.tune(f"{folder}/scale.py:Scale", "even", arch="sm_90", runner="none", jobs=1)
+
+
+@pytest.mark.compiler
+def test_a_tune_returns_what_is_served(tuned, kernel) -> None:
+    assert (tuned.kernel, tuned.arch, tuned.measured) == (kernel, "sm_90", False)
+    assert list(tuned.winners) == kernel.suite("even")
+    space = space_for("sm_90", kernel)
+    assert all(space.violations(schedule, problem) == [] for problem, schedule in tuned.winners.items())
+    first, second = tuned.results
+    assert (first.schedules, first.compiled, second.compiled) == (4, 4, 0)  # another length, the same machine code
+    assert {entry.provenance for entry in tuned.entries} == {"modelled"}
+    assert {entry.run_id for entry in tuned.entries} == {tuned.run_id}
+
+
+@pytest.mark.compiler
+def test_its_rows_are_plain_and_hold_the_evidence(tuned, kernel) -> None:
+    rows = json.loads(json.dumps(tuned.rows))
+    assert [(row["kernel"], row["rows"], row["dtype"]) for row in rows] == [
+        (kernel.name, 4096, "float16"),
+        (kernel.name, 1024, "float16"),
+    ]
+    for row, schedule in zip(rows, tuned.winners.values(), strict=True):
+        assert row["schedule"] == schedule.to_json()
+        assert (row["provenance"], row["median_us"], row["measured_programs"], row["failed"]) == ("modelled", None, 0, 0)
+        assert row["model_us"] > 0
+        assert 1 <= row["programs"] <= 4
+        assert row["runner_up"] != row["schedule"]
+
+
+@pytest.mark.compiler
+def test_it_prints_itself_and_is_a_table_in_a_notebook(tuned) -> None:
+    head, *lines = str(tuned).splitlines()
+    assert head == "scale:Scale on sm_90"
+    html = tuned._repr_html_()
+    assert html.startswith("<table>")
+    assert html.count("<tr>") == 1 + len(lines) == 3
+    for line, (problem, schedule), row in zip(lines, tuned.winners.items(), tuned.rows, strict=True):
+        for words in (str(problem), schedule.short(), f"{row['model_us']:.1f} us (modelled)", "modelled"):
+            assert words in line
+            assert f"<td>{words}</td>" in html
+
+
+@pytest.mark.compiler
+def test_a_second_tune_compiles_nothing(tuned, kernel) -> None:
+    again = ts.tune(kernel, [{"rows": 4096}], arch="sm_90", runner="none", jobs=1)
+    assert [result.compiled for result in again.results] == [0]
+    problem = kernel.problem(rows=4096)
+    assert again.winners == {problem: tuned.winners[problem]}
+    assert again.run_id != tuned.run_id
+
+
+def test_problems_are_given_as_such_as_values_by_a_suite_or_not_at_all(kernel) -> None:
+    even, odd = kernel.suite("even"), kernel.suite("odd")
+    assert problems_of(kernel, "odd") == odd == [kernel.problem(rows=1000)]
+    assert problems_of(kernel, [{"rows": 1000}, odd[0], {"rows": 7, "dtype": "bfloat16"}]) == [
+        odd[0],
+        kernel.problem(rows=7, dtype="bfloat16"),
+    ]
+    assert problems_of(kernel, None) == [*even, *odd]
+
+
+def test_small_problems_are_of_every_kind_and_one_that_no_tile_divides(kernel) -> None:
+    found = small_problems(kernel)
+    assert {problem.dtype for problem in found} == {"float16"}
+    assert all(problem.rows < 129 for problem in found)
+    assert any(problem.rows % 16 for problem in found)
+
+
+@pytest.mark.parametrize(("given", "error", "words"), [
+    ({"problems": "wide"}, ConfigError, "has no suite 'wide'; known are even, odd"),
+    ({"problems": []}, ConfigError, "no problem of scale:Scale is named.*pass --problem"),
+    ({"problems": [{"rows": 0}]}, ProblemError, "rows must be a positive integer, got 0"),
+    ({"problems": [{"lines": 4}]}, ProblemError, "unknown problem keys.*rows"),
+    ({"arch": "sm_42"}, SpaceError, "sm_42.*sm_90"),
+    ({"arch": "sm_121", "space": "my.toml"}, ConfigError, "is for sm_90, not sm_121; pass --arch sm_90"),
+    ({"runner": "gpu"}, MeasureError, "no sm_90 GPU here; run: tiledsched doctor, or use --runner none"),
+    ({"candidates": "none.json"}, ConfigError, "cannot read candidates"),
+], ids=lambda value: str(value) if isinstance(value, dict) else "")  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_is_built(folder, kernel, monkeypatch, given, error, words) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
+    monkeypatch.setattr(BuildPool, "build", lambda *_, **__: pytest.fail("something was built"))
+    Path("my.toml").write_text('kernel = "scale:Scale"\narch = "sm_90"\n[knobs.TILE]\nchoices = [16]\n')
+    with pytest.raises(error, match=words):
+        ts.tune(kernel, **{"problems": "even", "arch": "sm_90", "runner": "none", **given})
+
+
+def test_a_kernel_without_suites_wants_problems(tmp_path) -> None:
+    (tmp_path / "bare.py").write_text(re.sub(r"    suites = .*\n", "", SCALE))
+    with pytest.raises(ConfigError, match="it declares no suites"):
+        ts.tune(f"{tmp_path}/bare.py:Scale", arch="sm_90", runner="none")
+
+
+def test_a_kernel_at_a_prompt_cannot_be_tuned_and_that_is_said(folder) -> None:
+    program = SCALE + "\nts.tune(Scale, 'even', arch='sm_90', runner='none')\n"
+    run = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert f"{DeclarationError.__name__}: Scale was declared at a prompt; put it in a file" in run.stderr
+
+
+# check, and the tutorial
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty folder with the tutorial's softmax.py in it."""
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("softmax.py").write_text(SOFTMAX)
+    return tmp_path
+
+
+def test_a_right_kernel_passes_its_check(home) -> None:
+    rows = list(ts.check("softmax.py:Softmax", [{"rows": 3, "columns": 1000}, {"rows": 2, "columns": 1024}], schedules=2))
+    assert [(row.problem.columns, row.passed, row.message) for row in rows] == [
+        (columns, True, "") for columns in (1000, 1000, 1024, 1024)
+    ]
+    assert len({row.schedule for row in rows}) == 2
+    assert all(0 < row.worst_error < 4e-3 for row in rows)
+    assert json.loads(json.dumps(rows[0].to_json()))["problem"]["columns"] == 1000
+
+
+def test_the_mistake_that_the_tutorial_plants_is_found(home) -> None:
+    assert PADDING in SOFTMAX
+    Path("mistaken.py").write_text(SOFTMAX.replace(PADDING, ""))
+    rows = list(ts.check("mistaken.py:Softmax", [{"rows": 3, "columns": 4000}, {"rows": 3, "columns": 1024}], schedules=1))
+    assert [row.passed for row in rows] == [False, True]  # a tile that is full has nothing to pad
+    assert rows[0].message
+    assert rows[0].worst_error > 4e-3 or math.isnan(rows[0].worst_error)
+
+
+def test_a_wrong_result_says_where(home) -> None:
+    Path("halved.py").write_text(SOFTMAX.replace("e / ct.sum(e,", "e / ct.sum(e * 2,"))
+    (row,) = ts.check("halved.py:Softmax", [{"rows": 3, "columns": 1024}], schedules=1)
+    assert not row.passed
+    assert row.worst_error == pytest.approx(0.5, abs=0.01)
+    assert "Out" in row.message
+
+
+def test_the_check_of_the_command_line_fails_where_something_is_wrong(home, capsys) -> None:
+    Path("mistaken.py").write_text(SOFTMAX.replace(PADDING, ""))
+    assert main(["check", "mistaken.py:Softmax", "--problem", "rows=3,columns=4000", "--schedules", "1"]) == 1
+    assert "0 of 1 schedules right" in capsys.readouterr().out
+
+
+@pytest.mark.compiler
+def test_the_tutorials_commands_run(home, capsys) -> None:
+    commands = [line.split()[1:] for block in TUTORIAL for line in block.splitlines() if line.startswith("tiledsched ")]
+    assert [command[0] for command in commands] == ["check", "tune", "show", "explain", "tune"]
+    check, tune, show, explain, measure = commands
+    assert "none" in tune
+    assert measure == [word for word in tune if word not in ("--runner", "none")]  # the same, and it wants a GPU
+    said = []
+    for command in ([*check, "--schedules", "3"], tune, show, explain):
+        assert main(command) == 0, command
+        said.append(capsys.readouterr().out)
+    assert re.findall(r"(\d+) of (\d+) schedules right", said[0]) == [("3", "3")] * 4
+    assert "18 schedules" in said[1]
+    assert "nothing was measured" in said[1]
+    assert said[2].count("modelled") == 2
+    assert "the entry for the nearest problem (rows=16384 columns=1024 float16)" in said[3]
+
+
+# Kernels of others
+
+
+@pytest.fixture
+def example(request):
+    """A declaration in docs/examples."""
+    if importlib.util.find_spec("tilegym") is None:
+        pytest.skip("needs TileGym: pip install --no-deps tilegym==1.5.1")
+    (name,) = re.findall(r"^class (\w+)\(ts\.Kernel\):", request.param.read_text(), re.MULTILINE)
+    return load_kernel(f"{request.param}:{name}")
+
+
+every_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem, indirect=True)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_declaration_of_a_strangers_kernel_is_short(path) -> None:
+    assert len(path.read_text().splitlines()) <= 40
+
+
+def test_there_is_a_small_problem_for_every_example() -> None:
+    assert [path.stem for path in EXAMPLES] == sorted(TINY)
+
+
+@every_example
+def test_a_strangers_kernel_is_right_in_the_interpreter(example, request) -> None:
+    tiny = TINY[request.node.callspec.id]
+    rows = list(ts.check(example, [tiny], schedules=2))
+    assert len({row.schedule for row in rows}) == 2
+    assert [(row.passed, row.message) for row in rows] == [(True, "")] * 2
+
+
+@pytest.mark.compiler
+@every_example
+def test_a_strangers_kernel_compiles(example) -> None:
+    problem = next(iter(small_problems(example)))
+    schedule = space_for("sm_90", example).default(problem)
+    task = BuildTask(kernel=example.locator(), schedule=schedule, problem=problem, arch="sm_90")
+    with BuildPool(1) as pool:
+        (built,) = pool.build([task])
+    assert built.failure is None
+    assert built.artifact.facts.registers > 16
