@@ -12,6 +12,7 @@ import pytest
 from kernel_checks import check
 
 from tiledsched import data_files
+from tiledsched.kernel import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Table
@@ -24,13 +25,15 @@ LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_shipped_table_is_valid_and_served(path) -> None:
     table = read_table(path)
     assert table.entries
-    lookup = Table(table.entries)
+    kernel = kernel_named(path.parent.name)
+    assert {entry.kernel for entry in table.entries} == {kernel.name}
+    lookup, space = Table(table.entries, kernel), space_for(path.stem, kernel)
     for entry in table.entries:
-        space = space_for(entry.arch)
+        assert entry.arch == path.stem
         assert space.unworkable(space.complete(entry.schedule), entry.problem) == []
         served = lookup.resolve(entry.problem, entry.arch, entry.device_name)
         assert served.provenance == entry.provenance
