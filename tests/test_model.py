@@ -115,7 +115,7 @@ class TestStructure:
 
 
 def test_the_swizzle_is_the_kernels() -> None:
-    from tiledsched.kernels.attention.tiles import SWIZZLE_PAIRS
+    from tiledsched.kernels.attention.scheduler import SWIZZLE_PAIRS
 
     assert static.SWIZZLE_PAIRS == SWIZZLE_PAIRS
 
@@ -160,7 +160,7 @@ class TestIdenticalPrograms:
             {"kv_splits": 4},
         ],
     )
-    def test_the_grid_is_the_templates(self, knobs):
+    def test_the_grid_is_the_kernels(self, knobs):
         for problem in (PROBLEM, PROBLEM.replace(batch=1, heads=1, kv_heads=1)):
             schedule = PLAIN.replace(**knobs)
             grid = Attention.grids(problem, schedule, arch_spec("sm_90"))
@@ -327,7 +327,8 @@ class TestResidual:
         residual.shipped_residual.cache_clear()
         try:
             residual.write(
-                residual.Residual(arch="sm_80", coefficients={"qk_ahead=true": 0.25}), tmp_path / "model" / "attention" / "sm_80.json"
+                residual.Residual(arch="sm_80", coefficients={"qk_ahead=true": 0.25}),
+                tmp_path / "model" / "attention" / "sm_80.json",
             )
             assert residual.shipped_residual("sm_80").coefficients == {"qk_ahead=true": 0.25}
             (tmp_path / "model" / "attention" / "sm_86.json").write_text('{"schema_version": 9, "arch": "sm_86"}')

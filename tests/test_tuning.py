@@ -103,7 +103,12 @@ def test_its_rows_are_plain_and_hold_the_evidence(tuned, kernel) -> None:
     ]
     for row, schedule in zip(rows, tuned.winners.values(), strict=True):
         assert row["schedule"] == schedule.to_json()
-        assert (row["provenance"], row["median_us"], row["measured_programs"], row["failed"]) == ("modelled", None, 0, 0)
+        assert (row["provenance"], row["median_us"], row["measured_programs"], row["failed"]) == (
+            "modelled",
+            None,
+            0,
+            0,
+        )
         assert row["model_us"] > 0
         assert 1 <= row["programs"] <= 4
         assert row["runner_up"] != row["schedule"]
@@ -194,7 +199,9 @@ def home(tmp_path, monkeypatch):
 
 
 def test_a_right_kernel_passes_its_check(home) -> None:
-    rows = list(ts.check("softmax.py:Softmax", [{"rows": 3, "columns": 1000}, {"rows": 2, "columns": 1024}], schedules=2))
+    rows = list(
+        ts.check("softmax.py:Softmax", [{"rows": 3, "columns": 1000}, {"rows": 2, "columns": 1024}], schedules=2)
+    )
     assert [(row.problem.columns, row.passed, row.message) for row in rows] == [
         (columns, True, "") for columns in (1000, 1000, 1024, 1024)
     ]
@@ -206,7 +213,9 @@ def test_a_right_kernel_passes_its_check(home) -> None:
 def test_the_mistake_that_the_tutorial_plants_is_found(home) -> None:
     assert PADDING in SOFTMAX
     Path("mistaken.py").write_text(SOFTMAX.replace(PADDING, ""))
-    rows = list(ts.check("mistaken.py:Softmax", [{"rows": 3, "columns": 4000}, {"rows": 3, "columns": 1024}], schedules=1))
+    rows = list(
+        ts.check("mistaken.py:Softmax", [{"rows": 3, "columns": 4000}, {"rows": 3, "columns": 1024}], schedules=1)
+    )
     assert [row.passed for row in rows] == [False, True]  # a tile that is full has nothing to pad
     assert rows[0].message
     assert rows[0].worst_error > 4e-3 or math.isnan(rows[0].worst_error)

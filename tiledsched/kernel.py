@@ -377,7 +377,8 @@ class Kernel:
     def array_spec(cls, name: str, p: Problem, s: Schedule | None = None) -> ArraySpec:
         """One array of a problem; that of an absent input has one element, that of an absent output is scratch."""
         scratch = cls.array_fields[name].role == "workspace"
-        return cls._read_array(name, p, s) if scratch else _kept_array(cls, name, p)  # others depend on no schedule
+        # What is no scratch depends on no schedule.
+        return cls._read_array(name, p, s) if scratch else _kept_array(cls, name, p)  # type: ignore[arg-type]
 
     @classmethod
     def _read_array(cls, name: str, p: Problem, s: Schedule | None) -> ArraySpec:
