@@ -1,7 +1,6 @@
 """Small kernels for the tests of operators, each with something of its own to say."""
 
 # Declarations are never instantiated, and their functions take no self.
-# ruff: noqa: N805, N815, RUF012
 
 from __future__ import annotations
 

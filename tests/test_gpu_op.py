@@ -9,10 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-import op_kernels as kernels  # noqa: E402
+import op_kernels as kernels
 
-import tiledsched as ts  # noqa: E402
-from tiledsched.errors import LaunchError, ProblemError  # noqa: E402
+import tiledsched as ts
+from tiledsched.errors import LaunchError, ProblemError
 
 norm = ts.op("tiledsched_gpu_tests::rms_norm", kernels.RmsNorm)
 norm_backward = ts.op("tiledsched_gpu_tests::rms_norm_backward", kernels.RmsNormBackward)

@@ -8,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import op_kernels as kernels  # noqa: E402
-from serve_on_cpu import capturing  # noqa: E402
+import op_kernels as kernels
+from serve_on_cpu import capturing
 
-import tiledsched as ts  # noqa: E402
-from tiledsched.errors import ConfigError, LaunchError, ProblemError, UnsupportedError  # noqa: E402
-from tiledsched.kernel import ArraySpec  # noqa: E402
-from tiledsched.serve import launching, process  # noqa: E402
+import tiledsched as ts
+from tiledsched.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
+from tiledsched.kernel import ArraySpec
+from tiledsched.serve import launching, process
 
 pytestmark = pytest.mark.usefixtures("fresh")
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}

@@ -11,15 +11,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from serve_on_cpu import TOLERANCE, capturing, expected, tensors  # noqa: E402
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
+from serve_on_cpu import TOLERANCE, capturing, expected, tensors
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from tiledsched import configure  # noqa: E402
-from tiledsched.attention import plans  # noqa: E402
-from tiledsched.attention import sdpa as serve  # noqa: E402
-from tiledsched.errors import LaunchError, ProblemError, UnsupportedError  # noqa: E402
-from tiledsched.serve import plan_cache, process  # noqa: E402
+from tiledsched import configure
+from tiledsched.attention import plans
+from tiledsched.attention import sdpa as serve
+from tiledsched.errors import LaunchError, ProblemError, UnsupportedError
+from tiledsched.serve import plan_cache, process
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
