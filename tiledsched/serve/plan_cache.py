@@ -44,7 +44,8 @@ class PlanCache(Generic[P]):
         """Those that have been launched: their programs are compiled and loaded."""
         self.recent: tuple[tuple[Options, Callable[..., bool], P], ...] = ()
         """Plans in `ready` and the calls they are for: options, and torch's comparison with the tensors of such a call, in
-        type, sizes, strides, dtype, device, layout, requires_grad and the state of torch's dispatcher. Plain tuples, which are read fastest; never changed, only replaced, for threads that read them."""
+        type, sizes, strides, dtype, device, layout, requires_grad and the state of torch's dispatcher. Plain tuples, which
+        are read fastest; never changed, only replaced, for threads that read them."""
         self._found_last: P | None = None
         self.every.append(self)
 
