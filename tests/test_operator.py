@@ -10,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from serve_on_cpu import TOLERANCE, expected, tensors  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
+from serve_on_cpu import TOLERANCE, expected, tensors
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from tiledsched import configure  # noqa: E402
-from tiledsched.attention import sdpa as serve  # noqa: E402
-from tiledsched.attention.operator import sdpa_lse_operator, sdpa_operator  # noqa: E402
+from tiledsched import configure
+from tiledsched.attention import sdpa as serve
+from tiledsched.attention.operator import sdpa_lse_operator, sdpa_operator
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
