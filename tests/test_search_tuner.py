@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -54,6 +56,16 @@ class Recorded:
     def key(self, schedule):
         return self.fingerprints[schedule], Attention.grids(self.problem, schedule, arch_spec("sm_90"))
 
+    def recompiled(self, changes=lambda schedule: True) -> Recorded:
+        """The same landscape, of other machine code where it `changes`."""
+        other = copy.copy(self)
+        new = {m.fingerprint: m.fingerprint[::-1] if changes(m.schedule) else m.fingerprint for m in self.measurements}
+        other.measurements = [dataclasses.replace(m, fingerprint=new[m.fingerprint]) for m in self.measurements]
+        other.fingerprints = {schedule: new[each] for schedule, each in self.fingerprints.items()}
+        other.facts = {new[each]: facts for each, facts in self.facts.items()}
+        other.times = {other.key(m.schedule): m.median_us for m in self.measurements}
+        return other
+
     def start(self):
         self.started += 1
 
@@ -77,12 +89,13 @@ class Recorded:
         return Artifact(arch=arch, fingerprint=fingerprint, facts=self.facts[fingerprint], cubin=b"")
 
 
-def tune(recorded: Recorded, db: TuningDB, *, runner=None, space=None, **options):
+def tune(recorded: Recorded, db: TuningDB, *, runner=None, space=None, toolchain=None, source_hash=None, **options):
     run_id = db.start_run({}, "sm_90")
     runner = runner or ReplayRunner(Attention, recorded.measurements, seed=1)
-    tuner = Tuner(db, recorded, space or recorded_space(recorded), Attention, recorded.toolchain, TuneOptions(**options),
-                  pool=recorded, run_id=run_id, runner=runner)  # fmt: skip
-    return tuner.tune([recorded.problem])[0]
+    with patch.object(Attention, "source_hash", return_value=source_hash or Attention.source_hash()):
+        tuner = Tuner(db, recorded, space or recorded_space(recorded), Attention, toolchain or recorded.toolchain,
+                      TuneOptions(**options), pool=recorded, run_id=run_id, runner=runner)  # fmt: skip
+        return tuner.tune([recorded.problem])[0]
 
 
 @pytest.fixture
@@ -155,22 +168,47 @@ def test_times_in_graphs_are_not_reused(db) -> None:
     assert tune(recorded, db, effort="quick").measured >= len(in_graphs)
 
 
-def test_evidence_from_another_compiler_is_not_reused(db) -> None:
-    recorded = Recorded(LANDSCAPES[1])
-    tune(recorded, db, trials=16)
-    recorded.toolchain = dataclasses.replace(recorded.toolchain, tileiras="13.5.1")
-    second = tune(recorded, db, trials=16)
-    assert second.measured >= 16
-    assert second.entry.toolchain.tileiras == "13.5.1"
+CHANGES = {"compiler": lambda recorded: {"toolchain": dataclasses.replace(recorded.toolchain, tileiras="13.5.1")},
+           "source": lambda recorded: {"source_hash": "another"}}  # fmt: skip
 
 
-def test_what_an_older_compiler_found_is_tried_first(db) -> None:
-    recorded = Recorded(LANDSCAPES[1])
-    first = tune(recorded, db)
-    recorded.toolchain = dataclasses.replace(recorded.toolchain, tileiras="13.5.1")
-    second = tune(recorded, db, trials=2)  # the default, and what is served
+@pytest.mark.parametrize("change", CHANGES)
+def test_machine_code_that_another_compiler_or_source_gives_again_is_not_measured_again(db, change) -> None:
+    recorded = Recorded(LANDSCAPES[4])
+    first = tune(recorded, db, trials=16)
+    compiled = recorded.compiled
+    second = tune(recorded, db, trials=16, **CHANGES[change](recorded))
+    assert (second.measured, second.programs) == (0, first.programs)
+    assert 16 <= recorded.compiled - compiled < 32  # what was measured, and not what was only built
     assert second.entry.schedule == first.entry.schedule
-    assert second.entry.toolchain.tileiras == "13.5.1"
+    assert (second.entry.source_hash, second.entry.toolchain.tileiras) == (
+        ("another", recorded.toolchain.tileiras) if change == "source" else (Attention.source_hash(), "13.5.1")
+    )
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_times_of_other_machine_code_are_not_reused_but_tell_where_to_look(db, change) -> None:
+    recorded = Recorded(LANDSCAPES[4])
+    first = tune(recorded, db)
+    other = recorded.recompiled()
+    again = tune(other, db, trials=2, **CHANGES[change](recorded))  # the default, and what is served
+    assert again.measured == 2
+    assert again.entry.schedule == first.entry.schedule
+    assert again.entry.fingerprint not in recorded.fingerprints.values()
+    more = tune(other, db, trials=16, **CHANGES[change](recorded))
+    assert more.measured == 14
+    assert other.times[other.key(more.entry.schedule)] <= 1.01 * recorded.best_us
+
+
+def test_some_machine_code_that_stayed_is_known_and_the_rest_is_measured(db) -> None:
+    recorded = Recorded(LANDSCAPES[4])
+    tune(recorded, db, trials=16)
+    measured = {stored.measurement.schedule for stored in db.measurements(recorded.problem)}
+    other = recorded.recompiled(lambda schedule: schedule["num_worker_warps"] == 8)
+    kept = {each for each in measured if other.fingerprints[each] == recorded.fingerprints[each]}
+    assert 0 < len(kept) < len(measured)
+    second = tune(other, db, trials=16, **CHANGES["compiler"](recorded))
+    assert second.measured == 16 - len({recorded.key(each) for each in kept})
 
 
 @pytest.mark.parametrize("sampler", ["surrogate", "exhaustive"])

@@ -6,6 +6,7 @@ problem `p` and the schedule `s`. Declarations are checked when the class is mad
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -102,7 +103,7 @@ class ProblemClass:
     def __hash__(self) -> int:
         return hash(self.id)
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """Stable id, part of the key under which a build is stored."""
         return stable_id(self.to_json())
@@ -375,6 +376,11 @@ class Kernel:
     @classmethod
     def array_spec(cls, name: str, p: Problem, s: Schedule | None = None) -> ArraySpec:
         """One array of a problem; that of an absent input has one element, that of an absent output is scratch."""
+        scratch = cls.array_fields[name].role == "workspace"
+        return cls._read_array(name, p, s) if scratch else _kept_array(cls, name, p)  # others depend on no schedule
+
+    @classmethod
+    def _read_array(cls, name: str, p: Problem, s: Schedule | None) -> ArraySpec:
         each = cls.array_fields[name]
         absent = not cls.present(name, p)
         dtype = each.dtype or "dtype"
@@ -417,7 +423,7 @@ class Kernel:
             DeclarationError: not 1 to 3 positive integers.
         """
         axes = (grid,) if isinstance(grid, int) else tuple(grid) if isinstance(grid, Sequence) else ()
-        whole = all(isinstance(axis, int) and not isinstance(axis, bool) and axis > 0 for axis in axes)
+        whole = all(type(axis) is int and axis > 0 for axis in axes)
         if not 1 <= len(axes) <= 3 or not whole:
             raise DeclarationError(
                 f"{cls.__name__}.grid: must be 1 to 3 positive integers, got {grid!r}; -(-a // b) rounds up"
@@ -484,6 +490,14 @@ class Kernel:
 
 
 KernelClass = type[Kernel]
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_array(kernel: KernelClass, name: str, p: Problem) -> ArraySpec:
+    """A search asks for the same arrays with every schedule."""
+    return kernel._read_array(name, p, None)
+
+
 _known: dict[str, KernelClass] = {}
 _FILE_PREFIX = "tiledsched_file_"
 

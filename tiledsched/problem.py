@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.errors import ConfigError, ProblemError
@@ -92,12 +92,20 @@ class Problem:
     @property
     def flops(self) -> float:
         """Floating-point operations; 0 where the kernel states none, or is not known here."""
-        return float(self.declaration.flops(self)) if self.known else 0.0
+        return self._kept("flops", lambda kernel: float(kernel.flops(self)))
 
     @property
     def min_bytes(self) -> int:
         """Least device-memory traffic: every input read once and every output written once; 0 where that is not known."""
-        return self.declaration.bytes_moved(self) if self.known else 0
+        return self._kept("min_bytes", lambda kernel: kernel.bytes_moved(self))
+
+    def _kept(self, name: str, work_out: Callable[[type[Kernel]], Any]) -> Any:
+        """What the kernel says, worked out once: the static model asks with every schedule. 0 of an unknown kernel."""
+        if name not in self._derived:
+            if not self.known:
+                return 0
+            self._derived[name] = work_out(self.declaration)
+        return self._derived[name]
 
     def tflops(self, median_us: float) -> float:
         """Rate in TFLOP/s at `median_us` microseconds."""

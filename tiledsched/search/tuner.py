@@ -10,6 +10,7 @@ that an interrupted run loses nothing and the next one goes on.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -201,9 +202,12 @@ class Tuner:
         runner.begin(problem)
         if not self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured"):
             self.builder.start()  # and both while we look up and judge what there is
-        known_us = self._known_times(problem, runner)
+        evidence = self._evidence(problem, runner)
+        compiled = self._rebuild(problem, evidence, deadline_s)
+        known_us = {schedule: us for (schedule, fingerprint), us in evidence.items()
+                    if self._fingerprint(schedule, problem) == fingerprint}  # fmt: skip
         spec, guided = arch_spec(self.space.arch), self.options.sampler == "surrogate"
-        # Times of an older compiler or kernel are no verdict; they tell where to look.
+        # Times of other machine code are no verdict; they tell where to look.
         elsewhere = self._elsewhere(runner).known(problem, spec, itself=not known_us) if guided else []
         estimate, space = estimator(problem, spec), self.space
         first = self._first(problem, runner, elsewhere)
@@ -215,7 +219,7 @@ class Tuner:
         sampler = ScheduleSampler(space, problem, pinned=self._pinned, name=self.options.sampler, seed=self.options.seed,
                                   elsewhere=elsewhere, first=first, estimate=estimate)  # fmt: skip
         trials = Trials(self.builder, problem, runner.device, sampler, known_us)
-        tried, compiled, measured, failed = list(trials.times), 0, 0, 0
+        tried, measured, failed = list(trials.times), 0, 0
         underway: list[Schedule] = []
         followed: set[Schedule] = set()
         most = self._trials if self.options.neighbours else min(self._trials, sampler.size)
@@ -270,24 +274,45 @@ class Tuner:
             *list(winners)[: 0 if elsewhere else MOST_WINNERS],
         ]
 
-    def _known_times(self, problem: Problem, runner: Runner) -> dict[Schedule, float | None]:
-        """Times in the store that still hold: of the very machine code that a schedule has now, on this device, timed as now.
+    def _evidence(self, problem: Problem, runner: Runner) -> dict[tuple[Schedule, str], float | None]:
+        """Times in the store by schedule and machine code, on this device and timed as now; the newest first.
 
-        None for a schedule whose very machine code failed on this device and never ran since. Failures that say more of
-        the day than of the program (a lost GPU, a killed worker, memory taken by others) are tried again.
+        None, last, for what failed on this device and never ran since. Failures that say more of the day than of the
+        program (a lost GPU, a killed worker, memory taken by others) are tried again.
         """
-        known: dict[Schedule, float | None] = {}
+        found: dict[tuple[Schedule, str], float | None] = {}
         for stored in self.db.measurements(problem, self.space.arch, runner.device.name, self.options.regime):
-            schedule = self.space.complete(stored.measurement.schedule)
-            build = self.builder.record(schedule, problem) if fits(schedule, self._pinned) else None
-            if build and build.fingerprint == stored.measurement.fingerprint and timed_as_now(stored.measurement):
-                known.setdefault(schedule, stored.measurement.median_us)
+            if timed_as_now(stored.measurement):
+                key = self.space.complete(stored.measurement.schedule), stored.measurement.fingerprint
+                found.setdefault(key, stored.measurement.median_us)
         for failed in self.db.failures(self.space.arch, problem, stage="measure"):
-            build = self.builder.record(failed.schedule, problem)
-            same_program = build is not None and build.fingerprint == failed.fingerprint
-            if same_program and failed.device_name == runner.device.name and failed.failure.kind not in RETRIED:
-                known.setdefault(failed.schedule, None)
-        return {schedule: us for schedule, us in known.items() if not self.space.unworkable(schedule, problem)}
+            if failed.device_name == runner.device.name and failed.failure.kind not in RETRIED:
+                found.setdefault((failed.schedule, failed.fingerprint), None)
+        return {key: us for key, us in found.items()
+                if fits(key[0], self._pinned) and not self.space.unworkable(key[0], problem)}  # fmt: skip
+
+    def _rebuild(self, problem: Problem, evidence: Mapping[tuple[Schedule, str], float | None],
+                 deadline_s: float | None) -> int:  # fmt: skip
+        """Build what was measured of another compiler's or another source's machine code; how many were compiled.
+
+        The fastest first, in batches, for as long as some of it comes out the same: of that nothing is measured again.
+        """
+        allowed = set(self.space.candidates)
+        ranked = sorted(evidence, key=lambda key: us if (us := evidence[key]) is not None else math.inf)
+        left = [each for each in dict.fromkeys(schedule for schedule, _ in ranked)
+                if self.builder.record(each, problem) is None and (not allowed or each in allowed)]  # fmt: skip
+        left, compiled = left[: self._trials], 0
+        for start in range(0, len(left), self._asked):
+            batch = left[start : start + self._asked]
+            compiled += self.builder.build(batch, problem, deadline_s=deadline_s)
+            if not any((each, self._fingerprint(each, problem)) in evidence for each in batch):
+                break
+        return compiled
+
+    def _fingerprint(self, schedule: Schedule, problem: Problem) -> str | None:
+        """Of the machine code it has now; None where it was not built, or does not build."""
+        record = self.builder.record(schedule, problem)
+        return record.fingerprint or None if record else None
 
     def _race(self, chosen: Sequence[Schedule], problem: Problem, runner: Runner, best_us: float,
               deadline_s: float | None) -> tuple[Outcome, ...]:  # fmt: skip
