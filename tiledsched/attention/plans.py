@@ -25,8 +25,6 @@ from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.process import log
 
-_gradients = torch.is_grad_enabled
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -82,9 +80,8 @@ def find_ready(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, 
         q, k, v: plain tensors, not nested ones: torch's comparison would end the process.
         causal, scale, lse: as for :func:`find_plan`.
     """
-    for (same_causal, same_scale, same_lse), graded, alike, plan in cache.recent:
-        if (same_causal == causal and same_scale == scale and same_lse == lse and alike(q, k, v)
-                and not (graded and _gradients())):  # fmt: skip
+    for (same_causal, same_scale, same_lse), alike, plan in cache.recent:
+        if same_causal == causal and same_scale == scale and same_lse == lse and alike(q, k, v):
             return plan
     return cache.find_by_key((q, k, v), (causal, scale, lse))
 

@@ -42,10 +42,10 @@ class PlanCache(Generic[P]):
         """By key; or why there is none."""
         self.ready: dict[tuple[Any, ...], P] = {}
         """Those that have been launched: their programs are compiled and loaded."""
-        self.recent: tuple[tuple[Options, bool, Callable[..., bool], P], ...] = ()
-        """Plans in `ready` and the calls they are for: options, whether a tensor requires gradients, and torch's comparison
-        with the tensors of such a call, in type, sizes, strides, dtype, device, layout, requires_grad and the state of
-        torch's dispatcher. Plain tuples, which are read fastest; never changed, only replaced, for threads that read them."""
+        self.recent: tuple[tuple[Options, Callable[..., bool], P], ...] = ()
+        """Plans in `ready` and the calls they are for: options, and torch's comparison with the tensors of such a call, in
+        type, sizes, strides, dtype, device, layout, requires_grad and the state of torch's dispatcher. Plain tuples, which
+        are read fastest; never changed, only replaced, for threads that read them."""
         self._found_last: P | None = None
         self.every.append(self)
 
@@ -56,8 +56,8 @@ class PlanCache(Generic[P]):
             tensors: plain tensors, not nested ones: torch's comparison would end the process.
             options: everything else that a plan depends on.
         """
-        for wanted, graded, alike, plan in self.recent:
-            if wanted == options and alike(*tensors) and not (graded and _gradients()):
+        for wanted, alike, plan in self.recent:
+            if wanted == options and alike(*tensors):
                 return plan
         return self.find_by_key(tensors, options)
 
@@ -100,11 +100,16 @@ class PlanCache(Generic[P]):
 
     def _try_first(self, key: tuple[Any, ...], plan: P, tensors: Tensors, options: Options) -> None:
         """Try `plan` first from now on, where torch's comparison is of use."""
+        if (tensors[0] is tensors[-1] and len(tensors) > 1) or len({*map(id, tensors)}) < len(tensors):
+            return  # it takes no tensor twice
         compare = comparison()
-        if compare is None or len({*map(id, tensors)}) < len(tensors):  # it takes no tensor twice
+        if compare is None:
             return
-        # It does not see gradients being enabled.
-        recent = (options, any(each.requires_grad for each in tensors), compare(*tensors).check, plan)
+        check = compare(*tensors).check
+        if any(each.requires_grad for each in tensors):  # it does not see gradients being enabled
+            recent = (options, lambda *given: not _gradients() and check(*given), plan)
+        else:
+            recent = (options, check, plan)
         with lock:
             if self.ready.get(key) is plan:  # and not forgotten meanwhile
                 self.recent = (recent, *self.recent[: MAX_RECENT - 1])
