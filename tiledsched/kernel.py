@@ -36,7 +36,6 @@ from tiledsched.problem import Problem, describe_values, stable_id
 from tiledsched.schedule import PLAIN, Schedule
 
 if TYPE_CHECKING:
-
     from tiledsched.device import ArchSpec
     from tiledsched.resources import ResourceFacts
 
@@ -400,7 +399,9 @@ class Kernel:
     @classmethod
     def _shapes(cls, each: ArrayField, p: Problem, s: Schedule | None) -> tuple[tuple[int, ...], ...]:
         if isinstance(each.shape, str):
-            return (read_shape(each.shape, lambda name: int(s[name] if s is not None and name in s else getattr(p, name))),)
+            return (
+                read_shape(each.shape, lambda name: int(s[name] if s is not None and name in s else getattr(p, name))),
+            )
         found = each.shape(p, s) if each.role == "workspace" else each.shape(p)
         return tuple(map(tuple, found)) if each.listed else (tuple(found),)
 
