@@ -208,6 +208,22 @@ def test_the_shipped_kernels_of_rows(launches) -> None:
     )
 
 
+def test_the_functions_shaped_like_torchs(launches) -> None:
+    from tiledsched import functions
+
+    close = {"rtol": 2e-2, "atol": 2e-2}
+    x, w = torch.randn(2, 5, 64).bfloat16(), torch.randn(64).bfloat16()
+    weight = torch.randn(24, 64).bfloat16()
+    torch.testing.assert_close(functions.matmul(x, weight.t()), torch.nn.functional.linear(x, weight), **close)
+    torch.testing.assert_close(functions.matmul(x[0], weight.t()), x[0] @ weight.t(), **close)
+    wanted = torch.nn.functional.rms_norm
+    torch.testing.assert_close(functions.rms_norm(x, w, 1e-3), wanted(x, (64,), w, 1e-3), **close)
+    out, total = functions.rms_norm(x, w, residual=x)
+    torch.testing.assert_close(total, x + x)
+    torch.testing.assert_close(out, wanted(x + x, (64,), w, 1e-5), **close)
+    torch.testing.assert_close(functions.softmax(x), x.softmax(-1), **close)
+
+
 # Where it runs
 
 

@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "report": PROOF,
     "attention": PROOF | {"search", "serve", "report"},
     "tuning": PROOF | {"search", "serve", "report"},
+    "functions": PROOF | {"serve"},
     "doctor": PROOF | {"search", "serve", "report"},
     "studies": PROOF | {"search", "serve", "report", "attention", "tuning"},
     "cli": PROOF | {"search", "serve", "report", "attention", "tuning", "doctor", "studies"},
