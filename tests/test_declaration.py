@@ -88,7 +88,7 @@ def kinds(step):
         ({"grid": None}, "a kernel needs grid(p, s, device)"),
         ({"function": None}, "function: there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)"),
         ({"function": "scale_rows"}, "expected a cuTile kernel or a function, got 'scale_rows'; decorate one with @ct.kernel"),
-        ({"reference": None}, "a kernel needs reference(xp, ...)"),
+        ({"reference": None}, "reference: missing; declare reference(xp, ...)"),
         ({"reference": lambda xp, X: X[:, :1]}, "reference: returns Out of shape"),
         ({"reference": lambda xp, X: ()}, "reference: returns 0 arrays; the outputs are Out"),
         ({"reference": lambda xp, Y: Y}, "reference: its parameter 'Y' is called like nothing declared; known are X, factor"),

@@ -13,6 +13,7 @@ from serve_on_cpu import TOLERANCE, expected, tensors
 from tiledsched import configure
 from tiledsched.attention import plans
 from tiledsched.attention import sdpa as serve
+from tiledsched.device import arch_spec
 from tiledsched.errors import ProblemError, UnsupportedError
 from tiledsched.serve import plan_cache, process
 
@@ -362,3 +363,24 @@ def test_a_torch_with_another_comparison_is_looked_up_by_key(launches, monkeypat
         assert plans.cache.recent == ()
     finally:
         plan_cache.comparison.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["matmul", "rms_norm", "softmax"])
+def test_where_an_arch_has_no_table_the_kernels_model_chooses(name) -> None:
+    from tiledsched.kernel import kernel_named
+    from tiledsched.space_files import space_for
+
+    kernel = kernel_named(name)
+    problem = kernel.suite(next(iter(kernel.suites)))[0]
+    from tiledsched.serve.lookup import Table
+
+    served = Table([], kernel).resolve(problem, "sm_100")
+    space = space_for("sm_100", kernel)
+    assert space.violations(served.schedule, problem) == []
+    assert served.provenance == ("default" if served.schedule == space.default(problem) else "modelled")
+    spec = arch_spec("sm_100")
+    modelled = [
+        kernel.model(problem, s, kernel.expected(problem, s, spec), spec)
+        for s in (served.schedule, space.default(problem))
+    ]
+    assert modelled[0] <= modelled[1]

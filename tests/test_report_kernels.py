@@ -1,6 +1,5 @@
 """The report of a kernel that is nothing like attention: its own words everywhere, and nobody else's."""
 
-
 from __future__ import annotations
 
 import csv

@@ -46,7 +46,6 @@ MAY_IMPORT = {
 """Room -> rooms that it may import beside itself. Everybody may ask the root for the version."""
 EXCEPTIONS = {
     ("kernel.py", "tiledsched.kernels"): "the names of the kernels that ship; a kernel is found by its name",
-    ("kernels/attention/declaration.py", "tiledsched.build.cubin"): "the type of the machine code that it judges",
     ("kernel.py", "tiledsched.model.roofline"): "the model of a kernel that brings none",
 }
 """Imports against the arrows, each where it is asked for only, and why."""

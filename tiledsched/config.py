@@ -152,14 +152,24 @@ def _read_toml(path: Path) -> dict[str, Any]:
     return {**table, **knobs}
 
 
-@functools.cache
 def knob_kinds() -> Mapping[str, type]:
     """Knobs that can be forced at serve time, `TILEDSCHED_TILE_M=128` and so on, and the type of their values.
 
-    They are those of the attention kernel's search space, except accum_mode, which is a setting of its own.
+    They are those of every search-space file that ships and of every kernel that this process knows, except accum_mode,
+    which is a setting of its own.
     """
-    base = tomllib.loads((data_files.search_spaces() / "attention" / "base.toml").read_text(encoding="utf-8"))
-    return {name: type(knob["default"]) for name, knob in base["knobs"].items() if name not in SETTINGS}
+    from tiledsched.kernel import known_kernels
+
+    declared = {name: type(knob.default) for kernel in known_kernels() for name, knob in kernel.knob_fields().items()}
+    return {**declared, **file_knobs()}
+
+
+@functools.cache
+def file_knobs() -> Mapping[str, type]:
+    """The knobs of kernels whose search space is in files alone, and the type of their values."""
+    files = sorted(data_files.search_spaces().glob("*/base.toml"))
+    tables = [tomllib.loads(path.read_text(encoding="utf-8"))["knobs"] for path in files]
+    return {name: type(knob["default"]) for table in tables for name, knob in table.items() if name not in SETTINGS}
 
 
 def check_setting(name: str, value: Any, where: str) -> Any:

@@ -232,7 +232,9 @@ def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, A
         DeclarationError: a parameter is called like none of them.
     """
     if kernel.reference is None:
-        raise DeclarationError(f"{kernel.__name__}.reference: missing; declare reference(xp, ...), its outputs by NumPy or CuPy")
+        raise DeclarationError(
+            f"{kernel.__name__}.reference: missing; declare reference(xp, ...), its outputs by NumPy or CuPy"
+        )
     known = {**inputs, **kernel.scalar_values(p), "p": p, "xp": xp}
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(kernel.reference).parameters.items():

@@ -36,7 +36,6 @@ from tiledsched.problem import Problem, describe_values, stable_id
 from tiledsched.schedule import PLAIN, Schedule
 
 if TYPE_CHECKING:
-
     from tiledsched.device import ArchSpec
     from tiledsched.resources import ResourceFacts
 
@@ -274,8 +273,9 @@ class Kernel:
 
     @classmethod
     def distance(cls, p: Any, q: Any) -> float:
-        """How unlike two problems of one kind are, in octaves of size."""
-        return cls.octaves(p, q) + 0.3 * cls.differences(p, q)
+        """How unlike two problems of one kind are, in octaves of size; of sizes that machine code is made for, twice as much."""
+        constant = [name for name, each in cls.fields.items() if isinstance(each, Dim) and each.constant]
+        return cls.octaves(p, q) + cls.octaves(p, q, constant) + 0.3 * cls.differences(p, q)
 
     @staticmethod
     def rounded(p: Any) -> Any:
@@ -400,7 +400,9 @@ class Kernel:
     @classmethod
     def _shapes(cls, each: ArrayField, p: Problem, s: Schedule | None) -> tuple[tuple[int, ...], ...]:
         if isinstance(each.shape, str):
-            return (read_shape(each.shape, lambda name: int(s[name] if s is not None and name in s else getattr(p, name))),)
+            return (
+                read_shape(each.shape, lambda name: int(s[name] if s is not None and name in s else getattr(p, name))),
+            )
         found = each.shape(p, s) if each.role == "workspace" else each.shape(p)
         return tuple(map(tuple, found)) if each.listed else (tuple(found),)
 
@@ -437,9 +439,9 @@ class Kernel:
         return {name: each.value(p) if callable(each.value) else each.value for name, each in cls.scalar_fields.items()}
 
     @classmethod
-    def octaves(cls, p: Any, q: Any) -> float:
-        """Octaves between the sizes of two problems, all together."""
-        pairs = ((p.values[name], q.values[name]) for name in p.values)
+    def octaves(cls, p: Any, q: Any, names: Sequence[str] | None = None) -> float:
+        """Octaves between the sizes of two problems, all together, or those named."""
+        pairs = ((p.values[name], q.values[name]) for name in (p.values if names is None else names))
         return sum(abs(math.log2(max(1, _total(one)) / max(1, _total(other)))) for one, other in pairs
                    if isinstance(one, (int, tuple)) and not isinstance(one, bool))  # fmt: skip
 
@@ -512,6 +514,11 @@ def _module_word(cls: type) -> str:
     module = cls.__module__
     path = getattr(sys.modules.get(module), "__file__", None)
     return Path(path).stem if path and (module == "__main__" or module.startswith(_FILE_PREFIX)) else module
+
+
+def known_kernels() -> list[KernelClass]:
+    """Every kernel that this process has made or loaded."""
+    return list(_known.values())
 
 
 def kernel_named(name: str) -> KernelClass:

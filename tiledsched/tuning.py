@@ -330,7 +330,10 @@ def small_problems(kernel: KernelClass) -> list[Problem]:
     if kernel.small is not None:
         return list(kernel.small())
     by_kind = {kernel.problem_kind(each): each for each in reversed(problems_of(kernel, None))}
-    pairs = ((shrunk(kernel, each), shrunk(kernel, each, (67, 68, 72, 80, 128), only_largest=True)) for each in by_kind.values())
+    pairs = (
+        (shrunk(kernel, each), shrunk(kernel, each, (67, 68, 72, 80, 128), only_largest=True))
+        for each in by_kind.values()
+    )
     return list(dict.fromkeys(small for pair in pairs for small in pair))
 
 

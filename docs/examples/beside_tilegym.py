@@ -43,7 +43,9 @@ THEIRS = {
     Rope: {"rope": lambda q, k, cos, sin: ops.apply_rope_base(q, k, cos, sin)},
 }  # fmt: skip
 PROBLEMS = {
-    Rope: [{"batch": batch, "seq": seq, "q_heads": 32, "k_heads": 8} for batch, seq in ((1, 4096), (4, 4096), (1, 16384))],
+    Rope: [
+        {"batch": batch, "seq": seq, "q_heads": 32, "k_heads": 8} for batch, seq in ((1, 4096), (4, 4096), (1, 16384))
+    ],
     Softmax: [{"rows": (1 << 26) // columns, "columns": columns} for columns in (1024, 4096, 8192)],
     Matmul: [{"m": n, "n": n, "k": n, "dtype": "bfloat16"} for n in (1024, 2048, 4096, 8192)],
 }

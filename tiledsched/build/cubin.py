@@ -25,6 +25,8 @@ EIATTR_FRAME_SIZE = 0x11
 EIATTR_REGCOUNT = 0x2F
 EIATTR_CLUSTER_DIMS = 0x3D
 SHT_NOBITS = 8
+
+
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
     """A schedule compiled for an arch and a problem class."""

@@ -41,7 +41,12 @@ def estimate_us(kernel: type[Kernel], p: Any, s: Schedule, facts: ResourceFacts,
     idle = math.ceil(waves) / waves if waves > 1 else max(1.0, spec.sm_count / max(grids))
     warps = resident * facts.threads / 32
     hidden = max(1.0, ENOUGH_WARPS / warps) ** 0.5
-    peak = spec.sm_count * spec.clock_ghz * 1e3 * (spec.tensor_flops if uses_tensor_cores(kernel, p) else 2 * spec.fp32_ops)
+    peak = (
+        spec.sm_count
+        * spec.clock_ghz
+        * 1e3
+        * (spec.tensor_flops if uses_tensor_cores(kernel, p) else 2 * spec.fp32_ops)
+    )
     arithmetic = p.flops / (peak * EFFICIENCY)
     traffic = p.min_bytes / (spec.dram_gbps * 1e3 * EFFICIENCY) * hidden
     body = (arithmetic**SHARPNESS + traffic**SHARPNESS) ** (1 / SHARPNESS) * min(idle, 4.0)
@@ -50,9 +55,9 @@ def estimate_us(kernel: type[Kernel], p: Any, s: Schedule, facts: ResourceFacts,
 
 def uses_tensor_cores(kernel: type[Kernel], p: Any) -> bool:
     """Whether the arithmetic is probably that of matrix products: it is of narrow types, and far more than the traffic."""
-    return any(each.dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8") for each in kernel.arrays(p)) and (
-        p.flops > 16 * p.min_bytes
-    )
+    return any(
+        each.dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8") for each in kernel.arrays(p)
+    ) and (p.flops > 16 * p.min_bytes)
 
 
 def expected_facts(s: Schedule, spec: ArchSpec) -> ResourceFacts:

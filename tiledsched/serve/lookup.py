@@ -7,7 +7,8 @@ kinds, the default. What a kind is the kernel says: winners of another kind say 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiledsched.device import ARCHS, arch_spec
@@ -22,6 +23,8 @@ from tiledsched.store.records import EntryRecord
 
 MOST_ANSWERS = 4096
 """Answers a table remembers."""
+MOST_JUDGED = 512
+"""Schedules of which a model is asked where nothing else is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +147,13 @@ class Table:
     def _untold(self, problem: Problem, space: SearchSpace) -> Served:
         """The default, or the kernel's own choice where nothing was measured."""
         default = self._default(space, problem)
-        if space.arch in ARCHS and self.kernel.untold is not None:
+        choose = self.kernel.untold or (model_choice if "model" in vars(self.kernel) else None)
+        if space.arch in ARCHS and choose is not None:
             spec = arch_spec(space.arch)
-            chosen = self.kernel.untold(problem, default, space, lambda schedule: log_us(problem, schedule, spec))
+            chosen = choose(problem, default, space, lambda schedule: log_us(problem, schedule, spec))
             if chosen not in (None, default):
                 return Served(schedule=chosen, provenance="modelled", entry=None, forced={},
-                              reason="nothing like it was measured; the model's choice of plain schedules")  # fmt: skip
+                              reason="nothing like it was measured or tuned; the model's choice of plain schedules")  # fmt: skip
         return Served(schedule=default, provenance="default", entry=None, forced={},
                       reason=f"nothing is known about {space.arch} for this kind of problem")  # fmt: skip
 
@@ -185,6 +189,14 @@ class Table:
         except SpaceError:
             return False
         return True
+
+
+def model_choice(
+    problem: Problem, default: Schedule, space: SearchSpace, estimate: Callable[[Schedule], float]
+) -> Schedule:
+    """What a kernel's own model takes for the fastest, of the first `MOST_JUDGED` schedules that it can tell apart."""
+    plain = itertools.islice(space.schedules(problem, pinned=space.modelled_pins()), MOST_JUDGED)
+    return min([default, *plain], key=lambda schedule: (estimate(schedule), schedule.id))
 
 
 def _exact(told: Sequence[EntryRecord], device_name: str, space: SearchSpace) -> Served | None:

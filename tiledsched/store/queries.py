@@ -9,7 +9,6 @@ from typing import Any
 
 from sqlalchemy import func, select
 
-from tiledsched.kernel import ProblemClass
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
@@ -42,32 +41,6 @@ class KnobEffect:
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
         return {**asdict(self), "inert": self.inert}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramGroup:
-    """Schedules of one problem class that are the same program."""
-
-    problem_class: ProblemClass
-    """For which problems."""
-    fingerprint: str
-    """The program."""
-    schedules: tuple[Schedule, ...]
-    """By id."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramCount:
-    """What became of the schedules of one problem class."""
-
-    problem_class: ProblemClass
-    """For which problems."""
-    schedules: int
-    """Schedules compiled, failures included."""
-    failed: int
-    """Of them, those that did not build."""
-    programs: int
-    """Distinct programs among the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,39 +150,6 @@ def knob_effects(builds: Iterable[BuildRecord]) -> list[KnobEffect]:
             pairs[knob] += _pairs(programs.total())
             same[knob] += sum(_pairs(count) for count in programs.values())
     return [KnobEffect(knob=knob, pairs=pairs[knob], same=same[knob]) for knob in sorted(pairs)]
-
-
-def program_groups(builds: Iterable[BuildRecord]) -> list[ProgramGroup]:
-    """Schedules that are one program, for every program that more than one schedule became; largest group first."""
-    groups = []
-    for built in _by_class(builds).values():
-        members: dict[str, list[Schedule]] = defaultdict(list)
-        for record in built:
-            members[record.fingerprint].append(record.schedule)
-        for fingerprint, schedules in members.items():
-            if len(schedules) > 1:
-                ordered = tuple(sorted(schedules, key=lambda schedule: schedule.id))
-                groups.append(
-                    ProgramGroup(problem_class=built[0].problem_class, fingerprint=fingerprint, schedules=ordered)
-                )
-    return sorted(groups, key=lambda group: (-len(group.schedules), group.problem_class.id, group.fingerprint))
-
-
-def program_counts(builds: Iterable[BuildRecord]) -> list[ProgramCount]:
-    """Schedules, failures and distinct programs of each problem class."""
-    builds = list(builds)
-    everything: dict[str, list[BuildRecord]] = defaultdict(list)
-    for record in builds:
-        everything[record.problem_class.id].append(record)
-    return [
-        ProgramCount(
-            problem_class=records[0].problem_class,
-            schedules=len(records),
-            failed=sum(1 for record in records if record.failure),
-            programs=len({record.fingerprint for record in records if not record.failure}),
-        )
-        for _, records in sorted(everything.items())
-    ]
 
 
 def compare_regimes(db: TuningDB, arch: str | None = None, *, device_name: str | None = None) -> list[RegimeComparison]:
