@@ -131,11 +131,11 @@ def bind(kernel: KernelClass, function: FunctionType, p: Problem, s: Schedule,
             spec = kernel.array_spec(name, p, s)
             found.append(Argument(name=name, kind="list" if spec.listed else "array", wide=spec.wide))
         elif name in constants:
-            found.append(Argument(name=name, kind="constant", value=constants[name]))
+            found.append(_constant(name, constants[name]))
         elif name in scalars:
             found.append(_number(name, scalars[name], constant, kernel.scalar_fields[name].dtype))
         elif name in s:
-            found.append(Argument(name=name, kind="constant", value=s[name]))
+            found.append(_constant(name, s[name]))
         elif name in kernel.fields or name in kernel.derived:
             found.append(_number(name, getattr(p, name), constant, "int32"))
         else:
@@ -143,6 +143,17 @@ def bind(kernel: KernelClass, function: FunctionType, p: Problem, s: Schedule,
             raise DeclarationError(f"{kernel.name}: parameter {name!r} of {function.__name__} is called like nothing declared "
                                    f"({', '.join(known)}); declare it, or return it from constants(p, s)")  # fmt: skip
     return tuple(found)
+
+
+def _constant(name: str, value: Any) -> Argument:
+    plain = type(value) in (int, bool, str)
+    return _plain_constant(name, value) if plain else Argument(name=name, kind="constant", value=value)
+
+
+@functools.lru_cache(maxsize=16384, typed=True)  # 1 is not True
+def _plain_constant(name: str, value: int | bool | str) -> Argument:
+    """A search binds the same few values with every schedule."""
+    return Argument(name=name, kind="constant", value=value)
 
 
 def _number(name: str, value: Any, constant: bool, dtype: str) -> Argument:
@@ -230,6 +241,11 @@ def _with_notes(function: FunctionType, notes: tuple[tuple[str, Any], ...]) -> F
 
 
 def _note(kernel: KernelClass, spec: ArraySpec) -> Any:
+    return _kept_note(kernel, spec)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_note(kernel: KernelClass, spec: ArraySpec) -> Any:
     words = kernel.array_fields[spec.name].shape
     fixed: tuple[int, ...] = ()
     if isinstance(words, str):

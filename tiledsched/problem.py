@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from tiledsched.kernel import Kernel
 
 
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+
 def canonical_json(value: Any) -> str:
     """The one JSON text of `value`: sorted keys, no spaces. Ids are hashes of this."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return _encode(value)
 
 
 def stable_id(value: Any, length: int = 12) -> str:
