@@ -55,7 +55,8 @@ def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: st
         p: the problem.
         precision: of the reference; float32 where the GPU's float64 is slow.
     """
-    random = random_inputs(kernel, xp, rng, p)
+    own = kernel.inputs(xp, rng, p)
+    random = random_inputs(kernel, xp, rng, p, own)
 
     def right(inputs: Arrays) -> tuple[Any, ...]:
         return expected_outputs(kernel, xp, p, inputs, precision)
@@ -65,15 +66,15 @@ def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: st
         yield from kernel.adversarial(xp, rng, p, right)
         return
     for kind in KINDS if any(is_float(spec.dtype) for spec in input_specs(kernel, p)) else ():
-        inputs = _shaped(kernel, xp, p, random, kind)
+        inputs = _shaped(kernel, xp, p, random, kind, own)
         outputs = right(inputs)
         if _representable(kernel, xp, p, outputs):
             yield Case(kind, inputs, outputs)
 
 
-def random_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem) -> Arrays:
-    """Inputs as they lie in memory: standard normal, integers drawn evenly, or as the kernel makes them."""
-    own = kernel.inputs(xp, rng, p)
+def random_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem, own: Mapping[str, Any] | None = None) -> Arrays:
+    """Inputs as they lie in memory: standard normal, integers drawn evenly, or the kernel's `own`."""
+    own = kernel.inputs(xp, rng, p) if own is None else own
     found: Arrays = {}
     for spec in input_specs(kernel, p):
         given = own.get(spec.name)
@@ -116,9 +117,8 @@ def expected_outputs(kernel: KernelClass, xp: Any, p: Problem, inputs: Arrays, p
     return call_reference(kernel, xp, p, read)[: len(output_specs(kernel, p))]
 
 
-def _shaped(kernel: KernelClass, xp: Any, p: Problem, random: Arrays, kind: str) -> Arrays:
+def _shaped(kernel: KernelClass, xp: Any, p: Problem, random: Arrays, kind: str, own: Mapping[str, Any]) -> Arrays:
     """The random inputs, made to bring something out; those that are no floating-point numbers stay."""
-    own = set(kernel.inputs(numpy, numpy.random.default_rng(0), p)) if "inputs" in vars(kernel) else set()
     found = dict(random)
     for spec in input_specs(kernel, p):
         if is_float(spec.dtype) and spec.name not in own:

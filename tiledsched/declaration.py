@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from tiledsched.device import LIMITS
 from tiledsched.errors import DeclarationError, TiledschedError
 from tiledsched.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, shape_names
-from tiledsched.kernel import FUNCTIONS, HINT_KNOBS, Kernel, KernelClass
+from tiledsched.kernel import FUNCTIONS, HINT_KNOBS, KernelClass
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
@@ -151,15 +152,16 @@ def _check_constraints(kernel: KernelClass) -> None:
 class _Watched(Schedule):
     """A schedule that notes which of its knobs are read."""
 
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
     def __getitem__(self, name: str) -> Any:
-        _read.add(name)
+        self.read.add(name)
         return super().__getitem__(name)
 
-    def __iter__(self) -> Any:
-        return super().__iter__()
-
-
-_read: set[str] = set()
+    def number(self, name: str) -> int:
+        return int(self[name])
 
 
 def _check_launches(kernel: KernelClass, example: Problem) -> None:
@@ -168,7 +170,6 @@ def _check_launches(kernel: KernelClass, example: Problem) -> None:
     from tiledsched.launches import steps
 
     knobs = kernel.knob_fields()
-    _read.clear()
     schedule = _Watched({name: each.default for name, each in knobs.items()})
     try:
         found = steps(kernel, example, schedule, ARCHS["sm_90"])
@@ -179,7 +180,7 @@ def _check_launches(kernel: KernelClass, example: Problem) -> None:
     taken = {argument.name for step in found for argument in step.arguments}
     chosen = kernel.entry is not None or kernel.launches is not None
     for name in knobs:
-        if name not in taken | _read and name not in HINT_KNOBS and not chosen:
+        if name not in taken | schedule.read and name not in HINT_KNOBS and not chosen:
             functions = ", ".join(step.function.__name__ for step in found)
             _fail(kernel, f"knobs[{name!r}]", f"neither a parameter of {functions} nor a hint ({', '.join(HINT_KNOBS)}), and "
                   "read by neither grid nor constants; take it, or leave it out")  # fmt: skip
@@ -200,8 +201,7 @@ def _check_reference(kernel: KernelClass, example: Problem) -> None:
                 numpy.ones(shape) if each.below is None else numpy.zeros(shape, numpy.int64) for shape in each.shapes
             ]
             inputs[each.name] = made if each.listed else made[0]
-    if any(name in vars(kernel) and name == "inputs" for name in vars(kernel)):
-        inputs |= dict(kernel.inputs(numpy, numpy.random.default_rng(0), small))
+    inputs |= dict(kernel.inputs(numpy, numpy.random.default_rng(0), small))
     try:
         results = call_reference(kernel, numpy, small, inputs)
     except DeclarationError:
@@ -269,6 +269,3 @@ def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, o
                 continue
             break
     return p
-
-
-__all__ = ["Kernel", "call_reference", "check_declaration", "first_problem", "shrunk"]
