@@ -34,6 +34,7 @@ def test_odd_sizes_are_right(size, dtype):
     p = Matmul.problem(m=m, n=n, k=k, dtype=dtype, b_layout="column")
     for pinned in (
         {"REST_N": 32},
+        {"TILE_N": 128, "REST_N": 32},
         {"SPLIT_K": 4},
         {"PERSISTENT": True},
         {"PAD": True},

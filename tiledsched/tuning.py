@@ -240,7 +240,8 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
         regime: burst or sustained; None for what settings say.
         accum_mode: accuracy class, of kernels that have several.
         effort: quick, default or thorough.
-        trials: distinct programs to measure per problem, at most; None for those of the effort.
+        trials: distinct programs to measure per problem, at most; None for those of the effort. Without a GPU: schedules to
+            build, the model's favourites first; None for all.
         budget_s: seconds for all problems together.
         sampler: what proposes schedules.
         neighbours: also what differs from the fastest in a knob or two, beyond what the space explores.

@@ -3,7 +3,8 @@
     python docs/examples/beside_tilegym.py --csv FILE      # on a GPU, with torch, CuPy and tilegym installed
 
 Both searches begin with nothing: an empty database, an empty cache, a process that has called neither. Then both are timed
-in turn, out of a cold cache, each queued behind a spin that outlasts the host.
+in turn, out of a cold cache, each queued behind a spin that outlasts the host. A search counts twice: its seconds, and the
+seconds in which the driver saw the GPU at work (NVML's utilization, sampled, of which below a second little can be said).
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import argparse
 import csv
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 
+import pynvml
 import torch
 from tilegym import ops
 
@@ -43,21 +46,45 @@ THEIRS = {
     Rope: {"rope": lambda q, k, cos, sin: ops.apply_rope_base(q, k, cos, sin)},
 }  # fmt: skip
 PROBLEMS = {
+    Matmul: [{"m": n, "n": n, "k": n, "dtype": "bfloat16"} for n in (1024, 2048, 4096, 8192)],
     Rope: [
         {"batch": batch, "seq": seq, "q_heads": 32, "k_heads": 8} for batch, seq in ((1, 4096), (4, 4096), (1, 16384))
     ],
     Softmax: [{"rows": (1 << 26) // columns, "columns": columns} for columns in (1024, 4096, 8192)],
-    Matmul: [{"m": n, "n": n, "k": n, "dtype": "bfloat16"} for n in (1024, 2048, 4096, 8192)],
 }
 
 
-def seconds(call, *given):
-    """Of one call, until the GPU is done."""
+def timed(call, *given):
+    """What a call returns, its seconds until the GPU is done, and those in which the GPU was at work."""
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    done, busy = threading.Event(), 0.0
+
+    def watch():
+        nonlocal busy
+        last = time.perf_counter()
+        while not done.wait(0.02):
+            now = time.perf_counter()
+            busy += (now - last) * pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
+            last = now
+
     torch.cuda.synchronize()
+    time.sleep(1.2)  # what was at work before is forgotten
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     started = time.perf_counter()
-    call(*given)
+    result = call(*given)
     torch.cuda.synchronize()
-    return time.perf_counter() - started
+    took = time.perf_counter() - started
+    time.sleep(0.2)
+    done.set()
+    watcher.join()
+    return result, took, busy
+
+
+def tuned(kernel, p, arch):
+    """What a quick search comes to."""
+    return ts.tune(kernel, [p], arch=arch, effort="quick", runner="gpu")
 
 
 def race(calls, given):
@@ -88,23 +115,23 @@ def main():
     with open(arguments.csv, "w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(("kernel", "problem", "schedule", "tiledsched_us", "tilegym_us", "tilegym_variant", "ratio",
-                       "tiledsched_search_s", "tilegym_search_s", "device", "torch"))  # fmt: skip
+                       "tiledsched_search_s", "tiledsched_gpu_s", "tilegym_search_s", "tilegym_gpu_s", "device",
+                       "torch"))  # fmt: skip
         for kernel, problems in PROBLEMS.items():
             ours = ts.op(f"beside::{kernel.__name__.lower()}", kernel)
             for values in problems:
                 p = kernel.problem(**values)
                 given = tensors(kernel, p)
-                found = ts.tune(kernel, [p], arch=arguments.arch, effort="quick", runner="gpu")
+                report, *spent = timed(tuned, kernel, p, arguments.arch)
                 ours(*given)
-                searched = {}
-                for name, call in THEIRS[kernel].items():
-                    searched[name] = seconds(call, *given) - seconds(call, *given)
+                searched = [timed(call, *given)[1:] for call in THEIRS[kernel].values()]
+                spent += [sum(each) for each in zip(*searched, strict=True)]
                 times = race({"tiledsched": ours, **THEIRS[kernel]}, given)
                 mine = times.pop("tiledsched")
                 best = min(times, key=times.get)
-                line = (kernel.__name__, p, found.entries[0].schedule.short(), f"{mine:.2f}", f"{times[best]:.2f}", best,
-                        f"{times[best] / mine:.3f}", f"{found.results[0].seconds:.1f}", f"{sum(searched.values()):.1f}",
-                        torch.cuda.get_device_name(), torch.__version__)  # fmt: skip
+                line = (kernel.__name__, p, report.entries[0].schedule.short(), f"{mine:.2f}", f"{times[best]:.2f}", best,
+                        f"{times[best] / mine:.3f}", *(f"{each:.1f}" for each in spent), torch.cuda.get_device_name(),
+                        torch.__version__)  # fmt: skip
                 rows.writerow(line)
                 file.flush()
                 print(*line, flush=True)

@@ -106,7 +106,7 @@ def _add_tune(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument("--effort", default="default", choices=tuple(EFFORTS), help="how many programs are measured and "
                         "race for the decision (default: default)")  # fmt: skip
     parser.add_argument("--trials", type=positive, metavar="N", help="distinct programs to measure per problem, at most "
-                        "(default: as the effort says)")  # fmt: skip
+                        "(default: as the effort says); without a GPU, schedules to build (default: all)")  # fmt: skip
     parser.add_argument("--sampler", default="surrogate", choices=("surrogate", "tpe", "random", "exhaustive"),
                         help="what proposes schedules (default: surrogate)")  # fmt: skip
     parser.add_argument("--accum-mode", choices=("fp32", "fp16"), help="accuracy class (default: fp32)")
@@ -295,6 +295,7 @@ def _add_db(subs: Any) -> None:
     export = _command(
         actions, "export", store_commands.db_export, "write entries and their evidence to a reviewable table"
     )
+    _listed_kernel(export)
     export.add_argument("--arch", metavar="ARCH", help="only this arch")
     export.add_argument("--out", metavar="FILE", default="-", help="file to write (default: stdout)")
     bring = _command(actions, "import", store_commands.db_import, "take in a table written by export")

@@ -132,9 +132,9 @@ def db_export(options: argparse.Namespace) -> int:
 
     with _open(options, read_only=True) as db:
         if options.out == "-":
-            export_table(db, sys.stdout, options.arch)
+            export_table(db, sys.stdout, options.arch, _listed(options))
             return 0
-        count = export_table(db, options.out, options.arch)
+        count = export_table(db, options.out, options.arch, _listed(options))
     _said(options, {"entries": count, "file": options.out}, f"{count} entries written to {options.out}")
     return 0
 

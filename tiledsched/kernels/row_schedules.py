@@ -22,7 +22,7 @@ ELEMENTS = 1 << 27
 """Of an array of the suites: 256 MiB in 16 bits, more than any L2 cache holds."""
 
 KNOBS = {
-    "TILE_ROWS": ts.knob((1, 2, 4), about="rows of a tile", weight=0.4),
+    "TILE_ROWS": ts.knob((1, 2, 4, 8), about="rows of a tile", weight=0.4),
     "TILE_COLUMNS": ts.knob((4096, 512, 1024, 2048, 8192, 16384), about="columns of a tile", weight=0.4),
     "HOLD": ts.knob((True, False), about="whether the tiles of a row stay in registers"),
     "PERSISTENT": ts.knob((False, True), about="whether a block takes rows of every so many"),

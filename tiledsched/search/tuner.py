@@ -53,8 +53,8 @@ class TuneOptions:
     effort: str = "default"
     """A key of EFFORTS: how many programs are measured and how many race for the decision."""
     trials: int | None = None
-    """Distinct programs to measure per problem, at most, where there is a GPU; those measured before count. None for
-    those of the effort.
+    """Distinct programs to measure per problem, at most, those measured before among them; without a GPU, schedules to build.
+    None for those of the effort, and for all.
     """
     budget_s: float | None = None
     """Seconds for the whole run, shared evenly by the problems; None for no limit."""
@@ -163,11 +163,17 @@ class Tuner:
         started = time.monotonic()
         # The model cannot tell what such knobs do: they stay as they are until something is measured.
         pinned = self._pinned | self.space.modelled_pins()
-        schedules = list(self.space.schedules(problem, pinned=pinned))
-        default = self._default(problem)
-        schedules.sort(key=lambda schedule: schedule != default)  # the default first, for short budgets
-        compiled = self._build(schedules, problem, deadline_s)
-        spec = arch_spec(self.space.arch)
+        spec, default = arch_spec(self.space.arch), self._default(problem)
+        estimate = estimator(problem, spec)
+        schedules = sorted(self.space.schedules(problem, pinned=pinned), key=lambda schedule: schedule != default)
+        # The default first, then the model's favourites by what they are expected to need: for few trials and short budgets.
+        favourites = sorted(
+            schedules, key=lambda schedule: (schedule != default, estimate(schedule, None), schedule.id)
+        )
+        favourites = favourites[: self.options.trials]
+        compiled = self._build(favourites, problem, deadline_s)
+        chosen = set(favourites)
+        schedules = [schedule for schedule in schedules if schedule in chosen]
         programs = self.builder.programs(schedules, problem, spec)
         ranked = self._ranked(programs, problem)
         if not ranked:

@@ -68,13 +68,14 @@ class _Evidence:
     created_at: datetime
 
 
-def export_table(db: TuningDB, target: str | os.PathLike[str] | IO[str], arch: str | None = None) -> int:
-    """Write the entries of `arch` (or all) with the measurements behind them to a path or an open text file.
+def export_table(db: TuningDB, target: str | os.PathLike[str] | IO[str], arch: str | None = None,
+                 kernel: str | None = None) -> int:  # fmt: skip
+    """Write the entries of `arch` and `kernel` (or all) with the measurements behind them to a path or an open text file.
 
     Returns:
         How many entries were written.
     """
-    entries = db.entries(arch)
+    entries = db.entries(arch, kernel)
     uids = {entry.measurement.uid for entry in entries if entry.measurement}
     evidence = [stored for stored in db.measurements(arch=arch) if stored.uid in uids]
     _write(target, entries, evidence, db.artifacts(arch))

@@ -72,7 +72,7 @@ class Matmul(Kernel):
         "TILE_M * TILE_N <= 32768 * num_ctas": "two groups of warps hold 128 x 256 sums in registers, and no more",
         "TILE_M >= 32 * num_ctas or num_ctas == 1": "a cluster divides the rows of a tile",
         "num_ctas == 1 or shared_memory_bytes > 200000": "clusters share loads on the data-center archs since sm_90",
-        "REST_N == 0 or 2 * REST_N == TILE_N": "the second part of a work tile is half as wide as the first",
+        "REST_N == 0 or TILE_N in (2 * REST_N, 4 * REST_N)": "the second part of a work tile is a half or a quarter of the first",
         "REST_N == 0 or SPLIT_K == 1": "partial products are of one part",
         "not PAD or odd": "operands that TMA can load need no copy",
         "not PAD or SPLIT_K == 1": "partial products are made of the operands themselves",

@@ -3,7 +3,7 @@
 A work tile is one tile of C, or one share of its walk over k where SPLIT_K blocks divide that walk. The main loop multiplies
 and accumulates in float32; the epilogue rounds and stores. From the outside in: `schedule_tiles` is the tile scheduler,
 `place_of` the order of the work tiles, `main_loop` one work tile's products, `epilogue` its store. A work tile is TILE_N
-columns wide, a power of two, or REST_N more, in a second product: 192 columns divide some problems into fewer waves.
+columns wide, a power of two, or REST_N more, in a second product: 160 or 192 columns divide some problems into fewer waves.
 
 Split-K makes float32 partial products in a workspace, which a second launch, `combine`, sums. One launch whose last block
 to arrive combines, by an atomic counter, would be shorter; the counter's release would order the TMA loads of the main
@@ -38,7 +38,7 @@ class Constants:
     TILE_N: int
     """Columns of a work tile, or of its first part."""
     REST_N: int
-    """Columns of its second part, half of the first's; 0 where there is one part."""
+    """Columns of its second part, a half or a quarter of the first's; 0 where there is one part."""
     TILE_K: int
     """Columns of A, and rows of B, that one step of the main loop takes."""
     GROUP_M: int
