@@ -16,9 +16,12 @@ import tiledsched as ts
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
 from tiledsched.cli import main
+from tiledsched.device import arch_spec
 from tiledsched.errors import ConfigError, DeclarationError, MeasureError, ProblemError, SpaceError
 from tiledsched.kernel import load_kernel
+from tiledsched.search.prior import estimator
 from tiledsched.space_files import space_for
+from tiledsched.store.db import TuningDB
 from tiledsched.tuning import problems_of, small_problems
 
 ROOT = Path(__file__).parent.parent
@@ -134,6 +137,35 @@ def test_a_second_tune_compiles_nothing(tuned, kernel) -> None:
     problem = kernel.problem(rows=4096)
     assert again.winners == {problem: tuned.winners[problem]}
     assert again.run_id != tuned.run_id
+
+
+@pytest.mark.compiler
+def test_few_trials_without_a_gpu_build_the_default_and_the_models_favourite(kernel, tmp_path, monkeypatch) -> None:
+    built, build = [], BuildPool.build
+    monkeypatch.setattr(
+        BuildPool,
+        "build",
+        lambda pool, tasks, **more: build(pool, [(built.append(task.schedule), task)[1] for task in tasks], **more),
+    )
+    problem, space, spec = kernel.problem(rows=4096), space_for("sm_90", kernel), arch_spec("sm_90")
+    estimate = estimator(problem, spec)
+    others = [each for each in space.schedules(problem) if each != space.default(problem)]
+    favourite = min(others, key=lambda schedule: (estimate(schedule, None), schedule.id))
+    ts.tune(kernel, [problem], arch="sm_90", db=str(tmp_path / "few.db"), runner="none", trials=2, jobs=1)
+    assert built == [space.default(problem), favourite]
+
+
+@pytest.mark.compiler
+def test_a_script_that_tunes_as_it_is_imported_is_told(tmp_path) -> None:
+    script, db = tmp_path / "script.py", tmp_path / "script.db"
+    script.write_text(f"""import tiledsched as ts
+ts.tune("softmax", [dict(rows=64, columns=1024)], arch="sm_90", runner="none", db={str(db)!r}, trials=2)
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
+    with TuningDB.open(str(db), read_only=True) as kept:  # what was never compiled is no failure of a schedule
+        assert not kept.failures("sm_90")
 
 
 def test_problems_are_given_as_such_as_values_by_a_suite_or_not_at_all(kernel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -261,6 +262,9 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
         TiledschedError: of a wrong argument, a missing compiler, or a problem that no schedule works for. What was found
             for the problems before it is stored.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as Python itself tells
+        raise ConfigError("a compile process imports the script that started it, and that tunes as it is imported; put the call "
+                          "of tune() under: if __name__ == '__main__':")  # fmt: skip
     kernel = kernel_of(kernel)
     kernel.locator()  # raises where the compile processes could not find it
     wanted = problems_of(kernel, problems)

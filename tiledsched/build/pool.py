@@ -6,7 +6,7 @@ one candidate.
 
 from __future__ import annotations
 
-import concurrent.futures
+import concurrent.futures.process
 import contextlib
 import importlib
 import multiprocessing
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pebble import ProcessExpired, ProcessPool
 
 from tiledsched.build.compiler import BuildTask, Built, compile_task, prepare_process
-from tiledsched.errors import Failure, FailureKind
+from tiledsched.errors import CompilerError, Failure, FailureKind
 
 GRACE_S = 20.0
 """Time beyond a task's own limit before its whole process is killed: the compiler's limit fires first."""
@@ -56,6 +56,9 @@ class BuildPool:
             leave: end when no more than so many of `tasks` are unfinished. They go on, and later calls yield them, too.
 
         Leaving the loop early (or Ctrl-C) stops the processes; what was yielded stays valid.
+
+        Raises:
+            CompilerError: the processes end before they compile anything.
         """
         wanted = self._start(tasks)
         ended = False
@@ -116,6 +119,9 @@ def _outcome(task: BuildTask, future: concurrent.futures.Future[Built]) -> Built
     except ProcessExpired as error:
         failure = Failure(kind=FailureKind.COMPILER_KILLED, message=f"compile process ended with code {error.exitcode}")
         return Built(task=task, artifact=None, failure=failure, seconds=0.0)
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise CompilerError("the compile processes end as they start. In a script, which each of them imports, put what tunes "
+                            "under: if __name__ == '__main__':; elsewhere, run: tiledsched doctor") from error  # fmt: skip
     except Exception as error:  # the result could not be sent back, say
         failure = Failure(kind=FailureKind.COMPILE_ERROR, message=f"{type(error).__name__}: {error}"[:500])
         return Built(task=task, artifact=None, failure=failure, seconds=0.0)
