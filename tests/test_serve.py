@@ -136,12 +136,32 @@ def test_a_schedule_that_is_not_valid_for_the_problem_is_not_served() -> None:
 def test_accuracy_classes_and_regimes_are_apart() -> None:
     fp16 = entry(accum_mode="fp16", knobs={"accum_mode": "fp16"})
     hot = entry(regime="sustained", knobs={"occupancy": 3})
-    assert table_of([fp16, hot]).resolve(PROBLEM, "sm_90").provenance == "default"
+    assert table_of([fp16]).resolve(PROBLEM, "sm_90").provenance == "default"
     assert table_of([fp16], accum_mode="fp16").resolve(PROBLEM, "sm_90").schedule["accum_mode"] == "fp16"
     assert table_of([], accum_mode="fp16").resolve(PROBLEM, "sm_90").schedule["accum_mode"] == "fp16"
     bfloat16 = PROBLEM.replace(dtype="bfloat16")  # has no fp16 accumulators
     assert table_of([], accum_mode="fp16").resolve(bfloat16, "sm_90").schedule["accum_mode"] == "fp32"
     assert table_of([hot], regime="sustained").resolve(PROBLEM, "sm_90").schedule["occupancy"] == 3
+
+
+def test_a_regime_or_class_that_was_not_tried_is_served_as_the_nearest_that_was() -> None:
+    cool, hot = entry(knobs={"occupancy": 2}), entry(regime="sustained", knobs={"occupancy": 3})
+    for regime, occupancy in (("burst", 2), ("sustained", 3)):
+        served = table_of([hot, cool], regime=regime).resolve(PROBLEM, "sm_90", "NVIDIA H200")
+        assert (served.provenance, served.schedule["occupancy"]) == ("measured", occupancy)
+        assert served.reason == "this problem was measured on this device"
+    served = table_of([cool], regime="sustained").resolve(PROBLEM, "sm_90", "NVIDIA H200")
+    assert served.reason.endswith("on this device, in the burst regime; nothing was in the sustained one")
+    assert served.schedule == cool.schedule
+    served = table_of([cool], accum_mode="fp16").resolve(PROBLEM, "sm_90", "NVIDIA H200")
+    assert served.reason.endswith("with fp32 accumulators; nothing was with fp16 ones")
+    assert served.schedule["accum_mode"] == "fp32"
+    near = PROBLEM.replace(seq_q=2048, seq_k=2048)
+    served = table_of([cool], regime="sustained").resolve(near, "sm_90", "NVIDIA H200")
+    assert served.provenance == "transferred"
+    assert "in the burst regime" in served.reason
+    guess = entry(provenance="modelled", accum_mode="fp32")  # what no device measured stands for nothing else
+    assert table_of([guess], accum_mode="fp16").resolve(PROBLEM, "sm_90").provenance == "default"
 
 
 def test_forced_knobs_win_and_say_so() -> None:

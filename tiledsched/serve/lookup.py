@@ -3,6 +3,9 @@
 In order: this device's measurement, another device's of the same arch, what won on the nearest measured problems (see
 `tiledsched.serve.policy`), the model's choice for the problem, the model's for the nearest, what won on problems of other
 kinds, the default. What a kind is the kernel says: winners of another kind say less than the model about this one.
+
+A problem that was not measured in the regime or the accuracy class asked for counts as it was measured in the other regime, or
+in the exact class, and the reason says so. A less exact class never takes the place of the exact one.
 """
 
 from __future__ import annotations
@@ -21,6 +24,10 @@ from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.space_files import space_for
 from tiledsched.store.records import EntryRecord
 
+TOLD = ("measured", "transferred")
+"""Provenances of entries that some device measured."""
+EXACT = "fp32"
+"""The accuracy class that may stand for any other."""
 MOST_ANSWERS = 4096
 """Answers a table remembers."""
 MOST_JUDGED = 512
@@ -53,13 +60,31 @@ class Table:
         self.kernel, self.regime, self.accum_mode = kernel, regime, accum_mode
         self.forced = dict(forced or {})
         self._by_arch: dict[str, list[EntryRecord]] = {}
-        for entry in entries:
-            if entry.kernel == kernel.name and entry.accum_mode == accum_mode and entry.regime in ("", regime):
+        mine = [entry for entry in entries if entry.kernel == kernel.name and entry.accum_mode in (accum_mode, EXACT)]
+        mine.sort(key=self._strangeness)
+        told = set()
+        for entry in mine:
+            place, known = (entry.arch, entry.problem, entry.device_name), entry.provenance in TOLD
+            if not self._strangeness(entry) or (known and place not in told):
                 self._by_arch.setdefault(entry.arch, []).append(entry)
+                told |= {place} if known else set()
         self._spaces: dict[str, SearchSpace] = {}
         self._completed: dict[str, list[EntryRecord]] = {}
         self._told: dict[str, dict[Problem, list[EntryRecord]]] = {}
         self._answers: dict[tuple[Problem, str], Served] = {}
+
+    def _strangeness(self, entry: EntryRecord) -> int:
+        """0 for what is of the regime and class asked for; else how badly it stands for that."""
+        return (entry.regime not in ("", self.regime)) + 2 * (entry.accum_mode != self.accum_mode)
+
+    def _note(self, entry: EntryRecord | None) -> str:
+        """What people should know of evidence of another regime or class."""
+        note = ""
+        if entry is not None and entry.regime not in ("", self.regime):
+            note += f", in the {entry.regime} regime; nothing was in the {self.regime} one"
+        if entry is not None and entry.accum_mode != self.accum_mode:
+            note += f", with {entry.accum_mode} accumulators; nothing was with {self.accum_mode} ones"
+        return note
 
     @property
     def archs(self) -> list[str]:
@@ -79,6 +104,8 @@ class Table:
             or self._shared(problem, space)
             or self._told_by_others(problem, space)
         )
+        note = self._note(served.entry)
+        served = replace(served, reason=served.reason + note) if note else served
         return self._with_forced(served, problem, space) if self.forced else served
 
     def _known(self, space: SearchSpace) -> list[EntryRecord]:
@@ -93,7 +120,7 @@ class Table:
         if space.arch not in self._told:
             by_problem: dict[Problem, list[EntryRecord]] = {}
             for entry in self._known(space):
-                if entry.provenance in ("measured", "transferred"):
+                if entry.provenance in TOLD:
                     by_problem.setdefault(entry.problem, []).append(entry)
             self._told[space.arch] = by_problem
         return self._told[space.arch].get(problem, [])
@@ -112,7 +139,7 @@ class Table:
     def _told_by_others(self, problem: Problem, space: SearchSpace) -> Served:
         """The answer for a problem that was not measured."""
         known = self._known(space)
-        measured = [entry for entry in known if entry.provenance in ("measured", "transferred")]
+        measured = [entry for entry in known if entry.provenance in TOLD]
         alike = [entry for entry in measured if self.kernel.kind(entry.problem) == self.kernel.kind(problem)]
         return (
             self._transferred(alike, problem, space)
@@ -215,7 +242,7 @@ def _modelled(known: Sequence[EntryRecord], problem: Problem, space: SearchSpace
     """The model's choice for the nearest problem of the kind."""
     kind, distance = problem.declaration.kind, problem.declaration.distance
     alike = [entry for entry in known if kind(entry.problem) == kind(problem)]
-    usable = [entry for entry in alike if entry.provenance not in ("measured", "transferred")
+    usable = [entry for entry in alike if entry.provenance not in TOLD
               and not space.unworkable(entry.schedule, problem)]  # fmt: skip
     if not usable:
         return None
