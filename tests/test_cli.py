@@ -78,7 +78,7 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     assert "nothing was measured" in out
     assert "modelled" in out
 
-    assert main(["show", "--arch", "sm_121", "--json"]) == 0
+    assert main(["show", "attention", "--arch", "sm_121", "--json"]) == 0
     rows = [row for row in json.loads(capsys.readouterr().out)["entries"] if row["S"] in (1024, 4096)
             and row["D"] == row["head_dim"] == 64 and not row["causal"] and row["dtype"] == "float16"]  # fmt: skip
     assert {row["S"] for row in rows} == {1024, 4096}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tiledsched import data_files
 from tiledsched.build.compiler import Built
@@ -17,7 +20,7 @@ from tiledsched.errors import ConfigError, Failure, FailureKind, NoValidSchedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.search.effort import EFFORTS
-from tiledsched.search.prior import Elsewhere, estimator, promising_part
+from tiledsched.search.prior import Elsewhere, Shipped, estimator, promising_part
 from tiledsched.search.tuner import TuneOptions, Tuner
 from tiledsched.space import SearchSpace
 from tiledsched.space_files import space_for
@@ -89,12 +92,14 @@ class Recorded:
         return Artifact(arch=arch, fingerprint=fingerprint, facts=self.facts[fingerprint], cubin=b"")
 
 
-def tune(recorded: Recorded, db: TuningDB, *, runner=None, space=None, toolchain=None, source_hash=None, **options):
+def tune(recorded: Recorded, db: TuningDB, *, runner=None, space=None, toolchain=None, source_hash=None, served=None,
+         shipped=None, measure=True, **options):  # fmt: skip
     run_id = db.start_run({}, "sm_90")
-    runner = runner or ReplayRunner(Attention, recorded.measurements, seed=1)
+    runner = (runner or ReplayRunner(Attention, recorded.measurements, seed=1)) if measure else None
     with patch.object(Attention, "source_hash", return_value=source_hash or Attention.source_hash()):
         tuner = Tuner(db, recorded, space or recorded_space(recorded), Attention, toolchain or recorded.toolchain,
-                      TuneOptions(**options), pool=recorded, run_id=run_id, runner=runner)  # fmt: skip
+                      TuneOptions(**options), pool=recorded, run_id=run_id, runner=runner,
+                      served=(lambda problem, device: served) if served else None, shipped=shipped)  # fmt: skip
         return tuner.tune([recorded.problem])[0]
 
 
@@ -364,3 +369,72 @@ def test_what_is_built_late_is_not_lost(db, path) -> None:
         for record in db.find_builds("attention", Attention.source_hash(), recorded.toolchain, "sm_90").values()
     }
     assert recorded.compiled - len(recorded.late) == len(built)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(place=st.floats(0.0, 1.0), trials=st.integers(1, 12), seed=st.integers(0, 99),
+       budget_s=st.sampled_from([None, 0.0, 1e-3]), sampler=st.sampled_from(["surrogate", "random"]))  # fmt: skip
+def test_what_would_be_served_races_and_loses_only_to_what_is_faster(place, trials, seed, budget_s, sampler) -> None:
+    recorded = Recorded(LANDSCAPES[3])
+    ranked = sorted(recorded.schedules, key=lambda each: recorded.times[recorded.key(each)])
+    served = ranked[int(place**3 * (len(ranked) - 1))]
+    with TuningDB.open("sqlite://") as db:
+        found = tune(recorded, db, served=served, trials=trials, seed=seed, budget_s=budget_s, sampler=sampler)
+    time = {each: recorded.times[recorded.key(each)] for each in (served, found.entry.schedule)}
+    assert found.stored
+    assert time[found.entry.schedule] <= 1.002 * time[served]
+    if recorded.key(found.entry.schedule) == recorded.key(served):
+        assert found.entry.schedule == served  # as it was written, though others are the same program
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(place=st.floats(0.0, 1.0), trials=st.one_of(st.none(), st.integers(1, 40)))
+def test_without_a_gpu_what_is_served_gives_way_only_to_a_better_estimate(place, trials) -> None:
+    recorded, spec = Recorded(LANDSCAPES[5]), arch_spec("sm_90")
+
+    def modelled(schedule) -> float:
+        return Attention.model(recorded.problem, schedule, recorded.facts[recorded.fingerprints[schedule]], spec)
+
+    ranked = sorted(recorded.schedules, key=modelled)
+    served = ranked[int(place**3 * (len(ranked) - 1))]
+    with TuningDB.open("sqlite://") as db:
+        found = tune(recorded, db, measure=False, served=served, trials=trials)
+        assert recorded.compiled == found.compiled <= (trials or math.inf)
+    assert found.stored
+    assert found.left == (0 if trials is None else found.left) >= 0
+    better = modelled(found.entry.schedule) < modelled(served)
+    assert better or found.entry.schedule == served
+
+
+def test_nothing_is_stored_where_time_ran_out_before_what_is_served_was_built(db) -> None:
+    recorded = Recorded(LANDSCAPES[5])
+    recorded.build = lambda tasks, leave=0: Recorded.build(
+        recorded, [each for each in tasks if each.schedule != served]
+    )
+    default = recorded_space(recorded).default(recorded.problem)
+    served = next(each for each in recorded.schedules if each != default)
+    found = tune(recorded, db, measure=False, served=served)
+    assert not found.stored
+    assert found.left == 1
+    assert db.entries() == []
+
+
+def test_what_ships_says_where_to_look_first(db) -> None:
+    """From an empty database, with eight measurements: 2% off the best at most, where knowing nothing may be 10% off."""
+    path = next(each for each in LANDSCAPES if "s4096_d128_float16_causal" in each.name)
+    recorded = Recorded(path)
+    shipped = Shipped("attention", "sm_90")
+    shipped.landscapes = {key: each for key, each in shipped.landscapes.items() if key[0] != recorded.problem}
+    assert len(shipped.winners) == 173
+    assert len(shipped.landscapes) == 34  # burst and sustained
+    shipped.winners = [entry for entry in shipped.winners if entry.problem != recorded.problem]
+    found = tune(recorded, db, shipped=shipped, trials=8)
+    assert recorded.times[recorded.key(found.entry.schedule)] <= 1.02 * recorded.best_us
+
+
+def test_nothing_ships_for_a_kernel_that_nobody_knows() -> None:
+    assert (Shipped("nobody", "sm_90").winners, Shipped("nobody", "sm_90").landscapes, Shipped().winners) == (
+        [],
+        {},
+        [],
+    )

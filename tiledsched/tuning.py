@@ -272,7 +272,10 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     tools = prepare_tools(kernel, arch, settings=settings, space=space, candidates=candidates)
     gpu = open_runner(kernel, arch, runner=runner, seed=seed)  # its process starts while we import the rest
     from tiledsched.build.pool import BuildPool
+    from tiledsched.search.prior import Shipped
     from tiledsched.search.tuner import TuneOptions, Tuner
+    from tiledsched.serve.entries import load_entries
+    from tiledsched.serve.lookup import Table
     from tiledsched.store.db import TuningDB
 
     options = TuneOptions(accum_mode=settings.accum_mode, effort=effort, trials=trials, budget_s=budget_s, sampler=sampler,
@@ -281,12 +284,18 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     said = command or {"kernel": kernel.name, "problems": [each.to_json() for each in wanted], "effort": effort}
     try:
         with TuningDB.open(settings.db) as store, BuildPool(jobs) as pool:
+            table = Table(load_entries(settings.db, {arch}, kernel.name), kernel, regime=settings.regime,
+                          accum_mode=settings.accum_mode)  # fmt: skip
+
+            def served(problem: Problem, device_name: str) -> Schedule | None:
+                return table.resolve(problem, arch, device_name).schedule if table.known_arch(arch) else None
+
             with noted_run(store, said, arch) as run_id:
                 tuner = Tuner(store, tools.artifacts, tools.space, kernel, tools.toolchain, options, pool=pool, run_id=run_id,
-                              runner=gpu, watcher=watcher)  # fmt: skip
+                              runner=gpu, watcher=watcher, served=served, shipped=Shipped(kernel.name, arch))  # fmt: skip
                 results = tuner.tune(wanted)
-            entries = [next(entry for entry in store.entries(arch, kernel.name, problem=result.entry.problem)
-                            if entry.key == result.entry.key) for result in results]  # fmt: skip
+            now = {entry.key: entry for entry in load_entries(settings.db, {arch}, kernel.name)}
+            entries = [now.get(result.entry.key, result.entry) for result in results]
     finally:
         if gpu is not None:
             gpu.close()

@@ -166,9 +166,9 @@ def _best(result: RecordResult, file: LandscapeFile) -> str:
 def print_tune_summary(report: TuneReport) -> None:
     """What the run did, a line per problem."""
     if not report.measured:
-        print(
-            f"No {report.arch} GPU here: nothing was measured. Every schedule was built and the model ranked the programs."
-        )
+        left = sum(result.left for result in report.results)
+        built = f"{left} schedules were left unbuilt, the model's least liked" if left else "Every schedule was built"
+        print(f"No {report.arch} GPU here: nothing was measured. {built}, and the model ranked the programs.")
     for result in report.results:
         kept = "" if result.stored else "; a stronger entry was kept"
         did = f"{result.measured} measured" if report.measured else "ranked by the model"

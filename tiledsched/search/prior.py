@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
+from tiledsched import data_files
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ArchSpec
 from tiledsched.measure.runner import Measurement
@@ -13,9 +15,13 @@ from tiledsched.search.sampler import Estimate
 from tiledsched.search.surrogate import Known
 from tiledsched.space import SearchSpace
 from tiledsched.store.db import TuningDB
+from tiledsched.store.exchange import read_table
+from tiledsched.store.records import EntryRecord
 
 MeasuredPrograms = dict[Problem, list[tuple[Schedule, ResourceFacts | None, float]]]
 """The measured programs of each problem: schedule, facts, microseconds."""
+Landscape = tuple[list[Measurement], dict[str, ResourceFacts]]
+"""Measurements, and facts by fingerprint."""
 MOST_PROBLEMS = 4
 """Problems learnt from, the most alike: more of them change nothing on the bench."""
 MOST_PROGRAMS = 96
@@ -93,11 +99,41 @@ def timed_as_now(measurement: Measurement) -> bool:
     return measurement.regime != "burst" or measurement.conditions.graph_launches == 0
 
 
-class Elsewhere:
-    """What one database knows of other problems, read as it is needed: most of a large one is of no use to a problem."""
+class Shipped:
+    """What comes with the package for one kernel and arch, read when it is asked for; nothing without a kernel."""
 
-    def __init__(self, db: TuningDB, space: SearchSpace, device_name: str, regime: str, accum_mode: str) -> None:
-        self._db, self._space = db, space
+    def __init__(self, kernel: str = "", arch: str = "") -> None:
+        self._kernel, self._arch = kernel, arch
+
+    @cached_property
+    def winners(self) -> list[EntryRecord]:
+        """What was measured to be the fastest."""
+        path = data_files.tuning_db() / "tables" / self._kernel / f"{self._arch}.json"
+        entries = read_table(path).entries if self._kernel and path.is_file() else ()
+        return [entry for entry in entries if entry.provenance == "measured"]
+
+    @cached_property
+    def landscapes(self) -> dict[tuple[Problem, str], Landscape]:
+        """By problem and regime: measurements, and facts by fingerprint."""
+        found: dict[tuple[Problem, str], Landscape] = {}
+        folder = data_files.tuning_db() / "landscapes" / self._kernel
+        for path in sorted(folder.glob("*.json.xz")) if self._kernel else ():
+            table = read_table(path)
+            taken = [stored.measurement for stored in table.measurements]
+            if taken and taken[0].device.arch == self._arch:
+                facts = {artifact.fingerprint: artifact.facts for artifact in table.artifacts}
+                found[taken[0].problem, taken[0].regime] = taken, facts
+        return found
+
+
+class Elsewhere:
+    """What is known of other problems, by one database and by what ships, read as it is needed: most of a large database is of
+    no use to a problem.
+    """  # fmt: skip
+
+    def __init__(self, db: TuningDB, space: SearchSpace, device_name: str, regime: str, accum_mode: str,
+                 shipped: Shipped | None = None) -> None:  # fmt: skip
+        self._db, self._space, self._shipped = db, space, shipped or Shipped()
         self._device_name, self._regime, self._accum_mode = device_name, regime, accum_mode
         self._programs: MeasuredPrograms = {}
         self._facts: dict[str, ResourceFacts | None] = {}
@@ -108,10 +144,11 @@ class Elsewhere:
         measured = {line.problem for line in self._db.landscapes()
                     if (line.device_name, line.regime) == where and line.distinct_programs >= FEWEST_PROGRAMS}  # fmt: skip
         measured |= {other for other, programs in self._programs.items() if len(programs) >= FEWEST_PROGRAMS}
-        near = nearest(problem, measured, itself=itself)
+        recorded = {other for other, regime in self._shipped.landscapes if regime == self._regime}
+        near = nearest(problem, measured | recorded, itself=itself)
         for other in near:
             if other not in self._programs:
-                self._programs[other] = self._read(other)
+                self._programs[other] = self._read(other) if other in measured else self._recorded(other)
         return known_elsewhere(problem, {other: self._programs[other] for other in near}, spec, itself=itself)
 
     def note(self, problem: Problem, programs: list[tuple[Schedule, ResourceFacts | None, float]]) -> None:
@@ -124,9 +161,17 @@ class Elsewhere:
             self._facts = {key[1]: artifact.facts for key, artifact in self._db.artifacts(self._space.arch).items()}
         taken = [stored.measurement for stored in
                  self._db.latest_measurements(problem, device_name=self._device_name, regime=self._regime)]  # fmt: skip
+        return self._judged(taken, self._facts)
+
+    def _recorded(self, problem: Problem) -> list[tuple[Schedule, ResourceFacts | None, float]]:
+        """The same of a landscape that ships, of whatever device of the arch."""
+        return self._judged(*self._shipped.landscapes[problem, self._regime])
+
+    def _judged(self, taken: Sequence[Measurement], facts: Mapping[str, ResourceFacts | None]) -> list[
+            tuple[Schedule, ResourceFacts | None, float]]:  # fmt: skip
         as_now = [one for one in taken if timed_as_now(one)]
         taken = as_now if len(as_now) >= FEWEST_PROGRAMS else taken
         schedules = [self._space.complete(one.schedule) for one in taken]
-        return [(schedule, self._facts.get(one.fingerprint), one.median_us)
+        return [(schedule, facts.get(one.fingerprint), one.median_us)
                 for schedule, one in zip(schedules, taken, strict=True)
                 if schedule.get("accum_mode", self._accum_mode) == self._accum_mode]  # fmt: skip

@@ -27,7 +27,7 @@ from tiledsched.measure.runner import Failed, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.effort import EFFORTS
-from tiledsched.search.prior import Elsewhere, estimator, promising_part, timed_as_now
+from tiledsched.search.prior import Elsewhere, Shipped, estimator, promising_part, timed_as_now
 from tiledsched.search.programs import RETRIED, Builder, Program, deadlines
 from tiledsched.search.race import RULES, Outcome, race
 from tiledsched.search.sampler import ScheduleSampler
@@ -39,6 +39,8 @@ from tiledsched.store.records import BuildRecord, EntryRecord
 
 MOST_WINNERS = 4
 """Winners of like problems that are tried first where nothing else is known of those."""
+Served = Callable[[Problem, str], "Schedule | None"]
+"""What would be served for a problem on a device of this name were nothing tuned; None for nothing that this space knows."""
 LOOKS = {regime: dataclasses.replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds)
          for regime, rules in RULES.items()}  # fmt: skip
 """How a batch is measured: enough to learn from; the deciding race comes last."""
@@ -90,6 +92,8 @@ class TuneResult:
     """Schedules that did not build, run or compute correctly."""
     seconds: float
     """Wall time."""
+    left: int = 0
+    """Schedules that trials or time left unbuilt, where the model ranks."""
 
 
 class Watcher(Protocol):
@@ -113,11 +117,28 @@ class Silent:
 
 
 class Tuner:
-    """Tunes one kernel for one arch."""
+    """Tunes one kernel for one arch.
+
+    Args:
+        db: what is known, and where what is found goes.
+        artifacts: machine code.
+        space: what is searched.
+        kernel: what is tuned.
+        toolchain: what compiles.
+        options: how much to do.
+        pool: compile processes.
+        run_id: number of the run in the database.
+        runner: what measures; None to let the model rank.
+        watcher: who is told of progress.
+        served: what would be served without this run. It takes part, and loses only to what is faster.
+        shipped: what comes with the package. It says where to look first.
+    """
 
     def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, kernel: KernelClass,
                  toolchain: Toolchain, options: TuneOptions, *, pool: BuildPool, run_id: int,
-                 runner: Runner | None = None, watcher: Watcher | None = None) -> None:  # fmt: skip
+                 runner: Runner | None = None, watcher: Watcher | None = None, served: Served | None = None,
+                 shipped: Shipped | None = None) -> None:  # fmt: skip
+        self._served, self._shipped = served, shipped or Shipped()
         self.db, self.space, self.kernel, self.toolchain = db, space, kernel, toolchain
         self.options, self.run_id, self.runner = options, run_id, runner
         self.watcher = watcher or Silent()
@@ -165,36 +186,39 @@ class Tuner:
         pinned = self._pinned | self.space.modelled_pins()
         spec, default = arch_spec(self.space.arch), self._default(problem)
         estimate = estimator(problem, spec)
-        schedules = sorted(self.space.schedules(problem, pinned=pinned), key=lambda schedule: schedule != default)
-        # The default first, then the model's favourites by what they are expected to need: for few trials and short budgets.
-        favourites = sorted(
-            schedules, key=lambda schedule: (schedule != default, estimate(schedule, None), schedule.id)
-        )
-        favourites = favourites[: self.options.trials]
-        compiled = self._build(favourites, problem, deadline_s)
-        chosen = set(favourites)
-        schedules = [schedule for schedule in schedules if schedule in chosen]
-        programs = self.builder.programs(schedules, problem, spec)
-        ranked = self._ranked(programs, problem)
+        held = self._held(problem, "")
+        schedules = [default, *held, *self.space.schedules(problem, pinned=pinned)]
+        schedules = list(dict.fromkeys(schedules))
+        # What is served and the default first, then the model's favourites by what they are expected to need.
+        order = sorted(schedules, key=lambda schedule: (schedule not in held, schedule != default,
+                                                        estimate(schedule, None), schedule.id))  # fmt: skip
+        compiled = self._build(order[: self.options.trials], problem, deadline_s)
+        reached = [schedule for schedule in schedules if self.builder.record(schedule, problem)]
+        programs = self.builder.programs(reached, problem, spec)
+        ranked = self._ranked(programs, problem, held)
         if not ranked:
-            raise NoValidScheduleError(self._nothing_works(problem, schedules))
+            raise NoValidScheduleError(self._nothing_works(problem, reached))
         best = ranked[0]
         entry = self._entry(
             problem, best.schedule, best.fingerprint, provenance="modelled",
             model_us=self._estimate(best, problem, spec), candidates=len(programs),
             runner_up=ranked[1].schedule if len(ranked) > 1 else None,
         )  # fmt: skip
-        return TuneResult(entry=entry, stored=self.db.put_entry(entry), schedules=len(schedules), programs=len(programs),
-                          compiled=compiled, measured=0, failed=self._build_failures(schedules, problem),
-                          seconds=time.monotonic() - started)  # fmt: skip
+        unknown = set(held) - set(reached)  # what it is compared with was not reached in time
+        stored = not unknown and self.db.put_entry(entry)
+        return TuneResult(entry=entry, stored=stored, schedules=len(reached), programs=len(programs),
+                          compiled=compiled, measured=0, failed=self._build_failures(reached, problem),
+                          seconds=time.monotonic() - started, left=len(schedules) - len(reached))  # fmt: skip
 
-    def _ranked(self, programs: Sequence[Program], problem: Problem) -> list[Program]:
-        """By the model's estimate; among equal estimates the one with fewest knobs off their default, then by id."""
+    def _ranked(self, programs: Sequence[Program], problem: Problem, held: Sequence[Schedule]) -> list[Program]:
+        """By the model's estimate; among equal estimates what is served, then fewest knobs off their default, then by id."""
         spec, default = arch_spec(self.space.arch), self._default(problem)
+        programs = [dataclasses.replace(each, schedules=tuple(sorted(each.schedules, key=lambda one: one not in held)))
+                    for each in programs]  # fmt: skip
 
-        def order(program: Program) -> tuple[float, int, str]:
+        def order(program: Program) -> tuple[float, bool, int, str]:
             changed = sum(program.schedule[name] != default[name] for name in default)
-            return self._estimate(program, problem, spec), changed, program.schedule.id
+            return self._estimate(program, problem, spec), program.schedule not in held, changed, program.schedule.id
 
         return sorted(programs, key=order)
 
@@ -221,7 +245,7 @@ class Tuner:
             leaders = [known.schedules[0] for known in elsewhere]
             space = promising_part(space, problem, self._pinned, estimate, [*first, *leaders])
         # What is served was perhaps never a candidate here; it is not replaced by what it would beat.
-        space = space.including(self._incumbent(problem, runner))
+        space = space.including(self._held(problem, runner.device.name))
         sampler = ScheduleSampler(space, problem, pinned=self._pinned, name=self.options.sampler, seed=self.options.seed,
                                   elsewhere=elsewhere, first=first, estimate=estimate)  # fmt: skip
         trials = Trials(self.builder, problem, runner.device, sampler, known_us)
@@ -264,19 +288,19 @@ class Tuner:
         """Kept for the whole run."""
         if self._others is None:
             self._others = Elsewhere(self.db, self.space, runner.device.name, self.options.regime,
-                                     self.options.accum_mode)  # fmt: skip
+                                     self.options.accum_mode, self._shipped)  # fmt: skip
         return self._others
 
     def _first(self, problem: Problem, runner: Runner, elsewhere: Sequence[Known]) -> list[Schedule]:
         """What to try first: the default, what is served now, and what won on like problems of which no more is known."""
         told = {known.problem for known in elsewhere}
-        near = [entry for entry in self.db.entries(self.space.arch, self.kernel.name, provenance="measured")
-                if entry.problem != problem and entry.problem not in told]  # fmt: skip
+        tuned = [*self.db.entries(self.space.arch, self.kernel.name, provenance="measured"), *self._shipped.winners]
+        near = [entry for entry in tuned if entry.problem != problem and entry.problem not in told]
         near.sort(key=lambda entry: (-self.kernel.likeness(problem, entry.problem), entry.problem))
         winners = dict.fromkeys(self.space.complete(entry.schedule) for entry in near)
         return [
             self._default(problem),
-            *self._incumbent(problem, runner),
+            *self._held(problem, runner.device.name),
             *list(winners)[: 0 if elsewhere else MOST_WINNERS],
         ]
 
@@ -333,11 +357,12 @@ class Tuner:
                 compiled: int, measured: int, failed: int, started: float) -> TuneResult:  # fmt: skip
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
         default = self._default(problem)
-        preferred = [*self._incumbent(problem, runner), default]
+        preferred = [*self._held(problem, runner.device.name), default]
         worked = [(us, schedule) for schedule, us in times.items() if us is not None]
         worked.sort(key=lambda pair: pair[0])  # stable: of equal programs, the one that was measured stays first
         ordered = [schedule for _, schedule in worked]
-        compiled += self.builder.build(ordered[: 4 * self._effort.finalists], problem)
+        ordered += [schedule for schedule in preferred if schedule not in times]  # time ran out before their turn
+        compiled += self.builder.build([*ordered[: 4 * self._effort.finalists], *preferred], problem)
         programs = self.builder.programs(ordered, problem, runner.device)
         finalists = programs[: self._effort.finalists]
         finalists += [
@@ -363,12 +388,17 @@ class Tuner:
         return TuneResult(entry=entry, stored=self.db.put_entry(entry), schedules=len(tried), programs=len(programs),
                           compiled=compiled, measured=measured, failed=failed, seconds=time.monotonic() - started)  # fmt: skip
 
-    def _incumbent(self, problem: Problem, runner: Runner) -> list[Schedule]:
-        """What is served for `problem` on this device now, if it was measured."""
+    def _held(self, problem: Problem, device_name: str) -> list[Schedule]:
+        """What would be served on a device without this run, from this database or any other source: it can only be beaten."""
         entries = self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured",
-                                  device_name=runner.device.name, regime=self.options.regime,
-                                  accum_mode=self.options.accum_mode)  # fmt: skip
-        return [self.space.complete(entry.schedule) for entry in entries]
+                                  device_name=device_name, regime=self.options.regime,
+                                  accum_mode=self.options.accum_mode) if device_name else []  # fmt: skip
+        held = [entry.schedule for entry in entries]
+        if self._served is not None and (served := self._served(problem, device_name)) is not None:
+            held.append(served)
+        held = [self.space.complete(schedule) for schedule in held]
+        return [each for each in dict.fromkeys(held)
+                if fits(each, self._pinned) and not self.space.unworkable(each, problem)]  # fmt: skip
 
     def _keep(self, outcome: Outcome, problem: Problem, runner: Runner) -> None:
         """Store one outcome, at once."""
