@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +76,37 @@ def shipped_archs(kernel: KernelClass) -> list[str]:
     return sorted(files | set(ARCHS if kernel.knobs else ()), key=lambda arch: int(arch[3:]))
 
 
+def known_knobs(kernel: KernelClass) -> tuple[str, ...]:
+    """The knobs that a kernel takes: those it declares, or else those of the spaces that ship for it; none are known of others."""
+    if kernel.knobs:
+        return tuple(kernel.knobs)
+    return _shipped_knobs(data_files.search_spaces() / kernel.name)
+
+
+@cache
+def _shipped_knobs(folder: Path) -> tuple[str, ...]:
+    files = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.toml"))]
+    return tuple(dict.fromkeys(name for each in files for name in each.get("knobs", {})))
+
+
 def _space(path: Path, merged: Mapping[str, Any], kernel: KernelClass) -> SearchSpace:
     limits = {**(arch_limits(merged["arch"]) if merged["arch"] in ARCHS else {}), **merged["limits"]}
     for name, value in limits.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise SpaceError(f"{path}: limits.{name} must be an integer, got {value!r}")
+    taken = known_knobs(kernel)
     for name in merged["knobs"]:
-        if kernel.knobs and name not in kernel.knobs:
-            raise SpaceError(f"{path}: {kernel.name} has no knob {name!r}; it has {', '.join(kernel.knobs)}")
+        if taken and name not in taken:
+            raise SpaceError(f"{path}: {kernel.name} has no knob {name!r}; it has {', '.join(taken)}")
     knobs = {name: _knob(path, name, table) for name, table in merged["knobs"].items()}
     if not knobs:
         raise SpaceError(f"{path}: no knobs; add a table such as [knobs.tile_m]")
     known = {*knobs, *kernel.fields, *kernel.derived, *limits, *LIMITS}
     constraints = tuple(_constraint(path, index, table, known) for index, table in enumerate(merged["constraints"]))
+    for name in taken:
+        if name not in merged["knobs"]:
+            raise SpaceError(f"{path}: the knob {name!r} is missing, and {kernel.name} takes it; extend a file that has it: "
+                             f"extends = \"{kernel.name}/{merged['arch']}.toml\"")  # fmt: skip
     return SearchSpace(kernel=kernel.name, arch=merged["arch"], knobs=knobs, constraints=constraints,
                        limits=limits, source=str(path))  # fmt: skip
 
