@@ -146,12 +146,6 @@ class SearchSpace:
         values = self.constraint_values(problem) | dict(schedule)
         return [f"{c.require}: {c.because}" for c in constraints if not c.holds(values)]
 
-    def validate(self, schedule: Schedule, problem: Problem) -> None:
-        """Raise SpaceError naming every violated constraint, if any."""
-        reasons = self.violations(schedule, problem)
-        if reasons:
-            raise SpaceError(f"schedule {schedule!r} is not valid for {problem} on {self.arch}: " + "; ".join(reasons))
-
     def schedules(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Iterator[Schedule]:
         """Every valid schedule, in a fixed order: knobs vary in the order written, the last one fastest.
 

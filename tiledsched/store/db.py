@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import delete, select, update
-from sqlalchemy.engine import CursorResult
+from sqlalchemy import select, update
 
 from tiledsched.errors import DatabaseError, Failure
 from tiledsched.measure.runner import Device, Measurement
@@ -85,14 +84,6 @@ class TuningDB(Database):
             rows = session.execute(wanted).all()
         keys = [(row.schedule_id, row.problem_class_id) for row in rows]
         return dict(zip(keys, Reader().builds(rows, toolchain), strict=True))
-
-    def delete_builds(self, arch: str, fingerprint: str) -> int:
-        """Forget the builds of an artifact whose cubin is lost, so that they are made again; how many."""
-        with self.writing() as session:
-            gone = delete(BuildRow).where(BuildRow.arch == arch, BuildRow.fingerprint == fingerprint)
-            result = session.execute(gone)
-            assert isinstance(result, CursorResult)
-            return result.rowcount
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact known, by (arch, fingerprint)."""

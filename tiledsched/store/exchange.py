@@ -168,15 +168,6 @@ def read_table(path: str | os.PathLike[str]) -> Table:
     return Table(entries=tuple(entries), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
 
 
-def check_table(path: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with a table file; empty when it can be imported."""
-    try:
-        read_table(path)
-    except DatabaseError as error:
-        return [str(error)]
-    return []
-
-
 def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     try:
         data = json.loads(_read_text(Path(path)))
