@@ -17,7 +17,7 @@ from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError, DeclarationError, MeasureError, ProblemError, SpaceError
-from tiledsched.kernel import load_kernel
+from tiledsched.kernel_names import load_kernel
 from tiledsched.space_files import space_for
 from tiledsched.tuning import problems_of, small_problems
 

@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from tiledsched.errors import SpaceError
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import KnobValue, Schedule
 

@@ -10,7 +10,8 @@ from tiledsched import __version__
 from tiledsched.cli import bench_commands, commands, search_commands, store_commands
 from tiledsched.cli.problems import example, kernel_word
 from tiledsched.flags import count, names, positive, words
-from tiledsched.kernel import KernelClass, kernel_named, load_kernel
+from tiledsched.kernel import KernelClass
+from tiledsched.kernel_names import kernel_named, load_kernel
 from tiledsched.search.effort import EFFORTS
 from tiledsched.studies.repeatability.rows import METHODS
 

@@ -15,7 +15,7 @@ from tiledsched.errors import ConfigError
 
 def _listed(options: argparse.Namespace) -> str | None:
     """The name of the kernel asked for, as tables have it; None for all. One that is not known here is taken at its word."""
-    from tiledsched.kernel import load_kernel
+    from tiledsched.kernel_names import load_kernel
 
     if options.listed is None:
         return None

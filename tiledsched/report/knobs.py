@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiledsched.errors import ConfigError
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.measure.runner import Measurement
 from tiledsched.report.document import NOTHING, Table, to_markdown
 from tiledsched.report.importance import interactions, knob_shares

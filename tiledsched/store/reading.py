@@ -10,9 +10,8 @@ from sqlalchemy.orm import aliased, defer
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.errors import Failure, FailureKind, ProblemError
-from tiledsched.kernel import ProblemClass
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
 from tiledsched.store.codec import decode
 from tiledsched.store.models import (

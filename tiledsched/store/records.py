@@ -9,9 +9,8 @@ from typing import Any
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain as Toolchain
 from tiledsched.errors import Failure
-from tiledsched.kernel import ProblemClass
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
 from tiledsched.store.codec import encode
 
