@@ -52,6 +52,7 @@ from tiledsched.store.records import (
     RunRecord,
     StoredMeasurement,
     Toolchain,
+    record_of,
 )
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurement
 
@@ -91,12 +92,7 @@ class TuningDB(Database):
         with self.reading() as session:
             rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch}))).all()
         return {
-            (row.arch, row.fingerprint): ArtifactRecord(
-                arch=row.arch,
-                fingerprint=row.fingerprint,
-                facts=reader.facts(row.fingerprint, row.facts),
-                cubin_bytes=row.cubin_bytes,
-            )
+            (row.arch, row.fingerprint): record_of(ArtifactRecord, row, facts=reader.facts(row.fingerprint, row.facts))
             for row in rows
         }
 
@@ -137,18 +133,7 @@ class TuningDB(Database):
             rows = session.scalars(
                 select(RunRow).where(*matching({RunRow.arch: arch})).order_by(RunRow.id.desc())
             ).all()
-        return [
-            RunRecord(
-                id=row.id,
-                status=row.status,
-                command=row.command,
-                arch=row.arch,
-                host=row.host,
-                started_at=row.started_at,
-                finished_at=row.finished_at,
-            )
-            for row in rows
-        ]
+        return [record_of(RunRecord, row) for row in rows]
 
     # Measurements
 
@@ -292,18 +277,14 @@ class TuningDB(Database):
         reader = Reader()
         with self.reading() as session:
             return [
-                FailureRecord(
-                    id=row.id,
-                    run_id=row.run_id,
-                    kernel=row.kernel,
-                    arch=row.arch,
-                    stage=row.stage,
+                record_of(
+                    FailureRecord,
+                    row,
                     problem=reader.problem(of) if of else None,
                     schedule=reader.schedule(schedule.id, schedule.knobs),
                     fingerprint=row.fingerprint or "",
                     device_name=device or "",
                     failure=read_failure(row.kind, row.message),
-                    created_at=row.created_at,
                 )
                 for row, schedule, of, device in session.execute(select_failures().where(*wanted))
             ]
