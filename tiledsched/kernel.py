@@ -450,5 +450,10 @@ def _kept_array(kernel: KernelClass, name: str, p: Problem) -> ArraySpec:
     return kernel._read_array(name, p, None)
 
 
+def labels_of(kernel: KernelClass) -> dict[str, tuple[str, ...]]:
+    """Short name -> the dims it stands for."""
+    return {short: (names,) if isinstance(names, str) else tuple(names) for short, names in kernel.label.items()}
+
+
 def _total(value: Any) -> int:
     return sum(value) if isinstance(value, tuple) else int(value)

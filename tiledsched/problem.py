@@ -213,6 +213,21 @@ class ProblemClass:
         return cls(dict(data))
 
 
+def unit_of(problem: Problem) -> str:
+    """What rates are given in: TFLOP/s, or GB/s where the problem has no FLOPs."""
+    return "TFLOP/s" if problem.flops else "GB/s"
+
+
+def rate_of(problem: Problem, us: float) -> float:
+    """The rate at `us` microseconds, in the problem's unit."""
+    return problem.tflops(us) if problem.flops else problem.gbps(us)
+
+
+def rate_text(problem: Problem, us: float, places: int = 0) -> str:
+    """`612 TFLOP/s`."""
+    return f"{rate_of(problem, us):.{places}f} {unit_of(problem)}"
+
+
 def describe_values(values: Mapping[str, Value]) -> str:
     """`rows=4096 columns=8192 float16`: types and words by themselves, flags by their name where they are true."""
     parts = []

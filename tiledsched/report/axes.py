@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.fields import Choice, Flag
-from tiledsched.kernel import KernelClass
+from tiledsched.kernel import KernelClass, labels_of
 from tiledsched.problem import Problem, describe_values
 
 
@@ -76,7 +76,7 @@ def axes_of(kernel: KernelClass) -> Axes:
     sizes = [name for name, each in fields.items() if not isinstance(each, (Choice, Flag))]
     constant = [name for name in sizes if getattr(fields[name], "constant", False)]
     axes = kernel.axes or (*[name for name in sizes if name not in constant][:1], *constant)
-    labels = {short: (names,) if isinstance(names, str) else tuple(names) for short, names in kernel.label.items()}
+    labels = labels_of(kernel)
     labelled = {name for names in labels.values() for name in names}
     titles = {names: short for short, names in labels.items()}
 
