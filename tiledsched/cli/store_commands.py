@@ -6,10 +6,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from tiledsched.cli import output
-from tiledsched.cli.commands import _folder, _open, _print_json, _settings
+from tiledsched.cli.commands import _folder, _open, _print_json, _said, _settings
 from tiledsched.errors import ConfigError
 
 
@@ -175,10 +174,3 @@ def db_upgrade(options: argparse.Namespace) -> int:
         revision = db.upgrade()
     _said(options, {"schema": revision}, f"schema {revision}")
     return 0
-
-
-def _said(options: argparse.Namespace, value: dict[str, Any], text: str) -> None:
-    if options.json:
-        _print_json(value)
-    else:
-        print(text)
