@@ -403,7 +403,7 @@ class Kernel:
     def octaves(cls, p: Any, q: Any, names: Sequence[str] | None = None) -> float:
         """Octaves between the sizes of two problems, all together, or those named."""
         pairs = ((p.values[name], q.values[name]) for name in (p.values if names is None else names))
-        return sum(abs(math.log2(max(1, _total(one)) / max(1, _total(other)))) for one, other in pairs
+        return sum(abs(math.log2(max(1, total(one)) / max(1, total(other)))) for one, other in pairs
                    if isinstance(one, (int, tuple)) and not isinstance(one, bool))  # fmt: skip
 
     @classmethod
@@ -455,5 +455,6 @@ def labels_of(kernel: KernelClass) -> dict[str, tuple[str, ...]]:
     return {short: (names,) if isinstance(names, str) else tuple(names) for short, names in kernel.label.items()}
 
 
-def _total(value: Any) -> int:
+def total(value: Any) -> int:
+    """A size: of several, their sum."""
     return sum(value) if isinstance(value, tuple) else int(value)

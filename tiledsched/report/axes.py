@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.fields import Choice, Flag
-from tiledsched.kernel import KernelClass, labels_of
+from tiledsched.kernel import KernelClass, labels_of, total
 from tiledsched.problem import Problem, describe_values
 
 
@@ -33,7 +33,7 @@ class Axes:
 
     def size(self, problem: Problem) -> int:
         """The swept size; the largest where it is of several fields."""
-        return max((_number(getattr(problem, name)) for name in self.swept), default=0)
+        return max((total(getattr(problem, name)) for name in self.swept), default=0)
 
     def shared_values(self, problem: Problem) -> tuple[Any, ...]:
         """The values of `shared`."""
@@ -90,7 +90,3 @@ def axes_of(kernel: KernelClass) -> Axes:
     columns |= {name: (name,) for name in rest if name in axes or fields[name].default is None}
     return Axes(swept=swept, shared=tuple(shared), columns=columns, titles={name: titles.get((name,), name) for name in shared},
                 optional=tuple(name for name in rest if name not in columns))  # fmt: skip
-
-
-def _number(value: Any) -> int:
-    return sum(value) if isinstance(value, tuple) else int(value)
