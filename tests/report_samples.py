@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.device import arch_spec
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.launches import problem_class
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement

@@ -20,9 +20,9 @@ import sqlalchemy as sa
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel import ProblemClass
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
+from tiledsched.problem import ProblemClass
 from tiledsched.schedule import Schedule
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import resolve_url

@@ -13,7 +13,7 @@ from test_study import MadeUp, print_of
 from tiledsched.build.compiler import Built as BuiltSchedule
 from tiledsched.cli import main
 from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions

@@ -291,7 +291,7 @@ def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes
 def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypatch) -> None:
     from test_cli import SUM
 
-    from tiledsched.kernel import load_kernel
+    from tiledsched.kernel_names import load_kernel
     from tiledsched.studies.bench import methods as methods_module
     from tiledsched.studies.bench.methods import choose_methods
     from tiledsched.studies.bench.rows import append_rows, read_rows
@@ -323,7 +323,7 @@ def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypa
 def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, monkeypatch) -> None:
     """On the CPU: torch's own operators, and TileGym's left out."""
     import tiledsched.studies.rivals as rivals
-    from tiledsched.kernel import kernel_named
+    from tiledsched.kernel_names import kernel_named
     from tiledsched.studies.bench.case import make_case
 
     monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name, real=rivals.importlib.util.find_spec: (

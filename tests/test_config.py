@@ -156,7 +156,7 @@ def test_the_documentation_names_every_other_variable() -> None:
 
 def test_a_declared_kernels_knobs_can_be_forced_and_reach_no_other_kernel() -> None:
     from tiledsched.config import load_settings as read
-    from tiledsched.kernel import kernel_named
+    from tiledsched.kernel_names import kernel_named
     from tiledsched.serve.entries import load_table
 
     matmul = kernel_named("matmul")

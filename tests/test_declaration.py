@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 import tiledsched as ts
-from tiledsched import kernel as kernels
-from tiledsched import launches
+from tiledsched import kernel_names, launches
 from tiledsched.device import arch_spec
 from tiledsched.errors import ConfigError, DeclarationError, ProblemError
 from tiledsched.interpreter import run_schedule
 from tiledsched.interpreter.checking import check_schedule
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space_files import space_for
@@ -30,7 +29,7 @@ DEVICE = arch_spec("sm_90")
 @pytest.fixture(autouse=True)
 def own_names(monkeypatch):
     """What a test declares is known to that test alone."""
-    monkeypatch.setattr(kernels, "_known", dict(kernels._known))
+    monkeypatch.setattr(kernel_names, "_known", dict(kernel_names._known))
 
 
 def scale_rows(X, Out, factor: float, columns, TILE: ct.Constant[int]):

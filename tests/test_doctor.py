@@ -284,7 +284,7 @@ def test_json():
     assert (data["schema_version"], data["tiledsched"]) == (1, __version__)
     for finding in data["findings"]:
         assert set(finding) == {"name", "status", "detail", "remedy"}
-        assert finding["status"] in doctor.STATUSES
+        assert finding["status"] in doctor.COLOURS
         assert finding["detail"]
     assert set(data["overall"]) == {"building", "measuring", "serving", "reports"}
     assert data["overall"]["building"]["works"] is True

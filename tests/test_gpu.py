@@ -14,7 +14,7 @@ import pytest
 
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import LARGEST_ERROR
 from tiledsched.kernels.attention.reference import attention_reference

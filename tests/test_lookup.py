@@ -367,7 +367,7 @@ def test_a_torch_with_another_comparison_is_looked_up_by_key(launches, monkeypat
 
 @pytest.mark.parametrize("name", ["matmul", "rms_norm", "softmax"])
 def test_where_an_arch_has_no_table_the_kernels_model_chooses(name) -> None:
-    from tiledsched.kernel import kernel_named
+    from tiledsched.kernel_names import kernel_named
     from tiledsched.space_files import space_for
 
     kernel = kernel_named(name)

@@ -12,7 +12,7 @@ import pytest
 from test_measure_gpu import PROBLEM, TIMEOUTS, candidate, command
 
 from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels.attention.inputs import KINDS
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, Checked, Failed, Measurement

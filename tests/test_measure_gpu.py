@@ -15,7 +15,7 @@ import pytest
 from fake_worker import artifact, cubin
 
 from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure import gpu
 from tiledsched.measure.gpu import SHORT_GAP_MS, GpuRunner, Timeouts

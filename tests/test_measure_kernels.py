@@ -12,7 +12,7 @@ from test_measure_gpu import TIMEOUTS, command
 
 from tiledsched.build.cubin import join
 from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernel import load_kernel
+from tiledsched.kernel_names import load_kernel
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, Checked
 from tiledsched.problem import stable_id

@@ -26,7 +26,7 @@ from tiledsched.store.exchange import import_table
 from tiledsched.studies import model_residual as residual
 from tiledsched.studies import model_scorecard as scorecard
 from tiledsched.studies.landscapes import Landscape, MeasuredProgram, read_landscape
-from tiledsched.studies.model_agreement import agreement, evaluate, spearman, stored_landscapes, table
+from tiledsched.studies.model_agreement import agreement, evaluate, stored_landscapes, table
 
 PLAIN = Schedule(tile_m=64, tile_n=64, occupancy=2, num_worker_warps=4, num_ctas=1, latency_k=0, latency_v=0,
                  opt_level=3, accum_mode="fp32", loop_split=False, block_order="natural", persistent="no",
@@ -347,10 +347,10 @@ def test_the_target_is_met_on_held_out_landscapes(recorded) -> None:
 
 
 class TestEvaluate:
-    def test_spearman(self):
-        assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
-        assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
-        assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)
+    def test_ranks_that_are_equal_share_their_mean(self):
+        assert agreement(PROBLEM, "sm_90", [1, 2, 3, 4], [10, 20, 30, 40]).rho == pytest.approx(1.0)
+        assert agreement(PROBLEM, "sm_90", [1, 2, 3, 4], [4, 3, 2, 1]).rho == pytest.approx(-1.0)
+        assert agreement(PROBLEM, "sm_90", [1, 2, 2, 3], [1, 2, 3, 4]).rho == pytest.approx(0.9486832980505138)
 
     def test_regret_counts_the_slowest_of_equals_first(self):
         found = agreement(PROBLEM, "sm_90", [100.0, 110.0, 150.0], [5.0, 5.0, 9.0])

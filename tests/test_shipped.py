@@ -12,7 +12,7 @@ import pytest
 from kernel_checks import check
 
 from tiledsched import data_files
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Table

@@ -77,8 +77,6 @@ def test_a_build_again_replaces_the_first(db):
     db.record_build(again)
     assert db.find_builds("attention", "abc", TOOLCHAIN, "sm_90") == {again.key: again}
     assert db.artifacts("sm_90")["sm_90", "f" * 24].facts == again.facts
-    assert db.delete_builds("sm_90", "f" * 24) == 1
-    assert db.find_builds("attention", "abc", TOOLCHAIN, "sm_90") == {}
 
 
 def test_a_schedule_keeps_booleans_and_numbers_apart(db):
@@ -183,8 +181,6 @@ def test_failures_are_rows_with_kind_and_message(db):
         "measure", PROBLEM, "e" * 24, DEVICE.name)  # fmt: skip
     assert db.failures(arch="sm_80") == []
     assert db.failures(problem=PROBLEM) == db.failures(stage="measure") == [measured]
-    assert queries.failures_by_kind(db) == {("build", "compile_error"): 1, ("measure", "hang"): 1}
-    assert queries.failures_by_kind(db, "sm_80") == {}
     with pytest.raises(DatabaseError, match="stage"):
         db.record_failure(None, "attention", "sm_90", "launch", schedule(), FAILURE)
 
@@ -235,21 +231,6 @@ def test_entries_are_kept_apart_by_every_part_of_their_key(db):
     assert len(db.entries()) == 7
     assert [got.arch for got in db.entries(arch="sm_80")] == ["sm_80"]
     assert db.entries(provenance="measured") == []
-
-
-def test_best_entries_choose_by_provenance_then_device(db):
-    number = record(db, measurement(100.0))
-    db.put_entry(entry("modelled", device_name=""))
-    db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number))
-    db.put_entry(entry("modelled", problem=PROBLEM.replace(causal=True)))
-    best = queries.best_entries(db, "sm_90", where={"S": 1024, "head_dim": 64, "dtype": "float16", "group": 1})
-    assert [(got.problem.causal, got.provenance) for got in best] == [(False, "measured"), (True, "modelled")]
-    assert [got.provenance for got in queries.best_entries(db, device_name="x")] == ["modelled", "modelled"]
-    for other in ({"S": 7}, {"D": 128}, {"dtype": "bfloat16"}, {"colour": "red"}):
-        assert queries.best_entries(db, where=other) == []
-    assert queries.best_entries(db, regime="sustained") == queries.best_entries(db, kernel="x") == []
-    best = queries.best_entries(db, where={"causal": True, "S": None})
-    assert [got.problem.causal for got in best] == [True]
 
 
 def test_merge_adds_once_and_newer_wins(db):

@@ -19,7 +19,7 @@ from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError, Failure, FailureKind, MeasureError
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Batch, Candidate, Checked

@@ -18,7 +18,7 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.cli import main
 from tiledsched.device import arch_spec
 from tiledsched.errors import ConfigError, DeclarationError, MeasureError, ProblemError, SpaceError
-from tiledsched.kernel import load_kernel
+from tiledsched.kernel_names import load_kernel
 from tiledsched.search.prior import estimator
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB

@@ -292,7 +292,7 @@ def forbidden(*given, **more): raise AssertionError(f"started {{given}}")
 subprocess.run = subprocess.Popen = forbidden
 from tiledsched import launches
 from tiledsched.config import load_settings
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.prebuilt import make_kernel

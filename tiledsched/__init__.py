@@ -11,7 +11,7 @@ _HOMES = {
     "array": "tiledsched.fields", "arrays": "tiledsched.fields", "check": "tiledsched.tuning",
     "choice": "tiledsched.fields", "configure": "tiledsched.config", "dim": "tiledsched.fields", "dtype": "tiledsched.fields",
     "explain": "tiledsched.attention.explain", "flag": "tiledsched.fields", "inout": "tiledsched.fields",
-    "knob": "tiledsched.fields", "load_kernel": "tiledsched.kernel", "load_space": "tiledsched.space_files",
+    "knob": "tiledsched.fields", "load_kernel": "tiledsched.kernel_names", "load_space": "tiledsched.space_files",
     "op": "tiledsched.serve.op", "out": "tiledsched.fields", "outs": "tiledsched.fields", "scalar": "tiledsched.fields",
     "sdpa": "tiledsched.attention.sdpa", "sizes": "tiledsched.fields", "space_for": "tiledsched.space_files",
     "tune": "tiledsched.tuning", "workspace": "tiledsched.fields",
@@ -68,7 +68,8 @@ if TYPE_CHECKING:
         sizes,
         workspace,
     )
-    from tiledsched.kernel import Kernel, Tolerance, load_kernel
+    from tiledsched.kernel import Kernel, Tolerance
+    from tiledsched.kernel_names import load_kernel
     from tiledsched.problem import Problem
     from tiledsched.schedule import Schedule
     from tiledsched.serve.op import op

@@ -158,7 +158,7 @@ def knob_kinds() -> Mapping[str, type]:
     They are those of every search-space file that ships and of every kernel that this process knows, except accum_mode,
     which is a setting of its own.
     """
-    from tiledsched.kernel import known_kernels
+    from tiledsched.kernel_names import known_kernels
 
     declared = {name: type(knob.default) for kernel in known_kernels() for name, knob in kernel.knob_fields().items()}
     return {**declared, **file_knobs()}

@@ -10,7 +10,7 @@ from typing import Any
 from tiledsched.device import LIMITS
 from tiledsched.errors import DeclarationError, TiledschedError
 from tiledsched.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, shape_names
-from tiledsched.kernel import FUNCTIONS, HINT_KNOBS, KernelClass
+from tiledsched.kernel import FUNCTIONS, HINT_KNOBS, KernelClass, labels_of
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
@@ -72,8 +72,8 @@ def _check_fields(kernel: KernelClass) -> None:
             kernel, "function", "there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)"
         )
     sizes = {*kernel.fields, *kernel.derived}
-    for short, names in kernel.label.items():
-        for name in (names,) if isinstance(names, str) else names:
+    for short, names in labels_of(kernel).items():
+        for name in names:
             if name not in sizes:
                 _fail(kernel, f"label[{short!r}]", f"{name!r} is no field; known are {', '.join(sorted(sizes))}")
     for name in kernel.axes:

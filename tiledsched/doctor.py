@@ -28,7 +28,6 @@ from tiledsched.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.measure import nvml
 
 SCHEMA_VERSION = 1
-STATUSES = ("ok", "warn", "missing", "broken")
 OLDEST_PYTHON = (3, 10)
 OLDEST_DRIVER = 580
 """First driver branch that runs programs of CUDA 13."""

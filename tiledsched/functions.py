@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,18 +7,14 @@ problem `p` and the schedule `s`. Declarations are checked when the class is mad
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
 import math
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tiledsched import kernel_names
 from tiledsched.errors import ConfigError, DeclarationError, ProblemError
 from tiledsched.fields import (
     ITEM_BYTES,
@@ -32,7 +28,7 @@ from tiledsched.fields import (
     Value,
     read_shape,
 )
-from tiledsched.problem import Problem, describe_values, stable_id
+from tiledsched.problem import Problem, describe_values
 from tiledsched.schedule import PLAIN, Schedule
 
 if TYPE_CHECKING:
@@ -41,8 +37,6 @@ if TYPE_CHECKING:
 
 HINT_KNOBS = ("num_ctas", "occupancy", "opt_level", "num_worker_warps")
 """Knobs that reach cuTile as kernel hints; the rest are compile-time constants of the kernel."""
-ENTRY_POINTS = "tiledsched.kernels"
-"""The entry-point group under which a package ships kernels: a name, and `module:Class`."""
 LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
              "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind",
@@ -90,31 +84,6 @@ class ArraySpec:
     def wide(self) -> bool:
         """Whether some element lies beyond what a 32-bit index reaches."""
         return any(math.prod(shape) > LARGEST_INT32 for shape in self.shapes)
-
-
-@dataclass(frozen=True)
-class ProblemClass:
-    """All of a problem and a schedule that machine code depends on beside the knobs: problems of one class share artifacts."""
-
-    values: Mapping[str, Any]
-    """The compile-time fields of the problem, for people, and `signature`, a hash of every assumption."""
-
-    def __hash__(self) -> int:
-        return hash(self.id)
-
-    @functools.cached_property
-    def id(self) -> str:
-        """Stable id, part of the key under which a build is stored."""
-        return stable_id(self.to_json())
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict; :meth:`from_json` inverts it."""
-        return dict(self.values)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ProblemClass:
-        """What `to_json` wrote."""
-        return cls(dict(data))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,20 +152,12 @@ class Kernel:
         cls.array_fields = {name: value for name, value in found.items() if isinstance(value, ArrayField)}
         cls.scalar_fields = {name: value for name, value in found.items() if isinstance(value, Scalar)}
         if "name" not in own:
-            cls.name = f"{_module_word(cls)}:{cls.__name__}"
+            cls.name = f"{kernel_names.module_word(cls)}:{cls.__name__}"
         PLAIN.update({name: value for name, value in cls.plain.items() if name not in PLAIN})
         from tiledsched.declaration import check_declaration
 
-        before = _known.get(cls.name)
-        _known[cls.name] = cls  # its problems ask it for what is derived, also while it is checked
-        try:
+        with kernel_names.known_as_declared(cls):  # its problems ask it for what is derived, also while it is checked
             check_declaration(cls)
-        except BaseException:
-            if before is None:
-                del _known[cls.name]
-            else:
-                _known[cls.name] = before
-            raise
 
     # What an author may override. `p` is the problem, `s` the schedule.
 
@@ -442,7 +403,7 @@ class Kernel:
     def octaves(cls, p: Any, q: Any, names: Sequence[str] | None = None) -> float:
         """Octaves between the sizes of two problems, all together, or those named."""
         pairs = ((p.values[name], q.values[name]) for name in (p.values if names is None else names))
-        return sum(abs(math.log2(max(1, _total(one)) / max(1, _total(other)))) for one, other in pairs
+        return sum(abs(math.log2(max(1, total(one)) / max(1, total(other)))) for one, other in pairs
                    if isinstance(one, (int, tuple)) and not isinstance(one, bool))  # fmt: skip
 
     @classmethod
@@ -470,19 +431,7 @@ class Kernel:
         Raises:
             DeclarationError: it was made at a prompt, where no other process can.
         """
-        module = sys.modules.get(cls.__module__)
-        spec, path = getattr(module, "__spec__", None), getattr(module, "__file__", None)
-        if (
-            cls.__module__ != "__main__"
-            and spec is not None
-            and "." in cls.__module__
-            and _FILE_PREFIX not in cls.__module__
-        ):
-            return f"{cls.__module__}:{cls.__qualname__}"
-        if path is None or not Path(path).is_file():
-            raise DeclarationError(f"{cls.__name__} was declared at a prompt; put it in a file, so that the compile "
-                                   "processes can import it")  # fmt: skip
-        return f"{Path(path).resolve()}:{cls.__qualname__}"
+        return kernel_names.locator(cls)
 
     @classmethod
     def source_hash(cls) -> str:
@@ -501,119 +450,11 @@ def _kept_array(kernel: KernelClass, name: str, p: Problem) -> ArraySpec:
     return kernel._read_array(name, p, None)
 
 
-_known: dict[str, KernelClass] = {}
-_FILE_PREFIX = "tiledsched_file_"
+def labels_of(kernel: KernelClass) -> dict[str, tuple[str, ...]]:
+    """Short name -> the dims it stands for."""
+    return {short: (names,) if isinstance(names, str) else tuple(names) for short, names in kernel.label.items()}
 
 
-def _total(value: Any) -> int:
+def total(value: Any) -> int:
+    """A size: of several, their sum."""
     return sum(value) if isinstance(value, tuple) else int(value)
-
-
-def _module_word(cls: type) -> str:
-    """The module by the name people know: a file's stem where it was loaded from a file."""
-    module = cls.__module__
-    path = getattr(sys.modules.get(module), "__file__", None)
-    return Path(path).stem if path and (module == "__main__" or module.startswith(_FILE_PREFIX)) else module
-
-
-def known_kernels() -> list[KernelClass]:
-    """Every kernel that this process has made or loaded."""
-    return list(_known.values())
-
-
-def kernel_named(name: str) -> KernelClass:
-    """The kernel that tables know as `name`: one this process made, one that ships, or one of an installed package.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in _known:
-        from tiledsched.kernels import SHIPPED
-
-        if name in SHIPPED:
-            load_kernel(SHIPPED[name])
-        else:
-            _load_entry_points(name)
-    if name not in _known:
-        raise ConfigError(
-            f"kernel {name!r} is not known here; name the file or module that declares it (file.py:Class)"
-        )
-    return _known[name]
-
-
-def _load_entry_points(name: str) -> None:
-    from importlib.metadata import entry_points
-
-    for each in entry_points(group=ENTRY_POINTS):
-        if each.name == name or each.value == name:
-            _known.setdefault(name, load_kernel(each.value))
-
-
-def load_kernel(where: str) -> KernelClass:
-    """The kernel at `package.module:Class` or `path/file.py:Class`, or one that is known by a name of its own.
-
-    Raises:
-        ConfigError: it is not there.
-        DeclarationError: it is wrong.
-    """
-    place, colon, class_name = where.rpartition(":")
-    if not colon:
-        return kernel_named(where)
-    path = Path(place if place.endswith(".py") else f"{place}.py")
-    module = _load_file(path) if place.endswith(".py") or path.is_file() else _load_module(place)
-    found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, Kernel)):
-        made = [name for name, each in vars(module).items() if isinstance(each, type) and issubclass(each, Kernel)
-                and each is not Kernel]  # fmt: skip
-        raise ConfigError(f"{place} declares no kernel {class_name!r}; it declares {', '.join(made) or 'none'}")
-    return found
-
-
-def _load_module(name: str) -> Any:
-    try:
-        return import_kernel_module(lambda: importlib.import_module(name))
-    except ImportError as error:
-        raise ConfigError(
-            f"cannot import {name}: {error}; install it, or name the file (path/file.py:Class)"
-        ) from error
-
-
-def _load_file(path: Path) -> Any:
-    path = path.resolve()
-    main = sys.modules.get("__main__")
-    if getattr(main, "__file__", None) and Path(str(main.__file__)).resolve() == path:  # type: ignore[union-attr]
-        return main
-    name = _FILE_PREFIX + re.sub(r"\W", "_", path.stem) + "_" + stable_id(str(path), 8)
-    if name in sys.modules:
-        return sys.modules[name]
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}; name it as path/file.py:Class")
-
-    def run() -> Any:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
-
-    try:
-        return import_kernel_module(run)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"cannot import {path}: {error}; correct the file") from error
-
-
-def import_kernel_module(run: Callable[[], Any]) -> Any:
-    """`run()`. Processes that compile or measure keep torch out, which takes seconds; a module that needs it gets it."""
-    try:
-        return run()
-    except ImportError:
-        if "torch" not in sys.modules or sys.modules["torch"] is not None:
-            raise
-        del sys.modules["torch"]
-        return run()

@@ -21,8 +21,8 @@ import cuda.tile as ct
 
 from tiledsched.errors import DeclarationError, ProblemError
 from tiledsched.fields import ITEM_BYTES, Choice, Dim, Flag, read_shape
-from tiledsched.kernel import HINT_KNOBS, ArraySpec, KernelClass, ProblemClass
-from tiledsched.problem import Problem, stable_id
+from tiledsched.kernel import HINT_KNOBS, ArraySpec, KernelClass
+from tiledsched.problem import Problem, ProblemClass, stable_id
 from tiledsched.schedule import Schedule
 from tiledsched.storage import strides_of
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.errors import ConfigError, ProblemError
@@ -75,7 +77,7 @@ class Problem:
         Raises:
             ConfigError: this process does not know it.
         """
-        from tiledsched.kernel import kernel_named
+        from tiledsched.kernel_names import kernel_named
 
         return kernel_named(self.kernel)
 
@@ -132,7 +134,7 @@ class Problem:
         Raises:
             ProblemError: a key is missing, unknown or has a wrong value.
         """
-        from tiledsched.kernel import kernel_named
+        from tiledsched.kernel_names import kernel_named
 
         values = dict(data)
         kernel = values.pop("kernel", None)
@@ -184,6 +186,46 @@ class Problem:
 
 def _restored(kernel: str, values: Mapping[str, Value], omitted: frozenset[str]) -> Problem:
     return Problem(kernel, values, omitted=omitted)
+
+
+@dataclass(frozen=True)
+class ProblemClass:
+    """All of a problem and a schedule that machine code depends on beside the knobs: problems of one class share artifacts."""
+
+    values: Mapping[str, Any]
+    """The compile-time fields of the problem, for people, and `signature`, a hash of every assumption."""
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    @functools.cached_property
+    def id(self) -> str:
+        """Stable id, part of the key under which a build is stored."""
+        return stable_id(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict; :meth:`from_json` inverts it."""
+        return dict(self.values)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ProblemClass:
+        """What `to_json` wrote."""
+        return cls(dict(data))
+
+
+def unit_of(problem: Problem) -> str:
+    """What rates are given in: TFLOP/s, or GB/s where the problem has no FLOPs."""
+    return "TFLOP/s" if problem.flops else "GB/s"
+
+
+def rate_of(problem: Problem, us: float) -> float:
+    """The rate at `us` microseconds, in the problem's unit."""
+    return problem.tflops(us) if problem.flops else problem.gbps(us)
+
+
+def rate_text(problem: Problem, us: float, places: int = 0) -> str:
+    """`612 TFLOP/s`."""
+    return f"{rate_of(problem, us):.{places}f} {unit_of(problem)}"
 
 
 def describe_values(values: Mapping[str, Value]) -> str:

@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from tiledsched.errors import SpaceError
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import KnobValue, Schedule
 
@@ -145,12 +145,6 @@ class SearchSpace:
             return reasons
         values = self.constraint_values(problem) | dict(schedule)
         return [f"{c.require}: {c.because}" for c in constraints if not c.holds(values)]
-
-    def validate(self, schedule: Schedule, problem: Problem) -> None:
-        """Raise SpaceError naming every violated constraint, if any."""
-        reasons = self.violations(schedule, problem)
-        if reasons:
-            raise SpaceError(f"schedule {schedule!r} is not valid for {problem} on {self.arch}: " + "; ".join(reasons))
 
     def schedules(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Iterator[Schedule]:
         """Every valid schedule, in a fixed order: knobs vary in the order written, the last one fastest.

@@ -16,7 +16,8 @@ from typing import Any
 from tiledsched import data_files
 from tiledsched.device import ARCHS, LIMITS, arch_limits
 from tiledsched.errors import SpaceError
-from tiledsched.kernel import KernelClass, kernel_named
+from tiledsched.kernel import KernelClass
+from tiledsched.kernel_names import kernel_named
 from tiledsched.space import Constraint, Knob, SearchSpace, contains
 
 if sys.version_info >= (3, 11):

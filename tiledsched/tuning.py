@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tiledsched import config
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError, MeasureError, TiledschedError
-from tiledsched.kernel import KernelClass, load_kernel
+from tiledsched.kernel import KernelClass
+from tiledsched.kernel_names import load_kernel
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.space import SearchSpace

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from tiledsched.build.cubin import Artifact, join, read_artifact
 from tiledsched.device import arch_spec
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel import KernelClass, load_kernel
+from tiledsched.kernel import KernelClass
+from tiledsched.kernel_names import load_kernel
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
@@ -24,7 +25,7 @@ class BuildTask:
     """One compile: everything a worker process needs, small enough to send to it."""
 
     kernel: str
-    """Where the kernel is declared; see :func:`tiledsched.kernel.load_kernel`."""
+    """Where the kernel is declared; see :func:`tiledsched.kernel_names.load_kernel`."""
     schedule: Schedule
     """What to compile."""
     problem: Problem

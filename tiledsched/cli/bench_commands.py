@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiledsched.cli import output
-from tiledsched.cli.commands import _open, _print_json, _problems, _tools
+from tiledsched.cli.commands import _open, _print_json, _problems, _said, _tools
 from tiledsched.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,10 +57,7 @@ def _bench_summary(options: argparse.Namespace) -> int:
     from tiledsched.studies.bench.summary import summarise, to_markdown
 
     summaries = summarise([row for path in options.summary for row in read_rows(Path(path))])
-    if options.json:
-        _print_json({"summary": [each.to_json() for each in summaries]})
-    else:
-        print(to_markdown(summaries))
+    _said(options, {"summary": [each.to_json() for each in summaries]}, to_markdown(summaries))
     return 0
 
 

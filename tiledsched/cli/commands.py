@@ -35,6 +35,13 @@ def _print_json(value: dict[str, Any]) -> None:
     print(json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2))
 
 
+def _said(options: argparse.Namespace, value: dict[str, Any], text: str) -> None:
+    if options.json:
+        _print_json(value)
+    else:
+        print(text)
+
+
 def _problems(options: argparse.Namespace) -> list[Problem]:
     return problems_of(options.declaration, options)
 
@@ -159,11 +166,7 @@ def report(options: argparse.Namespace) -> int:
         found = build_report(db, options.arch, kernel=options.declaration, regime=options.regime, device_name=options.device,
                              model_times=modelled_times(options.arch, options.declaration))  # fmt: skip
     files = write_report(found, Path(options.out))
-    if options.json:
-        _print_json({"files": [str(path) for path in files]})
-    else:
-        for path in files:
-            print(path)
+    _said(options, {"files": [str(path) for path in files]}, "\n".join(map(str, files)))
     return 0
 
 
@@ -212,8 +215,6 @@ def _study_session(options: argparse.Namespace) -> int:
                            keep=lambda done: append_rows(done, path), progress=output.note)  # fmt: skip
     finally:
         runner.close()
-    if options.json:
-        _print_json({"rows": [row.to_csv() for row in rows]})
-    else:
-        print(f"{len(rows)} rows added to {path}; sum up with: tiledsched study --summary {path}")
+    _said(options, {"rows": [row.to_csv() for row in rows]},
+          f"{len(rows)} rows added to {path}; sum up with: tiledsched study --summary {path}")  # fmt: skip
     return 0

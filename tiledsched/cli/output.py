@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tiledsched.problem import Problem
+from tiledsched.kernel import labels_of
+from tiledsched.problem import Problem, rate_of, rate_text, unit_of
 from tiledsched.store.records import EntryRecord
 
 if TYPE_CHECKING:
-    from tiledsched.search.record import LandscapeFile, RecordResult
+    from tiledsched.search.record import RecordResult
     from tiledsched.search.tuner import TuneResult
     from tiledsched.store.queries import RegimeComparison
     from tiledsched.studies.ablation.rows import AblationRow
@@ -90,17 +91,12 @@ def plain_values(problem: Problem) -> dict[str, Any]:
 
 def short_values(problem: Problem) -> dict[str, Any]:
     """Its values by the short names of the kernel's label: of several dims that differ, all, as `1/4096`."""
-    label = problem.declaration.label if problem.known else {}
+    labels = labels_of(problem.declaration) if problem.known else {}
     found: dict[str, Any] = {}
-    for short, names in label.items():
-        values = dict.fromkeys(getattr(problem, name) for name in ((names,) if isinstance(names, str) else names))
+    for short, names in labels.items():
+        values = dict.fromkeys(getattr(problem, name) for name in names)
         found[short] = next(iter(values)) if len(values) == 1 else "/".join(map(str, values))
     return found
-
-
-def rate(problem: Problem, us: float) -> tuple[float, str]:
-    """How fast `us` microseconds are, and the unit: operations where the kernel counts them, else bytes."""
-    return (problem.tflops(us), "TFLOP/s") if problem.flops else (problem.gbps(us), "GB/s")
 
 
 def print_checked(row: CheckRow) -> None:
@@ -154,13 +150,9 @@ def print_recorded(result: RecordResult) -> None:
               f"{result.compiled} compiled now, {result.failed} failed", flush=True)  # fmt: skip
     for file in result.files:
         rest = "" if result.complete else "; not complete, run again to go on"
+        best = rate_text(result.problem, file.best_us, 1)
         print(f"{result.problem} {file.regime}: {file.distinct_programs} distinct programs, {result.failed} failed, "
-              f"best {_best(result, file)}, worst {file.worst_ratio:.2f}x{rest}; {file.path}", flush=True)  # fmt: skip
-
-
-def _best(result: RecordResult, file: LandscapeFile) -> str:
-    value, unit = rate(result.problem, file.best_us)
-    return f"{value:.1f} {unit}"
+              f"best {best}, worst {file.worst_ratio:.2f}x{rest}; {file.path}", flush=True)  # fmt: skip
 
 
 def print_tune_summary(report: TuneReport) -> None:
@@ -212,8 +204,8 @@ def _entry_table(kernel: str, entries: Sequence[EntryRecord]) -> Table:
 
 def _columns(problem: Problem) -> dict[str, str]:
     """Its values as people read them: short names first, then the fields that those do not tell."""
-    label = problem.declaration.label if problem.known else {}
-    told = {name for names in label.values() for name in ((names,) if isinstance(names, str) else names)}
+    labels = labels_of(problem.declaration) if problem.known else {}
+    told = {name for names in labels.values() for name in names}
     values = {
         **short_values(problem),
         **{name: value for name, value in plain_values(problem).items() if name not in told},
@@ -236,10 +228,7 @@ def _print_narrow(screen: Console, entries: Sequence[EntryRecord]) -> None:
 
 
 def _rate_text(problem: Problem, us: float | None) -> str:
-    if not us:
-        return "-"
-    value, unit = rate(problem, us)
-    return f"{value:.0f} {unit}"
+    return rate_text(problem, us) if us else "-"
 
 
 def print_landscapes(lines: Sequence[Any]) -> None:
@@ -279,7 +268,7 @@ def print_bench(rows: Sequence[BenchRow]) -> None:
 
 def _print_bench_regime(regime: str, rows: Sequence[BenchRow]) -> None:
     methods = list(dict.fromkeys(row.method for row in rows))
-    units = "/".join(dict.fromkeys(rate(row.problem, 1.0)[1] for row in rows))
+    units = "/".join(dict.fromkeys(unit_of(row.problem) for row in rows))
     table = Table(title=f"{regime}: {units}, and in brackets the time of each method over ours")
     table.add_column("problem")
     for method in methods:
@@ -296,7 +285,7 @@ def _print_bench_regime(regime: str, rows: Sequence[BenchRow]) -> None:
 def _bench_cell(row: BenchRow | None, ours_us: float | None) -> str:
     if row is None or row.median_us is None:
         return "-" if row is None else row.status
-    value = row.tflops if row.flops else rate(row.problem, row.median_us)[0]
+    value = row.tflops if row.flops else rate_of(row.problem, row.median_us)
     beside = row.method not in ("tiledsched", "matmul") and ours_us
     return f"{value:.0f} ({row.median_us / ours_us:.2f}x)" if beside and ours_us else f"{value:.0f}"
 

@@ -10,7 +10,8 @@ from tiledsched import __version__
 from tiledsched.cli import bench_commands, commands, search_commands, store_commands
 from tiledsched.cli.problems import example, kernel_word
 from tiledsched.flags import count, names, positive, words
-from tiledsched.kernel import KernelClass, kernel_named, load_kernel
+from tiledsched.kernel import KernelClass
+from tiledsched.kernel_names import kernel_named, load_kernel
 from tiledsched.search.effort import EFFORTS
 from tiledsched.studies.repeatability.rows import METHODS
 
@@ -67,15 +68,14 @@ def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _command(subs: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, *, json: bool = True,
+def _command(subs: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, *,
              db: bool = True) -> argparse.ArgumentParser:  # fmt: skip
     parser: argparse.ArgumentParser = subs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done to stderr")
     if db:
         parser.add_argument("--db", metavar="URL", help="database path or URL (default: TILEDSCHED_DB, or the user's "
                             "data directory)")  # fmt: skip
-    if json:
-        parser.add_argument("--json", action="store_true", help="print JSON with a schema_version")
+    parser.add_argument("--json", action="store_true", help="print JSON with a schema_version")
     parser.set_defaults(run=run)
     return parser
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tiledsched.errors import ConfigError, TiledschedError
 from tiledsched.fields import Choice, Flag, ProblemField, Sizes
-from tiledsched.kernel import KernelClass
+from tiledsched.kernel import KernelClass, labels_of
 from tiledsched.kernels import SHIPPED
 from tiledsched.problem import Problem
 
@@ -92,9 +92,8 @@ def _short_names(kernel: KernelClass) -> list[str]:
 
 
 def _fields_of(kernel: KernelClass, key: str) -> tuple[str, ...] | None:
-    names = kernel.label.get(key, key)
-    found = (names,) if isinstance(names, str) else tuple(names)
-    return found if all(name in kernel.fields for name in found) else None
+    names = labels_of(kernel).get(key, (key,))
+    return names if all(name in kernel.fields for name in names) else None
 
 
 def _read(field: ProblemField, key: str, word: str) -> Any:

@@ -6,16 +6,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from tiledsched.cli import output
-from tiledsched.cli.commands import _folder, _open, _print_json, _settings
+from tiledsched.cli.commands import _folder, _open, _print_json, _said, _settings
 from tiledsched.errors import ConfigError
 
 
 def _listed(options: argparse.Namespace) -> str | None:
     """The name of the kernel asked for, as tables have it; None for all. One that is not known here is taken at its word."""
-    from tiledsched.kernel import load_kernel
+    from tiledsched.kernel_names import load_kernel
 
     if options.listed is None:
         return None
@@ -175,10 +174,3 @@ def db_upgrade(options: argparse.Namespace) -> int:
         revision = db.upgrade()
     _said(options, {"schema": revision}, f"schema {revision}")
     return 0
-
-
-def _said(options: argparse.Namespace, value: dict[str, Any], text: str) -> None:
-    if options.json:
-        _print_json(value)
-    else:
-        print(text)

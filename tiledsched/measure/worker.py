@@ -27,7 +27,8 @@ import numpy
 from tiledsched.build.cubin import is_whole, parts, symbol_of
 from tiledsched.cases import Case, make_cases
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel import Tolerance, load_kernel
+from tiledsched.kernel import Tolerance
+from tiledsched.kernel_names import load_kernel
 from tiledsched.measure import timing
 from tiledsched.measure.accuracy import OutputErrors, case_errors, summary, wrong_result
 from tiledsched.measure.arrays import Packed, ProblemArrays

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.fields import Choice, Flag
-from tiledsched.kernel import KernelClass
+from tiledsched.kernel import KernelClass, labels_of, total
 from tiledsched.problem import Problem, describe_values
 
 
@@ -33,7 +33,7 @@ class Axes:
 
     def size(self, problem: Problem) -> int:
         """The swept size; the largest where it is of several fields."""
-        return max((_number(getattr(problem, name)) for name in self.swept), default=0)
+        return max((total(getattr(problem, name)) for name in self.swept), default=0)
 
     def shared_values(self, problem: Problem) -> tuple[Any, ...]:
         """The values of `shared`."""
@@ -76,7 +76,7 @@ def axes_of(kernel: KernelClass) -> Axes:
     sizes = [name for name, each in fields.items() if not isinstance(each, (Choice, Flag))]
     constant = [name for name in sizes if getattr(fields[name], "constant", False)]
     axes = kernel.axes or (*[name for name in sizes if name not in constant][:1], *constant)
-    labels = {short: (names,) if isinstance(names, str) else tuple(names) for short, names in kernel.label.items()}
+    labels = labels_of(kernel)
     labelled = {name for names in labels.values() for name in names}
     titles = {names: short for short, names in labels.items()}
 
@@ -90,7 +90,3 @@ def axes_of(kernel: KernelClass) -> Axes:
     columns |= {name: (name,) for name in rest if name in axes or fields[name].default is None}
     return Axes(swept=swept, shared=tuple(shared), columns=columns, titles={name: titles.get((name,), name) for name in shared},
                 optional=tuple(name for name in rest if name not in columns))  # fmt: skip
-
-
-def _number(value: Any) -> int:
-    return sum(value) if isinstance(value, tuple) else int(value)

@@ -7,9 +7,9 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, unit_of
 from tiledsched.report.analysis import size_regime
-from tiledsched.report.records import MEASURED, MODELLED, Report, Section, Tile, unit_of
+from tiledsched.report.records import MEASURED, MODELLED, Report, Section, Tile
 
 RATE_COLUMNS = {"TFLOP/s": "tflops", "GB/s": "gbps"}
 FACT_COLUMNS = ("registers", "threads", "shared_bytes", "spill_bytes", "code_bytes", "ctas_per_sm")

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiledsched.errors import ConfigError
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.measure.runner import Measurement
+from tiledsched.problem import rate_of, unit_of
 from tiledsched.report.document import NOTHING, Table, to_markdown
 from tiledsched.report.importance import interactions, knob_shares
-from tiledsched.report.records import rate_of, unit_of
 from tiledsched.report.text import interactions_table, shares_table
 from tiledsched.schedule import KnobValue
 from tiledsched.space import SearchSpace

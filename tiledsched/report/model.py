@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.device import ARCHS
 from tiledsched.fields import Choice, Flag
-from tiledsched.kernel import KernelClass, ProblemClass
-from tiledsched.problem import Problem
+from tiledsched.kernel import KernelClass
+from tiledsched.problem import Problem, ProblemClass, rate_of
 from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_knobs, tile_times
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.importance import interactions, knob_shares
@@ -25,7 +25,6 @@ from tiledsched.report.records import (
     Report,
     Section,
     Timed,
-    rate_of,
 )
 from tiledsched.schedule import Schedule
 from tiledsched.space import SearchSpace

@@ -25,16 +25,6 @@ Tile = tuple[int, int]
 """Values of the report's two tile knobs."""
 
 
-def unit_of(problem: Problem) -> str:
-    """What rates are given in: TFLOP/s, or GB/s where the problem has no FLOPs."""
-    return "TFLOP/s" if problem.flops else "GB/s"
-
-
-def rate_of(problem: Problem, us: float) -> float:
-    """The rate at `us` microseconds, in the problem's unit."""
-    return problem.tflops(us) if problem.flops else problem.gbps(us)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timed:
     """One schedule of one problem and its time."""

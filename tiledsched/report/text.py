@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tiledsched.errors import ConfigError
+from tiledsched.problem import unit_of
 from tiledsched.report import plots
 from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import importance_csv, interactions_csv, regimes_csv, schedules_csv, sensitivity_csv
@@ -20,7 +21,6 @@ from tiledsched.report.records import (
     Report,
     Section,
     Tile,
-    unit_of,
 )
 from tiledsched.schedule import Schedule
 

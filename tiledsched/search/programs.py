@@ -18,9 +18,9 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import arch_spec
 from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel import KernelClass, ProblemClass
+from tiledsched.kernel import KernelClass
 from tiledsched.measure.runner import Candidate, Device, Failed, Measurement
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import BuildRecord

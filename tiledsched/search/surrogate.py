@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.space import Knob, SearchSpace

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tiledsched.build.cubin import join, read_artifact
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, rate_text
 from tiledsched.serve.lookup import Served, Table
 
 
@@ -70,7 +70,7 @@ class Explanation:
             if entry.measurement is not None:
                 m = entry.measurement
                 lines.append(f"  measured    {m.median_us:.1f} us [{m.ci_low_us:.1f}, {m.ci_high_us:.1f}], "
-                             f"{rate(entry.problem, m.median_us)}, {m.samples} samples on {m.device.name}, "
+                             f"{rate_text(entry.problem, m.median_us)}, {m.samples} samples on {m.device.name}, "
                              f"{entry.regime}, {m.created_at:%Y-%m-%d}")  # fmt: skip
             elif entry.model_us is not None:
                 lines.append(f"  modelled    {entry.model_us:.1f} us (an estimate; nothing was measured)")
@@ -94,13 +94,6 @@ def explain_problem(table: Table, problem: Problem, arch: str, device_name: str 
     """What `table` serves for `problem`; needs no GPU."""
     return Explanation(problem=problem, arch=arch, device_name=device_name,
                        served=table.resolve(problem, arch, device_name), controls=controls or {})  # fmt: skip
-
-
-def rate(problem: Problem, median_us: float) -> str:
-    """`612 TFLOP/s`; `3200 GB/s` of a kernel that states no operations."""
-    if problem.flops:
-        return f"{problem.tflops(median_us):.0f} TFLOP/s"
-    return f"{problem.gbps(median_us):.0f} GB/s"
 
 
 def launched_fingerprint(objects: Sequence[Any], arguments: Sequence[Sequence[Any]], arch: str) -> str:

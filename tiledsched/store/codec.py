@@ -15,8 +15,7 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tiledsched.errors import DatabaseError, TiledschedError
-from tiledsched.kernel import ProblemClass
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from sqlalchemy.engine import URL, Engine
 from sqlalchemy.orm import Session
 
 from tiledsched.errors import ConfigError, DatabaseError
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels import SHIPPED
 from tiledsched.store import engine as engines
 from tiledsched.store.health import problems_found

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import delete, select, update
-from sqlalchemy.engine import CursorResult
+from sqlalchemy import select, update
 
 from tiledsched.errors import DatabaseError, Failure
 from tiledsched.measure.runner import Device, Measurement
@@ -53,6 +52,7 @@ from tiledsched.store.records import (
     RunRecord,
     StoredMeasurement,
     Toolchain,
+    record_of,
 )
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurement
 
@@ -86,26 +86,13 @@ class TuningDB(Database):
         keys = [(row.schedule_id, row.problem_class_id) for row in rows]
         return dict(zip(keys, Reader().builds(rows, toolchain), strict=True))
 
-    def delete_builds(self, arch: str, fingerprint: str) -> int:
-        """Forget the builds of an artifact whose cubin is lost, so that they are made again; how many."""
-        with self.writing() as session:
-            gone = delete(BuildRow).where(BuildRow.arch == arch, BuildRow.fingerprint == fingerprint)
-            result = session.execute(gone)
-            assert isinstance(result, CursorResult)
-            return result.rowcount
-
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact known, by (arch, fingerprint)."""
         reader = Reader()
         with self.reading() as session:
             rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch}))).all()
         return {
-            (row.arch, row.fingerprint): ArtifactRecord(
-                arch=row.arch,
-                fingerprint=row.fingerprint,
-                facts=reader.facts(row.fingerprint, row.facts),
-                cubin_bytes=row.cubin_bytes,
-            )
+            (row.arch, row.fingerprint): record_of(ArtifactRecord, row, facts=reader.facts(row.fingerprint, row.facts))
             for row in rows
         }
 
@@ -146,18 +133,7 @@ class TuningDB(Database):
             rows = session.scalars(
                 select(RunRow).where(*matching({RunRow.arch: arch})).order_by(RunRow.id.desc())
             ).all()
-        return [
-            RunRecord(
-                id=row.id,
-                status=row.status,
-                command=row.command,
-                arch=row.arch,
-                host=row.host,
-                started_at=row.started_at,
-                finished_at=row.finished_at,
-            )
-            for row in rows
-        ]
+        return [record_of(RunRecord, row) for row in rows]
 
     # Measurements
 
@@ -301,18 +277,14 @@ class TuningDB(Database):
         reader = Reader()
         with self.reading() as session:
             return [
-                FailureRecord(
-                    id=row.id,
-                    run_id=row.run_id,
-                    kernel=row.kernel,
-                    arch=row.arch,
-                    stage=row.stage,
+                record_of(
+                    FailureRecord,
+                    row,
                     problem=reader.problem(of) if of else None,
                     schedule=reader.schedule(schedule.id, schedule.knobs),
                     fingerprint=row.fingerprint or "",
                     device_name=device or "",
                     failure=read_failure(row.kind, row.message),
-                    created_at=row.created_at,
                 )
                 for row, schedule, of, device in session.execute(select_failures().where(*wanted))
             ]

@@ -168,18 +168,9 @@ def read_table(path: str | os.PathLike[str]) -> Table:
     return Table(entries=tuple(entries), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
 
 
-def check_table(path: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with a table file; empty when it can be imported."""
-    try:
-        read_table(path)
-    except DatabaseError as error:
-        return [str(error)]
-    return []
-
-
 def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     try:
-        data = json.loads(_read_text(Path(path)))
+        data = json.loads(read_text(Path(path)))
     except OSError as error:
         raise DatabaseError(f"cannot read {name}: {error.strerror}; check the path") from error
     except (ValueError, lzma.LZMAError, EOFError) as error:
@@ -265,20 +256,21 @@ def _write(
     text = _pretty(data, "") + "\n"
     if isinstance(target, (str, os.PathLike)):
         try:
-            _write_text(Path(target), text)
+            write_text(Path(target), text)
         except OSError as error:
             raise DatabaseError(f"cannot write {os.fspath(target)}: {error.strerror}; give another path") from error
     else:
         target.write(text)
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The text of a file; `.xz` files are decompressed."""
     data = path.read_bytes()
     return (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file; `.xz` files are compressed."""
     data = text.encode("utf-8")
     path.write_bytes(lzma.compress(data, preset=9) if path.suffix == ".xz" else data)
 

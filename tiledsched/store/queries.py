@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from sqlalchemy import func, select
 
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.store.codec import encode
 from tiledsched.store.db import TuningDB
-from tiledsched.store.models import FailureRow
-from tiledsched.store.reading import matching
-from tiledsched.store.records import BuildRecord, EntryRecord, StoredMeasurement
+from tiledsched.store.records import BuildRecord, StoredMeasurement
 
 ProgramKey = tuple[str, object]
 """(fingerprint, grids): what makes a program distinct on one problem and device."""
@@ -79,56 +75,6 @@ class RegimeComparison:
     def to_json(self) -> dict[str, Any]:
         """A plain dict; schedules and the problem become objects."""
         return {**encode(self), "same": self.same}
-
-
-def best_entries(
-    db: TuningDB,
-    arch: str | None = None,
-    *,
-    kernel: str | None = None,
-    device_name: str | None = None,
-    regime: str | None = None,
-    accum_mode: str | None = None,
-    where: Mapping[str, Any] | None = None,
-) -> list[EntryRecord]:
-    """For each kernel, arch, problem and accumulator mode, the one entry with the best claim.
-
-    The stronger provenance wins, then an entry for a device over one for the whole arch, then the newer. `device_name`
-    admits entries of that device and of the whole arch. `where` names values of the problem, or the kernel's short names
-    for them: {"S": 4096, "dtype": "float16"}.
-    """
-    best: dict[tuple[str, str, Problem, str], EntryRecord] = {}
-    for entry in db.entries(arch, kernel, regime=regime, accum_mode=accum_mode):
-        problem = entry.problem
-        if device_name is not None and entry.device_name not in (device_name, ""):
-            continue
-        if not all(has_value(problem, name, value) for name, value in (where or {}).items()):
-            continue
-        key = (entry.kernel, entry.arch, problem, entry.accum_mode)
-        if key not in best or _claim(entry) > _claim(best[key]):
-            best[key] = entry
-    return list(best.values())
-
-
-def has_value(problem: Problem, name: str, value: Any) -> bool:
-    """Whether a field, or every field that a short name of the kernel's stands for, has this value; None is any."""
-    known = problem.names if problem.known else problem.values
-    names = problem.declaration.label.get(name, name) if problem.known and name not in known else name
-    wanted = tuple(value) if isinstance(value, list) else value
-    return value is None or all(known.get(each) == wanted for each in ((names,) if isinstance(names, str) else names))
-
-
-def _claim(entry: EntryRecord) -> tuple[Any, ...]:
-    return -entry.rank, entry.device_name != "", entry.updated_at, entry.device_name, entry.regime
-
-
-def failures_by_kind(db: TuningDB, arch: str | None = None, *, run_id: int | None = None) -> dict[tuple[str, str], int]:
-    """How often each (stage, kind) of failure happened, the commonest first."""
-    kinds = (FailureRow.stage, FailureRow.kind)
-    wanted = select(*kinds, func.count()).where(*matching({FailureRow.arch: arch, FailureRow.run_id: run_id}))
-    with db.reading() as session:
-        counted = [((stage, kind), count) for stage, kind, count in session.execute(wanted.group_by(*kinds))]
-    return dict(sorted(counted, key=lambda item: (-item[1], item[0])))
 
 
 def knob_effects(builds: Iterable[BuildRecord]) -> list[KnobEffect]:

@@ -10,9 +10,8 @@ from sqlalchemy.orm import aliased, defer
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.errors import Failure, FailureKind, ProblemError
-from tiledsched.kernel import ProblemClass
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
 from tiledsched.store.codec import decode
 from tiledsched.store.models import (
@@ -26,7 +25,14 @@ from tiledsched.store.models import (
     ScheduleRow,
     ToolchainRow,
 )
-from tiledsched.store.records import BuildRecord, EntryRecord, MeasurementSummary, StoredMeasurement, Toolchain
+from tiledsched.store.records import (
+    BuildRecord,
+    EntryRecord,
+    MeasurementSummary,
+    StoredMeasurement,
+    Toolchain,
+    record_of,
+)
 
 OTHER_FIELDS = " (other fields)"
 """Follows the kernel's name in a problem that was stored when the kernel had other fields: nothing here knows it."""
@@ -139,7 +145,7 @@ class Reader:
 
     def toolchain(self, row: ToolchainRow) -> Toolchain:
         """From a row of `toolchains`."""
-        return Toolchain(cuda_tile=row.cuda_tile, tileiras=row.tileiras, ptxas=row.ptxas, nvvm=row.nvvm)
+        return record_of(Toolchain, row)
 
     def device(self, row: DeviceRow) -> Device:
         """From a row of `devices`."""
@@ -170,47 +176,29 @@ class Reader:
     ) -> StoredMeasurement:
         """From a row of `measurements` and what it points at."""
         where = f"measurements[{row.id}]"
-        measurement = Measurement(
+        measurement = record_of(
+            Measurement,
+            row,
             problem=self.problem(problem),
             schedule=self.schedule(schedule.id, schedule.knobs),
-            fingerprint=row.fingerprint,
             device=self.device(device),
-            regime=row.regime,
-            median_us=row.median_us,
-            ci_low_us=row.ci_low_us,
-            ci_high_us=row.ci_high_us,
             samples_us=tuple(row.samples_us),
             accuracy=_accuracy(row, where),
             conditions=decode(Conditions, row.conditions, f"{where}.conditions"),
-            runner=row.runner,
         )
-        return StoredMeasurement(
-            id=row.id,
-            uid=row.uid,
-            run_id=row.run_id,
-            kernel=row.kernel,
-            source_hash=row.source_hash,
-            toolchain=self.toolchain(toolchain),
-            measurement=measurement,
-            created_at=row.created_at,
-        )
+        return record_of(StoredMeasurement, row, toolchain=self.toolchain(toolchain), measurement=measurement)
 
     def summary(self, row: MeasurementRow, device: DeviceRow, toolchain: ToolchainRow) -> MeasurementSummary:
         """The same, without the samples."""
         where = f"measurements[{row.id}]"
-        return MeasurementSummary(
-            id=row.id,
-            uid=row.uid,
-            median_us=row.median_us,
-            ci_low_us=row.ci_low_us,
-            ci_high_us=row.ci_high_us,
+        return record_of(
+            MeasurementSummary,
+            row,
             samples=row.sample_count,
             device=self.device(device),
             conditions=decode(Conditions, row.conditions, f"{where}.conditions"),
             accuracy=_accuracy(row, where),
-            runner=row.runner,
             toolchain=self.toolchain(toolchain),
-            created_at=row.created_at,
         )
 
     def entry(
@@ -226,45 +214,31 @@ class Reader:
     ) -> EntryRecord:
         """From a row of `entries` and what it points at."""
         summary = self.summary(measurement, device, measured_by) if measurement and device and measured_by else None
-        return EntryRecord(
-            kernel=row.kernel,
-            arch=row.arch,
+        return record_of(
+            EntryRecord,
+            row,
             problem=self.problem(problem),
-            device_name=row.device_name,
-            regime=row.regime,
-            accum_mode=row.accum_mode,
-            provenance=row.provenance,
             schedule=self.schedule(schedule.id, schedule.knobs),
             fingerprint=row.fingerprint or "",
-            measurement_id=row.measurement_id,
             measurement=summary,
-            model_us=row.model_us,
             runner_up=self.schedule(runner_up.id, runner_up.knobs) if runner_up else None,
-            margin=row.margin,
             ties=tuple(self.schedule(tie["id"], tie["schedule"]) for tie in row.ties),
-            candidates=row.candidates,
-            source=row.source,
             toolchain=self.toolchain(toolchain) if toolchain else None,
-            source_hash=row.source_hash,
-            run_id=row.run_id,
-            updated_at=row.updated_at,
         )
 
     def builds(self, rows: Iterable[Any], toolchain: Toolchain) -> list[BuildRecord]:
         """From rows as :func:`select_builds` returns them."""
         return [
-            BuildRecord(
-                kernel=row.kernel,
-                source_hash=row.source_hash,
+            record_of(
+                BuildRecord,
+                row,
                 toolchain=toolchain,
-                arch=row.arch,
                 schedule=self.schedule(row.schedule_id, row.knobs),
                 problem_class=self.problem_class(row.problem_class_id, row.problem_class),
                 fingerprint=row.fingerprint or "",
                 facts=self.facts(row.fingerprint, row.facts),
                 cubin_bytes=row.cubin_bytes or 0,
                 failure=read_failure(row.failure_kind, row.failure_message) if row.failure_kind else None,
-                seconds=row.seconds,
             )
             for row in rows
         ]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain as Toolchain
 from tiledsched.errors import Failure
-from tiledsched.kernel import ProblemClass
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
 from tiledsched.store.codec import encode
 
@@ -19,6 +18,13 @@ PROVENANCES = ("measured", "transferred", "modelled", "default")
 """Strongest first. An entry never replaces one of stronger provenance."""
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
 STAGES = ("build", "measure")
+Made = TypeVar("Made")
+
+
+def record_of(kind: type[Made], source: Any, **other: Any) -> Made:
+    """A record whose fields are those of `source` that are called the same, but for what is given as `other`."""
+    names = (each.name for each in fields(kind) if each.name not in other)  # type: ignore[arg-type]
+    return kind(**{name: getattr(source, name) for name in names}, **other)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,17 +180,12 @@ class StoredMeasurement:
     def summary(self) -> MeasurementSummary:
         """The same without the samples, as an entry carries it."""
         taken = self.measurement
-        return MeasurementSummary(
+        return record_of(
+            MeasurementSummary,
+            taken,
             id=self.id,
             uid=self.uid,
-            median_us=taken.median_us,
-            ci_low_us=taken.ci_low_us,
-            ci_high_us=taken.ci_high_us,
             samples=len(taken.samples_us),
-            device=taken.device,
-            conditions=taken.conditions,
-            accuracy=taken.accuracy,
-            runner=taken.runner,
             toolchain=self.toolchain,
             created_at=self.created_at,
         )

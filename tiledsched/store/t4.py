@@ -24,8 +24,6 @@ from tiledsched.store.exchange import landscape_file_name
 from tiledsched.store.records import BuildRecord, StoredMeasurement
 
 T4_VERSION = "1.0.0"
-FORMATS = ("tiledsched", "t4", "kernel-tuner-cache")
-"""What `landscapes --export` writes."""
 INVALIDITY = {
     FailureKind.COMPILE_ERROR: "compile",
     FailureKind.COMPILER_KILLED: "compile",

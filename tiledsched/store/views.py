@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from tiledsched.fields import Dim, Flag
-from tiledsched.kernel import KernelClass
+from tiledsched.kernel import KernelClass, labels_of
 from tiledsched.problem import stable_id
 from tiledsched.store.models import EntryRow, MeasurementRow, ProblemRow, ScheduleRow, ViewRow
 
@@ -82,8 +82,7 @@ def _query(kernel: KernelClass) -> sa.Select[Any]:
     fields = {name: _field(kernel, name) for name in kernel.fields}
     for name, column in fields.items():
         add(name, column)
-    for short, meant in kernel.label.items():
-        first, *others = (meant,) if isinstance(meant, str) else meant
+    for short, (first, *others) in labels_of(kernel).items():
         if {first, *others} <= set(fields) and short.lower() != first.lower():  # SQL cannot tell what is derived
             same = sa.and_(sa.true(), *(fields[first] == fields[other] for other in others))
             add(short, sa.case((same, fields[first])) if others else fields[first])

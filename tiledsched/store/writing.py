@@ -199,72 +199,62 @@ def _measurement_id(session: Session, record: EntryRecord) -> int | None:
     return session.scalars(select(MeasurementRow.id).where(MeasurementRow.uid == record.measurement.uid)).first()
 
 
+def _row(model: type[Base], source: Any, **other: Any) -> dict[str, Any]:
+    """A row whose columns are filled by what is called the same in `source`, but for `other`; its number comes by itself."""
+    names = (name for name in model.__table__.columns.keys() if name not in ("id", *other))  # noqa: SIM118
+    return {**{name: getattr(source, name) for name in names}, **other}
+
+
 def build_values(record: BuildRecord, parents: Parents) -> dict[str, Any]:
     """The row of a build."""
-    return {
-        "kernel": record.kernel,
-        "source_hash": record.source_hash,
-        "toolchain_id": parents.toolchain(record.toolchain),
-        "arch": record.arch,
-        "schedule_id": parents.schedule(record.schedule),
-        "problem_class_id": record.problem_class.id,
-        "problem_class": record.problem_class.to_json(),
-        "fingerprint": record.fingerprint or None,
-        "failure_kind": str(record.failure.kind) if record.failure else None,
-        "failure_message": record.failure.message if record.failure else None,
-        "seconds": record.seconds,
-        "created_at": now(),
-    }
+    return _row(
+        BuildRow,
+        record,
+        toolchain_id=parents.toolchain(record.toolchain),
+        schedule_id=parents.schedule(record.schedule),
+        problem_class_id=record.problem_class.id,
+        problem_class=record.problem_class.to_json(),
+        fingerprint=record.fingerprint or None,
+        failure_kind=str(record.failure.kind) if record.failure else None,
+        failure_message=record.failure.message if record.failure else None,
+        created_at=now(),
+    )
 
 
 def measurement_values(record: StoredMeasurement, parents: Parents) -> dict[str, Any]:
     """The row of a measurement."""
     taken = record.measurement
-    return {
-        "uid": record.uid,
-        "run_id": record.run_id,
-        "kernel": record.kernel,
-        "source_hash": record.source_hash,
-        "toolchain_id": parents.toolchain(record.toolchain),
-        "problem_id": parents.problem(taken.problem),
-        "schedule_id": parents.schedule(taken.schedule),
-        "device_id": parents.device(taken.device),
-        "arch": taken.device.arch,
-        "fingerprint": parents.artifact(taken.device.arch, taken.fingerprint),
-        "regime": taken.regime,
-        "runner": taken.runner,
-        "median_us": taken.median_us,
-        "ci_low_us": taken.ci_low_us,
-        "ci_high_us": taken.ci_high_us,
-        "samples_us": list(taken.samples_us),
-        "sample_count": len(taken.samples_us),
-        "accuracy": encode(taken.accuracy),
-        "conditions": encode(taken.conditions),
-        "created_at": record.created_at,
-    }
+    return _row(
+        MeasurementRow,
+        taken,
+        uid=record.uid,
+        run_id=record.run_id,
+        kernel=record.kernel,
+        source_hash=record.source_hash,
+        toolchain_id=parents.toolchain(record.toolchain),
+        problem_id=parents.problem(taken.problem),
+        schedule_id=parents.schedule(taken.schedule),
+        device_id=parents.device(taken.device),
+        arch=taken.device.arch,
+        fingerprint=parents.artifact(taken.device.arch, taken.fingerprint),
+        samples_us=list(taken.samples_us),
+        sample_count=len(taken.samples_us),
+        accuracy=encode(taken.accuracy),
+        conditions=encode(taken.conditions),
+        created_at=record.created_at,
+    )
 
 
 def entry_values(record: EntryRecord, measurement_id: int | None, parents: Parents) -> dict[str, Any]:
     """The row of an entry."""
-    return {
-        "kernel": record.kernel,
-        "arch": record.arch,
-        "problem_id": parents.problem(record.problem),
-        "device_name": record.device_name,
-        "regime": record.regime,
-        "accum_mode": record.accum_mode,
-        "provenance": record.provenance,
-        "schedule_id": parents.schedule(record.schedule),
-        "fingerprint": parents.artifact(record.arch, record.fingerprint) if record.fingerprint else None,
-        "measurement_id": measurement_id,
-        "model_us": record.model_us,
-        "runner_up_id": parents.schedule(record.runner_up) if record.runner_up is not None else None,
-        "margin": record.margin,
-        "ties": [{"id": schedule.id, "schedule": schedule.to_json()} for schedule in record.ties],
-        "candidates": record.candidates,
-        "source": record.source,
-        "toolchain_id": parents.toolchain(record.toolchain) if record.toolchain else None,
-        "source_hash": record.source_hash,
-        "run_id": record.run_id,
-        "updated_at": record.updated_at,
-    }
+    return _row(
+        EntryRow,
+        record,
+        problem_id=parents.problem(record.problem),
+        schedule_id=parents.schedule(record.schedule),
+        fingerprint=parents.artifact(record.arch, record.fingerprint) if record.fingerprint else None,
+        measurement_id=measurement_id,
+        runner_up_id=parents.schedule(record.runner_up) if record.runner_up is not None else None,
+        ties=[{"id": schedule.id, "schedule": schedule.to_json()} for schedule in record.ties],
+        toolchain_id=parents.toolchain(record.toolchain) if record.toolchain else None,
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import spearmanr
 
 from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
@@ -77,21 +78,12 @@ def agreement(problem: Problem, arch: str, measured: ArrayLike, modelled: ArrayL
     times, estimates = np.asarray(measured, dtype=float), np.asarray(modelled, dtype=float)
     ranked, best = times[np.lexsort((-times, estimates))], float(times.min())
     return Agreement(
-        problem=problem, arch=arch, programs=len(times), rho=spearman(times, estimates),
+        problem=problem, arch=arch, programs=len(times), rho=float(spearmanr(times, estimates).statistic),
         best_rank=int(np.flatnonzero(ranked == best)[0]) + 1,
         near_rank=int(np.flatnonzero(ranked <= NEAR * best)[0]) + 1,
         regret={top: float(ranked[:top].min()) / best - 1.0 for top in TOPS},
         scale=math.exp(float(np.mean(np.log(estimates / times)))),
     )  # fmt: skip
-
-
-def spearman(first: ArrayLike, second: ArrayLike) -> float:
-    """Spearman's rank correlation; equal values share their mean rank."""
-    ranks = []
-    for values in (first, second):
-        _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(counts) - (counts - 1) / 2.0)[inverse])
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def stored_landscapes(db: TuningDB, regime: str = "burst") -> list[Landscape]:

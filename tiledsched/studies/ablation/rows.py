@@ -11,7 +11,6 @@ from typing import Any
 from tiledsched.problem import Problem, canonical_json
 
 LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
-VIEWS = (LADDER, WITHOUT, TRIED)
 OK = "ok"
 FIRST_COLUMNS = ("dtype", "causal", "batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim")
 """Empty where a problem has no such value."""

@@ -14,7 +14,8 @@ from typing import Any
 from tiledsched.cases import input_specs, output_specs
 from tiledsched.errors import ConfigError, UnsupportedError
 from tiledsched.fields import Flag
-from tiledsched.kernel import KernelClass, load_kernel
+from tiledsched.kernel import KernelClass
+from tiledsched.kernel_names import load_kernel
 from tiledsched.problem import Problem
 from tiledsched.studies.rivals import module_of, rivals_of
 

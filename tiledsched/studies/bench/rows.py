@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.errors import ConfigError, ProblemError
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.measure.runner import Conditions
 from tiledsched.problem import Problem, canonical_json
 

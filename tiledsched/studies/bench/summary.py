@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, rate_of, unit_of
 from tiledsched.studies.bench.methods import MATMUL, OURS
 from tiledsched.studies.bench.rows import BenchRow
 
@@ -107,8 +108,8 @@ class RegimeSummary:
 
 
 def geometric_mean(ratios: Sequence[float]) -> float | None:
-    """exp of the mean of logarithms; None of nothing."""
-    return math.exp(math.fsum(map(math.log, ratios)) / len(ratios)) if ratios else None
+    """None of nothing."""
+    return statistics.geometric_mean(ratios) if ratios else None
 
 
 def summarise(rows: Sequence[BenchRow]) -> list[RegimeSummary]:
@@ -161,7 +162,7 @@ def _regime_markdown(summary: RegimeSummary) -> str:
     blocks = [f"**{summary.regime}** regime: {_totals(summary)}"]
     if summary.cells:
         with_ceiling = any(cell.ceiling_ratio for cell in summary.cells)
-        unit = "TFLOP/s" if summary.cells[0].problem.flops else "GB/s"
+        unit = unit_of(summary.cells[0].problem)
         titles = ["problem", f"tiledsched {unit}", "best of torch", "backend", "time over ours"]
         blocks.append(_table(titles + (["of the matmul"] if with_ceiling else []),
                              [_cell_texts(cell, with_ceiling) for cell in summary.cells]))  # fmt: skip
@@ -190,8 +191,7 @@ def _totals(summary: RegimeSummary) -> str:
 
 
 def _cell_texts(cell: CellSummary, with_ceiling: bool) -> list[str]:
-    rate = cell.problem.tflops if cell.problem.flops else cell.problem.gbps
-    texts = [str(cell.problem), f"{rate(cell.ours_us):.1f}", f"{rate(cell.torch_us):.1f}",
+    texts = [str(cell.problem), f"{rate_of(cell.problem, cell.ours_us):.1f}", f"{rate_of(cell.problem, cell.torch_us):.1f}",
              cell.torch_method.removeprefix("torch_"), f"{cell.ratio:.2f}x"]  # fmt: skip
     return texts + ([f"{cell.ceiling_ratio:.0%}" if cell.ceiling_ratio else "-"] if with_ceiling else [])
 

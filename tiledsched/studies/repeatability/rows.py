@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.errors import ConfigError
-from tiledsched.kernel import kernel_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.problem import Problem, canonical_json
 
 METHODS = ("race", "in-turn", "exhaustive", "exhaustive-jit")

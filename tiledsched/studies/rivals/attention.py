@@ -194,8 +194,6 @@ METHODS: Mapping[str, Method] = {
     )
 }  # fmt: skip
 """By name, in the order of the rows."""
-TORCH_METHODS = ("torch_flash", "torch_cudnn", "torch_efficient", "torch_math", "torch_auto")
-"""Of which the best is what the summary compares with."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiledsched.errors import ConfigError
+from tiledsched.store.exchange import read_text, write_text
 from tiledsched.studies.search.field import Field
 
 DEPTHS = (10, 25, 50, 100)
@@ -186,9 +187,8 @@ def write_runs(runs: Iterable[Run], path: Path) -> None:
     writer.writerow(COLUMNS)
     for run in sorted(runs, key=lambda run: (run.sampler, run.landscape, run.seed)):
         writer.writerow(["" if value is None else value for value in asdict(run).values()])
-    data = text.getvalue().encode()
     try:
-        path.write_bytes(lzma.compress(data, preset=9) if path.suffix == ".xz" else data)
+        write_text(path, text.getvalue())
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; give another path") from error
 
@@ -200,8 +200,7 @@ def read_runs(path: Path) -> list[Run]:
         ConfigError: the file cannot be read or has other columns.
     """
     try:
-        data = path.read_bytes()
-        text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
+        text = read_text(path)
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}; give a file that bench-search wrote") from error
     reader = csv.DictReader(io.StringIO(text))
