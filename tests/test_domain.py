@@ -283,6 +283,11 @@ def test_a_users_space_extends_a_shipped_one(tmp_path) -> None:
             "exploring must be true or false",
         ),
         (MINE + "[limits]\nregisters_per_sm = 'many'", "limits.registers_per_sm must be an integer"),
+        (MINE + "[knobs.tile_q]\nchoices = [16]", "attention has no knob 'tile_q'; it has tile_m, tile_n"),
+        (
+            "kernel = 'attention'\narch = 'sm_90'\n[knobs.tile_m]\nchoices = [64]",
+            "the knob 'tile_n' is missing, and attention takes it; extend a file that has it",
+        ),
         ("limits = 3", "'limits' must be a table"),
         ("extends = 'my.toml'", "goes round in a circle"),
     ],

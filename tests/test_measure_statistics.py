@@ -1,4 +1,4 @@
-"""What samples say: intervals, outliers, and the paired test."""
+"""What samples say: intervals and the paired test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from tiledsched.measure.statistics import (
     median_interval,
-    outliers,
     probability_not_slower,
     relative_spread,
     relative_uncertainty,
@@ -53,7 +52,7 @@ def test_relative_uncertainty():
     assert relative_uncertainty([float(value) for value in range(1, 31)], 0.95) == pytest.approx((21 - 10) / 2 / 15.5)
 
 
-# Spread and outliers
+# Spread
 
 
 def test_the_spread_of_a_normal_distribution_is_its_deviation():
@@ -63,16 +62,6 @@ def test_the_spread_of_a_normal_distribution_is_its_deviation():
     assert relative_spread([*samples, *[1e6] * 1000]) == pytest.approx(0.02, rel=0.2)
     assert statistics.stdev([*samples, *[1e6] * 1000]) > 1e5
 
-
-def test_outliers_are_flagged_and_only_they():
-    rng = random.Random(2)
-    samples = [rng.gauss(100, 0.5) for _ in range(500)]
-    assert outliers(samples) == ()
-    samples[7], samples[300] = 130.0, 60.0
-    assert outliers(samples) == (7, 300)
-    assert outliers([100.0, 100.0, 100.0, 104.9]) == ()  # a spread of nothing is taken for 1%
-    assert outliers([100.0, 100.0, 100.0, 105.1]) == (3,)
-    assert outliers([1.0, 50.0]) == ()
 
 
 # The paired test

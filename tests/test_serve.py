@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from datetime import datetime, timezone
@@ -171,6 +172,23 @@ def test_forced_knobs_win_and_say_so() -> None:
     assert "measured on this device" in served.reason
     with pytest.raises(ConfigError, match="cannot work"):
         table_of([], forced={"loop_split": True}).resolve(PROBLEM, "sm_90")
+
+
+@pytest.mark.parametrize(("forced", "words"), [
+    ({"tile_m": 48}, "tile_m = 48; sides of tiles are powers of two, such as"),
+    ({"num_worker_warps": 3}, "num_worker_warps = 3 is no such hint; compilers take 0, 4, 8"),
+    ({"occupancy": -1}, "occupancy = -1 is no such hint"),
+    ({"accum_mode": "fp8"}, "allowed on sm_90: ['fp32', 'fp16']"),
+])  # fmt: skip
+def test_forced_knobs_that_no_program_can_have_are_refused(forced, words) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        table_of([entry()], forced=forced).resolve(PROBLEM, "sm_90")
+
+
+def test_explain_says_whose_evidence_stands_under_a_forced_schedule() -> None:
+    told = str(explain_problem(table_of([entry()], forced={"tile_m": 32}), PROBLEM, "sm_90", "NVIDIA H200"))
+    assert f"evidence is for {PROBLEM}, schedule {entry().schedule.short()}:" in told
+    assert "evidence is for" not in str(explain_problem(table_of([entry()]), PROBLEM, "sm_90", "NVIDIA H200"))
 
 
 def test_explain_tells_evidence_and_marks_the_model() -> None:

@@ -10,13 +10,12 @@ from typing import Any
 from tiledsched.device import LIMITS
 from tiledsched.errors import DeclarationError, TiledschedError
 from tiledsched.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, shape_names
-from tiledsched.kernel import FUNCTIONS, HINT_KNOBS, KernelClass, labels_of
+from tiledsched.kernel import FUNCTIONS, HINT_KNOBS, KernelClass, allowed_hints, labels_of
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 RESERVED = (*FUNCTIONS, "name", "function", "knobs", "constraints", "exploring", "suites", "derived", "label", "axes", "plain",
             "weights", "kernel", "values", "id", "xp", "p", "s")  # fmt: skip
-HINT_RANGES = {"num_ctas": (0, 16), "occupancy": (0, 32), "opt_level": (0, 3), "num_worker_warps": (0, 32)}
 MOST_CHECKED = 1 << 20
 """Elements of the largest array on which a reference is tried."""
 
@@ -118,11 +117,13 @@ def _check_knobs(kernel: KernelClass) -> None:
             )
         if each.default not in each.choices:
             _fail(kernel, f"knobs[{name!r}]", f"the default {each.default!r} is not one of {list(each.choices)}")
-        if name in HINT_RANGES:
-            least, most = HINT_RANGES[name]
-            wrong = [choice for choice in each.choices if isinstance(choice, str) or not least <= choice <= most]
-            if wrong:
-                _fail(kernel, f"knobs[{name!r}]", f"{wrong[0]!r} is no such hint; allowed are {least} to {most}")
+        wrong = [choice for choice in each.choices if name in HINT_KNOBS and choice not in HINT_KNOBS[name]]
+        if wrong:
+            _fail(
+                kernel,
+                f"knobs[{name!r}]",
+                f"{wrong[0]!r} is no such hint; allowed are {allowed_hints(name)}",
+            )
         if name in kernel.fields:
             _fail(kernel, f"knobs[{name!r}]", "there is a field of that name; call one something else")
 

@@ -35,8 +35,11 @@ if TYPE_CHECKING:
     from tiledsched.device import ArchSpec
     from tiledsched.resources import ResourceFacts
 
-HINT_KNOBS = ("num_ctas", "occupancy", "opt_level", "num_worker_warps")
-"""Knobs that reach cuTile as kernel hints; the rest are compile-time constants of the kernel."""
+HINT_KNOBS: Mapping[str, Sequence[int]] = {"num_ctas": (0, 1, 2, 4, 8, 16), "occupancy": range(33), "opt_level": range(4),
+                                           "num_worker_warps": (0, 4, 8)}  # fmt: skip
+"""Knobs that reach cuTile as kernel hints, and what compilers (13.4) take, 0 for their own choice; the rest are compile-time
+constants of the kernel.
+"""
 LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
              "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind",
@@ -448,6 +451,12 @@ KernelClass = type[Kernel]
 def _kept_array(kernel: KernelClass, name: str, p: Problem) -> ArraySpec:
     """A search asks for the same arrays with every schedule."""
     return kernel._read_array(name, p, None)
+
+
+def allowed_hints(name: str) -> str:
+    """The values of a hint, for people: `0, 4, 8` or `0 to 32`."""
+    values = HINT_KNOBS[name]
+    return f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
 
 
 def labels_of(kernel: KernelClass) -> dict[str, tuple[str, ...]]:

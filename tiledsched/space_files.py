@@ -78,7 +78,7 @@ def shipped_archs(kernel: KernelClass) -> list[str]:
 
 
 def known_knobs(kernel: KernelClass) -> tuple[str, ...]:
-    """The knobs that a kernel takes: those it declares, or else those of the spaces that ship for it; none are known of others."""
+    """The knobs that a kernel takes: those it declares, or else those of the spaces that ship for it."""
     if kernel.knobs:
         return tuple(kernel.knobs)
     return _shipped_knobs(data_files.search_spaces() / kernel.name)

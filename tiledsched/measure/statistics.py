@@ -1,4 +1,4 @@
-"""What samples say: the median and how sure it is, which samples are outliers, and whether one candidate is slower.
+"""What samples say: the median and how sure it is, and whether one candidate is slower.
 
 SciPy is imported by the functions that need it: the measuring process does not.
 """
@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-OUTLIER_DEVIATIONS = 5.0
-"""A sample this many standard deviations from the median is an outlier."""
 MAD_TO_DEVIATION = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 EXACT_ROUNDS = 13
@@ -53,18 +51,6 @@ def relative_spread(samples: Sequence[float]) -> float:
     """
     middle = statistics.median(samples)
     return MAD_TO_DEVIATION * statistics.median(abs(sample - middle) for sample in samples) / middle
-
-
-def outliers(samples: Sequence[float]) -> tuple[int, ...]:
-    """Indices of samples farther from the median than `OUTLIER_DEVIATIONS` times the robust spread (at least 1%).
-
-    They stay in the record and in the estimate, which a median can bear; they are flagged for whoever reads it.
-    """
-    if len(samples) < 3:
-        return ()
-    middle = statistics.median(samples)
-    limit = OUTLIER_DEVIATIONS * max(relative_spread(samples), 0.01) * middle
-    return tuple(index for index, sample in enumerate(samples) if abs(sample - middle) > limit)
 
 
 def probability_not_slower(ratios: Sequence[float]) -> float:

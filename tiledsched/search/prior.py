@@ -20,7 +20,7 @@ from tiledsched.store.records import EntryRecord
 
 MeasuredPrograms = dict[Problem, list[tuple[Schedule, ResourceFacts | None, float]]]
 """The measured programs of each problem: schedule, facts, microseconds."""
-Landscape = tuple[list[Measurement], dict[str, ResourceFacts]]
+Landscape = tuple[list[Measurement], Mapping[str, ResourceFacts | None]]
 """Measurements, and facts by fingerprint."""
 MOST_PROBLEMS = 4
 """Problems learnt from, the most alike: more of them change nothing on the bench."""

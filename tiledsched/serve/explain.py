@@ -65,7 +65,7 @@ class Explanation:
             lines.append(f"  expected    loss {loss.mean:.1%} (worst {loss.worst:.1%}) against the best, from {loss.cases} such "
                          "choices on held-out problems")  # fmt: skip
         if entry is not None:
-            if entry.problem != self.problem:
+            if (entry.problem, entry.schedule) != (self.problem, served.schedule):
                 lines.append(f"  evidence is for {entry.problem}, schedule {entry.schedule.short()}:")
             if entry.measurement is not None:
                 m = entry.measurement

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from tiledsched.device import ARCHS, arch_spec
 from tiledsched.errors import ConfigError, SpaceError
-from tiledsched.kernel import KernelClass
+from tiledsched.kernel import HINT_KNOBS, KernelClass, allowed_hints
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.serve.policy import NEAR_KIND, OTHER_KIND, ExpectedLoss, expected_loss, log_us, transfer
@@ -194,6 +194,14 @@ class Table:
             known = value in choices if isinstance(value, str) else any(type(each) is type(value) for each in choices)
             if not known:
                 raise ConfigError(f"forced knob {name} = {value!r}; allowed on {space.arch}: {list(choices)}")
+            if name in HINT_KNOBS and value not in HINT_KNOBS[name]:
+                raise ConfigError(
+                    f"forced knob {name} = {value!r} is no such hint; compilers take {allowed_hints(name)}"
+                )
+            if "tile" in name.lower() and type(value) is int and 0 not in choices and value.bit_count() != 1:
+                raise ConfigError(
+                    f"forced knob {name} = {value!r}; sides of tiles are powers of two, such as {list(choices)}"
+                )
         # A researcher may leave the listed choices and the paths explored, but not what the constraints say cannot work.
         values = space.constraint_values(problem) | dict(schedule)
         broken = [f"{c.require} ({c.because})" for c in space.needed if not c.holds(values)]
