@@ -63,7 +63,6 @@ def test_the_spread_of_a_normal_distribution_is_its_deviation():
     assert statistics.stdev([*samples, *[1e6] * 1000]) > 1e5
 
 
-
 # The paired test
 
 
