@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from tiledsched.cli import main
-from tiledsched.cli.parser import make_parser
+from tiledsched.cli.parser import make_parser, parse
+from tiledsched.device import ARCHS, PRODUCTS, arch_named
 from tiledsched.kernels.attention import Attention
+from tiledsched.measure.runner import Device
 from tiledsched.space_files import load_space
 
 ROOT = Path(__file__).parent.parent
@@ -270,7 +272,7 @@ def test_wrong_use_is_explained_and_exits_with_2(home, capsys, monkeypatch, argu
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["tune"], ["tune", "--arch", "sm_90", "--seq-len", "0"], ["tune", "--arch", "sm_90", "--dtype", "float8"], ["fly"],
+        ["bundle"], ["tune", "--arch", "sm_90", "--seq-len", "0"], ["tune", "--arch", "sm_90", "--dtype", "float8"], ["fly"],
         ["tune", "--arch", "sm_90", "--batch", "1,2"],
     ],
 )  # fmt: skip
@@ -479,3 +481,35 @@ def test_candidates_that_cannot_be_read(tmp_path, capsys, text, wanted) -> None:
     path.write_text(text)
     assert main(["tune", "--arch", "sm_90", "--candidates", str(path), "--db", str(tmp_path / "a.db")]) == 2
     assert wanted in capsys.readouterr().err
+
+
+def test_a_bare_command_prints_help(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    assert "find the best schedules" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("said", ["sm_90", "SM90", "9.0", "h200", "NVIDIA H200", "NVIDIA GeForce RTX 4090"])
+def test_an_arch_is_known_by_its_gpus(said) -> None:
+    assert arch_named(said) == ("sm_89" if "4090" in said else "sm_90")
+    assert parse(["explain", "--arch", said]).arch == arch_named(said)
+    assert arch_named("sm_77") == "sm_77"  # refused, with what is known, where it matters
+
+
+@pytest.mark.parametrize("here", [[], ["sm_90"], ["sm_89", "sm_90"]])
+def test_without_an_arch_it_is_that_of_the_gpu_here(here, monkeypatch, capsys) -> None:
+    found = [Device(name="", arch=arch, sm_count=0) for arch in here]
+    monkeypatch.setattr("tiledsched.cli.parser.devices", lambda: found)
+    for command in ("tune", "explain", "record", "ablate"):
+        arch = parse([command]).arch
+        assert arch == (here or ["sm_121"])[0]
+        assert f"for {arch}; --arch names another" in capsys.readouterr().err
+    assert parse(["show"]).arch is None
+    assert capsys.readouterr().err == ""
+
+
+def test_every_product_is_of_an_arch_that_is_known() -> None:
+    assert set(PRODUCTS) == set(ARCHS)
+    for arch, spec in ARCHS.items():
+        assert arch_named(spec.device.removesuffix("-SXM4-80GB").removesuffix(" Blackwell")) == arch

@@ -91,3 +91,26 @@ def arch_spec(arch: str) -> ArchSpec:
     if arch not in ARCHS:
         raise ConfigError(f"unknown arch {arch!r}; known are {', '.join(ARCHS)}")
     return ARCHS[arch]
+
+
+PRODUCTS = {
+    "sm_80": ("A100", "A30"),
+    "sm_86": ("A10", "A16", "A40", "RTX A6000", "RTX 3090", "RTX 3080"),
+    "sm_89": ("L4", "L40", "L40S", "RTX 6000 Ada", "RTX 4090", "RTX 4080"),
+    "sm_90": ("H100", "H200", "H800", "H20", "GH200"),
+    "sm_100": ("B200", "GB200"),
+    "sm_103": ("B300", "GB300"),
+    "sm_110": ("Thor", "Jetson AGX Thor"),
+    "sm_120": ("RTX PRO 6000", "RTX 5090", "RTX 5080"),
+    "sm_121": ("GB10", "DGX Spark", "Spark"),
+}
+"""Names under which GPUs are known; NVIDIA's table of compute capabilities."""
+
+
+def arch_named(text: str) -> str:
+    """The arch that people mean by `sm_90`, `sm90`, `90`, `9.0` or `H200`; what is none of these, as it is."""
+    plain = "".join(character for character in text.lower().removeprefix("nvidia").removeprefix(" geforce")
+                    if character.isalnum())  # fmt: skip
+    numbers = {arch.removeprefix("sm_"): arch for arch in ARCHS}
+    names = {name.lower().replace(" ", ""): arch for arch, listed in PRODUCTS.items() for name in listed}
+    return numbers.get(plain.removeprefix("sm")) or names.get(plain) or text

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiledsched import __version__
 from tiledsched.cli import bench_commands, commands, search_commands, store_commands
 from tiledsched.cli.problems import example, kernel_word
+from tiledsched.device import arch_named
 from tiledsched.flags import count, names, positive, words
 from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import kernel_named, load_kernel
+from tiledsched.measure.nvml import devices
 from tiledsched.search.effort import EFFORTS
 from tiledsched.studies.repeatability.rows import METHODS
 
@@ -20,6 +23,8 @@ Data goes to stdout, progress and logs to stderr. Settings: flags, then TILEDSCH
 then the user's config.toml."""
 USUAL = "attention"
 """The kernel of a command that names none."""
+USUAL_ARCH = "sm_121"
+"""The arch of a command that names none, where there is no GPU."""
 KERNEL = "which kernel: a shipped name (attention, matmul, ...), package.module:Class or path/file.py:Class"
 
 
@@ -34,11 +39,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = _subparsers(_make(None))
     place = next((place for place, word in enumerate(arguments) if word in commands), None)
     actions = commands[arguments[place]]._actions if place is not None else []
+    if place is None and not arguments:
+        arguments = ["--help"]
     word = None
     if place is not None and any(action.dest == "kernel" for action in actions):
         flags = {text: action for action in actions for text in action.option_strings}
         word = kernel_word(arguments[place + 1 :], flags)
-    return make_parser(load_kernel(word) if word else None).parse_args(arguments)
+    options = make_parser(load_kernel(word) if word else None).parse_args(arguments)
+    if options.usual_arch and options.arch is None:
+        options.arch = next((device.arch for device in devices()), USUAL_ARCH)
+        print(f"tiledsched: for {options.arch}; --arch names another", file=sys.stderr)
+    return options
 
 
 def make_parser(kernel: KernelClass | None = None) -> argparse.ArgumentParser:
@@ -58,7 +69,7 @@ def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
                                      "cuTile kernels.", epilog=EPILOG,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--version", action="version", version=f"tiledsched {__version__}")
-    parser.set_defaults(verbose=False, declaration=kernel)
+    parser.set_defaults(verbose=False, declaration=kernel, usual_arch=False)
     subs = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (_add_tune, _add_check, _add_record, _add_show, _add_explain, _add_report, _add_bench, _add_ablate,
                 _add_bench_search, _add_study, _add_landscapes, _add_warmup, _add_bundle):  # fmt: skip
@@ -78,6 +89,13 @@ def _command(subs: Any, name: str, run: Callable[[argparse.Namespace], int], tex
     parser.add_argument("--json", action="store_true", help="print JSON with a schema_version")
     parser.set_defaults(run=run)
     return parser
+
+
+def _arch_flag(parser: argparse.ArgumentParser, text: str = "", *, required: bool = False, usual: bool = True) -> None:
+    """`--arch`; with `usual`, that of the GPU here, or else of the usual one, where it is not given."""
+    said = text or f"target, e.g. sm_90 or h200 (default: that of the GPU here, or else {USUAL_ARCH})"
+    parser.add_argument("--arch", type=arch_named, required=required, metavar="ARCH", help=said)
+    parser.set_defaults(usual_arch=usual and not required)
 
 
 def _kernel_flag(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +118,7 @@ def _problem_flags(parser: argparse.ArgumentParser, kernel: KernelClass | None, 
 def _add_tune(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "tune", commands.tune, "find the best schedules for an arch: measured where its GPU is "
                       "present, else built and ranked by the model")  # fmt: skip
-    parser.add_argument("--arch", required=True, metavar="ARCH", help="target, e.g. sm_121")
+    _arch_flag(parser)
     _problem_flags(parser, kernel)
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
     parser.add_argument("--effort", default="default", choices=tuple(EFFORTS), help="how many programs are measured and "
@@ -129,7 +147,8 @@ def _add_check(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "check", commands.check, "run a kernel on the CPU, in the interpreter, and compare what its "
                       "schedules give with its reference", db=False)  # fmt: skip
     _problem_flags(parser, kernel, own=False)
-    parser.add_argument("--arch", default="sm_90", metavar="ARCH", help="whose search space (default: sm_90)")
+    _arch_flag(parser, "whose search space (default: sm_90)", usual=False)
+    parser.set_defaults(arch="sm_90")
     parser.add_argument("--schedules", type=positive, default=20, metavar="N", help="schedules of each problem: the default and "
                         "others drawn from the space (default: 20)")  # fmt: skip
     parser.add_argument("--space", metavar="FILE", help="your own search space (TOML)")
@@ -139,7 +158,7 @@ def _add_check(subs: Any, kernel: KernelClass | None) -> None:
 def _add_record(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "record", commands.record, "record landscapes: measure a broad choice of programs of each "
                       "problem, for replay anywhere")  # fmt: skip
-    parser.add_argument("--arch", required=True, metavar="ARCH", help="the GPU's, e.g. sm_90")
+    _arch_flag(parser)
     _problem_flags(parser, kernel)
     parser.add_argument("--programs", type=positive, default=300, metavar="N", help="distinct programs per problem "
                         "(default: 300)")  # fmt: skip
@@ -159,7 +178,7 @@ def _add_record(subs: Any, kernel: KernelClass | None) -> None:
 def _add_show(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "show", store_commands.show, "list what is tuned, with provenance")
     _listed_kernel(parser)
-    parser.add_argument("--arch", metavar="ARCH", help="only this arch")
+    _arch_flag(parser, "only this arch", usual=False)
 
 
 def _listed_kernel(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +187,7 @@ def _listed_kernel(parser: argparse.ArgumentParser) -> None:
 
 def _add_explain(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "explain", commands.explain, "say which schedule a problem is served with, and why")
-    parser.add_argument("--arch", required=True, metavar="ARCH", help="e.g. sm_90")
+    _arch_flag(parser)
     _problem_flags(parser, kernel)
     parser.add_argument("--device", default="", metavar="NAME", help="GPU name as the driver gives it")
 
@@ -176,7 +195,7 @@ def _add_explain(subs: Any, kernel: KernelClass | None) -> None:
 def _add_report(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "report", commands.report, "write the tiling-sensitivity report")
     _kernel_flag(parser)
-    parser.add_argument("--arch", required=True, metavar="ARCH", help="e.g. sm_90")
+    _arch_flag(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
     parser.add_argument("--regime", choices=("burst", "sustained"), default="burst", help="default: burst")
     parser.add_argument("--device", metavar="NAME", help="only measurements of this GPU (default: the arch's newest)")
@@ -220,7 +239,7 @@ def _add_bench_search(subs: Any, kernel: KernelClass | None) -> None:
 def _add_ablate(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "ablate", bench_commands.ablate, "say what each knob of the tuned schedule is worth: a ladder "
                       "from the plain kernel, and the tuned one without each knob")  # fmt: skip
-    parser.add_argument("--arch", required=True, metavar="ARCH", help="of this GPU or of the record, e.g. sm_90")
+    _arch_flag(parser)
     _problem_flags(parser, kernel)
     parser.add_argument("--replay", nargs="+", metavar="FILE", help="measure nothing: climb over these recorded "
                         "landscapes, whose problems count instead of the flags")  # fmt: skip
@@ -238,7 +257,7 @@ def _add_ablate(subs: Any, kernel: KernelClass | None) -> None:
 def _add_study(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "study", commands.study, "let the race and other methods choose among the same measured "
                       "programs, once each; run it again and again, then sum it up")  # fmt: skip
-    parser.add_argument("--arch", metavar="ARCH", help="of this GPU, e.g. sm_90 (required, except with --summary)")
+    _arch_flag(parser, "of this GPU, e.g. sm_90 (required, except with --summary)", usual=False)
     _problem_flags(parser, kernel)
     parser.add_argument("--programs", type=positive, default=100, metavar="N", help="programs to choose among, per problem "
                         "(default: 100)")  # fmt: skip
@@ -263,14 +282,14 @@ def _add_landscapes(subs: Any, kernel: KernelClass | None) -> None:
 def _add_warmup(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "warmup", store_commands.warmup, "build what the tuned table serves ahead, so that the first call "
                       "of a process starts no compiler")  # fmt: skip
-    parser.add_argument("--arch", metavar="ARCH", help="e.g. sm_90 (default: those of the GPUs here)")
+    _arch_flag(parser, "e.g. sm_90 (default: those of the GPUs here)", usual=False)
     _prepare_flags(parser, kernel)
 
 
 def _add_bundle(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "bundle", store_commands.bundle, "write what the tuned table serves, built, to a file for machines "
                       "without a compiler")  # fmt: skip
-    parser.add_argument("--arch", required=True, metavar="ARCH", help="e.g. sm_90; no GPU of it is needed")
+    _arch_flag(parser, "e.g. sm_90; no GPU of it is needed", required=True)
     parser.add_argument("--out", required=True, metavar="FILE", help="file to write; what it holds is used again")
     _prepare_flags(parser, kernel)
 
@@ -296,7 +315,7 @@ def _add_db(subs: Any) -> None:
         actions, "export", store_commands.db_export, "write entries and their evidence to a reviewable table"
     )
     _listed_kernel(export)
-    export.add_argument("--arch", metavar="ARCH", help="only this arch")
+    _arch_flag(export, "only this arch", usual=False)
     export.add_argument("--out", metavar="FILE", default="-", help="file to write (default: stdout)")
     bring = _command(actions, "import", store_commands.db_import, "take in a table written by export")
     bring.add_argument("file", metavar="FILE", help="table to read")
