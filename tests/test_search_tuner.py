@@ -371,7 +371,7 @@ def test_what_is_built_late_is_not_lost(db, path) -> None:
     assert recorded.compiled - len(recorded.late) == len(built)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(place=st.floats(0.0, 1.0), trials=st.integers(1, 12), seed=st.integers(0, 99),
        budget_s=st.sampled_from([None, 0.0, 1e-3]), sampler=st.sampled_from(["surrogate", "random"]))  # fmt: skip
 def test_what_would_be_served_races_and_loses_only_to_what_is_faster(place, trials, seed, budget_s, sampler) -> None:
@@ -387,7 +387,7 @@ def test_what_would_be_served_races_and_loses_only_to_what_is_faster(place, tria
         assert found.entry.schedule == served  # as it was written, though others are the same program
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(place=st.floats(0.0, 1.0), trials=st.one_of(st.none(), st.integers(1, 40)))
 def test_without_a_gpu_what_is_served_gives_way_only_to_a_better_estimate(place, trials) -> None:
     recorded, spec = Recorded(LANDSCAPES[5]), arch_spec("sm_90")
