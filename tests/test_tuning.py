@@ -142,11 +142,12 @@ def test_a_second_tune_compiles_nothing(tuned, kernel) -> None:
 @pytest.mark.compiler
 def test_few_trials_without_a_gpu_build_the_default_and_the_models_favourite(kernel, tmp_path, monkeypatch) -> None:
     built, build = [], BuildPool.build
-    monkeypatch.setattr(
-        BuildPool,
-        "build",
-        lambda pool, tasks, **more: build(pool, [(built.append(task.schedule), task)[1] for task in tasks], **more),
-    )
+
+    def noted(pool, tasks, **more):
+        built.extend(task.schedule for task in tasks)
+        return build(pool, tasks, **more)
+
+    monkeypatch.setattr(BuildPool, "build", noted)
     problem, space, spec = kernel.problem(rows=4096), space_for("sm_90", kernel), arch_spec("sm_90")
     estimate = estimator(problem, spec)
     others = [each for each in space.schedules(problem) if each != space.default(problem)]

@@ -78,16 +78,13 @@ def shipped_archs(kernel: KernelClass) -> list[str]:
 
 
 def known_knobs(kernel: KernelClass) -> tuple[str, ...]:
-    """The knobs that a kernel takes: those it declares, or else those of the spaces that ship for it."""
-    if kernel.knobs:
-        return tuple(kernel.knobs)
-    return _shipped_knobs(data_files.search_spaces() / kernel.name)
+    """The knobs that a kernel takes: those it declares, or else those of the file that its shipped spaces extend."""
+    return tuple(kernel.knobs) or _base_knobs(data_files.search_spaces() / kernel.name / "base.toml")
 
 
 @cache
-def _shipped_knobs(folder: Path) -> tuple[str, ...]:
-    files = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.toml"))]
-    return tuple(dict.fromkeys(name for each in files for name in each.get("knobs", {})))
+def _base_knobs(path: Path) -> tuple[str, ...]:
+    return tuple(tomllib.loads(path.read_text(encoding="utf-8"))["knobs"]) if path.is_file() else ()
 
 
 def _space(path: Path, merged: Mapping[str, Any], kernel: KernelClass) -> SearchSpace:

@@ -36,11 +36,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: there is no such kernel.
     """
+    arguments = arguments or ["--help"]
     commands = _subparsers(_make(None))
     place = next((place for place, word in enumerate(arguments) if word in commands), None)
     actions = commands[arguments[place]]._actions if place is not None else []
-    if place is None and not arguments:
-        arguments = ["--help"]
     word = None
     if place is not None and any(action.dest == "kernel" for action in actions):
         flags = {text: action for action in actions for text in action.option_strings}

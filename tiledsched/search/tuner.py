@@ -240,12 +240,13 @@ class Tuner:
         # Times of other machine code are no verdict; they tell where to look.
         elsewhere = self._elsewhere(runner).known(problem, spec, itself=not known_us) if guided else []
         estimate, space = estimator(problem, spec), self.space
-        first = self._first(problem, runner, elsewhere)
+        held = self._held(problem, runner.device.name)
+        first = self._first(problem, held, elsewhere)
         if guided:
             leaders = [known.schedules[0] for known in elsewhere]
             space = promising_part(space, problem, self._pinned, estimate, [*first, *leaders])
         # What is served was perhaps never a candidate here; it is not replaced by what it would beat.
-        space = space.including(self._held(problem, runner.device.name))
+        space = space.including(held)
         sampler = ScheduleSampler(space, problem, pinned=self._pinned, name=self.options.sampler, seed=self.options.seed,
                                   elsewhere=elsewhere, first=first, estimate=estimate)  # fmt: skip
         trials = Trials(self.builder, problem, runner.device, sampler, known_us)
@@ -291,7 +292,7 @@ class Tuner:
                                      self.options.accum_mode, self._shipped)  # fmt: skip
         return self._others
 
-    def _first(self, problem: Problem, runner: Runner, elsewhere: Sequence[Known]) -> list[Schedule]:
+    def _first(self, problem: Problem, held: Sequence[Schedule], elsewhere: Sequence[Known]) -> list[Schedule]:
         """What to try first: the default, what is served now, and what won on like problems of which no more is known."""
         told = {known.problem for known in elsewhere}
         tuned = [*self.db.entries(self.space.arch, self.kernel.name, provenance="measured"), *self._shipped.winners]
@@ -300,7 +301,7 @@ class Tuner:
         winners = dict.fromkeys(self.space.complete(entry.schedule) for entry in near)
         return [
             self._default(problem),
-            *self._held(problem, runner.device.name),
+            *held,
             *list(winners)[: 0 if elsewhere else MOST_WINNERS],
         ]
 

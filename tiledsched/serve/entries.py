@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tiledsched import data_files
-from tiledsched.config import Settings, file_knobs
+from tiledsched.config import Settings
 from tiledsched.kernel import KernelClass
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import Table
+from tiledsched.space_files import known_knobs
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import database_exists
 from tiledsched.store.exchange import read_table
@@ -43,6 +44,6 @@ def load_table(settings: Settings, *, kernel: KernelClass, archs: Collection[str
 
     Settings force knobs of all kernels; each takes those that it has.
     """
-    forced = {name: value for name, value in settings.knobs.items() if name in (kernel.knobs or file_knobs())}
+    forced = {name: value for name, value in settings.knobs.items() if name in known_knobs(kernel)}
     return Table(load_entries(settings.db, archs, kernel.name), kernel=kernel, regime=settings.regime,
                  accum_mode=settings.accum_mode, forced=forced)  # fmt: skip

@@ -67,7 +67,8 @@ class Table:
             place, known = (entry.arch, entry.problem, entry.device_name), entry.provenance in TOLD
             if not self._strangeness(entry) or (known and place not in told):
                 self._by_arch.setdefault(entry.arch, []).append(entry)
-                told |= {place} if known else set()
+                if known:
+                    told.add(place)
         self._spaces: dict[str, SearchSpace] = {}
         self._completed: dict[str, list[EntryRecord]] = {}
         self._told: dict[str, dict[Problem, list[EntryRecord]]] = {}
