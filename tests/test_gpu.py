@@ -121,6 +121,8 @@ def test_scales_and_strides(serve) -> None:
 
 
 def test_fp16_accumulation_is_served_only_when_asked_for(serve, monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: [])  # nothing measured stands in for it
+    serve.reload()
     q, k, v = tensors(2, 4, 4, 1024, 1024, 64, torch.float16)
     assert serve.plan_for(q, k, v).served.schedule["accum_mode"] == "fp32"
     exact = relative_error(serve.sdpa(q, k, v, causal=True), q, k, v, True)

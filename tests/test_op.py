@@ -15,6 +15,8 @@ import tiledsched as ts
 from tiledsched.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
 from tiledsched.kernel import ArraySpec
 from tiledsched.serve import launching, process
+from tiledsched.serve.lookup import Served, Table
+from tiledsched.space_files import space_for
 
 pytestmark = pytest.mark.usefixtures("fresh")
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
@@ -289,6 +291,29 @@ def test_a_failed_launch_names_the_call(launches, monkeypatch) -> None:
         LaunchError, match=r"rows=5 columns=100 float16 on .*LAUNCH_FAILED; run again with TILEDSCHED_SYNC=1"
     ):
         norm(*made())
+
+
+def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(launches, monkeypatch) -> None:
+    import cuda.tile
+
+    refused = []
+
+    def launch(stream, grid, kernel, arguments) -> None:
+        if not refused:
+            refused.append(kernel)
+            raise cuda.tile.TileError("Return code 5")
+        launches(stream, grid, kernel, arguments)
+
+    x, w = made(rows=9, columns=90)
+    p, space = norm.plan_for(x, w).problem, space_for("sm_90", kernels.RmsNorm)
+    other = next(each for each in space.schedules(p) if each != space.default(p))
+    tuned = Served(schedule=other, provenance="measured", reason="", entry=None, forced={})
+    monkeypatch.setattr(Table, "resolve", lambda *given: tuned)
+    norm.cache.forget()
+    monkeypatch.setattr(cuda.tile, "launch", launch)
+    norm(x, w)
+    assert norm.plan_for(x, w).served.provenance == "default"
+    assert len(launches) == 1
 
 
 def test_the_current_stream_of_the_tensors_device_is_used(launches, monkeypatch) -> None:

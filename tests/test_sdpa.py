@@ -274,6 +274,34 @@ def test_a_failed_launch_names_the_call(launches, monkeypatch) -> None:
         serve.sdpa(*tensors())
 
 
+def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(launches, monkeypatch, caplog) -> None:
+    import cuda.tile
+
+    refused = []
+
+    def launch(stream, grid, kernel, arguments) -> None:
+        if not refused:
+            refused.append(kernel)
+            raise cuda.tile.TileError("Return code 5")
+        launches(stream, grid, kernel, arguments)
+
+    monkeypatch.setattr(cuda.tile, "launch", launch)
+    q, k, v = tensors(rows=200, columns=64)
+    assert plans.plan_for(q, k, v).served.provenance == "transferred"
+    torch.testing.assert_close(serve.sdpa(q, k, v), expected(q, k, v), **TOLERANCE[torch.float16])
+    served = plans.plan_for(q, k, v).served
+    assert served.provenance == "default"
+    assert "does not compile for arrays laid out like these" in served.reason
+    assert "Return code 5" in caplog.text
+    assert "the default schedule is served instead" in caplog.text
+    serve.sdpa(q, k, v)
+    assert launches[0][2] is launches[1][2] is not refused[0]
+
+    monkeypatch.setattr(cuda.tile, "launch", lambda *given: (_ for _ in ()).throw(cuda.tile.TileError("Return code 5")))
+    with pytest.raises(LaunchError, match="default"):  # nor does the default
+        serve.sdpa(*tensors(rows=201, columns=64))
+
+
 def test_sync_waits_for_each_launch(launches, monkeypatch) -> None:
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)

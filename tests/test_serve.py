@@ -174,6 +174,13 @@ def test_forced_knobs_win_and_say_so() -> None:
         table_of([], forced={"loop_split": True}).resolve(PROBLEM, "sm_90")
 
 
+def test_forced_knobs_that_do_not_go_with_what_is_tuned_go_with_the_default() -> None:
+    tuned = entry(knobs={"tile_m": 64, "tile_n": 128, "kv_subtiles": 2, "num_worker_warps": 4, "occupancy": 3})
+    served = table_of([tuned], forced={"tile_m": 128, "tile_n": 64}).resolve(PROBLEM, "sm_90", "NVIDIA H200")
+    assert served.schedule == schedule(tile_m=128, tile_n=64)
+    assert "the rest is the default's" in served.reason
+
+
 @pytest.mark.parametrize(("forced", "words"), [
     ({"tile_m": 48}, "tile_m = 48; sides of tiles are powers of two, such as"),
     ({"num_worker_warps": 3}, "num_worker_warps = 3 is no such hint; compilers take 0, 4, 8"),

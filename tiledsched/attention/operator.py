@@ -36,9 +36,10 @@ def attend(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse:
         return launch_plan(plan, q, k, v)
     found = plans.find_plan(q, k, v, causal, scale, lse)
     if isinstance(found, plans.Plan):
-        result = launch_plan(found, q, k, v, first=True)
-        plans.cache.keep_ready(key, found)
-        return result
+        return plans.cache.launch_first(
+            key, found, lambda plan: launch_plan(plan, q, k, v, first=True),
+            lambda plan: plans.default_plan(plan, q, k, v, causal, scale, lse),
+        )  # fmt: skip
     report(found)
     result = attend_in_torch(q, k, v, None, 0.0, causal, scale, lse)
     out = empty_output(q, v.shape[3]).copy_(result[0] if lse else result)

@@ -128,8 +128,16 @@ def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool) -> Probl
                              kv_heads=k.shape[1], value_dim=v.shape[3], lse=lse)  # fmt: skip
 
 
-def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> Plan | str:
-    """As :func:`find_plan`, anew."""
+def default_plan(plan: Plan, q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> Plan | None:
+    """The plan on the default schedule in place of one that does not compile for these tensors; None where it is on that."""
+    served = process.table(Attention).instead_of(plan.served, plan.problem, process.device_facts(plan.device).arch)
+    found = served and make_plan(q, k, v, causal, scale, lse, served)
+    return found if isinstance(found, Plan) else None
+
+
+def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool,
+              served: Served | None = None) -> Plan | str:  # fmt: skip
+    """As :func:`find_plan`, anew, and on what is `served`, which is what the table says unless given."""
     check_tensors(q, k, v)
     reason = unserved(q, k, v, None, 0.0)
     if reason:
@@ -144,7 +152,7 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
         scaled = scale_log2(problem, scale)
     except ProblemError as error:
         return str(error)
-    served = table.resolve(problem, facts.arch, facts.name)
+    served = served or table.resolve(problem, facts.arch, facts.name)
     log.info("%s on %s: %s (%s)", problem, facts.name, served.schedule.short(), served.provenance)
     (step,) = steps(Attention, problem, served.schedule, facts)
     extra = [each.name for each in step.arguments if each.kind == "array"][4:]  # after Q, K, V and Out

@@ -109,6 +109,14 @@ class Table:
         served = replace(served, reason=served.reason + note) if note else served
         return self._with_forced(served, problem, space) if self.forced else served
 
+    def instead_of(self, served: Served, problem: Problem, arch: str) -> Served | None:
+        """The default in place of what does not compile for the layouts of a call; None where that is the default, or forced."""
+        default = self._default(self._space(arch), problem)
+        if served.forced or served.schedule == default:
+            return None
+        return Served(schedule=default, provenance="default", entry=None, forced={},
+                      reason=f"{served.schedule.short()} ({served.provenance}) does not compile for arrays laid out like these")  # fmt: skip
+
     def _known(self, space: SearchSpace) -> list[EntryRecord]:
         """Entries of the arch, with every knob of the space."""
         if space.arch not in self._completed:
@@ -186,7 +194,6 @@ class Table:
                       reason=f"nothing is known about {space.arch} for this kind of problem")  # fmt: skip
 
     def _with_forced(self, served: Served, problem: Problem, space: SearchSpace) -> Served:
-        schedule = served.schedule.replace(**self.forced)
         for name, value in self.forced.items():
             if name not in space.knobs:
                 raise ConfigError(f"forced knob {name!r} is not in {space.source}; known are {', '.join(space.knobs)}")
@@ -204,14 +211,17 @@ class Table:
                     f"forced knob {name} = {value!r}; sides of tiles are powers of two, such as {list(choices)}"
                 )
         # A researcher may leave the listed choices and the paths explored, but not what the constraints say cannot work.
-        values = space.constraint_values(problem) | dict(schedule)
-        broken = [f"{c.require} ({c.because})" for c in space.needed if not c.holds(values)]
-        if broken:
-            raise ConfigError(
-                f"forced knobs {self.forced} cannot work for {problem} on {space.arch}: {'; '.join(broken)}"
-            )
-        return Served(schedule=schedule, provenance="forced", entry=served.entry, forced=self.forced,
-                      reason=f"settings force {self.forced}; without them: {served.reason}")  # fmt: skip
+        # Where the rest of what is served does not go with them, the rest of the default may.
+        reason, broken = f"settings force {self.forced}; without them: {served.reason}", []
+        for base in (served.schedule, self._default(space, problem)):
+            schedule = base.replace(**self.forced)
+            values = space.constraint_values(problem) | dict(schedule)
+            unmet = [f"{c.require} ({c.because})" for c in space.needed if not c.holds(values)]
+            if not unmet:
+                return Served(schedule=schedule, provenance="forced", entry=served.entry, forced=self.forced, reason=reason)
+            broken = broken or unmet
+            reason = f"settings force {self.forced}, and the rest is the default's; without them: {served.reason}"
+        raise ConfigError(f"forced knobs {self.forced} cannot work for {problem} on {space.arch}: {'; '.join(broken)}")
 
     def _space(self, arch: str) -> SearchSpace:
         if arch not in self._spaces:

@@ -200,9 +200,10 @@ class Operator:
         found = self.cache.find(key, lambda: self._make_plan(given, tensors))
         if isinstance(found, str):
             raise UnsupportedError(f"{self.name}: {found}")
-        result = self._launch(found, tensors, given[self._scalars :], first=True)
-        self.cache.keep_ready(key, found)
-        return result
+        return self.cache.launch_first(
+            key, found, lambda plan: self._launch(plan, tensors, given[self._scalars :], first=True),
+            lambda plan: self._default_plan(plan, given, tensors),
+        )  # fmt: skip
 
     def _fake(self, *given: Any) -> Any:
         """Outputs without contents."""
@@ -233,7 +234,14 @@ class Operator:
             )
         return tensors[0].device
 
-    def _make_plan(self, given: Sequence[Any], tensors: Sequence[Any]) -> OpPlan | str:
+    def _default_plan(self, plan: OpPlan, given: Sequence[Any], tensors: Sequence[Any]) -> OpPlan | None:
+        """On the default schedule, in place of one that does not compile for these tensors; None where it is on that."""
+        arch = process.device_facts(plan.device).arch
+        served = process.table(self.kernel).instead_of(plan.served, plan.problem, arch)  # type: ignore[arg-type]
+        found = served and self._make_plan(given, tensors, served)
+        return found if isinstance(found, OpPlan) else None
+
+    def _make_plan(self, given: Sequence[Any], tensors: Sequence[Any], served: Served | None = None) -> OpPlan | str:
         device, index = self._device_of(tensors), tensors[0].get_device()
         if device.type != launching.DEVICE_TYPE:
             return f"its tensors are on {device} and the kernel needs a CUDA device; move them there"
@@ -248,7 +256,7 @@ class Operator:
             return f"{self.kernel.name} has no search space for {facts.arch}; add one, or run on another GPU"
         if not any(each.wide for each in self.kernel.arrays(p)) and spans(tensors) > LARGEST_INT32:
             return "a tensor that is not contiguous spans more than 2**31 elements; call .contiguous() on it"
-        served = table.resolve(p, facts.arch, facts.name)
+        served = served or table.resolve(p, facts.arch, facts.name)
         process.log.info("%s: %s on %s: %s (%s)", self.name, p, facts.name, served.schedule.short(), served.provenance)
         wanted = steps(self.kernel, p, served.schedule, facts)
         extra = scratch(self.kernel, p, served.schedule, wanted)

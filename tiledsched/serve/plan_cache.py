@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
+from cuda.tile import TileError
 
+from tiledsched.errors import LaunchError
+
+log = logging.getLogger("tiledsched")
 MAX_PLANS = 4096
 """Plans kept. A decoding model poses a new problem with every token, so all are forgotten when there are more."""
 COMPARED = ((2, 11), (2, 13))
@@ -84,6 +89,29 @@ class PlanCache(Generic[P]):
                     self.forget()
                 self.plans[key] = found
         return found
+
+    def launch_first(self, key: tuple[Any, ...], plan: P, launch: Callable[[P], Any],
+                     instead: Callable[[P], P | None]) -> Any:  # fmt: skip
+        """Launch a plan for the first time and count it as launched; its result.
+
+        Tables hold what compiles for arrays as they are measured. Where that does not compile for the layouts of a call, what
+        `instead` makes of the plan is launched and kept; None for nothing else.
+
+        Raises:
+            LaunchError: of the plan, where there is nothing else, or of what is launched instead.
+        """
+        try:
+            result = launch(plan)
+        except LaunchError as error:
+            other = instead(plan) if isinstance(error.__cause__, TileError) else None
+            if other is None:
+                raise
+            log.warning("%s; the default schedule is served instead", error)
+            result, plan = launch(other), other
+            with lock:
+                self.plans[key] = plan
+        self.keep_ready(key, plan)
+        return result
 
     def keep_ready(self, key: tuple[Any, ...], plan: P) -> None:
         """Count `plan` as launched, unless it was forgotten meanwhile: it may be of other settings than the next call."""
