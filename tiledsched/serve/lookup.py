@@ -110,12 +110,12 @@ class Table:
         return self._with_forced(served, problem, space) if self.forced else served
 
     def instead_of(self, served: Served, problem: Problem, arch: str) -> Served | None:
-        """The default in place of what does not compile for the layouts of a call; None where that is the default, or forced."""
+        """The default in place of what does not compile for the layouts of a call; None where it is that, or forced."""
         default = self._default(self._space(arch), problem)
         if served.forced or served.schedule == default:
             return None
-        return Served(schedule=default, provenance="default", entry=None, forced={},
-                      reason=f"{served.schedule.short()} ({served.provenance}) does not compile for arrays laid out like these")  # fmt: skip
+        reason = f"{served.schedule.short()} ({served.provenance}) does not compile for arrays laid out like these"
+        return Served(schedule=default, provenance="default", entry=None, forced={}, reason=reason)
 
     def _known(self, space: SearchSpace) -> list[EntryRecord]:
         """Entries of the arch, with every knob of the space."""
@@ -218,7 +218,9 @@ class Table:
             values = space.constraint_values(problem) | dict(schedule)
             unmet = [f"{c.require} ({c.because})" for c in space.needed if not c.holds(values)]
             if not unmet:
-                return Served(schedule=schedule, provenance="forced", entry=served.entry, forced=self.forced, reason=reason)
+                return Served(
+                    schedule=schedule, provenance="forced", entry=served.entry, forced=self.forced, reason=reason
+                )
             broken = broken or unmet
             reason = f"settings force {self.forced}, and the rest is the default's; without them: {served.reason}"
         raise ConfigError(f"forced knobs {self.forced} cannot work for {problem} on {space.arch}: {'; '.join(broken)}")
