@@ -104,7 +104,7 @@ def test_nothing_of_the_problem_or_its_siblings_is_learnt_from(fields) -> None:
     assert ours.siblings(*same)
     known = ours.neighbours(same[0], fields)
     assert known
-    assert not {each.problem for each in known} & {field.problem for field in same}
+    assert not {each.task for each in known} & {field.problem for field in same}
 
 
 def test_the_search_meets_its_target(fields) -> None:

@@ -18,6 +18,7 @@ from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import load_kernel
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.search.samplers import OURS, check_sampler
 from tiledsched.space import SearchSpace
 from tiledsched.space_files import load_space, space_for
 
@@ -226,10 +227,10 @@ def noted_run(db: TuningDB, command: Mapping[str, Any], arch: str) -> Iterator[i
 
 def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch: str, db: str | None = None,
          regime: str | None = None, accum_mode: str | None = None, effort: str = "default", trials: int | None = None,
-         budget_s: float | None = None, sampler: str = "surrogate", neighbours: bool = False, seed: int = 0,
+         budget_s: float | None = None, sampler: str = OURS, neighbours: bool = False, seed: int = 0,
          runner: str = "auto", space: str | Path | None = None, candidates: str | Path | None = None,
-         jobs: int | None = None, compile_timeout_s: float = 120.0, watcher: Watcher | None = None,
-         command: Mapping[str, Any] | None = None) -> TuneReport:  # fmt: skip
+         jobs: int | None = None, compile_timeout_s: float = 120.0, storage: str | None = None,
+         watcher: Watcher | None = None, command: Mapping[str, Any] | None = None) -> TuneReport:  # fmt: skip
     """Find the best schedule of each problem and serve it from now on.
 
     Measured where a GPU of the arch is present; else every schedule is built and the model ranks the programs.
@@ -245,7 +246,8 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
         trials: distinct programs to measure per problem, at most; None for those of the effort. Without a GPU: schedules to
             build, the model's favourites first; None for all.
         budget_s: seconds for all problems together.
-        sampler: what proposes schedules.
+        sampler: what proposes schedules: surrogate, tpe, gp, cmaes, qmc, random, exhaustive, or module:Class of any sampler
+            of Optuna.
         neighbours: also what differs from the fastest in a knob or two, beyond what the space explores.
         seed: of the sampler.
         runner: auto, gpu or none.
@@ -253,6 +255,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
         candidates: a JSON list of schedules; only those are searched.
         jobs: compile processes; None for one per CPU.
         compile_timeout_s: per schedule.
+        storage: a file or a database's URL where Optuna's studies are kept while tuning.
         watcher: who is told of progress.
         command: what to note as the run's command.
 
@@ -271,9 +274,14 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     wanted = problems_of(kernel, problems)
     settings = load_settings({"db": db, "regime": regime, "accum_mode": accum_mode})
     tools = prepare_tools(kernel, arch, settings=settings, space=space, candidates=candidates)
+    check_sampler(sampler)
     gpu = open_runner(kernel, arch, runner=runner, seed=seed)  # its process starts while we import the rest
+    if gpu is None and (sampler != OURS or storage):
+        raise ConfigError(f"no GPU of {arch} measures here, and without one nothing is searched: the model ranks what is "
+                          "built; leave out --sampler and --storage")  # fmt: skip
     from tiledsched.build.pool import BuildPool
     from tiledsched.search.prior import Shipped
+    from tiledsched.search.study_storage import open_storage
     from tiledsched.search.tuner import TuneOptions, Tuner
     from tiledsched.serve.entries import load_entries
     from tiledsched.serve.lookup import Table
@@ -284,6 +292,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
                           compile_timeout_s=compile_timeout_s)  # fmt: skip
     said = command or {"kernel": kernel.name, "problems": [each.to_json() for each in wanted], "effort": effort}
     try:
+        kept = open_storage(storage) if storage else None
         with TuningDB.open(settings.db) as store, BuildPool(jobs) as pool:
             table = Table(load_entries(settings.db, {arch}, kernel.name), kernel, regime=settings.regime,
                           accum_mode=settings.accum_mode)  # fmt: skip
@@ -293,7 +302,8 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
 
             with noted_run(store, said, arch) as run_id:
                 tuner = Tuner(store, tools.artifacts, tools.space, kernel, tools.toolchain, options, pool=pool, run_id=run_id,
-                              runner=gpu, watcher=watcher, served=served, shipped=Shipped(kernel.name, arch))  # fmt: skip
+                              runner=gpu, watcher=watcher, served=served, shipped=Shipped(kernel.name, arch),
+                              storage=kept)  # fmt: skip
                 results = tuner.tune(wanted)
             now = {entry.key: entry for entry in load_entries(settings.db, {arch}, kernel.name)}
             entries = [now.get(result.entry.key, result.entry) for result in results]

@@ -69,7 +69,7 @@ def tune(options: argparse.Namespace) -> int:
             trials=options.trials, budget_s=options.budget, sampler=options.sampler, neighbours=options.neighbours,
             seed=options.seed, regime=options.regime, accum_mode=options.accum_mode, runner=options.runner,
             space=options.space, candidates=options.candidates, jobs=options.jobs,
-            compile_timeout_s=options.compile_timeout, watcher=watcher, command=_command(options),
+            compile_timeout_s=options.compile_timeout, storage=options.storage, watcher=watcher, command=_command(options),
         )  # fmt: skip
     if options.json:
         _print_json({"run": report.run_id, "results": [output.result_json(result) for result in report.results],

@@ -290,9 +290,11 @@ def _bench_cell(row: BenchRow | None, ours_us: float | None) -> str:
     return f"{value:.0f} ({row.median_us / ours_us:.2f}x)" if beside and ours_us else f"{value:.0f}"
 
 
-def print_searches(summaries: Sequence[SearchSummary]) -> None:
+def print_searches(summaries: Sequence[SearchSummary], of: str = "landscapes that ship") -> None:
     """One line per method: medians of what it takes to come near the exhaustive best, mean regrets on the way."""
-    table = Table(title="distinct programs measured to come within 1% of the best (median, 95% interval), and regret")
+    table = Table(
+        title=f"{of}: distinct programs measured to come within 1% of the best (median, 95% interval), and regret"
+    )
     for name in ("method", "to 1%", "interval", "to 5%", "compiles to 1%", "device s to 1%", "reached", "regret at 10",
                  "at 25", "at 50", "at 100", "seeds"):  # fmt: skip
         table.add_column(name, justify="left" if name == "method" else "right")

@@ -16,6 +16,7 @@ from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import kernel_named, load_kernel
 from tiledsched.measure.nvml import devices
 from tiledsched.search.effort import EFFORTS
+from tiledsched.search.samplers import OURS, SAMPLERS, sampler_named
 from tiledsched.studies.repeatability.rows import METHODS
 
 EPILOG = """exit codes: 0 done, 1 no valid schedule or a regression found, 2 usage or configuration, 130 interrupted.
@@ -71,7 +72,7 @@ def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
     parser.set_defaults(verbose=False, declaration=kernel, usual_arch=False)
     subs = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (_add_tune, _add_check, _add_record, _add_show, _add_explain, _add_report, _add_bench, _add_ablate,
-                _add_bench_search, _add_study, _add_landscapes, _add_warmup, _add_bundle):  # fmt: skip
+                _add_bench_search, _add_study, _add_landscapes, _add_dashboard, _add_warmup, _add_bundle):  # fmt: skip
         add(subs, kernel)
     _add_doctor(subs)
     _add_db(subs)
@@ -124,8 +125,10 @@ def _add_tune(subs: Any, kernel: KernelClass | None) -> None:
                         "race for the decision (default: default)")  # fmt: skip
     parser.add_argument("--trials", type=positive, metavar="N", help="distinct programs to measure per problem, at most "
                         "(default: as the effort says); without a GPU, schedules to build (default: all)")  # fmt: skip
-    parser.add_argument("--sampler", default="surrogate", choices=("surrogate", "tpe", "random", "exhaustive"),
-                        help="what proposes schedules (default: surrogate)")  # fmt: skip
+    parser.add_argument("--sampler", type=sampler_named, default=OURS, metavar="NAME", help="what proposes schedules: "
+                        f"{', '.join(SAMPLERS)}, or module:Class of any sampler of Optuna (default: {OURS})")  # fmt: skip
+    parser.add_argument("--storage", metavar="URL", help="keep Optuna's studies there while tuning: a file, or the URL of a "
+                        "database")  # fmt: skip
     parser.add_argument("--accum-mode", choices=("fp32", "fp16"), help="accuracy class (default: fp32)")
     parser.add_argument("--regime", choices=("burst", "sustained"), help="cool and at full clocks, or at the power cap "
                         "(default: burst)")  # fmt: skip
@@ -218,6 +221,17 @@ def _add_bench(subs: Any, kernel: KernelClass | None) -> None:
                         "that was measured (needs the compiler)")  # fmt: skip
     parser.add_argument("--summary", nargs="+", metavar="FILE", help="measure nothing: sum up the rows of these files, "
                         "as Markdown")  # fmt: skip
+
+
+def _add_dashboard(subs: Any, kernel: KernelClass | None) -> None:
+    parser = _command(subs, "dashboard", search_commands.dashboard, "write what is measured as Optuna studies, and open "
+                      "optuna-dashboard on them where it is installed")  # fmt: skip
+    _listed_kernel(parser)
+    _arch_flag(parser, "only this arch", usual=False)
+    parser.add_argument("--storage", metavar="URL", help="where the studies go: a file, or the URL of a database (default: "
+                        "studies.log in the user's cache directory)")  # fmt: skip
+    parser.add_argument("--port", type=positive, default=8080, metavar="N", help="of the dashboard (default: 8080)")
+    parser.add_argument("--write-only", action="store_true", help="write the studies and stop")
 
 
 def _add_bench_search(subs: Any, kernel: KernelClass | None) -> None:

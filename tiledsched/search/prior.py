@@ -11,7 +11,7 @@ from tiledsched.device import ArchSpec
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
-from tiledsched.search.sampler import Estimate
+from tiledsched.search.study import Estimate
 from tiledsched.search.surrogate import Known
 from tiledsched.space import SearchSpace
 from tiledsched.store.db import TuningDB
@@ -86,9 +86,9 @@ def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, 
         rest = programs[half:]
         programs = programs[:half] + rest[:: max(1, -(-len(rest) // half))]
         estimate = estimator(other, spec)
-        found.append(Known(problem=other, schedules=tuple(program[0] for program in programs),
-                           modelled_us=tuple(estimate(schedule, facts) for schedule, facts, _ in programs),
-                           times_us=tuple(program[2] for program in programs)))  # fmt: skip
+        found.append(Known(task=other, candidates=tuple(program[0] for program in programs),
+                           expected=tuple(estimate(schedule, facts) for schedule, facts, _ in programs),
+                           values=tuple(program[2] for program in programs)))  # fmt: skip
     return found
 
 
@@ -117,7 +117,7 @@ class Shipped:
         """By problem and regime: measurements, and facts by fingerprint."""
         found: dict[tuple[Problem, str], Landscape] = {}
         folder = data_files.tuning_db() / "landscapes" / self._kernel
-        for path in sorted(folder.glob("*.json.xz")) if self._kernel else ():
+        for path in sorted(folder.rglob("*.json.xz")) if self._kernel else ():
             table = read_table(path)
             taken = [stored.measurement for stored in table.measurements]
             if taken and taken[0].device.arch == self._arch:

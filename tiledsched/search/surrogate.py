@@ -1,52 +1,59 @@
-"""What a program that was not measured may take: a Gaussian process over schedules, here and on neighbouring problems.
+"""A sampler for Optuna that knows what to expect: a Gaussian process over a finite set of candidates, with a prior estimate of
+each, and with what is known of other tasks.
 
-It predicts the *loss* of a schedule, log(time / best time of the problem). The expectation is the static model's, and a
-covariance says how far the truth may be from it, and how much two programs have in common:
+    sampler = SurrogateSampler(candidates, choices=choices, expected=[estimate(each) for each in candidates])
+    study = optuna.create_study(sampler=sampler)
+    trial = study.ask({name: CategoricalDistribution(values) for name, values in choices.items()})
 
-    cov = alike(p, q) * (SLOPE * m(x) * m(y) + UNEVEN * exp(-sum of the weights of the knobs in which x and y differ))
+A candidate is one value for each parameter. The objective is positive and minimised, as a time is; what is predicted is the
+*loss* of a candidate, log(value / best value of the task). Its expectation is the prior estimate's, and a covariance says how
+far the truth may be from that, and how much two candidates have in common:
 
-for schedule x on problem p and y on q, where m is the static model's loss and alike(p, q) falls from 1 as problems differ.
-SLOPE lets the measurements say how much the model exaggerates; UNEVEN is what it does not see. Each problem has a level of
-its own, of which nothing is assumed. Whoever is far from the best needs no exact prediction: losses are cut off at
-`CUT`, and noise grows with the loss.
+    cov = alike(p, q) * (SLOPE * m(x) * m(y) + UNEVEN * exp(-sum of the weights of the parameters in which x and y differ))
 
-What to try next is what promises the largest expected improvement (Mockus 1974; Jones, Schonlau and Welch 1998). The
-members of a batch are chosen one after the other, each as if those before it had come out as expected (Ginsbourger, Le
-Riche and Carraro 2010). Sharing measurements between problems through a product of covariances follows Bonilla, Chai and
-Williams, "Multi-task Gaussian process prediction" (2007).
+for candidate x of task p and y of q, where m is the estimate's loss and alike(p, q) falls from 1 as tasks differ. SLOPE lets
+the values say how much the estimate exaggerates; UNEVEN is what it does not see. Each task has a level of its own, of which
+nothing is assumed. Whoever is far from the best needs no exact prediction: losses are cut off at `CUT`, and noise grows with
+the loss.
 
-The constants were fitted by marginal likelihood to the landscapes in `tuning_db/landscapes` and rounded;
-docs/results/search.md says how little the result depends on them.
+What to try next is what promises the largest expected improvement (Mockus 1974; Jones, Schonlau and Welch 1998). Trials that
+run together are chosen one after the other, each as if those before it had come out as expected (Ginsbourger, Le Riche and
+Carraro 2010). Sharing values between tasks through a product of covariances follows Bonilla, Chai and Williams, "Multi-task
+Gaussian process prediction" (2007).
+
+The constants were fitted by marginal likelihood to times of GPU programs and rounded; docs/results/search.md says how little the
+result depends on them. The module needs NumPy, SciPy and Optuna, and nothing else.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from optuna.distributions import CategoricalDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import StudyDirection
+from optuna.trial import TrialState
 
-from tiledsched.kernel_names import kernel_named
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
-from tiledsched.space import Knob, SearchSpace
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
 
-HINT_WEIGHTS: Mapping[str, float] = {"num_ctas": 5.0, "num_worker_warps": 1.0, "occupancy": 0.4}
-"""How much of what two programs share is lost where they differ in a hint: exp(-weight) is left."""
-SIZE_WEIGHT = 0.5
-"""The same of knobs whose choices are powers of two, as tile sizes are."""
 OTHER_WEIGHT = 0.1
-"""Of every other knob. A kernel's own `weights` come before all of these."""
+"""How much of what two candidates share is lost where they differ in a parameter of which nothing is said."""
 SLOPE = 0.28
-"""Variance of the factor between the static model's losses and the true ones, about 1."""
+"""Variance of the factor between the estimated losses and the true ones, about 1."""
 UNEVEN = 0.05
-"""Variance of the loss that the static model does not explain."""
+"""Variance of the loss that the estimate does not explain."""
 LEVEL = 4.0
-"""Variance of each problem's own level: large, so that it is learnt and not assumed."""
+"""Variance of each task's own level: large, so that it is learnt and not assumed."""
 NOISE = 1e-5
-"""Variance of a measured loss near the best: 0.3%."""
+"""Variance of an observed loss near the best: 0.3%."""
 COARSENESS = 0.015
 """Further variance of a loss, times its square."""
 CUT = 1.0
@@ -60,135 +67,129 @@ SHORTLIST = 4096
 Array = NDArray[np.float64]
 
 
-def weight_of(knob: Knob, own: Mapping[str, float]) -> float:
-    """How much of what two programs share is lost where they differ in `knob`, by the kernel's `own` weights or its kind."""
-    sizes = all(type(each) is int and each > 8 and each & (each - 1) == 0 for each in knob.choices)
-    return own.get(knob.name, HINT_WEIGHTS.get(knob.name, SIZE_WEIGHT if sizes and not own else OTHER_WEIGHT))
+Candidate = Mapping[str, Any]
+"""A value for each parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What is known of one problem: schedules, what the static model says of them, and how long they took."""
+    """What is known of one task: candidates, what was expected of them, and what they came to."""
 
-    problem: Problem
-    """What was computed."""
-    schedules: tuple[Schedule, ...]
-    """Measured, or failed."""
-    modelled_us: tuple[float, ...]
-    """The static model's estimate of each; equal numbers where there is no model."""
-    times_us: tuple[float | None, ...]
-    """Microseconds; None for a failure."""
+    task: Any
+    """Which one, as `likeness` takes it."""
+    candidates: tuple[Candidate, ...]
+    """Tried, or failed."""
+    expected: tuple[float, ...]
+    """The prior estimate of each; equal numbers where there is none."""
+    values: tuple[float | None, ...]
+    """None for a failure."""
 
 
 class Encoder:
-    """Turns schedules into vectors whose products say how much the schedules have in common."""
+    """Turns candidates into vectors whose products say how much the candidates have in common."""
 
-    def __init__(self, space: SearchSpace) -> None:
-        own = kernel_named(space.kernel).weights
-        weights = {name: weight_of(knob, own) for name, knob in space.knobs.items()}
-        places = [(name, choice) for name, knob in space.knobs.items() for choice in knob.choices]
+    def __init__(self, choices: Mapping[str, Sequence[Any]], weights: Mapping[str, float]) -> None:
+        places = [(name, choice) for name, each in choices.items() for choice in each]
         self._column = {(name, type(choice), choice): column for column, (name, choice) in enumerate(places)}
         self._root = np.sqrt([weights[name] for name, _ in places])
-        self.total = sum(weights.values())
+        self.total = sum(weights[name] for name in choices)
 
-    def encode(self, schedules: Sequence[Schedule]) -> Array:
-        """`[schedules, choices]`: two rows' product is the sum of the weights of the knobs they have in common."""
-        rows = np.zeros((len(schedules), len(self._root)))
-        for row, schedule in enumerate(schedules):
-            columns = [self._column.get((name, type(value), value)) for name, value in schedule.items()]
-            known = [column for column in columns if column is not None]  # an older space may have had other choices
+    def encode(self, candidates: Sequence[Candidate]) -> Array:
+        """`[candidates, choices]`: two rows' product is the sum of the weights of the parameters they have in common."""
+        rows = np.zeros((len(candidates), len(self._root)))
+        for row, candidate in enumerate(candidates):
+            columns = [self._column.get((name, type(value), value)) for name, value in candidate.items()]
+            known = [column for column in columns if column is not None]  # other tasks may have had other choices
             rows[row, known] = self._root[known]
         return rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Points:
-    """Schedules on problems, ready for the covariance."""
+    """Candidates of tasks, ready for the covariance."""
 
     codes: Array
     """`[points, choices]`, from the encoder."""
-    modelled: Array
-    """The static model's loss `[points]`."""
-    problem: NDArray[np.int64]
-    """Which problem each is of `[points]`."""
+    expected: Array
+    """The prior estimate's loss `[points]`."""
+    task: NDArray[np.int64]
+    """Which task each is of `[points]`; 0 is the one at hand."""
 
     def at(self, places: NDArray[np.int64]) -> _Points:
         """Those in some places."""
-        return _Points(codes=self.codes[places], modelled=self.modelled[places], problem=self.problem[places])
+        return _Points(codes=self.codes[places], expected=self.expected[places], task=self.task[places])
 
     def part(self, start: int, count: int = CHUNK) -> _Points:
         """Some that follow each other."""
-        return self.at(np.arange(start, min(start + count, len(self.problem))))
+        return self.at(np.arange(start, min(start + count, len(self.task))))
 
 
-def losses(times_us: Sequence[float | None]) -> Array:
-    """log(time / least time), at most `CUT`; `CUT` for failures."""
-    best = min((us for us in times_us if us is not None), default=1.0)
-    return np.array([CUT if us is None else min(CUT, math.log(us / best)) for us in times_us])
+def losses(values: Sequence[float | None]) -> Array:
+    """log(value / least value), at most `CUT`; `CUT` for failures."""
+    best = min((value for value in values if value is not None), default=1.0)
+    return np.array([CUT if value is None else min(CUT, math.log(value / best)) for value in values])
 
 
 class Surrogate:
-    """The state of knowledge about some candidates of one problem.
+    """The state of knowledge about some candidates of one task.
 
     Args:
-        encoder: of the space.
-        problem: what the schedules are for.
-        codes: of all valid schedules `[valid, choices]`.
-        modelled: the static model's loss of each `[valid]`; equal numbers where there is no model.
-        here: which of them are measured, and their times in microseconds (None for a failure).
-        elsewhere: what is known of other problems.
-        candidates: the numbers of those to be judged `[candidates]`.
+        total: sum of all weights.
+        codes: of all candidates `[candidates]`, from the encoder.
+        expected: the prior estimate's loss of each `[candidates]`; equal numbers where there is none.
+        here: which of them were tried, and their values (None for a failure).
+        others: points of other tasks, and their losses.
+        alike: of the tasks with each other `[1 + others, 1 + others]`; the first is the one at hand.
+        judged: the numbers of those to be judged.
     """
 
-    def __init__(self, encoder: Encoder, problem: Problem, codes: Array, modelled: Array, here: Mapping[int, float | None],
-                 elsewhere: Sequence[Known], candidates: NDArray[np.int64]) -> None:  # fmt: skip
-        self._total, self._candidates = encoder.total, candidates
-        likeness = problem.declaration.likeness
-        problems = [problem, *(known.problem for known in elsewhere)]
-        self._alike = np.array([[likeness(one, other) for other in problems] for one in problems])
-        self._judged = _Points(codes=codes[candidates], modelled=modelled[candidates],
-                               problem=np.zeros(len(candidates), dtype=np.int64))  # fmt: skip
-        measured = np.array(list(here), dtype=np.int64)
-        seen = _Points(
-            codes=np.concatenate([codes[measured], *(encoder.encode(known.schedules) for known in elsewhere)]),
-            modelled=np.concatenate([modelled[measured], *(losses(known.modelled_us) for known in elsewhere)]),
-            problem=np.repeat(np.arange(len(problems)), [len(here), *(len(known.schedules) for known in elsewhere)]),
-        )  # fmt: skip
-        truth = np.concatenate([losses(list(here.values())), *(losses(known.times_us) for known in elsewhere)])
-        # Before the first measurement here nothing but differences matter: the level is left out.
-        self._levels = np.full(len(problems), LEVEL)
+    def __init__(self, total: float, codes: Array, expected: Array, here: Mapping[int, float | None],
+                 others: tuple[_Points, Array], alike: Array, judged: NDArray[np.int64]) -> None:  # fmt: skip
+        self._total, self._candidates, self._alike = total, judged, alike
+        self._judged = _Points(
+            codes=codes[judged], expected=expected[judged], task=np.zeros(len(judged), dtype=np.int64)
+        )
+        tried = np.array(list(here), dtype=np.int64)
+        points, truth = others
+        seen = _Points(codes=np.concatenate([codes[tried], points.codes]),
+                       expected=np.concatenate([expected[tried], points.expected]),
+                       task=np.concatenate([np.zeros(len(here), dtype=np.int64), points.task]))  # fmt: skip
+        # Before the first value here nothing but differences matter: the level is left out.
+        self._levels = np.full(len(alike), LEVEL)
         self._levels[0] = LEVEL if here else 0.0
-        self._learn(seen, truth)
-        worked = any(us is not None for us in here.values())
+        self._learn(seen, np.concatenate([losses(list(here.values())), truth]))
+        worked = any(value is not None for value in here.values())
         self._best = 0.0 if worked else float(self._mean.min(initial=math.inf))
 
     def _covariance(self, first: _Points, second: _Points) -> Array:
         apart = self._total - first.codes @ second.codes.T
-        shared = UNEVEN * np.exp(-apart) + SLOPE * np.outer(first.modelled, second.modelled)
-        shared *= self._alike[np.ix_(first.problem, second.problem)]
-        same = first.problem[:, None] == second.problem[None, :]
-        return np.asarray(shared + same * self._levels[first.problem][:, None])
+        shared = UNEVEN * np.exp(-apart) + SLOPE * np.outer(first.expected, second.expected)
+        shared *= self._alike[np.ix_(first.task, second.task)]
+        same = first.task[:, None] == second.task[None, :]
+        return np.asarray(shared + same * self._levels[first.task][:, None])
 
     def _learn(self, seen: _Points, truth: Array) -> None:
         """Means of all candidates; of those with the least, the shortlist, also what is uncertain."""
         from scipy.linalg import cholesky, solve_triangular
 
         lower = cholesky(self._covariance(seen, seen) + np.diag(NOISE + COARSENESS * truth**2), lower=True)
-        weights = solve_triangular(lower, truth - seen.modelled, lower=True)
+        weights = solve_triangular(lower, truth - seen.expected, lower=True)
         pull = solve_triangular(lower, weights, lower=True, trans="T")
         parts = [self._judged.part(start) for start in range(0, len(self._candidates), CHUNK)]
-        mean = np.concatenate([part.modelled + pull @ self._covariance(seen, part) for part in parts])
+        mean = np.concatenate([part.expected + pull @ self._covariance(seen, part) for part in parts])
         shortlist = np.sort(np.argsort(mean, kind="stable")[:SHORTLIST])  # in their order: the first of equals wins
         self._candidates, self._judged = self._candidates[shortlist], self._judged.at(shortlist)
         self._mean = mean[shortlist]
         # The covariance of the candidates is their prior one less the products of these rows with themselves.
         self._rows = solve_triangular(lower, self._covariance(seen, self._judged), lower=True)
-        prior = SLOPE * self._judged.modelled**2 + UNEVEN + self._levels[0]
+        prior = SLOPE * self._judged.expected**2 + UNEVEN + self._levels[0]
         self._variance = prior - np.einsum("ij,ij->j", self._rows, self._rows)
-        self._expected: list[Array] = []
+        self._rows_expected: list[Array] = []
+        self._left = np.ones(len(self._candidates), dtype=bool)
+        self._latest: int | None = None
 
     def improvement(self) -> Array:
-        """The expected improvement of each candidate on the best, as a part of the best time `[candidates]`."""
+        """The expected improvement of each candidate on the best, as a part of the best value `[judged]`."""
         from scipy.special import ndtr
 
         spread = np.sqrt(np.maximum(self._variance, 1e-12))
@@ -196,25 +197,159 @@ class Surrogate:
         return np.asarray(spread * (ahead * ndtr(ahead) + np.exp(-0.5 * ahead**2) / math.sqrt(2.0 * math.pi)))
 
     def choose(self, count: int, allowed: NDArray[np.bool_] | None = None) -> list[int]:
-        """Up to `count` of the candidates by number, the most promising first. May be asked once.
-
-        `allowed` `[valid]` leaves some of them out.
-        """
+        """Up to `count` of the judged by number, the most promising first, and none that was chosen before: each is taken to come
+        out as expected before the next is chosen. `allowed` `[candidates]` leaves some of them out.
+        """  # fmt: skip
         chosen: list[int] = []
-        left = np.ones(len(self._candidates), dtype=bool) if allowed is None else allowed[self._candidates]
-        while len(chosen) < count and left.any():
-            place = int(np.argmax(np.where(left, self.improvement(), -np.inf)))
-            chosen.append(int(self._candidates[place]))
-            left[place] = False
-            if len(chosen) < count:
-                self._expect(place)
+        if allowed is not None:
+            self._left &= allowed[self._candidates]
+        while len(chosen) < count and self._left.any():
+            if self._latest is not None:
+                self._expect(self._latest)
+            self._latest = int(np.argmax(np.where(self._left, self.improvement(), -np.inf)))
+            self._left[self._latest] = False
+            chosen.append(int(self._candidates[self._latest]))
         return chosen
 
     def _expect(self, place: int) -> None:
         """As if that candidate had come out as expected: only what is uncertain changes."""
         column = self._covariance(self._judged, self._judged.part(place, 1))[:, 0] - self._rows[:, place] @ self._rows
-        for row in self._expected:
+        for row in self._rows_expected:
             column = column - row * row[place]
         row = column / math.sqrt(max(column[place], 1e-12) + NOISE)
         self._variance = self._variance - row**2
-        self._expected.append(row)
+        self._rows_expected.append(row)
+
+
+class SurrogateSampler(BaseSampler):
+    """Proposes the candidate that promises most; see the module.
+
+    Beside what every sampler does it says what the best candidate left promises (`expected_gain`), which of some running
+    trials are worth finishing first (`choose`), and takes better estimates (`revise`) and more candidates (`widen`) as they
+    become known. A trial that ran and failed counts as the worst; one that was pruned teaches nothing.
+
+    Args:
+        candidates: what may be proposed; of equal promise the first is. Trials of other parameters are passed over.
+        choices: the values of each parameter that occur here or in other tasks.
+        weights: how much of what two candidates share is lost where they differ in a parameter, exp(-weight) being left; 0.1
+            unless given.
+        expected: the prior estimate of each candidate, in the objective's unit; None where there is none.
+        task: the task at hand, as `likeness` takes it.
+        elsewhere: what is known of other tasks.
+        likeness: of two tasks, from 0 to 1; 1 for all unless given.
+    """
+
+    def __init__(self, candidates: Iterable[Candidate], *, choices: Mapping[str, Sequence[Any]],
+                 weights: Mapping[str, float] | None = None, expected: Iterable[float] | None = None, task: Any = None,
+                 elsewhere: Sequence[Known] = (), likeness: Callable[[Any, Any], float] | None = None) -> None:  # fmt: skip
+        self._distributions = {name: CategoricalDistribution(tuple(each)) for name, each in choices.items()}
+        self._encoder = Encoder(choices, weights or dict.fromkeys(choices, OTHER_WEIGHT))
+        self._candidates = list(candidates)
+        self._index = {self._key(each): index for index, each in enumerate(self._candidates)}
+        self._codes = self._encoder.encode(self._candidates)
+        estimates = list(expected) if expected is not None else [1.0] * len(self._candidates)
+        self._least = min(estimates, default=1.0)
+        self._expected = losses(estimates)
+        tasks = [task, *(known.task for known in elsewhere)]
+        alike = likeness or (lambda one, other: 1.0)
+        self._alike = np.array([[alike(one, other) for other in tasks] for one in tasks])
+        sizes = [len(known.candidates) for known in elsewhere]
+        self._others = (
+            _Points(codes=np.concatenate([self._codes[:0], *(self._encoder.encode(known.candidates) for known in elsewhere)]),
+                    expected=np.concatenate([[], *(losses(known.expected) for known in elsewhere)]),
+                    task=np.repeat(np.arange(1, len(tasks)), sizes)),
+            np.concatenate([[], *(losses(known.values) for known in elsewhere)]),
+        )  # fmt: skip
+        self._open = np.ones(len(self._candidates), dtype=bool)
+        self._here: dict[int, float | None] = {}
+        self._running: dict[int, int] = {}
+        self._unread: list[int] = []
+        self._read = 0
+        self._judgement: Surrogate | None = None
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """All parameters."""
+        return dict(self._distributions)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """The most promising candidate that no trial has yet; nothing where there is none."""
+        self._catch_up(study)
+        if not self._open.any():
+            return {}
+        self._judgement = self._judgement or self._judge(np.flatnonzero(self._open))
+        (index,) = self._judgement.choose(1, self._open) or [int(np.flatnonzero(self._open)[0])]  # beyond the shortlist
+        self._open[index] = False
+        return dict(self._candidates[index])
+
+    def sample_independent(self, study: Study, trial: FrozenTrial, param_name: str,
+                           param_distribution: BaseDistribution) -> Any:  # fmt: skip
+        """Of the first candidate, where no candidate is left."""
+        return self._candidates[0][param_name]
+
+    def expected_gain(self, study: Study) -> float:
+        """What the best candidate without a trial promises, or else of those that run, as a part of the best value."""
+        self._catch_up(study)
+        left = np.flatnonzero(self._open)
+        if len(left):
+            self._judgement = self._judge(left)
+            return float(self._judgement.improvement().max())
+        running = np.array(sorted(self._running.values()), dtype=np.int64)
+        return float(self._judge(running).improvement().max()) if len(running) else 0.0
+
+    def choose(self, study: Study, running: Sequence[Candidate], count: int) -> list[int]:
+        """Up to `count` of running trials' candidates, by their places: the most promising first."""
+        self._catch_up(study)
+        numbers = [self._index[self._key(each)] for each in running]
+        place_of = {number: place for place, number in enumerate(numbers)}
+        return [place_of[number] for number in self._judge(np.array(numbers, dtype=np.int64)).choose(count)]
+
+    def revise(self, candidate: Candidate, expected: float) -> None:
+        """A better estimate of a candidate, in the objective's unit."""
+        self._expected[self._index[self._key(candidate)]] = self._loss(expected)
+        self._judgement = None
+
+    def widen(self, candidates: Sequence[Candidate], expected: Sequence[float] | None = None) -> None:
+        """More candidates, none of them known yet, with their estimates."""
+        self._index |= {self._key(each): index for index, each in enumerate(candidates, start=len(self._candidates))}
+        self._candidates += candidates
+        self._codes = np.concatenate([self._codes, self._encoder.encode(candidates)])
+        estimates = expected if expected is not None else [1.0] * len(candidates)
+        self._expected = np.concatenate([self._expected, [self._loss(each) for each in estimates]])
+        self._open = np.concatenate([self._open, np.ones(len(candidates), dtype=bool)])
+        self._judgement = None
+
+    def _key(self, candidate: Candidate) -> tuple[Any, ...]:
+        return tuple([(type(candidate.get(name)), candidate.get(name)) for name in self._distributions])
+
+    def _loss(self, expected: float) -> float:
+        """Against the least expected at the start; see `losses`."""
+        return min(CUT, math.log(expected / self._least))
+
+    def _judge(self, numbers: NDArray[np.int64]) -> Surrogate:
+        return Surrogate(
+            self._encoder.total, self._codes, self._expected, self._here, self._others, self._alike, numbers
+        )
+
+    def _catch_up(self, study: Study) -> None:
+        """Read what became of trials since the last time."""
+        trials = study.get_trials(deepcopy=False)
+        if self._read == 0 and study.direction != StudyDirection.MINIMIZE:
+            raise ValueError("SurrogateSampler minimises; give the study direction='minimize'")
+        new, self._unread = [*self._unread, *range(self._read, len(trials))], []
+        self._read = len(trials)
+        for number in new:
+            index = self._index.get(self._key(trials[number].params))
+            if index is not None:
+                self._open[index] = False
+                self._running[number] = index
+            elif not trials[number].state.is_finished():  # its parameters are being chosen
+                self._unread.append(number)
+        for number in [number for number in self._running if trials[number].state.is_finished()]:
+            index, trial = self._running.pop(number), trials[number]
+            if trial.state == TrialState.COMPLETE:
+                self._here[index] = trial.value
+            elif trial.state == TrialState.FAIL:
+                self._here[index] = None
+            self._judgement = None

@@ -12,28 +12,28 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.search.programs import Builder, Key
 from tiledsched.search.race import Outcome
-from tiledsched.search.sampler import ScheduleSampler
+from tiledsched.search.study import ScheduleStudy
 
 
 class Trials:
-    """Keeps the sampler informed of one problem: of equal programs only one waits to be measured, and all get its time.
+    """Keeps the study informed of one problem: of equal programs only one waits to be measured, and all get its time.
 
     Args:
         builder: what builds; it knows which schedules are one program.
         problem: what is tuned.
         device: on which grids depend.
-        sampler: who is told.
+        study: who is told.
         times: what the store knows: microseconds, or None for a failure.
     """
 
-    def __init__(self, builder: Builder, problem: Problem, device: Any, sampler: ScheduleSampler,
+    def __init__(self, builder: Builder, problem: Problem, device: Any, study: ScheduleStudy,
                  times: Mapping[Schedule, float | None]) -> None:  # fmt: skip
-        self._builder, self._problem, self._device, self._sampler = builder, problem, device, sampler
+        self._builder, self._problem, self._device, self._study = builder, problem, device, study
         self.times = dict(times)
         self._known = {program.key: self.times[program.schedule]
                        for program in builder.programs(list(times), problem, device)}  # fmt: skip
         self._waiting: dict[Key, list[Schedule]] = {}
-        sampler.known(times.items())
+        study.known(times.items())
 
     @property
     def programs(self) -> int:
@@ -65,7 +65,7 @@ class Trials:
             record = self._builder.record(schedule, self._problem)
             if record is not None and record.failure is not None:
                 failed += 1
-                self._sampler.tell(schedule, None)
+                self._study.tell(schedule, None)
         for program in self._builder.programs(asked, self._problem, self._device):
             if program.key in self._known:
                 self._note(program.schedules, self._known[program.key])
@@ -73,7 +73,7 @@ class Trials:
                 self._waiting[program.key] += program.schedules
             else:
                 self._waiting[program.key] = list(program.schedules)
-                self._sampler.built(program.schedule, program.facts)
+                self._study.built(program.schedule, program.facts)
         return failed
 
     def note_outcomes(self, chosen: Sequence[Schedule], outcomes: Iterable[Outcome]) -> None:
@@ -88,9 +88,9 @@ class Trials:
                 self._note(waiting, found[program.schedule])
             else:
                 for schedule in waiting:
-                    self._sampler.tell(schedule, None)
+                    self._study.leave(schedule)
 
     def _note(self, schedules: Iterable[Schedule], median_us: float | None) -> None:
         for schedule in schedules:
             self.times.setdefault(schedule, median_us)
-            self._sampler.tell(schedule, self.times[schedule])
+            self._study.tell(schedule, self.times[schedule])

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
@@ -30,12 +30,17 @@ from tiledsched.search.effort import EFFORTS
 from tiledsched.search.prior import Elsewhere, Shipped, estimator, promising_part, timed_as_now
 from tiledsched.search.programs import RETRIED, Builder, Program, deadlines
 from tiledsched.search.race import RULES, Outcome, race
-from tiledsched.search.sampler import ScheduleSampler
+from tiledsched.search.samplers import OURS
+from tiledsched.search.study import ScheduleStudy
+from tiledsched.search.study_storage import LiveStudy
 from tiledsched.search.surrogate import Known
 from tiledsched.search.trials import Trials
 from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import BuildRecord, EntryRecord
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
 
 MOST_WINNERS = 4
 """Winners of like problems that are tried first where nothing else is known of those."""
@@ -60,8 +65,8 @@ class TuneOptions:
     """
     budget_s: float | None = None
     """Seconds for the whole run, shared evenly by the problems; None for no limit."""
-    sampler: str = "surrogate"
-    """See ScheduleSampler."""
+    sampler: str = OURS
+    """See `tiledsched.search.samplers`."""
     neighbours: bool = False
     """Whether schedules one or two knobs from the fastest so far are tried, too, whatever the space explores."""
     seed: int = 0
@@ -132,13 +137,15 @@ class Tuner:
         watcher: who is told of progress.
         served: what would be served without this run. It takes part, and loses only to what is faster.
         shipped: what comes with the package. It says where to look first.
+        storage: where studies are kept beside the database, for Optuna's tools; None for nowhere.
     """
 
     def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, kernel: KernelClass,
                  toolchain: Toolchain, options: TuneOptions, *, pool: BuildPool, run_id: int,
                  runner: Runner | None = None, watcher: Watcher | None = None, served: Served | None = None,
-                 shipped: Shipped | None = None) -> None:  # fmt: skip
-        self._served, self._shipped = served, shipped or Shipped()
+                 shipped: Shipped | None = None, storage: BaseStorage | None = None) -> None:  # fmt: skip
+        self._served, self._shipped, self._storage = served, shipped or Shipped(), storage
+        self._live: LiveStudy | None = None
         self.db, self.space, self.kernel, self.toolchain = db, space, kernel, toolchain
         self.options, self.run_id, self.runner = options, run_id, runner
         self.watcher = watcher or Silent()
@@ -147,7 +154,7 @@ class Tuner:
         self._effort = EFFORTS[options.effort]
         self._trials = self._effort.programs if options.trials is None else options.trials
         # The surrogate learns more from small batches, but every compile process should have something to do.
-        guided = options.sampler == "surrogate"
+        guided = options.sampler == OURS
         self._asked = max(self._effort.batch * self._effort.builds, pool.jobs) if guided else max(8, 2 * pool.jobs)
         self._chosen = self._asked // self._effort.builds if guided else self._asked
         # Of each batch the last to compile take several times as long as most: they go on while the others are measured,
@@ -230,30 +237,32 @@ class Tuner:
     def _measure(self, problem: Problem, runner: Runner, deadline_s: float | None) -> TuneResult:
         started = time.monotonic()
         runner.begin(problem)
+        if self._storage is not None:
+            self._live = LiveStudy(self.db, self._storage, self.space, problem, runner.device.name, self.options.regime)
         if not self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured"):
             self.builder.start()  # and both while we look up and judge what there is
         evidence = self._evidence(problem, runner)
         compiled = self._rebuild(problem, evidence, deadline_s)
         known_us = {schedule: us for (schedule, fingerprint), us in evidence.items()
                     if self._fingerprint(schedule, problem) == fingerprint}  # fmt: skip
-        spec, guided = arch_spec(self.space.arch), self.options.sampler == "surrogate"
+        spec, guided = arch_spec(self.space.arch), self.options.sampler == OURS
         # Times of other machine code are no verdict; they tell where to look.
         elsewhere = self._elsewhere(runner).known(problem, spec, itself=not known_us) if guided else []
         estimate, space = estimator(problem, spec), self.space
         held = self._held(problem, runner.device.name)
         first = self._first(problem, held, elsewhere)
         if guided:
-            leaders = [known.schedules[0] for known in elsewhere]
+            leaders = [Schedule(known.candidates[0]) for known in elsewhere]
             space = promising_part(space, problem, self._pinned, estimate, [*first, *leaders])
         # What is served was perhaps never a candidate here; it is not replaced by what it would beat.
         space = space.including(held)
-        sampler = ScheduleSampler(space, problem, pinned=self._pinned, name=self.options.sampler, seed=self.options.seed,
-                                  elsewhere=elsewhere, first=first, estimate=estimate)  # fmt: skip
-        trials = Trials(self.builder, problem, runner.device, sampler, known_us)
+        study = ScheduleStudy(space, problem, pinned=self._pinned, sampler=self.options.sampler, seed=self.options.seed,
+                              elsewhere=elsewhere, first=first, estimate=estimate)  # fmt: skip
+        trials = Trials(self.builder, problem, runner.device, study, known_us)
         tried, measured, failed = list(trials.times), 0, 0
         underway: list[Schedule] = []
         followed: set[Schedule] = set()
-        most = self._trials if self.options.neighbours else min(self._trials, sampler.size)
+        most = self._trials if self.options.neighbours else min(self._trials, study.size)
         self.watcher.stage(problem, "measuring", most)
         while (left := self._trials - trials.programs) > 0:
             if trials.programs and _late(deadline_s, share=0.8, started=started):
@@ -261,10 +270,10 @@ class Tuner:
             best = trials.best if self.options.neighbours else None
             if best is not None and best not in followed:
                 followed.add(best)
-                sampler.widen(self.space.neighbours(best, problem, pinned=self._pinned))
-            if trials.programs and sampler.expected_gain() < self._effort.least_gain:
+                study.widen(self.space.neighbours(best, problem, pinned=self._pinned))
+            if trials.programs and study.expected_gain() < self._effort.least_gain:
                 break
-            asked = sampler.ask(self._asked)
+            asked = study.ask(self._asked)
             # What is tried first is built in any case: a run out of time still serves something measured.
             late = [] if asked else underway
             compiled += self.builder.build([*asked, *late], problem, leave=min(len(asked) // 4, self._leave),
@@ -274,7 +283,7 @@ class Tuner:
             reached = [each for each in underway if self.builder.record(each, problem)]
             underway = [each for each in underway if not self.builder.record(each, problem)]
             failed += trials.note_builds(reached)
-            chosen = sampler.choose(min(self._chosen, left))
+            chosen = study.choose(min(self._chosen, left))
             if not asked and not chosen and not underway:
                 break
             outcomes = self._race(chosen, problem, runner, trials.best_us, deadline_s if trials.programs else None)
@@ -294,7 +303,7 @@ class Tuner:
 
     def _first(self, problem: Problem, held: Sequence[Schedule], elsewhere: Sequence[Known]) -> list[Schedule]:
         """What to try first: the default, what is served now, and what won on like problems of which no more is known."""
-        told = {known.problem for known in elsewhere}
+        told = {known.task for known in elsewhere}
         tuned = [*self.db.entries(self.space.arch, self.kernel.name, provenance="measured"), *self._shipped.winners]
         near = [entry for entry in tuned if entry.problem != problem and entry.problem not in told]
         near.sort(key=lambda entry: (-self.kernel.likeness(problem, entry.problem), entry.problem))
@@ -404,6 +413,9 @@ class Tuner:
     def _keep(self, outcome: Outcome, problem: Problem, runner: Runner) -> None:
         """Store one outcome, at once."""
         number = self.builder.keep(outcome, self.run_id, problem, runner.device)
+        if self._live is not None:
+            built = self.builder.record(outcome.schedule, problem)
+            self._live.add(outcome, built.facts if built else None)
         if number is not None:
             self._measurement_ids[outcome.schedule] = number
 

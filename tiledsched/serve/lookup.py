@@ -212,7 +212,8 @@ class Table:
                 )
         # A researcher may leave the listed choices and the paths explored, but not what the constraints say cannot work.
         # Where the rest of what is served does not go with them, the rest of the default may.
-        reason, broken = f"settings force {self.forced}; without them: {served.reason}", []
+        reason = f"settings force {self.forced}; without them: {served.reason}"
+        broken: list[str] = []
         for base in (served.schedule, self._default(space, problem)):
             schedule = base.replace(**self.forced)
             values = space.constraint_values(problem) | dict(schedule)

@@ -17,9 +17,18 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _fields: tuple[Field, ...] = ()
 
 
+HELD_OUT = "held_out"
+"""The folder of landscapes that nothing was fitted to: neither the static models nor the surrogate's constants."""
+
+
 def shipped_landscapes(kernel: str = "attention") -> list[Path]:
-    """The recorded landscapes of a kernel in the burst regime that come with the package."""
+    """The recorded landscapes of a kernel in the burst regime to which models and constants may be fitted."""
     return sorted((data_files.tuning_db() / "landscapes" / kernel).glob("*_burst_*.json.xz"))
+
+
+def held_out_landscapes(kernel: str = "*") -> list[Path]:
+    """Those of a kernel, or of all, that nothing was fitted to."""
+    return sorted((data_files.tuning_db() / "landscapes").glob(f"{kernel}/{HELD_OUT}/*_burst_*.json.xz"))
 
 
 def run_bench(paths: Sequence[Path], samplers: Sequence[str], *, seeds: int, jobs: int,

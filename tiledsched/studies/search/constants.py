@@ -19,6 +19,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.search import surrogate
 from tiledsched.search.effort import EFFORTS
 from tiledsched.search.prior import estimator
+from tiledsched.search.study import knob_weights
 from tiledsched.studies.search import ours
 from tiledsched.studies.search.bench import shipped_landscapes
 from tiledsched.studies.search.field import Field, read_field
@@ -58,7 +59,8 @@ def changed(values: Mapping[str, Any]) -> Iterator[None]:
 def surprise(field: Field) -> float:
     """Minus the log marginal likelihood of a whole landscape under the constants as they are."""
     estimate = estimator(field.problem, arch_spec(field.space.arch))
-    codes = surrogate.Encoder(field.space)
+    choices = {name: knob.choices for name, knob in field.space.knobs.items()}
+    codes = surrogate.Encoder(choices, knob_weights(field.space))
     rows = codes.encode(field.schedules)
     modelled = surrogate.losses(
         [estimate(schedule, facts) for schedule, facts in zip(field.schedules, field.facts, strict=True)]

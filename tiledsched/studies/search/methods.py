@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tiledsched.search.effort import EFFORTS, Effort
-from tiledsched.studies.search import kernel_tuner, optuna_samplers, ours
+from tiledsched.studies.search import kernel_tuner, ours
 from tiledsched.studies.search.field import Field
 from tiledsched.studies.search.scores import Trace
 
@@ -45,8 +45,10 @@ def _grid(field: Field, seed: int) -> list[int]:
     return list(range(len(field.schedules)))
 
 
-def _optuna(name: str, limit: int) -> Search:
-    return _each_compiled(lambda field, seed: optuna_samplers.search(field, name, seed, limit))
+def _optuna(sampler: str, limit: int) -> Search:
+    """Another sampler in the place of ours, asked for one schedule at a time, which is its best case."""
+    effort = Effort(programs=limit, batch=1, builds=1, finalists=0, least_gain=0.0)
+    return lambda field, landscapes, seed: ours.search(field, effort, seed, sampler=sampler)
 
 
 def _kernel_tuner(strategy: str) -> Search:
@@ -61,24 +63,21 @@ def _ours(effort: Effort, *, warm: bool = False, model: bool = True) -> Search:
     return search
 
 
-def _former(field: Field, landscapes: tuple[Field, ...], seed: int) -> Trace:
-    return ours.search(field, ours.FORMER, seed, sampler="tpe")
-
-
+OPTUNA = {"tpe": "tpe", "gp": "gp", "cma-es": "cmaes", "qmc": "qmc"}
+"""Optuna's samplers by method, as `tune --sampler` names them."""
 OPTUNA_LIMITS = {"gp": 100}
 """Samplers that take seconds for one proposal: the measurements after which they are given up."""
-FEWER_SEEDS = {"tiledsched-thorough": 10, "tiledsched-thorough-warm": 10, "optuna-gp": 10, "optuna-brute-force": 20,
-               "kernel-tuner-pso": 20, "grid": 1}  # fmt: skip
+FEWER_SEEDS = {"tiledsched-thorough": 10, "tiledsched-thorough-warm": 10, "optuna-gp": 10, "kernel-tuner-pso": 20,
+               "grid": 1}  # fmt: skip
 """Of methods that take long, or leave nothing to chance."""
 
 _SEARCHES: Mapping[str, Search] = {
     **{f"tiledsched-{name}": _ours(effort) for name, effort in EFFORTS.items()},
     **{f"tiledsched-{name}-warm": _ours(effort, warm=True) for name, effort in EFFORTS.items()},
     "tiledsched-no-model": _ours(EFFORTS["default"], model=False),
-    "tiledsched-tpe": _former,
     "random": _each_compiled(_random),
     "grid": _each_compiled(_grid),
-    **{f"optuna-{name}": _optuna(name, OPTUNA_LIMITS.get(name, LIMIT)) for name in optuna_samplers.SAMPLERS},
+    **{f"optuna-{name}": _optuna(sampler, OPTUNA_LIMITS.get(name, LIMIT)) for name, sampler in OPTUNA.items()},
     **{f"kernel-tuner-{name.replace('_', '-')}": _kernel_tuner(name) for name in kernel_tuner.STRATEGIES},
 }
 METHODS: Mapping[str, Method] = {

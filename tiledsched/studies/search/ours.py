@@ -1,18 +1,16 @@
-"""The package's own search on a landscape, at each effort level, with nothing known and with neighbours tuned before."""
+"""The package's own search on a landscape, under any sampler, with nothing known and with neighbours tuned before."""
 
 from __future__ import annotations
 
 from tiledsched.device import arch_spec
 from tiledsched.search.effort import EFFORTS, Effort
 from tiledsched.search.prior import estimator, known_elsewhere
-from tiledsched.search.sampler import ScheduleSampler
+from tiledsched.search.samplers import OURS
+from tiledsched.search.study import ScheduleStudy
 from tiledsched.search.surrogate import Known
 from tiledsched.studies.landscapes import shape_of
 from tiledsched.studies.search.field import Field
 from tiledsched.studies.search.scores import Trace
-
-FORMER = Effort(programs=200, batch=8, builds=1, finalists=16, least_gain=0.0)
-"""How the search before this one was run: TPE by turns with a neighbour of the best."""
 
 
 def search(
@@ -20,7 +18,7 @@ def search(
     effort: Effort,
     seed: int,
     *,
-    sampler: str = "surrogate",
+    sampler: str = OURS,
     model: bool = True,
     elsewhere: tuple[Known, ...] = (),
 ) -> Trace:
@@ -30,16 +28,16 @@ def search(
     `model` false the static model is not asked.
     """
     spec = arch_spec(field.space.arch)
-    proposer = ScheduleSampler(
-        field.space, field.problem, pinned={}, name=sampler, seed=seed, elsewhere=elsewhere,
+    proposer = ScheduleStudy(
+        field.space, field.problem, pinned={}, sampler=sampler, seed=seed, elsewhere=elsewhere,
         first=[field.space.default(field.problem)], estimate=estimator(field.problem, spec) if model else None,
     )  # fmt: skip
-    builds = effort.builds if sampler == "surrogate" else 1
+    builds = effort.builds if sampler == OURS else 1
     measured: list[int] = []
     compiled: list[int] = []
     built = 0
     while len(measured) < effort.programs and proposer.expected_gain() >= effort.least_gain:
-        if sampler != "surrogate" and field.settled(measured):
+        if sampler != OURS and field.settled(measured):
             break
         for schedule in proposer.ask(effort.batch * builds):
             built += 1
