@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
+
+# Read when numpy and torch are loaded, here and in the processes that tests start. The products of small tiles end before
+# a second thread has begun, and one that waits for work takes a core from another of pytest's processes.
+for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(threads, "1")
 
 
 @pytest.fixture

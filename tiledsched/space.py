@@ -12,8 +12,7 @@ import random
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 from tiledsched.errors import SpaceError
 from tiledsched.kernel_names import kernel_named
@@ -24,6 +23,7 @@ FEW_COMBINATIONS = 1 << 12
 """Constraints that read knobs of no more combinations than this are asked which values they leave each knob."""
 MOST_COMBINATIONS = 1 << 20
 """Constraints that read knobs of more combinations than this are only checked once all of those knobs have values."""
+_Tree: TypeAlias = "dict[KnobValue, _Tree]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +166,8 @@ class SearchSpace:
         values |= {name: each[0] for name, each in possible.items() if len(each) == 1}
         choices = {name: each for name, each in possible.items() if len(each) != 1}
         names = list(choices)
-        # allowed[i]: for each constraint that reads knob i, the knobs it reads up to i, and what they may be together.
-        allowed: list[list[tuple[Callable[..., Any], Container[Any]]]] = [[] for _ in names]
+        # walked[i]: for each constraint that reads knob i, where the knobs before have led in its tree, and how many it reads.
+        walked: list[list[tuple[list[_Tree], int]]] = [[] for _ in names]
         late: list[list[Constraint]] = [[] for _ in names]
         for constraint in self.constraints:
             read = tuple(name for name in names if name in constraint.names)
@@ -175,10 +175,12 @@ class SearchSpace:
                 if not constraint.holds(values):
                     return
             elif math.prod(len(choices[name]) for name in read) <= MOST_COMBINATIONS:
-                first, *longer = self._prefixes(constraint, choices, values)
-                choices[read[0]] = tuple(each for each in choices[read[0]] if (each,) in first)
-                for count, prefixes in enumerate(longer, start=2):
-                    allowed[names.index(read[count - 1])].append((itemgetter(*read[:count]), prefixes))
+                tree = _tree(*_bound(constraint, choices, values))
+                if tree is not None:
+                    choices[read[0]] = tuple(each for each in choices[read[0]] if each in tree)
+                    path = [tree] * (len(read) + 1)
+                    for count, name in enumerate(read):
+                        walked[names.index(name)].append((path, count))
             else:
                 late[names.index(read[-1])].append(constraint)
 
@@ -188,15 +190,19 @@ class SearchSpace:
         while untried:
             index = len(untried) - 1
             for choice in untried[-1]:
-                values[names[index]] = choice
-                if any(together(values) not in prefixes for together, prefixes in allowed[index]):
-                    continue
-                if not all(constraint.holds(values) for constraint in late[index]):
-                    continue
-                if index + 1 < len(names):
-                    untried.append(iter(choices[names[index + 1]]))
-                    break
-                yield Schedule({name: values[name] for name in self.knobs})
+                for path, count in walked[index]:
+                    branch = path[count].get(choice)
+                    if branch is None:
+                        break
+                    path[count + 1] = branch
+                else:
+                    values[names[index]] = choice
+                    if late[index] and not all(constraint.holds(values) for constraint in late[index]):
+                        continue
+                    if index + 1 < len(names):
+                        untried.append(iter(choices[names[index + 1]]))
+                        break
+                    yield Schedule({name: values[name] for name in self.knobs})
             else:
                 untried.pop()
 
@@ -231,14 +237,6 @@ class SearchSpace:
                     left.update(_left_by(constraint, read, others))
         return left
 
-    def _prefixes(self, constraint: Constraint, choices: Mapping[str, tuple[KnobValue, ...]],
-                  values: Mapping[str, Any]) -> tuple[Mapping[tuple[KnobValue, ...], None], ...]:  # fmt: skip
-        """For 1, 2, ... of the knobs that `constraint` reads: their values for which the rest can be chosen."""
-        return _prefixes_allowed(
-            constraint, tuple((name, values) for name, values in choices.items() if name in constraint.names),
-            tuple((name, value) for name, value in values.items() if name in constraint.names),
-        )  # fmt: skip
-
     def sample(self, problem: Problem, rng: random.Random, *, tries: int = 10_000) -> Schedule:
         """A valid schedule drawn uniformly: by rejection, and where `tries` draws find none, from all of them.
 
@@ -255,7 +253,7 @@ class SearchSpace:
         for constraint in self.constraints:
             read = tuple(name for name in choices if name in constraint.names)
             if len(read) > len(together) and math.prod(len(choices[name]) for name in read) <= MOST_COMBINATIONS:
-                together, allowed = read, list(self._prefixes(constraint, choices, values)[-1])
+                together, allowed = read, _allowed(*_bound(constraint, choices, values))
         for _ in range(tries if allowed and all(choices.values()) else 0):
             drawn = {name: rng.choice(each) for name, each in choices.items()}
             drawn |= zip(together, rng.choice(allowed), strict=True)
@@ -332,6 +330,19 @@ def _lister(
     return function
 
 
+def _bound(
+    constraint: Constraint, choices: Mapping[str, tuple[KnobValue, ...]], values: Mapping[str, Any]
+) -> tuple[Constraint, tuple[tuple[str, tuple[KnobValue, ...]], ...], tuple[tuple[str, Any], ...]]:
+    """`constraint` with what it reads of `choices` and of `values`: most read little of a problem, so that the answers for
+    one are used for another.
+    """  # fmt: skip
+    return (
+        constraint, tuple((name, values) for name, values in choices.items() if name in constraint.names),
+        tuple((name, value) for name, value in values.items() if name in constraint.names),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=128)
 def _allowed(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...],
              others: tuple[tuple[str, Any], ...]) -> list[tuple[KnobValue, ...]]:  # fmt: skip
     """The combinations of `choices` for which `constraint` holds; `others` are what else it reads."""
@@ -340,13 +351,28 @@ def _allowed(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, 
 
 
 @lru_cache(maxsize=128)
-def _prefixes_allowed(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...],
-                      others: tuple[tuple[str, Any], ...]) -> tuple[dict[tuple[KnobValue, ...], None], ...]:  # fmt: skip
-    """See `SearchSpace._prefixes`; most constraints read little of a problem, so that its answers are used again."""
-    prefixes = [dict.fromkeys(_allowed(constraint, choices, others))]
-    for count in range(len(choices) - 1, 0, -1):
-        prefixes.append(dict.fromkeys(combination[:count] for combination in prefixes[-1]))
-    return tuple(reversed(prefixes))
+def _tree(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...],
+          others: tuple[tuple[str, Any], ...]) -> _Tree | None:  # fmt: skip
+    """What the knobs that `constraint` reads may be, one after the other: each value leads to those of the next knob with
+    which the rest can be chosen. None where they may be anything.
+
+    Equal branches are one object, so that a tree of many combinations is small.
+    """  # fmt: skip
+    combinations = _allowed(constraint, choices, others)
+    if len(combinations) == math.prod(len(each) for _, each in choices):
+        return None
+    known: dict[tuple[tuple[KnobValue, int], ...], _Tree] = {}
+    leaf: _Tree = {}
+    branches = dict.fromkeys(combinations, leaf)
+    for count in range(len(choices) - 1, -1, -1):
+        joined: dict[tuple[KnobValue, ...], _Tree] = {}
+        for combination, branch in branches.items():
+            joined.setdefault(combination[:count], {})[combination[count]] = branch
+        branches = {
+            combination: known.setdefault(tuple((choice, id(after)) for choice, after in branch.items()), branch)
+            for combination, branch in joined.items()
+        }
+    return branches.get((), {})
 
 
 @lru_cache(maxsize=4096)
