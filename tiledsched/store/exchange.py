@@ -16,14 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from tiledsched.errors import DatabaseError
 from tiledsched.fields import Value
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.store.codec import decode, encode
-from tiledsched.store.db import TuningDB
 from tiledsched.store.records import (
     PROVENANCES,
     ArtifactRecord,
@@ -32,6 +31,9 @@ from tiledsched.store.records import (
     StoredMeasurement,
     Toolchain,
 )
+
+if TYPE_CHECKING:
+    from tiledsched.store.db import TuningDB
 
 SCHEMA_VERSION = 2
 """Of table and landscape files; docs/landscapes.md says what each version holds."""
@@ -136,6 +138,8 @@ def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResu
     Raises:
         DatabaseError: the other database is missing, unreadable or of another schema.
     """
+    from tiledsched.store.db import TuningDB
+
     with TuningDB.open(other_url, read_only=True) as other:
         measurements = [replace(stored, id=0, run_id=None) for stored in other.measurements()]
         entries = [entry.replace(measurement_id=None, run_id=None) for entry in other.entries()]
