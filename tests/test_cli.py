@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from tiledsched.cli.parser import make_parser, parse
 from tiledsched.device import ARCHS, PRODUCTS, arch_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
+from tiledsched.schedule import Schedule
 from tiledsched.space_files import load_space
 
 ROOT = Path(__file__).parent.parent
@@ -442,7 +444,7 @@ def test_any_kernel_is_tuned_shown_and_explained_without_a_gpu(added, capsys, mo
     assert main(["explain", added, "--arch", "sm_90", "--problem", "N=256", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["provenance"] == said["rows"][0]["provenance"] == "modelled"
-    monkeypatch.setattr("tiledsched.cli.output.console", lambda: __import__("rich.console").console.Console(width=80))
+    monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
     assert main(["show", added]) == 0
     assert "sm_90 rows=256 columns=256 float32: not measured (modelled)\n    " in capsys.readouterr().out
 
@@ -458,12 +460,16 @@ def test_every_command_and_flag_has_help_and_documentation(name) -> None:
             assert f"`{action.option_strings[-1]}`" in text, (name, action.option_strings)
 
 
-def test_progress_off_a_terminal_is_a_few_lines(capsys) -> None:
-    from tiledsched.cli.output import TuneProgress
+def test_progress_off_a_terminal_is_a_few_lines(capsys, monkeypatch) -> None:
+    from tiledsched.cli import progress
 
-    with TuneProgress() as watcher:
+    clock = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
+    with progress.TuneProgress() as watcher:
         watcher.stage(Attention.problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 100)
+        watcher.best(12.5, Schedule(tile_m=64, tile_n=64))
         for done in range(1, 101):
+            clock += 0.12
             watcher.step(done)
         watcher.stage(Attention.problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 0)
     said = capsys.readouterr()
@@ -471,7 +477,10 @@ def test_progress_off_a_terminal_is_a_few_lines(capsys) -> None:
     lines = said.err.splitlines()
     assert len(lines) == 5
     assert lines[0].endswith("compiling 100")
-    assert [line.split()[-1] for line in lines[1:]] == ["25/100", "50/100", "75/100", "100/100"]
+    assert [line.split(" compiling ")[-1] for line in lines[1:]] == [
+        "25/100, 0:00:09 left, best so far 12.5 us (modelled): 64x64", "50/100, 0:00:06 left, best so far 12.5 us (modelled): 64x64",
+        "75/100, 0:00:03 left, best so far 12.5 us (modelled): 64x64", "100/100, best so far 12.5 us (modelled): 64x64",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("[]", "must hold a JSON list"), ("{", "cannot read candidates"),
@@ -481,6 +490,30 @@ def test_candidates_that_cannot_be_read(tmp_path, capsys, text, wanted) -> None:
     path.write_text(text)
     assert main(["tune", "--arch", "sm_90", "--candidates", str(path), "--db", str(tmp_path / "a.db")]) == 2
     assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("budget_s", [None, 30.0])
+def test_a_terminal_shows_a_bar_the_best_so_far_and_the_time_left(monkeypatch, budget_s) -> None:
+    from rich.console import Console
+
+    from tiledsched.cli import progress
+
+    clock, screen = 0.0, io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "Console", lambda stderr: Console(file=screen, width=80, force_terminal=True))
+    problem = Attention.problem(seq_q=1, seq_k=1, head_dim=16)
+    long = Schedule(tile_m=64, tile_n=64, **{f"a_knob_with_a_long_name_{i}": i for i in range(1, 6)})
+    with progress.TuneProgress(2, budget_s) as watcher:
+        watcher.stage(problem, "measuring", 64)
+        clock = 20.0
+        watcher.step(8)
+        watcher.best(12.5, long)
+        watcher._bars.refresh()
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert f"[1/2] {problem}" in said
+    assert ("8/64 0:02:20 left" if budget_s is None else "8/64 0:00:10 left") in said
+    assert f"best so far 12.5 us: {long.short()}" in " ".join(said.split())
 
 
 def test_a_bare_command_prints_help(capsys) -> None:

@@ -94,15 +94,12 @@ def _next_steps(options: argparse.Namespace, report: TuneReport) -> list[tuple[s
     problem = ["--problem", told(report.entries[0].problem)]
     why = ["explain", *same, *_given(options, "accum_mode", "regime", "space"), *problem]
     steps = [("why this one, and what it beat", why)]
-    again = [word for word in options.words if word != "--json"]
-    if report.measured:
-        steps.append(("beside what others make of it", ["bench", *kernel, *_given(options, "db"), *problem]))
-    elif any(result.left for result in report.results):
-        steps.append(("the rest of the schedules, too", [*again, "--effort", "thorough"]))
     if not options.report:
-        steps.append(("which knobs matter, with pictures", ["report", *same, "--out", "report"]))
-    if not report.measured:
-        steps.append((f"on a machine with an {report.arch} GPU: measured, not modelled", again))
+        steps.append(("which knobs matter, with pictures", ["report", *same, *_given(options, "regime"), "--out", "report"]))
+    if report.measured:
+        steps.append(("how it does beside others", ["bench", *kernel, *_given(options, "db", "regime"), *problem]))
+    elif any(result.left for result in report.results):
+        steps.append(("build the others, too", [*options.words, "--effort", "thorough"]))
     return [(purpose, shlex.join([output.program(), *words])) for purpose, words in steps]
 
 

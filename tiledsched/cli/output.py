@@ -36,8 +36,8 @@ def console() -> Console:
 
 
 def width() -> int:
-    """Columns of standard output: those of the terminal, or as many as a line of prose may take off one."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
+    """Columns that a line may take: those of the terminal; off one, where programs read, as many as it likes."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
 def note(text: str) -> None:
@@ -130,18 +130,19 @@ def print_recorded(result: RecordResult) -> None:
 def print_tuned(report: TuneReport) -> None:
     """The answer of a tune: for each problem what wins, by how much, and what it took."""
     if not report.measured:
-        left = sum(result.left for result in report.results)
-        built = f"{left} schedules were left unbuilt, the model's least liked," if left else "Every schedule was built,"
-        _print_wrapped(f"No {report.arch} GPU here: nothing was measured. {built} and the model ranked the programs. "
-                       "Its order is worth a try; its times are no measurements.")  # fmt: skip
+        part = any(result.left for result in report.results)
+        built = "The default, what is served and the model's favourites were built" if part else "Every schedule was built"
+        _print_wrapped(f"No {report.arch} GPU here: nothing was measured. {built}, and the model ranked the programs. "
+                       "On a machine with that GPU the same command measures.")  # fmt: skip
     for result, entry in zip(report.results, report.entries, strict=True):
         print()
         _print_wrapped(f"{entry.problem} on {entry.device_name or entry.arch}")
         _print_wrapped(entry.schedule.short(), "  ")
         _print_wrapped(_verdict(result, entry), "  ")
-        did = f"{result.measured} measured" if report.measured else f"{result.left} left unbuilt"
-        _print_wrapped(f"{result.schedules} schedules, {result.programs} distinct programs, {result.compiled} compiled now, "
-                       f"{result.failed} failed, {did}, {result.seconds:.1f} s", "  ")  # fmt: skip
+        of = f" of {result.schedules + result.left}" if not report.measured else ""
+        did = f", {result.measured} measured" if report.measured else ""
+        _print_wrapped(f"{result.schedules}{of} schedules built, {result.programs} distinct programs; {result.compiled} "
+                       f"compiled now{did}, {result.failed} failed, {result.seconds:.1f} s", "  ")  # fmt: skip
 
 
 def _verdict(result: TuneResult, entry: EntryRecord) -> str:
@@ -199,7 +200,7 @@ def print_entries(entries: Iterable[EntryRecord]) -> None:
         by_kernel.setdefault(entry.problem.kernel, []).append(entry)
     for place, (kernel, found) in enumerate(by_kernel.items()):
         lines = _entry_lines(found)
-        if sys.stdout.isatty() and max(map(len, lines)) > width():
+        if max(map(len, lines)) > width():
             _print_narrow(found)
         else:
             print("\n" * (place > 0) + f"tuned schedules of {kernel}", *lines, sep="\n")
