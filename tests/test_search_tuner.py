@@ -117,7 +117,9 @@ def test_the_default_search_finds_the_recorded_best(db, path) -> None:
     assert result.measured <= EFFORTS["default"].programs
     default_us = min(us for us in (recorded.times.get(recorded.key(each)) for each in [
         space_for("sm_90", Attention).default(recorded.problem)] if each in recorded.fingerprints) if us)  # fmt: skip
-    assert result.over_default == pytest.approx(default_us / recorded.times[recorded.key(result.entry.schedule)] - 1, abs=0.02)
+    assert result.over_default == pytest.approx(
+        default_us / recorded.times[recorded.key(result.entry.schedule)] - 1, abs=0.02
+    )
     assert recorded.times[recorded.key(result.entry.schedule)] <= 1.01 * recorded.best_us
     default = space_for("sm_90", Attention).default(recorded.problem)
     assert any(stored.measurement.schedule == default for stored in db.measurements(recorded.problem))
@@ -391,7 +393,9 @@ def test_what_would_be_served_races_and_loses_only_to_what_is_faster(place, tria
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
-@given(place=st.floats(0.0, 1.0), trials=st.one_of(st.none(), st.integers(1, 40)), effort=st.sampled_from(sorted(EFFORTS)))
+@given(
+    place=st.floats(0.0, 1.0), trials=st.one_of(st.none(), st.integers(1, 40)), effort=st.sampled_from(sorted(EFFORTS))
+)
 def test_without_a_gpu_what_is_served_gives_way_only_to_a_better_estimate(place, trials, effort) -> None:
     recorded, spec = Recorded(LANDSCAPES[5]), arch_spec("sm_90")
 

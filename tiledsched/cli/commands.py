@@ -99,7 +99,8 @@ def _next_steps(options: argparse.Namespace, report: TuneReport) -> list[tuple[s
     if report.measured:
         steps.append(("how it does beside others", ["bench", *kernel, *_given(options, "db", "regime"), *problem]))
     elif any(result.left for result in report.results):
-        steps.append(("build the others, too", [*options.words, "--effort", "thorough"]))
+        everything = max(result.schedules + result.left for result in report.results)
+        steps.append(("build the others, too", [*options.words, "--trials", str(everything)]))
     return [(purpose, shlex.join([output.program(), *words])) for purpose, words in steps]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
 import textwrap
@@ -165,9 +166,10 @@ def print_report(files: Sequence[Path]) -> None:
     """Where the report is; where nothing was drawn, what draws."""
     page = next(path for path in files if path.suffix == ".html")
     drawn = sum(path.suffix == ".png" for path in files)
-    pictures = f"{drawn} pictures" if drawn else "no pictures; what draws: pip install 'tiledsched[report]'"
     print()
-    _print_wrapped(f"Report ({pictures}): {page}")
+    _print_wrapped(f"Report with {drawn} {'picture' if drawn == 1 else 'pictures'}: {page}")
+    if importlib.util.find_spec("matplotlib") is None:
+        _print_wrapped("What draws is not installed: pip install 'tiledsched[report]'")
 
 
 def program() -> str:

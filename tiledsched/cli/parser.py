@@ -77,8 +77,8 @@ def _unknown(word: str, command: str, parser: argparse.ArgumentParser, kernel: K
     if not word.startswith("-"):
         return f"{command} takes no {word!r}; see tiledsched {command} --help"
     flags = [text for action in parser._actions for text in action.option_strings]
-    alike = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
-    hint = f"did you mean {alike[0]}? " if alike else ""
+    alike = difflib.get_close_matches(word.partition("=")[0].lstrip("-"), [flag.lstrip("-") for flag in flags], n=1)
+    hint = f"did you mean --{alike[0]}? " if alike else ""
     if "--problem" in flags and not alike:
         hint = f"sizes of {kernel.name} go by name, e.g. --problem {example(kernel)}; "
     return f"{command} has no flag {word}; {hint}see tiledsched {command} --help"
