@@ -680,7 +680,9 @@ def test_tune_and_explain_spell_their_flags_alike(added, capsys) -> None:
     for text in set(tune) & set(explain) - {"-h", "--help"}:
         alike = [(each.choices, each.default, each.nargs, each.help) for each in (tune[text], explain[text])]
         assert alike[0] == alike[1], text
-    (Path("narrow.toml")).write_text('kernel = "sums:Add"\narch = "sm_90"\n[knobs.TILE]\nchoices = [256]\ndefault = 256\n')
+    (Path("narrow.toml")).write_text(
+        'kernel = "sums:Add"\narch = "sm_90"\n[knobs.TILE]\nchoices = [256]\ndefault = 256\n'
+    )
     words = ["--problem", "N=64", "--accum-mode", "fp32", "--regime", "sustained"]
     assert main(["explain", added, "--arch", "sm_90", *words]) == 0
     assert "TILE=64" in capsys.readouterr().out

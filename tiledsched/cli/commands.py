@@ -95,7 +95,9 @@ def _next_steps(options: argparse.Namespace, report: TuneReport) -> list[tuple[s
     why = ["explain", *same, *_given(options, "accum_mode", "regime", "space"), *problem]
     steps = [("why this one, and what it beat", why)]
     if not options.report:
-        steps.append(("which knobs matter, with pictures", ["report", *same, *_given(options, "regime"), "--out", "report"]))
+        steps.append(
+            ("which knobs matter, with pictures", ["report", *same, *_given(options, "regime"), "--out", "report"])
+        )
     if report.measured:
         steps.append(("how it does beside others", ["bench", *kernel, *_given(options, "db", "regime"), *problem]))
     elif any(result.left for result in report.results):

@@ -132,7 +132,9 @@ def print_tuned(report: TuneReport) -> None:
     """The answer of a tune: for each problem what wins, by how much, and what it took."""
     if not report.measured:
         part = any(result.left for result in report.results)
-        built = "The default, what is served and the model's favourites were built" if part else "Every schedule was built"
+        built = (
+            "The default, what is served and the model's favourites were built" if part else "Every schedule was built"
+        )
         _print_wrapped(f"No {report.arch} GPU here: nothing was measured. {built}, and the model ranked the programs. "
                        "On a machine with that GPU the same command measures.")  # fmt: skip
     for result, entry in zip(report.results, report.entries, strict=True):

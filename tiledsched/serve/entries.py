@@ -11,7 +11,7 @@ from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import Table
 from tiledsched.space import SearchSpace
 from tiledsched.space_files import known_knobs
-from tiledsched.store.exchange import read_table
+from tiledsched.store.exchange import read_entries
 from tiledsched.store.location import database_exists
 from tiledsched.store.records import EntryRecord
 
@@ -25,7 +25,7 @@ def load_entries(url: str | None, archs: Collection[str] | None = None, kernel: 
     found: dict[tuple[str, ...], EntryRecord] = {}
     for path in sorted((data_files.tuning_db() / "tables").glob(f"{kernel or '*'}/*.json")):
         if archs is None or path.stem in archs:
-            found.update((entry.key, entry) for entry in read_table(path).entries)
+            found.update((entry.key, entry) for entry in read_entries(path))
     later: list[EntryRecord] = []
     bundle = named_bundle()
     if bundle is not None:

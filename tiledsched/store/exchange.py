@@ -156,7 +156,22 @@ def read_table(path: str | os.PathLike[str]) -> Table:
     name = os.path.basename(os.fspath(path))
     data = _load(path, name)
     artifacts = _rows(ArtifactRecord, data["artifacts"], f"{name}: artifacts")
-    stored = {}
+    stored, entries = _evidence_and_entries(data, name)
+    return Table(entries=tuple(entries), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
+
+
+def read_entries(path: str | os.PathLike[str]) -> list[EntryRecord]:
+    """The entries of a table file alone: who only serves or lists them does not wait for the facts of machine code.
+
+    Raises:
+        DatabaseError: as for the whole table, but for what is wrong with artifacts.
+    """
+    name = os.path.basename(os.fspath(path))
+    return _evidence_and_entries(_load(path, name), name)[1]
+
+
+def _evidence_and_entries(data: dict[str, Any], name: str) -> tuple[dict[str, StoredMeasurement], list[EntryRecord]]:
+    stored: dict[str, StoredMeasurement] = {}
     for i, one in enumerate(_rows(_Evidence, data["measurements"], f"{name}: measurements")):
         if one.uid in stored:
             raise DatabaseError(f"{name}: measurements[{i}].uid: {one.uid} appears twice; remove one")
@@ -169,7 +184,7 @@ def read_table(path: str | os.PathLike[str]) -> Table:
             raise DatabaseError(f"{name}: entries[{i}]: a second entry for {entry.problem} on {entry.arch}; remove one")
         keys.add(entry.key)
         entries.append(entry)
-    return Table(entries=tuple(entries), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
+    return stored, entries
 
 
 def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
