@@ -470,17 +470,9 @@ class Tuner:
 
 def expected_order(schedules: Sequence[Schedule], problem: Problem, spec: ArchSpec, *,
                    first: Sequence[Schedule]) -> list[Schedule]:  # fmt: skip
-    """In which order to build where the model ranks: `first`, whose last is the default, then the model's favourites.
-
-    They are judged by what they are expected to need. Of those it takes for equal, whoever differs least from the default
-    comes first: a knob that it cannot judge is often one that changes nothing.
-    """
-    estimate, default = estimator(problem, spec), first[-1]
-
-    def order(schedule: Schedule) -> tuple[float, int, str]:
-        return estimate(schedule, None), sum(schedule[name] != default[name] for name in default), schedule.id
-
-    return list(dict.fromkeys([*first, *sorted(schedules, key=order)]))
+    """In which order to build where the model ranks: `first`, then the model's favourites by what they are expected to need."""
+    estimate = estimator(problem, spec)
+    return list(dict.fromkeys([*first, *sorted(schedules, key=lambda each: (estimate(each, None), each.id))]))
 
 
 def fits(schedule: Schedule, pinned: Mapping[str, KnobValue]) -> bool:
