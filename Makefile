@@ -2,20 +2,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-ARCH ?= sm_121
+# Of the GPU here, or else sm_121; e.g. make tune ARCH=h200
+ARCH ?=
 TUNE_ARGS ?= --head-dim 64 --causal no
 
 .PHONY: tune test lint wheel clean help
 
 help:
-	@echo "make tune   set up and tune $(ARCH) (TUNE_ARGS: $(TUNE_ARGS))"
+	@echo "make tune   set up, tune the GPU that is here (ARCH= names another) and draw report/ (TUNE_ARGS: $(TUNE_ARGS))"
 	@echo "make test   set up and run the tests"
 	@echo "make lint   ruff and mypy"
 	@echo "make wheel  build the wheel and try it outside the checkout"
 	@echo "make clean  remove the virtual environment and build products"
 
 tune: $(VENV)/.tune-ready
-	$(BIN)/tiledsched tune --arch $(ARCH) $(TUNE_ARGS)
+	$(BIN)/tiledsched tune $(if $(ARCH),--arch $(ARCH)) $(TUNE_ARGS) --report report
 
 test: $(VENV)/.test-ready
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
@@ -36,7 +37,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.tune-ready: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[report]'
 	@touch $@
 
 # torch is for the tests of `sdpa` and its fallback; the constraint picks a build that runs without a GPU. TileGym's

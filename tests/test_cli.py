@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import re
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -17,9 +19,12 @@ import pytest
 
 from tiledsched.cli import main
 from tiledsched.cli.parser import make_parser, parse
+from tiledsched.cli.problems import read_problems, told
 from tiledsched.device import ARCHS, PRODUCTS, arch_named
+from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
+from tiledsched.schedule import Schedule
 from tiledsched.space_files import load_space
 
 ROOT = Path(__file__).parent.parent
@@ -290,7 +295,7 @@ def test_a_wrong_environment_is_explained(home, capsys, monkeypatch) -> None:
 
 
 def test_show_starts_without_compiler_or_gpu_libraries(home) -> None:
-    heavy = ("torch", "cupy", "cuda.tile", "optuna", "alembic", "matplotlib")
+    heavy = ("torch", "cupy", "cuda.tile", "optuna", "alembic", "matplotlib", "scipy", "sqlalchemy", "rich")
     code = f"""import sys; from tiledsched.cli import main; main(["show", "--json"])
 print([name for name in {heavy} if name in sys.modules])"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -442,7 +447,7 @@ def test_any_kernel_is_tuned_shown_and_explained_without_a_gpu(added, capsys, mo
     assert main(["explain", added, "--arch", "sm_90", "--problem", "N=256", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["provenance"] == said["rows"][0]["provenance"] == "modelled"
-    monkeypatch.setattr("tiledsched.cli.output.console", lambda: __import__("rich.console").console.Console(width=80))
+    monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
     assert main(["show", added]) == 0
     assert "sm_90 rows=256 columns=256 float32: not measured (modelled)\n    " in capsys.readouterr().out
 
@@ -458,12 +463,16 @@ def test_every_command_and_flag_has_help_and_documentation(name) -> None:
             assert f"`{action.option_strings[-1]}`" in text, (name, action.option_strings)
 
 
-def test_progress_off_a_terminal_is_a_few_lines(capsys) -> None:
-    from tiledsched.cli.output import TuneProgress
+def test_progress_off_a_terminal_is_a_few_lines(capsys, monkeypatch) -> None:
+    from tiledsched.cli import progress
 
-    with TuneProgress() as watcher:
+    clock = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
+    with progress.TuneProgress() as watcher:
         watcher.stage(Attention.problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 100)
+        watcher.best(12.5, Schedule(tile_m=64, tile_n=64))
         for done in range(1, 101):
+            clock += 0.12
             watcher.step(done)
         watcher.stage(Attention.problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 0)
     said = capsys.readouterr()
@@ -471,7 +480,10 @@ def test_progress_off_a_terminal_is_a_few_lines(capsys) -> None:
     lines = said.err.splitlines()
     assert len(lines) == 5
     assert lines[0].endswith("compiling 100")
-    assert [line.split()[-1] for line in lines[1:]] == ["25/100", "50/100", "75/100", "100/100"]
+    assert [line.split(" compiling ")[-1] for line in lines[1:]] == [
+        "25/100, 0:00:09 left, best so far 12.5 us (modelled): 64x64", "50/100, 0:00:06 left, best so far 12.5 us (modelled): 64x64",
+        "75/100, 0:00:03 left, best so far 12.5 us (modelled): 64x64", "100/100, best so far 12.5 us (modelled): 64x64",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("[]", "must hold a JSON list"), ("{", "cannot read candidates"),
@@ -481,6 +493,30 @@ def test_candidates_that_cannot_be_read(tmp_path, capsys, text, wanted) -> None:
     path.write_text(text)
     assert main(["tune", "--arch", "sm_90", "--candidates", str(path), "--db", str(tmp_path / "a.db")]) == 2
     assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("budget_s", [None, 30.0])
+def test_a_terminal_shows_a_bar_the_best_so_far_and_the_time_left(monkeypatch, budget_s) -> None:
+    from rich.console import Console
+
+    from tiledsched.cli import progress
+
+    clock, screen = 0.0, io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "Console", lambda stderr: Console(file=screen, width=80, force_terminal=True))
+    problem = Attention.problem(seq_q=1, seq_k=1, head_dim=16)
+    long = Schedule(tile_m=64, tile_n=64, **{f"a_knob_with_a_long_name_{i}": i for i in range(1, 6)})
+    with progress.TuneProgress(2, budget_s) as watcher:
+        watcher.stage(problem, "measuring", 64)
+        clock = 20.0
+        watcher.step(8)
+        watcher.best(12.5, long)
+        watcher._bars.refresh()
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert f"[1/2] {problem}" in said
+    assert ("8/64 0:02:20 left" if budget_s is None else "8/64 0:00:10 left") in said
+    assert f"best so far 12.5 us: {long.short()}" in " ".join(said.split())
 
 
 def test_a_bare_command_prints_help(capsys) -> None:
@@ -513,3 +549,174 @@ def test_every_product_is_of_an_arch_that_is_known() -> None:
     assert set(PRODUCTS) == set(ARCHS)
     for arch, spec in ARCHS.items():
         assert arch_named(spec.device.removesuffix("-SXM4-80GB").removesuffix(" Blackwell")) == arch
+
+
+ANSWER = """
+B=16 H=32 S=1024 D=64 float16 on NVIDIA Sample
+  128x64 a_knob_with_a_long_name_1=1 a_knob_with_a_long_name_2=2
+    a_knob_with_a_long_name_3=3
+  250.0 us measured, 550 TFLOP/s; the default takes 25.0% longer; the runner-up
+    takes as long; 1 tied
+  40 schedules built, 30 distinct programs; 35 compiled now, 20 measured, 0
+    failed, 12.3 s
+"""
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored) -> None:
+    """Without a GPU: see the next test."""
+    import store_samples
+
+    from tiledsched.cli import output
+    from tiledsched.search.tuner import TuneResult
+    from tiledsched.tuning import TuneReport
+
+    long = Schedule(tile_m=128, tile_n=64, **{f"a_knob_with_a_long_name_{i}": i for i in range(1, 4)})
+    entry = store_samples.entry("measured", schedule=long, device_name="NVIDIA Sample", ties=(store_samples.schedule(),),
+                                measurement=store_samples.stored(median_us=250.0).summary)  # fmt: skip
+    result = TuneResult(entry=entry, stored=stored, schedules=40, programs=30, compiled=35, measured=20, failed=0,
+                        seconds=12.34, over_default=0.25, over_runner_up=1e-4)  # fmt: skip
+    monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
+    output.print_tuned(
+        TuneReport(kernel=Attention, arch="sm_90", run_id=1, results=[result], entries=[entry], measured=True)
+    )
+    said = capsys.readouterr().out
+    assert said == ANSWER if stored else "kept: a measured entry stands above" in said
+
+
+@pytest.mark.compiler
+def test_a_newcomers_tune_ends_with_the_answer_a_report_and_commands_that_work(home, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
+    monkeypatch.setattr("tiledsched.cli.parser.devices", list)
+    (home / "my.toml").write_text(SPACE.replace("choices = [0, 2]", "choices = [0]"))
+    assert main(["tune", *TUNE[3:], "--seq-len", "1024", "--trials", "7", "--report", "report"]) == 0
+    said = capsys.readouterr()
+    assert "tiledsched: for sm_121" in said.err
+    assert re.search(r"compiling 7/7, best so far [\d.]+ us \(modelled\): 64x", said.err)
+    answer, _, rest = said.out.partition("\nNext:\n")
+    assert max(map(len, said.out.splitlines()[:-4])) <= 80
+    entry = list_entries(capsys, "--arch", "sm_121", "--problem", "B=16,S=1024,D=64,dtype=float16,causal=no")[0]
+    flat = " ".join(answer.split())
+    assert f"{' '.join(shown(entry))} " in flat
+    assert "nothing was measured" in flat
+    assert "the model's favourites were built" in flat
+    assert re.search(r"us modelled, \d+ TFLOP/s; the default takes .* longer; the runner-up takes", flat)
+    assert f"7 of {valid_schedules()} schedules built" in flat
+    page = (home / "report" / "report.html").read_text()
+    assert "Nothing was measured on sm_121" in page
+    assert page.count("<img") == flat.count("Report with 1 picture:") == 1
+    assert "report/report.html" in flat
+    commands = re.findall(r"^    tiledsched (.*)$", rest, re.MULTILINE)
+    assert [shlex.split(command)[0] for command in commands] == ["explain", "tune"]
+    for command in commands:
+        assert main(shlex.split(command)) == 0
+    assert f"{valid_schedules()} of {valid_schedules()} schedules built" in " ".join(capsys.readouterr().out.split())
+
+
+def shown(entry) -> list[str]:
+    return Schedule(entry["schedule"]).short().split()
+
+
+def list_entries(capsys, *filters) -> list[dict]:
+    assert main(["show", "attention", *filters, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["entries"]
+
+
+@pytest.mark.parametrize(("filters", "holds"), [
+    (["--head-dim", "128"], lambda one: one["head_dim"] == 128),
+    (["--head-dim", "64,128", "--causal"], lambda one: one["head_dim"] in (64, 128) and one["causal"]),
+    (["--seq-len", "4096", "--causal", "both"], lambda one: one["seq_k"] == 4096),
+    (["--dtype", "bfloat16"], lambda one: one["dtype"] == "bfloat16"),
+    (["--arch", "h200", "--regime", "burst"], lambda one: one["evidence"]["regime"] == "burst" and one["arch"] == "sm_90"),
+    (["--provenance", "modelled,default"], lambda one: one["provenance"] in ("modelled", "default")),
+    (["--device", "h200"], lambda one: one["evidence"]["device_name"] == "NVIDIA H200"),
+    (["--problem", "S=4096,head_dim=64:128", "--problem", "D=96"],
+     lambda one: one["D"] == 96 or (one["S"] == 4096 and one["head_dim"] in (64, 128))),
+])  # fmt: skip
+def test_filters_show_what_is_like_them_and_nothing_else(home, capsys, filters, holds) -> None:
+    everything = list_entries(capsys)
+    found = list_entries(capsys, *filters)
+    assert found == [one for one in everything if holds(one)]
+    assert 0 < len(found) < len(everything)
+
+
+def test_filters_reach_all_kernels_and_say_when_nothing_is_like_them(home, capsys) -> None:
+    assert main(["show", "--problem", "columns=4096", "--json"]) == 0
+    assert {one["kernel"] for one in json.loads(capsys.readouterr().out)["entries"]} == {"rms_norm", "softmax"}
+    assert main(["show", "--head-dim", "128", "--json"]) == 0  # a flag of attention's own
+    assert {one["kernel"] for one in json.loads(capsys.readouterr().out)["entries"]} == {"attention"}
+    assert main(["show", "--problem", "columns=7"]) == 0
+    assert capsys.readouterr() == ("", "nothing that is tuned is like that; leave out a filter\n")
+    assert main(["show", "--problem", "colour=red"]) == 2
+    assert "the keys of" in capsys.readouterr().err
+
+
+def test_show_hides_no_schedule_at_80_columns(home, capsys, monkeypatch) -> None:
+    entries = list_entries(capsys, "--arch", "sm_90", "--head-dim", "128")
+    monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
+    assert main(["show", "attention", "--arch", "sm_90", "--head-dim", "128"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    flat = " ".join(out.split())
+    assert all(" ".join(shown(entry)) in flat for entry in entries)
+
+
+@pytest.mark.parametrize("name", ["attention", "matmul", "rms_norm", "softmax"])
+def test_what_a_problem_is_told_as_is_read_as_that_problem(name) -> None:
+    kernel = kernel_named(name)
+    for problem in dict.fromkeys(each for suite in kernel.suites for each in kernel.suite(suite)):
+        assert read_problems(kernel, told(problem)) == [problem]
+
+
+def test_tune_and_explain_spell_their_flags_alike(added, capsys) -> None:
+    tune, explain = (
+        {text: action for action in commands()[name]._actions for text in action.option_strings}
+        for name in ("tune", "explain")
+    )
+    searching = {"--budget", "--effort", "--trials", "--sampler", "--runner", "--candidates", "--neighbours", "--seed", "--jobs",
+                 "--compile-timeout", "--report"}  # fmt: skip
+    assert set(tune) - set(explain) == searching
+    assert set(explain) - set(tune) == {"--device"}
+    for text in set(tune) & set(explain) - {"-h", "--help"}:
+        alike = [(each.choices, each.default, each.nargs, each.help) for each in (tune[text], explain[text])]
+        assert alike[0] == alike[1], text
+    (Path("narrow.toml")).write_text(
+        'kernel = "sums:Add"\narch = "sm_90"\n[knobs.TILE]\nchoices = [256]\ndefault = 256\n'
+    )
+    words = ["--problem", "N=64", "--accum-mode", "fp32", "--regime", "sustained"]
+    assert main(["explain", added, "--arch", "sm_90", *words]) == 0
+    assert "TILE=64" in capsys.readouterr().out
+    assert main(["explain", added, "--arch", "sm_90", *words, "--space", "narrow.toml"]) == 0
+    assert "TILE=256" in capsys.readouterr().out
+    assert main(["explain", added, "--arch", "sm_80", *words, "--space", "narrow.toml"]) == 2
+    assert "pass --arch sm_90" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("tune --headdim 64", "tune has no flag --headdim; did you mean --head-dim? see tiledsched tune --help"),
+    ("explain matmul --head-dim 64", "sizes of matmul go by name, e.g. --problem m=1024,"),
+    ("show softmax --head-dim 64", "sizes of softmax go by name, e.g. --problem rows=1024,"),
+    ("report --arch sm_90 --out x --colour", "report has no flag --colour; see tiledsched report --help"),
+    ("tune attention matmul", "tune takes no 'matmul'"),
+])  # fmt: skip
+def test_an_unknown_flag_says_what_may_be_meant(capsys, line, words) -> None:
+    assert main(line.split()) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_commands_flags_and_what_takes_a_file(shell, capsys) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("bench-search", "head-dim", "sustained"):
+        assert word in script
+    assert {"bash": "_shtab_compgen_files", "zsh": ":_files", "tcsh": "/f/"}[shell] in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_completion_says_what_writes_it(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert "pip install 'tiledsched[completion]'" in capsys.readouterr().err

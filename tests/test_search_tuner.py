@@ -21,7 +21,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.search.effort import EFFORTS
 from tiledsched.search.prior import Elsewhere, Shipped, estimator, promising_part
-from tiledsched.search.tuner import TuneOptions, Tuner
+from tiledsched.search.tuner import Silent, TuneOptions, Tuner
 from tiledsched.space import SearchSpace
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
@@ -93,12 +93,12 @@ class Recorded:
 
 
 def tune(recorded: Recorded, db: TuningDB, *, runner=None, space=None, toolchain=None, source_hash=None, served=None,
-         shipped=None, measure=True, **options):  # fmt: skip
+         shipped=None, measure=True, watcher=None, **options):  # fmt: skip
     run_id = db.start_run({}, "sm_90")
     runner = (runner or ReplayRunner(Attention, recorded.measurements, seed=1)) if measure else None
     with patch.object(Attention, "source_hash", return_value=source_hash or Attention.source_hash()):
         tuner = Tuner(db, recorded, space or recorded_space(recorded), Attention, toolchain or recorded.toolchain,
-                      TuneOptions(**options), pool=recorded, run_id=run_id, runner=runner,
+                      TuneOptions(**options), pool=recorded, run_id=run_id, runner=runner, watcher=watcher,
                       served=(lambda problem, device: served) if served else None, shipped=shipped)  # fmt: skip
         return tuner.tune([recorded.problem])[0]
 
@@ -115,6 +115,11 @@ def test_the_default_search_finds_the_recorded_best(db, path) -> None:
     result = tune(recorded, db)
     assert result.entry.provenance == "measured"
     assert result.measured <= EFFORTS["default"].programs
+    default_us = min(us for us in (recorded.times.get(recorded.key(each)) for each in [
+        space_for("sm_90", Attention).default(recorded.problem)] if each in recorded.fingerprints) if us)  # fmt: skip
+    assert result.over_default == pytest.approx(
+        default_us / recorded.times[recorded.key(result.entry.schedule)] - 1, abs=0.02
+    )
     assert recorded.times[recorded.key(result.entry.schedule)] <= 1.01 * recorded.best_us
     default = space_for("sm_90", Attention).default(recorded.problem)
     assert any(stored.measurement.schedule == default for stored in db.measurements(recorded.problem))
@@ -388,8 +393,10 @@ def test_what_would_be_served_races_and_loses_only_to_what_is_faster(place, tria
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
-@given(place=st.floats(0.0, 1.0), trials=st.one_of(st.none(), st.integers(1, 40)))
-def test_without_a_gpu_what_is_served_gives_way_only_to_a_better_estimate(place, trials) -> None:
+@given(
+    place=st.floats(0.0, 1.0), trials=st.one_of(st.none(), st.integers(1, 40)), effort=st.sampled_from(sorted(EFFORTS))
+)
+def test_without_a_gpu_what_is_served_gives_way_only_to_a_better_estimate(place, trials, effort) -> None:
     recorded, spec = Recorded(LANDSCAPES[5]), arch_spec("sm_90")
 
     def modelled(schedule) -> float:
@@ -398,12 +405,32 @@ def test_without_a_gpu_what_is_served_gives_way_only_to_a_better_estimate(place,
     ranked = sorted(recorded.schedules, key=modelled)
     served = ranked[int(place**3 * (len(ranked) - 1))]
     with TuningDB.open("sqlite://") as db:
-        found = tune(recorded, db, measure=False, served=served, trials=trials)
-        assert recorded.compiled == found.compiled <= (trials or math.inf)
+        found = tune(recorded, db, measure=False, served=served, trials=trials, effort=effort)
+        most = trials or EFFORTS[effort].modelled or math.inf
+        assert recorded.compiled == found.compiled == found.schedules == min(most, found.schedules + found.left)
     assert found.stored
-    assert found.left == (0 if trials is None else found.left) >= 0
+    assert min(found.over_default or 0.0, found.over_runner_up or 0.0) >= 0.0
     better = modelled(found.entry.schedule) < modelled(served)
     assert better or found.entry.schedule == served
+
+
+def test_an_effort_says_how_much_is_built_and_the_best_so_far_is_told(db) -> None:
+    recorded, spec = Recorded(LANDSCAPES[5]), arch_spec("sm_90")
+    told = []
+
+    class Watching(Silent):
+        def best(self, us, schedule):
+            told.append((us, schedule))
+
+    quick = tune(recorded, db, measure=False, effort="quick", watcher=Watching())
+    assert quick.compiled == EFFORTS["quick"].modelled == quick.schedules
+    assert [us for us, _ in told] == sorted((us for us, _ in told), reverse=True)
+    us, schedule = told[-1]
+    assert us == quick.entry.model_us == Attention.model(recorded.problem, schedule,
+                                                         recorded.facts[recorded.fingerprints[schedule]], spec)  # fmt: skip
+    more = tune(recorded, db, measure=False)
+    assert more.compiled == EFFORTS["default"].modelled - quick.compiled  # what was built counts
+    assert more.entry.model_us <= quick.entry.model_us
 
 
 def test_nothing_is_stored_where_time_ran_out_before_what_is_served_was_built(db) -> None:
@@ -413,7 +440,7 @@ def test_nothing_is_stored_where_time_ran_out_before_what_is_served_was_built(db
     )
     default = recorded_space(recorded).default(recorded.problem)
     served = next(each for each in recorded.schedules if each != default)
-    found = tune(recorded, db, measure=False, served=served)
+    found = tune(recorded, db, measure=False, served=served, effort="thorough")
     assert not found.stored
     assert found.left == 1
     assert db.entries() == []

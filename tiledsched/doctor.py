@@ -401,7 +401,8 @@ def _matplotlib() -> Verdict:
 
 def _database() -> Verdict:
     from tiledsched.store.db import TuningDB
-    from tiledsched.store.engine import database_exists, resolve_url
+    from tiledsched.store.engine import resolve_url
+    from tiledsched.store.location import database_exists
 
     try:
         url = resolve_url(_settings().db)

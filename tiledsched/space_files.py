@@ -15,7 +15,7 @@ from typing import Any
 
 from tiledsched import data_files
 from tiledsched.device import ARCHS, LIMITS, arch_limits
-from tiledsched.errors import SpaceError
+from tiledsched.errors import ConfigError, SpaceError
 from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import kernel_named
 from tiledsched.space import Constraint, Knob, SearchSpace, contains
@@ -54,6 +54,21 @@ def load_space(path: str | Path, kernel: KernelClass | None = None) -> SearchSpa
     if merged["kernel"] != kernel.name:
         raise SpaceError(f"{path} is for the kernel {merged['kernel']}, not {kernel.name}; give a space of that one")
     return _space(path, merged, kernel)
+
+
+def chosen_space(arch: str, kernel: KernelClass, path: str | Path | None) -> SearchSpace:
+    """The space in a file of the user's, or the kernel's own where none is given.
+
+    Raises:
+        SpaceError: as for the two below and above.
+        ConfigError: the file is for another arch.
+    """
+    if path is None:
+        return space_for(arch, kernel)
+    found = load_space(path, kernel)
+    if found.arch != arch:
+        raise ConfigError(f"{path} is for {found.arch}, not {arch}; pass --arch {found.arch}")
+    return found
 
 
 def space_for(arch: str, kernel: KernelClass) -> SearchSpace:

@@ -20,7 +20,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.samplers import OURS, check_sampler
 from tiledsched.space import SearchSpace
-from tiledsched.space_files import load_space, space_for
+from tiledsched.space_files import chosen_space, load_space, space_for
 
 if TYPE_CHECKING:
     from tiledsched.build.artifacts import ArtifactStore
@@ -162,9 +162,7 @@ def prepare_tools(kernel: KernelClass, arch: str, *, settings: Settings, space: 
     from tiledsched.build.toolchain import check_arch, installed_toolchain
 
     prepare_process()
-    found = load_space(space, kernel) if space else space_for(arch, kernel)
-    if found.arch != arch:
-        raise ConfigError(f"{space} is for {found.arch}, not {arch}; pass --arch {found.arch}")
+    found = chosen_space(arch, kernel, space)
     if candidates:
         found = found.limited_to(_read_candidates(Path(candidates)), Path(candidates).name)
     toolchain = installed_toolchain()
@@ -233,7 +231,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
          watcher: Watcher | None = None, command: Mapping[str, Any] | None = None) -> TuneReport:  # fmt: skip
     """Find the best schedule of each problem and serve it from now on.
 
-    Measured where a GPU of the arch is present; else every schedule is built and the model ranks the programs.
+    Measured where a GPU of the arch is present; else the model's favourites are built, and it ranks the programs.
 
     Args:
         kernel: the class, or where it is declared.
@@ -243,8 +241,8 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
         regime: burst or sustained; None for what settings say.
         accum_mode: accuracy class, of kernels that have several.
         effort: quick, default or thorough.
-        trials: distinct programs to measure per problem, at most; None for those of the effort. Without a GPU: schedules to
-            build, the model's favourites first; None for all.
+        trials: distinct programs to measure per problem, at most, or, without a GPU, schedules to build, the model's
+            favourites first; None for those of the effort.
         budget_s: seconds for all problems together.
         sampler: what proposes schedules: surrogate, tpe, gp, cmaes, qmc, random, exhaustive, or module:Class of any sampler
             of Optuna.

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli import output
-from tiledsched.cli.problems import problems_of
+from tiledsched.cli.problems import problems_of, told
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError
 
 if TYPE_CHECKING:
     from tiledsched.problem import Problem
     from tiledsched.store.db import TuningDB
-    from tiledsched.tuning import Tools
+    from tiledsched.tuning import Tools, TuneReport
 
 SCHEMA_VERSION = 1
 
@@ -55,29 +56,60 @@ def _tools(options: argparse.Namespace) -> Tools:
 
 def _command(options: argparse.Namespace) -> dict[str, Any]:
     """The flags of this run, to be noted with what it finds."""
-    left_out = ("run", "db", "json", "verbose", "declaration")
+    left_out = ("run", "db", "json", "verbose", "declaration", "words")
     return {key: value for key, value in vars(options).items() if key not in left_out}
 
 
 def tune(options: argparse.Namespace) -> int:
     """Tune, then print what is served now."""
     from tiledsched import tuning
+    from tiledsched.cli.progress import TuneProgress
 
-    with output.TuneProgress() as watcher:
+    problems = _problems(options)
+    with TuneProgress(len(problems), options.budget) as watcher:
         report = tuning.tune(
-            options.declaration, _problems(options), arch=options.arch, db=options.db, effort=options.effort,
+            options.declaration, problems, arch=options.arch, db=options.db, effort=options.effort,
             trials=options.trials, budget_s=options.budget, sampler=options.sampler, neighbours=options.neighbours,
             seed=options.seed, regime=options.regime, accum_mode=options.accum_mode, runner=options.runner,
             space=options.space, candidates=options.candidates, jobs=options.jobs,
             compile_timeout_s=options.compile_timeout, storage=options.storage, watcher=watcher, command=_command(options),
         )  # fmt: skip
+    files = _written_report(options, options.report) if options.report else []
     if options.json:
         _print_json({"run": report.run_id, "results": [output.result_json(result) for result in report.results],
-                     "entries": [output.entry_json(entry) for entry in report.entries]})  # fmt: skip
+                     "entries": [output.entry_json(entry) for entry in report.entries],
+                     "files": [str(path) for path in files]})  # fmt: skip
     else:
-        output.print_tune_summary(report)
-        output.print_entries(report.entries)
+        output.print_tuned(report)
+        if files:
+            output.print_report(files)
+        output.print_next(_next_steps(options, report))
     return 0
+
+
+def _next_steps(options: argparse.Namespace, report: TuneReport) -> list[tuple[str, str]]:
+    """What to look at next, as commands that can be copied."""
+    kernel = [options.kernel] if options.kernel else []
+    same = [*kernel, *_given(options, "arch", "db")]
+    problem = ["--problem", told(report.entries[0].problem)]
+    why = ["explain", *same, *_given(options, "accum_mode", "regime", "space"), *problem]
+    steps = [("why this one, and what it beat", why)]
+    if not options.report:
+        steps.append(
+            ("which knobs matter, with pictures", ["report", *same, *_given(options, "regime"), "--out", "report"])
+        )
+    if report.measured:
+        steps.append(("how it does beside others", ["bench", *kernel, *_given(options, "db", "regime"), *problem]))
+    elif any(result.left for result in report.results):
+        everything = max(result.schedules + result.left for result in report.results)
+        steps.append(("build the others, too", [*options.words, "--trials", str(everything)]))
+    return [(purpose, shlex.join([output.program(), *words])) for purpose, words in steps]
+
+
+def _given(options: argparse.Namespace, *names: str) -> list[str]:
+    """Flags as they were given."""
+    return [word for name in names if (value := getattr(options, name)) is not None
+            for word in (f"--{name.replace('_', '-')}", str(value))]  # fmt: skip
 
 
 def check(options: argparse.Namespace) -> int:
@@ -144,9 +176,11 @@ def explain(options: argparse.Namespace) -> int:
     """Say for each problem what it is served with, and why."""
     from tiledsched.serve.entries import load_table
     from tiledsched.serve.explain import explain_problem
+    from tiledsched.space_files import chosen_space
 
     settings = _settings(options)
-    table = load_table(settings, kernel=options.declaration)
+    spaces = [chosen_space(options.arch, options.declaration, options.space)] if options.space else []
+    table = load_table(settings, kernel=options.declaration, archs={options.arch}, spaces=spaces)
     found = [explain_problem(table, problem, options.arch, options.device, settings.sources)
              for problem in _problems(options)]  # fmt: skip
     if options.json:
@@ -159,15 +193,45 @@ def explain(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Write the report and name its files."""
+    files = _written_report(options, options.out, options.device)
+    _said(options, {"files": [str(path) for path in files]}, "\n".join(map(str, files)))
+    return 0
+
+
+def _written_report(options: argparse.Namespace, folder: str, device_name: str | None = None) -> list[Path]:
+    """The files of a report on the kernel and arch of a command."""
     from tiledsched.report import build_report, write_report
     from tiledsched.search.tuner import modelled_times
 
     with _open(options, read_only=True) as db:
-        found = build_report(db, options.arch, kernel=options.declaration, regime=options.regime, device_name=options.device,
-                             model_times=modelled_times(options.arch, options.declaration))  # fmt: skip
-    files = write_report(found, Path(options.out))
-    _said(options, {"files": [str(path) for path in files]}, "\n".join(map(str, files)))
+        found = build_report(db, options.arch, kernel=options.declaration, regime=_settings(options).regime,
+                             device_name=device_name, model_times=modelled_times(options.arch, options.declaration))  # fmt: skip
+    return write_report(found, Path(folder))
+
+
+def completion(options: argparse.Namespace) -> int:
+    """Print the completion script of a shell."""
+    try:
+        import shtab
+    except ImportError:
+        raise ConfigError(
+            "completion is written by shtab, which is not here; run: pip install 'tiledsched[completion]'"
+        ) from None
+    from tiledsched.cli.parser import make_parser
+
+    print(shtab.complete(_with_paths(make_parser(), {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY}), options.shell))
     return 0
+
+
+def _with_paths(parser: argparse.ArgumentParser, kinds: dict[str, Any]) -> argparse.ArgumentParser:
+    """The parser, whose flags that take a file or folder say so in shtab's words, down to the last command."""
+    for action in parser._actions:
+        if action.metavar in kinds:
+            action.complete = kinds[action.metavar]  # type: ignore[attr-defined]
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                _with_paths(each, kinds)
+    return parser
 
 
 def study(options: argparse.Namespace) -> int:

@@ -2,75 +2,48 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from tiledsched.kernel import labels_of
 from tiledsched.problem import Problem, rate_of, rate_text, unit_of
-from tiledsched.store.records import EntryRecord
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tiledsched.search.record import RecordResult
     from tiledsched.search.tuner import TuneResult
     from tiledsched.store.queries import RegimeComparison
+    from tiledsched.store.records import EntryRecord
     from tiledsched.studies.ablation.rows import AblationRow
     from tiledsched.studies.bench.rows import BenchRow
     from tiledsched.studies.search.scores import Summary as SearchSummary
     from tiledsched.tuning import CheckRow, TuneReport
 
-NARROW = 120
-"""Columns below which no table of schedules is readable."""
 WIDE = 200
 """Columns of a table that goes to a file or pipe, where no terminal sets the width."""
 
 
 def console() -> Console:
     """Standard output; honours NO_COLOR, and is plain text off a terminal."""
+    from rich.console import Console
+
     return Console() if sys.stdout.isatty() else Console(width=WIDE, color_system=None)
+
+
+def width() -> int:
+    """Columns that a line may take: those of the terminal; off one, where programs read, as many as it likes."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
 def note(text: str) -> None:
     """One line of progress on stderr."""
     print(text, file=sys.stderr, flush=True)
-
-
-class TuneProgress:
-    """Progress bars on stderr; off a terminal, a line when a stage begins and at each quarter of it."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                                  TimeElapsedColumn(), console=Console(stderr=True), disable=not self._terminal)  # fmt: skip
-        self._task: TaskID | None = None
-        self._what, self._total, self._quarters = "", 0, 0
-
-    def __enter__(self) -> TuneProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
-
-    def stage(self, problem: Problem, what: str, total: int) -> None:
-        """A new bar, or a new line."""
-        self._what, self._total, self._quarters = f"{problem}: {what}", total, 0
-        if self._terminal:
-            self._task = self._progress.add_task(self._what, total=total)
-        elif total:
-            note(f"{self._what} {total}")
-
-    def step(self, done: int) -> None:
-        """Move the bar, or say how far it is."""
-        if self._task is not None:
-            self._progress.update(self._task, completed=done)
-        elif self._total and done * 4 // self._total > self._quarters:
-            self._quarters = done * 4 // self._total
-            note(f"{self._what} {done}/{self._total}")
 
 
 def entry_json(entry: EntryRecord) -> dict[str, Any]:
@@ -155,17 +128,73 @@ def print_recorded(result: RecordResult) -> None:
               f"best {best}, worst {file.worst_ratio:.2f}x{rest}; {file.path}", flush=True)  # fmt: skip
 
 
-def print_tune_summary(report: TuneReport) -> None:
-    """What the run did, a line per problem."""
+def print_tuned(report: TuneReport) -> None:
+    """The answer of a tune: for each problem what wins, by how much, and what it took."""
     if not report.measured:
-        left = sum(result.left for result in report.results)
-        built = f"{left} schedules were left unbuilt, the model's least liked" if left else "Every schedule was built"
-        print(f"No {report.arch} GPU here: nothing was measured. {built}, and the model ranked the programs.")
-    for result in report.results:
-        kept = "" if result.stored else "; a stronger entry was kept"
-        did = f"{result.measured} measured" if report.measured else "ranked by the model"
-        print(f"{result.entry.problem}: {result.schedules} schedules, {result.programs} distinct programs, "
-              f"{result.compiled} compiled now, {result.failed} failed, {did}, {result.seconds:.1f} s{kept}")  # fmt: skip
+        part = any(result.left for result in report.results)
+        built = (
+            "The default, what is served and the model's favourites were built" if part else "Every schedule was built"
+        )
+        _print_wrapped(f"No {report.arch} GPU here: nothing was measured. {built}, and the model ranked the programs. "
+                       "On a machine with that GPU the same command measures.")  # fmt: skip
+    for result, entry in zip(report.results, report.entries, strict=True):
+        print()
+        _print_wrapped(f"{entry.problem} on {entry.device_name or entry.arch}")
+        _print_wrapped(entry.schedule.short(), "  ")
+        _print_wrapped(_verdict(result, entry), "  ")
+        of = f" of {result.schedules + result.left}" if not report.measured else ""
+        did = f", {result.measured} measured" if report.measured else ""
+        _print_wrapped(f"{result.schedules}{of} schedules built, {result.programs} distinct programs; {result.compiled} "
+                       f"compiled now{did}, {result.failed} failed, {result.seconds:.1f} s", "  ")  # fmt: skip
+
+
+def _verdict(result: TuneResult, entry: EntryRecord) -> str:
+    """How fast the winner is and by how much it wins; of a stronger entry that was kept, what that is."""
+    us, how = entry.median_us, "measured"
+    if us is None:
+        us, how = entry.model_us, "modelled"
+    words = [] if us is None else [f"{us:.1f} us {how}, {rate_text(entry.problem, us)}"]
+    if not result.stored:
+        return "; ".join([*words, f"kept: a {entry.provenance} entry stands above what this run found"])
+    for what, over in (("the default", result.over_default), ("the runner-up", result.over_runner_up)):
+        if over is not None:
+            words.append(f"{what} takes {over:.1%} longer" if over >= 5e-4 else f"{what} takes as long")
+    if entry.ties:
+        words.append(f"{len(entry.ties)} tied")
+    return "; ".join(words)
+
+
+def print_report(files: Sequence[Path]) -> None:
+    """Where the report is; where nothing was drawn, what draws."""
+    page = next(path for path in files if path.suffix == ".html")
+    drawn = sum(path.suffix == ".png" for path in files)
+    print()
+    _print_wrapped(f"Report with {drawn} {'picture' if drawn == 1 else 'pictures'}: {page}")
+    if importlib.util.find_spec("matplotlib") is None:
+        _print_wrapped("What draws is not installed: pip install 'tiledsched[report]'")
+
+
+def program() -> str:
+    """What this program is called by whoever started it: its name where the shell finds it, else its path."""
+    called = sys.argv[0]
+    if Path(called).name != "tiledsched":
+        return "tiledsched"
+    found = shutil.which("tiledsched")
+    return "tiledsched" if found and Path(found).samefile(called) else called
+
+
+def print_next(commands: Sequence[tuple[str, str]]) -> None:
+    """What to do next: a purpose, and the command below it, on a line of its own so that it can be copied."""
+    print("\nNext:")
+    for purpose, command in commands:
+        _print_wrapped(f"{purpose}:", "  ")
+        print(f"    {command}")
+
+
+def _print_wrapped(text: str, indent: str = "") -> None:
+    """One paragraph. Words are never cut, so that none of a schedule is lost."""
+    print(textwrap.fill(text, width(), initial_indent=indent, subsequent_indent=f"{indent}  " if indent else "",
+                        break_long_words=False, break_on_hyphens=False))  # fmt: skip
 
 
 def print_entries(entries: Iterable[EntryRecord]) -> None:
@@ -173,33 +202,32 @@ def print_entries(entries: Iterable[EntryRecord]) -> None:
     by_kernel: dict[str, list[EntryRecord]] = {}
     for entry in entries:
         by_kernel.setdefault(entry.problem.kernel, []).append(entry)
-    screen = console()
-    for kernel, found in by_kernel.items():
-        if screen.width < NARROW:
-            _print_narrow(screen, found)
+    for place, (kernel, found) in enumerate(by_kernel.items()):
+        lines = _entry_lines(found)
+        if max(map(len, lines)) > width():
+            _print_narrow(found)
         else:
-            screen.print(_entry_table(kernel, found))
+            print("\n" * (place > 0) + f"tuned schedules of {kernel}", *lines, sep="\n")
 
 
-def _entry_table(kernel: str, entries: Sequence[EntryRecord]) -> Table:
-    table = Table(title=f"tuned schedules of {kernel}")
+def _entry_lines(entries: Sequence[EntryRecord]) -> list[str]:
+    """A table without rules, thousands of lines of it in no time. The schedule comes last: it may be as long as it is."""
     problems = [_columns(entry.problem) for entry in entries]
     shown = [
         name for name in problems[0] if len({each.get(name) for each in problems}) > 1 or not _plain(entries, name)
     ]
-    columns = [("arch", "left"), *((name, "right") for name in shown), ("provenance", "left"), ("schedule", "left"),
-               ("median us", "right"), ("rate", "right"), ("model us", "right"), ("runner-up", "right"), ("ties", "right"),
-               ("programs", "right")]  # fmt: skip
-    for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=name != "schedule")  # type: ignore[arg-type]
+    head = ("arch", *shown, "provenance", "median us", "rate", "model us", "runner-up", "ties", "programs", "schedule")
+    rows = [head]
     for entry, values in zip(entries, problems, strict=True):
         us = entry.median_us
-        table.add_row(entry.arch, *(values.get(name, "") for name in shown), entry.provenance, entry.schedule.short(),
-                      f"{us:.1f}" if us else "-", _rate_text(entry.problem, us),
-                      f"{entry.model_us:.1f}" if entry.model_us else "-",
-                      f"+{entry.margin:.1%}" if entry.margin is not None else "-", str(len(entry.ties)),
-                      str(entry.candidates))  # fmt: skip
-    return table
+        rows.append((entry.arch, *(values.get(name, "") for name in shown), entry.provenance, f"{us:.1f}" if us else "-",
+                     rate_text(entry.problem, us) if us else "-", f"{entry.model_us:.1f}" if entry.model_us else "-",
+                     f"+{entry.margin:.1%}" if entry.margin is not None else "-", str(len(entry.ties)),
+                     str(entry.candidates), entry.schedule.short()))  # fmt: skip
+    left = ("arch", "provenance")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    return ["  ".join([*(text.ljust(size) if name in left else text.rjust(size)
+                         for text, size, name in zip(row, widths, head, strict=False)), row[-1]]) for row in rows]  # fmt: skip
 
 
 def _columns(problem: Problem) -> dict[str, str]:
@@ -219,20 +247,18 @@ def _plain(entries: Sequence[EntryRecord], name: str) -> bool:
     return all(name in entry.problem.values and name not in entry.problem.to_json() for entry in entries)
 
 
-def _print_narrow(screen: Console, entries: Sequence[EntryRecord]) -> None:
+def _print_narrow(entries: Sequence[EntryRecord]) -> None:
     for entry in entries:
         us = entry.median_us
-        timed = f"{us:.1f} us, {_rate_text(entry.problem, us)}" if us else "not measured"
-        screen.print(f"{entry.arch} {entry.problem}: {timed} ({entry.provenance})", highlight=False, soft_wrap=True)
-        screen.print(f"    {entry.schedule.short()}", highlight=False, soft_wrap=True)
-
-
-def _rate_text(problem: Problem, us: float | None) -> str:
-    return rate_text(problem, us) if us else "-"
+        timed = f"{us:.1f} us, {rate_text(entry.problem, us)}" if us else "not measured"
+        _print_wrapped(f"{entry.arch} {entry.problem}: {timed} ({entry.provenance})")
+        _print_wrapped(entry.schedule.short(), "    ")
 
 
 def print_landscapes(lines: Sequence[Any]) -> None:
     """The table of what is measured."""
+    from rich.table import Table
+
     table = Table(title="landscapes")
     for name in ("device", "arch", "regime", "problem", "distinct programs", "measurements"):
         table.add_column(name)
@@ -244,6 +270,8 @@ def print_landscapes(lines: Sequence[Any]) -> None:
 
 def print_regimes(compared: Sequence[RegimeComparison]) -> None:
     """The table of what wins in each regime, and what serving the other regime's winner costs."""
+    from rich.table import Table
+
     table = Table(title="burst against sustained: * marks a difference beyond the 95% intervals")
     for name in ("device", "problem", "programs in both", "burst winner", "sustained winner", "burst winner, sustained",
                  "sustained winner, burst"):  # fmt: skip
@@ -267,6 +295,8 @@ def print_bench(rows: Sequence[BenchRow]) -> None:
 
 
 def _print_bench_regime(regime: str, rows: Sequence[BenchRow]) -> None:
+    from rich.table import Table
+
     methods = list(dict.fromkeys(row.method for row in rows))
     units = "/".join(dict.fromkeys(unit_of(row.problem) for row in rows))
     table = Table(title=f"{regime}: {units}, and in brackets the time of each method over ours")
@@ -292,6 +322,8 @@ def _bench_cell(row: BenchRow | None, ours_us: float | None) -> str:
 
 def print_searches(summaries: Sequence[SearchSummary], of: str = "landscapes that ship") -> None:
     """One line per method: medians of what it takes to come near the exhaustive best, mean regrets on the way."""
+    from rich.table import Table
+
     table = Table(
         title=f"{of}: distinct programs measured to come within 1% of the best (median, 95% interval), and regret"
     )
@@ -313,6 +345,8 @@ def print_searches(summaries: Sequence[SearchSummary], of: str = "landscapes tha
 
 def print_ablation(rows: Sequence[AblationRow]) -> None:
     """For each problem the ladder, and the tuned schedule without each knob; of what else was tried, only what failed."""
+    from rich.table import Table
+
     for problem in dict.fromkeys(row.problem for row in rows):
         table = Table(title=f"{problem}: from the plain schedule to the tuned one")
         for name, justify in (("", "left"), ("rung", "right"), ("knob", "left"), ("from", "left"), ("to", "left"),

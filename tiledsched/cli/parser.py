@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,17 +12,21 @@ from tiledsched import __version__
 from tiledsched.cli import bench_commands, commands, search_commands, store_commands
 from tiledsched.cli.problems import example, kernel_word
 from tiledsched.device import arch_named
+from tiledsched.errors import ConfigError
+from tiledsched.fields import DTYPES
 from tiledsched.flags import count, names, positive, words
 from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import kernel_named, load_kernel
 from tiledsched.measure.nvml import devices
 from tiledsched.search.effort import EFFORTS
 from tiledsched.search.samplers import OURS, SAMPLERS, sampler_named
+from tiledsched.store.records import PROVENANCES
 from tiledsched.studies.repeatability.rows import METHODS
 
 EPILOG = """exit codes: 0 done, 1 no valid schedule or a regression found, 2 usage or configuration, 130 interrupted.
 Data goes to stdout, progress and logs to stderr. Settings: flags, then TILEDSCHED_* variables, then tiledsched.toml,
 then the user's config.toml."""
+REGIMES = ("burst", "sustained")
 USUAL = "attention"
 """The kernel of a command that names none."""
 USUAL_ARCH = "sm_121"
@@ -35,21 +40,49 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     A user's file is imported only where it is named.
 
     Raises:
-        ConfigError: there is no such kernel.
+        ConfigError: there is no such kernel, or no such flag.
     """
     arguments = arguments or ["--help"]
     commands = _subparsers(_make(None))
     place = next((place for place, word in enumerate(arguments) if word in commands), None)
     actions = commands[arguments[place]]._actions if place is not None else []
     word = None
-    if place is not None and any(action.dest == "kernel" for action in actions):
+    dests = {action.dest for action in actions}
+    if place is not None and dests & {"kernel", "listed"}:
         flags = {text: action for action in actions for text in action.option_strings}
         word = kernel_word(arguments[place + 1 :], flags)
-    options = make_parser(load_kernel(word) if word else None).parse_args(arguments)
+    parser = make_parser(_known(word, any_name="listed" in dests) if word else None)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command = arguments[place or 0]
+        raise ConfigError(_unknown(unknown[0], command, _subparsers(parser)[command], options.declaration))
+    options.words = list(arguments)
     if options.usual_arch and options.arch is None:
         options.arch = next((device.arch for device in devices()), USUAL_ARCH)
         print(f"tiledsched: for {options.arch}; --arch names another", file=sys.stderr)
     return options
+
+
+def _known(name: str, *, any_name: bool) -> KernelClass | None:
+    """The kernel of that name; None for one that only tables know, where any name will do."""
+    try:
+        return load_kernel(name)
+    except ConfigError:
+        if any_name:
+            return None
+        raise
+
+
+def _unknown(word: str, command: str, parser: argparse.ArgumentParser, kernel: KernelClass) -> str:
+    """What is said of a word that a command does not take: which one may be meant, and where all of them are."""
+    if not word.startswith("-"):
+        return f"{command} takes no {word!r}; see tiledsched {command} --help"
+    flags = [text for action in parser._actions for text in action.option_strings]
+    alike = difflib.get_close_matches(word.partition("=")[0].lstrip("-"), [flag.lstrip("-") for flag in flags], n=1)
+    hint = f"did you mean --{alike[0]}? " if alike else ""
+    if "--problem" in flags and not alike:
+        hint = f"sizes of {kernel.name} go by name, e.g. --problem {example(kernel)}; "
+    return f"{command} has no flag {word}; {hint}see tiledsched {command} --help"
 
 
 def make_parser(kernel: KernelClass | None = None) -> argparse.ArgumentParser:
@@ -76,6 +109,7 @@ def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
         add(subs, kernel)
     _add_doctor(subs)
     _add_db(subs)
+    _add_completion(subs)
     return parser
 
 
@@ -120,21 +154,19 @@ def _add_tune(subs: Any, kernel: KernelClass | None) -> None:
                       "present, else built and ranked by the model")  # fmt: skip
     _arch_flag(parser)
     _problem_flags(parser, kernel)
+    _way_flags(parser)
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
     parser.add_argument("--effort", default="default", choices=tuple(EFFORTS), help="how many programs are measured and "
-                        "race for the decision (default: default)")  # fmt: skip
-    parser.add_argument("--trials", type=positive, metavar="N", help="distinct programs to measure per problem, at most "
-                        "(default: as the effort says); without a GPU, schedules to build (default: all)")  # fmt: skip
+                        "race for the decision, or, without a GPU, are built (default: default)")  # fmt: skip
+    parser.add_argument("--trials", type=positive, metavar="N", help="distinct programs to measure per problem, at most; "
+                        "without a GPU, schedules to build (default: as the effort says)")  # fmt: skip
+    parser.add_argument("--report", metavar="DIR", help="also write the report with its pictures to this folder")
     parser.add_argument("--sampler", type=sampler_named, default=OURS, metavar="NAME", help="what proposes schedules: "
                         f"{', '.join(SAMPLERS)}, or module:Class of any sampler of Optuna (default: {OURS})")  # fmt: skip
     parser.add_argument("--storage", metavar="URL", help="keep Optuna's studies there while tuning: a file, or the URL of a "
                         "database")  # fmt: skip
-    parser.add_argument("--accum-mode", choices=("fp32", "fp16"), help="accuracy class (default: fp32)")
-    parser.add_argument("--regime", choices=("burst", "sustained"), help="cool and at full clocks, or at the power cap "
-                        "(default: burst)")  # fmt: skip
     parser.add_argument("--runner", choices=("auto", "gpu", "none"), default="auto", help="measure on the GPU, or only "
                         "build and rank; auto measures where a GPU of the arch is present (default: auto)")  # fmt: skip
-    parser.add_argument("--space", metavar="FILE", help="your own search space (TOML)")
     parser.add_argument("--candidates", metavar="FILE",
                         help="search only these schedules, the default and what is served: a JSON list")  # fmt: skip
     parser.add_argument("--neighbours", action="store_true", help="also try what differs from the fastest so far in one or "
@@ -143,6 +175,15 @@ def _add_tune(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
     parser.add_argument("--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule "
                         "(default: 120)")  # fmt: skip
+
+
+def _way_flags(parser: argparse.ArgumentParser) -> None:
+    """What is searched and what decides: `tune` and `explain` spell it alike."""
+    parser.add_argument("--accum-mode", choices=("fp32", "fp16"), help="accuracy class (default: fp32)")
+    parser.add_argument(
+        "--regime", choices=REGIMES, help="cool and at full clocks, or at the power cap (default: burst)"
+    )
+    parser.add_argument("--space", metavar="FILE", help="your own search space (TOML) in place of the kernel's")
 
 
 def _add_check(subs: Any, kernel: KernelClass | None) -> None:
@@ -181,6 +222,26 @@ def _add_show(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "show", store_commands.show, "list what is tuned, with provenance")
     _listed_kernel(parser)
     _arch_flag(parser, "only this arch", usual=False)
+    parser.add_argument("--problem", action="append", default=[], metavar="K=V,...", help="only problems with these values, "
+                        "several with : between them; what is not named may be anything")  # fmt: skip
+    parser.add_argument("--provenance", type=words(PROVENANCES), metavar="P[,P]", help=f"only {', '.join(PROVENANCES)}")
+    parser.add_argument("--regime", choices=REGIMES, help="only what was measured in it")
+    parser.add_argument("--device", metavar="NAME", help="only what was measured on a GPU whose name has this in it")
+    own = _own_filters(parser, kernel) if kernel is not None else ()
+    if "--dtype" not in parser._option_string_actions:
+        parser.add_argument("--dtype", type=words(DTYPES), metavar="T[,T]", help="only these element types")
+    parser.set_defaults(own=own)
+
+
+def _own_filters(parser: argparse.ArgumentParser, kernel: KernelClass) -> tuple[str, ...]:
+    """The flags by which a kernel's problems are named elsewhere, as filters: none has a default. The fields they tell of."""
+    if kernel.add_flags is None:
+        return ()
+    group = parser.add_argument_group(f"only problems of {kernel.name}")
+    kernel.add_flags(group)
+    for action in group._group_actions:
+        action.default, action.help = None, str(action.help).partition(" (default")[0]
+    return tuple(action.dest for action in group._group_actions if action.dest in kernel.fields)
 
 
 def _listed_kernel(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +252,7 @@ def _add_explain(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "explain", commands.explain, "say which schedule a problem is served with, and why")
     _arch_flag(parser)
     _problem_flags(parser, kernel)
+    _way_flags(parser)
     parser.add_argument("--device", default="", metavar="NAME", help="GPU name as the driver gives it")
 
 
@@ -199,7 +261,7 @@ def _add_report(subs: Any, kernel: KernelClass | None) -> None:
     _kernel_flag(parser)
     _arch_flag(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
-    parser.add_argument("--regime", choices=("burst", "sustained"), default="burst", help="default: burst")
+    parser.add_argument("--regime", choices=REGIMES, help="default: burst")
     parser.add_argument("--device", metavar="NAME", help="only measurements of this GPU (default: the arch's newest)")
 
 
@@ -318,6 +380,13 @@ def _add_doctor(subs: Any) -> None:
     _command(
         subs, "doctor", store_commands.doctor, "say what works on this machine and what to install for what does not"
     )
+
+
+def _add_completion(subs: Any) -> None:
+    parser = _command(
+        subs, "completion", commands.completion, "print what makes a shell complete commands and flags", db=False
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), metavar="SHELL", help="bash, zsh or tcsh")
 
 
 def _add_db(subs: Any) -> None:

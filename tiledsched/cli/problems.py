@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tiledsched.errors import ConfigError, TiledschedError
@@ -73,6 +73,18 @@ def read_problems(kernel: KernelClass, text: str) -> list[Problem]:
         ConfigError: the key and what is allowed.
         ProblemError: values that the kernel does not take together.
     """
+    values = read_values(kernel, text)
+    combined = itertools.product(*values.values())
+    return [kernel.problem(**{name: value for names, value in zip(values, chosen, strict=True) for name in names})
+            for chosen in combined]  # fmt: skip
+
+
+def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[Any]]:
+    """What each key of `rows=4096,columns=4096:8192` may be; a short name stands for several fields.
+
+    Raises:
+        ConfigError: the key and what is allowed.
+    """
     values: dict[tuple[str, ...], list[Any]] = {}
     for part in text.split(","):
         key, equals, words = part.partition("=")
@@ -82,9 +94,68 @@ def read_problems(kernel: KernelClass, text: str) -> list[Problem]:
             raise ConfigError(f"--problem {part.strip()!r}: write key=value; the keys of {kernel.name} are "
                               f"{', '.join([*kernel.fields, *_short_names(kernel)])}")  # fmt: skip
         values[names] = [_read(kernel.fields[names[0]], key, word.strip()) for word in words.split(":")]
-    combined = itertools.product(*values.values())
-    return [kernel.problem(**{name: value for names, value in zip(values, chosen, strict=True) for name in names})
-            for chosen in combined]  # fmt: skip
+    return values
+
+
+def matching(problems: Iterable[Problem], named: Sequence[str], own: Mapping[str, Any],
+             dtypes: Sequence[str] | None) -> set[Problem]:  # fmt: skip
+    """Those that filters let through. What a filter does not name may be anything.
+
+    Args:
+        problems: of any kernels; those of a kernel that this process does not know match no filter.
+        named: as for `--problem`; one of them has to match.
+        own: values of a kernel's own flags, by field.
+        dtypes: element types, one of which the problem has to have; None for any.
+
+    Raises:
+        ConfigError: no kernel among them has such a key or value.
+    """
+    found, wanted = set(problems), dict[str, list[dict[tuple[str, ...], list[Any]]]]()
+    wrong: TiledschedError | None = None
+    for name, kernel in {each.kernel: each.declaration for each in found if each.known}.items():
+        try:
+            wanted[name] = [read_values(kernel, text) for text in named]
+        except TiledschedError as error:
+            wrong = error
+    if wrong is not None and not wanted:
+        raise wrong
+
+    def fits(problem: Problem) -> bool:
+        values, fields = problem.values, problem.declaration.fields
+        return (not named or any(all(values[name] in allowed for names, allowed in one.items() for name in names)
+                                 for one in wanted[problem.kernel])
+                ) and all(name in values and values[name] in _allowed(fields[name], value) for name, value in own.items()
+                ) and (dtypes is None or not set(dtypes).isdisjoint(map(str, values.values())))  # fmt: skip
+
+    if not named and not own and dtypes is None:
+        return found
+    return {each for each in found if each.kernel in wanted and fits(each)}
+
+
+def _allowed(field: ProblemField, value: Any) -> Sequence[Any]:
+    """What a flag's value lets a field be."""
+    if isinstance(field, Flag):
+        return (False, True) if value == "both" else (FLAGS.get(value, True),)
+    return value if isinstance(value, list) else (value,)
+
+
+def told(problem: Problem) -> str:
+    """What `--problem` takes for it: short names where they say it, and no field that has its default."""
+    kernel, words, said = problem.declaration, [], set[str]()
+    for short in _short_names(kernel):
+        names = labels_of(kernel)[short]
+        if len({problem.values[name] for name in names}) == 1:
+            words.append(f"{short}={_word(problem.values[names[0]])}")
+            said |= set(names)
+    words += [f"{name}={_word(value)}" for name, value in problem.values.items()
+              if name not in said and value != kernel.fields[name].default]  # fmt: skip
+    return ",".join(words)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _short_names(kernel: KernelClass) -> list[str]:

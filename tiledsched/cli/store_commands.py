@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tiledsched.cli import output
 from tiledsched.cli.commands import _folder, _open, _print_json, _said, _settings
+from tiledsched.cli.problems import matching
 from tiledsched.errors import ConfigError
 
 
@@ -28,13 +29,22 @@ def show(options: argparse.Namespace) -> int:
     """List entries."""
     from tiledsched.serve.entries import load_entries
 
-    kernel = _listed(options)
-    entries = [entry for entry in load_entries(_settings(options).db)
-               if options.arch in (None, entry.arch) and kernel in (None, entry.problem.kernel)]  # fmt: skip
+    own = {name: value for name in options.own if name != "dtype" and (value := getattr(options, name)) is not None}
+    kernel = _listed(options) or (options.declaration.name if own else None)
+    archs = None if options.arch is None else {options.arch}
+    entries = [entry for entry in load_entries(_settings(options).db, archs, kernel or "")
+               if options.arch in (None, entry.arch) and kernel in (None, entry.kernel)]  # fmt: skip
+    problems = matching(dict.fromkeys(entry.problem for entry in entries), options.problem, own, options.dtype)
+    entries = [entry for entry in entries
+               if entry.problem in problems and options.regime in (None, entry.regime)
+               and (options.provenance is None or entry.provenance in options.provenance)
+               and (options.device or "").lower() in entry.device_name.lower()]  # fmt: skip
     if options.json:
         _print_json({"entries": [output.entry_json(entry) for entry in entries]})
     elif entries:
         output.print_entries(entries)
+    elif options.problem or own or options.dtype or options.provenance or options.regime or options.device:
+        print("nothing that is tuned is like that; leave out a filter", file=sys.stderr)
     else:
         what = f"of {kernel} " if kernel else ""
         print(f"nothing {what}is tuned for {options.arch or 'any arch'}; run: tiledsched tune "

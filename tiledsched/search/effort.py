@@ -20,11 +20,13 @@ class Effort:
     """Programs in the deciding race."""
     least_gain: float
     """The search ends when no candidate promises to gain this part of the best time."""
+    modelled: int | None = None
+    """Schedules built per problem where there is no GPU, the model's favourites first; None for all."""
 
 
 EFFORTS: Mapping[str, Effort] = {
-    "quick": Effort(programs=16, batch=8, builds=2, finalists=8, least_gain=2e-3),
-    "default": Effort(programs=64, batch=8, builds=2, finalists=16, least_gain=5e-4),
-    "thorough": Effort(programs=192, batch=8, builds=2, finalists=24, least_gain=0.0),
+    "quick": Effort(programs=16, batch=8, builds=2, finalists=8, least_gain=2e-3, modelled=16),
+    "default": Effort(programs=64, batch=8, builds=2, finalists=16, least_gain=5e-4, modelled=64),
+    "thorough": Effort(programs=192, batch=8, builds=2, finalists=24, least_gain=0.0, modelled=None),
 }
 """By name, least first."""

@@ -29,8 +29,8 @@ Key = tuple[str, tuple[tuple[int, int, int], ...]]
 """(fingerprint, grids): what makes a program distinct."""
 RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
 """Failures that say more of the day than of the program: no verdict on it."""
-Progress = Callable[[int, int], None]
-"""Called with (done, total) after each build."""
+Progress = Callable[[int, BuildRecord], None]
+"""Called after each build with how many are done, and what became of the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class Builder:
             self.db.record_build(record)
             self._builds[record.key] = record
             if progress:
-                progress(count, len(tasks))
+                progress(count, record)
             if deadline_s is not None and time.monotonic() > deadline_s:
                 break
         return count

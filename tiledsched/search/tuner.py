@@ -3,8 +3,8 @@
 With a runner, schedules are proposed and built, and the most promising of them measured, in batches, until no more gain is
 expected or the programs or the budget are used up; then the leaders race each other afresh, interleaved, because times of
 different batches are never compared for the verdict.
-Without one, every schedule is built and the model ranks the distinct programs. Everything is stored as it happens, so
-that an interrupted run loses nothing and the next one goes on.
+Without one, the schedules that the model likes best are built, as many as the effort says, and it ranks the distinct
+programs. Everything is stored as it happens, so that an interrupted run loses nothing and the next one goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import ArchSpec, arch_spec
 from tiledsched.errors import ConfigError, NoValidScheduleError
 from tiledsched.kernel import KernelClass
-from tiledsched.measure.runner import Failed, Runner
+from tiledsched.measure.runner import Failed, Measurement, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.effort import EFFORTS
@@ -58,10 +58,10 @@ class TuneOptions:
     accum_mode: str = "fp32"
     """Accuracy class to tune within."""
     effort: str = "default"
-    """A key of EFFORTS: how many programs are measured and how many race for the decision."""
+    """A key of EFFORTS: how many programs are measured and how many race for the decision, or how many are built."""
     trials: int | None = None
     """Distinct programs to measure per problem, at most, those measured before among them; without a GPU, schedules to build.
-    None for those of the effort, and for all.
+    None for those of the effort.
     """
     budget_s: float | None = None
     """Seconds for the whole run, shared evenly by the problems; None for no limit."""
@@ -98,7 +98,11 @@ class TuneResult:
     seconds: float
     """Wall time."""
     left: int = 0
-    """Schedules that trials or time left unbuilt, where the model ranks."""
+    """Schedules that effort, trials or time left unbuilt, where the model ranks."""
+    over_default: float | None = None
+    """(default - winner) / winner, of their measured medians or of the model's estimates; None where the default gave neither."""
+    over_runner_up: float | None = None
+    """The same of the runner-up; None where there is none."""
 
 
 class Watcher(Protocol):
@@ -110,6 +114,9 @@ class Watcher(Protocol):
     def step(self, done: int) -> None:
         """`done` steps of it are done."""
 
+    def best(self, us: float, schedule: Schedule) -> None:
+        """The best so far: measured, or estimated where nothing is."""
+
 
 class Silent:
     """A watcher that watches nothing."""
@@ -118,6 +125,9 @@ class Silent:
         """Ignore it."""
 
     def step(self, done: int) -> None:
+        """Ignore it."""
+
+    def best(self, us: float, schedule: Schedule) -> None:
         """Ignore it."""
 
 
@@ -153,6 +163,7 @@ class Tuner:
                                timeout_s=options.compile_timeout_s)  # fmt: skip
         self._effort = EFFORTS[options.effort]
         self._trials = self._effort.programs if options.trials is None else options.trials
+        self._builds = self._effort.modelled if options.trials is None else options.trials
         # The surrogate learns more from small batches, but every compile process should have something to do.
         guided = options.sampler == OURS
         self._asked = max(self._effort.batch * self._effort.builds, pool.jobs) if guided else max(8, 2 * pool.jobs)
@@ -192,30 +203,29 @@ class Tuner:
         # The model cannot tell what such knobs do: they stay as they are until something is measured.
         pinned = self._pinned | self.space.modelled_pins()
         spec, default = arch_spec(self.space.arch), self._default(problem)
-        estimate = estimator(problem, spec)
         held = self._held(problem, "")
-        schedules = [default, *held, *self.space.schedules(problem, pinned=pinned)]
-        schedules = list(dict.fromkeys(schedules))
-        # What is served and the default first, then the model's favourites by what they are expected to need.
-        order = sorted(schedules, key=lambda schedule: (schedule not in held, schedule != default,
-                                                        estimate(schedule, None), schedule.id))  # fmt: skip
-        compiled = self._build(order[: self.options.trials], problem, deadline_s)
+        schedules = list(dict.fromkeys([*held, default, *self.space.schedules(problem, pinned=pinned)]))
+        order = expected_order(schedules, problem, spec, first=[*held, default])
+        compiled = self._build(order[: self._builds], problem, deadline_s)
         reached = [schedule for schedule in schedules if self.builder.record(schedule, problem)]
         programs = self.builder.programs(reached, problem, spec)
         ranked = self._ranked(programs, problem, held)
         if not ranked:
             raise NoValidScheduleError(self._nothing_works(problem, reached))
-        best = ranked[0]
+        best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
+        least = self._estimate(best, problem, spec)
         entry = self._entry(
             problem, best.schedule, best.fingerprint, provenance="modelled",
-            model_us=self._estimate(best, problem, spec), candidates=len(programs),
-            runner_up=ranked[1].schedule if len(ranked) > 1 else None,
+            model_us=least, candidates=len(programs), runner_up=second.schedule if second else None,
         )  # fmt: skip
+        plain = next((program for program in ranked if default in program.schedules), None)
         unknown = set(held) - set(reached)  # what it is compared with was not reached in time
         stored = not unknown and self.db.put_entry(entry)
         return TuneResult(entry=entry, stored=stored, schedules=len(reached), programs=len(programs),
                           compiled=compiled, measured=0, failed=self._build_failures(reached, problem),
-                          seconds=time.monotonic() - started, left=len(schedules) - len(reached))  # fmt: skip
+                          seconds=time.monotonic() - started, left=len(schedules) - len(reached),
+                          over_default=self._estimate(plain, problem, spec) / least - 1 if plain else None,
+                          over_runner_up=self._estimate(second, problem, spec) / least - 1 if second else None)  # fmt: skip
 
     def _ranked(self, programs: Sequence[Program], problem: Problem, held: Sequence[Schedule]) -> list[Program]:
         """By the model's estimate; among equal estimates what is served, then fewest knobs off their default, then by id."""
@@ -291,6 +301,8 @@ class Tuner:
             measured += len(outcomes)
             failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
             self.watcher.step(trials.programs)
+            if trials.best is not None:
+                self.watcher.best(trials.best_us, trials.best)
         self._elsewhere(runner).note(problem, trials.measured())
         return self._decide(problem, runner, trials.times, tried, compiled, measured, failed, started)
 
@@ -388,6 +400,8 @@ class Tuner:
         if result.winner is None:
             raise NoValidScheduleError(self._nothing_works(problem, tried))
         self.watcher.step(len(finalists))
+        times_us = {each.schedule: each.median_us for each in result.outcomes if isinstance(each, Measurement)}
+        plain_us = next((times_us.get(program.schedule) for program in finalists if default in program.schedules), None)
         measurement_id = self._measurement_ids[result.winner.schedule]
         entry = self._entry(
             problem, result.winner.schedule, result.winner.fingerprint, provenance="measured",
@@ -396,7 +410,9 @@ class Tuner:
             ties=result.ties, candidates=len(programs),
         )  # fmt: skip
         return TuneResult(entry=entry, stored=self.db.put_entry(entry), schedules=len(tried), programs=len(programs),
-                          compiled=compiled, measured=measured, failed=failed, seconds=time.monotonic() - started)  # fmt: skip
+                          compiled=compiled, measured=measured, failed=failed, seconds=time.monotonic() - started,
+                          over_default=plain_us / result.winner.median_us - 1 if plain_us else None,
+                          over_runner_up=result.margin)  # fmt: skip
 
     def _held(self, problem: Problem, device_name: str) -> list[Schedule]:
         """What would be served on a device without this run, from this database or any other source: it can only be beaten."""
@@ -425,10 +441,20 @@ class Tuner:
         return self.space.default(problem, pinned=self._pinned)
 
     def _build(self, schedules: Sequence[Schedule], problem: Problem, deadline_s: float | None) -> int:
-        missing = self.builder.missing(schedules, problem)
+        missing, spec = self.builder.missing(schedules, problem), arch_spec(self.space.arch)
+        least = math.inf
+
+        def built(done: int, record: BuildRecord) -> None:
+            nonlocal least
+            self.watcher.step(done)
+            if record.facts is not None:
+                us = self.kernel.model(problem, record.schedule, record.facts, spec)
+                if us < least:
+                    least = us
+                    self.watcher.best(us, record.schedule)
+
         self.watcher.stage(problem, "compiling", len(missing))
-        return self.builder.build(missing, problem, progress=lambda done, total: self.watcher.step(done),
-                                   deadline_s=deadline_s)  # fmt: skip
+        return self.builder.build(missing, problem, progress=built, deadline_s=deadline_s)
 
     def _entry(self, problem: Problem, schedule: Schedule, fingerprint: str, **more: object) -> EntryRecord:
         values: dict[str, object] = {
@@ -452,6 +478,13 @@ class Tuner:
         return (
             f"no schedule of {len(schedules)} works for {problem} on {self.space.arch}: {why}; run: tiledsched doctor"
         )
+
+
+def expected_order(schedules: Sequence[Schedule], problem: Problem, spec: ArchSpec, *,
+                   first: Sequence[Schedule]) -> list[Schedule]:  # fmt: skip
+    """In which order to build where the model ranks: `first`, then the model's favourites by what they are expected to need."""
+    estimate = estimator(problem, spec)
+    return list(dict.fromkeys([*first, *sorted(schedules, key=lambda each: (estimate(each, None), each.id))]))
 
 
 def fits(schedule: Schedule, pinned: Mapping[str, KnobValue]) -> bool:

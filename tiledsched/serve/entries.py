@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from tiledsched import data_files
 from tiledsched.config import Settings
 from tiledsched.kernel import KernelClass
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import Table
+from tiledsched.space import SearchSpace
 from tiledsched.space_files import known_knobs
-from tiledsched.store.db import TuningDB
-from tiledsched.store.engine import database_exists
-from tiledsched.store.exchange import read_table
+from tiledsched.store.exchange import read_entries
+from tiledsched.store.location import database_exists
 from tiledsched.store.records import EntryRecord
 
 
@@ -25,12 +25,14 @@ def load_entries(url: str | None, archs: Collection[str] | None = None, kernel: 
     found: dict[tuple[str, ...], EntryRecord] = {}
     for path in sorted((data_files.tuning_db() / "tables").glob(f"{kernel or '*'}/*.json")):
         if archs is None or path.stem in archs:
-            found.update((entry.key, entry) for entry in read_table(path).entries)
+            found.update((entry.key, entry) for entry in read_entries(path))
     later: list[EntryRecord] = []
     bundle = named_bundle()
     if bundle is not None:
         later.extend(each for each in read_bundle(bundle).entries if kernel in ("", each.kernel))
     if database_exists(url):
+        from tiledsched.store.db import TuningDB  # half a second, which what ships does not need
+
         with TuningDB.open(url, read_only=True) as db:
             later.extend(db.entries(kernel=kernel or None))
     for entry in later:
@@ -39,11 +41,13 @@ def load_entries(url: str | None, archs: Collection[str] | None = None, kernel: 
     return list(found.values())
 
 
-def load_table(settings: Settings, *, kernel: KernelClass, archs: Collection[str] | None = None) -> Table:
-    """The lookup table of a kernel under `settings`; with `archs`, only what was shipped for those.
+def load_table(settings: Settings, *, kernel: KernelClass, archs: Collection[str] | None = None,
+               spaces: Sequence[SearchSpace] = ()) -> Table:  # fmt: skip
+    """The lookup table of a kernel under `settings`; with `archs`, only what was shipped for those; `spaces` in place of the
+    kernel's own.
 
     Settings force knobs of all kernels; each takes those that it has.
     """
     forced = {name: value for name, value in settings.knobs.items() if name in known_knobs(kernel)}
     return Table(load_entries(settings.db, archs, kernel.name), kernel=kernel, regime=settings.regime,
-                 accum_mode=settings.accum_mode, forced=forced)  # fmt: skip
+                 accum_mode=settings.accum_mode, forced=forced, spaces=spaces)  # fmt: skip

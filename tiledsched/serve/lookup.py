@@ -56,7 +56,8 @@ class Table:
     """Entries of one kernel, ready for lookup. Immutable: load a new one to see new entries."""
 
     def __init__(self, entries: Sequence[EntryRecord], kernel: KernelClass, *, regime: str = "burst",
-                 accum_mode: str = "fp32", forced: Mapping[str, KnobValue] | None = None) -> None:  # fmt: skip
+                 accum_mode: str = "fp32", forced: Mapping[str, KnobValue] | None = None,
+                 spaces: Sequence[SearchSpace] = ()) -> None:  # fmt: skip
         self.kernel, self.regime, self.accum_mode = kernel, regime, accum_mode
         self.forced = dict(forced or {})
         self._by_arch: dict[str, list[EntryRecord]] = {}
@@ -69,7 +70,7 @@ class Table:
                 self._by_arch.setdefault(entry.arch, []).append(entry)
                 if known:
                     told.add(place)
-        self._spaces: dict[str, SearchSpace] = {}
+        self._spaces = {space.arch: space for space in spaces}
         self._completed: dict[str, list[EntryRecord]] = {}
         self._told: dict[str, dict[Problem, list[EntryRecord]]] = {}
         self._answers: dict[tuple[Problem, str], Served] = {}

@@ -21,6 +21,7 @@ from sqlalchemy.pool import StaticPool
 
 from tiledsched import data_files
 from tiledsched.errors import DatabaseError
+from tiledsched.store.location import location
 
 HEAD = "0004"
 """Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
@@ -37,11 +38,7 @@ def resolve_url(url: str | os.PathLike[str] | None) -> URL:
     Raises:
         DatabaseError: not a URL, or of a kind other than sqlite and postgresql.
     """
-    text = os.fspath(url) if url is not None else os.environ.get("TILEDSCHED_DB", "")
-    if not text:
-        import platformdirs
-
-        text = str(Path(platformdirs.user_data_dir("tiledsched")) / "tuning.db")
+    text = location(url)
     if text == ":memory:":
         return make_url("sqlite://")
     if "://" not in text:
@@ -226,11 +223,3 @@ def newer_schema(url: URL, found: str) -> DatabaseError:
     """The error for a schema this program does not know."""
     return DatabaseError(f"database {url.render_as_string()} has schema {found}, newer than the {HEAD} this program "
                          f"knows; upgrade tiledsched, or {ELSEWHERE}")  # fmt: skip
-
-
-def database_exists(url: str | os.PathLike[str] | None) -> bool:
-    """Whether there may be a database at `url` (as for `TuningDB.open`): a missing SQLite file is a plain no."""
-    where = resolve_url(url)
-    if where.get_backend_name() != "sqlite" or not where.database:
-        return where.get_backend_name() != "sqlite"
-    return Path(where.database).exists()  # a folder, say, is for `open` to explain

@@ -16,14 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from tiledsched.errors import DatabaseError
 from tiledsched.fields import Value
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.store.codec import decode, encode
-from tiledsched.store.db import TuningDB
 from tiledsched.store.records import (
     PROVENANCES,
     ArtifactRecord,
@@ -32,6 +31,9 @@ from tiledsched.store.records import (
     StoredMeasurement,
     Toolchain,
 )
+
+if TYPE_CHECKING:
+    from tiledsched.store.db import TuningDB
 
 SCHEMA_VERSION = 2
 """Of table and landscape files; docs/landscapes.md says what each version holds."""
@@ -136,6 +138,8 @@ def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResu
     Raises:
         DatabaseError: the other database is missing, unreadable or of another schema.
     """
+    from tiledsched.store.db import TuningDB
+
     with TuningDB.open(other_url, read_only=True) as other:
         measurements = [replace(stored, id=0, run_id=None) for stored in other.measurements()]
         entries = [entry.replace(measurement_id=None, run_id=None) for entry in other.entries()]
@@ -152,7 +156,22 @@ def read_table(path: str | os.PathLike[str]) -> Table:
     name = os.path.basename(os.fspath(path))
     data = _load(path, name)
     artifacts = _rows(ArtifactRecord, data["artifacts"], f"{name}: artifacts")
-    stored = {}
+    stored, entries = _evidence_and_entries(data, name)
+    return Table(entries=tuple(entries), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
+
+
+def read_entries(path: str | os.PathLike[str]) -> list[EntryRecord]:
+    """The entries of a table file alone: who only serves or lists them does not wait for the facts of machine code.
+
+    Raises:
+        DatabaseError: as for the whole table, but for what is wrong with artifacts.
+    """
+    name = os.path.basename(os.fspath(path))
+    return _evidence_and_entries(_load(path, name), name)[1]
+
+
+def _evidence_and_entries(data: dict[str, Any], name: str) -> tuple[dict[str, StoredMeasurement], list[EntryRecord]]:
+    stored: dict[str, StoredMeasurement] = {}
     for i, one in enumerate(_rows(_Evidence, data["measurements"], f"{name}: measurements")):
         if one.uid in stored:
             raise DatabaseError(f"{name}: measurements[{i}].uid: {one.uid} appears twice; remove one")
@@ -165,7 +184,7 @@ def read_table(path: str | os.PathLike[str]) -> Table:
             raise DatabaseError(f"{name}: entries[{i}]: a second entry for {entry.problem} on {entry.arch}; remove one")
         keys.add(entry.key)
         entries.append(entry)
-    return Table(entries=tuple(entries), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
+    return stored, entries
 
 
 def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:

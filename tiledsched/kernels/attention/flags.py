@@ -13,7 +13,7 @@ from tiledsched.problem import Problem
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add them to a command's parser."""
-    parser.add_argument("--seq-len", type=integers, default=[1024, 4096], metavar="S[,S]", help="sequence lengths "
+    parser.add_argument("--seq-len", dest="seq_k", type=integers, default=[1024, 4096], metavar="S[,S]", help="sequence lengths "
                         "(default: 1024,4096)")  # fmt: skip
     parser.add_argument("--head-dim", type=integers, default=[64, 128], metavar="D[,D]", help="head dimensions, up to "
                         "256 (default: 64,128)")  # fmt: skip
@@ -38,7 +38,7 @@ def from_flags(make: Any, options: argparse.Namespace) -> list[Problem]:
     found = (standard(make, seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=options.batch,
                       heads=options.heads, kv_heads=options.kv_heads)
              for dtype in options.dtype for head_dim in options.head_dim for causal in masks
-             for seq_len in options.seq_len)  # fmt: skip
+             for seq_len in options.seq_k)  # fmt: skip
     return [each.replace(seq_q=options.seq_q or each.seq_q, alignment=options.alignment, value_dim=options.value_dim,
                          lse=options.lse) for each in found]  # fmt: skip
 

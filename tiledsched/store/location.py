@@ -1,0 +1,29 @@
+"""Where the database is, told without SQLAlchemy: a process that only reads what ships needs to know that there is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def location(url: str | os.PathLike[str] | None) -> str:
+    """`url`, or TILEDSCHED_DB, or `tuning.db` in the user data directory, as text."""
+    text = os.fspath(url) if url is not None else os.environ.get("TILEDSCHED_DB", "")
+    if text:
+        return text
+    import platformdirs
+
+    return str(Path(platformdirs.user_data_dir("tiledsched")) / "tuning.db")
+
+
+def database_exists(url: str | os.PathLike[str] | None) -> bool:
+    """Whether there may be a database at `url` (as for `TuningDB.open`): a missing SQLite file is a plain no."""
+    text = location(url)
+    if text != ":memory:" and "://" not in text:
+        return Path(text).expanduser().exists()  # a folder, say, is for `open` to explain
+    from tiledsched.store.engine import resolve_url
+
+    where = resolve_url(url)
+    if where.get_backend_name() != "sqlite" or not where.database:
+        return where.get_backend_name() != "sqlite"
+    return Path(where.database).exists()
