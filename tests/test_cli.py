@@ -74,6 +74,7 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     first, second = said["results"]
     assert first["schedules"] == first["compiled"] == valid_schedules() >= 16
     assert 1 < first["programs"] <= first["schedules"]
+    assert first["left"] == 0 <= min(first["over_default"], first["over_runner_up"])
     assert second["compiled"] == 0  # another length, the same machine code
     assert {entry["provenance"] for entry in said["entries"]} == {"modelled"}
 

@@ -93,7 +93,8 @@ def result_json(result: TuneResult) -> dict[str, Any]:
     """One problem's tuning, in numbers."""
     return {"problem": result.entry.problem.to_json(), "stored": result.stored, "schedules": result.schedules,
             "programs": result.programs, "compiled": result.compiled, "measured": result.measured,
-            "failed": result.failed, "seconds": round(result.seconds, 3)}  # fmt: skip
+            "failed": result.failed, "left": result.left, "over_default": result.over_default,
+            "over_runner_up": result.over_runner_up, "seconds": round(result.seconds, 3)}  # fmt: skip
 
 
 def landscape_json(line: Any) -> dict[str, Any]:
