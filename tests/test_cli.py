@@ -25,7 +25,7 @@ from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
 from tiledsched.schedule import Schedule
-from tiledsched.space_files import load_space
+from tiledsched.space_files import load_space, space_for
 
 ROOT = Path(__file__).parent.parent
 SPACE = """
@@ -45,6 +45,14 @@ choices = [0, 2]
 [knobs.latency_v]
 choices = [0]
 """
+FEWER = SPACE.replace("choices = [0, 2]", "choices = [0]")
+
+
+def for_a_record() -> str:
+    """A space of fewer schedules than a record builds at once: without what only a measurement tells apart, too."""
+    pins = space_for("sm_121", Attention).modelled_pins()
+    fixed = "".join(f"[knobs.{name}]\nchoices = [{json.dumps(value)}]\n" for name, value in pins.items())
+    return FEWER.replace("choices = [32, 64]", "choices = [64]") + fixed
 
 
 @pytest.fixture
@@ -68,11 +76,12 @@ TUNE = ["tune", "--arch", "sm_121", "--space", "my.toml", "--head-dim", "64", "-
 
 @pytest.mark.compiler
 def test_the_whole_road_without_a_gpu(home, capsys) -> None:
+    (home / "my.toml").write_text(FEWER)
     assert main([*TUNE, "--seq-len", "1024,4096", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["schema_version"] == 1
     first, second = said["results"]
-    assert first["schedules"] == first["compiled"] == valid_schedules() >= 16
+    assert first["schedules"] == first["compiled"] == valid_schedules() >= 12
     assert 1 < first["programs"] <= first["schedules"]
     assert first["left"] == 0 <= min(first["over_default"], first["over_runner_up"])
     assert second["compiled"] == 0  # another length, the same machine code
@@ -116,6 +125,7 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
 
 @pytest.mark.compiler
 def test_programs_for_a_record_are_built_without_a_gpu_and_once(home, capsys) -> None:
+    (home / "my.toml").write_text(for_a_record())
     record = ["record", "--arch", "sm_121", "--space", "my.toml", "--head-dim", "64", "--causal", "no", "--build-only"]
     assert main([*record, "--seq-len", "1024,4096", "--programs", "3", "--json"]) == 0
     said = capsys.readouterr()
@@ -137,7 +147,8 @@ def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys,
     from tiledsched.store.exchange import read_table
 
     monkeypatch.setattr("tiledsched.tuning.open_runner", lambda *given, **more: Gpu())
-    (home / "my.toml").write_text(SPACE.replace("sm_121", "sm_90").replace("choices = [2]", "choices = [1]"))
+    space = for_a_record().replace("sm_121", "sm_90").replace("choices = [2]", "choices = [1]")
+    (home / "my.toml").write_text(space)
     record = ["record", "--arch", "sm_90", "--space", "my.toml", "--seq-len", "1024", "--head-dim", "64", "--causal", "no",
               "--programs", "3", "--sustained-leaders", "2", "--out", "landscapes"]  # fmt: skip
     assert main(record) == 0

@@ -264,8 +264,8 @@ def test_a_problem_is_learnt_from_itself_only_when_asked_to(db) -> None:
     elsewhere = Elsewhere(db, space_for("sm_90", Attention), device, "burst", "fp32")
     assert elsewhere.known(recorded.problem, arch_spec("sm_90"), itself=False) == []
     (known,) = elsewhere.known(recorded.problem, arch_spec("sm_90"), itself=True)
-    assert known.problem == recorded.problem
-    assert min(known.times_us) == pytest.approx(recorded.best_us, rel=0.05)
+    assert known.task == recorded.problem
+    assert min(known.values) == pytest.approx(recorded.best_us, rel=0.05)
 
 
 def test_what_neighbours_took_is_learnt_from(db, tmp_path) -> None:

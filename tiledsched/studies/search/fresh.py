@@ -63,6 +63,16 @@ EQUAL_COLUMNS = (
 )
 
 
+def read_problem(words: str) -> Problem:
+    """One of `PROBLEMS`."""
+    name, text = words.split()
+    given = (part.split("=") for part in text.split(","))
+    flags = {"yes": True, "no": False}
+    return kernel_named(name).problem(
+        **{key: int(word) if word.isdigit() else flags.get(word, word) for key, word in given}
+    )
+
+
 def tune(words: str, db: Path, *flags: str, jobs: int) -> tuple[Schedule, float]:
     """The winner of a tune from an empty database, and the seconds of its process."""
     kernel, problem = words.split()
@@ -122,11 +132,8 @@ def main() -> None:
 
 def measure(words: str, budget: str, jobs: int) -> dict[str, object]:
     """One row."""
-    from tiledsched.cli.problems import read_problems
-
-    name, text = words.split()
-    kernel = kernel_named(name)
-    (problem,) = read_problems(kernel, text)
+    problem = read_problem(words)
+    name, kernel = problem.kernel, problem.declaration
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         before = load_table(load_settings({"db": str(place / "none.db")}), kernel=kernel, archs={ARCH}).resolve(
@@ -143,16 +150,13 @@ def measure(words: str, budget: str, jobs: int) -> dict[str, object]:
 
 def compare(words: str, options: argparse.Namespace) -> dict[str, object]:
     """One row of with and without neighbours."""
-    from tiledsched.cli.problems import read_problems
-
-    name, text = words.split()
-    (problem,) = read_problems(kernel_named(name), text)
+    problem = read_problem(words)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         plain, plain_s = tune(words, place / "plain.db", "--effort", options.equal, jobs=options.jobs)
         other, other_s = tune(words, place / "other.db", "--effort", options.equal, "--neighbours", jobs=options.jobs)
         times, device = race(problem, {"plain": plain, "neighbours": other}, place, options.jobs)
-    found = (name, json.dumps(problem.to_json()), options.equal, round(times["plain"], 2), round(plain_s, 1),
+    found = (problem.kernel, json.dumps(problem.to_json()), options.equal, round(times["plain"], 2), round(plain_s, 1),
              round(times["neighbours"], 2), round(other_s, 1), device)  # fmt: skip
     return dict(zip(EQUAL_COLUMNS, found, strict=True))
 
