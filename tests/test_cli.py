@@ -686,7 +686,7 @@ def test_tune_and_explain_spell_their_flags_alike(added, capsys) -> None:
         for name in ("tune", "explain")
     )
     searching = {"--budget", "--effort", "--trials", "--sampler", "--runner", "--candidates", "--neighbours", "--seed", "--jobs",
-                 "--compile-timeout", "--report"}  # fmt: skip
+                 "--compile-timeout", "--report", "--storage"}  # fmt: skip
     assert set(tune) - set(explain) == searching
     assert set(explain) - set(tune) == {"--device"}
     for text in set(tune) & set(explain) - {"-h", "--help"}:

@@ -89,8 +89,8 @@ def test_nothing_is_compiled_twice(builder):
     shop = builder(pool)
     assert shop.missing(wanted, PROBLEM) == wanted[:2]
     steps = []
-    assert shop.build(wanted, PROBLEM, progress=lambda *step: steps.append(step)) == 2
-    assert steps == [(1, 2), (2, 2)]
+    assert shop.build(wanted, PROBLEM, progress=lambda done, record: steps.append((done, record.schedule))) == 2
+    assert steps == [(1, wanted[0]), (2, wanted[1])]
     assert shop.build(wanted, PROBLEM) == 0
     assert builder(pool).build(iter(wanted), PROBLEM) == 0
     assert pool.compiled == wanted[:2]
