@@ -29,6 +29,7 @@ class SyntheticRunner:
 
     name = "gpu"
     device = DEVICE
+    device_name = DEVICE.name
 
     def __init__(self, true_us, *, noise=0.0, drift=0.0, seed=0, failing=None, interrupt_after=math.inf,
                  looks_us=None):  # fmt: skip

@@ -20,7 +20,7 @@ from tiledsched.errors import ConfigError, Failure, FailureKind, NoValidSchedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.search.effort import EFFORTS
-from tiledsched.search.prior import Elsewhere, Shipped, estimator, promising_part
+from tiledsched.search.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
 from tiledsched.search.tuner import Silent, TuneOptions, Tuner
 from tiledsched.space import SearchSpace
 from tiledsched.space_files import space_for
@@ -261,9 +261,9 @@ def test_a_problem_is_learnt_from_itself_only_when_asked_to(db) -> None:
     recorded = Recorded(LANDSCAPES[1])
     tune(recorded, db, trials=16)
     device = ReplayRunner(Attention, recorded.measurements).device.name
-    elsewhere = Elsewhere(db, space_for("sm_90", Attention), device, "burst", "fp32")
-    assert elsewhere.known(recorded.problem, arch_spec("sm_90"), itself=False) == []
-    (known,) = elsewhere.known(recorded.problem, arch_spec("sm_90"), itself=True)
+    elsewhere = Elsewhere(db, space_for("sm_90", Attention), "burst", "fp32")
+    assert elsewhere.known(recorded.problem, device, arch_spec("sm_90"), itself=False) == []
+    (known,) = elsewhere.known(recorded.problem, device, arch_spec("sm_90"), itself=True)
     assert known.task == recorded.problem
     assert min(known.values) == pytest.approx(recorded.best_us, rel=0.05)
 
@@ -337,9 +337,12 @@ def test_a_replay_needs_one_device_and_a_recorded_problem() -> None:
 def test_the_part_of_the_space_that_is_judged_holds_the_recorded_best(path) -> None:
     recorded, space = Recorded(path), space_for("sm_90", Attention)
     estimate = estimator(recorded.problem, arch_spec("sm_90"))
-    part = promising_part(space, recorded.problem, {"accum_mode": "fp32"}, estimate, winners=[])
-    assert len(part.candidates) < 8000
-    reached = min(recorded.times[recorded.key(each)] for each in part.candidates if each in recorded.fingerprints)
+    pinned = {"accum_mode": "fp32"}
+    plain = plain_schedules(space, recorded.problem, pinned, estimate)
+    part = promising_part(space, recorded.problem, pinned, plain, winners=[])
+    assert len(part) < 8000
+    assert not any(space.violations(each, recorded.problem) for each in part[::50])
+    reached = min(recorded.times[recorded.key(each)] for each in part if each in recorded.fingerprints)
     assert reached <= 1.01 * recorded.best_us  # 1.024 for one of the eighteen, which is not among these
 
 
@@ -451,16 +454,16 @@ def test_what_ships_says_where_to_look_first(db) -> None:
     path = next(each for each in LANDSCAPES if "s4096_d128_float16_causal" in each.name)
     recorded = Recorded(path)
     shipped = Shipped("attention", "sm_90")
-    shipped.landscapes = {key: each for key, each in shipped.landscapes.items() if key[0] != recorded.problem}
+    shipped.recorded = {key: each for key, each in shipped.recorded.items() if key[0] != recorded.problem}
     assert len(shipped.winners) == 173
-    assert len(shipped.landscapes) == 38  # burst and sustained, and what was held out
+    assert len(shipped.recorded) == 38  # burst and sustained, and what was held out
     shipped.winners = [entry for entry in shipped.winners if entry.problem != recorded.problem]
     found = tune(recorded, db, shipped=shipped, trials=8)
     assert recorded.times[recorded.key(found.entry.schedule)] <= 1.02 * recorded.best_us
 
 
 def test_nothing_ships_for_a_kernel_that_nobody_knows() -> None:
-    assert (Shipped("nobody", "sm_90").winners, Shipped("nobody", "sm_90").landscapes, Shipped().winners) == (
+    assert (Shipped("nobody", "sm_90").winners, Shipped("nobody", "sm_90").recorded, Shipped().winners) == (
         [],
         {},
         [],

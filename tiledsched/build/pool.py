@@ -31,8 +31,9 @@ def start_process() -> None:
     prepare_process()
     # cuTile imports torch, where it is installed, for its dtypes. A compile needs none of them, and torch takes seconds.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
-    with contextlib.suppress(ImportError):  # whoever compiles finds out
-        importlib.import_module("cuda.tile.compilation")  # takes as long as many a compile
+    for module in ("cuda.tile.compilation", "cuda.tile._compile"):  # they take as long as many a compile
+        with contextlib.suppress(ImportError):  # whoever compiles finds out
+            importlib.import_module(module)
 
 
 def default_jobs() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,8 @@ def _command(options: argparse.Namespace) -> dict[str, Any]:
 
 def tune(options: argparse.Namespace) -> int:
     """Tune, then print what is served now."""
+    # The surrogate's matrices are small: more threads win nothing, and the cores are wanted for compiling.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from tiledsched import tuning
     from tiledsched.cli.progress import TuneProgress
 

@@ -17,6 +17,7 @@ from typing import Any
 from tiledsched.errors import Failure, FailureKind, MeasureError
 from tiledsched.kernel import KernelClass
 from tiledsched.measure.launch import Launch, launch_of
+from tiledsched.measure.nvml import devices
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, GapTrial
 from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
 from tiledsched.problem import Problem, stable_id
@@ -222,6 +223,12 @@ class GpuRunner:
             self._await_start()
         assert self._device is not None
         return self._device
+
+    @property
+    def device_name(self) -> str:
+        """The GPU's name. Where all GPUs of this machine are of one kind, the driver tells it before the worker does."""
+        names = {each.name for each in devices()} if self._device is None else set[str]()
+        return names.pop() if len(names) == 1 else self.device.name
 
     def _await_start(self) -> None:
         beginning, self._starting, self._beginning = self._beginning, False, False

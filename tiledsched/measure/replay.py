@@ -45,6 +45,11 @@ class ReplayRunner:
         for measurement in recorded:
             self._recorded[self._key(measurement.problem, measurement.fingerprint, measurement.schedule)] = measurement
 
+    @property
+    def device_name(self) -> str:
+        """Its name."""
+        return self.device.name
+
     def _key(self, problem: Problem, fingerprint: str, schedule: Schedule) -> Key:
         return problem.id, fingerprint, self._kernel.grids(problem, schedule, self.device)
 

@@ -183,6 +183,11 @@ class Runner(Protocol):
         """The GPU measured, or the one whose record is replayed."""
         ...
 
+    @property
+    def device_name(self) -> str:
+        """Its name, which may be known before all else is."""
+        ...
+
     def begin(self, problem: Problem) -> None:
         """Make fresh random inputs and the high-precision reference for `problem`; candidates that follow are for it.
 

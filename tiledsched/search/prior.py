@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 
 from tiledsched import data_files
 from tiledsched.build.cubin import ResourceFacts
@@ -17,6 +18,7 @@ from tiledsched.space import SearchSpace
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord
+from tiledsched.store.shipped import shipped_landscapes
 
 MeasuredPrograms = dict[Problem, list[tuple[Schedule, ResourceFacts | None, float]]]
 """The measured programs of each problem: schedule, facts, microseconds."""
@@ -37,30 +39,34 @@ def estimator(problem: Problem, spec: ArchSpec) -> Estimate:
 
     kernel = problem.declaration
 
+    @cache
     def estimate(schedule: Schedule, facts: ResourceFacts | None) -> float:
         return kernel.model(problem, schedule, facts or kernel.expected(problem, schedule, spec), spec)
 
     return estimate
 
 
-def promising_part(space: SearchSpace, problem: Problem, pinned: Mapping[str, KnobValue], estimate: Estimate,
-                   winners: Iterable[Schedule]) -> SearchSpace:  # fmt: skip
+def plain_schedules(
+    space: SearchSpace, problem: Problem, pinned: Mapping[str, KnobValue], estimate: Estimate
+) -> list[Schedule]:
+    """All schedules of a space whose knobs that only a measurement can judge are at their defaults, the most promising first."""
+    plain = list(space.schedules(problem, pinned={**pinned, **space.modelled_pins()}))
+    return sorted(plain, key=lambda schedule: (estimate(schedule, None), schedule.id))
+
+
+def promising_part(space: SearchSpace, problem: Problem, pinned: Mapping[str, KnobValue], plain: Sequence[Schedule],
+                   winners: Iterable[Schedule]) -> list[Schedule]:  # fmt: skip
     """The part of a large space that is worth judging: tens of thousands of schedules would take longer than measuring.
 
-    All plain schedules (knobs that only a measurement can judge at their defaults), and every variant of the most promising
-    of them, by the static model, and of past winners.
+    All plain schedules, and every variant of the most promising of them, by the static model, and of past winners.
     """
-    if space.candidates:
-        return space
-    plain = list(space.schedules(problem, pinned={**pinned, **space.modelled_pins()}))
-    plain.sort(key=lambda schedule: (estimate(schedule, None), schedule.id))
     fixed = [name for name, knob in space.knobs.items() if not knob.measured_only and name not in pinned]
     bases = dict.fromkeys(tuple(schedule[name] for name in fixed) for schedule in [*winners, *plain[:MOST_PLAIN]])
-    found = dict.fromkeys(plain)
+    found = dict.fromkeys([space.default(problem, pinned=pinned), *plain])
     for base in bases:
         held = {**pinned, **dict(zip(fixed, base, strict=True))}
         found |= dict.fromkeys(space.schedules(problem, pinned=held))
-    return space.limited_to(found)
+    return list(found)
 
 
 def nearest(problem: Problem, measured: Iterable[Problem], *, itself: bool = False) -> list[Problem]:
@@ -104,6 +110,7 @@ class Shipped:
 
     def __init__(self, kernel: str = "", arch: str = "") -> None:
         self._kernel, self._arch = kernel, arch
+        self._read: dict[tuple[Problem, str], Landscape] = {}
 
     @cached_property
     def winners(self) -> list[EntryRecord]:
@@ -113,17 +120,18 @@ class Shipped:
         return [entry for entry in entries if entry.provenance == "measured"]
 
     @cached_property
-    def landscapes(self) -> dict[tuple[Problem, str], Landscape]:
-        """By problem and regime: measurements, and facts by fingerprint."""
-        found: dict[tuple[Problem, str], Landscape] = {}
-        folder = data_files.tuning_db() / "landscapes" / self._kernel
-        for path in sorted(folder.rglob("*.json.xz")) if self._kernel else ():
-            table = read_table(path)
-            taken = [stored.measurement for stored in table.measurements]
-            if taken and taken[0].device.arch == self._arch:
-                facts = {artifact.fingerprint: artifact.facts for artifact in table.artifacts}
-                found[taken[0].problem, taken[0].regime] = taken, facts
-        return found
+    def recorded(self) -> dict[tuple[Problem, str], Path]:
+        """The landscapes by problem and regime, and where they lie."""
+        return {(each.problem, each.regime): each.path for each in
+                (shipped_landscapes(self._kernel, self._arch) if self._kernel else ())}  # fmt: skip
+
+    def landscape(self, problem: Problem, regime: str) -> Landscape:
+        """One of those: measurements, and facts by fingerprint."""
+        if (problem, regime) not in self._read:
+            table = read_table(self.recorded[problem, regime])
+            self._read[problem, regime] = ([stored.measurement for stored in table.measurements],
+                                           {artifact.fingerprint: artifact.facts for artifact in table.artifacts})  # fmt: skip
+        return self._read[problem, regime]
 
 
 class Elsewhere:
@@ -131,41 +139,46 @@ class Elsewhere:
     no use to a problem.
     """  # fmt: skip
 
-    def __init__(self, db: TuningDB, space: SearchSpace, device_name: str, regime: str, accum_mode: str,
+    def __init__(self, db: TuningDB, space: SearchSpace, regime: str, accum_mode: str,
                  shipped: Shipped | None = None) -> None:  # fmt: skip
         self._db, self._space, self._shipped = db, space, shipped or Shipped()
-        self._device_name, self._regime, self._accum_mode = device_name, regime, accum_mode
+        self._regime, self._accum_mode = regime, accum_mode
         self._programs: MeasuredPrograms = {}
         self._facts: dict[str, ResourceFacts | None] = {}
 
-    def known(self, problem: Problem, spec: ArchSpec, *, itself: bool) -> list[Known]:
-        """What to learn from for `problem`; see `known_elsewhere`."""
-        where = (self._device_name, self._regime)
+    def read_recorded(self, problem: Problem, *, itself: bool = True) -> None:
+        """Read what ships of the problems most alike: who waits for a device may as well."""
+        for other in nearest(problem, self._recorded, itself=itself):
+            self._shipped.landscape(other, self._regime)
+
+    @property
+    def _recorded(self) -> set[Problem]:
+        return {other for other, regime in self._shipped.recorded if regime == self._regime}
+
+    def known(self, problem: Problem, device_name: str, spec: ArchSpec, *, itself: bool) -> list[Known]:
+        """What to learn from for `problem`, of what was measured on devices of that name; see `known_elsewhere`."""
+        where = (device_name, self._regime)
         measured = {line.problem for line in self._db.landscapes()
                     if (line.device_name, line.regime) == where and line.distinct_programs >= FEWEST_PROGRAMS}  # fmt: skip
         measured |= {other for other, programs in self._programs.items() if len(programs) >= FEWEST_PROGRAMS}
-        recorded = {other for other, regime in self._shipped.landscapes if regime == self._regime}
-        near = nearest(problem, measured | recorded, itself=itself)
+        near = nearest(problem, measured | self._recorded, itself=itself)
         for other in near:
-            if other not in self._programs:
-                self._programs[other] = self._read(other) if other in measured else self._recorded(other)
+            if other not in self._programs:  # what ships was recorded on whatever device of the arch
+                self._programs[other] = (self._read(other, device_name) if other in measured
+                                         else self._judged(*self._shipped.landscape(other, self._regime)))  # fmt: skip
         return known_elsewhere(problem, {other: self._programs[other] for other in near}, spec, itself=itself)
 
     def note(self, problem: Problem, programs: list[tuple[Schedule, ResourceFacts | None, float]]) -> None:
         """What was measured of `problem` just now."""
         self._programs[problem] = programs
 
-    def _read(self, problem: Problem) -> list[tuple[Schedule, ResourceFacts | None, float]]:
+    def _read(self, problem: Problem, device_name: str) -> list[tuple[Schedule, ResourceFacts | None, float]]:
         """The newest measurement of each program."""
         if not self._facts:
             self._facts = {key[1]: artifact.facts for key, artifact in self._db.artifacts(self._space.arch).items()}
         taken = [stored.measurement for stored in
-                 self._db.latest_measurements(problem, device_name=self._device_name, regime=self._regime)]  # fmt: skip
+                 self._db.latest_measurements(problem, device_name=device_name, regime=self._regime)]  # fmt: skip
         return self._judged(taken, self._facts)
-
-    def _recorded(self, problem: Problem) -> list[tuple[Schedule, ResourceFacts | None, float]]:
-        """The same of a landscape that ships, of whatever device of the arch."""
-        return self._judged(*self._shipped.landscapes[problem, self._regime])
 
     def _judged(self, taken: Sequence[Measurement], facts: Mapping[str, ResourceFacts | None]) -> list[
             tuple[Schedule, ResourceFacts | None, float]]:  # fmt: skip

@@ -70,6 +70,11 @@ class Builder:
             db.find_builds(kernel.name, self.source_hash, toolchain, arch)
         )
 
+    @property
+    def jobs(self) -> int:
+        """Compile processes."""
+        return self._pool.jobs
+
     def start(self) -> None:
         """Start the compile processes, so that they are ready when there is something to build."""
         self._pool.start()

@@ -51,6 +51,9 @@ class ScheduleStudy:
         first: schedules proposed and chosen before any of the sampler's own, such as the default one.
         estimate: the static model; None where there is none. Only the surrogate asks it.
         elsewhere: what is known of other problems. Only the surrogate learns from it.
+        among: the valid schedules that are searched; None for all of the space.
+        repeats: whether a schedule is likely to be a program that was built already: those are proposed when nothing else is
+            left.
 
     Raises:
         ConfigError: no such sampler, or a package that it needs is not installed.
@@ -58,9 +61,10 @@ class ScheduleStudy:
 
     def __init__(self, space: SearchSpace, problem: Problem, *, pinned: Mapping[str, KnobValue], sampler: str = OURS,
                  seed: int = 0, first: Sequence[Schedule] = (), estimate: Estimate | None = None,
-                 elsewhere: Sequence[Known] = ()) -> None:  # fmt: skip
-        self._space, self._problem, self._estimate = space, problem, estimate
-        self._valid = list(space.schedules(problem, pinned=pinned))
+                 elsewhere: Sequence[Known] = (), among: Iterable[Schedule] | None = None,
+                 repeats: Callable[[Schedule], bool] | None = None) -> None:  # fmt: skip
+        self._space, self._problem, self._estimate, self._repeats = space, problem, estimate, repeats
+        self._valid = list(space.schedules(problem, pinned=pinned) if among is None else dict.fromkeys(among))
         self._rng = random.Random(seed)
         if sampler_named(sampler) in (OURS, "random"):
             self._rng.shuffle(self._valid)
@@ -69,6 +73,7 @@ class ScheduleStudy:
         self._index = {schedule: index for index, schedule in enumerate(self._valid)}
         self._unseen = np.ones(len(self._valid), dtype=bool)
         self._first = [self._index[schedule] for schedule in dict.fromkeys(first) if schedule in self._index]
+        self._later: dict[int, None] = {}
         self._waiting: dict[int, None] = {}
         self._running: dict[int, int] = {}
         self._told: set[int] = set()
@@ -204,16 +209,25 @@ class ScheduleStudy:
         first = next((index for index in self._first if self._unseen[index]), None)
         if first is not None:
             return self._params(self._valid[first])
-        if proposal is None:
-            return self._params(self._valid[int(np.argmax(self._unseen))])
-        wanted = self._schedule(proposal())
+        now = self._unseen.copy()
+        now[list(self._later)] = False
+        wanted: Schedule | None = None
+        while now.any():
+            if proposal is not None and (wanted is None or self._guide is not None):
+                wanted = self._schedule(proposal())
+            index = int(np.argmax(now)) if wanted is None else self._nearest(wanted, now)
+            if self._repeats is None or not self._repeats(self._valid[index]):
+                return self._params(self._valid[index])
+            self._later[index], now[index] = None, False
+        return self._params(self._valid[next(index for index in self._later if self._unseen[index])])
+
+    def _nearest(self, wanted: Schedule, among: NDArray[np.bool_]) -> int:
         index = self._index.get(wanted, -1)
-        if index < 0 or not self._unseen[index]:
-            differences = (self._codes() != self._coded([wanted])).sum(axis=1)
-            index = self._rng.choice(
-                np.flatnonzero(self._unseen & (differences == differences[self._unseen].min())).tolist()
-            )
-        return self._params(self._valid[index])
+        if index >= 0 and among[index]:
+            return index
+        differences = (self._codes() != self._coded([wanted])).sum(axis=1)
+        nearest = np.flatnonzero(among & (differences == differences[among].min()))
+        return int(self._rng.choice(nearest.tolist()))
 
     _known_codes: NDArray[np.int16] | None = None
 

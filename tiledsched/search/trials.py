@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.search.programs import Builder, Key
+from tiledsched.search.inert import InertChanges
+from tiledsched.search.programs import Builder, Key, Program
 from tiledsched.search.race import Outcome
 from tiledsched.search.study import ScheduleStudy
 
@@ -24,14 +25,17 @@ class Trials:
         device: on which grids depend.
         study: who is told.
         times: what the store knows: microseconds, or None for a failure.
+        inert: who learns which changes of knobs leave the program as it is.
     """
 
     def __init__(self, builder: Builder, problem: Problem, device: Any, study: ScheduleStudy,
-                 times: Mapping[Schedule, float | None]) -> None:  # fmt: skip
+                 times: Mapping[Schedule, float | None], inert: InertChanges) -> None:  # fmt: skip
         self._builder, self._problem, self._device, self._study = builder, problem, device, study
+        self._inert = inert
         self.times = dict(times)
         self._known = {program.key: self.times[program.schedule]
                        for program in builder.programs(list(times), problem, device)}  # fmt: skip
+        learn(inert, problem, builder.programs(builder.built(problem), problem, device), tried=self.times)
         self._waiting: dict[Key, list[Schedule]] = {}
         study.known(times.items())
 
@@ -66,7 +70,9 @@ class Trials:
             if record is not None and record.failure is not None:
                 failed += 1
                 self._study.tell(schedule, None)
-        for program in self._builder.programs(asked, self._problem, self._device):
+        programs = self._builder.programs(asked, self._problem, self._device)
+        learn(self._inert, self._problem, programs)
+        for program in programs:
             if program.key in self._known:
                 self._note(program.schedules, self._known[program.key])
             elif program.key in self._waiting:
@@ -94,3 +100,11 @@ class Trials:
         for schedule in schedules:
             self.times.setdefault(schedule, median_us)
             self._study.tell(schedule, self.times[schedule])
+
+
+def learn(inert: InertChanges, problem: Problem, programs: Iterable[Program], *,
+          tried: Container[Schedule] | None = None) -> None:  # fmt: skip
+    """Which of the built schedules of `problem` are one program; all of them were tried, unless it is said which."""
+    for program in programs:
+        for schedule in program.schedules:
+            inert.learn(problem, schedule, program.key, tried=tried is None or schedule in tried)

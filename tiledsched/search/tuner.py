@@ -27,14 +27,15 @@ from tiledsched.measure.runner import Failed, Measurement, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.effort import EFFORTS
-from tiledsched.search.prior import Elsewhere, Shipped, estimator, promising_part, timed_as_now
+from tiledsched.search.inert import SURE, InertChanges
+from tiledsched.search.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part, timed_as_now
 from tiledsched.search.programs import RETRIED, Builder, Program, deadlines
 from tiledsched.search.race import RULES, Outcome, race
 from tiledsched.search.samplers import OURS
 from tiledsched.search.study import ScheduleStudy
 from tiledsched.search.study_storage import LiveStudy
 from tiledsched.search.surrogate import Known
-from tiledsched.search.trials import Trials
+from tiledsched.search.trials import Trials, learn
 from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import BuildRecord, EntryRecord
@@ -42,6 +43,8 @@ from tiledsched.store.records import BuildRecord, EntryRecord
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
+LEARNT_AT_ONCE = 8
+"""Schedules built, where there is no GPU, before it is asked which changes of knobs leave the program as it is."""
 MOST_WINNERS = 4
 """Winners of like problems that are tried first where nothing else is known of those."""
 Served = Callable[[Problem, str], "Schedule | None"]
@@ -174,8 +177,9 @@ class Tuner:
         self._pinned = accuracy_class(space, options.accum_mode)
         self._source = ", ".join(part for part in (
             f"tune run {run_id}", space.listed_in, "neighbours" if options.neighbours else "") if part)  # fmt: skip
+        self._inert = InertChanges(space.knobs)
         self._measurement_ids: dict[Schedule, int] = {}
-        self._others: Elsewhere | None = None
+        self._elsewhere = Elsewhere(db, space, options.regime, options.accum_mode, self._shipped)
 
     def tune(self, problems: Sequence[Problem]) -> list[TuneResult]:
         """Tune every problem in turn.
@@ -206,7 +210,7 @@ class Tuner:
         held = self._held(problem, "")
         schedules = list(dict.fromkeys([*held, default, *self.space.schedules(problem, pinned=pinned)]))
         order = expected_order(schedules, problem, spec, first=[*held, default])
-        compiled = self._build(order[: self._builds], problem, deadline_s)
+        compiled = self._build(order, problem, deadline_s)
         reached = [schedule for schedule in schedules if self.builder.record(schedule, problem)]
         programs = self.builder.programs(reached, problem, spec)
         ranked = self._ranked(programs, problem, held)
@@ -248,27 +252,34 @@ class Tuner:
         started = time.monotonic()
         runner.begin(problem)
         if self._storage is not None:
-            self._live = LiveStudy(self.db, self._storage, self.space, problem, runner.device.name, self.options.regime)
+            self._live = LiveStudy(self.db, self._storage, self.space, problem, runner.device_name, self.options.regime)
         if not self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured"):
             self.builder.start()  # and both while we look up and judge what there is
+        spec, guided = arch_spec(self.space.arch), self.options.sampler == OURS
+        estimate, among = estimator(problem, spec), None
+        partly = guided and not self.space.candidates
+        plain = plain_schedules(self.space, problem, self._pinned, estimate) if partly else []
+        if guided:
+            self._elsewhere.read_recorded(problem)
         evidence = self._evidence(problem, runner)
         compiled = self._rebuild(problem, evidence, deadline_s)
         known_us = {schedule: us for (schedule, fingerprint), us in evidence.items()
                     if self._fingerprint(schedule, problem) == fingerprint}  # fmt: skip
-        spec, guided = arch_spec(self.space.arch), self.options.sampler == OURS
         # Times of other machine code are no verdict; they tell where to look.
-        elsewhere = self._elsewhere(runner).known(problem, spec, itself=not known_us) if guided else []
-        estimate, space = estimator(problem, spec), self.space
-        held = self._held(problem, runner.device.name)
+        elsewhere = self._elsewhere.known(problem, runner.device_name, spec, itself=not known_us) if guided else []
+        held = self._held(problem, runner.device_name)
         first = self._first(problem, held, elsewhere)
-        if guided:
+        if partly:  # what is tried first is built while the rest is judged
+            early = [each for each in first if each in held or not self.space.violations(each, problem)]
+            compiled += self.builder.build(early, problem, leave=len(early))
             leaders = [Schedule(known.candidates[0]) for known in elsewhere]
-            space = promising_part(space, problem, self._pinned, estimate, [*first, *leaders])
+            among = [*promising_part(self.space, problem, self._pinned, plain, [*first, *leaders]), *held]
         # What is served was perhaps never a candidate here; it is not replaced by what it would beat.
-        space = space.including(held)
-        study = ScheduleStudy(space, problem, pinned=self._pinned, sampler=self.options.sampler, seed=self.options.seed,
-                              elsewhere=elsewhere, first=first, estimate=estimate)  # fmt: skip
-        trials = Trials(self.builder, problem, runner.device, study, known_us)
+        study = ScheduleStudy(self.space.including(held), problem, pinned=self._pinned, sampler=self.options.sampler,
+                              seed=self.options.seed, elsewhere=elsewhere, first=first, estimate=estimate, among=among,
+                              repeats=lambda schedule: self._repeats(problem, schedule))  # fmt: skip
+        # From here on the worker must have opened the device: all that comes before it is done meanwhile.
+        trials = Trials(self.builder, problem, runner.device, study, known_us, self._inert)
         tried, measured, failed = list(trials.times), 0, 0
         underway: list[Schedule] = []
         followed: set[Schedule] = set()
@@ -303,15 +314,12 @@ class Tuner:
             self.watcher.step(trials.programs)
             if trials.best is not None:
                 self.watcher.best(trials.best_us, trials.best)
-        self._elsewhere(runner).note(problem, trials.measured())
+        self._elsewhere.note(problem, trials.measured())
         return self._decide(problem, runner, trials.times, tried, compiled, measured, failed, started)
 
-    def _elsewhere(self, runner: Runner) -> Elsewhere:
-        """Kept for the whole run."""
-        if self._others is None:
-            self._others = Elsewhere(self.db, self.space, runner.device.name, self.options.regime,
-                                     self.options.accum_mode, self._shipped)  # fmt: skip
-        return self._others
+    def _repeats(self, problem: Problem, schedule: Schedule) -> bool:
+        """Whether building it would most likely give a program that was tried already. What is built costs nothing."""
+        return self.builder.record(schedule, problem) is None and self._inert.equal(problem, schedule) >= SURE
 
     def _first(self, problem: Problem, held: Sequence[Schedule], elsewhere: Sequence[Known]) -> list[Schedule]:
         """What to try first: the default, what is served now, and what won on like problems of which no more is known."""
@@ -333,12 +341,12 @@ class Tuner:
         program (a lost GPU, a killed worker, memory taken by others) are tried again.
         """
         found: dict[tuple[Schedule, str], float | None] = {}
-        for stored in self.db.measurements(problem, self.space.arch, runner.device.name, self.options.regime):
+        for stored in self.db.measurements(problem, self.space.arch, runner.device_name, self.options.regime):
             if timed_as_now(stored.measurement):
                 key = self.space.complete(stored.measurement.schedule), stored.measurement.fingerprint
                 found.setdefault(key, stored.measurement.median_us)
         for failed in self.db.failures(self.space.arch, problem, stage="measure"):
-            if failed.device_name == runner.device.name and failed.failure.kind not in RETRIED:
+            if failed.device_name == runner.device_name and failed.failure.kind not in RETRIED:
                 found.setdefault((failed.schedule, failed.fingerprint), None)
         return {key: us for key, us in found.items()
                 if fits(key[0], self._pinned) and not self.space.unworkable(key[0], problem)}  # fmt: skip
@@ -440,21 +448,34 @@ class Tuner:
     def _default(self, problem: Problem) -> Schedule:
         return self.space.default(problem, pinned=self._pinned)
 
-    def _build(self, schedules: Sequence[Schedule], problem: Problem, deadline_s: float | None) -> int:
-        missing, spec = self.builder.missing(schedules, problem), arch_spec(self.space.arch)
-        least = math.inf
+    def _build(self, order: Sequence[Schedule], problem: Problem, deadline_s: float | None) -> int:
+        """Build the first of `order`, as many as the effort says; what is likely to be a program built already is put off."""
+        spec, least = arch_spec(self.space.arch), math.inf
+        most = len(order) if self._builds is None else min(self._builds, len(order))
+        left, done, compiled = dict.fromkeys(order), 0, 0
 
-        def built(done: int, record: BuildRecord) -> None:
+        def built(count: int, record: BuildRecord) -> None:
             nonlocal least
-            self.watcher.step(done)
+            self.watcher.step(done + count)
             if record.facts is not None:
                 us = self.kernel.model(problem, record.schedule, record.facts, spec)
                 if us < least:
                     least = us
                     self.watcher.best(us, record.schedule)
 
-        self.watcher.stage(problem, "compiling", len(missing))
-        return self.builder.build(missing, problem, progress=built, deadline_s=deadline_s)
+        while done < most and not (compiled and deadline_s is not None and time.monotonic() > deadline_s):
+            chosen = order
+            if most < len(order):
+                batch = min(max(LEARNT_AT_ONCE, self.builder.jobs), most - done)
+                chosen = self._inert.put_off(problem, list(left), batch)
+            if not compiled and self.builder.missing(chosen, problem):
+                self.watcher.stage(problem, "compiling", most)
+            compiled += self.builder.build(chosen, problem, progress=built, deadline_s=deadline_s)
+            learn(self._inert, problem, self.builder.programs(chosen, problem, spec))
+            for schedule in chosen:
+                del left[schedule]
+            done += len(chosen)
+        return compiled
 
     def _entry(self, problem: Problem, schedule: Schedule, fingerprint: str, **more: object) -> EntryRecord:
         values: dict[str, object] = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
 from tiledsched import data_files
 from tiledsched.config import Settings
+from tiledsched.errors import DatabaseError
 from tiledsched.kernel import KernelClass
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import Table
@@ -14,6 +16,8 @@ from tiledsched.space_files import known_knobs
 from tiledsched.store.exchange import read_entries
 from tiledsched.store.location import database_exists
 from tiledsched.store.records import EntryRecord
+
+log = logging.getLogger("tiledsched")
 
 
 def load_entries(url: str | None, archs: Collection[str] | None = None, kernel: str = "") -> list[EntryRecord]:
@@ -25,7 +29,10 @@ def load_entries(url: str | None, archs: Collection[str] | None = None, kernel: 
     found: dict[tuple[str, ...], EntryRecord] = {}
     for path in sorted((data_files.tuning_db() / "tables").glob(f"{kernel or '*'}/*.json")):
         if archs is None or path.stem in archs:
-            found.update((entry.key, entry) for entry in read_entries(path))
+            try:
+                found.update((entry.key, entry) for entry in read_entries(path))
+            except DatabaseError as error:  # what is left still serves
+                log.warning("%s; it is left out", error)
     later: list[EntryRecord] = []
     bundle = named_bundle()
     if bundle is not None:

@@ -31,6 +31,7 @@ from tiledsched.store.records import (
     StoredMeasurement,
     Toolchain,
 )
+from tiledsched.store.shipped import check_shipped
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -154,7 +155,19 @@ def read_table(path: str | os.PathLike[str]) -> Table:
         DatabaseError: the file cannot be read or is wrong; the message names the key.
     """
     name = os.path.basename(os.fspath(path))
-    data = _load(path, name)
+    return _table(_load(path, name), name)
+
+
+def parse_table(text: str, name: str) -> Table:
+    """The contents of a table file from its text.
+
+    Raises:
+        DatabaseError: it is wrong; the message names the key.
+    """
+    return _table(_parsed(text, name), name)
+
+
+def _table(data: dict[str, Any], name: str) -> Table:
     artifacts = _rows(ArtifactRecord, data["artifacts"], f"{name}: artifacts")
     stored, entries = _evidence_and_entries(data, name)
     return Table(entries=tuple(entries), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
@@ -189,10 +202,17 @@ def _evidence_and_entries(data: dict[str, Any], name: str) -> tuple[dict[str, St
 
 def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     try:
-        data = json.loads(read_text(Path(path)))
+        return _parsed(read_text(Path(path)), name)
     except OSError as error:
         raise DatabaseError(f"cannot read {name}: {error.strerror}; check the path") from error
-    except (ValueError, lzma.LZMAError, EOFError) as error:
+    except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+        raise DatabaseError(f"{name} is not JSON: {error}; give a file that `tiledsched db export` wrote") from error
+
+
+def _parsed(text: str, name: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
         raise DatabaseError(f"{name} is not JSON: {error}; give a file that `tiledsched db export` wrote") from error
     if not isinstance(data, dict) or "schema_version" not in data:
         raise DatabaseError(f"{name}: schema_version: missing; give a file that `tiledsched db export` wrote")
@@ -283,8 +303,18 @@ def _write(
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; `.xz` files are decompressed."""
+    """The text of a file; `.xz` files are decompressed.
+
+    Raises:
+        DatabaseError: a shipped file that is not what it was.
+    """
     data = path.read_bytes()
+    check_shipped(path, data)
+    return text_of(path, data)
+
+
+def text_of(path: Path, data: bytes) -> str:
+    """The text of a file with these bytes."""
     return (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
 
 

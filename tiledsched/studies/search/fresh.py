@@ -4,7 +4,8 @@ For each problem, none of which is in a shipped table or landscape: what is serv
 quick`` finds from an empty database, and the seconds of its whole process; and what a thorough search with neighbours finds from
 another empty database. Then all three are raced afresh, interleaved, so that their times may be compared.
 
-With ``--equal EFFORT`` instead: what that effort finds with and without neighbours, from empty databases and of as many programs.
+With ``--seconds`` instead: only the seconds of the quick tunes; two at a time on one host hold each other up.
+With ``--equal EFFORT``: what that effort finds with and without neighbours, from empty databases and of as many programs.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ PROBLEMS = (
 COLUMNS = ("kernel", "problem", "served_before_us", "quick_us", "quick_seconds", "thorough_us", "thorough_seconds",
            "provenance_before", "device")  # fmt: skip
 
+SECONDS_COLUMNS = ("kernel", "problem", "quick_seconds")
 EQUAL_COLUMNS = (
     "kernel",
     "problem",
@@ -110,18 +112,22 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="every how manieth problem, from which on, e.g. 0/2")
     parser.add_argument("--thorough-budget", default="40", help="seconds of the thorough search (default: 40)")
     parser.add_argument("--equal", metavar="EFFORT", choices=tuple(EFFORTS), help="compare with and without neighbours")
+    parser.add_argument("--seconds", action="store_true", help="only time the quick tunes")
     parser.add_argument("--jobs", type=int, default=16, help="compile processes (default: 16)")
     options = parser.parse_args()
     start, step = map(int, options.part.split("/"))
-    columns = EQUAL_COLUMNS if options.equal else COLUMNS
+    columns = SECONDS_COLUMNS if options.seconds else EQUAL_COLUMNS if options.equal else COLUMNS
     with options.csv.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         for words in PROBLEMS[start::step]:
             try:
-                row = (
-                    compare(words, options) if options.equal else measure(words, options.thorough_budget, options.jobs)
-                )
+                if options.seconds:
+                    row = quick_seconds(words, options.jobs)
+                elif options.equal:
+                    row = compare(words, options)
+                else:
+                    row = measure(words, options.thorough_budget, options.jobs)
             except Exception as error:  # the others are still worth having
                 print(f"{words}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 continue
@@ -146,6 +152,14 @@ def measure(words: str, budget: str, jobs: int) -> dict[str, object]:
     return dict(zip(COLUMNS, (name, json.dumps(problem.to_json()), round(times["before"], 2), round(times["quick"], 2),
                               round(quick_s, 1), round(times["thorough"], 2), round(thorough_s, 1), before.provenance, device),
                     strict=True))  # fmt: skip
+
+
+def quick_seconds(words: str, jobs: int) -> dict[str, object]:
+    """How long a quick tune takes."""
+    problem = read_problem(words)
+    with tempfile.TemporaryDirectory() as folder:
+        _, seconds = tune(words, Path(folder) / "quick.db", "--effort", "quick", jobs=jobs)
+    return dict(zip(SECONDS_COLUMNS, (problem.kernel, json.dumps(problem.to_json()), round(seconds, 1)), strict=True))
 
 
 def compare(words: str, options: argparse.Namespace) -> dict[str, object]:

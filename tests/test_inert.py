@@ -1,0 +1,123 @@
+"""Which changes of knobs leave the program as it is: learnt from builds."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiledsched.schedule import Schedule
+from tiledsched.search.inert import MOST_CHANGES, SURE, InertChanges
+
+CHOICES = {"tile": [32, 64, 128], "hint": [0, 2, 4], "other_hint": [0, 4], "flag": [False, True]}
+ALL = [Schedule(dict(zip(CHOICES, each, strict=True))) for each in itertools.product(*CHOICES.values())]
+
+
+def program(schedule: Schedule) -> tuple[object, ...]:
+    """One hint never matters, the other only for large tiles."""
+    return schedule["tile"], schedule["flag"], schedule["hint"] if schedule["tile"] == 128 else None
+
+
+def test_nothing_is_said_before_anything_is_built() -> None:
+    inert = InertChanges(CHOICES)
+    assert inert.equal("p", ALL[0]) == 0
+    assert inert.put_off("p", ALL, 5) == ALL[:5]
+
+
+def test_what_was_built_is_built() -> None:
+    inert = InertChanges(CHOICES)
+    inert.learn("p", ALL[0], program(ALL[0]))
+    assert inert.equal("p", ALL[0]) == 1
+    assert inert.equal("q", ALL[0]) == 0
+
+
+def test_what_was_built_and_not_tried_only_teaches() -> None:
+    inert = InertChanges(CHOICES)
+    for schedule in ALL[:8]:
+        inert.learn("p", schedule, program(schedule), tried=False)
+    assert not any(inert.equal("p", schedule) for schedule in ALL)
+    inert.learn("p", ALL[0], program(ALL[0]))
+    assert [inert.equal("p", schedule) >= SURE for schedule in ALL[:4]] == [True, False, True, False]
+
+
+def built_in_turn(problem: str, inert: InertChanges, batch: int = 6) -> list[Schedule]:
+    """Every schedule, those last that are likely to be built."""
+    left, order = list(ALL), []
+    while left:
+        for schedule in inert.put_off(problem, left, batch):
+            left.remove(schedule)
+            order.append(schedule)
+            inert.learn(problem, schedule, program(schedule))
+    return order
+
+
+def test_equal_programs_are_built_last() -> None:
+    order = built_in_turn("p", InertChanges(CHOICES))
+    assert sorted(order, key=ALL.index) == ALL
+    distinct = len(set(map(program, ALL)))  # 10 of 36
+    first = len({program(each) for each in order[: 2 * distinct]})
+    as_written = len({program(each) for each in ALL[: 2 * distinct]})
+    assert (first, as_written, distinct) == (8, 4, 10)
+
+
+def test_one_problem_teaches_another() -> None:
+    inert, alone = InertChanges(CHOICES), InertChanges(CHOICES)
+    built_in_turn("p", inert)
+    twin = ALL[0].replace(other_hint=4)
+    for learner in (inert, alone):
+        learner.learn("q", ALL[0], program(ALL[0]))
+    assert inert.equal("q", twin) >= SURE > alone.equal("q", twin)
+
+
+def test_a_change_that_made_a_difference_here_counts_more_than_one_that_made_none_elsewhere() -> None:
+    inert = InertChanges(CHOICES)
+    for schedule in ALL:
+        if schedule["tile"] == 32:
+            inert.learn("p", schedule, program(schedule))
+    before, after, new = (Schedule(tile=128, hint=hint, other_hint=0, flag=True) for hint in (0, 2, 4))
+    inert.learn("p", before, program(before))
+    doubted = inert.equal("p", after)
+    assert doubted > SURE
+    inert.learn("p", after, program(after))
+    assert inert.equal("p", new) < doubted
+
+
+@given(st.permutations(ALL), st.integers(1, 12))
+def test_nothing_is_lost_and_nothing_twice(order, count) -> None:
+    inert = InertChanges(CHOICES)
+    for schedule in order[:9]:
+        inert.learn("p", schedule, program(schedule))
+    chosen = inert.put_off("p", order, count)
+    assert len(chosen) == len(set(chosen)) == count
+    sure = [each for each in order if inert.equal("p", each) < SURE]
+    assert chosen[: len(sure)] == sure[:count]
+
+
+def test_whoever_differs_in_more_is_not_taken_for_the_same() -> None:
+    inert = InertChanges(CHOICES)
+    for schedule in ALL[:1]:
+        inert.learn("p", schedule, "one")
+    far = [each for each in ALL if sum(each[name] != ALL[0][name] for name in CHOICES) > MOST_CHANGES]
+    assert all(inert.equal("p", each) == 0 for each in far)
+
+
+@pytest.mark.parametrize("seen", [1, 3])
+def test_true_is_not_one(seen) -> None:
+    inert = InertChanges(["knob"])
+    for _ in range(seen):
+        inert.learn("p", Schedule(knob=1), "one")
+    assert inert.equal("p", Schedule(knob=True)) == 0
+
+
+def test_the_study_replays_what_was_recorded(tmp_path, capsys, monkeypatch) -> None:
+    from tiledsched.studies.search import inert_changes
+
+    runs = {"a run": {schedule: str(program(schedule)) for schedule in ALL}}
+    inert_changes.write(tmp_path / "builds.csv.xz", runs)
+    assert inert_changes.read(tmp_path / "builds.csv.xz") == runs
+    assert inert_changes.replay(runs["a run"], 20) == (4, 6, 0)
+    monkeypatch.setattr("sys.argv", ["inert_changes", str(tmp_path / "builds.csv.xz"), "--builds", "20"])
+    inert_changes.main()
+    assert "4 of 20" in capsys.readouterr().out
