@@ -5,7 +5,6 @@ python tests/store_samples.py tests/data/store_0001.db
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import sys
 import uuid
@@ -14,8 +13,8 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-import pytest
 import sqlalchemy as sa
+from postgres import server
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain
@@ -44,10 +43,7 @@ def new_url(backend: str, folder: Path) -> Iterator[str]:
     if backend != "postgresql":
         yield ":memory:" if backend == "memory" else str(folder / "tuning.db")
         return
-    server = os.environ.get("TILEDSCHED_TEST_POSTGRESQL")
-    if not server:
-        pytest.skip("TILEDSCHED_TEST_POSTGRESQL is not set")
-    url, schema = resolve_url(server), f"test_{uuid.uuid4().hex}"
+    url, schema = resolve_url(server()), f"test_{uuid.uuid4().hex}"
     engine = sa.create_engine(url)
     with engine.begin() as connection:
         connection.exec_driver_sql(f"CREATE SCHEMA {schema}")
