@@ -18,7 +18,9 @@ WITHOUT = "no PostgreSQL server: install its binaries (postgresql), or set TILED
 def binaries() -> Path | None:
     """The folder of initdb and postgres; Debian keeps it off the path."""
     found = shutil.which("initdb")
-    places = [Path(found).resolve().parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    places = (
+        [Path(found).resolve().parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    )
     return next((place for place in places if (place / "postgres").exists()), None)
 
 
@@ -39,8 +41,14 @@ def server() -> str:
         who = {"user": "nobody"}
     data = folder / "data"
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder, **who}
-    subprocess.run([bin_folder / "initdb", "-D", data, "-U", "tests", "-A", "trust", "--no-sync", "-E", "UTF8"], check=True, **quiet)
-    running = subprocess.Popen([bin_folder / "postgres", "-D", data, "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"], **quiet)
+    subprocess.run(
+        [bin_folder / "initdb", "-D", data, "-U", "tests", "-A", "trust", "--no-sync", "-E", "UTF8"],
+        check=True,
+        **quiet,
+    )
+    running = subprocess.Popen(
+        [bin_folder / "postgres", "-D", data, "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"], **quiet
+    )
 
     def stop() -> None:
         running.terminate()  # ends when the last connection has; a second signal would not wait

@@ -233,16 +233,23 @@ def test_entries_are_kept_apart_by_every_part_of_their_key(db):
     assert db.entries(provenance="measured") == []
 
 
-def test_merge_adds_once_and_newer_wins(db):
-    old, new = stored("a" * 24), stored("b" * 24, created_at=START + timedelta(days=1), median_us=90.0)
+def test_merge_adds_once_and_the_faster_wins(db):
+    old, new = stored("a" * 24), stored("b" * 24, created_at=START + timedelta(days=1), median_us=130.0)
     first = entry("measured", updated_at=START).replace(measurement=old.summary)
     assert db.merge([old], [first]) == MergeResult(entries_added=1, measurements_added=1)
     assert db.merge([old], [first]) == MergeResult(entries_kept=1, measurements_kept=1)
     second = first.replace(measurement=new.summary, updated_at=START + timedelta(days=1))
-    assert db.merge([old, new], [second]) == MergeResult(entries_replaced=1, measurements_kept=1, measurements_added=1)
-    assert db.merge([], [first, entry("modelled", updated_at=START + timedelta(days=9))]) == MergeResult(entries_kept=2)
+    assert db.merge([old, new], [second]).entries_kept == 1  # newer, and 30% slower
+    faster = stored("c" * 24, created_at=START - timedelta(days=1), median_us=90.0)
+    third = first.replace(measurement=faster.summary, updated_at=START - timedelta(days=1))
+    assert (
+        db.merge(
+            [faster], [third, entry("modelled", updated_at=START + timedelta(days=9), model_us=1.0)]
+        ).entries_replaced
+        == 1
+    )
     (got,) = db.entries()
-    assert (got.median_us, got.updated_at) == (90.0, START + timedelta(days=1))
+    assert (got.median_us, got.updated_at) == (90.0, START - timedelta(days=1))
     assert db.check() == []
 
 

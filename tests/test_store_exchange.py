@@ -235,34 +235,6 @@ def test_merging_needs_the_other_database(db, tmp_path):
     assert not (tmp_path / "missing.db").exists()
 
 
-@st.composite
-def evidence(draw, number):
-    """An entry and the measurement behind it, if any; times differ, so that newer is never a tie."""
-    provenance = draw(st.sampled_from(["measured", "modelled", "default"]))
-    when = START + timedelta(hours=number)
-    causal = draw(st.booleans())
-    one = entry(provenance, problem=PROBLEM.replace(causal=causal), updated_at=when, candidates=number)
-    if provenance != "measured":
-        return one, None
-    taken = stored(f"{number:024x}", created_at=when, median_us=50.0 + number, problem=one.problem)
-    return one.replace(measurement=taken.summary), taken
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data(), cut=st.integers(0, 6))
-def test_the_order_of_merging_does_not_matter(data, cut):
-    rows = [data.draw(evidence(number)) for number in range(6)]
-    halves = [(rows[:cut], rows[cut:]), (rows[cut:], rows[:cut])]
-    results = []
-    for order in halves:
-        with TuningDB.open(":memory:") as db:
-            for half in order:
-                db.merge([taken for _, taken in half if taken], [one for one, _ in half])
-            assert db.check() == []
-            results.append((portable(db.entries()), {one.uid for one in db.measurements()}))
-    assert results[0] == results[1]
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     samples=st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=20),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tiledsched.search.record import RecordResult
     from tiledsched.search.tuner import TuneResult
     from tiledsched.store.queries import RegimeComparison
-    from tiledsched.store.records import EntryRecord
+    from tiledsched.store.records import EntryRecord, MergeResult
     from tiledsched.studies.ablation.rows import AblationRow
     from tiledsched.studies.bench.rows import BenchRow
     from tiledsched.studies.search.scores import Summary as SearchSummary
@@ -127,6 +127,19 @@ def print_recorded(result: RecordResult) -> None:
         best = rate_text(result.problem, file.best_us, 1)
         print(f"{result.problem} {file.regime}: {file.distinct_programs} distinct programs, {result.failed} failed, "
               f"best {best}, worst {file.worst_ratio:.2f}x{rest}; {file.path}", flush=True)  # fmt: skip
+
+
+def print_merged(result: MergeResult) -> None:
+    """What a merge did, and what it found that a race must decide."""
+    from tiledsched.cli.problems import told
+
+    print(f"entries: {result.entries_added} added, {result.entries_replaced} replaced, {result.entries_kept} kept; measurements: "
+          f"{result.measurements_added} added, {result.measurements_kept} known")  # fmt: skip
+    for each in result.contradictions:
+        entry = each.entry
+        print(f"contradicted: {each}")
+        print(f"  let a race decide: tiledsched tune {entry.kernel} --arch {entry.arch} --regime {entry.regime} --problem "
+              f"{told(entry.problem)}")  # fmt: skip
 
 
 def print_tuned(report: TuneReport) -> None:

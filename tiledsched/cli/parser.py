@@ -399,9 +399,11 @@ def _add_db(subs: Any) -> None:
     _listed_kernel(export)
     _arch_flag(export, "only this arch", usual=False)
     export.add_argument("--out", metavar="FILE", default="-", help="file to write (default: stdout)")
-    bring = _command(actions, "import", store_commands.db_import, "take in a table written by export")
-    bring.add_argument("file", metavar="FILE", help="table to read")
-    merge = _command(actions, "merge", store_commands.db_merge, "take in everything another database holds")
-    merge.add_argument("other", metavar="URL", help="database to read")
+    bring = _command(actions, "import", store_commands.db_import, "take in tables written by export")
+    bring.add_argument("files", metavar="FILE", nargs="+", help="tables to read")
+    merge = _command(
+        actions, "merge", store_commands.db_merge, "take in the measurements and entries of other databases"
+    )
+    merge.add_argument("others", metavar="URL", nargs="+", help="databases to read")
     _command(actions, "check", store_commands.db_check, "look for damage")
     _command(actions, "upgrade", store_commands.db_upgrade, "bring the schema up to date")

@@ -6,11 +6,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tiledsched.cli import output
 from tiledsched.cli.commands import _folder, _open, _print_json, _said, _settings
 from tiledsched.cli.problems import matching
 from tiledsched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tiledsched.store.records import MergeResult
 
 
 def _listed(options: argparse.Namespace) -> str | None:
@@ -149,22 +153,34 @@ def db_export(options: argparse.Namespace) -> int:
 
 
 def db_import(options: argparse.Namespace) -> int:
-    """Read a table."""
+    """Read tables."""
     from tiledsched.store.exchange import import_table
+    from tiledsched.store.records import MergeResult
 
+    result = MergeResult()
     with _open(options) as db:
-        result = import_table(db, options.file)
-    _said(options, result.to_json(), str(result))
-    return 0
+        for file in options.files:
+            result += import_table(db, file)
+    return _merged(options, result)
 
 
 def db_merge(options: argparse.Namespace) -> int:
-    """Read another database."""
+    """Read other databases."""
     from tiledsched.store.exchange import merge_database
+    from tiledsched.store.records import MergeResult
 
+    result = MergeResult()
     with _open(options) as db:
-        result = merge_database(db, options.other)
-    _said(options, result.to_json(), str(result))
+        for other in options.others:
+            result += merge_database(db, other)
+    return _merged(options, result)
+
+
+def _merged(options: argparse.Namespace, result: MergeResult) -> int:
+    if options.json:
+        _print_json(result.to_json())
+    else:
+        output.print_merged(result)
     return 0
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy.engine import URL, Engine
 from sqlalchemy.orm import Session
@@ -19,6 +21,12 @@ from tiledsched.store.views import create_view
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T = TypeVar("T")
+IN_THE_WAY = ("40001", "40P01", "23505")
+"""PostgreSQL's codes for transactions that were in each other's way: not serialisable, deadlock, a row inserted at once."""
+TRIES = 6
+"""Of a transaction that was in another's way."""
 
 
 class Database:
@@ -116,6 +124,22 @@ class Database:
         """A session for queries of one's own."""
         with engines.explained(self._url), Session(self._engine) as session:
             yield session
+
+    def write(self, work: Callable[[Session], T]) -> T:
+        """What `work` makes of a session in one write transaction; again, where a writer beside it was in the way.
+
+        PostgreSQL ends one of two transactions that wait for each other, or that insert the same row at once.
+        """
+        for left in range(TRIES, 0, -1):
+            try:
+                with self.writing() as session:
+                    return work(session)
+            except DatabaseError as error:
+                state = getattr(getattr(error.__cause__, "orig", None), "sqlstate", None)
+                if left == 1 or state not in IN_THE_WAY:
+                    raise
+            time.sleep(random.uniform(0, 0.02 * 2 ** (TRIES - left)))
+        raise AssertionError("the last try returns or raises")
 
     @contextmanager
     def writing(self) -> Iterator[Session]:

@@ -8,9 +8,11 @@ cannot be read or written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import select, update
+from sqlalchemy.orm import Session
 
 from tiledsched.errors import DatabaseError, Failure
 from tiledsched.measure.runner import Device, Measurement
@@ -19,6 +21,7 @@ from tiledsched.schedule import Schedule
 from tiledsched.store import host
 from tiledsched.store.codec import encode
 from tiledsched.store.database import Database
+from tiledsched.store.evidence import contradictions
 from tiledsched.store.models import (
     ArtifactRow,
     BuildRow,
@@ -68,8 +71,7 @@ class TuningDB(Database):
 
     def record_builds(self, records: Sequence[BuildRecord]) -> None:
         """Store builds in one transaction."""
-        with self.writing() as session:
-            put_builds(session, records)
+        self.write(lambda session: put_builds(session, records))
 
     def find_builds(
         self, kernel: str, source_hash: str, toolchain: Toolchain, arch: str
@@ -154,8 +156,7 @@ class TuningDB(Database):
             created_at=created,
         )
         self.show(kernel)
-        with self.writing() as session:
-            return put_measurement(session, record)[0]
+        return self.write(lambda session: put_measurement(session, record)[0])
 
     def measurements(
         self,
@@ -253,9 +254,12 @@ class TuningDB(Database):
             "message": failure.message,
             "created_at": now(),
         }
-        with self.writing() as session:
+
+        def put(session: Session) -> None:
             parents.insert(session)
             insert_row(session, FailureRow, values)
+
+        self.write(put)
 
     def failures(
         self,
@@ -298,8 +302,7 @@ class TuningDB(Database):
             DatabaseError: an unknown provenance, or `measured` without a measurement.
         """
         self.show(record.kernel)
-        with self.writing() as session:
-            return put_entry(session, record, newer_only=False) != "kept"
+        return self.write(lambda session: put_entry(session, record, merging=False)) != "kept"
 
     def entries(
         self,
@@ -333,19 +336,29 @@ class TuningDB(Database):
               artifacts: Sequence[ArtifactRecord] = ()) -> MergeResult:  # fmt: skip
         """Take in what another database or file holds, in one transaction.
 
-        A measurement already here stays. Of two entries with one key the stronger provenance wins, then the newer.
+        Measurements are pooled. Of two entries with one key the stronger provenance stays, then the one that its own
+        measurement (or the model) says is faster: the outcome is the same in whatever order things are merged, and however
+        often. Where the pooled measurements contradict what is served, the result says so.
         An entry finds its measurement by `record.measurement.uid`, here or among `measurements`.
         """
-        done = dict.fromkeys(("measurements_added", "measurements_kept", "entries_added", "entries_replaced",
-                              "entries_kept"), 0)  # fmt: skip
         self.show(*{stored.kernel for stored in measurements}, *{entry.kernel for entry in entries})
-        with self.writing() as session:
+
+        def take(session: Session) -> MergeResult:
+            done = dict.fromkeys(("measurements_added", "measurements_kept", "entries_added", "entries_replaced",
+                                  "entries_kept"), 0)  # fmt: skip
             put_artifacts(session, artifacts)
-            for stored in measurements:
+            # In one order for everyone, so that no two merges wait for each other.
+            for stored in sorted(measurements, key=lambda each: each.uid):
                 done["measurements_added" if put_measurement(session, stored)[1] else "measurements_kept"] += 1
-            for entry in entries:
-                done["entries_" + put_entry(session, entry, newer_only=True)] += 1
-        return MergeResult(**done)
+            for entry in sorted(entries, key=lambda each: each.key):
+                # Numbers of another database mean nothing here.
+                elsewhere = entry.replace(measurement_id=None, run_id=None)
+                done["entries_" + put_entry(session, elsewhere, merging=True)] += 1
+            return MergeResult(**done, contradictions=())
+
+        done = self.write(take)
+        touched = {entry.key for entry in entries} if done.entries_kept or done.entries_replaced else set()
+        return replace(done, contradictions=tuple(contradictions(self, touched)))
 
 
 def _entry_order(record: EntryRecord) -> tuple[Any, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+import math
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -318,20 +319,49 @@ class LandscapeSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Contradiction:
+    """Measurements of one problem on one kind of GPU that do not go with what is served."""
+
+    entry: EntryRecord
+    """What is served."""
+    schedule: Schedule
+    """Of the measurement that contradicts: the same program at another time, or a faster one."""
+    median_us: float
+    """What that measurement says."""
+
+    def __str__(self) -> str:
+        entry, us = self.entry, self.entry.median_us or math.nan
+        lost = f"lost to {self.schedule.short()}, measured at"
+        what = "was also measured at" if self.schedule == entry.schedule else lost
+        where = f"{entry.problem} on {entry.device_name}, {entry.regime}"
+        return f"{where}: {entry.schedule.short()}, served with {us:.2f} us, {what} {self.median_us:.2f} us"
+
+
+@dataclass(frozen=True, kw_only=True)
 class MergeResult:
     """What an import or merge did."""
 
     entries_added: int = 0
     """Keys that were new."""
     entries_replaced: int = 0
-    """Keys whose entry gave way: the new one's provenance is stronger, or equal and newer."""
+    """Keys whose entry gave way: the other one's provenance is stronger, or equal and its evidence better."""
     entries_kept: int = 0
     """Keys whose entry stayed."""
     measurements_added: int = 0
     """Measurements that were new."""
     measurements_kept: int = 0
     """Measurements already here."""
+    contradictions: tuple[Contradiction, ...] = ()
+    """Where what was measured contradicts what is served: a race decides."""
 
-    def to_json(self) -> dict[str, int]:
+    def __add__(self, other: MergeResult) -> MergeResult:
+        counts = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)
+                  if each.name != "contradictions"}  # fmt: skip
+        # Of what the first said of a key the second knows better.
+        latest = {each.entry.key: each for each in (*self.contradictions, *other.contradictions)}
+        return MergeResult(**counts, contradictions=tuple(latest.values()))
+
+    def to_json(self) -> dict[str, Any]:
         """A plain dict."""
-        return asdict(self)
+        data: dict[str, Any] = encode(self)
+        return data

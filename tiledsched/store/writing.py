@@ -5,6 +5,8 @@ Rows that others point at are inserted first and only where missing: their ids a
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -30,6 +32,7 @@ from tiledsched.store.models import (
     ScheduleRow,
     ToolchainRow,
 )
+from tiledsched.store.reading import Reader, select_entries
 from tiledsched.store.records import PROVENANCES, ArtifactRecord, BuildRecord, EntryRecord, StoredMeasurement, Toolchain
 
 BUILD_KEY = ("kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id")
@@ -60,6 +63,16 @@ def _insert(session: Session, model: type[Base]) -> Any:
     dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
     assert isinstance(model.__table__, Table)
     return dialect.insert(model.__table__)
+
+
+def _insert_new(session: Session, model: type[Base], row: dict[str, Any]) -> bool:
+    """Insert a row unless its key is taken; whether it was inserted."""
+    statement = _insert(session, model).on_conflict_do_nothing()
+    if session.get_bind().dialect.name == "postgresql":  # which tells no count where a key is made
+        return session.execute(statement.returning(model.__table__.primary_key.columns[0]), row).first() is not None
+    result = session.execute(statement.inline(), row)
+    assert isinstance(result, CursorResult)
+    return result.rowcount == 1
 
 
 def insert_row(session: Session, model: type[Base], row: dict[str, Any]) -> int:
@@ -114,8 +127,9 @@ class Parents:
 
     def insert(self, session: Session) -> None:
         """Insert what is missing."""
-        for model, rows in self.rows.items():
-            insert_missing(session, model, list(rows.values()))
+        for model in sorted(self.rows, key=lambda each: each.__tablename__):
+            # In one order for everyone, so that no two writers wait for each other.
+            insert_missing(session, model, [row for _, row in sorted(self.rows[model].items())])
 
 
 def device_id(device: Device) -> str:
@@ -135,7 +149,7 @@ def put_artifacts(session: Session, records: Iterable[ArtifactRecord]) -> None:
         for record in records
         if record.facts is not None
     }
-    upsert(session, ArtifactRow, list(rows.values()), ("arch", "fingerprint"))
+    upsert(session, ArtifactRow, [row for _, row in sorted(rows.items())], ("arch", "fingerprint"))
 
 
 def put_builds(session: Session, records: Sequence[BuildRecord]) -> None:
@@ -160,8 +174,8 @@ def put_measurement(session: Session, record: StoredMeasurement) -> tuple[int, b
     return session.scalars(numbered).one(), True
 
 
-def put_entry(session: Session, record: EntryRecord, *, newer_only: bool) -> str:
-    """Store an entry unless what is there is stronger (or, with `newer_only`, as strong and as new).
+def put_entry(session: Session, record: EntryRecord, *, merging: bool) -> str:
+    """Store an entry unless what is there is stronger; with `merging`, unless its evidence is as good.
 
     Returns:
         `added`, `replaced` or `kept`.
@@ -175,21 +189,37 @@ def put_entry(session: Session, record: EntryRecord, *, newer_only: bool) -> str
         raise DatabaseError(f"the entry for {record.problem} says measured and names no measurement; record that first")
     if record.updated_at is None:
         record = record.replace(updated_at=now())
-    assert record.updated_at is not None
     parents = Parents()
     row = entry_values(record, measurement_id, parents)
-    same = [getattr(EntryRow, name) == row[name] for name in ENTRY_KEY]
-    there = session.execute(select(EntryRow.provenance, EntryRow.updated_at).where(*same).with_for_update()).first()
-    if there is not None:
-        rank = PROVENANCES.index(there.provenance)
-        if rank < record.rank or (newer_only and rank == record.rank and there.updated_at >= record.updated_at):
-            return "kept"
     parents.insert(session)
-    if there is None:
-        insert_row(session, EntryRow, row)
+    # Whoever inserts the same key beside us is waited for; after that the row is there and held until we commit.
+    if _insert_new(session, EntryRow, row):
         return "added"
+    same = [getattr(EntryRow, name) == row[name] for name in ENTRY_KEY]
+    if merging:
+        there = Reader().entry(*session.execute(select_entries().where(*same).with_for_update(of=EntryRow)).one())
+        keep = standing(there) <= standing(record)
+    else:
+        provenance = session.scalars(select(EntryRow.provenance).where(*same).with_for_update()).one()
+        keep = PROVENANCES.index(provenance) < record.rank
+    if keep:
+        return "kept"
     session.execute(update(EntryRow).where(*same).values(row))
     return "replaced"
+
+
+def standing(record: EntryRecord) -> tuple[int, float, str, float]:
+    """Of two entries with one key, from whatever databases and in whatever order, the one with the lesser standing is served.
+
+    The stronger provenance comes first, then the lesser time, measured or modelled; of equal times the contents decide, and
+    dates only between equal contents.
+    """
+    us = record.median_us if record.median_us is not None else record.model_us
+    contents = {key: value for key, value in record.to_json().items()
+                if key not in ("measurement_id", "run_id", "updated_at", "measurement")}  # fmt: skip
+    contents["measurement"] = record.measurement.uid if record.measurement else None
+    date = record.updated_at.timestamp() if record.updated_at else 0.0
+    return record.rank, math.inf if us is None else us, json.dumps(contents, sort_keys=True), -date
 
 
 def _measurement_id(session: Session, record: EntryRecord) -> int | None:
