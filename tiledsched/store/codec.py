@@ -18,7 +18,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from tiledsched.errors import DatabaseError, TiledschedError
 from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
-from tiledsched.store.forms import check_field, check_number, check_values
+from tiledsched.store.forms import check_field, check_number, check_values, held_fields
 
 T = TypeVar("T")
 Decoder = Callable[[Any, str], Any]
@@ -93,6 +93,8 @@ def _dataclass_decoder(cls: type) -> Decoder:
     known = {field.name: _decoder(hints[field.name]) for field in fields(cls)}
     required = [field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING]
 
+    held = held_fields(cls.__name__, known)
+
     def decode_dataclass(data: Any, where: str) -> Any:
         _require(dict, data, where)
         for key in data:
@@ -102,8 +104,8 @@ def _dataclass_decoder(cls: type) -> Decoder:
             if key not in data:
                 raise DatabaseError(f"{where}.{key}: missing; add it")
         values = {key: known[key](item, f"{where}.{key}") for key, item in data.items()}
-        for key, value in values.items():
-            check_field(cls.__name__, key, value, f"{where}.{key}")
+        for key in held:
+            check_field(cls.__name__, key, values.get(key), f"{where}.{key}")
         return _call(lambda keywords: cls(**keywords), values, where)
 
     return decode_dataclass

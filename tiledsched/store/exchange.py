@@ -144,15 +144,15 @@ def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResu
     from tiledsched.store.db import TuningDB
 
     with TuningDB.open(other_url, read_only=True) as other:
-        measurements = _held(replace(stored, id=0, run_id=None) for stored in other.measurements())
-        entries = _held(entry.replace(measurement_id=None, run_id=None) for entry in other.entries())
-        artifacts = _held(other.artifacts().values())
+        measurements = _held((replace(stored, id=0, run_id=None) for stored in other.measurements()), other.url)
+        entries = _held((entry.replace(measurement_id=None, run_id=None) for entry in other.entries()), other.url)
+        artifacts = _held(other.artifacts().values(), other.url)
     return db.merge(measurements, entries, artifacts)
 
 
-def _held(records: Iterable[Made]) -> list[Made]:
-    """The records, held to the form that they have in a file."""
-    return [decode(type(record), encode(record), type(record).__name__) for record in records]
+def _held(records: Iterable[Made], url: str) -> list[Made]:
+    """The records of a database, held to the form that they have in a file."""
+    return [decode(type(record), encode(record), f"{url}: {type(record).__name__}") for record in records]
 
 
 def read_table(path: str | os.PathLike[str]) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tiledsched.errors import DatabaseError
@@ -12,7 +12,7 @@ from tiledsched.measure.runner import REGIMES
 
 IDENTIFIER = (re.compile(r"[^\W\d]\w{0,99}"), "letters, digits and _")
 FINGERPRINT = (re.compile(r"[0-9a-f]{0,64}"), "hex digits, lower case")
-_KERNEL = (re.compile(r"\w[\w.:-]{0,180}( \(other fields\))?"), "letters, digits and any of _.:-")
+_KERNEL = (re.compile(r"\w[\w .:+@()-]{0,199}"), "up to 200 letters, digits, spaces and any of _.:+@()-")
 _DEVICE = (
     re.compile(r"(?!\.)[\w .,:;+#@®™()\[\]'-]{0,128}"),
     "up to 128 letters, digits, spaces and any of _.,:;+#@()[]'-",
@@ -29,6 +29,11 @@ FORMS = {
 POSITIVE = ("median_us", "ci_low_us", "ci_high_us", "samples_us", "model_us")
 """Fields of times: none is 0, or the rates made of them are nothing."""
 LARGEST = 2**63 - 1
+
+
+def held_fields(owner: str, names: Iterable[str]) -> list[str]:
+    """Those of a class's fields that have a form."""
+    return [name for name in names if name in POSITIVE or name in FORMS or f"{owner}.{name}" in FORMS]
 
 
 def check_field(owner: str, name: str, value: Any, where: str) -> None:
