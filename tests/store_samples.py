@@ -85,7 +85,7 @@ def measurement(median_us=100.0, **changes) -> Measurement:
         "median_us": median_us,
         "ci_low_us": median_us * 0.99,
         "ci_high_us": median_us * 1.01,
-        "samples_us": tuple(median_us + i / 7 for i in range(5)),
+        "samples_us": tuple(median_us * share for share in (0.99, 1.0, 1.005, 0.995, 1.01)),
         "accuracy": Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 1, 2), repeatable=True),
         "conditions": Conditions(sm_clock_mhz=1980, power_w=512.5, throttle_reasons=("sw_power_cap",)),
         "runner": "gpu",
@@ -93,7 +93,7 @@ def measurement(median_us=100.0, **changes) -> Measurement:
     return Measurement(**{**values, **changes})
 
 
-def stored(uid="u" * 24, *, created_at=START, **changes) -> StoredMeasurement:
+def stored(uid="d" * 24, *, created_at=START, **changes) -> StoredMeasurement:
     return StoredMeasurement(id=0, uid=uid, run_id=None, kernel="attention", source_hash="abc", toolchain=TOOLCHAIN,
                              measurement=measurement(**changes), created_at=created_at)  # fmt: skip
 

@@ -111,7 +111,7 @@ def test_failures_table(db, no_matplotlib):
     blocks = document(report_of(db, "sm_90"))
     row = table_with(to_markdown(blocks).replace("\\|", "/"), "stage", "kind")[0]
     assert (row["stage"], row["kind"], row["candidates"]) == ("build", "compile_error", "1")
-    assert row["for example"] == "`tileiras: error: 'a' / <b> more`"
+    assert row["for example"] == "<code>tileiras: error: 'a' &#124; &lt;b&gt; more</code>"
     assert "&lt;b&gt;" in to_html(blocks, title="t")
 
 
@@ -239,7 +239,7 @@ def test_document_blocks():
         Table(head=("a", "b"), rows=(("1.5%", "128x64"), ("-", "-"))), Image(name="i.png", png=b"x", text='say "x"'),
     ]  # fmt: skip
     markdown = to_markdown(blocks)
-    assert markdown.splitlines()[0] == "Mind `this` & <that>"
+    assert markdown.splitlines()[0] == "Mind `this` &amp; &lt;that&gt;"
     assert "| ---: | --- |" in markdown
     assert '![say "x"](i.png)' in markdown
     text = to_html(blocks, title="a < b")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import lzma
 import os
-import tempfile
+import re
 from pathlib import Path
 
 import platformdirs
 
 from tiledsched.build.cubin import Artifact, read_artifact
-from tiledsched.errors import CompilerError
+from tiledsched.errors import CompilerError, DatabaseError
+from tiledsched.files import write_whole
 
 CACHE_VARIABLE = "TILEDSCHED_CACHE"
 
@@ -27,7 +28,14 @@ class ArtifactStore:
         self.folder = (folder or default_cache_folder()) / "artifacts"
 
     def path(self, arch: str, fingerprint: str) -> Path:
-        """Where an artifact lies, or would."""
+        """Where an artifact lies, or would.
+
+        Raises:
+            DatabaseError: arch or fingerprint is none: made of another's data, it could point outside the folder.
+        """
+        if not (re.fullmatch(r"sm_\w+", arch, re.ASCII) and re.fullmatch(r"[0-9a-f]+", fingerprint)):
+            raise DatabaseError(f"{arch!r} and {fingerprint!r} name no machine code: an arch is sm_ and a number, a "
+                                "fingerprint hex digits; import the table or database they come from again")  # fmt: skip
         return self.folder / arch / fingerprint[:2] / f"{fingerprint}.cubin.xz"
 
     def put(self, artifact: Artifact) -> None:
@@ -36,9 +44,7 @@ class ArtifactStore:
         if path.is_file():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(lzma.compress(artifact.cubin, preset=6))
-        os.replace(file.name, path)
+        write_whole(path, lzma.compress(artifact.cubin, preset=6))
 
     def has(self, arch: str, fingerprint: str) -> bool:
         """Whether the artifact is here."""

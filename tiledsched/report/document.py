@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 NOTHING = "-"
 """Stands in a table cell where there is no value."""
+CODE = re.compile("`([^`]+)`")
 NUMBER = re.compile(r"[\d.,]+[%x]?|\[[\d., ]+\]|" + NOTHING)
 
 STYLE = """
@@ -82,24 +83,39 @@ Block = Heading | Paragraph | Table | Image
 
 
 def to_markdown(blocks: Sequence[Block]) -> str:
-    """GitHub-flavoured Markdown; images are referred to by name."""
+    """GitHub-flavoured Markdown; images are referred to by name. HTML and links in texts are shown, not taken."""
     return "\n\n".join(_markdown(block) for block in blocks) + "\n"
 
 
 def _markdown(block: Block) -> str:
     if isinstance(block, Heading):
-        return f"{'#' * block.level} {block.text}"
+        return f"{'#' * block.level} {_plain(block.text)}"
     if isinstance(block, Paragraph):
-        return block.text
+        return _plain(block.text)
     if isinstance(block, Image):
-        return f"![{block.text}]({block.name})"
+        return f"![{_plain(block.text)}]({block.name})"
     marks = ["---:" if block.numeric(column) else "---" for column in range(len(block.head))]
     lines = [block.head, marks, *block.rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return _plain(text).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    """One line of text whose only markup is its code. Runs of backticks become one: Markdown pairs runs of one length."""
+    parts = CODE.split(re.sub("`+", "`", " ".join(text.split())))
+    return "".join(_code(part) if place % 2 else _escaped(part) for place, part in enumerate(parts))
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text.replace("\\", "\\\\"), quote=False).replace("](", "]\\(")
+
+
+def _code(text: str) -> str:
+    """Between backticks nothing is escaped: what could end the cell and with it the code is written as HTML."""
+    return f"<code>{_escaped(text).replace('|', '&#124;')}</code>" if set(text) & set("<>&|\\") else f"`{text}`"
 
 
 def to_html(blocks: Sequence[Block], *, title: str) -> str:
@@ -142,4 +158,4 @@ def _html(block: Block) -> str:
 
 
 def _inline(text: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+    return CODE.sub(r"<code>\1</code>", html.escape(text))

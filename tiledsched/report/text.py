@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tiledsched.errors import ConfigError
+from tiledsched.files import write_whole
 from tiledsched.problem import unit_of
 from tiledsched.report import plots
 from tiledsched.report.axes import cell, show
@@ -51,7 +52,7 @@ def write_report(report: Report, out_dir: str | Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            (folder / name).write_bytes(content)
+            write_whole(folder / name, content)
     except OSError as error:
         raise ConfigError(
             f"cannot write the report to {folder}: {error.strerror}; give another folder with --out"
@@ -368,7 +369,7 @@ def _percent(fraction: float | None) -> str:
 
 
 def _short(schedule: Schedule) -> str:
-    return f"`{schedule.short()}`"
+    return _code(schedule.short())
 
 
 def _tile(tile: Tile | None) -> str:

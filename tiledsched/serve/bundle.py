@@ -21,6 +21,7 @@ from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact
 from tiledsched.config import Settings
 from tiledsched.errors import ConfigError
+from tiledsched.files import write_whole
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.store.codec import decode
@@ -161,9 +162,7 @@ def write_bundle(path: Path, programs: Sequence[Program], artifacts: Mapping[tup
             _add(file, name, names[name])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        partial.write_bytes(contents.getvalue())
-        os.replace(partial, path)
+        write_whole(path, contents.getvalue())
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; give another path") from error
     return len(contents.getvalue())

@@ -1,11 +1,12 @@
 """Records to plain JSON values and back, checked against their annotations.
 
 The same few rules serve the JSON columns of the database and the files of :mod:`tiledsched.store.exchange`, so a wrong
-value is reported by its key in both.
+value is reported by its key in both. :mod:`tiledsched.store.forms` says what names and numbers may look like.
 """
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
@@ -17,6 +18,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from tiledsched.errors import DatabaseError, TiledschedError
 from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
+from tiledsched.store.forms import check_field, check_number, check_values, held_fields
 
 T = TypeVar("T")
 Decoder = Callable[[Any, str], Any]
@@ -63,7 +65,7 @@ def _decoder(kind: Any) -> Decoder:
     if origin is dict:
         return lambda data, where: _require(dict, data, where)
     if kind in (Schedule, Problem, ProblemClass):
-        return lambda data, where: _call(kind.from_json, _require(dict, data, where), where)
+        return lambda data, where: _call(kind.from_json, _values(data, where), where)
     if is_dataclass(kind):
         return _dataclass_decoder(kind)  # type: ignore[arg-type]
     if kind is datetime:
@@ -71,6 +73,12 @@ def _decoder(kind: Any) -> Decoder:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return lambda data, where: _call(kind, _require(str, data, where), where)
     return lambda data, where: _require(kind, data, where)
+
+
+def _values(data: Any, where: str) -> dict[str, Any]:
+    values: dict[str, Any] = _require(dict, data, where)
+    check_values(values, where)
+    return values
 
 
 def _time(data: Any, where: str) -> datetime:
@@ -85,6 +93,8 @@ def _dataclass_decoder(cls: type) -> Decoder:
     known = {field.name: _decoder(hints[field.name]) for field in fields(cls)}
     required = [field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING]
 
+    held = held_fields(cls.__name__, known)
+
     def decode_dataclass(data: Any, where: str) -> Any:
         _require(dict, data, where)
         for key in data:
@@ -94,6 +104,8 @@ def _dataclass_decoder(cls: type) -> Decoder:
             if key not in data:
                 raise DatabaseError(f"{where}.{key}: missing; add it")
         values = {key: known[key](item, f"{where}.{key}") for key, item in data.items()}
+        for key in held:
+            check_field(cls.__name__, key, values.get(key), f"{where}.{key}")
         return _call(lambda keywords: cls(**keywords), values, where)
 
     return decode_dataclass
@@ -106,7 +118,9 @@ def _tuple_decoder(arms: tuple[Any, ...]) -> Decoder:
 
     def decode_tuple(data: Any, where: str) -> tuple[Any, ...]:
         _require(list, data, where)
-        if floats and all(type(item) is float for item in data):  # samples, by the tens of thousands
+        if floats and all(
+            type(item) is float and math.isfinite(item) for item in data
+        ):  # samples, by the tens of thousands
             return tuple(data)
         wanted = decoders * len(data) if many else decoders
         if len(wanted) != len(data):
@@ -117,6 +131,8 @@ def _tuple_decoder(arms: tuple[Any, ...]) -> Decoder:
 
 
 def _require(kind: type, data: Any, where: str) -> Any:
+    if isinstance(data, (int, float)) and not isinstance(data, bool):
+        check_number(data, where)
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):

@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.errors import DatabaseError
 from tiledsched.fields import Value
+from tiledsched.files import write_whole
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.store.codec import decode, encode
@@ -43,6 +44,7 @@ LINE = 118
 LONGEST_STEM = 200
 """Characters of a file's name without its ending."""
 LISTS = ("artifacts", "entries", "measurements")
+Made = TypeVar("Made")
 LOCAL = ("measurement_id", "run_id")
 """Numbers that mean something in one database only."""
 
@@ -110,7 +112,7 @@ def landscape_file_name(problem: Problem, device_name: str, regime: str) -> str:
     told = problem.declaration.file_words if problem.known else None
     words = told(problem) if told is not None else "_".join([problem.kernel, *map(_file_word, problem.values.items())])
     device = device_name.removeprefix("NVIDIA ").replace(" ", "-").lower()
-    stem = re.sub(r"[^\w.-]+", "-", f"{device}_{regime}_{words}")
+    stem = re.sub(r"[^\w.-]+", "-", f"{device}_{regime}_{words}", flags=re.ASCII).lstrip(".-")
     return (stem if len(stem) <= LONGEST_STEM else f"{stem[: LONGEST_STEM - 13]}_{problem.id}") + ".json.xz"
 
 
@@ -137,15 +139,20 @@ def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResu
     """Merge the measurements and entries of another database. Its builds, runs and failures stay its own.
 
     Raises:
-        DatabaseError: the other database is missing, unreadable or of another schema.
+        DatabaseError: the other database is missing, unreadable, of another schema, or holds what no file may.
     """
     from tiledsched.store.db import TuningDB
 
     with TuningDB.open(other_url, read_only=True) as other:
-        measurements = [replace(stored, id=0, run_id=None) for stored in other.measurements()]
-        entries = [entry.replace(measurement_id=None, run_id=None) for entry in other.entries()]
-        artifacts = list(other.artifacts().values())
+        measurements = _held((replace(stored, id=0, run_id=None) for stored in other.measurements()), other.url)
+        entries = _held((entry.replace(measurement_id=None, run_id=None) for entry in other.entries()), other.url)
+        artifacts = _held(other.artifacts().values(), other.url)
     return db.merge(measurements, entries, artifacts)
+
+
+def _held(records: Iterable[Made], url: str) -> list[Made]:
+    """The records of a database, held to the form that they have in a file."""
+    return [decode(type(record), encode(record), f"{url}: {type(record).__name__}") for record in records]
 
 
 def read_table(path: str | os.PathLike[str]) -> Table:
@@ -212,7 +219,7 @@ def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
 def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DatabaseError(f"{name} is not JSON: {error}; give a file that `tiledsched db export` wrote") from error
     if not isinstance(data, dict) or "schema_version" not in data:
         raise DatabaseError(f"{name}: schema_version: missing; give a file that `tiledsched db export` wrote")
@@ -271,6 +278,7 @@ def _entry(row: Any, stored: dict[str, StoredMeasurement], where: str) -> EntryR
             "arch": (entry.arch, taken.device.arch),
             "fingerprint": (entry.fingerprint, taken.fingerprint),
             "problem": (entry.problem, taken.problem),
+            "schedule": (entry.schedule, taken.schedule),
         }
         for key, (mine, its) in same.items():
             if mine != its:
@@ -319,9 +327,9 @@ def text_of(path: Path, data: bytes) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file; `.xz` files are compressed."""
+    """Write a file, whole or not at all; `.xz` files are compressed."""
     data = text.encode("utf-8")
-    path.write_bytes(lzma.compress(data, preset=9) if path.suffix == ".xz" else data)
+    write_whole(path, lzma.compress(data, preset=9) if path.suffix == ".xz" else data)
 
 
 def _entry_json(entry: EntryRecord) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import sqlalchemy as sa
@@ -9,16 +12,41 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from tiledsched.problem import stable_id
-from tiledsched.store.models import ArtifactRow, DeviceRow, EntryRow, MeasurementRow, ProblemRow, ScheduleRow
+from tiledsched.store.models import ArtifactRow, Base, DeviceRow, EntryRow, MeasurementRow, ProblemRow, ScheduleRow
 from tiledsched.store.records import PROVENANCES
 
 
 def problems_found(session: Session) -> list[str]:
     """One line for each thing that is wrong; empty when all is well."""
+    found = _read(session, _tables)
+    if found:
+        return found
+    for part in (_file, _columns, _contents, _measurements, _entries):
+        found += [line for line in _read(session, part) if line not in found]
+    return found
+
+
+def _read(session: Session, part: Callable[[Session], list[str]]) -> list[str]:
+    """What a part finds; one line where what it reads cannot be read to the end."""
     try:
-        return [*_file(session), *_contents(session), *_entries(session)]
+        return part(session)
     except sa.exc.DatabaseError as error:
+        session.rollback()
         return [f"cannot be read to its end: {error.orig}; restore a copy"]
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        OverflowError,
+    ) as error:  # of a column's text: no JSON, no time
+        session.rollback()
+        return [f"cannot be read to its end: {type(error).__name__}: {error}; restore a copy"]
+
+
+def _tables(session: Session) -> list[str]:
+    there = set(sa.inspect(session.connection()).get_table_names())
+    return [f"table {name} is missing; restore a copy" for name in Base.metadata.tables if name not in there]
 
 
 def _file(session: Session) -> list[str]:
@@ -27,6 +55,20 @@ def _file(session: Session) -> list[str]:
     found = [str(line) for line in session.scalars(sa.text("PRAGMA integrity_check")) if line != "ok"]
     for table, row, parent, _ in session.execute(sa.text("PRAGMA foreign_key_check")):
         found.append(f"{table} row {row} points at a row of {parent} that is not there")
+    return found
+
+
+def _columns(session: Session) -> list[str]:
+    """Which rows hold text that is no JSON. PostgreSQL takes none in."""
+    if session.get_bind().dialect.name != "sqlite":
+        return []
+    found = []
+    for table in Base.metadata.sorted_tables:
+        key = next(iter(table.primary_key.columns))
+        for column in table.columns:
+            if isinstance(column.type, sa.JSON):
+                broken = select(key).where(column.isnot(sa.null()), sa.func.json_valid(column) == 0)
+                found += [f"{table.name} {row}: its {column.name} is no JSON" for row in session.scalars(broken)]
     return found
 
 
@@ -43,6 +85,36 @@ def _contents(session: Session) -> list[str]:
         if stable_id(device.device) != device.id:
             found.append(f"device {device.id} ({device.name}) does not hold the facts its id stands for")
     return found
+
+
+def _measurements(session: Session) -> list[str]:
+    """Median and interval are order statistics of the samples: one changed without the others shows."""
+    found = []
+    columns = (MeasurementRow.id, MeasurementRow.median_us, MeasurementRow.ci_low_us, MeasurementRow.ci_high_us,
+               MeasurementRow.samples_us, MeasurementRow.sample_count)  # fmt: skip
+    for number, median, low, high, samples, count in session.execute(select(*columns)):
+        for wrong in _measurement(median, low, high, samples, count):
+            found.append(f"measurement {number}: {wrong}")
+    return found
+
+
+def _measurement(median: Any, low: Any, high: Any, samples: Any, count: Any) -> list[str]:
+    if not isinstance(samples, list) or not samples or not all(map(_is_time, samples)):
+        return ["its samples are not times"]
+    wrong = [] if count == len(samples) else [f"it has {len(samples)} samples, not the {count} it states"]
+    if not _same(median, statistics.median(samples)):
+        wrong.append(f"its median {median} is not that of its samples, {statistics.median(samples)}")
+    if not all(any(_same(end, sample) for sample in samples) for end in (low, high)):
+        wrong.append(f"its interval [{low}, {high}] is not one of its samples")
+    return wrong
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+
+
+def _same(one: Any, other: float) -> bool:
+    return _is_time(one) and math.isclose(one, other, rel_tol=1e-9)
 
 
 def _entries(session: Session) -> list[str]:
@@ -77,7 +149,7 @@ def _entry(
     elif entry.provenance == "measured" and measurement is None:
         wrong.append("measured, but without a measurement")
     elif entry.provenance == "measured" and measurement is not None:
-        for name in ("arch", "problem_id", "fingerprint"):
+        for name in ("arch", "problem_id", "schedule_id", "fingerprint"):
             if getattr(measurement, name) != getattr(entry, name):
                 wrong.append(f"its measurement {measurement.id} is of another {name.removesuffix('_id')}")
     return wrong

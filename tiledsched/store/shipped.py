@@ -15,6 +15,7 @@ from typing import Any
 
 from tiledsched import data_files
 from tiledsched.errors import DatabaseError
+from tiledsched.files import write_whole
 from tiledsched.problem import Problem
 
 SCHEMA_VERSION = 1
@@ -105,7 +106,7 @@ def write_manifest() -> int:
             files[name] |= {"arch": taken.device.arch, "regime": taken.regime, "problem": taken.problem.to_json()}
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(listed)}" for name, listed in sorted(files.items()))
     text = f'{{\n  "schema_version": {SCHEMA_VERSION},\n  "files": {{\n{lines}\n  }}\n}}\n'
-    manifest_path().write_text(text, encoding="utf-8")
+    write_whole(manifest_path(), text)
     _files.cache_clear()
     return len(files)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tiledsched import __version__
 from tiledsched.errors import DatabaseError, Failure, FailureKind
+from tiledsched.files import write_whole
 from tiledsched.measure.runner import Device
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
@@ -236,7 +237,7 @@ def export_foreign(landscape: Recorded, folder: str | os.PathLike[str], form: st
     for name, document in documents.items():
         path = Path(folder) / name
         try:
-            path.write_text(json.dumps(document), encoding="utf-8")
+            write_whole(path, json.dumps(document))
         except OSError as error:
             raise DatabaseError(f"cannot write {path}: {error.strerror}; give another folder") from error
         paths.append(path)

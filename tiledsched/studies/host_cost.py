@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import io
 import random
 import statistics
 import time
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.errors import MeasureError
+from tiledsched.files import write_whole
 
 CALLS_PER_BLOCK = 20
 """Calls between two waits for the GPU: few enough that its queue never fills."""
@@ -152,10 +154,11 @@ def per_lookup(cost: HostCost) -> HostCost:
 
 def write_csv(path: str, costs: Sequence[HostCost]) -> None:
     """One row per method: method, median_us, p90_us."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["method", "median_us", "p90_us"])
-        writer.writerows([each.method, round(each.median_us, 3), round(each.p90_us, 3)] for each in costs)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["method", "median_us", "p90_us"])
+    writer.writerows([each.method, round(each.median_us, 3), round(each.p90_us, 3)] for each in costs)
+    write_whole(path, text.getvalue())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from tiledsched import data_files
 from tiledsched.device import ArchSpec
 from tiledsched.errors import ConfigError
+from tiledsched.files import write_whole
 from tiledsched.kernels.attention.model import estimate_us
 from tiledsched.problem import Problem
 from tiledsched.resources import ResourceFacts
@@ -123,7 +124,7 @@ def write(residual: Residual, path: Path) -> None:
     coefficients = {name: round(value, 5) for name, value in sorted(residual.coefficients.items())}
     data = {"schema_version": SCHEMA_VERSION, "arch": residual.arch, "coefficients": coefficients}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(data, indent=1) + "\n")
 
 
 def main() -> None:

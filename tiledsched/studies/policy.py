@@ -23,6 +23,7 @@ import numpy as np
 
 from tiledsched.device import ArchSpec, arch_spec
 from tiledsched.errors import ConfigError
+from tiledsched.files import write_whole
 from tiledsched.problem import Problem
 from tiledsched.report.document import Heading, Paragraph, Table, to_markdown
 from tiledsched.schedule import Schedule
@@ -308,7 +309,7 @@ def write_bands(found: Sequence[LossBand], path: Path) -> None:
     """The expected losses as JSON."""
     rows = [{"other_kind": band.other_kind, "up_to": round(band.up_to, 3), "mean": round(band.loss.mean, 4),
              "worst": round(band.loss.worst, 4), "cases": band.loss.cases} for band in found]  # fmt: skip
-    path.write_text(json.dumps({"schema_version": 1, "bands": rows}, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps({"schema_version": 1, "bands": rows}, indent=1) + "\n")
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import statistics
 import sys
@@ -18,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tiledsched.attention.integrations import transformers as integration
 from tiledsched.errors import ConfigError, TiledschedError
+from tiledsched.files import write_whole
 
 METHODS = ("sdpa", integration.NAME)
 """torch's attention through transformers, and ours."""
@@ -336,10 +337,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += more
         comparisons.append(comparison)
     if options.csv:
-        with Path(options.csv).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+        write_whole(options.csv, table.getvalue())
     if options.json:
         print(json.dumps({"schema_version": 1, "rows": [asdict(row) for row in rows],
                           "comparisons": [asdict(each) for each in comparisons]}, indent=2))  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any
 
 from tiledsched import __version__
 from tiledsched.errors import ConfigError
+from tiledsched.files import write_whole
 
 NAME = "tiledsched-attention"
 MODULE = NAME.replace("-", "_")
@@ -97,7 +98,7 @@ def write_kernel_package(folder: Path) -> list[Path]:
     for name, text in texts.items():
         try:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
+            write_whole(folder / name, text)
         except OSError as error:
             raise ConfigError(f"cannot write {folder / name}: {error.strerror}; give another folder") from error
     return [folder / name for name in texts]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiledsched.files import write_whole
 from tiledsched.problem import Problem, canonical_json
 
 LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
@@ -80,7 +82,8 @@ def write_rows(rows: Sequence[AblationRow], path: Path) -> None:
     """One CSV file of all rows; what was there is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flat = [row.to_csv() for row in rows]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(flat[0]) if flat else [])
-        writer.writeheader()
-        writer.writerows(flat)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(flat[0]) if flat else [])
+    writer.writeheader()
+    writer.writerows(flat)
+    write_whole(path, text.getvalue())

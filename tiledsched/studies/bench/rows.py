@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.errors import ConfigError, ProblemError
+from tiledsched.files import write_whole
 from tiledsched.kernel_names import kernel_named
 from tiledsched.measure.runner import Conditions
 from tiledsched.problem import Problem, canonical_json
@@ -210,7 +211,7 @@ def finished_cells(path: Path, methods: Sequence[str]) -> set[Cell]:
     if text.partition("\n")[0].strip().split(",") != COLUMNS:
         raise ConfigError(f"{path} has the columns of another version; choose another file")
     if not text.endswith("\n"):
-        path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+        write_whole(path, text[: text.rfind("\n") + 1])
     done: dict[Cell, set[str]] = {}
     for row in rows:
         done.setdefault(row.cell, set()).add(row.method)

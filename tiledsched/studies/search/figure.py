@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
 from tiledsched.errors import ConfigError
+from tiledsched.files import write_whole
 from tiledsched.studies.search.scores import DEPTHS, Summary
 
 OURS = "tiledsched-"
@@ -44,6 +46,13 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
     right.set_title(f"red: {OURS}*, blue: all others", fontsize=9)
     figure.tight_layout()
     try:
-        figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
+        drawn = io.BytesIO()
+        figure.savefig(
+            drawn,
+            format=path.suffix[1:] or "png",
+            dpi=110,
+            metadata={"Software": None} if path.suffix == ".png" else None,
+        )
+        write_whole(path, drawn.getvalue())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write {path}: {error}; give another path") from error

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from sqlalchemy import select
 
+from tiledsched.files import write_whole
 from tiledsched.schedule import Schedule
 from tiledsched.search.inert import SURE, InertChanges
 from tiledsched.store.db import TuningDB
@@ -74,7 +75,7 @@ def write(path: Path, runs: dict[str, Builds]) -> None:
     writer.writerow(COLUMNS)
     writer.writerows((name, json.dumps(schedule.to_json()), fingerprint) for name, builds in runs.items()
                      for schedule, fingerprint in builds.items())  # fmt: skip
-    path.write_bytes(lzma.compress(text.getvalue().encode(), preset=9))
+    write_whole(path, lzma.compress(text.getvalue().encode(), preset=9))
 
 
 def main() -> None:

@@ -1,0 +1,183 @@
+"""What comes in from a file or another database is held to its form; what goes out is whole and stays where it belongs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import operator
+import os
+import sqlite3
+
+import pytest
+from store_samples import DEVICE, PROBLEM, TOOLCHAIN, fill, measurement
+
+from tiledsched.build.artifacts import ArtifactStore
+from tiledsched.errors import DatabaseError
+from tiledsched.files import write_whole
+from tiledsched.measure.runner import Device
+from tiledsched.problem import Problem
+from tiledsched.report.document import Heading, Paragraph, Table, to_html, to_markdown
+from tiledsched.store.codec import decode, encode
+from tiledsched.store.db import TuningDB
+from tiledsched.store.exchange import export_table, import_table, landscape_file_name, merge_database
+
+
+@pytest.fixture
+def db(tmp_path):
+    with TuningDB.open(tmp_path / "tuning.db") as opened:
+        fill(opened)
+        yield opened
+
+
+TAKEN = ("measurements", 0, "measurement")
+SERVED = ("entries", 0)
+WRONG = [
+    (*TAKEN, "device", "name", "../../../x"), (*TAKEN, "device", "name", "<script>"), (*TAKEN, "device", "name", ".x"),
+    (*TAKEN, "device", "name", "a\nb"), (*TAKEN, "device", "arch", "sm_90/.."), (*TAKEN, "fingerprint", "../../victim"),
+    (*TAKEN, "regime", "../burst"), (*TAKEN, "runner", "<i>"), ("measurements", 0, "uid", "../x"),
+    ("measurements", 0, "source_hash", "<b>"), ("measurements", 0, "kernel", "a/b"),
+    (*TAKEN, "problem", {"kernel": "../../etc", "n": 1}), (*TAKEN, "problem", {"kernel": "stranger", "<b>": 1}),
+    (*TAKEN, "schedule", "<img src=x>", 1), (*TAKEN, "schedule", "tile_m", 2**63),
+    (*TAKEN, "problem", {"kernel": "stranger", "n": [1, 2**64]}),
+    ("artifacts", 0, "fingerprint", "../../victim"), ("artifacts", 0, "cubin_bytes", 2**63),
+    (*SERVED, "device_name", "../../../x"), (*SERVED, "fingerprint", "F" * 24), (*SERVED, "arch", "<b>"),
+    (*SERVED, "kernel", ".."), (*SERVED, "accum_mode", "<b>"), (*SERVED, "runner_up", "a b", 1),
+    (*SERVED, "candidates", 10**400), (*SERVED, "model_us", 0), (*SERVED, "margin", float("nan")),
+    (*SERVED, "schedule", "tile_m", 32),
+    *((*TAKEN, name, value) for name in ("median_us", "ci_low_us", "ci_high_us")
+      for value in (0, -1, float("inf"), float("nan"), 10**400)),
+    *((*TAKEN, "samples_us", 1, value) for value in (0.0, -1, float("inf"), float("nan"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WRONG, ids=lambda path: f"{path[-2]}-{str(path[-1])[:12]}")
+def test_a_table_is_held_to_its_form_by_key(db, tmp_path, path):
+    export_table(db, tmp_path / "t.json")
+    data = json.loads((tmp_path / "t.json").read_text())
+    *way, last, value = path  # the value takes the place of what the others lead to
+    functools.reduce(operator.getitem, way, data)[last] = value
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    key = next(step for step in reversed(path[:-1]) if isinstance(step, str))
+    with TuningDB.open(":memory:") as other, pytest.raises(DatabaseError) as error:
+        import_table(other, tmp_path / "t.json")
+    assert str(error.value).startswith("t.json: ")
+    assert key in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Quadro RTX 5000 with Max-Q Design", "Orin (nvgpu)",
+                                  "NVIDIA A100-SXM4-80GB", "Tesla T4", "GeForce GTX™ 1660 Ti"])  # fmt: skip
+def test_names_that_devices_have_are_taken(name):
+    device = Device(name=name, arch="sm_90", sm_count=1)
+    assert decode(Device, encode(device), "x") == device
+
+
+def damage(path, statement):
+    """Change a database as no program of ours does: sqlite3 alone heeds no foreign keys."""
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement)
+
+
+@pytest.mark.parametrize("change", ["fingerprint = '../../victim'", "median_us = 0", "uid = 'x'", "kernel = 'a/b'"])
+def test_another_database_is_held_to_the_same(db, tmp_path, change):
+    damage(tmp_path / "tuning.db", f"UPDATE measurements SET {change} WHERE id = 2")
+    with TuningDB.open(":memory:") as other:
+        with pytest.raises(DatabaseError, match=change.split()[0]):
+            merge_database(other, tmp_path / "tuning.db")
+        assert other.measurements() == []
+
+
+def test_a_file_name_is_made_of_its_parts():
+    for device in ("../../../x", "/etc/x", "..", "a\\b", "x" * 500, "é" * 300):
+        name = landscape_file_name(Problem("../k", {"n": "../../y"}), device, "../burst")
+        assert os.path.basename(name) == name
+        assert not name.startswith(".")
+        assert len(name.encode()) < 255
+    assert landscape_file_name(PROBLEM, DEVICE.name, "burst").startswith("sample_burst_s1024_d64")
+
+
+def test_the_artifact_store_stays_in_its_folder(tmp_path):
+    victim = tmp_path / "victim.cubin.xz"
+    victim.write_text("mine")
+    store = ArtifactStore(tmp_path)
+    for arch, fingerprint in (("sm_90", "../../victim"), ("..", "ab" * 12), ("sm_90/..", "ab" * 12), ("sm_90", "")):
+        with pytest.raises(DatabaseError, match="no machine code"):
+            store.get(arch, fingerprint)
+    assert victim.read_text() == "mine"
+
+
+def test_markup_in_data_is_shown_not_taken():
+    for text in ("<img src=x>", "```<img src=x>`", "\\`<img src=x>`", "`` <img src=x>", "`a` <img src=x> `b`"):
+        blocks = [Heading(text=text), Paragraph(text=text), Table(head=("a",), rows=((text,),))]
+        assert "<img" not in to_markdown(blocks)
+        assert "<img" not in to_html(blocks, title=text)
+    assert "](" not in to_markdown([Paragraph(text="[a](javascript:b)\n\n# c")])
+    assert "\n#" not in to_markdown([Paragraph(text="a\n\n# c")])
+    assert to_markdown([Paragraph(text="`tile_m=64` [1.0, 2.0] (a)")]) == "`tile_m=64` [1.0, 2.0] (a)\n"
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path, link = tmp_path / "a.json", tmp_path / "link.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space"):
+            write_whole(path, "new")
+    assert path.read_text() == "old"
+    write_whole(link, "new")
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert link.is_symlink()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.json", "link.json"]
+    with pytest.raises(OSError, match="directory"):
+        write_whole(tmp_path, "new")
+
+
+def test_an_export_that_fails_leaves_the_table_that_was_there(db, tmp_path, monkeypatch):
+    export_table(db, tmp_path / "t.json")
+    before = (tmp_path / "t.json").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(DatabaseError, match="cannot write"):
+        export_table(db, tmp_path / "t.json", arch="sm_80")
+    assert (tmp_path / "t.json").read_bytes() == before
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("UPDATE entries SET schedule_id = runner_up_id WHERE provenance = 'measured'", "of another schedule"),
+        ("UPDATE measurements SET median_us = median_us / 2 WHERE id = 1", "measurement 1: its median 50.0"),
+        ("UPDATE measurements SET median_us = 'x' WHERE id = 1", "measurement 1: its median x"),
+        ("UPDATE measurements SET samples_us = '[1.0, 2.0, 3.0]' WHERE id = 1", "it has 3 samples, not the 5"),
+        ("UPDATE measurements SET samples_us = '[98.0, 99.0, 100.0, 101.5, 102.0]' WHERE id = 1", "its interval"),
+        ("UPDATE measurements SET samples_us = '[\"x\"]' WHERE id = 1", "measurement 1: its samples are not times"),
+        ("UPDATE measurements SET samples_us = '[1.0' WHERE id = 1", "measurements 1: its samples_us is no JSON"),
+        ("UPDATE measurements SET conditions = '{' WHERE id = 2", "measurements 2: its conditions is no JSON"),
+        ("UPDATE problems SET dims = '[1]'", "cannot be read to its end"),
+        ("UPDATE entries SET updated_at = 'never'", "cannot be read to its end"),
+        ("UPDATE entries SET ties = '{{'", "its ties is no JSON"),
+        ("DROP TABLE failures", "table failures is missing"),
+        ("DROP TABLE entries", "table entries is missing"),
+    ],
+)
+def test_damage_is_reported_not_raised(db, tmp_path, statement, expected):
+    assert db.check() == []
+    damage(tmp_path / "tuning.db", statement)
+    assert expected in "\n".join(db.check())
+
+
+def test_measurements_of_one_sample_are_sound(db):
+    hopeless = measurement(7.0, samples_us=(7.0,), ci_low_us=7.0, ci_high_us=7.0, accuracy=None)
+    db.record_measurement(None, "attention", "abc", TOOLCHAIN, hopeless)
+    assert db.check() == []

@@ -1,0 +1,80 @@
+"""What names, ids and numbers from a file may look like. They become paths, columns and text of reports."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tiledsched.errors import DatabaseError
+from tiledsched.measure.runner import REGIMES
+
+IDENTIFIER = (re.compile(r"[^\W\d]\w{0,99}"), "letters, digits and _")
+FINGERPRINT = (re.compile(r"[0-9a-f]{0,64}"), "hex digits, lower case")
+_KERNEL = (re.compile(r"\w[\w .:+@()-]{0,199}"), "up to 200 letters, digits, spaces and any of _.:+@()-")
+_DEVICE = (
+    re.compile(r"(?!\.)[\w .,:;+#@®™()\[\]'-]{0,128}"),
+    "up to 128 letters, digits, spaces and any of _.,:;+#@()[]'-",
+)
+_REGIME = (re.compile(f"({'|'.join(REGIMES)})?"), f"one of {', '.join(REGIMES)}")
+_ARCH = (re.compile(r"sm_\d{2,3}[a-z]?"), "sm_ and a number, as sm_90")
+_WORD = (re.compile(r"[\w.-]{0,16}"), "up to 16 letters, digits and any of _.-")
+FORMS = {
+    "arch": _ARCH, "fingerprint": FINGERPRINT, "uid": (re.compile(r"[0-9a-f]{24}"), "24 hex digits, lower case"),
+    "source_hash": FINGERPRINT, "kernel": _KERNEL, "device_name": _DEVICE, "Device.name": _DEVICE, "regime": _REGIME,
+    "accum_mode": _WORD, "runner": _WORD,
+}  # fmt: skip
+"""Field, or class and field where others are called the same -> its form, and that in words."""
+POSITIVE = ("median_us", "ci_low_us", "ci_high_us", "samples_us", "model_us")
+"""Fields of times: none is 0, or the rates made of them are nothing."""
+LARGEST = 2**63 - 1
+
+
+def held_fields(owner: str, names: Iterable[str]) -> list[str]:
+    """Those of a class's fields that have a form."""
+    return [name for name in names if name in POSITIVE or name in FORMS or f"{owner}.{name}" in FORMS]
+
+
+def check_field(owner: str, name: str, value: Any, where: str) -> None:
+    """Hold a field of the class `owner` to its form.
+
+    Raises:
+        DatabaseError: it does not have it; the message starts with `where`.
+    """
+    form = FORMS.get(f"{owner}.{name}") or FORMS.get(name)
+    if form and isinstance(value, str) and not form[0].fullmatch(value):
+        raise DatabaseError(f"{where}: {value!r} is not of the form allowed: {form[1]}; correct the value")
+    if name in POSITIVE and value is not None:
+        least = min(value, default=1.0) if isinstance(value, tuple) else value
+        if least <= 0:
+            raise DatabaseError(f"{where}: expected a number above 0, got {least}; measure it again")
+
+
+def check_number(value: float, where: str) -> None:
+    """Hold a number to what every database and reader of JSON takes.
+
+    Raises:
+        DatabaseError: an integer beyond 64 bits, infinity or NaN.
+    """
+    if isinstance(value, int):
+        if not -LARGEST - 1 <= value <= LARGEST:
+            raise DatabaseError(f"{where}: the integer takes more than 64 bits; correct the value")
+    elif not math.isfinite(value):
+        raise DatabaseError(f"{where}: expected a finite number, got {value}; correct the value")
+
+
+def check_values(values: Mapping[str, Any], where: str) -> None:
+    """Hold the names of knobs, or of a problem's fields, and their numbers to what they may be.
+
+    Raises:
+        DatabaseError: one is not; the message names it.
+    """
+    for name, value in values.items():
+        if not IDENTIFIER[0].fullmatch(name):
+            raise DatabaseError(f"{where}: {name!r} is no name: allowed are {IDENTIFIER[1]}; correct it")
+        if name == "kernel":
+            check_field("", name, value, f"{where}.{name}")
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, (int, float)):
+                check_number(each, f"{where}.{name}")
