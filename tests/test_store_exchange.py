@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from datetime import timedelta
 
 import pytest
 from hypothesis import given, settings

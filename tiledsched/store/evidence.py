@@ -24,7 +24,8 @@ def contradictions(db: TuningDB, keys: Collection[tuple[str, ...]]) -> Iterator[
     Times of one program are pooled as their median. What is found depends on what is stored, not on how it came there.
     """
     for entry in db.entries(provenance="measured") if keys else ():
-        if entry.key not in keys or entry.measurement is None:
+        mine = entry.median_us
+        if entry.key not in keys or mine is None:
             continue
         programs: dict[tuple[str, Schedule], list[Measurement]] = defaultdict(list)
         for stored in db.measurements(entry.problem, entry.arch, entry.device_name, entry.regime):
@@ -33,9 +34,7 @@ def contradictions(db: TuningDB, keys: Collection[tuple[str, ...]]) -> Iterator[
         found = {schedule: us for (fingerprint, schedule), taken in sorted(programs.items(), key=lambda each: each[0][1].id)
                  if (us := _contradicts(entry, fingerprint, schedule, taken)) is not None}  # fmt: skip
         if found:
-            worst = min(
-                found, key=lambda schedule: (-abs(found[schedule] / entry.measurement.median_us - 1), schedule.id)
-            )
+            worst = max(found, key=lambda schedule: (abs(found[schedule] - mine), schedule.id))
             yield Contradiction(entry=entry, schedule=worst, median_us=found[worst])
 
 

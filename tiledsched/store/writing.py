@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from sqlalchemy import Table, insert, select, update
+from sqlalchemy import Table, insert, literal, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
@@ -69,7 +69,7 @@ def _insert_new(session: Session, model: type[Base], row: dict[str, Any]) -> boo
     """Insert a row unless its key is taken; whether it was inserted."""
     statement = _insert(session, model).on_conflict_do_nothing()
     if session.get_bind().dialect.name == "postgresql":  # which tells no count where a key is made
-        return session.execute(statement.returning(model.__table__.primary_key.columns[0]), row).first() is not None
+        return session.execute(statement.returning(literal(1)), row).first() is not None
     result = session.execute(statement.inline(), row)
     assert isinstance(result, CursorResult)
     return result.rowcount == 1
