@@ -19,7 +19,7 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_folder
 from tiledsched.device import arch_spec
-from tiledsched.errors import Failure, FailureKind
+from tiledsched.errors import CompilerError, Failure, FailureKind
 from tiledsched.kernels.attention import Attention
 from tiledsched.problem import stable_id
 from tiledsched.schedule import Schedule
@@ -94,6 +94,58 @@ def test_nothing_is_compiled_twice(builder):
     assert shop.build(wanted, PROBLEM) == 0
     assert builder(pool).build(iter(wanted), PROBLEM) == 0
     assert pool.compiled == wanted[:2]
+
+
+@pytest.mark.parametrize(("kind", "seconds", "again"), [
+    (FailureKind.COMPILE_ERROR, 1.0, False), (FailureKind.COMPILER_KILLED, 1.0, True),
+    (FailureKind.COMPILE_TIMEOUT, 1.0, True), (FailureKind.COMPILE_TIMEOUT, 140.0, False),
+])  # fmt: skip
+def test_only_what_the_compiler_says_is_a_fact(builder, kind, seconds, again):
+    """The limit is 120 s: a compile that had less may end now."""
+
+    class Pool(StubPool):
+        def build(self, tasks, *, leave=0):
+            for built in super().build(tasks, leave=leave):
+                yield replace(built, seconds=seconds)
+
+    failing = Pool({schedule(): Failure(kind=kind, message="so it was")})
+    shop = builder(failing)
+    shop.build([schedule()], PROBLEM)
+    assert shop.record(schedule(), PROBLEM).failure.kind is kind  # a row
+    assert shop.build([schedule()], PROBLEM) == 0  # once a run
+    later = builder(StubPool())
+    assert (later.record(schedule(), PROBLEM) is None) == again
+    assert later.build([schedule()], PROBLEM) == again
+
+
+@pytest.mark.parametrize("words", ["Return code -9\nkilled", "cannot write: No space left on device"])
+def test_the_system_is_told_from_the_compiler(monkeypatch, words):
+    from tiledsched.build import compiler
+
+    def fail(*_):
+        raise RuntimeError(words)
+
+    wanted = BuildTask(kernel=Attention.locator(), schedule=schedule(), problem=PROBLEM, arch="sm_90", timeout_s=9)
+    monkeypatch.setattr(compiler, "compile_schedule", fail)
+    assert compiler.compile_task(wanted).failure.kind is FailureKind.COMPILER_KILLED
+    monkeypatch.setattr(compiler, "compile_schedule", lambda *_: (_ for _ in ()).throw(FileNotFoundError("TMPDIR")))
+    assert compiler.compile_task(wanted).failure.kind is FailureKind.COMPILER_KILLED
+    monkeypatch.setattr(compiler, "compile_schedule", lambda *_: (_ for _ in ()).throw(ValueError("Return code 5")))
+    assert compiler.compile_task(wanted).failure.kind is FailureKind.COMPILE_ERROR
+
+
+def test_a_run_in_which_all_fail_alike_ends(builder):
+    wanted = [schedule(tile_m=tile, tile_n=other) for tile in (16, 32, 64, 128) for other in (16, 32, 64)]
+    dead = Failure(kind=FailureKind.COMPILER_KILLED, message="OSError: no TMPDIR")
+    pool = StubPool(dict.fromkeys(wanted, dead))
+    with pytest.raises(
+        CompilerError, match="first 8 programs all failed to build, and alike: compiler_killed: OSError: no TMPDIR"
+    ):
+        builder(pool).build(wanted, PROBLEM)
+    assert pool.compiled == wanted[:8]
+    assert builder(StubPool(dict.fromkeys(wanted[1:], dead))).build(wanted, PROBLEM) == 12  # one is built
+    other = replace(dead, message="another")
+    assert builder(StubPool({**dict.fromkeys(wanted, dead), wanted[3]: other})).build(wanted[1:], PROBLEM) == 11
 
 
 def test_problems_of_one_class_share_builds(builder):
@@ -298,8 +350,8 @@ def test_real_compiles(builder, tmp_path):
     assert len(shop.programs([plain, alike], PROBLEM, H200)) == len(fingerprints)
     assert shop.record(broken, PROBLEM).failure.kind is FailureKind.COMPILE_ERROR
     assert "\n" not in shop.record(broken, PROBLEM).failure.message
-    assert shop.record(endless, PROBLEM).failure.kind is FailureKind.COMPILE_TIMEOUT
-    assert shop.missing([plain, alike, broken, endless], PROBLEM) == []
+    assert hurried.record(endless, PROBLEM).failure.kind is FailureKind.COMPILE_TIMEOUT
+    assert shop.missing([plain, alike, broken, endless], PROBLEM) == [endless]  # it was given too little time
 
 
 def test_stragglers_go_on_and_come_with_a_later_call(monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import time
 from dataclasses import dataclass
 
@@ -61,6 +62,12 @@ def prepare_process() -> None:
     os.environ["CUDA_TILE_CACHE_DIR"] = "off"
 
 
+NO_ROOM = re.compile(
+    "no space left|cannot allocate memory|read-only file system|disk quota|too many open files", re.IGNORECASE
+)
+"""What the system says where a compiler could not write or had no memory."""
+
+
 def compile_task(task: BuildTask) -> Built:
     """Compile `task`; a compiler error or timeout is a typed failure, not an exception."""
     import cuda.tile as ct
@@ -77,7 +84,8 @@ def compile_task(task: BuildTask) -> Built:
     except ct.TileCompilerTimeoutError:
         failure = Failure(kind=FailureKind.COMPILE_TIMEOUT, message=f"compiler stopped after {task.timeout_s:g} s")
     except Exception as error:  # whatever a compiler trips over must cost one candidate, not the run
-        failure = Failure(kind=FailureKind.COMPILE_ERROR, message=_first_line(error))
+        kind = FailureKind.COMPILER_KILLED if _of_the_day(error) else FailureKind.COMPILE_ERROR
+        failure = Failure(kind=kind, message=_first_line(error))
     return Built(task=task, artifact=artifact, failure=failure, seconds=time.perf_counter() - started)
 
 
@@ -96,6 +104,12 @@ def compile_schedule(kernel: KernelClass, problem: Problem, schedule: Schedule, 
                       output_format="cubin")  # fmt: skip
         built.append(read_artifact(output.getvalue(), arch))
     return join(built)
+
+
+def _of_the_day(error: BaseException) -> bool:
+    """Whether it says nothing of the program: the system ended the compiler, or had no file, space or memory for it."""
+    words = str(error)
+    return isinstance(error, (OSError, MemoryError)) or words.startswith("Return code -") or bool(NO_ROOM.search(words))
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ grids. Only one of them is ever measured.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import arch_spec
-from tiledsched.errors import Failure, FailureKind
+from tiledsched.errors import CompilerError, Failure, FailureKind
 from tiledsched.kernel import KernelClass
 from tiledsched.measure.runner import Candidate, Device, Failed, Measurement
 from tiledsched.problem import Problem, ProblemClass
@@ -29,6 +30,10 @@ Key = tuple[str, tuple[tuple[int, int, int], ...]]
 """(fingerprint, grids): what makes a program distinct."""
 RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_MEMORY)
 """Failures that say more of the day than of the program: no verdict on it."""
+ALL_FAIL = 8
+"""Builds after which a run ends where all of them failed alike."""
+BUILT = (FailureKind.COMPILE_ERROR, "")
+"""Stands for a build that worked among those that failed."""
 Progress = Callable[[int, BuildRecord], None]
 """Called after each build with how many are done, and what became of the last."""
 
@@ -66,14 +71,22 @@ class Builder:
         self._pool, self._timeout_s = pool, timeout_s
         self.source_hash = kernel.source_hash()
         self._classes: dict[tuple[Problem, Schedule], ProblemClass] = {}
-        self._builds: dict[tuple[str, str], BuildRecord] = dict(
-            db.find_builds(kernel.name, self.source_hash, toolchain, arch)
-        )
+        known = db.find_builds(kernel.name, self.source_hash, toolchain, arch)
+        self._builds = {key: record for key, record in known.items() if not self._of_the_day(record)}
+        self._alike: Counter[tuple[FailureKind, str]] = Counter()
 
     @property
     def jobs(self) -> int:
         """Compile processes."""
         return self._pool.jobs
+
+    def _of_the_day(self, record: BuildRecord) -> bool:
+        """Whether a failure of an earlier run says nothing of the program: whoever asks again may get another answer."""
+        failed = record.failure
+        return failed is not None and (
+            failed.kind is FailureKind.COMPILER_KILLED
+            or (failed.kind is FailureKind.COMPILE_TIMEOUT and record.seconds < self._timeout_s)
+        )
 
     def start(self) -> None:
         """Start the compile processes, so that they are ready when there is something to build."""
@@ -113,6 +126,9 @@ class Builder:
 
         After `deadline_s` (`time.monotonic()`) the rest is left for the next run. With `leave`, so many may go on being
         built; they are stored by a later call.
+
+        Raises:
+            CompilerError: all builds fail alike, and not by the compiler's own word: it is not the schedules.
         """
         tasks = [BuildTask(kernel=self.kernel.locator(), schedule=schedule, problem=problem, arch=self.arch,
                            timeout_s=self._timeout_s) for schedule in self.missing(schedules, problem)]  # fmt: skip
@@ -130,9 +146,19 @@ class Builder:
             self._builds[record.key] = record
             if progress:
                 progress(count, record)
+            self._stop_where_all_fail_alike(record)
             if deadline_s is not None and time.monotonic() > deadline_s:
                 break
         return count
+
+    def _stop_where_all_fail_alike(self, record: BuildRecord) -> None:
+        self._alike[(record.failure.kind, record.failure.message) if record.failure else BUILT] += 1
+        (kind, message), times = next(iter(self._alike.items()))
+        # What the compiler itself says of every schedule is said where no schedule is left.
+        if len(self._alike) == 1 and times >= ALL_FAIL and kind is not FailureKind.COMPILE_ERROR:
+            raise CompilerError(f"the first {ALL_FAIL} programs all failed to build, and alike: {kind}: {message}; nothing was "
+                                "replaced. Look after that and run again: tiledsched doctor checks the compiler, TMPDIR must "
+                                "be a folder with space, --compile-timeout says how long a compile may take")  # fmt: skip
 
     def programs(self, schedules: Sequence[Schedule], problem: Problem, device: Any) -> list[Program]:
         """The distinct programs among built schedules, in the order of their first schedule."""

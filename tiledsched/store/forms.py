@@ -10,8 +10,7 @@ from typing import Any
 from tiledsched.errors import DatabaseError
 from tiledsched.measure.runner import REGIMES
 
-IDENTIFIER = (re.compile(r"[^\W\d]\w{0,99}"), "letters, digits and _")
-FINGERPRINT = (re.compile(r"[0-9a-f]{0,64}"), "hex digits, lower case")
+_HEX = (re.compile(r"[0-9a-f]{0,64}"), "hex digits, lower case")
 _KERNEL = (re.compile(r"\w[\w .:+@()-]{0,199}"), "up to 200 letters, digits, spaces and any of _.:+@()-")
 _DEVICE = (
     re.compile(r"(?!\.)[\w .,:;+#@®™()\[\]'-]{0,128}"),
@@ -21,8 +20,8 @@ _REGIME = (re.compile(f"({'|'.join(REGIMES)})?"), f"one of {', '.join(REGIMES)}"
 _ARCH = (re.compile(r"sm_\d{2,3}[a-z]?"), "sm_ and a number, as sm_90")
 _WORD = (re.compile(r"[\w.-]{0,16}"), "up to 16 letters, digits and any of _.-")
 FORMS = {
-    "arch": _ARCH, "fingerprint": FINGERPRINT, "uid": (re.compile(r"[0-9a-f]{24}"), "24 hex digits, lower case"),
-    "source_hash": FINGERPRINT, "kernel": _KERNEL, "device_name": _DEVICE, "Device.name": _DEVICE, "regime": _REGIME,
+    "arch": _ARCH, "fingerprint": _HEX, "uid": (re.compile(r"[0-9a-f]{24}"), "24 hex digits, lower case"),
+    "source_hash": _HEX, "kernel": _KERNEL, "device_name": _DEVICE, "Device.name": _DEVICE, "regime": _REGIME,
     "accum_mode": _WORD, "runner": _WORD,
 }  # fmt: skip
 """Field, or class and field where others are called the same -> its form, and that in words."""
@@ -71,8 +70,8 @@ def check_values(values: Mapping[str, Any], where: str) -> None:
         DatabaseError: one is not; the message names it.
     """
     for name, value in values.items():
-        if not IDENTIFIER[0].fullmatch(name):
-            raise DatabaseError(f"{where}: {name!r} is no name: allowed are {IDENTIFIER[1]}; correct it")
+        if not name.isidentifier():
+            raise DatabaseError(f"{where}: {name!r} is no name: allowed are letters, digits and _; correct it")
         if name == "kernel":
             check_field("", name, value, f"{where}.{name}")
         for each in value if isinstance(value, (list, tuple)) else [value]:
