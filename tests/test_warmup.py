@@ -23,6 +23,7 @@ from tiledsched.config import Settings, load_settings
 from tiledsched.device import arch_spec
 from tiledsched.errors import CompilerError, ConfigError, Failure, FailureKind
 from tiledsched.kernels.attention import Attention
+from tiledsched.serve import bundle as bundles
 from tiledsched.serve import warmup
 from tiledsched.serve.bundle import Program, bundle_paths, read_bundle, warm_path, write_bundle
 from tiledsched.serve.entries import load_entries
@@ -41,6 +42,11 @@ SETTINGS = Settings()
 def artifact(fingerprint: str, arch: str) -> Artifact:
     """Machine code that can be told from any other."""
     return replace(store_samples.artifact(fingerprint, arch), cubin=fingerprint.encode())
+
+
+def told_by_its_name(cubin: bytes, arch: str) -> Artifact:
+    """What is read of the machine code that `artifact` makes."""
+    return artifact(cubin.decode(), arch)
 
 
 def entry(problem=PROBLEM, schedule=SCHEDULE, **more) -> EntryRecord:
@@ -147,6 +153,40 @@ def test_a_damaged_warm_bundle_costs_nothing_and_a_damaged_named_one_is_an_error
         usable_bundles(Attention, load_settings())
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", "[" * 50_000, json.dumps({"schema_version": 1}), json.dumps({
+    "schema_version": 1, "source_hashes": [], "compiler": "c", "entries": [], "programs": [{"kernel": "attention"}]}),
+    json.dumps({"schema_version": 1, "source_hashes": {}, "compiler": "c", "entries": 3, "programs": 5})],
+    ids=["a list", "empty", "deep", "no programs", "half a program", "numbers"])  # fmt: skip
+def test_a_malformed_index_is_no_bundle(tmp_path, text) -> None:
+    with zipfile.ZipFile(tmp_path / "bad.zip", "w") as file:
+        file.writestr("bundle.json", text)
+    with pytest.raises(ConfigError, match=r"bad\.zip (is no bundle|has schema_version None)"):
+        read_bundle(tmp_path / "bad.zip")
+
+
+def test_flipped_bytes_are_damage_and_never_machine_code(tmp_path) -> None:
+    path = write(tmp_path / "b.zip")
+    data = bytearray(path.read_bytes())
+    place = data.index(b"cubins/") + len(program().cubin_name) + 4
+    data[place] ^= 0xFF
+    path.write_bytes(bytes(data))
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_bundle(path).artifact(program())
+
+
+def test_other_machine_code_than_the_bundle_says_is_refused(tmp_path, monkeypatch) -> None:
+    bundle = read_bundle(write(tmp_path / "b.zip"))
+    with pytest.raises(ConfigError, match=r"is damaged .*not a cubin"):
+        bundle.artifact(program())
+    for found in ("ab" * 12, "cd" * 12):
+        monkeypatch.setattr(bundles, "read_artifact", lambda code, arch, found=found: artifact(found, arch))
+        if found == program().fingerprint:
+            assert bundle.artifact(program()).cubin == artifact(found, ARCH).cubin
+        else:
+            with pytest.raises(ConfigError, match=f"is machine code {found}"):
+                bundle.artifact(program())
+
+
 # Which launches may use a program
 
 
@@ -224,6 +264,7 @@ def test_another_problem_class_or_tile_is_another_program(problem, schedule) -> 
 
 
 def test_a_kernel_takes_the_program_with_its_hints_and_signature(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
     causal = PROBLEM.replace(causal=True)
     held = [program(), program(causal, fingerprint="cd" * 12), program(schedule=HINTED, fingerprint="ef" * 12)]
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip", held)))
@@ -238,6 +279,17 @@ def test_a_kernel_takes_the_program_with_its_hints_and_signature(tmp_path, monke
         assert found.program == wanted
     (other,) = make_kernel(Attention, {ARCH: SCHEDULE.replace(occupancy=3)}, PROBLEM, SETTINGS)
     assert not any(other.prebuilt.values())
+
+
+def test_damaged_machine_code_is_compiled_instead(tmp_path, monkeypatch, caplog) -> None:
+    import cuda.tile as ct
+
+    monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
+    monkeypatch.setattr(ct.kernel, "_compile", lambda self, *given: ("compiled", given))
+    (kernel,) = make_kernel(Attention, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
+    assert kernel._compile(asked(), "context", (9, 0))[0] == "compiled"  # what the tests write is no cubin
+    assert "is damaged" in caplog.text
+    assert "compiled instead" in caplog.text
 
 
 def test_where_no_bundle_holds_it_the_kernel_compiles_or_says_why_it_cannot(tmp_path, monkeypatch) -> None:
@@ -340,7 +392,7 @@ class Pool:
 @pytest.fixture
 def pool(monkeypatch):
     monkeypatch.setattr(warmup, "BuildPool", Pool)
-    monkeypatch.setattr(warmup, "read_artifact", lambda cubin, arch: artifact(cubin.decode(), arch))
+    monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
     Pool.tasks.clear()
     return Pool
 
@@ -457,6 +509,7 @@ def test_warmup_without_a_gpu_asks_for_an_arch(monkeypatch, capsys) -> None:
 
 
 def test_bundles_are_named_in_the_log(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(bundles, "read_artifact", told_by_its_name)
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip")))
     (kernel,) = make_kernel(Attention, {ARCH: SCHEDULE}, PROBLEM, SETTINGS)
     with caplog.at_level(logging.INFO, logger="tiledsched"):

@@ -11,16 +11,17 @@ import json
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tiledsched.build.artifacts import default_cache_folder
-from tiledsched.build.cubin import Artifact
+from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.config import Settings
-from tiledsched.errors import ConfigError
+from tiledsched.errors import ConfigError, TiledschedError
 from tiledsched.files import write_whole
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
@@ -96,8 +97,25 @@ class Bundle:
         try:
             with zipfile.ZipFile(self.path) as file:
                 return file.read(program.cubin_name)
-        except (OSError, KeyError, zipfile.BadZipFile) as error:
+        except (OSError, KeyError, zipfile.BadZipFile, zlib.error) as error:
             raise ConfigError(f"{self.path} is damaged ({error}); {MAKE}") from error
+
+    def artifact(self, program: Program) -> Artifact:
+        """The machine code of one of its programs, if it is what the bundle says it is.
+
+        Raises:
+            ConfigError: the file is damaged, or holds other machine code.
+        """
+        code = self.cubin(program)
+        try:
+            artifact = read_artifact(code, program.arch)
+        except Exception as error:  # damage may look like anything
+            raise ConfigError(f"{self.path} is damaged ({program.cubin_name}: {error}); {MAKE}") from error
+        if artifact.fingerprint != program.fingerprint:
+            raise ConfigError(
+                f"{self.path} is damaged ({program.cubin_name} is machine code {artifact.fingerprint}); {MAKE}"
+            )
+        return replace(artifact, cubin=code)
 
 
 def warm_path(arch: str, settings: Settings, kernel: str) -> Path:
@@ -183,15 +201,18 @@ def read_bundle(path: Path) -> Bundle:
             index = json.loads(file.read(INDEX))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; {MAKE}") from error
-    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no bundle ({error}); {MAKE}") from error
-    version = index.get("schema_version")
+    version = index.get("schema_version") if isinstance(index, dict) else None
     if version != SCHEMA_VERSION:
         raise ConfigError(f"{path} has schema_version {version!r}, this tiledsched reads {SCHEMA_VERSION}; {MAKE}")
-    programs = tuple(
-        Program(kernel=row["kernel"], arch=row["arch"], schedule=Schedule(row["schedule"]),
-                problem=Problem.from_json({"kernel": row["kernel"], **row["problem"]}), fingerprint=row["fingerprint"])
-        for row in index["programs"]
-    )  # fmt: skip
-    return Bundle(path=path, source_hashes=index["source_hashes"], compiler=index["compiler"], programs=programs,
-                  table=index["entries"])  # fmt: skip
+    try:
+        programs = tuple(
+            Program(kernel=row["kernel"], arch=row["arch"], schedule=Schedule(row["schedule"]),
+                    problem=Problem.from_json({"kernel": row["kernel"], **row["problem"]}), fingerprint=row["fingerprint"])
+            for row in index["programs"]
+        )  # fmt: skip
+        return Bundle(path=path, source_hashes=dict(index["source_hashes"]), compiler=str(index["compiler"]), programs=programs,
+                      table=list(index["entries"]))  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError, TiledschedError) as error:
+        raise ConfigError(f"{path} is no bundle ({type(error).__name__}: {error}); {MAKE}") from error

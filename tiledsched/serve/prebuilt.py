@@ -17,7 +17,7 @@ from typing import Any
 from tiledsched.build.cubin import parts
 from tiledsched.config import Settings
 from tiledsched.device import arch_spec
-from tiledsched.errors import CompilerError, TiledschedError
+from tiledsched.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.kernel import HINT_KNOBS, KernelClass
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
@@ -193,8 +193,13 @@ def _kernel_class() -> type:
             candidates = self.prebuilt.get(arch, [])
             found = find_program(candidates, self.declaration, self.place, self.step.function, signature)
             if found is not None:
-                log.info("%s from %s", found.program.fingerprint, found.bundle.path)
-                return parts(found.bundle.cubin(found.program))[self.place], symbol(self.declaration), None, ()
+                try:
+                    code = found.bundle.artifact(found.program).cubin
+                except ConfigError as error:  # what is damaged never runs
+                    log.warning("%s; its program is compiled instead", error)
+                else:
+                    log.info("%s from %s", found.program.fingerprint, found.bundle.path)
+                    return parts(code)[self.place], symbol(self.declaration), None, ()
             try:
                 wanted = assumed(self.declaration, signature, self.step)
                 return super()._compile(wanted, context, compute_capability, *more)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask
-from tiledsched.build.cubin import Artifact, read_artifact
+from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
 from tiledsched.device import arch_spec
 from tiledsched.errors import ConfigError, Failure, TiledschedError
@@ -149,9 +150,10 @@ def _had_before(arch: str, paths: Iterable[Path], entries: Iterable[EntryRecord]
                     continue
                 key = _key(kernel, arch, program.problem, program.schedule)
                 if key not in found:
-                    found[key] = read_artifact(bundle.cubin(program), arch)
+                    with suppress(ConfigError):  # damaged: built anew, like the rest of a bundle that is not usable
+                        found[key] = bundle.artifact(program)
         except TiledschedError:
-            continue  # none there, or not usable: its programs are built anew
+            continue
     return found
 
 
