@@ -118,9 +118,8 @@ def _tuple_decoder(arms: tuple[Any, ...]) -> Decoder:
 
     def decode_tuple(data: Any, where: str) -> tuple[Any, ...]:
         _require(list, data, where)
-        if floats and all(
-            type(item) is float and math.isfinite(item) for item in data
-        ):  # samples, by the tens of thousands
+        # Samples, by the tens of thousands. Where one is not finite the sum is not.
+        if floats and all(type(item) is float for item in data) and math.isfinite(sum(data)):
             return tuple(data)
         wanted = decoders * len(data) if many else decoders
         if len(wanted) != len(data):
@@ -131,7 +130,7 @@ def _tuple_decoder(arms: tuple[Any, ...]) -> Decoder:
 
 
 def _require(kind: type, data: Any, where: str) -> Any:
-    if isinstance(data, (int, float)) and not isinstance(data, bool):
+    if type(data) in (int, float):
         check_number(data, where)
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)

@@ -28,6 +28,7 @@ FORMS = {
 POSITIVE = ("median_us", "ci_low_us", "ci_high_us", "samples_us", "model_us")
 """Fields of times: none is 0, or the rates made of them are nothing."""
 LARGEST = 2**63 - 1
+SMALL = 2**31
 
 
 def held_fields(owner: str, names: Iterable[str]) -> list[str]:
@@ -72,6 +73,9 @@ def check_values(values: Mapping[str, Any], where: str) -> None:
     for name, value in values.items():
         if not name.isidentifier():
             raise DatabaseError(f"{where}: {name!r} is no name: allowed are letters, digits and _; correct it")
+        kind = type(value)
+        if kind is bool or (kind is int and -SMALL < value < SMALL) or (kind is str and name != "kernel"):
+            continue  # nearly all of them, and tables hold tens of thousands
         if name == "kernel":
             check_field("", name, value, f"{where}.{name}")
         for each in value if isinstance(value, (list, tuple)) else [value]:
