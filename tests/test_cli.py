@@ -118,6 +118,7 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     assert main(["db", "export", "--arch", "sm_121", "--out", "table.json"]) == 0
     assert main(["db", "import", "table.json", "--db", "other.db"]) == 0
     assert main(["db", "merge", "other.db", "--json"]) == 0
+    assert main(["db", "forget-failures", "--kind", "hang"]) == 0
     assert main(["db", "upgrade"]) == 0
     assert main(["landscapes", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.rpartition("\n{")[2].join(["{", ""]))["landscapes"] == []

@@ -1,9 +1,10 @@
-"""What every backend must do: SQLite in a file and in memory, PostgreSQL where TILEDSCHED_TEST_POSTGRESQL is a URL."""
+"""What every backend must do: SQLite in a file and in memory, PostgreSQL where there is a server."""
 
 from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -250,6 +251,23 @@ def test_merge_adds_once_and_the_faster_wins(db):
     )
     (got,) = db.entries()
     assert (got.median_us, got.updated_at) == (90.0, START - timedelta(days=1))
+    assert db.check() == []
+
+
+def test_failures_are_forgotten_and_nothing_else_is(db):
+    killed = replace(FAILURE, kind=FailureKind.COMPILER_KILLED)
+    db.record_builds([build(), build(FAILURE, sched=schedule(256)), build(killed, sched=schedule(512)),
+                      build(FAILURE, sched=schedule(256), arch="sm_80")])  # fmt: skip
+    db.record_failure(
+        None, "attention", "sm_90", "measure", schedule(), replace(FAILURE, kind=FailureKind.HANG), problem=PROBLEM
+    )
+    assert db.forget_failures("sm_121") == db.forget_failures(kernel="matmul") == 0
+    assert db.forget_failures("sm_90", "attention", "compiler_killed") == 1
+    assert db.forget_failures("sm_90") == 2
+    assert (db.forget_failures(), db.forget_failures()) == (1, 0)
+    (left,) = db.find_builds("attention", "abc", TOOLCHAIN, "sm_90").values()
+    assert left.failure is None
+    assert db.failures() == []
     assert db.check() == []
 
 

@@ -12,7 +12,7 @@ from tiledsched import __version__
 from tiledsched.cli import bench_commands, commands, search_commands, store_commands
 from tiledsched.cli.problems import example, kernel_word
 from tiledsched.device import arch_named
-from tiledsched.errors import ConfigError
+from tiledsched.errors import ConfigError, FailureKind
 from tiledsched.fields import DTYPES
 from tiledsched.flags import count, names, positive, words
 from tiledsched.kernel import KernelClass
@@ -405,5 +405,15 @@ def _add_db(subs: Any) -> None:
         actions, "merge", store_commands.db_merge, "take in the measurements and entries of other databases"
     )
     merge.add_argument("others", metavar="URL", nargs="+", help="databases to read")
+    forget = _command(
+        actions,
+        "forget-failures",
+        store_commands.db_forget_failures,
+        "delete stored failures, so that they are tried again",
+    )
+    _listed_kernel(forget)
+    _arch_flag(forget, "only this arch", usual=False)
+    forget.add_argument("--kind", choices=[str(kind) for kind in FailureKind], metavar="KIND",
+                        help="only this kind, e.g. compile_error or out_of_memory")  # fmt: skip
     _command(actions, "check", store_commands.db_check, "look for damage")
     _command(actions, "upgrade", store_commands.db_upgrade, "bring the schema up to date")

@@ -184,6 +184,14 @@ def _merged(options: argparse.Namespace, result: MergeResult) -> int:
     return 0
 
 
+def db_forget_failures(options: argparse.Namespace) -> int:
+    """Delete stored failures."""
+    with _open(options) as db:
+        count = db.forget_failures(options.arch, _listed(options), options.kind)
+    _said(options, {"forgotten": count}, f"{count} failures forgotten; they are tried again when their turn comes")
+    return 0
+
+
 def db_check(options: argparse.Namespace) -> int:
     """Look for damage; exit code 1 where there is some."""
     with _open(options, read_only=True) as db:

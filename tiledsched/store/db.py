@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
+from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
 from tiledsched.errors import DatabaseError, Failure
@@ -292,6 +293,21 @@ class TuningDB(Database):
                 )
                 for row, schedule, of, device in session.execute(select_failures().where(*wanted))
             ]
+
+    def forget_failures(self, arch: str | None = None, kernel: str | None = None, kind: str | None = None) -> int:
+        """Delete the failures that match all that is given, of builds and of measuring; how many. They are tried again."""
+        failed = [BuildRow.failure_kind.is_not(None), *matching({BuildRow.arch: arch, BuildRow.kernel: kernel,
+                                                                  BuildRow.failure_kind: kind})]  # fmt: skip
+        measured = matching({FailureRow.arch: arch, FailureRow.kernel: kernel, FailureRow.kind: kind})
+
+        def forget(session: Session) -> int:
+            gone = [
+                session.execute(delete(BuildRow).where(*failed)),
+                session.execute(delete(FailureRow).where(*measured)),
+            ]
+            return sum(result.rowcount for result in gone if isinstance(result, CursorResult))
+
+        return self.write(forget)
 
     # Entries
 
