@@ -19,7 +19,7 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_folder
 from tiledsched.device import arch_spec
-from tiledsched.errors import CompilerError, Failure, FailureKind
+from tiledsched.errors import CompilerError, ConfigError, Failure, FailureKind
 from tiledsched.kernels.attention import Attention
 from tiledsched.problem import stable_id
 from tiledsched.schedule import Schedule
@@ -94,6 +94,28 @@ def test_nothing_is_compiled_twice(builder):
     assert shop.build(wanted, PROBLEM) == 0
     assert builder(pool).build(iter(wanted), PROBLEM) == 0
     assert pool.compiled == wanted[:2]
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_and_after_building(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    shaped = ArtifactStore(tmp_path / "file")
+    with pytest.raises(
+        ConfigError, match=r"cannot keep machine code in .*; free some space there, or name another folder"
+    ):
+        shaped.ready()
+    assert shaped.get("sm_90", "ab" * 12) is None
+    assert not shaped.has("sm_90", "ab" * 12)
+    with pytest.raises(ConfigError, match="cannot keep machine code"):
+        shaped.put(artifact("ab" * 12))
+    full = ArtifactStore(tmp_path)
+    full.ready()
+
+    def no_space(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tiledsched.build.artifacts.write_whole", no_space)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        full.put(artifact("ab" * 12))
 
 
 @pytest.mark.parametrize(("kind", "seconds", "again"), [

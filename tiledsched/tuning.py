@@ -167,14 +167,15 @@ def prepare_tools(kernel: KernelClass, arch: str, *, settings: Settings, space: 
         found = found.limited_to(_read_candidates(Path(candidates)), Path(candidates).name)
     toolchain = installed_toolchain()
     check_arch(toolchain, arch)
-    folder = Path(settings.cache) if settings.cache else None
-    return Tools(settings=settings, space=found, toolchain=toolchain, artifacts=ArtifactStore(folder))
+    artifacts = ArtifactStore(Path(settings.cache) if settings.cache else None)
+    artifacts.ready()
+    return Tools(settings=settings, space=found, toolchain=toolchain, artifacts=artifacts)
 
 
 def _read_candidates(path: Path) -> list[dict[str, KnobValue]]:
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read candidates from {path}: {error}") from error
     if not (isinstance(listed, list) and listed and all(isinstance(each, dict) for each in listed)):
         raise ConfigError(f"{path} must hold a JSON list of schedules, each an object of knob names and values")

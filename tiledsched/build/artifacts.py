@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import lzma
 import os
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 import platformdirs
 
 from tiledsched.build.cubin import Artifact, read_artifact
-from tiledsched.errors import CompilerError, DatabaseError
+from tiledsched.errors import CompilerError, ConfigError, DatabaseError
 from tiledsched.files import write_whole
 
 CACHE_VARIABLE = "TILEDSCHED_CACHE"
@@ -38,13 +39,37 @@ class ArtifactStore:
                                 "fingerprint hex digits; import the table or database they come from again")  # fmt: skip
         return self.folder / arch / fingerprint[:2] / f"{fingerprint}.cubin.xz"
 
+    def ready(self) -> None:
+        """Make the folder, so that whoever is about to build learns early that it cannot be.
+
+        Raises:
+            ConfigError: it cannot be made or written to.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+        if not os.access(self.folder, os.W_OK):
+            raise self._unusable(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"cannot keep machine code in {self.folder}: {error.strerror}; free some space there, or name another "
+                           f"folder with {CACHE_VARIABLE}")  # fmt: skip
+
     def put(self, artifact: Artifact) -> None:
-        """Keep `artifact`. Keeping one twice changes nothing."""
+        """Keep `artifact`. Keeping one twice changes nothing.
+
+        Raises:
+            ConfigError: the folder cannot be written to, or is full.
+        """
         path = self.path(artifact.arch, artifact.fingerprint)
         if path.is_file():
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lzma.compress(artifact.cubin, preset=6))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lzma.compress(artifact.cubin, preset=6))
+        except OSError as error:
+            raise self._unusable(error) from error
 
     def has(self, arch: str, fingerprint: str) -> bool:
         """Whether the artifact is here."""
@@ -55,7 +80,7 @@ class ArtifactStore:
         path = self.path(arch, fingerprint)
         try:
             artifact = read_artifact(lzma.decompress(path.read_bytes()), arch)
-        except FileNotFoundError:
+        except OSError:
             return None
         except (lzma.LZMAError, CompilerError, EOFError):
             path.unlink(missing_ok=True)

@@ -26,6 +26,11 @@ def bench_search(options: argparse.Namespace) -> int:
         if options.landscapes
         else [*shipped_landscapes(options.declaration.name), *held_out_landscapes(options.declaration.name)]
     )
+    for each in paths:
+        if not each.is_file():
+            raise ConfigError(
+                f"there is no landscape at {each}; give files that `tiledsched record` or `landscapes --export` wrote"
+            )
     samplers = options.samplers if options.samplers is not None else list(METHODS)
     runs = read_runs(path) if path is not None and path.exists() else []
     for sampler in samplers:
