@@ -31,9 +31,8 @@ def start_process() -> None:
     prepare_process()
     # cuTile imports torch, where it is installed, for its dtypes. A compile needs none of them, and torch takes seconds.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
-    for module in ("cuda.tile.compilation", "cuda.tile._compile"):  # they take as long as many a compile
-        with contextlib.suppress(ImportError):  # whoever compiles finds out
-            importlib.import_module(module)
+    with contextlib.suppress(ImportError):  # whoever compiles finds out
+        importlib.import_module("cuda.tile.compilation")  # takes as long as many a compile
 
 
 def default_jobs() -> int:
