@@ -16,10 +16,8 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     target = Path(os.path.realpath(path))  # a link stays a link
-    if (
-        target.exists() and not target.is_file()
-    ):  # a pipe or a terminal: nothing can take its place; of a folder this raises
-        target.write_bytes(data)
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)  # a pipe or a terminal, whose place nothing can take; of a folder this raises
         return
     partial = target.with_name(f".{os.getpid()}-{secrets.token_hex(4)}.part")
     try:

@@ -146,9 +146,9 @@ class Elsewhere:
         self._programs: MeasuredPrograms = {}
         self._facts: dict[str, ResourceFacts | None] = {}
 
-    def read_recorded(self, problem: Problem, *, itself: bool = True) -> None:
+    def read_recorded(self, problem: Problem) -> None:
         """Read what ships of the problems most alike: who waits for a device may as well."""
-        for other in nearest(problem, self._recorded, itself=itself):
+        for other in nearest(problem, self._recorded, itself=True):
             self._shipped.landscape(other, self._regime)
 
     @property
