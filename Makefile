@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 ARCH ?=
 TUNE_ARGS ?= --head-dim 64 --causal no
 
-.PHONY: tune test lint wheel clean help
+.PHONY: tune test newest lint wheel clean help
 
 help:
 	@echo "make tune   set up, tune the GPU that is here (ARCH= names another) and draw report/ (TUNE_ARGS: $(TUNE_ARGS))"
 	@echo "make test   set up and run the tests"
+	@echo "make newest builds with the newest compiler that the package takes, beside the one it was set up with"
 	@echo "make lint   ruff and mypy"
 	@echo "make wheel  build the wheel and try it outside the checkout"
 	@echo "make clean  remove the virtual environment and build products"
@@ -20,6 +21,13 @@ tune: $(VENV)/.tune-ready
 
 test: $(VENV)/.test-ready
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# Found before the one in the virtual environment.
+NEWEST := $(abspath $(VENV))/newest
+newest: $(VENV)/.test-ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(NEWEST) \
+	    $(foreach part,nvidia-cuda-tileiras nvidia-cuda-nvcc nvidia-nvvm,'$(part)>=13.5,<13.6')
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses auto -m compiler tests/test_build.py tests/test_matmul.py tests/test_refresh.py
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .
@@ -36,13 +44,13 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "tiledsched needs Python 3.10 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.tune-ready: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[report]'
+$(VENV)/.tune-ready: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report]'
 	@touch $@
 
 # torch is for the tests of `sdpa` and its fallback; the constraint picks a build that runs without a GPU. TileGym's
 # kernels are run by the interpreter's tests: without its dependencies, which ask for one older release of transformers.
-$(VENV)/.test-ready: $(VENV)/.tune-ready constraints.txt
+$(VENV)/.test-ready: $(VENV)/.tune-ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps tilegym==1.5.1
 	@touch $@

@@ -38,10 +38,11 @@ MAY_IMPORT = {
     "report": PROOF,
     "attention": PROOF | {"search", "serve", "report"},
     "tuning": PROOF | {"search", "serve", "report"},
+    "refresh": PROOF | {"search", "serve", "tuning"},
     "functions": PROOF | {"serve"},
     "doctor": PROOF | {"search", "serve", "report"},
     "studies": PROOF | {"search", "serve", "report", "attention", "tuning"},
-    "cli": PROOF | {"search", "serve", "report", "attention", "tuning", "doctor", "studies"},
+    "cli": PROOF | {"search", "serve", "report", "attention", "tuning", "refresh", "doctor", "studies"},
     "root": PROOF | {"search", "serve", "report", "attention", "tuning"},
     "__main__": {"cli"},
 }

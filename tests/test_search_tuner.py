@@ -99,7 +99,7 @@ def tune(recorded: Recorded, db: TuningDB, *, runner=None, space=None, toolchain
     with patch.object(Attention, "source_hash", return_value=source_hash or Attention.source_hash()):
         tuner = Tuner(db, recorded, space or recorded_space(recorded), Attention, toolchain or recorded.toolchain,
                       TuneOptions(**options), pool=recorded, run_id=run_id, runner=runner, watcher=watcher,
-                      served=(lambda problem, device: served) if served else None, shipped=shipped)  # fmt: skip
+                      served=(lambda problem, device: [served]) if served else None, shipped=shipped)  # fmt: skip
         return tuner.tune([recorded.problem])[0]
 
 

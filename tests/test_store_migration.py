@@ -41,6 +41,8 @@ def write_as_0003(engine: sa.Engine, table: Table) -> None:
                for entry in table.entries]  # fmt: skip
     problems = {each.measurement.problem for each in table.measurements} | {each.problem for each in table.entries}
     renamed = {problem.id: old_id(problem) for problem in problems}
+    for row in entries:
+        del row["compiler"]
     for row in (*measurements, *entries):
         row["problem_id"] = renamed[row["problem_id"]]
         for name in {"created_at", "updated_at"} & set(row):

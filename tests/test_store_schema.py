@@ -206,6 +206,7 @@ def test_an_old_database_is_upgraded_and_keeps_its_rows(old, tmp_path):
         "store_"
     )
     connection.close()
+    before.pop("kernel_views", None)  # kernels that came since have theirs as well
     assert before["entries"] == before["measurements"] == before["failures"] == 2
     assert before["builds"] == 3
     if old.stem < "store_0003":  # of these, the two that succeeded know only half their fingerprint

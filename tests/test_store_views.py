@@ -77,9 +77,9 @@ def test_a_row_says_what_is_served_and_why(db) -> None:
     number = db.record_measurement(None, "attention", "abc", TOOLCHAIN, measurement(100.0))
     db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number, updated_at=START))
     row = columns(db, "attention")
-    assert list(row)[:10] == ["arch", "device_name", "regime", "accum_mode", "provenance", "schedule", "median_us",
+    assert list(row)[:11] == ["arch", "device_name", "regime", "accum_mode", "compiler", "provenance", "schedule", "median_us",
                               "model_us", "fingerprint", "updated_at"]  # fmt: skip
-    assert [row[name] for name in list(row)[:5]] == ["sm_90", DEVICE.name, "burst", "fp32", "measured"]
+    assert [row[name] for name in list(row)[:6]] == ["sm_90", DEVICE.name, "burst", "fp32", "13.4.12", "measured"]
     assert (row["median_us"], row["model_us"], row["fingerprint"]) == (100.0, 90.0, "f" * 24)
     assert str(row["updated_at"]).startswith("2026-01-02 03:04:05")
     assert (row["alignment"], row["value_dim"], bool(row["lse"])) == ("top_left", 0, False)  # left out of the JSON
@@ -94,7 +94,7 @@ def test_fields_of_every_kind_are_columns(db) -> None:
     assert (row["m"], row["rows"], row["layout"], row["dtype"]) == (1 << 40, 7, "row", "float16")
     assert json.loads(row["experts"]) == [128, 7]
     assert row["both"] is None
-    assert list(row)[10:] == ["experts", "m", "rows", "regime_", "layout", "dtype", "biased", "both"]
+    assert list(row)[11:] == ["experts", "m", "rows", "regime_", "layout", "dtype", "biased", "both"]
     assert len(ask(db, "SELECT 1 FROM grouped_gemm WHERE biased AND M > 5")) == 1
     assert ask(db, "SELECT 1 FROM grouped_gemm WHERE NOT biased") == []
     assert ask(db, "SELECT 1 FROM attention") == []

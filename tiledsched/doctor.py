@@ -7,16 +7,18 @@ imported here; CuPy is asked in a process of its own.
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiledsched import __version__
 from tiledsched.build import toolchain
@@ -26,6 +28,9 @@ from tiledsched.config import Settings, load_settings
 from tiledsched.device import ARCHS, arch_spec
 from tiledsched.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.measure import nvml
+
+if TYPE_CHECKING:
+    from tiledsched.store.records import EntryRecord
 
 SCHEMA_VERSION = 1
 OLDEST_PYTHON = (3, 10)
@@ -420,6 +425,53 @@ def _database() -> Verdict:
     return Verdict("ok", detail)
 
 
+def _evidence() -> Verdict:
+    """What was measured on the GPUs here, or on any where there is none, against the compiler here."""
+    from tiledsched.serve.entries import load_entries
+    from tiledsched.store.evidence import for_compiler, stale
+
+    names = {device.name for device in nvml.devices()}
+    here = toolchain.compiler_at_hand()
+    try:
+        entries = load_entries(_settings().db)
+    except TiledschedError as error:
+        return _of_error(error)
+    measured = [entry for entry in entries if entry.provenance == "measured"
+                and (not names or entry.device_name in names)]  # fmt: skip
+    where = f" on {', '.join(sorted(names))}" if names else ""
+    if not measured:
+        return Verdict("ok", f"nothing was measured{where}")
+    counts = Counter(entry.compiler for entry in measured)
+    detail = f"{_plural(counts.total(), 'entry', 'entries')} measured{where}: " + ", ".join(
+        f"{count} with tileiras {version or 'unknown'}" for version, count in sorted(counts.items())
+    )
+    detail += "".join(f"; {line}" for line in _faster(measured))
+    old = [entry for entry in for_compiler(measured, here) if stale(entry, here)]
+    if not old:
+        return Verdict("ok", detail)
+    releases = sorted({".".join(entry.compiler.split(".")[:2]) for entry in old})
+    kernels = sorted({entry.kernel for entry in old})
+    return Verdict("warn", f"{detail}; {len(old)} are stale, tileiras here is {here}",
+                   f"tiledsched refresh {kernels[0]}, or install the compiler they were measured with: "
+                   + " ".join(["pip install", *(f"'{part}=={releases[-1]}.*'" for part in toolchain.PARTS)]))  # fmt: skip
+
+
+def _faster(measured: Sequence[EntryRecord]) -> Iterator[str]:
+    """For each two compilers that the same problems were measured with, which is faster and by how much."""
+    times: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+    for entry in measured:
+        if entry.median_us:
+            times[entry.compiler][entry.place] = entry.median_us
+    for one, other in itertools.combinations(sorted(times), 2):
+        both = times[one].keys() & times[other].keys()
+        if both:
+            logs = [math.log(times[other][place] / times[one][place]) for place in both]
+            ratio = math.exp(math.fsum(logs) / len(logs))
+            quick, by = (one, ratio) if ratio >= 1 else (other, 1 / ratio)
+            yield (f"{quick} is {by - 1:.1%} faster than {other if quick == one else one} by geometric mean over "
+                   f"{_plural(len(both), 'problem', 'problems')}")  # fmt: skip
+
+
 def _cache_folder() -> Path:
     cache = _settings().cache
     return Path(cache).expanduser() if cache else default_cache_folder()
@@ -464,6 +516,7 @@ CHECKS: dict[str, Callable[[], Verdict]] = {
     "interpreter": _interpreter,
     "matplotlib": _matplotlib,
     "database": _database,
+    "evidence": _evidence,
     "cache": _cache,
     "disk": _disk,
 }

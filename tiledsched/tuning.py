@@ -285,6 +285,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     from tiledsched.serve.entries import load_entries
     from tiledsched.serve.lookup import Table
     from tiledsched.store.db import TuningDB
+    from tiledsched.store.evidence import for_compiler, leaders
 
     options = TuneOptions(accum_mode=settings.accum_mode, effort=effort, trials=trials, budget_s=budget_s, sampler=sampler,
                           neighbours=neighbours, seed=seed, regime=settings.regime,
@@ -294,18 +295,22 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
         kept = open_storage(storage) if storage else None
         with TuningDB.open(settings.db) as store, BuildPool(jobs) as pool:
             table = Table(load_entries(settings.db, {arch}, kernel.name), kernel, regime=settings.regime,
-                          accum_mode=settings.accum_mode)  # fmt: skip
+                          accum_mode=settings.accum_mode, compiler=tools.toolchain.tileiras)  # fmt: skip
 
-            def served(problem: Problem, device_name: str) -> Schedule | None:
-                return table.resolve(problem, arch, device_name).schedule if table.known_arch(arch) else None
+            def served(problem: Problem, device_name: str) -> list[Schedule]:
+                if not table.known_arch(arch):
+                    return []
+                answer = table.resolve(problem, arch, device_name)
+                return [answer.schedule, *(leaders(answer.entry) if answer.stale and answer.entry else ())]
 
             with noted_run(store, said, arch) as run_id:
                 tuner = Tuner(store, tools.artifacts, tools.space, kernel, tools.toolchain, options, pool=pool, run_id=run_id,
                               runner=gpu, watcher=watcher, served=served, shipped=Shipped(kernel.name, arch),
                               storage=kept)  # fmt: skip
                 results = tuner.tune(wanted)
-            now = {entry.key: entry for entry in load_entries(settings.db, {arch}, kernel.name)}
-            entries = [now.get(result.entry.key, result.entry) for result in results]
+            known = for_compiler(load_entries(settings.db, {arch}, kernel.name), tools.toolchain.tileiras)
+            now = {entry.place: entry for entry in known}
+            entries = [now.get(result.entry.place, result.entry) for result in results]
     finally:
         if gpu is not None:
             gpu.close()

@@ -16,6 +16,8 @@ from tiledsched.errors import CompilerError
 from tiledsched.problem import stable_id
 
 PARTS = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
+RELEASES = ("13.4", "13.5")
+"""Releases of the compiler that this package is tried with, the oldest first."""
 INSTALL = "pip install " + " ".join(f"'{part}==13.4.*'" for part in PARTS)
 OLDEST = {"sm_90": (13, 4), "sm_110": (13, 4)}
 """First compiler release that targets an arch, where it is later than 13.2."""
@@ -84,6 +86,16 @@ def tool_version(path: Path) -> str:
         return ""
     found = re.search(r"V(\d+\.\d+\.\d+)", text)
     return found.group(1) if found else ""
+
+
+def compiler_at_hand() -> str:
+    """Version of the compiler on this machine, e.g. 13.4.92, as quickly as can be told; empty where there is none."""
+    if wheel_folder():
+        return package_version("nvidia-cuda-tileiras")
+    try:
+        return installed_toolchain().tileiras
+    except CompilerError:
+        return ""
 
 
 def installed_toolchain() -> Toolchain:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli import output
-from tiledsched.cli.problems import problems_of, told
+from tiledsched.cli.problems import filtered, problems_of, told
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError
 
@@ -87,6 +87,31 @@ def tune(options: argparse.Namespace) -> int:
         if files:
             output.print_report(files)
         output.print_next(_next_steps(options, report))
+    return 0
+
+
+def refresh(options: argparse.Namespace) -> int:
+    """Bring what is served up to the compiler at hand, and say what moved."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from tiledsched.cli.progress import TuneProgress
+    from tiledsched.refresh import refresh as refreshed
+    from tiledsched.serve.entries import load_entries
+
+    entries = load_entries(_settings(options).db, {options.arch}, options.declaration.name)
+    known = {entry.problem for entry in entries if entry.arch == options.arch and entry.provenance == "measured"}
+    problems = filtered(options, known)
+    if known and not problems:
+        raise ConfigError("nothing that was measured is like that; leave out a filter")
+    with TuneProgress(0, options.budget) as watcher:
+        report = refreshed(
+            options.declaration, problems or None, arch=options.arch, db=options.db, effort=options.effort,
+            budget_s=options.budget, runner=options.runner, seed=options.seed, jobs=options.jobs,
+            compile_timeout_s=options.compile_timeout, watcher=watcher, command=_command(options),
+        )  # fmt: skip
+    if options.json:
+        _print_json(report.to_json())
+    else:
+        output.print_refreshed(report)
     return 0
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from tiledsched.problem import Problem, rate_of, rate_text, unit_of
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tiledsched.refresh import RefreshReport
     from tiledsched.search.record import RecordResult
     from tiledsched.search.tuner import TuneResult
     from tiledsched.store.queries import RegimeComparison
@@ -46,12 +47,15 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def entry_json(entry: EntryRecord) -> dict[str, Any]:
-    """The row `show --json` prints: flat where people filter, nested where evidence lies."""
+def entry_json(entry: EntryRecord, compiler: str = "") -> dict[str, Any]:
+    """The row `show --json` prints: flat where people filter, nested where evidence lies. `compiler` is the one at hand."""
+    from tiledsched.store.evidence import stale
+
     problem = entry.problem
     return {
         "arch": entry.arch, "kernel": problem.kernel, **short_values(problem), **plain_values(problem),
-        "provenance": entry.provenance, "schedule": entry.schedule.to_json(), "median_us": entry.median_us,
+        "provenance": entry.provenance, "compiler": entry.compiler, "stale": stale(entry, compiler),
+        "schedule": entry.schedule.to_json(), "median_us": entry.median_us,
         "tflops": entry.tflops, "gbps": problem.gbps(entry.median_us) if entry.median_us else None,
         "evidence": entry.to_json(),
     }  # fmt: skip
@@ -162,6 +166,38 @@ def print_tuned(report: TuneReport) -> None:
                        f"compiled now{did}, {result.failed} failed, {result.seconds:.1f} s", "  ")  # fmt: skip
 
 
+def print_refreshed(report: RefreshReport) -> None:
+    """What became of what was served: a line each for what was raced or is to be, and all in all."""
+    for row in report.rows:
+        was = row.was
+        if row.outcome == "kept":
+            continue
+        _print_wrapped(f"{was.problem} on {was.device_name}, {was.regime}: {row.why}")
+        _print_wrapped(
+            f"was  {was.median_us:.1f} us, tileiras {was.compiler or 'unknown'}: {was.schedule.short()}", "  "
+        )
+        if row.now is not None and row.now.median_us is not None and row.change is not None:
+            _print_wrapped(f"now  {row.now.median_us:.1f} us ({row.change:+.1%}): {row.now.schedule.short()}", "  ")
+        for schedule in row.leaders[1:] if row.now is None else ():
+            _print_wrapped(f"to race beside it: {schedule.short()}", "  ")
+    moved = f" ({report.change:+.1%} by geometric mean)" if report.change is not None else ""
+    done = [f"{report.current} of tileiras {report.compiler} and this source already",
+            f"{len(report.of('kept'))} the same machine code, evidence kept",
+            f"{len(report.of('raced'))} raced again{moved}"]  # fmt: skip
+    left = report.of("to race")
+    devices = ", ".join(sorted({row.was.device_name for row in left}))
+    done += [f"{len(left)} to be raced on {devices}"] if left else []
+    total = report.current + len(report.rows)
+    if not total:
+        name = report.kernel.name
+        _print_wrapped(
+            f"nothing of {name} was measured for {report.arch}; run: tiledsched tune {name} --arch {report.arch}"
+        )
+        return
+    _print_wrapped(f"{total} measured entries of {report.kernel.name} on {report.arch}: {'; '.join(done)}. {report.compiled} "
+                   f"compiled, {report.seconds:.1f} s")  # fmt: skip
+
+
 def _verdict(result: TuneResult, entry: EntryRecord) -> str:
     """How fast the winner is and by how much it wins; of a stronger entry that was kept, what that is."""
     us, how = entry.median_us, "measured"
@@ -211,31 +247,50 @@ def _print_wrapped(text: str, indent: str = "") -> None:
                         break_long_words=False, break_on_hyphens=False))  # fmt: skip
 
 
-def print_entries(entries: Iterable[EntryRecord]) -> None:
-    """What is served: a table for each kernel; where that is too narrow, a line and the schedule below it."""
+def print_entries(entries: Sequence[EntryRecord], compiler: str = "") -> None:
+    """What is served where `compiler` is at hand: a table for each kernel; where that is too narrow, a line and the schedule
+    below it.
+    """  # fmt: skip
+    from tiledsched.store.evidence import stale
+
     by_kernel: dict[str, list[EntryRecord]] = {}
     for entry in entries:
         by_kernel.setdefault(entry.problem.kernel, []).append(entry)
     for place, (kernel, found) in enumerate(by_kernel.items()):
-        lines = _entry_lines(found)
+        lines = _entry_lines(found, compiler)
         if max(map(len, lines)) > width():
-            _print_narrow(found)
+            _print_narrow(found, compiler)
         else:
             print("\n" * (place > 0) + f"tuned schedules of {kernel}", *lines, sep="\n")
+    old = sorted({entry.compiler for entry in entries if stale(entry, compiler)})
+    if old:
+        note(
+            f"stale: tileiras {', '.join(old)} built what was measured, and here is {compiler}; run: tiledsched refresh"
+        )
 
 
-def _entry_lines(entries: Sequence[EntryRecord]) -> list[str]:
+def _provenance(entry: EntryRecord, compiler: str) -> str:
+    """With `stale` beside it where that is so."""
+    from tiledsched.store.evidence import stale
+
+    return f"{entry.provenance}, stale" if stale(entry, compiler) else entry.provenance
+
+
+def _entry_lines(entries: Sequence[EntryRecord], compiler: str) -> list[str]:
     """A table without rules, thousands of lines of it in no time. The schedule comes last: it may be as long as it is."""
     problems = [_columns(entry.problem) for entry in entries]
     shown = [
         name for name in problems[0] if len({each.get(name) for each in problems}) > 1 or not _plain(entries, name)
     ]
-    head = ("arch", *shown, "provenance", "median us", "rate", "model us", "runner-up", "ties", "programs", "schedule")
+    compilers = len({entry.compiler for entry in entries if entry.compiler}) > 1
+    head = ("arch", *shown, *["compiler"] * compilers, "provenance", "median us", "rate", "model us", "runner-up", "ties",
+            "programs", "schedule")  # fmt: skip
     rows = [head]
     for entry, values in zip(entries, problems, strict=True):
         us = entry.median_us
-        rows.append((entry.arch, *(values.get(name, "") for name in shown), entry.provenance, f"{us:.1f}" if us else "-",
-                     rate_text(entry.problem, us) if us else "-", f"{entry.model_us:.1f}" if entry.model_us else "-",
+        rows.append((entry.arch, *(values.get(name, "") for name in shown), *[entry.compiler] * compilers,
+                     _provenance(entry, compiler), f"{us:.1f}" if us else "-", rate_text(entry.problem, us) if us else "-",
+                     f"{entry.model_us:.1f}" if entry.model_us else "-",
                      f"+{entry.margin:.1%}" if entry.margin is not None else "-", str(len(entry.ties)),
                      str(entry.candidates), entry.schedule.short()))  # fmt: skip
     left = ("arch", "provenance")
@@ -261,11 +316,11 @@ def _plain(entries: Sequence[EntryRecord], name: str) -> bool:
     return all(name in entry.problem.values and name not in entry.problem.to_json() for entry in entries)
 
 
-def _print_narrow(entries: Sequence[EntryRecord]) -> None:
+def _print_narrow(entries: Sequence[EntryRecord], compiler: str) -> None:
     for entry in entries:
         us = entry.median_us
         timed = f"{us:.1f} us, {rate_text(entry.problem, us)}" if us else "not measured"
-        _print_wrapped(f"{entry.arch} {entry.problem}: {timed} ({entry.provenance})")
+        _print_wrapped(f"{entry.arch} {entry.problem}: {timed} ({_provenance(entry, compiler)})")
         _print_wrapped(entry.schedule.short(), "    ")
 
 

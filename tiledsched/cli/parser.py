@@ -105,7 +105,8 @@ def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
     parser.set_defaults(verbose=False, declaration=kernel, usual_arch=False)
     subs = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (_add_tune, _add_check, _add_record, _add_show, _add_explain, _add_report, _add_bench, _add_ablate,
-                _add_bench_search, _add_study, _add_landscapes, _add_dashboard, _add_warmup, _add_bundle):  # fmt: skip
+                _add_bench_search, _add_study, _add_landscapes, _add_dashboard, _add_refresh, _add_warmup,
+                _add_bundle):  # fmt: skip
         add(subs, kernel)
     _add_doctor(subs)
     _add_db(subs)
@@ -222,11 +223,18 @@ def _add_show(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "show", store_commands.show, "list what is tuned, with provenance")
     _listed_kernel(parser)
     _arch_flag(parser, "only this arch", usual=False)
-    parser.add_argument("--problem", action="append", default=[], metavar="K=V,...", help="only problems with these values, "
-                        "several with : between them; what is not named may be anything")  # fmt: skip
     parser.add_argument("--provenance", type=words(PROVENANCES), metavar="P[,P]", help=f"only {', '.join(PROVENANCES)}")
     parser.add_argument("--regime", choices=REGIMES, help="only what was measured in it")
     parser.add_argument("--device", metavar="NAME", help="only what was measured on a GPU whose name has this in it")
+    parser.add_argument("--compiler", metavar="VERSION", help="what is served where this one is at hand, e.g. 13.5.37, or all "
+                        "that is stored (default: the compiler here)")  # fmt: skip
+    _filters(parser, kernel)
+
+
+def _filters(parser: argparse.ArgumentParser, kernel: KernelClass | None) -> None:
+    """`--problem`, and the flags by which a kernel's problems are named elsewhere, as filters of what is known."""
+    parser.add_argument("--problem", action="append", default=[], metavar="K=V,...", help="only problems with these values, "
+                        "several with : between them; what is not named may be anything")  # fmt: skip
     own = _own_filters(parser, kernel) if kernel is not None else ()
     if "--dtype" not in parser._option_string_actions:
         parser.add_argument("--dtype", type=words(DTYPES), metavar="T[,T]", help="only these element types")
@@ -352,6 +360,22 @@ def _add_landscapes(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument("--format", choices=("tiledsched", "t4", "kernel-tuner-cache"), default="tiledsched",
                         help="of those files: this package's, T4 results, or what Kernel Tuner's simulation mode reads "
                         "(default: tiledsched)")  # fmt: skip
+
+
+def _add_refresh(subs: Any, kernel: KernelClass | None) -> None:
+    parser = _command(subs, "refresh", commands.refresh, "after another compiler or a change of a kernel: keep the evidence of "
+                      "machine code that is the same, and race the rest again")  # fmt: skip
+    _kernel_flag(parser)
+    _arch_flag(parser)
+    _filters(parser, kernel)
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
+    parser.add_argument("--effort", default="quick", choices=tuple(EFFORTS), help="of the races (default: quick)")
+    parser.add_argument("--runner", choices=("auto", "none"), default="auto", help="race on the GPU, or only say what would be "
+                        "raced; auto races where a GPU of the arch is present (default: auto)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampler (default: 0)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
+    parser.add_argument("--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule "
+                        "(default: 120)")  # fmt: skip
 
 
 def _add_warmup(subs: Any, kernel: KernelClass | None) -> None:

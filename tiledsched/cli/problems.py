@@ -97,6 +97,18 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[An
     return values
 
 
+def filtered(options: argparse.Namespace, problems: Iterable[Problem]) -> list[Problem]:
+    """Those that the filters of a command let through; see `matching`."""
+    found = list(dict.fromkeys(problems))
+    let = matching(found, options.problem, own_filters(options), options.dtype)
+    return [each for each in found if each in let]
+
+
+def own_filters(options: argparse.Namespace) -> dict[str, Any]:
+    """What the kernel's own flags say, as filters, by field."""
+    return {name: value for name in options.own if name != "dtype" and (value := getattr(options, name)) is not None}
+
+
 def matching(problems: Iterable[Problem], named: Sequence[str], own: Mapping[str, Any],
              dtypes: Sequence[str] | None) -> set[Problem]:  # fmt: skip
     """Those that filters let through. What a filter does not name may be anything.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tiledsched.cli import output
 from tiledsched.cli.commands import _folder, _open, _print_json, _said, _settings
-from tiledsched.cli.problems import matching
+from tiledsched.cli.problems import filtered, own_filters
 from tiledsched.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,22 +31,29 @@ def _listed(options: argparse.Namespace) -> str | None:
 
 def show(options: argparse.Namespace) -> int:
     """List entries."""
+    from tiledsched.build.toolchain import compiler_at_hand
     from tiledsched.serve.entries import load_entries
+    from tiledsched.store.evidence import for_compiler
 
-    own = {name: value for name in options.own if name != "dtype" and (value := getattr(options, name)) is not None}
+    own = own_filters(options)
     kernel = _listed(options) or (options.declaration.name if own else None)
     archs = None if options.arch is None else {options.arch}
-    entries = [entry for entry in load_entries(_settings(options).db, archs, kernel or "")
-               if options.arch in (None, entry.arch) and kernel in (None, entry.kernel)]  # fmt: skip
-    problems = matching(dict.fromkeys(entry.problem for entry in entries), options.problem, own, options.dtype)
+    entries = load_entries(_settings(options).db, archs, kernel or "")
+    if options.compiler == "all":
+        compiler = compiler_at_hand()
+    else:
+        compiler = options.compiler or compiler_at_hand()
+        entries = for_compiler(entries, compiler)
+    entries = [entry for entry in entries if options.arch in (None, entry.arch) and kernel in (None, entry.kernel)]
+    problems = set(filtered(options, (entry.problem for entry in entries)))
     entries = [entry for entry in entries
                if entry.problem in problems and options.regime in (None, entry.regime)
                and (options.provenance is None or entry.provenance in options.provenance)
                and (options.device or "").lower() in entry.device_name.lower()]  # fmt: skip
     if options.json:
-        _print_json({"entries": [output.entry_json(entry) for entry in entries]})
+        _print_json({"entries": [output.entry_json(entry, compiler) for entry in entries]})
     elif entries:
-        output.print_entries(entries)
+        output.print_entries(entries, compiler)
     elif options.problem or own or options.dtype or options.provenance or options.regime or options.device:
         print("nothing that is tuned is like that; leave out a filter", file=sys.stderr)
     else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.cubin import ResourceFacts
+from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.device import ARCHS
 from tiledsched.fields import Choice, Flag
 from tiledsched.kernel import KernelClass
@@ -29,6 +30,7 @@ from tiledsched.report.records import (
 from tiledsched.schedule import Schedule
 from tiledsched.space import SearchSpace
 from tiledsched.space_files import space_for
+from tiledsched.store.evidence import for_compiler, of_one_compiler
 from tiledsched.store.queries import KnobEffect, compare_regimes, knob_effects
 from tiledsched.store.records import BuildRecord, EntryRecord, FailureRecord, StoredMeasurement, Toolchain
 
@@ -68,10 +70,13 @@ def build_report(
             of each modelled entry are known.
         space: where the default schedules come from; None for the kernel's own.
     """
-    entries = db.entries(arch=arch, kernel=kernel.name)
+    compiler = compiler_at_hand()
+    entries = for_compiler(db.entries(arch=arch, kernel=kernel.name), compiler)
     if device_name is not None:
         entries = [entry for entry in entries if entry.device_name in ("", device_name)]
-    taken = db.measurements(arch=arch, regime=regime, device_name=device_name, kernel=kernel.name)
+    taken = of_one_compiler(
+        db.measurements(arch=arch, regime=regime, device_name=device_name, kernel=kernel.name), compiler
+    )
     existing = sum(line.measurements for line in db.landscapes()
                    if line.arch == arch and line.problem.kernel == kernel.name)  # fmt: skip
     builds = _Builds(db, arch, kernel, taken, entries)

@@ -32,8 +32,6 @@ RETRIED = (FailureKind.WORKER_KILLED, FailureKind.GPU_LOST, FailureKind.OUT_OF_M
 """Failures that say more of the day than of the program: no verdict on it."""
 ALL_FAIL = 8
 """Builds after which a run ends where all of them failed alike."""
-BUILT = (FailureKind.COMPILE_ERROR, "")
-"""Stands for a build that worked among those that failed."""
 Progress = Callable[[int, BuildRecord], None]
 """Called after each build with how many are done, and what became of the last."""
 
@@ -73,7 +71,7 @@ class Builder:
         self._classes: dict[tuple[Problem, Schedule], ProblemClass] = {}
         known = db.find_builds(kernel.name, self.source_hash, toolchain, arch)
         self._builds = {key: record for key, record in known.items() if not self._of_the_day(record)}
-        self._alike: Counter[tuple[FailureKind, str]] = Counter()
+        self._alike: Counter[Failure | None] = Counter()
 
     @property
     def jobs(self) -> int:
@@ -105,6 +103,11 @@ class Builder:
         """What is known of building `schedule` for `problem`'s class; None where it was never tried."""
         return self._builds.get((schedule.id, self.problem_class(problem, schedule).id))
 
+    def fingerprint(self, schedule: Schedule, problem: Problem) -> str | None:
+        """Of the machine code it has now; None where it was not built, or does not build."""
+        record = self.record(schedule, problem)
+        return record.fingerprint or None if record else None
+
     def built(self, problem: Problem) -> list[Schedule]:
         """Every schedule known to build for `problem`'s class."""
         return [record.schedule for record in self._builds.values()
@@ -122,6 +125,12 @@ class Builder:
 
     def build(self, schedules: Iterable[Schedule], problem: Problem, *, progress: Progress | None = None,
               deadline_s: float | None = None, leave: int = 0) -> int:  # fmt: skip
+        """Build for one problem what is missing; see `build_for_each`."""
+        wanted = [(schedule, problem) for schedule in schedules]
+        return self.build_for_each(wanted, progress=progress, deadline_s=deadline_s, leave=leave)
+
+    def build_for_each(self, wanted: Iterable[tuple[Schedule, Problem]], *, progress: Progress | None = None,
+                       deadline_s: float | None = None, leave: int = 0) -> int:  # fmt: skip
         """Build what is missing; each outcome is stored as it is known. Returns how many were compiled.
 
         After `deadline_s` (`time.monotonic()`) the rest is left for the next run. With `leave`, so many may go on being
@@ -130,8 +139,10 @@ class Builder:
         Raises:
             CompilerError: all builds fail alike, and not by the compiler's own word: it is not the schedules.
         """
+        missing = {(schedule.id, self.problem_class(problem, schedule).id): (schedule, problem) for schedule, problem in wanted
+                   if not self._usable(self.record(schedule, problem))}  # fmt: skip
         tasks = [BuildTask(kernel=self.kernel.locator(), schedule=schedule, problem=problem, arch=self.arch,
-                           timeout_s=self._timeout_s) for schedule in self.missing(schedules, problem)]  # fmt: skip
+                           timeout_s=self._timeout_s) for schedule, problem in missing.values()]  # fmt: skip
         count = 0
         for count, built in enumerate(self._pool.build(tasks, leave=leave), start=1):
             outcome: Artifact | Failure | None = built.artifact or built.failure
@@ -152,11 +163,12 @@ class Builder:
         return count
 
     def _stop_where_all_fail_alike(self, record: BuildRecord) -> None:
-        self._alike[(record.failure.kind, record.failure.message) if record.failure else BUILT] += 1
-        (kind, message), times = next(iter(self._alike.items()))
-        # What the compiler itself says of every schedule is said where no schedule is left.
-        if len(self._alike) == 1 and times >= ALL_FAIL and kind is not FailureKind.COMPILE_ERROR:
-            raise CompilerError(f"the first {ALL_FAIL} programs all failed to build, and alike: {kind}: {message}; nothing was "
+        self._alike[record.failure] += 1
+        failure, times = next(iter(self._alike.items()))
+        if failure is None or failure.kind is FailureKind.COMPILE_ERROR:
+            return  # what the compiler itself says of every schedule is said where no schedule is left
+        if len(self._alike) == 1 and times >= ALL_FAIL:
+            raise CompilerError(f"the first {ALL_FAIL} programs all failed to build, and alike: {failure}; nothing was "
                                 "replaced. Look after that and run again: tiledsched doctor checks the compiler, TMPDIR must "
                                 "be a folder with space, --compile-timeout says how long a compile may take")  # fmt: skip
 

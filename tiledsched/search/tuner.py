@@ -38,6 +38,7 @@ from tiledsched.search.surrogate import Known
 from tiledsched.search.trials import Trials, learn
 from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.store.db import TuningDB
+from tiledsched.store.evidence import for_compiler
 from tiledsched.store.records import BuildRecord, EntryRecord
 
 if TYPE_CHECKING:
@@ -47,8 +48,10 @@ LEARNT_AT_ONCE = 8
 """Schedules built, where there is no GPU, before it is asked which changes of knobs leave the program as it is."""
 MOST_WINNERS = 4
 """Winners of like problems that are tried first where nothing else is known of those."""
-Served = Callable[[Problem, str], "Schedule | None"]
-"""What would be served for a problem on a device of this name were nothing tuned; None for nothing that this space knows."""
+Served = Callable[[Problem, str], "Sequence[Schedule]"]
+"""What would be served for a problem on a device of this name were nothing tuned, and what came close to it where its time may
+have changed since; none where this space knows nothing.
+"""
 LOOKS = {regime: dataclasses.replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds)
          for regime, rules in RULES.items()}  # fmt: skip
 """How a batch is measured: enough to learn from; the deciding race comes last."""
@@ -264,7 +267,7 @@ class Tuner:
         evidence = self._evidence(problem, runner)
         compiled = self._rebuild(problem, evidence, deadline_s)
         known_us = {schedule: us for (schedule, fingerprint), us in evidence.items()
-                    if self._fingerprint(schedule, problem) == fingerprint}  # fmt: skip
+                    if self.builder.fingerprint(schedule, problem) == fingerprint}  # fmt: skip
         # Times of other machine code are no verdict; they tell where to look.
         elsewhere = self._elsewhere.known(problem, runner.device_name, spec, itself=not known_us) if guided else []
         held = self._held(problem, runner.device_name)
@@ -365,14 +368,9 @@ class Tuner:
         for start in range(0, len(left), self._asked):
             batch = left[start : start + self._asked]
             compiled += self.builder.build(batch, problem, deadline_s=deadline_s)
-            if not any((each, self._fingerprint(each, problem)) in evidence for each in batch):
+            if not any((each, self.builder.fingerprint(each, problem)) in evidence for each in batch):
                 break
         return compiled
-
-    def _fingerprint(self, schedule: Schedule, problem: Problem) -> str | None:
-        """Of the machine code it has now; None where it was not built, or does not build."""
-        record = self.builder.record(schedule, problem)
-        return record.fingerprint or None if record else None
 
     def _race(self, chosen: Sequence[Schedule], problem: Problem, runner: Runner, best_us: float,
               deadline_s: float | None) -> tuple[Outcome, ...]:  # fmt: skip
@@ -427,9 +425,9 @@ class Tuner:
         entries = self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured",
                                   device_name=device_name, regime=self.options.regime,
                                   accum_mode=self.options.accum_mode) if device_name else []  # fmt: skip
-        held = [entry.schedule for entry in entries]
-        if self._served is not None and (served := self._served(problem, device_name)) is not None:
-            held.append(served)
+        held = [entry.schedule for entry in for_compiler(entries, self.toolchain.tileiras)]
+        if self._served is not None:
+            held += self._served(problem, device_name)
         held = [self.space.complete(schedule) for schedule in held]
         return [each for each in dict.fromkeys(held)
                 if fits(each, self._pinned) and not self.space.unworkable(each, problem)]  # fmt: skip

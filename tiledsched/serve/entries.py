@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Sequence
 
 from tiledsched import data_files
+from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.config import Settings
 from tiledsched.errors import DatabaseError
 from tiledsched.kernel import KernelClass
@@ -57,4 +58,13 @@ def load_table(settings: Settings, *, kernel: KernelClass, archs: Collection[str
     """
     forced = {name: value for name, value in settings.knobs.items() if name in known_knobs(kernel)}
     return Table(load_entries(settings.db, archs, kernel.name), kernel=kernel, regime=settings.regime,
-                 accum_mode=settings.accum_mode, forced=forced, spaces=spaces)  # fmt: skip
+                 accum_mode=settings.accum_mode, forced=forced, spaces=spaces, compiler=compiler_at_hand(),
+                 at_hand=lambda: _bundled(kernel, settings))  # fmt: skip
+
+
+def _bundled(kernel: KernelClass, settings: Settings) -> set[str]:
+    """Fingerprints of the kernel's programs in bundles."""
+    from tiledsched.serve.prebuilt import usable_bundles
+
+    return {program.fingerprint for each in usable_bundles(kernel, settings) for program in each.programs
+            if program.kernel == kernel.name}  # fmt: skip

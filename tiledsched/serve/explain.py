@@ -38,6 +38,11 @@ class Explanation:
             return None
         return self.launched_fingerprint == entry.fingerprint
 
+    @property
+    def stale(self) -> bool:
+        """Whether what is launched is, or may be, other machine code than was measured."""
+        return bool(self.served.stale) and not self.is_measured_program
+
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
         entry = self.served.entry
@@ -45,7 +50,7 @@ class Explanation:
         return {
             "schema_version": 1, "problem": self.problem.to_json(), "arch": self.arch, "device": self.device_name,
             "provenance": self.served.provenance, "reason": self.served.reason,
-            "schedule": self.served.schedule.to_json(), "forced": dict(self.served.forced),
+            "schedule": self.served.schedule.to_json(), "forced": dict(self.served.forced), "stale": self.stale,
             "expected_loss": asdict(self.served.expected_loss) if self.served.expected_loss else None,
             "median_us": evidence.median_us if evidence else None,
             "tflops": entry.problem.tflops(evidence.median_us) if entry and evidence else None,
@@ -60,6 +65,8 @@ class Explanation:
         lines = [f"{self.problem} on {self.device_name or self.arch}",
                  f"  schedule    {served.schedule.short()}",
                  f"  provenance  {served.provenance}: {served.reason}"]  # fmt: skip
+        if self.stale:
+            lines.append(f"  stale       {served.stale}")
         if served.expected_loss is not None:
             loss = served.expected_loss
             lines.append(f"  expected    loss {loss.mean:.1%} (worst {loss.worst:.1%}) against the best, from {loss.cases} such "

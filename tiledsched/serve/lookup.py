@@ -4,6 +4,8 @@ In order: this device's measurement, another device's of the same arch, what won
 `tiledsched.serve.policy`), the model's choice for the problem, the model's for the nearest, what won on problems of other
 kinds, the default. What a kind is the kernel says: winners of another kind say less than the model about this one.
 
+What was measured with another compiler is served, and called stale: its machine code may be another, and its time too.
+
 A problem that was not measured in the regime or the accuracy class asked for counts as it was measured in the other regime, or
 in the exact class, and the reason says so. A less exact class never takes the place of the exact one.
 """
@@ -11,7 +13,7 @@ in the exact class, and the reason says so. A less exact class never takes the p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiledsched.device import ARCHS, arch_spec
@@ -22,6 +24,7 @@ from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.serve.policy import NEAR_KIND, OTHER_KIND, ExpectedLoss, expected_loss, log_us, transfer
 from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.space_files import space_for
+from tiledsched.store.evidence import for_compiler, stale
 from tiledsched.store.records import EntryRecord
 
 TOLD = ("measured", "transferred")
@@ -48,20 +51,36 @@ class Served:
     """The evidence; None for the default."""
     forced: Mapping[str, KnobValue]
     """Knobs that settings changed."""
+    stale: str = ""
+    """Why its time may be another than was measured; empty where it is not."""
     expected_loss: ExpectedLoss | None = None
     """How much slower than the best such choices were where all was measured; None where that is not known."""
 
 
 class Table:
-    """Entries of one kernel, ready for lookup. Immutable: load a new one to see new entries."""
+    """Entries of one kernel, ready for lookup. Immutable: load a new one to see new entries.
+
+    Args:
+        entries: whatever is known.
+        kernel: whose.
+        regime: that is asked for.
+        accum_mode: accuracy class that is asked for.
+        forced: knobs that settings set.
+        spaces: in place of the kernel's own.
+        compiler: version at hand; empty where none is.
+        at_hand: fingerprints of machine code that needs no compiler, asked for where that of an entry is of another one.
+    """
 
     def __init__(self, entries: Sequence[EntryRecord], kernel: KernelClass, *, regime: str = "burst",
                  accum_mode: str = "fp32", forced: Mapping[str, KnobValue] | None = None,
-                 spaces: Sequence[SearchSpace] = ()) -> None:  # fmt: skip
+                 spaces: Sequence[SearchSpace] = (), compiler: str = "",
+                 at_hand: Callable[[], Collection[str]] = frozenset) -> None:  # fmt: skip
         self.kernel, self.regime, self.accum_mode = kernel, regime, accum_mode
+        self.compiler, self._at_hand = compiler, at_hand
         self.forced = dict(forced or {})
         self._by_arch: dict[str, list[EntryRecord]] = {}
-        mine = [entry for entry in entries if entry.kernel == kernel.name and entry.accum_mode in (accum_mode, EXACT)]
+        mine = [entry for entry in for_compiler(entries, compiler)
+                if entry.kernel == kernel.name and entry.accum_mode in (accum_mode, EXACT)]  # fmt: skip
         mine.sort(key=self._strangeness)
         told = set()
         for entry in mine:
@@ -102,7 +121,7 @@ class Table:
         """
         space = self._space(arch)
         served = (
-            _exact(self._told_of(problem, space), device_name, space)
+            self._exact(self._told_of(problem, space), device_name, space)
             or self._shared(problem, space)
             or self._told_by_others(problem, space)
         )
@@ -117,6 +136,23 @@ class Table:
             return None
         reason = f"{served.schedule.short()} ({served.provenance}) does not compile for arrays laid out like these"
         return Served(schedule=default, provenance="default", entry=None, forced={}, reason=reason)
+
+    def _exact(self, told: Sequence[EntryRecord], device_name: str, space: SearchSpace) -> Served | None:
+        """This very problem, measured: best on this device."""
+        same = [entry for entry in told if not space.unworkable(entry.schedule, entry.problem)]
+        if not same:
+            return None
+        entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
+        here = entry.provenance == "measured" and device_name in ("", entry.device_name)
+        where = "this device" if device_name and here else entry.device_name or entry.arch
+        return Served(schedule=entry.schedule, provenance="measured" if here else "transferred", entry=entry, forced={},
+                      reason=f"this problem was measured on {where}", stale=self._stale(entry))  # fmt: skip
+
+    def _stale(self, entry: EntryRecord) -> str:
+        if not stale(entry, self.compiler) or entry.fingerprint in self._at_hand():
+            return ""
+        return (f"tileiras {entry.compiler} built what was measured, and here is {self.compiler}: its machine code may be "
+                f"another, and its time, too; run: tiledsched refresh {self.kernel.name} --arch {entry.arch}")  # fmt: skip
 
     def _known(self, space: SearchSpace) -> list[EntryRecord]:
         """Entries of the arch, with every knob of the space."""
@@ -247,18 +283,6 @@ def model_choice(
     """What a kernel's own model takes for the fastest, of the first `MOST_JUDGED` schedules that it can tell apart."""
     plain = itertools.islice(space.schedules(problem, pinned=space.modelled_pins()), MOST_JUDGED)
     return min([default, *plain], key=lambda schedule: (estimate(schedule), schedule.id))
-
-
-def _exact(told: Sequence[EntryRecord], device_name: str, space: SearchSpace) -> Served | None:
-    """This very problem, measured: best on this device."""
-    same = [entry for entry in told if not space.unworkable(entry.schedule, entry.problem)]
-    if not same:
-        return None
-    entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
-    here = entry.provenance == "measured" and device_name in ("", entry.device_name)
-    where = "this device" if device_name and here else entry.device_name or entry.arch
-    return Served(schedule=entry.schedule, provenance="measured" if here else "transferred", entry=entry, forced={},
-                  reason=f"this problem was measured on {where}")  # fmt: skip
 
 
 def _modelled(known: Sequence[EntryRecord], problem: Problem, space: SearchSpace) -> Served | None:

@@ -65,6 +65,12 @@ def device_facts(index: int) -> DeviceFacts:
                        sm_count=properties.multi_processor_count)  # fmt: skip
 
 
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log it as a warning, once in this process."""
+    log.warning("%s", text)
+
+
 def kernel_objects(kernel: KernelClass, p: Problem, s: Schedule, device: DeviceFacts) -> tuple[Any, ...]:
     """What is launched, one object for each step; plans with the same functions and hints share them."""
     functions = tuple(annotated(kernel, step, p, s) for step in steps(kernel, p, s, device))

@@ -7,6 +7,7 @@ cannot be read or written.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -331,7 +332,9 @@ class TuningDB(Database):
         accum_mode: str | None = None,
         provenance: str | None = None,
     ) -> list[EntryRecord]:
-        """Entries that match all that is given, by kernel, arch, problem, device, regime and accumulator mode."""
+        """Entries that match all that is given, by kernel, arch, problem, device, regime, accumulator mode and
+        compiler.
+        """
         wanted = matching(
             {
                 EntryRow.arch: arch,
@@ -360,17 +363,17 @@ class TuningDB(Database):
         self.show(*{stored.kernel for stored in measurements}, *{entry.kernel for entry in entries})
 
         def take(session: Session) -> MergeResult:
-            done = dict.fromkeys(("measurements_added", "measurements_kept", "entries_added", "entries_replaced",
-                                  "entries_kept"), 0)  # fmt: skip
+            done: Counter[str] = Counter()
             put_artifacts(session, artifacts)
-            # In one order for everyone, so that no two merges wait for each other.
+            # Runs' numbers of another database mean nothing here. In one order for everyone, so that no two merges wait for
+            # each other.
             for stored in sorted(measurements, key=lambda each: each.uid):
-                done["measurements_added" if put_measurement(session, stored)[1] else "measurements_kept"] += 1
+                added = put_measurement(session, replace(stored, run_id=None))[1]
+                done["measurements_added" if added else "measurements_kept"] += 1
             for entry in sorted(entries, key=lambda each: each.key):
-                # Numbers of another database mean nothing here.
                 elsewhere = entry.replace(measurement_id=None, run_id=None)
                 done["entries_" + put_entry(session, elsewhere, merging=True)] += 1
-            return MergeResult(**done, contradictions=())
+            return MergeResult(**dict(done))  # type: ignore[arg-type]  # what is counted are counts
 
         done = self.write(take)
         touched = {entry.key for entry in entries} if done.entries_kept or done.entries_replaced else set()
@@ -378,4 +381,12 @@ class TuningDB(Database):
 
 
 def _entry_order(record: EntryRecord) -> tuple[Any, ...]:
-    return record.kernel, record.arch, record.problem, record.device_name, record.regime, record.accum_mode
+    return (
+        record.kernel,
+        record.arch,
+        record.problem,
+        record.device_name,
+        record.regime,
+        record.accum_mode,
+        record.compiler,
+    )

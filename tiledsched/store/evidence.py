@@ -1,15 +1,15 @@
-"""Where pooled measurements contradict what is served."""
+"""What stored evidence says: which compiler's entry answers, and where pooled measurements contradict what is served."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tiledsched.measure.runner import Measurement
 from tiledsched.schedule import Schedule
-from tiledsched.store.records import Contradiction, EntryRecord
+from tiledsched.store.records import Contradiction, EntryRecord, MeasurementSummary, StoredMeasurement
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -18,37 +18,91 @@ SPREAD = 0.035
 """What the same program's times may differ by between two GPUs of one kind: 0.7 to 3.5% on H200s."""
 
 
+def for_compiler(entries: Iterable[EntryRecord], compiler: str) -> list[EntryRecord]:
+    """Of entries that differ in their compiler alone, the strongest, then that of the compiler nearest to `compiler`.
+
+    Args:
+        entries: of any kernels and archs.
+        compiler: version at hand, e.g. 13.5.37; empty where there is none, and the newest is taken.
+    """
+
+    def order(entry: EntryRecord) -> tuple[Any, ...]:
+        return entry.rank, _apart(entry.compiler, compiler)
+
+    found: dict[tuple[str, ...], EntryRecord] = {}
+    for entry in entries:
+        known = found.get(entry.place)
+        found[entry.place] = entry if known is None else min(known, entry, key=order)
+    return list(found.values())
+
+
+def of_one_compiler(measurements: Sequence[StoredMeasurement], compiler: str) -> list[StoredMeasurement]:
+    """Of each problem on each GPU what the compiler nearest to `compiler` built; times of different ones are no landscape."""
+
+    def place(stored: StoredMeasurement) -> tuple[Any, ...]:
+        return stored.measurement.problem, stored.measurement.device.name
+
+    nearest: dict[tuple[Any, ...], str] = {}
+    for stored in measurements:
+        versions = {stored.toolchain.tileiras, nearest.get(place(stored), stored.toolchain.tileiras)}
+        nearest[place(stored)] = min(versions, key=lambda version: _apart(version, compiler))
+    return [stored for stored in measurements if stored.toolchain.tileiras == nearest[place(stored)]]
+
+
+def _apart(version: str, compiler: str) -> tuple[Any, ...]:
+    """Sorts the versions nearest to `compiler` first, and where there is none, the newest; what has no version last."""
+    its, wanted = _numbers(version), _numbers(compiler)
+    gaps = [abs(a - b) for a, b in zip(its, wanted, strict=False)]
+    return version != compiler, not its, gaps, [-number for number in its], version
+
+
+def stale(entry: EntryRecord, compiler: str) -> bool:
+    """Whether it was measured on machine code of another compiler than the one at hand; False where either is not known."""
+    return entry.provenance == "measured" and bool(entry.compiler) and compiler not in ("", entry.compiler)
+
+
+def leaders(entry: EntryRecord) -> list[Schedule]:
+    """What an entry says was fastest: its schedule, those that tied with it, and the runner-up."""
+    return list(dict.fromkeys([entry.schedule, *entry.ties, *([entry.runner_up] if entry.runner_up else [])]))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isascii() and part.isdigit())
+
+
 def contradictions(db: TuningDB, keys: Collection[tuple[str, ...]]) -> Iterator[Contradiction]:
     """For each entry with one of `keys` what contradicts it most, by more than `SPREAD` and with intervals apart.
 
     Times of one program are pooled as their median. What is found depends on what is stored, not on how it came there.
     """
     for entry in db.entries(provenance="measured") if keys else ():
-        mine = entry.median_us
+        mine = entry.measurement
         if entry.key not in keys or mine is None:
             continue
         programs: dict[tuple[str, Schedule], list[Measurement]] = defaultdict(list)
         for stored in db.measurements(entry.problem, entry.arch, entry.device_name, entry.regime):
-            if _comparable(stored.measurement, entry):
+            if _comparable(stored, entry, mine):
                 programs[stored.measurement.fingerprint, stored.measurement.schedule].append(stored.measurement)
         found = {schedule: us for (fingerprint, schedule), taken in sorted(programs.items(), key=lambda each: each[0][1].id)
-                 if (us := _contradicts(entry, fingerprint, schedule, taken)) is not None}  # fmt: skip
+                 if (us := _contradicts(entry, mine, fingerprint, schedule, taken)) is not None}  # fmt: skip
         if found:
-            worst = max(found, key=lambda schedule: (abs(found[schedule] - mine), schedule.id))
+            worst = max(found, key=lambda schedule: (abs(found[schedule] - mine.median_us), schedule.id))
             yield Contradiction(entry=entry, schedule=worst, median_us=found[worst])
 
 
-def _comparable(taken: Measurement, entry: EntryRecord) -> bool:
-    """Timed in the same way, in the same accuracy class, and checked: what was never checked cannot win."""
-    assert entry.measurement is not None
-    return (taken.accuracy is not None and taken.schedule.get("accum_mode", entry.accum_mode) == entry.accum_mode
-            and bool(taken.conditions.graph_launches) == bool(entry.measurement.conditions.graph_launches))  # fmt: skip
+def _comparable(stored: StoredMeasurement, entry: EntryRecord, mine: MeasurementSummary) -> bool:
+    """What the entry's compiler builds, timed in the same way, in the same accuracy class, and checked: what was never
+    checked cannot win.
+    """  # fmt: skip
+    taken = stored.measurement
+    built = taken.fingerprint == entry.fingerprint or stored.toolchain.tileiras == entry.compiler
+    return (built and taken.accuracy is not None and taken.schedule.get("accum_mode", entry.accum_mode) == entry.accum_mode
+            and bool(taken.conditions.graph_launches) == bool(mine.conditions.graph_launches))  # fmt: skip
 
 
-def _contradicts(entry: EntryRecord, fingerprint: str, schedule: Schedule, taken: list[Measurement]) -> float | None:
-    """The pooled time of a program that contradicts the entry."""
-    mine = entry.measurement
-    assert mine is not None
+def _contradicts(entry: EntryRecord, mine: MeasurementSummary, fingerprint: str, schedule: Schedule,
+                 taken: list[Measurement]) -> float | None:  # fmt: skip
+    """The pooled time of a program that contradicts the entry, whose measurement is `mine`."""
     us = statistics.median(each.median_us for each in taken)
     if (fingerprint, schedule) == (entry.fingerprint, entry.schedule):
         apart = [each for each in taken if each.ci_low_us > mine.ci_high_us or each.ci_high_us < mine.ci_low_us]

@@ -13,7 +13,7 @@ import lzma
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -144,8 +144,8 @@ def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResu
     from tiledsched.store.db import TuningDB
 
     with TuningDB.open(other_url, read_only=True) as other:
-        measurements = _held((replace(stored, id=0, run_id=None) for stored in other.measurements()), other.url)
-        entries = _held((entry.replace(measurement_id=None, run_id=None) for entry in other.entries()), other.url)
+        measurements = _held(other.measurements(), other.url)
+        entries = _held(other.entries(), other.url)
         artifacts = _held(other.artifacts().values(), other.url)
     return db.merge(measurements, entries, artifacts)
 

@@ -12,7 +12,16 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from tiledsched.problem import stable_id
-from tiledsched.store.models import ArtifactRow, Base, DeviceRow, EntryRow, MeasurementRow, ProblemRow, ScheduleRow
+from tiledsched.store.models import (
+    ArtifactRow,
+    Base,
+    DeviceRow,
+    EntryRow,
+    MeasurementRow,
+    ProblemRow,
+    ScheduleRow,
+    ToolchainRow,
+)
 from tiledsched.store.records import PROVENANCES
 
 
@@ -119,22 +128,23 @@ def _same(one: Any, other: float) -> bool:
 
 def _entries(session: Session) -> list[str]:
     wanted = (
-        select(EntryRow, ProblemRow.id, ScheduleRow.id, MeasurementRow, ArtifactRow.fingerprint)
+        select(EntryRow, ProblemRow.id, ScheduleRow.id, MeasurementRow, ArtifactRow.fingerprint, ToolchainRow.tileiras)
         .outerjoin(ProblemRow, ProblemRow.id == EntryRow.problem_id)
         .outerjoin(ScheduleRow, ScheduleRow.id == EntryRow.schedule_id)
         .outerjoin(MeasurementRow, MeasurementRow.id == EntryRow.measurement_id)
         .outerjoin(ArtifactRow, (ArtifactRow.arch == EntryRow.arch) & (ArtifactRow.fingerprint == EntryRow.fingerprint))
+        .outerjoin(ToolchainRow, ToolchainRow.id == EntryRow.toolchain_id)
     )
     found = []
-    for entry, problem, schedule, measurement, artifact in session.execute(wanted):
-        for wrong in _entry(entry, problem, schedule, measurement, artifact):
+    for row in session.execute(wanted):
+        entry = row[0]
+        for wrong in _entry(*row):
             found.append(f"entry {entry.id} ({entry.kernel}, {entry.arch}, problem {entry.problem_id}): {wrong}")
     return found
 
 
-def _entry(
-    entry: EntryRow, problem: Any, schedule: Any, measurement: MeasurementRow | None, artifact: Any
-) -> list[str]:
+def _entry(entry: EntryRow, problem: Any, schedule: Any, measurement: MeasurementRow | None, artifact: Any,
+           compiler: str | None) -> list[str]:  # fmt: skip
     wrong = []
     if problem is None:
         wrong.append("its problem is missing")
@@ -142,6 +152,8 @@ def _entry(
         wrong.append("its schedule is missing")
     if entry.fingerprint is not None and artifact is None:
         wrong.append(f"its artifact {entry.fingerprint} is missing")
+    if entry.compiler != (compiler or ""):
+        wrong.append(f"it is kept for compiler {entry.compiler!r}, and its toolchain is of {compiler!r}")
     if entry.provenance not in PROVENANCES:
         wrong.append(f"unknown provenance {entry.provenance!r}")
     if entry.measurement_id is not None and measurement is None:

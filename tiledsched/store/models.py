@@ -227,7 +227,9 @@ class EntryRow(Base):
 
     __tablename__ = "entries"
     __table_args__ = (
-        UniqueConstraint("kernel", "arch", "problem_id", "device_name", "regime", "accum_mode", name="uq_entries_key"),
+        UniqueConstraint(
+            "kernel", "arch", "problem_id", "device_name", "regime", "accum_mode", "compiler", name="uq_entries_key"
+        ),
         ForeignKeyConstraint(["arch", "fingerprint"], ["artifacts.arch", "artifacts.fingerprint"]),
     )
 
@@ -238,6 +240,7 @@ class EntryRow(Base):
     device_name: Mapped[str] = mapped_column(String(128))
     regime: Mapped[str] = mapped_column(String(16))
     accum_mode: Mapped[str] = mapped_column(String(16))
+    compiler: Mapped[str] = mapped_column(String(64))
     provenance: Mapped[str] = mapped_column(String(16))
     schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
     fingerprint: Mapped[str | None] = mapped_column(String(64))

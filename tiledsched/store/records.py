@@ -196,7 +196,7 @@ class StoredMeasurement:
 class EntryRecord:
     """What is served for one problem on one arch or device, and why.
 
-    Unique on kernel, arch, problem, device_name, regime and accum_mode.
+    Unique on kernel, arch, problem, device_name, regime, accum_mode and compiler.
     """
 
     kernel: str
@@ -253,9 +253,19 @@ class EntryRecord:
         return self.problem.tflops(self.measurement.median_us) if self.measurement else None
 
     @property
-    def key(self) -> tuple[str, str, str, str, str, str]:
-        """What the entry is unique on: kernel, arch, problem id, device name, regime, accumulator mode."""
+    def compiler(self) -> str:
+        """Version of the compiler whose machine code it is, e.g. 13.4.92; empty where it was not built."""
+        return self.toolchain.tileiras if self.toolchain else ""
+
+    @property
+    def place(self) -> tuple[str, str, str, str, str, str]:
+        """What it answers: kernel, arch, problem id, device name, regime, accumulator mode. There is one for each compiler."""
         return self.kernel, self.arch, self.problem.id, self.device_name, self.regime, self.accum_mode
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What the entry is unique on: its place, and its compiler."""
+        return *self.place, self.compiler
 
     @property
     def rank(self) -> int:

@@ -24,6 +24,7 @@ FIXED = {
     "device_name": EntryRow.device_name,
     "regime": EntryRow.regime,
     "accum_mode": EntryRow.accum_mode,
+    "compiler": EntryRow.compiler,
     "provenance": EntryRow.provenance,
     "schedule": ScheduleRow.knobs,
     "median_us": MeasurementRow.median_us,

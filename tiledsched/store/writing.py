@@ -36,7 +36,7 @@ from tiledsched.store.reading import Reader, select_entries
 from tiledsched.store.records import PROVENANCES, ArtifactRecord, BuildRecord, EntryRecord, StoredMeasurement, Toolchain
 
 BUILD_KEY = ("kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id")
-ENTRY_KEY = ("kernel", "arch", "problem_id", "device_name", "regime", "accum_mode")
+ENTRY_KEY = ("kernel", "arch", "problem_id", "device_name", "regime", "accum_mode", "compiler")
 
 
 def now() -> datetime:

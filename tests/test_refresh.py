@@ -1,0 +1,367 @@
+"""Evidence and compilers: which entry answers, when it is stale, and what `refresh` makes of what was measured before."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from datetime import datetime, timezone
+
+import pytest
+from store_samples import DEVICE, PROBLEM, entry, measurement
+from test_search_tuner import LANDSCAPES, Recorded
+
+from tiledsched import refresh as refresh_module
+from tiledsched import tuning
+from tiledsched.build import pool
+from tiledsched.build.cubin import Artifact
+from tiledsched.build.toolchain import RELEASES, Toolchain, compiler_at_hand, installed_toolchain
+from tiledsched.cli import main
+from tiledsched.config import load_settings
+from tiledsched.kernels.attention import Attention
+from tiledsched.measure.replay import ReplayRunner
+from tiledsched.refresh import KEPT, LEFT, RACED, refresh
+from tiledsched.serve.lookup import Table
+from tiledsched.serve.process import warn_once
+from tiledsched.space_files import space_for
+from tiledsched.store.db import TuningDB
+from tiledsched.store.evidence import for_compiler, leaders, of_one_compiler, stale
+
+
+def toolchain(version: str) -> Toolchain:
+    return Toolchain(cuda_tile="1.7.0", tileiras=version, ptxas=version, nvvm=version)
+
+
+def measured(version: str, us: float = 100.0, **more):
+    """An entry whose machine code that compiler built, with its evidence filled in."""
+    taken = measurement(us)
+    made = entry("measured", device_name=DEVICE.name, regime="burst", toolchain=toolchain(version), **more)
+    stored = dataclasses.replace(_stored(taken), toolchain=toolchain(version))
+    return made.replace(measurement=stored.summary)
+
+
+def _stored(taken):
+    from store_samples import stored
+
+    return dataclasses.replace(stored(), measurement=taken)
+
+
+# Which entry answers
+
+
+@pytest.mark.parametrize(
+    ("at_hand", "answers"),
+    [
+        ("13.4.92", "13.4.92"),
+        ("13.4.93", "13.4.92"),  # of the same release
+        ("13.5.37", "13.5.37"),
+        ("13.5.1", "13.5.37"),
+        ("13.6.2", "13.5.37"),  # the nearest
+        ("13.2.0", "13.3.1"),
+        ("", "13.5.37"),  # no compiler: the newest evidence
+    ],
+)
+def test_the_entry_of_the_nearest_compiler_answers(at_hand, answers) -> None:
+    entries = [measured(version) for version in ("13.4.92", "13.5.37", "13.3.1")]
+    for _ in range(6):
+        random.Random(at_hand).shuffle(entries)
+        assert [each.compiler for each in for_compiler(entries, at_hand)] == [answers]
+
+
+def test_what_was_measured_with_another_compiler_is_stronger_than_what_was_not_measured() -> None:
+    modelled = entry("modelled", device_name=DEVICE.name, regime="burst", toolchain=toolchain("13.5.37"))
+    assert for_compiler([modelled, measured("13.4.92")], "13.5.37") == [measured("13.4.92")]
+
+
+def test_entries_of_several_compilers_stand_side_by_side(tmp_path) -> None:
+    with TuningDB.open(tmp_path / "x.db") as db:
+        for version, us in (("13.4.92", 100.0), ("13.5.37", 112.0), ("13.4.92", 99.0)):
+            number = db.record_measurement(None, "attention", "abc", toolchain(version), measurement(us))
+            db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number,
+                               toolchain=toolchain(version)))  # fmt: skip
+        assert [(each.compiler, each.median_us) for each in db.entries()] == [("13.4.92", 99.0), ("13.5.37", 112.0)]
+        assert db.check() == []
+        assert {each.toolchain.tileiras for each in of_one_compiler(db.measurements(), "13.5.37")} == {"13.5.37"}
+        assert len(of_one_compiler(db.measurements(), "13.4.92")) == 2
+        with db.writing() as session:
+            session.connection().exec_driver_sql("UPDATE entries SET compiler = '13.4.1' WHERE compiler = '13.4.92'")
+        assert any("kept for compiler '13.4.1'" in line for line in db.check())
+
+
+# Stale
+
+
+def answer(entries, **more):
+    return Table(entries, Attention, **more).resolve(PROBLEM, "sm_90", DEVICE.name)
+
+
+def test_evidence_of_another_compiler_is_called_stale() -> None:
+    served = answer([measured("13.4.92")], compiler="13.5.37")
+    assert served.provenance == "measured"
+    assert "tileiras 13.4.92" in served.stale
+    assert "13.5.37" in served.stale
+    assert "tiledsched refresh attention --arch sm_90" in served.stale
+    assert not answer([measured("13.4.92")], compiler="13.4.92").stale
+    assert not answer([measured("13.4.92")]).stale  # no compiler: what runs comes from a bundle
+    assert not answer([measured("13.4.92"), measured("13.5.37")], compiler="13.5.37").stale
+    assert not stale(entry("modelled", toolchain=toolchain("13.4.92")), "13.5.37")
+
+
+def test_machine_code_in_a_bundle_needs_no_compiler_and_is_not_stale() -> None:
+    asked = []
+
+    def at_hand():
+        asked.append(1)
+        return {measured("13.4.92").fingerprint}
+
+    assert not answer([measured("13.4.92")], compiler="13.5.37", at_hand=at_hand).stale
+    assert asked
+    asked.clear()
+    assert not answer([measured("13.5.37")], compiler="13.5.37", at_hand=at_hand).stale
+    assert not asked  # nobody reads bundles where nothing is stale
+
+
+def test_explain_says_stale_unless_the_measured_program_runs() -> None:
+    from tiledsched.serve.explain import explain_problem
+
+    table = Table([measured("13.4.92")], Attention, compiler="13.5.37")
+    said = explain_problem(table, PROBLEM, "sm_90", DEVICE.name)
+    assert "  stale       tileiras 13.4.92 built" in str(said)
+    assert said.to_json()["stale"] is True
+    seen = dataclasses.replace(said, launched_fingerprint=measured("13.4.92").fingerprint)
+    assert "stale" not in str(seen)
+    assert seen.to_json()["stale"] is False
+
+
+def test_the_log_says_it_once(caplog) -> None:
+    warn_once.cache_clear()
+    for _ in range(3):
+        warn_once("attention: stale")
+    assert [record.message for record in caplog.records] == ["attention: stale"]
+
+
+def test_show_and_doctor_say_it(tmp_path, monkeypatch, capsys) -> None:
+    from tiledsched import doctor
+
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    with TuningDB.open(tmp_path / "x.db") as db:
+        for version, us in (("13.4.92", 100.0), ("13.5.37", 110.0)):
+            number = db.record_measurement(None, "attention", "abc", toolchain(version), measurement(us))
+            db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number,
+                               toolchain=toolchain(version)))  # fmt: skip
+    show = ["show", "attention", "--device", DEVICE.name, "--json"]
+
+    def shown(*more):
+        assert main([*show, *more]) == 0
+        return [(row["compiler"], row["stale"]) for row in json.loads(capsys.readouterr().out)["entries"]]
+
+    assert shown("--compiler", "13.5.37") == [("13.5.37", False)]
+    assert shown("--compiler", "13.6.1") == [("13.5.37", True)]
+    monkeypatch.setattr("tiledsched.build.toolchain.compiler_at_hand", lambda: "13.4.92")
+    assert shown() == [("13.4.92", False)]
+    assert shown("--compiler", "all") == [("13.4.92", False), ("13.5.37", True)]
+    assert main([*show[:-1], "--compiler", "13.6.1"]) == 0
+    said = capsys.readouterr()
+    assert "measured, stale" in said.out
+    assert "here is 13.6.1; run: tiledsched refresh" in said.err
+
+    monkeypatch.setattr(doctor.nvml, "devices", lambda: [DEVICE])
+    found = doctor._evidence()
+    assert found.status == "ok"
+    assert found.detail == (
+        f"2 entries measured on {DEVICE.name}: 1 with tileiras 13.4.92, 1 with tileiras 13.5.37; 13.4.92 is 10.0% faster "
+        "than 13.5.37 by geometric mean over 1 problem"
+    )
+    monkeypatch.setattr("tiledsched.build.toolchain.compiler_at_hand", lambda: "13.6.1")
+    found = doctor._evidence()
+    assert found.status == "warn"
+    assert "1 are stale, tileiras here is 13.6.1" in found.detail
+    assert "tiledsched refresh attention" in found.remedy
+    assert "'nvidia-cuda-tileiras==13.5.*'" in found.remedy
+
+
+# Refresh
+
+
+class Compiler(Recorded):
+    """A compiler with builds of its own; also the pool and the store of artifacts."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def get(self, arch, fingerprint) -> Artifact:
+        return Artifact(arch=arch, fingerprint=fingerprint, facts=self.facts[fingerprint], cubin=b"")
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Refresh one recorded problem under a compiler; `bench(compiler, gpu=...)`."""
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+
+    def run(compiler: Compiler, *, gpu: bool = True, **more):
+        space = space_for("sm_90", Attention).limited_to(compiler.schedules)
+        tools = tuning.Tools(settings=load_settings(), space=space, toolchain=compiler.toolchain, artifacts=compiler)
+        device = compiler.measurements[0].device
+        with monkeypatch.context() as patched:
+            patched.setattr(pool, "BuildPool", lambda jobs: compiler)
+            for module in (refresh_module, tuning):
+                patched.setattr(module, "prepare_tools", lambda *given, **named: tools)
+            patched.setattr(refresh_module, "devices", lambda: [device] if gpu else [])
+            runner = ReplayRunner(Attention, compiler.measurements, seed=1)
+            runner.close = lambda: None
+            patched.setattr(tuning, "open_runner", lambda *given, **named: runner)
+            return refresh(Attention, [compiler.problem], arch="sm_90", **more)
+
+    return run
+
+
+def first_and_second(changes=lambda schedule: True) -> tuple[Compiler, Compiler]:
+    """Two compilers that agree on some of the machine code of one recorded problem."""
+    first = Compiler(LANDSCAPES[4])
+    second = first.recompiled(changes)
+    second.toolchain = toolchain("13.5.37")
+    return first, second
+
+
+def tuned(db: TuningDB, compiler: Compiler) -> None:
+    """What a tune under a compiler leaves behind: the fastest program, measured."""
+    ranked = sorted(compiler.measurements, key=lambda taken: taken.median_us)
+    number = db.record_measurement(None, "attention", Attention.source_hash(), compiler.toolchain, ranked[0])
+    assert db.put_entry(entry("measured", problem=compiler.problem, schedule=ranked[0].schedule,
+                              fingerprint=ranked[0].fingerprint, device_name=ranked[0].device.name, regime="burst",
+                              measurement_id=number, toolchain=compiler.toolchain, runner_up=ranked[1].schedule,
+                              source_hash=Attention.source_hash()))  # fmt: skip
+
+
+@pytest.fixture
+def db(tmp_path):
+    with TuningDB.open(tmp_path / "x.db") as db:
+        yield db
+
+
+def test_the_same_machine_code_keeps_its_evidence(bench, db) -> None:
+    first, second = first_and_second(lambda schedule: False)
+    tuned(db, first)
+    report = bench(second, gpu=False)
+    (row,) = report.rows
+    assert (row.outcome, row.why) == (KEPT, "")
+    assert len(db.measurements()) == 1
+    old, new = db.entries()
+    assert (old.compiler, new.compiler) == (first.toolchain.tileiras, "13.5.37")
+    assert (old.measurement.uid, old.schedule) == (new.measurement.uid, new.schedule)
+    assert new.measurement.toolchain == first.toolchain  # it says what was measured
+    assert db.check() == []
+    again = bench(second, gpu=False)
+    assert (again.current, again.rows, again.compiled) == (1, [], 0)
+
+
+def test_without_a_gpu_it_says_what_would_be_raced_and_changes_nothing(bench, db) -> None:
+    first, second = first_and_second()
+    tuned(db, first)
+    (before,) = db.entries()
+    report = bench(second, gpu=False)
+    (row,) = report.rows
+    assert (row.outcome, row.why, row.now) == (LEFT, "its machine code is another", None)
+    assert row.leaders == tuple(leaders(before)) == (before.schedule, before.runner_up)
+    assert db.entries() == [before]
+    assert report.to_json()["to_race"] == 1
+
+
+def test_what_changed_is_raced_and_the_old_leaders_take_part(bench, db) -> None:
+    first, second = first_and_second()
+    tuned(db, first)
+    (before,) = db.entries()
+    report = bench(second)
+    (row,) = report.rows
+    assert row.outcome == RACED
+    assert row.now.compiler == "13.5.37"
+    assert row.now.median_us <= 1.01 * second.best_us
+    assert row.change == pytest.approx(report.change)
+    raced = {stored.measurement.schedule for stored in db.measurements() if stored.toolchain.tileiras == "13.5.37"}
+    assert set(row.leaders) <= raced
+    assert before in db.entries()
+    assert db.check() == []
+
+
+def test_a_downgrade_and_an_upgrade_bring_either_evidence_back(bench, db) -> None:
+    first, second = first_and_second()
+    tuned(db, first)
+    bench(second)
+    after = db.entries()
+    for compiler in (first, second, first, second):
+        report = bench(compiler)
+        assert (report.current, report.rows, report.compiled) == (1, [], 0)
+        assert db.entries() == after
+        table = Table(after, Attention, compiler=compiler.toolchain.tileiras)
+        served = table.resolve(first.problem, "sm_90", first.measurements[0].device.name)
+        assert served.entry.compiler == compiler.toolchain.tileiras
+        assert (served.provenance, served.stale) == ("measured", "")
+    assert db.check() == []
+
+
+def test_what_no_longer_builds_is_raced(bench, db) -> None:
+    first, second = first_and_second(lambda schedule: False)
+    tuned(db, first)
+    (before,) = db.entries()
+    del second.fingerprints[before.schedule]
+    (row,) = bench(second, gpu=False).rows
+    assert (row.outcome, row.why) == (LEFT, "it does not build: not recorded")
+    (row,) = bench(second).rows
+    assert row.outcome == RACED
+    assert row.now.schedule != before.schedule
+
+
+def test_a_change_of_source_is_looked_at_too(bench, db, monkeypatch) -> None:
+    first, _ = first_and_second()
+    tuned(db, first)
+    monkeypatch.setattr(Attention, "source_hash", lambda: "another source")
+    (row,) = bench(first, gpu=False).rows
+    assert row.outcome == KEPT
+    (now,) = db.entries()
+    assert now.source_hash == "another source"
+    assert now.compiler == first.toolchain.tileiras
+
+
+def test_another_kind_of_gpu_races_nothing(bench, db) -> None:
+    first, second = first_and_second()
+    second.measurements = [
+        dataclasses.replace(m, device=dataclasses.replace(m.device, name="NVIDIA Other")) for m in second.measurements
+    ]
+    tuned(db, first)
+    assert [row.outcome for row in bench(second).rows] == [LEFT]
+
+
+def test_the_command(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+    assert main(["refresh", "attention", "--arch", "sm_121", "--runner", "none"]) == 0
+    assert "nothing of attention was measured for sm_121; run: tiledsched tune attention" in capsys.readouterr().out
+    assert main(["refresh", "attention", "--arch", "sm_90", "--seq-len", "3"]) == 2
+    assert "nothing that was measured is like that; leave out a filter" in capsys.readouterr().err
+    assert main(["refresh", "nonsense"]) == 2
+
+
+@pytest.mark.compiler
+def test_what_ships_is_built_by_this_compiler(tmp_path, monkeypatch, capsys) -> None:
+    """With the compiler that measured it the machine code is the same; with another it is said what is to be raced."""
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+    assert installed_toolchain().tileiras == compiler_at_hand()
+    assert compiler_at_hand().startswith(RELEASES)
+    command = ["refresh", "softmax", "--arch", "sm_90", "--problem", "rows=8192:131072", "--runner", "none"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kept"] + found["to_race"], found["current"]) == (2, 0)
+    if compiler_at_hand().startswith("13.4."):
+        assert found["kept"] == 2
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert ("2 of tileiras" in said) == (found["kept"] == 2)
+    assert said.count("its machine code is another") == found["to_race"]
+    with TuningDB.open(tmp_path / "x.db") as db:
+        assert len(db.entries()) == len(db.measurements()) == found["kept"]
+        assert db.check() == []
+        assert all(each.updated_at > datetime(2026, 11, 1, tzinfo=timezone.utc) for each in db.entries())
