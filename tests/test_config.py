@@ -43,7 +43,7 @@ def test_flags_beat_environment_beats_project_beats_user(tmp_path) -> None:
         ({"TILEDSCHED_FALLBACK": "numpy"}, "fallback = 'numpy'; allowed: torch, error"),
         ({"TILEDSCHED_TILE_M": "big"}, "tile_m must be an integer"),
         ({"TILEDSCHED_LOOP_SPLIT": "perhaps"}, "loop_split must be true or false"),
-        ({"TILEDSCHED_COLOUR": "red"}, "unknown setting 'colour'; known are db, cache"),
+        ({"TILEDSCHED_COLOUR": "red"}, "unknown setting 'colour'; known are db, site, cache"),
     ],
 )
 def test_wrong_settings_name_the_allowed_values(tmp_path, environ, words) -> None:

@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 import pytest
 
 from tiledsched import data_files
+from tiledsched.config import Settings
 from tiledsched.errors import ConfigError, ProblemError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device
@@ -83,8 +84,8 @@ def test_the_nearest_problem_serves_an_untuned_one() -> None:
 
 def test_only_the_shipped_tables_asked_for_are_read(tmp_path) -> None:
     nowhere = str(tmp_path / "none.db")
-    assert {each.arch for each in load_entries(nowhere, {"sm_90", "sm_121"})} == {"sm_90", "sm_121"}
-    everywhere = {each.arch for each in load_entries(nowhere)}
+    assert {each.arch for each in load_entries(Settings(db=nowhere), {"sm_90", "sm_121"})} == {"sm_90", "sm_121"}
+    everywhere = {each.arch for each in load_entries(Settings(db=nowhere))}
     assert everywhere == {path.stem for path in (data_files.tuning_db() / "tables").glob("*/*.json")}
 
 

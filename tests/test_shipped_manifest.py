@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from tiledsched import data_files
+from tiledsched.config import Settings
 from tiledsched.errors import DatabaseError
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.entries import load_entries
@@ -91,10 +92,10 @@ def test_files_elsewhere_are_nobodys_business(copied, tmp_path) -> None:
 
 
 def test_serving_goes_on_without_a_refused_table(copied, tmp_path, caplog) -> None:
-    whole = {entry.kernel for entry in load_entries(str(tmp_path / "none.db"))}
+    whole = {entry.kernel for entry in load_entries(Settings(db=str(tmp_path / "none.db")))}
     assert whole == {"softmax", "rms_norm"}
     path = copied / TABLE
     path.write_text(path.read_text() + " ")
-    assert {entry.kernel for entry in load_entries(str(tmp_path / "none.db"))} == {"rms_norm"}
+    assert {entry.kernel for entry in load_entries(Settings(db=str(tmp_path / "none.db")))} == {"rms_norm"}
     assert "is not the file that shipped" in caplog.text
     assert Attention.name not in caplog.text

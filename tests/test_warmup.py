@@ -126,9 +126,9 @@ def test_a_process_finds_the_named_bundle_and_those_warmup_left(tmp_path, monkey
 def test_a_bundles_entries_are_served(tmp_path, monkeypatch) -> None:
     problem = Attention.problem(seq_q=3, seq_k=3, head_dim=32)
     tuned = entry(problem, space_for(ARCH, Attention).default(problem))
-    assert tuned not in load_entries(None)
+    assert tuned not in load_entries(load_settings())
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip", entries=[tuned])))
-    assert tuned in load_entries(None)
+    assert tuned.replace(layer="bundle") in load_entries(load_settings())
 
 
 def test_what_another_version_of_the_kernel_was_built_into_is_left_out(tmp_path, monkeypatch, caplog) -> None:

@@ -30,6 +30,7 @@ PREFIX = "TILEDSCHED_"
 PROJECT_FILE = "tiledsched.toml"
 SETTINGS: dict[str, tuple[str, ...] | type] = {
     "db": str,
+    "site": str,
     "cache": str,
     "fallback": ("torch", "error"),
     "regime": ("burst", "sustained"),
@@ -47,6 +48,8 @@ class Settings:
 
     db: str | None = None
     """Database URL or path; None for the user data directory."""
+    site: str | None = None
+    """Path or URL of a database, or a table, that many users read beneath their own; None for the machine's, if it has one."""
     cache: str | None = None
     """Folder for built artifacts; None for the user cache directory."""
     fallback: str = "torch"

@@ -433,7 +433,7 @@ def _evidence() -> Verdict:
     names = {device.name for device in nvml.devices()}
     here = toolchain.compiler_at_hand()
     try:
-        entries = load_entries(_settings().db)
+        entries = load_entries(_settings())
     except TiledschedError as error:
         return _of_error(error)
     measured = [entry for entry in entries if entry.provenance == "measured"

@@ -141,7 +141,7 @@ def refresh(kernel: KernelClass | str, problems: Cases | str | None = None, *, a
     tools = prepare_tools(kernel, arch, settings=settings)
     compiler = tools.toolchain.tileiras
     wanted = None if problems is None else set(problems_of(kernel, problems))
-    measured = [entry for entry in for_compiler(load_entries(settings.db, {arch}, kernel.name), compiler)
+    measured = [entry for entry in for_compiler(load_entries(settings, {arch}, kernel.name), compiler)
                 if entry.provenance == "measured" and (entry.kernel, entry.arch) == (kernel.name, arch)
                 and (wanted is None or entry.problem in wanted) and entry.problem.known]  # fmt: skip
     with TuningDB.open(settings.db) as store, BuildPool(jobs) as pool:

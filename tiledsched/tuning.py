@@ -294,7 +294,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     try:
         kept = open_storage(storage) if storage else None
         with TuningDB.open(settings.db) as store, BuildPool(jobs) as pool:
-            table = Table(load_entries(settings.db, {arch}, kernel.name), kernel, regime=settings.regime,
+            table = Table(load_entries(settings, {arch}, kernel.name), kernel, regime=settings.regime,
                           accum_mode=settings.accum_mode, compiler=tools.toolchain.tileiras)  # fmt: skip
 
             def served(problem: Problem, device_name: str) -> list[Schedule]:
@@ -308,7 +308,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
                               runner=gpu, watcher=watcher, served=served, shipped=Shipped(kernel.name, arch),
                               storage=kept)  # fmt: skip
                 results = tuner.tune(wanted)
-            known = for_compiler(load_entries(settings.db, {arch}, kernel.name), tools.toolchain.tileiras)
+            known = for_compiler(load_entries(settings, {arch}, kernel.name), tools.toolchain.tileiras)
             now = {entry.place: entry for entry in known}
             entries = [now.get(result.entry.place, result.entry) for result in results]
     finally:

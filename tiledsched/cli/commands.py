@@ -97,7 +97,7 @@ def refresh(options: argparse.Namespace) -> int:
     from tiledsched.refresh import refresh as refreshed
     from tiledsched.serve.entries import load_entries
 
-    entries = load_entries(_settings(options).db, {options.arch}, options.declaration.name)
+    entries = load_entries(_settings(options), {options.arch}, options.declaration.name)
     known = {entry.problem for entry in entries if entry.arch == options.arch and entry.provenance == "measured"}
     problems = filtered(options, known)
     if known and not problems:

@@ -6,7 +6,7 @@ import importlib.util
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tiledsched.refresh import RefreshReport
     from tiledsched.search.record import RecordResult
     from tiledsched.search.tuner import TuneResult
+    from tiledsched.serve.entries import Layer
     from tiledsched.store.queries import RegimeComparison
     from tiledsched.store.records import EntryRecord, MergeResult
     from tiledsched.studies.ablation.rows import AblationRow
@@ -267,6 +268,36 @@ def print_entries(entries: Sequence[EntryRecord], compiler: str = "") -> None:
         note(
             f"stale: tileiras {', '.join(old)} built what was measured, and here is {compiler}; run: tiledsched refresh"
         )
+
+
+def print_rows(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """The answer to a query: a table, or, where that is too narrow, each row as a block of its own."""
+    cells = [["" if value is None else str(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    if sum(widths) + 2 * len(widths) <= width():
+        for line in (columns, *cells):
+            print("  ".join(text.ljust(size) for text, size in zip(line, widths, strict=True)).rstrip())
+        return
+    longest = max(map(len, columns))
+    for line in cells:
+        for name, text in zip(columns, line, strict=True):
+            _print_wrapped(f"{name.ljust(longest)}  {text}")
+        print()
+
+
+def print_layers(
+    layers: Sequence[Layer], entries: Sequence[EntryRecord], covered: Mapping[tuple[str, ...], list[str]]
+) -> None:
+    """Which layer answers for each problem, and which others have something for it."""
+    for layer in reversed(layers):
+        _print_wrapped(
+            f"{layer.name}: {layer.where}, {len(layer.entries)} entries" + (f"; {layer.error}" if layer.error else "")
+        )
+    for entry in entries:
+        under = [name for name in covered[entry.key] if name != entry.layer]
+        us = f", {entry.median_us:.1f} us" if entry.median_us else ""
+        _print_wrapped(f"{entry.layer:8} {entry.arch} {entry.problem}: {entry.provenance}{us}"
+                       + (f" (also in {', '.join(under)})" if under else ""))  # fmt: skip
 
 
 def _provenance(entry: EntryRecord, compiler: str) -> str:

@@ -226,6 +226,8 @@ def _add_show(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument("--provenance", type=words(PROVENANCES), metavar="P[,P]", help=f"only {', '.join(PROVENANCES)}")
     parser.add_argument("--regime", choices=REGIMES, help="only what was measured in it")
     parser.add_argument("--device", metavar="NAME", help="only what was measured on a GPU whose name has this in it")
+    parser.add_argument("--layers", action="store_true", help="which layer answers: the user's, the site's, a bundle or what "
+                        "ships")  # fmt: skip
     parser.add_argument("--compiler", metavar="VERSION", help="what is served where this one is at hand, e.g. 13.5.37, or all "
                         "that is stored (default: the compiler here)")  # fmt: skip
     _filters(parser, kernel)
@@ -414,8 +416,8 @@ def _add_completion(subs: Any) -> None:
 
 
 def _add_db(subs: Any) -> None:
-    parser = subs.add_parser("db", help="export, import, merge, check or upgrade the database",
-                             description="Export, import, merge, check or upgrade the database.")  # fmt: skip
+    parser = subs.add_parser("db", help="export, import, merge, query, back up, check or upgrade the database",
+                             description="Export, import, merge, query, back up, check or upgrade the database.")  # fmt: skip
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     export = _command(
         actions, "export", store_commands.db_export, "write entries and their evidence to a reviewable table"
@@ -439,5 +441,19 @@ def _add_db(subs: Any) -> None:
     _arch_flag(forget, "only this arch", usual=False)
     forget.add_argument("--kind", choices=[str(kind) for kind in FailureKind], metavar="KIND",
                         help="only this kind, e.g. compile_error or out_of_memory")  # fmt: skip
+    query = _command(actions, "query", store_commands.db_query, "ask a question in SQL; it can change nothing")
+    query.add_argument("sql", metavar="SQL", nargs="?", help="one SELECT, or - for standard input (default: list the tables and "
+                       "views)")  # fmt: skip
+    query.add_argument("--csv", action="store_true", help="print CSV")
+    query.add_argument("--limit", type=positive, default=1000, metavar="N", help="rows of a table or of JSON, at most (default: "
+                       "1000; CSV has all)")  # fmt: skip
+    query.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="give up after this long (default: 60)"
+    )
+    backup = _command(
+        actions, "backup", store_commands.db_backup, "write a copy that is whole, whoever is writing meanwhile"
+    )
+    backup.add_argument("file", metavar="FILE", help="where to; to go back, put it in the place of the database")
+    backup.add_argument("--force", action="store_true", help="in place of a file that is there")
     _command(actions, "check", store_commands.db_check, "look for damage")
     _command(actions, "upgrade", store_commands.db_upgrade, "bring the schema up to date")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import itertools
 import json
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli import output
 from tiledsched.cli.commands import _folder, _open, _print_json, _said, _settings
@@ -14,6 +18,7 @@ from tiledsched.cli.problems import filtered, own_filters
 from tiledsched.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tiledsched.serve.entries import Layer
     from tiledsched.store.records import MergeResult
 
 
@@ -32,13 +37,14 @@ def _listed(options: argparse.Namespace) -> str | None:
 def show(options: argparse.Namespace) -> int:
     """List entries."""
     from tiledsched.build.toolchain import compiler_at_hand
-    from tiledsched.serve.entries import load_entries
+    from tiledsched.serve.entries import combined, layers
     from tiledsched.store.evidence import for_compiler
 
     own = own_filters(options)
     kernel = _listed(options) or (options.declaration.name if own else None)
     archs = None if options.arch is None else {options.arch}
-    entries = load_entries(_settings(options).db, archs, kernel or "")
+    found = layers(_settings(options), archs, kernel or "")
+    entries = combined(found)
     if options.compiler == "all":
         compiler = compiler_at_hand()
     else:
@@ -51,7 +57,13 @@ def show(options: argparse.Namespace) -> int:
                and (options.provenance is None or entry.provenance in options.provenance)
                and (options.device or "").lower() in entry.device_name.lower()]  # fmt: skip
     if options.json:
-        _print_json({"entries": [output.entry_json(entry, compiler) for entry in entries]})
+        covered = _covered(found)
+        _print_json({"layers": [layer.to_json() for layer in found],
+                     "entries": [{**output.entry_json(entry, compiler), "layer": entry.layer,
+                                  "covers": [name for name in covered[entry.key] if name != entry.layer]}
+                                 for entry in entries]})  # fmt: skip
+    elif entries and options.layers:
+        output.print_layers(found, entries, _covered(found))
     elif entries:
         output.print_entries(entries, compiler)
     elif options.problem or own or options.dtype or options.provenance or options.regime or options.device:
@@ -61,6 +73,15 @@ def show(options: argparse.Namespace) -> int:
         print(f"nothing {what}is tuned for {options.arch or 'any arch'}; run: tiledsched tune "
               f"{options.listed + ' ' if kernel else ''}--arch {options.arch or 'ARCH'}", file=sys.stderr)  # fmt: skip
     return 0
+
+
+def _covered(found: Sequence[Layer]) -> dict[tuple[str, ...], list[str]]:
+    """The layers that have something for each key."""
+    covered: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for layer in found:
+        for entry in layer.entries:
+            covered[entry.key].append(layer.name)
+    return covered
 
 
 def landscapes(options: argparse.Namespace) -> int:
@@ -133,7 +154,7 @@ def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]]) -> in
     from tiledsched.tuning import prepare_tools
 
     settings, kernel = _settings(options), options.declaration
-    entries, table = load_entries(settings.db), load_table(settings, kernel=kernel)
+    entries, table = load_entries(settings), load_table(settings, kernel=kernel)
     results = []
     for arch, path in targets:
         tools = prepare_tools(kernel, arch, settings=settings)
@@ -196,6 +217,48 @@ def db_forget_failures(options: argparse.Namespace) -> int:
     with _open(options) as db:
         count = db.forget_failures(options.arch, _listed(options), options.kind)
     _said(options, {"forgotten": count}, f"{count} failures forgotten; they are tried again when their turn comes")
+    return 0
+
+
+def db_query(options: argparse.Namespace) -> int:
+    """Answer a question in SQL."""
+    from tiledsched.store.ask import ask, tables
+
+    with _open(options, read_only=True) as db:
+        if options.sql is None:
+            names = tables(db)
+            _said(options, {"tables": names}, "\n".join(names))
+            return 0
+        sql = sys.stdin.read() if options.sql == "-" else options.sql
+        with ask(db, sql, options.timeout) as (columns, rows):
+            if options.csv:
+                writer = csv.writer(sys.stdout, lineterminator="\n")
+                writer.writerow(columns)
+                writer.writerows(rows)
+                return 0
+            found = list(itertools.islice(rows, options.limit + 1))
+    more, found = len(found) > options.limit, found[: options.limit]
+    if options.json:
+        _print_json({"columns": columns, "rows": [[_plain(value) for value in row] for row in found], "more": more})
+    else:
+        output.print_rows(columns, found)
+    if more:
+        output.note(f"there are more rows than {options.limit}; --limit N prints more of them, --csv all")
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; a time as text."""
+    return value if value is None or isinstance(value, (bool, int, float, str, list, dict)) else str(value)
+
+
+def db_backup(options: argparse.Namespace) -> int:
+    """Write a copy."""
+    from tiledsched.store.backup import back_up
+
+    with _open(options, read_only=True) as db:
+        size = back_up(db, options.file, replace=options.force)
+    _said(options, {"file": options.file, "bytes": size}, f"{size:,} bytes written to {options.file}")
     return 0
 
 

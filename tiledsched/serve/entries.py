@@ -1,9 +1,11 @@
-"""Everything that may be served: the tables that ship with the package, a bundle's, and the user's own database."""
+"""Everything that may be served: the tables that ship with the package, a bundle's, the site's and the user's own database."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from tiledsched import data_files
 from tiledsched.build.toolchain import compiler_at_hand
@@ -15,37 +17,102 @@ from tiledsched.serve.lookup import Table
 from tiledsched.space import SearchSpace
 from tiledsched.space_files import known_knobs
 from tiledsched.store.exchange import read_entries
-from tiledsched.store.location import database_exists
+from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import EntryRecord
 
 log = logging.getLogger("tiledsched")
 
 
-def load_entries(url: str | None, archs: Collection[str] | None = None, kernel: str = "") -> list[EntryRecord]:
-    """Entries of shipped tables, of the bundle in use, and of the database (where there is one).
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One of the places that entries are served from."""
 
-    At equal provenance a later one of these wins. With `archs` or a `kernel`, tables of others are not read, which would
-    take a call's first process longer than all else.
+    name: str
+    """shipped, bundle, site or user."""
+    where: str
+    """Its file, folder or URL."""
+    entries: Sequence[EntryRecord]
+    """What it holds."""
+    error: str = ""
+    """Why some or all of it cannot be read; the other layers serve on."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict, without the entries."""
+        return {"layer": self.name, "where": self.where, "entries": len(self.entries), "error": self.error or None}
+
+
+def layers(settings: Settings, archs: Collection[str] | None = None, kernel: str = "") -> list[Layer]:
+    """All there are, each over those before it: what ships, the bundle in use, the site's and the user's own.
+
+    With `archs` or a `kernel`, shipped tables of others are not read, which would take a call's first process longer than all
+    else.
+
+    Raises:
+        DatabaseError: the user's database cannot be read, and a flag named it. Else that is left out with a warning.
     """
-    found: dict[tuple[str, ...], EntryRecord] = {}
-    for path in sorted((data_files.tuning_db() / "tables").glob(f"{kernel or '*'}/*.json")):
-        if archs is None or path.stem in archs:
-            try:
-                found.update((entry.key, entry) for entry in read_entries(path))
-            except DatabaseError as error:  # what is left still serves
-                log.warning("%s; it is left out", error)
-    later: list[EntryRecord] = []
+    found = [_shipped(archs, kernel)]
     bundle = named_bundle()
     if bundle is not None:
-        later.extend(each for each in read_bundle(bundle).entries if kernel in ("", each.kernel))
-    if database_exists(url):
-        from tiledsched.store.db import TuningDB  # half a second, which what ships does not need
+        mine = [each for each in read_bundle(bundle).entries if kernel in ("", each.kernel)]
+        found.append(Layer(name="bundle", where=str(bundle), entries=mine))
+    site = site_location(settings.site)
+    if site is not None:
+        found.append(_stored("site", site, kernel))
+    if database_exists(settings.db):
+        found.append(_stored("user", settings.db, kernel))
+    for layer in found:
+        if layer.error and layer.name == "user" and settings.sources.get("db") == "--db":
+            raise DatabaseError(layer.error)
+        if layer.error:
+            log.warning("%s; it is left out", layer.error)
+    return found
 
-        with TuningDB.open(url, read_only=True) as db:
-            later.extend(db.entries(kernel=kernel or None))
-    for entry in later:
-        if entry.key not in found or entry.rank <= found[entry.key].rank:
-            found[entry.key] = entry
+
+def _shipped(archs: Collection[str] | None, kernel: str) -> Layer:
+    folder = data_files.tuning_db() / "tables"
+    entries: list[EntryRecord] = []
+    errors = []
+    for path in sorted(folder.glob(f"{kernel or '*'}/*.json")):
+        if archs is None or path.stem in archs:
+            try:
+                entries += read_entries(path)
+            except DatabaseError as error:
+                errors.append(str(error))
+    return Layer(name="shipped", where=str(folder), entries=entries, error="; ".join(errors))
+
+
+def _stored(name: str, url: str | None, kernel: str) -> Layer:
+    """A database, or a table that `db export` wrote."""
+    where = location(url)
+    entries: Sequence[EntryRecord] = ()
+    error = ""
+    try:
+        if where.endswith((".json", ".json.xz")):
+            entries = [each for each in read_entries(where) if kernel in ("", each.kernel)]
+        else:
+            from tiledsched.store.db import TuningDB  # half a second, which what ships does not need
+
+            with TuningDB.open(url, read_only=True) as db:
+                where = db.url if "://" in where else where  # without its password
+                entries = db.entries(kernel=kernel or None)
+    except DatabaseError as raised:
+        where = where.rpartition("@")[2]
+        error = f"the {name}'s layer ({where}) cannot be read: {raised}"
+    return Layer(name=name, where=where, entries=entries, error=error)
+
+
+def load_entries(settings: Settings, archs: Collection[str] | None = None, kernel: str = "") -> list[EntryRecord]:
+    """What all layers serve together."""
+    return combined(layers(settings, archs, kernel))
+
+
+def combined(of: Sequence[Layer]) -> list[EntryRecord]:
+    """What layers serve together: of one key the strongest provenance, and among equals the uppermost layer's."""
+    found: dict[tuple[str, ...], EntryRecord] = {}
+    for layer in of:
+        for entry in layer.entries:
+            if entry.key not in found or entry.rank <= found[entry.key].rank:
+                found[entry.key] = entry.replace(layer=layer.name)
     return list(found.values())
 
 
@@ -57,7 +124,7 @@ def load_table(settings: Settings, *, kernel: KernelClass, archs: Collection[str
     Settings force knobs of all kernels; each takes those that it has.
     """
     forced = {name: value for name, value in settings.knobs.items() if name in known_knobs(kernel)}
-    return Table(load_entries(settings.db, archs, kernel.name), kernel=kernel, regime=settings.regime,
+    return Table(load_entries(settings, archs, kernel.name), kernel=kernel, regime=settings.regime,
                  accum_mode=settings.accum_mode, forced=forced, spaces=spaces, compiler=compiler_at_hand(),
                  at_hand=lambda: _bundled(kernel, settings))  # fmt: skip
 

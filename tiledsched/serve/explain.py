@@ -86,7 +86,8 @@ class Explanation:
                 lines.append(f"  runner-up   {entry.runner_up.short()} ({margin})")
             if entry.ties:
                 lines.append(f"  tied with   {'; '.join(tie.short() for tie in entry.ties)}")
-            lines.append(f"  evidence    {entry.source}, {entry.candidates} distinct programs compared")
+            layer = f" ({entry.layer} layer)" if entry.layer else ""
+            lines.append(f"  evidence    {entry.source}, {entry.candidates} distinct programs compared{layer}")
         if self.controls:
             lines.append(f"  settings    {', '.join(f'{name} from {where}' for name, where in self.controls.items())}")
         if self.launched_fingerprint:

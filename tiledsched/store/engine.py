@@ -7,6 +7,7 @@ kill of the process.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -122,6 +123,8 @@ def explained(url: URL) -> Iterator[None]:
         yield
     except sa.exc.DBAPIError as error:
         raise DatabaseError(_explain(url, str(error.orig).strip())) from error
+    except json.JSONDecodeError as error:
+        raise DatabaseError(_explain(url, f"malformed JSON ({error})")) from error
 
 
 def _explain(url: URL, said: str) -> str:

@@ -45,8 +45,8 @@ LONGEST_STEM = 200
 """Characters of a file's name without its ending."""
 LISTS = ("artifacts", "entries", "measurements")
 Made = TypeVar("Made")
-LOCAL = ("measurement_id", "run_id")
-"""Numbers that mean something in one database only."""
+LOCAL = ("measurement_id", "run_id", "layer")
+"""What means something in one database, or one process, only."""
 
 
 @dataclass(frozen=True, kw_only=True)

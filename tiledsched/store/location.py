@@ -16,6 +16,16 @@ def location(url: str | os.PathLike[str] | None) -> str:
     return str(Path(platformdirs.user_data_dir("tiledsched")) / "tuning.db")
 
 
+def site_location(site: str | None) -> str | None:
+    """`site`, or `tuning.db` in the first of the machine's shared data directories that has one."""
+    if site:
+        return site
+    import platformdirs
+
+    folders = platformdirs.site_data_dir("tiledsched", multipath=True).split(os.pathsep)
+    return next((text for folder in folders if os.path.isfile(text := os.path.join(folder, "tuning.db"))), None)
+
+
 def database_exists(url: str | os.PathLike[str] | None) -> bool:
     """Whether there may be a database at `url` (as for `TuningDB.open`): a missing SQLite file is a plain no."""
     text = location(url)

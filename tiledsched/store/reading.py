@@ -224,6 +224,7 @@ class Reader:
             runner_up=self.schedule(runner_up.id, runner_up.knobs) if runner_up else None,
             ties=tuple(self.schedule(tie["id"], tie["schedule"]) for tie in row.ties),
             toolchain=self.toolchain(toolchain) if toolchain else None,
+            layer="",
         )
 
     def builds(self, rows: Iterable[Any], toolchain: Toolchain) -> list[BuildRecord]:

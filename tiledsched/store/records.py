@@ -241,6 +241,8 @@ class EntryRecord:
     """The run that wrote it; None when imported."""
     updated_at: datetime | None = None
     """UTC; the store fills in the current time where None."""
+    layer: str = ""
+    """Where it was found: shipped, bundle, site or user; filled in for serving, and never stored."""
 
     @property
     def median_us(self) -> float | None:

@@ -216,7 +216,7 @@ def standing(record: EntryRecord) -> tuple[int, float, str, float]:
     """
     us = record.median_us if record.median_us is not None else record.model_us
     contents = {key: value for key, value in record.to_json().items()
-                if key not in ("measurement_id", "run_id", "updated_at", "measurement")}  # fmt: skip
+                if key not in ("measurement_id", "run_id", "updated_at", "measurement", "layer")}  # fmt: skip
     contents["measurement"] = record.measurement.uid if record.measurement else None
     date = record.updated_at.timestamp() if record.updated_at else 0.0
     return record.rank, math.inf if us is None else us, json.dumps(contents, sort_keys=True), -date

@@ -1,0 +1,190 @@
+"""SQL of one's own, which can change nothing; copies; and what docs/database.md says of the tables."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from store_samples import BACKENDS, TOOLCHAIN, fill, measurement, new_url, schedule
+
+from tiledsched.cli import main
+from tiledsched.errors import DatabaseError
+from tiledsched.store.ask import ask, tables
+from tiledsched.store.backup import back_up
+from tiledsched.store.db import TuningDB
+from tiledsched.store.models import Base
+
+DOCUMENTED = (Path(__file__).parent.parent / "docs" / "database.md").read_text()
+QUESTIONS = re.findall(r"^--.*\n([^;]*);", re.search(r"```sql\n(.*?)```", DOCUMENTED, re.DOTALL).group(1), re.MULTILINE)
+
+
+@pytest.fixture(params=BACKENDS)
+def asked(request, tmp_path):
+    """A filled database, opened to be read."""
+    with new_url(request.param, tmp_path) as url:
+        with TuningDB.open(url) as db:
+            fill(db)
+        with TuningDB.open(url, read_only=True) as db:
+            yield db
+
+
+def answer(db, sql: str, **more):
+    with ask(db, sql, **more) as (columns, rows):
+        return columns, [tuple(row) for row in rows]
+
+
+def test_a_question_is_answered(asked) -> None:
+    columns, rows = answer(asked, "select provenance, count(*) as entries from entries group by 1 order by 1")
+    assert columns == ["provenance", "entries"]
+    assert rows == [("measured", 1), ("modelled", 1)]
+    assert {"entries", "attention"} <= set(tables(asked))
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_the_documents_questions_have_answers(asked, number) -> None:
+    columns, rows = answer(asked, QUESTIONS[number])
+    assert columns
+    assert rows
+
+
+def test_every_question_of_the_documents_is_tried() -> None:
+    assert len(QUESTIONS) == 5
+
+
+@pytest.mark.parametrize("sql", [
+    "delete from entries", "update entries set candidates = 0", "drop table entries", "create table x (y int)",
+    "insert into runs select * from runs", "select 1; delete from entries", "commit; delete from entries",
+    "with gone as (delete from entries returning 1) select * from gone", "attach 'stolen.db' as other", "vacuum",
+    "pragma journal_mode = delete", "select load_extension('x')", "begin", "", ";", "-- nothing", "selec", "select * from none",
+    "select nothing from entries", "select 1 from", "copy entries to '/tmp/stolen'", "set transaction read write", "\x00",
+])  # fmt: skip
+def test_what_is_no_question_is_refused_and_changes_nothing(asked, tmp_path, monkeypatch, sql) -> None:
+    monkeypatch.chdir(tmp_path)
+    before, files = asked.entries(), set(tmp_path.iterdir())
+    with pytest.raises(DatabaseError):
+        answer(asked, sql)
+    assert asked.entries() == before
+    assert {path.name for path in set(tmp_path.iterdir()) - files} <= {"x.db-wal", "x.db-shm"}
+    assert answer(asked, "select count(*) from entries")[1] == [(2,)]
+
+
+def test_a_question_without_end_is_given_up(asked) -> None:
+    started = time.monotonic()
+    endless = (
+        "with recursive a(x) as (select 1 union all select x + 1 from a where x < 1000000000) select count(*) from a"
+    )
+    with pytest.raises(DatabaseError, match=r"no answer after 0.2 s; ask for less, or give it longer with --timeout"):
+        answer(asked, endless, timeout_s=0.2)
+    assert time.monotonic() - started < 5
+
+
+def test_what_is_not_there_is_answered_with_what_is(asked) -> None:
+    with pytest.raises(DatabaseError, match="there are artifacts, attention, builds"):
+        answer(asked, "select * from entires")
+
+
+def test_the_command(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    with TuningDB.open(tmp_path / "x.db") as db:
+        fill(db)
+    query = ["db", "query", "select provenance, model_us from entries order by 1"]
+    assert main(query) == 0
+    assert capsys.readouterr().out.splitlines() == ["provenance  model_us", "measured    90.0", "modelled    90.0"]
+    assert main([*query, "--csv", "--limit", "1"]) == 0
+    assert list(csv.reader(io.StringIO(capsys.readouterr().out))) == [
+        ["provenance", "model_us"], ["measured", "90.0"], ["modelled", "90.0"]]  # fmt: skip
+    assert main([*query, "--json", "--limit", "1"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"schema_version": 1, "columns": ["provenance", "model_us"], "rows": [["measured", 90.0]],
+                                    "more": True}  # fmt: skip
+    assert "there are more rows than 1" in said.err
+    assert main(["db", "query"]) == 0
+    assert "kernel_views" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("select 1 as one"))
+    assert main(["db", "query", "-"]) == 0
+    assert capsys.readouterr().out == "one\n1\n"
+    assert main(["db", "query", "drop table entries"]) == 2
+    assert "a query reads and changes nothing" in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_gets_a_block_for_each_row(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    with TuningDB.open(tmp_path / "x.db") as db:
+        fill(db)
+    monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
+    assert main(["db", "query", "select * from entries"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("provenance      measured") for line in lines)
+
+
+# Copies
+
+
+def test_a_copy_is_whole_while_somebody_writes(tmp_path) -> None:
+    done = threading.Event()
+    with TuningDB.open(tmp_path / "x.db") as db, TuningDB.open(tmp_path / "x.db", read_only=True) as reader:
+        fill(db)
+
+        def write() -> None:
+            while not done.is_set():
+                db.record_measurement(
+                    None, "attention", "abc", TOOLCHAIN, measurement(100.0, schedule=schedule(64, 32))
+                )
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            for number in range(5):
+                assert back_up(reader, tmp_path / "copy.db", replace=number > 0) > 10_000
+                with TuningDB.open(tmp_path / "copy.db") as copy:
+                    assert copy.check() == []
+                    assert copy.entries() == db.entries()
+                    assert len(copy.measurements()) >= 2
+        finally:
+            done.set()
+            writer.join()
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
+
+
+def test_a_copy_takes_nobodys_place_unasked(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    with TuningDB.open(tmp_path / "x.db") as db:
+        fill(db)
+    (tmp_path / "mine").write_text("precious")
+    assert main(["db", "backup", str(tmp_path / "mine")]) == 2
+    assert "is there already; give another path, or pass --force" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "precious"
+    assert main(["db", "backup", str(tmp_path / "mine"), "--force"]) == 0
+    with sqlite3.connect(tmp_path / "mine") as connection:
+        assert connection.execute("select count(*) from entries").fetchone() == (2,)
+    connection.close()
+    assert main(["db", "backup", str(tmp_path / "none" / "x.db")]) == 2
+    assert "give another path" in capsys.readouterr().err
+
+
+def test_a_server_has_tools_of_its_own(tmp_path) -> None:
+    with new_url("postgresql", tmp_path) as url, TuningDB.open(url) as db:
+        with pytest.raises(DatabaseError, match="pg_dump"):
+            back_up(db, tmp_path / "copy.db")
+        assert list(tmp_path.iterdir()) == []
+
+
+# What the documents say
+
+
+def test_every_column_is_documented() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.*) \|$", DOCUMENTED.split("<!-- columns -->")[1].split("\n\n")[0], re.MULTILINE
+    )
+    said = {table: re.findall(r"`(\w+)`", columns) for table, columns in rows}
+    assert said == {
+        name: [column.name for column in table.columns] for name, table in sorted(Base.metadata.tables.items())
+    }

@@ -1,0 +1,42 @@
+"""A copy of a database that is whole at one moment, whoever is writing meanwhile."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from tiledsched.errors import DatabaseError
+from tiledsched.store.db import TuningDB
+
+
+def back_up(db: TuningDB, path: str | os.PathLike[str], *, replace: bool = False) -> int:
+    """Copy `db` to a file, which appears whole or not at all; its bytes. Put in the place of a database, it is one.
+
+    Raises:
+        DatabaseError: the file is there and may not be replaced, cannot be written, or the database is on a server, whose own
+            tools do this.
+    """
+    target = Path(path).expanduser()
+    if target.exists() and not replace:
+        raise DatabaseError(f"{target} is there already; give another path, or pass --force")
+    partial = target.with_name(f".{os.getpid()}-{secrets.token_hex(4)}.part")
+    with db.reading() as session:
+        driver: Any = session.connection().connection.driver_connection
+        if not isinstance(driver, sqlite3.Connection):
+            raise DatabaseError(f"{db.url} is on a server; back it up with pg_dump")
+        try:
+            with closing(sqlite3.connect(partial)) as copy:
+                driver.backup(copy)
+                copy.execute(
+                    "PRAGMA journal_mode=DELETE"
+                )  # one file: what is in no -wal beside it cannot be left behind
+            os.replace(partial, target)
+        except (OSError, sqlite3.Error) as error:
+            raise DatabaseError(f"cannot write {target}: {error}; give another path") from error
+        finally:
+            partial.unlink(missing_ok=True)
+    return target.stat().st_size
