@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy
 
-START_MODES = ("ready", "silent", "no-gpu", "crash")
+START_MODES = ("ready", "named", "silent", "no-gpu", "crash")
 
 
 def cubin(us: float = 100.0, *, noise: float = 0.0, **acts: str) -> bytes:
@@ -322,6 +322,8 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
     timing.SUSTAINED_WARMUP_S, timing.SUSTAINED_REWARM_S = 0.01, 0.0
     worker.is_whole = lambda cubin: True  # its cubins are JSON
     worker.symbol_of = lambda cubin: "made_up"
+    if mode == "named":  # with a UUID, by which it is locked
+        worker.current_gpu = lambda: ("GPU-made-up", "Made-up GPU")
     worker.main(descriptor, folder, parent)
 
 

@@ -36,6 +36,7 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "regime": ("burst", "sustained"),
     "accum_mode": ("fp32", "fp16"),
     "sync": bool,
+    "gpu_wait": int,
     "log_level": ("debug", "info", "warning", "error"),
 }
 """Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
@@ -60,6 +61,8 @@ class Settings:
     """Accuracy class served."""
     sync: bool = False
     """Whether every launch of `sdpa` is waited for, so that an error names the call that made it."""
+    gpu_wait: int | None = None
+    """Seconds to wait for a GPU on which another process measures; None for as long as it takes, 0 for not at all."""
     log_level: str | None = None
     """What the logger `tiledsched` lets through to stderr; None leaves logging to the program."""
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)

@@ -194,11 +194,11 @@ def open_runner(kernel: KernelClass, arch: str, *, runner: str = "auto", seed: i
         without: what to do without it, for people.
 
     Raises:
-        MeasureError: a GPU was asked for, and there is none of the arch.
+        MeasureError: a GPU was asked for, and there is none of the arch; or another process holds it, and is not waited for.
     """
     if runner == "none":
         return None
-    from tiledsched.measure.nvml import devices
+    from tiledsched.measure.nvml import devices, only_gpu
 
     if not any(device.arch == arch for device in devices()):
         if runner == "gpu":
@@ -206,7 +206,7 @@ def open_runner(kernel: KernelClass, arch: str, *, runner: str = "auto", seed: i
         return None
     from tiledsched.measure.gpu import GpuRunner
 
-    return GpuRunner(kernel, seed=seed)
+    return GpuRunner(kernel, seed=seed, gpu=only_gpu())
 
 
 @contextmanager

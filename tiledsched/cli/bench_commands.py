@@ -25,6 +25,7 @@ def bench(options: argparse.Namespace) -> int:
         return _bench_summary(options)
     if options.db:
         os.environ["TILEDSCHED_DB"] = options.db  # what is launched reads its own settings
+    from tiledsched.measure.lock import holding_current_gpu
     from tiledsched.studies.bench.harness import TorchHarness
     from tiledsched.studies.bench.methods import choose_methods
     from tiledsched.studies.bench.rows import append_rows, finished_cells
@@ -41,8 +42,9 @@ def bench(options: argparse.Namespace) -> int:
         raise ConfigError(f"{path} is there already; go on with it with --resume, or choose another file")
     done = finished_cells(path, [method.name for method in methods]) if path else set()
     how = BenchOptions(methods=tuple(methods), regimes=regimes, rounds=options.rounds, budget_s=options.budget)
-    rows = run_bench(problems, how, TorchHarness(verify=options.verify), done=done,
-                     keep=lambda found: append_rows(found, path) if path else None, progress=output.note)  # fmt: skip
+    with holding_current_gpu():
+        rows = run_bench(problems, how, TorchHarness(verify=options.verify), done=done,
+                         keep=lambda found: append_rows(found, path) if path else None, progress=output.note)  # fmt: skip
     summaries = summarise(rows)
     if options.json:
         _print_json({"rows": [row.to_json() for row in rows], "summary": [each.to_json() for each in summaries]})

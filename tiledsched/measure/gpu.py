@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -17,11 +18,13 @@ from typing import Any
 from tiledsched.errors import Failure, FailureKind, MeasureError
 from tiledsched.kernel import KernelClass
 from tiledsched.measure.launch import Launch, launch_of
+from tiledsched.measure.lock import GpuLock, hold
 from tiledsched.measure.nvml import devices
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, GapTrial
 from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
 from tiledsched.problem import Problem, stable_id
 
+log = logging.getLogger("tiledsched")
 WORKER_COMMAND = (sys.executable, "-m", "tiledsched.measure.worker")
 END_TIMEOUT_S = 60.0
 """How long a killed worker may take to go: the driver first tears its context down."""
@@ -77,16 +80,18 @@ class Worker:
     """A child process, the pipe to it and the folder it may write to.
 
     A fresh interpreter, not a `multiprocessing` child: that one would import the main program first, and with it
-    whatever torch or compiler the main program holds. The child's end of the pipe is inherited, so its death closes it.
+    whatever torch or compiler the main program holds. The child's end of the pipe is inherited, so its death closes it; and
+    so is the lock of the GPU, which nobody else may have before the child is gone.
     """
 
-    def __init__(self, command: Sequence[str] = WORKER_COMMAND) -> None:
+    def __init__(self, command: Sequence[str] = WORKER_COMMAND, lock: GpuLock | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tiledsched-", ignore_cleanup_errors=True)
         self._errors = Path(self._folder.name) / "stderr.txt"
         self.connection, theirs = Pipe()
         with theirs, self._errors.open("wb") as errors:
             self.process = subprocess.Popen([*command, str(theirs.fileno()), self._folder.name, str(os.getpid())],
-                                            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                                            pass_fds=[theirs.fileno(), *([lock.descriptor] if lock else [])],
+                                            stdin=subprocess.DEVNULL,
                                             stdout=subprocess.DEVNULL, stderr=errors, env=_environment())  # fmt: skip
         self.loaded: set[str] = set()
 
@@ -187,8 +192,11 @@ class GpuRunner:
         timeouts: when the worker is taken for hung.
         gap_ms: start-to-start distance of paced launches; None to find the steady one for each problem.
         worker_command: how to start the worker; tests start one with a made-up GPU.
+        gpu: UUID and name of the GPU that the worker will open, where that is known before: it is held from here on. Else
+            it is held once the worker has said which it is, and only then anything runs on it.
 
     Raises:
+        MeasureError: another process holds the GPU, and is not waited for any longer.
         MeasureError: by whatever waits for the worker: it cannot be started (no GPU, no driver, or no CuPy), or the
             problem does not fit.
     """
@@ -196,7 +204,8 @@ class GpuRunner:
     name = "gpu"
 
     def __init__(self, kernel: KernelClass, *, seed: int = 0, timeouts: Timeouts | None = None,
-                 gap_ms: float | None = None, worker_command: Sequence[str] = WORKER_COMMAND) -> None:  # fmt: skip
+                 gap_ms: float | None = None, worker_command: Sequence[str] = WORKER_COMMAND,
+                 gpu: tuple[str, str] | None = None) -> None:  # fmt: skip
         self._kernel = kernel
         self._seed = seed
         self._timeouts = timeouts or Timeouts()
@@ -209,7 +218,9 @@ class GpuRunner:
         self._graph_launches: int | None = None
         self.gap_trials: tuple[GapTrial, ...] = ()
         """What the last calibration saw; empty before the first."""
-        self._worker = Worker(self._command)
+        self._told = False
+        self._lock = hold(*gpu) if gpu else None
+        self._worker = Worker(self._command, self._lock)
         self._device: Device | None = None
         # What the worker is still to say: that it has opened the GPU, that it holds the problem.
         self._starting, self._beginning = True, False
@@ -239,7 +250,16 @@ class GpuRunner:
         if kind != "ready":
             self._worker.kill()
             raise MeasureError(f"the GPU cannot be used: {value}; run: tiledsched doctor")
-        self._device, self._beginning = value, beginning
+        device, gpu = value
+        if self._lock is None:
+            try:
+                self._lock = hold(*gpu)
+            except BaseException:
+                self._worker.kill()
+                raise
+            if beginning:
+                self._begin_on_worker()
+        self._device, self._beginning = device, beginning
 
     def _draw_seed(self, purpose: str) -> int:
         self._draws += 1
@@ -260,16 +280,18 @@ class GpuRunner:
     def _restart(self) -> None:
         """A new worker, brought back to the current problem."""
         self._worker.kill()
-        self._worker, self._starting = Worker(self._command), True
+        self._worker, self._starting = Worker(self._command, self._lock), True
         if self._problem is not None:
             self._begin_on_worker()
 
     def _begin_on_worker(self) -> None:
         assert self._problem is not None
+        self._beginning = True
+        if self._starting and self._lock is None:
+            return  # it does so once the GPU is held
         # Of a worker that ended, `wait` says why.
         with suppress(WorkerDiedError):
             self._worker.send("begin", self._kernel.locator(), self._problem, self._draw_seed("inputs"))
-        self._beginning = True
 
     def wait(self) -> None:
         """Wait until the worker is ready for candidates. Whoever asks something of it waits by itself."""
@@ -317,9 +339,11 @@ class GpuRunner:
 
     def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:
         """Interleaved timing. If the group fails, one launch of each alone finds the culprits; the others go again."""
-        self._settle_timing(candidates, regime)
+        if rounds:
+            self._settle_timing(candidates, regime)
         answer = self._sample_together(candidates, rounds, regime)
         if not isinstance(answer, Failure):
+            self._note_others(answer)
             return answer
         if len(candidates) == 1:
             return [answer]
@@ -329,6 +353,17 @@ class GpuRunner:
             return [self.sample([candidate], rounds=rounds, regime=regime)[0] for candidate in candidates]
         again = iter(self.sample(healthy, rounds=rounds, regime=regime) if healthy else [])
         return [tried if isinstance(tried, Failure) else next(again) for tried in alone]
+
+    def _note_others(self, batches: Sequence[Batch | Failure]) -> None:
+        """A gap that was found beside others is found again; where it is not told whether others ran, that is said once."""
+        seen = [batch.conditions for batch in batches if isinstance(batch, Batch)]
+        if any(each.beside for each in seen):
+            self._gap_ms = self._given_gap_ms
+        doubtful = next((each.others for each in seen if each.beside is None), ())
+        if doubtful and not self._told:
+            self._told = True
+            log.warning("process %s has the GPU open, and NVML does not tell here whether it runs: what is measured may be "
+                        "measured beside it", ", ".join(map(str, doubtful)))  # fmt: skip
 
     def _settle_timing(self, candidates: Sequence[Candidate], regime: str) -> None:
         """Once per problem and regime: launches or graphs, and how far apart. The fastest candidate at hand decides both.
@@ -415,5 +450,8 @@ class GpuRunner:
             return error.failure
 
     def close(self) -> None:
-        """End the worker. Safe to call twice."""
+        """End the worker and give the GPU back. Safe to call twice."""
         self._worker.kill()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 from tiledsched.measure.runner import Conditions, Device
@@ -21,6 +23,9 @@ THROTTLE_REASONS = {
     0x100: "display clocks",
 }
 """Bits of nvmlDeviceGetCurrentClocksEventReasons, without 0x1 (idle), which pacing causes on purpose."""
+
+BUSY_PERCENT = 5
+"""Of the time, below which another process's kernels are borne by the median: a desktop that draws is at one or two."""
 
 
 def _text(value: Any) -> str:
@@ -60,6 +65,64 @@ def devices() -> list[Device]:
     return found
 
 
+def only_gpu() -> tuple[str, str] | None:
+    """UUID and name of the GPU that CUDA will open, before it does; None where there are several to choose from."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        found = [(_text(pynvml.nvmlDeviceGetUUID(each)), _text(pynvml.nvmlDeviceGetName(each))) for each in handles]
+    except Exception:
+        return None
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    if first.startswith("GPU-"):  # numbers mean this order or another, and are left to CUDA
+        found = [each for each in found if each[0].startswith(first)]
+    return found[0] if len(found) == 1 else None
+
+
+def current_gpu() -> tuple[str, str]:
+    """UUID and name of the current CUDA device; empty where they are not told. That of an instance (MIG) is its GPU's."""
+    nvml, handle = _current()
+    if handle is None:
+        return "", ""
+    return _text(_tell(nvml.nvmlDeviceGetUUID, handle) or ""), _text(_tell(nvml.nvmlDeviceGetName, handle) or "")
+
+
+def _current() -> tuple[Any, Any]:
+    """NVML, and its handle of the current CUDA device; None where there is none."""
+    try:
+        import cupy
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml, pynvml.nvmlDeviceGetHandleByPciBusId(cupy.cuda.Device().pci_bus_id.encode())
+    except Exception:
+        return None, None
+
+
+def current_processes() -> frozenset[int]:
+    """The processes that have the current CUDA device open; none where that is not told."""
+    nvml, handle = _current()
+    return _processes(nvml, handle) if handle is not None else frozenset()
+
+
+def _processes(nvml: Any, handle: Any) -> frozenset[int]:
+    listed = [_tell(nvml.nvmlDeviceGetComputeRunningProcesses, handle),
+              _tell(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle)]  # fmt: skip
+    return frozenset(each.pid for processes in listed for each in processes or ())
+
+
+def own_processes(before: Collection[int]) -> frozenset[int]:
+    """What NVML calls this process and its parent, told by who came since `before`, when this one had not opened the GPU.
+
+    In a container processes may have numbers of their own, and NVML's are the host's: then whoever came is this one.
+    """
+    now = current_processes()
+    came = now - frozenset(before)
+    return frozenset({os.getpid(), os.getppid()}) if os.getpid() in now or len(came) != 1 else came
+
+
 def current_device() -> Device:
     """The current CUDA device, described by the runtime (through CuPy) and by NVML where it answers."""
     import cupy
@@ -79,20 +142,34 @@ def current_device() -> Device:
 
 
 class ConditionsLog:
-    """Polls NVML during a run and sums it up. What NVML does not tell stays 0 or empty."""
+    """Polls NVML during a run and sums it up. What NVML does not tell stays 0 or empty.
 
-    def __init__(self) -> None:
+    Args:
+        ours: what NVML calls the processes whose work on the GPU is the run; this one unless given.
+        since_s: `time.time()` from which on others are looked for; now unless given.
+    """
+
+    def __init__(self, ours: Collection[int] = (), since_s: float | None = None) -> None:
         self._seen: dict[str, list[int]] = {}
-        self._handle: Any = None
-        try:
-            import cupy
-            import pynvml
+        self._nvml, self._handle = _current()
+        self._ours = frozenset(ours or [os.getpid()])
+        self._since_s = time.time() if since_s is None else since_s
+        self._listed = self._list()
 
-            pynvml.nvmlInit()
-            self._nvml = pynvml
-            self._handle = pynvml.nvmlDeviceGetHandleByPciBusId(cupy.cuda.Device().pci_bus_id.encode())
-        except Exception:
-            self._handle = None
+    def _list(self) -> frozenset[int]:
+        return frozenset() if self._handle is None else _processes(self._nvml, self._handle)
+
+    def _ran(self, others: frozenset[int]) -> tuple[int, ...] | None:
+        """Processes that are not ours and ran since the beginning; None where others are there and NVML does not tell."""
+        since_us = int(self._since_s * 1e6)
+        try:
+            samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, since_us)
+        except Exception as error:
+            # Nothing ran at all, which NVML calls an error; every other one says that it cannot tell.
+            alone = not others or getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND
+            return () if alone else None
+        return tuple(sorted({each.pid for each in samples if each.pid not in self._ours and each.timeStamp > since_us
+                             and each.smUtil >= BUSY_PERCENT}))  # fmt: skip
 
     def poll(self) -> None:
         """Take one reading."""
@@ -113,10 +190,14 @@ class ConditionsLog:
     def summary(self) -> Conditions:
         """Median clocks, highest power and temperature, every throttle reason seen."""
         seen = self._seen
+        listed = self._listed | self._list()
+        told = bool(listed & self._ours)  # else ours could not be told from others'
+        others = listed - self._ours if told else frozenset()
         reasons = functools.reduce(operator.or_, seen.get("reasons", []), 0)
         throttled = tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit)
         return Conditions(sm_clock_mhz=int(statistics.median(seen.get("sm", [0]))),
                           memory_clock_mhz=int(statistics.median(seen.get("memory", [0]))),
                           power_w=max(seen.get("milliwatts", [0])) / 1e3,
                           temperature_c=max(seen.get("temperature", [0])),
-                          throttle_reasons=throttled)  # fmt: skip
+                          throttle_reasons=throttled, others=tuple(sorted(others)),
+                          beside=self._ran(others) if told else ())  # fmt: skip

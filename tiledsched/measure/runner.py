@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from tiledsched.build.cubin import Artifact
@@ -12,6 +12,9 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 REGIMES = ("burst", "sustained")
+
+UNSAID = {"unsaid": True}
+"""Metadata of a field that is not written where it has its default: files from before there was such a field stay as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,16 @@ class Conditions:
     """Start-to-start distance of paced launches; 0 where they were not paced."""
     graph_launches: int = 0
     """Launches per sample, replayed as one CUDA graph; 0 where events enclosed a single launch."""
+    others: tuple[int, ...] = field(default=(), metadata=UNSAID)
+    """Processes of others that had the GPU open, by NVML's numbers."""
+    beside: tuple[int, ...] | None = field(default=(), metadata=UNSAID)
+    """Those of them that ran on it meanwhile: what is timed beside them decides nothing. None where that is not told."""
+
+    @property
+    def disturbance(self) -> str:
+        """Who ran on the GPU meanwhile, in words; empty where nobody did."""
+        numbers = ", ".join(map(str, self.beside or ()))
+        return f"beside process {numbers} on the GPU" if numbers else ""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; pass it to the constructor to invert."""
@@ -206,7 +219,11 @@ class Runner(Protocol):
         ...
 
     def sample(self, candidates: Sequence[Candidate], *, rounds: int, regime: str) -> list[Batch | Failure]:
-        """Time candidates against each other: `rounds` launches each, interleaved, in shuffled order."""
+        """Time candidates against each other: `rounds` launches each, interleaved, in shuffled order.
+
+        The conditions also tell who else ran on the GPU since the first request of a row of them; with no rounds, only they
+        are asked for.
+        """
         ...
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from tiledsched.measure import timing
 from tiledsched.measure.accuracy import OutputErrors, case_errors, summary, wrong_result
 from tiledsched.measure.arrays import Packed, ProblemArrays
 from tiledsched.measure.launch import Launch
-from tiledsched.measure.nvml import ConditionsLog, current_device
+from tiledsched.measure.nvml import ConditionsLog, current_device, current_gpu, current_processes, own_processes
 from tiledsched.measure.runner import Batch, Checked, GapTrial
 from tiledsched.measure.timing import calibrate, sample_rounds
 from tiledsched.problem import Problem
@@ -46,6 +46,8 @@ ROWS, MOST_IN_A_ROW, ROW_US = 3, 10, 5000.0
 """Launches in quick succession that a check makes: how often, how many, and about how long they may take together."""
 REHEARSED_TILE = (64, 256)
 """In the rehearsal; any does."""
+IDLE_S = 1.0
+"""Requests less far apart belong together: the samples of a race, and the looks and checks that led to it."""
 FAST_FLOAT64 = ("sm_80", "sm_90", "sm_100")
 MARKS = {
     FailureKind.OUT_OF_MEMORY: ("out of memory",),
@@ -81,11 +83,19 @@ class State:
     device: Any = None
     last_sustained_s: float = -math.inf
     """`time.perf_counter()` at the end of the last sustained run."""
+    ours: frozenset[int] = frozenset()
+    """What NVML calls this process and its parent."""
+    since_s: float = 0.0
+    """`time.time()` since when nobody was told who else runs on the GPU."""
+    answered_s: float = 0.0
+    """`time.time()` of the last answer."""
 
 
 def start(folder: str) -> State:
     """Open the GPU; cubins to load are written to `folder`."""
+    before = current_processes()
     state = State(stream=cupy.cuda.Stream(non_blocking=True), folder=folder)
+    state.ours = own_processes(before)
     state.device = current_device()
     state.flush = cupy.empty(max(FLUSH_TIMES_L2 * state.device.l2_bytes, 1 << 26), dtype=numpy.uint8)
     state.spin = cupy.RawKernel(SPIN_SOURCE, "spin")
@@ -274,7 +284,7 @@ class Stopwatch:
 def sample(state: State, launches: list[Launch], rounds: int, regime: str, seed: int, gap_ms: float,
            graph_launches: int) -> list[Batch]:  # fmt: skip
     """Interleaved samples of every launch."""
-    log = ConditionsLog()
+    log = ConditionsLog(state.ours, state.since_s)
     still_warm = time.perf_counter() - state.last_sustained_s < timing.STILL_WARM_S
     samples = sample_rounds(Stopwatch(state, launches, graph_launches), len(launches), rounds=rounds, regime=regime,
                             rng=random.Random(seed), log=log, gap_s=gap_ms / 1e3,
@@ -283,6 +293,7 @@ def sample(state: State, launches: list[Launch], rounds: int, regime: str, seed:
         state.last_sustained_s = time.perf_counter()
     conditions = dataclasses.replace(log.summary(), gap_ms=gap_ms if regime == "burst" else 0.0,
                                      graph_launches=graph_launches)  # fmt: skip
+    state.since_s = time.time()
     return [Batch(samples_us=tuple(values), conditions=conditions) for values in samples]
 
 
@@ -344,8 +355,8 @@ def _end_with_parent(folder: str, parent: int) -> None:
 def main(descriptor: str, folder: str, parent: str) -> None:
     """Serve requests until the other side closes, or a failure makes the CUDA context useless.
 
-    The first message is ("ready", Device) or ("fatal", why). Each request is answered by ("done", value), by ("failed",
-    Failure), or by ("lost", Failure), after which this process ends: a new one gets a new context.
+    The first message is ("ready", (Device, (UUID, name))) or ("fatal", why). Each request is answered by ("done", value), by
+    ("failed", Failure), or by ("lost", Failure), after which this process ends: a new one gets a new context.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
     _end_with_parent(folder, int(parent))
@@ -362,13 +373,16 @@ def _serve(connection: Connection, folder: str) -> None:
     except Exception as error:
         connection.send(("fatal", f"{type(error).__name__}: {error}"))
         return
-    connection.send(("ready", state.device))
+    connection.send(("ready", (state.device, current_gpu())))
     while True:
         request = connection.recv()
+        if time.time() - state.answered_s > IDLE_S:
+            state.since_s = time.time()
         try:
             value = answer(state, request)
         except Exception as error:
             value = _failure(error, FailureKind.LAUNCH_FAILURE)
+        state.answered_s = time.time()
         if not isinstance(value, Failure):
             connection.send(("done", value))
         elif not _context_lost():

@@ -30,7 +30,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, (Schedule, Problem, ProblemClass)):
         return value.to_json()
     if is_dataclass(value):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: encode(held) for field in fields(value)
+                if (held := getattr(value, field.name)) != field.default or not field.metadata.get("unsaid")}  # fmt: skip
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, datetime):

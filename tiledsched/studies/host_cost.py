@@ -142,7 +142,9 @@ def run(rounds: int) -> list[HostCost]:
         raise MeasureError("torch is not installed; run: pip install 'tiledsched[gpu]'") from error
     if not torch.cuda.is_available():
         raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
-    with torch.inference_mode():
+    from tiledsched.measure.lock import holding_current_gpu
+
+    with holding_current_gpu(), torch.inference_mode():
         costs = measure_host_costs(make_methods(), rounds=rounds, synchronize=torch.cuda.synchronize)
     return [each if each.method != "lookup" else per_lookup(each) for each in costs]
 

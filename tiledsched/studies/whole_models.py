@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tiledsched.attention.integrations import transformers as integration
 from tiledsched.errors import ConfigError, TiledschedError
 from tiledsched.files import write_whole
+from tiledsched.measure.lock import holding_current_gpu
 
 METHODS = ("sdpa", integration.NAME)
 """torch's attention through transformers, and ours."""
@@ -330,7 +332,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.layers:
             shape = ModelShape(**(asdict(shape) | {"layers": options.layers}))
         try:
-            more, comparison = run(shape, work)
+            with holding_current_gpu() if work.device.startswith("cuda") else nullcontext():
+                more, comparison = run(shape, work)
         except TiledschedError as error:
             print(f"model_run: {error}", file=sys.stderr)
             return error.exit_code
