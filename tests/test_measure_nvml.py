@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 
@@ -120,3 +121,105 @@ def test_no_conditions(binding):
     log = nvml.ConditionsLog()
     log.poll()
     assert log.summary() == Conditions()
+
+
+OURS, TRAINING, DESKTOP = os.getpid(), 4711, 815
+
+
+class NotFoundError(NVMLError):
+    value = 6
+
+
+def process(pid):
+    return types.SimpleNamespace(pid=pid)
+
+
+def ran(pid, percent, after_s=1.0):
+    """A sample of a process's share of the GPU, so long after the beginning."""
+    return types.SimpleNamespace(pid=pid, smUtil=percent, timeStamp=int((NOW + after_s) * 1e6))
+
+
+NOW = 1.7e9
+
+
+@pytest.mark.parametrize(
+    ("compute", "graphics", "samples", "others", "beside"),
+    [
+        ([OURS], [], [ran(OURS, 60)], (), ()),
+        ([OURS, TRAINING], [], [ran(OURS, 40), ran(TRAINING, 55)], (TRAINING,), (TRAINING,)),
+        ([OURS, TRAINING], [], [ran(OURS, 40)], (TRAINING,), ()),  # it only has it open
+        ([OURS, TRAINING], [], NotFoundError(), (TRAINING,), ()),
+        ([OURS], [OURS, DESKTOP], [ran(OURS, 40), ran(DESKTOP, 2)], (DESKTOP,), ()),  # it draws now and then
+        ([OURS], [DESKTOP], [ran(DESKTOP, 5)], (DESKTOP,), (DESKTOP,)),
+        ([OURS], [], [ran(TRAINING, 90)], (), (TRAINING,)),  # it came and went between
+        ([OURS, TRAINING], [], [ran(TRAINING, 90, after_s=-0.1)], (TRAINING,), ()),  # before the beginning
+        ([OURS, TRAINING], None, None, (TRAINING,), None),  # not told whether it ran
+        ([OURS], None, None, (), ()),
+        ([TRAINING], [], [ran(TRAINING, 90)], (), ()),  # which of them is ours is not told: nothing is
+        (None, None, None, (), ()),
+    ],
+)
+def test_processes_of_others(binding, compute, graphics, samples, others, beside):
+    made = binding(
+        nvmlDeviceGetComputeRunningProcesses=compute and [list(map(process, compute)) for _ in range(2)],
+        nvmlDeviceGetGraphicsRunningProcesses=graphics and [list(map(process, graphics)) for _ in range(2)],
+    )
+    made.NVML_ERROR_NOT_FOUND = 6
+
+    def utilization(handle, since_us):
+        assert since_us == int(NOW * 1e6)
+        if samples is None or isinstance(samples, Exception):
+            raise samples or NVMLError("Not Supported")
+        return [*samples, types.SimpleNamespace(pid=0, smUtil=0, timeStamp=0)]
+
+    made.nvmlDeviceGetProcessUtilization = utilization
+    told = nvml.ConditionsLog(since_s=NOW).summary()
+    assert (told.others, told.beside) == (others, beside)
+    assert told.disturbance == (f"beside process {beside[0]} on the GPU" if beside else "")
+
+
+def test_others_that_left_or_came_are_seen(binding):
+    made = binding(nvmlDeviceGetComputeRunningProcesses=[[process(OURS), process(1)], [process(OURS), process(2)]])
+    made.NVML_ERROR_NOT_FOUND = 6
+    assert nvml.ConditionsLog().summary().others == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ours"),
+    [
+        ([7], [7, OURS], {OURS, os.getppid()}),
+        ([7], [7, 31337], {31337}),  # a container with numbers of its own
+        ([7], [7, 8, 9], {OURS, os.getppid()}),  # who of them is ours cannot be told, and none is listed
+        ([7], [7], {OURS, os.getppid()}),
+    ],
+)
+def test_what_nvml_calls_us(binding, before, after, ours):
+    binding(nvmlDeviceGetComputeRunningProcesses=[[process(pid) for pid in pids] for pids in (before, after)])
+    assert nvml.own_processes(nvml.current_processes()) == ours
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids", "found"),
+    [
+        ("", ["GPU-aa"], "GPU-aa"),
+        ("0", ["GPU-aa"], "GPU-aa"),
+        ("", ["GPU-aa", "GPU-bb"], None),
+        ("1", ["GPU-aa", "GPU-bb"], None),  # in which order CUDA counts is not known
+        ("GPU-b,GPU-a", ["GPU-aa", "GPU-bb"], "GPU-bb"),
+        ("GPU-c", ["GPU-aa", "GPU-bb"], None),
+        ("", [], None),
+        ("", None, None),
+    ],
+)
+def test_the_gpu_that_will_be_opened(binding, monkeypatch, visible, uuids, found):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    binding(nvmlDeviceGetCount=len(uuids) if uuids else 0, nvmlDeviceGetUUID=uuids,
+            nvmlDeviceGetHandleByIndex={0: "first", 1: "second"})  # fmt: skip
+    assert nvml.only_gpu() == (found and (found, "NVIDIA GB10"))
+
+
+def test_the_gpu_that_is_open(binding):
+    binding(nvmlDeviceGetUUID=b"GPU-aa")
+    assert nvml.current_gpu() == ("GPU-aa", "NVIDIA GB10")
+    binding(nvmlDeviceGetHandleByPciBusId=None)
+    assert nvml.current_gpu() == ("", "")
