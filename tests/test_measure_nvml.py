@@ -151,7 +151,8 @@ NOW = 1.7e9
         ([OURS, TRAINING], [], NotFoundError(), (TRAINING,), ()),
         ([OURS], [OURS, DESKTOP], [ran(OURS, 40), ran(DESKTOP, 2)], (DESKTOP,), ()),  # it draws now and then
         ([OURS], [DESKTOP], [ran(DESKTOP, 5)], (DESKTOP,), (DESKTOP,)),
-        ([OURS], [], [ran(TRAINING, 90)], (), (TRAINING,)),  # it came and went between
+        ([OURS, TRAINING], [], [ran(99999, 90)], (TRAINING,), None),  # a container, and the host's numbers
+        ([OURS], [], [ran(99999, 90)], (), ()),
         ([OURS, TRAINING], [], [ran(TRAINING, 90, after_s=-0.1)], (TRAINING,), ()),  # before the beginning
         ([OURS, TRAINING], None, None, (TRAINING,), None),  # not told whether it ran
         ([OURS], None, None, (), ()),

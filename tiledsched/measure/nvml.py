@@ -160,16 +160,19 @@ class ConditionsLog:
         return frozenset() if self._handle is None else _processes(self._nvml, self._handle)
 
     def _ran(self, others: frozenset[int]) -> tuple[int, ...] | None:
-        """Processes that are not ours and ran since the beginning; None where others are there and NVML does not tell."""
+        """Those of them that ran since the beginning; None where NVML does not tell."""
+        if not others:
+            return ()
         since_us = int(self._since_s * 1e6)
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, since_us)
         except Exception as error:
             # Nothing ran at all, which NVML calls an error; every other one says that it cannot tell.
-            alone = not others or getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND
-            return () if alone else None
-        return tuple(sorted({each.pid for each in samples if each.pid not in self._ours and each.timeStamp > since_us
-                             and each.smUtil >= BUSY_PERCENT}))  # fmt: skip
+            return () if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND else None
+        recent = [each for each in samples if each.timeStamp > since_us]
+        if recent and not {each.pid for each in recent} & (others | self._ours):
+            return None  # in a container the processes may have one number in the list and another one here
+        return tuple(sorted({each.pid for each in recent if each.pid in others and each.smUtil >= BUSY_PERCENT}))
 
     def poll(self) -> None:
         """Take one reading."""
