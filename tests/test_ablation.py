@@ -299,3 +299,19 @@ def test_without_a_gpu_and_without_a_record_it_says_what_to_do(tmp_path, monkeyp
     monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
     assert main(["ablate", "--arch", "sm_90"]) == 2
     assert "no sm_90 GPU here; run: tiledsched doctor, or use --replay FILE" in capsys.readouterr().err
+
+
+def test_what_is_timed_beside_others_is_no_rung() -> None:
+    class Beside(Gpu):
+        def sample(self, candidates, *, rounds, regime):
+            batches = super().sample(candidates, rounds=rounds, regime=regime)
+            last = rounds == 12
+            return [
+                Batch(samples_us=each.samples_us, conditions=Conditions(beside=(4711,) if last else ()))
+                for each in batches
+            ]
+
+    ladder, _, tried = climb(Beside())
+    assert {row.status for row in ladder} == {"timed beside process 4711 on the GPU"}
+    assert {row.median_us for row in ladder} == {None}
+    assert all(row.median_us for row in tried)

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import random
+import types
 from pathlib import Path
 
 import numpy
@@ -509,3 +510,14 @@ def test_a_harness_without_a_gpu_says_what_is_missing() -> None:
         pass
     with pytest.raises(MeasureError, match=r"is not installed; run: pip install|torch sees no CUDA device"):
         TorchHarness()
+
+
+def test_what_is_timed_beside_others_has_no_time(quick) -> None:
+    harness = Harness(failing={"untuned": "not served: why"})
+    prepare = harness.prepare
+    beside = types.SimpleNamespace(poll=Log().poll, summary=lambda: Conditions(others=(4711,), beside=(4711,)))
+    harness.prepare = lambda *given: dataclasses.replace(prepare(*given), log=beside)
+    rows = bench_cell(harness, ("burst", PROBLEM), options((OURS, "untuned")))
+    assert [(row.status, row.median_us) for row in rows] == [
+        ("timed beside process 4711 on the GPU", None), ("not served: why", None),
+    ]  # fmt: skip

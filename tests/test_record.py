@@ -365,3 +365,18 @@ def test_an_export_holds_the_device_and_the_regime_asked_for(site, tmp_path) -> 
     assert export_landscape(site.db, out, PROBLEM, "another GPU", "burst") == 0
     assert export_landscape(site.db, out, PROBLEM, DEVICE.name, "burst") == 60
     assert export_landscape(site.db, out, PROBLEM, DEVICE.name, "sustained") == 5
+
+
+def test_what_is_timed_beside_others_is_no_part_of_a_landscape(site, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.search.race.PATIENCE_S", 0.0)
+
+    class Beside(Gpu):
+        def sample(self, candidates, *, rounds, regime):
+            return [dataclasses.replace(each, conditions=Conditions(beside=(4711,)))
+                    for each in super().sample(candidates, rounds=rounds, regime=regime)]  # fmt: skip
+
+    result = site.record(tmp_path, Beside())
+    assert (result.complete, result.measured, result.failed, result.files) == (False, 0, 0, ())
+    assert "left, because all is timed beside process 4711 on the GPU; end it and run again" in " ".join(site.said)
+    assert site.db.measurements(disturbed=True)
+    assert site.record(tmp_path).complete

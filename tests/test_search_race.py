@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 from store_samples import DEVICE, PROBLEM, artifact
@@ -410,3 +411,72 @@ def test_losing_the_gpu_reports_what_is_known():
     with pytest.raises(MeasureError):
         race(runner, PROBLEM, [candidate("a"), candidate("b")], on_outcome=reported.append)
     assert [type(outcome) for outcome in reported] == [Measurement, Measurement]
+
+
+class Beside(SyntheticRunner):
+    """Another process runs while some of the samples are taken, by their place among the calls of `sample`."""
+
+    def __init__(self, *given, disturbed, **more):
+        super().__init__(*given, **more)
+        self.disturbed = disturbed
+
+    def sample(self, candidates, *, rounds, regime):
+        beside = (4711,) if self.disturbed(len(self.calls)) else ()
+        return [batch if isinstance(batch, Failure) else replace(batch, conditions=replace(batch.conditions, beside=beside))
+                for batch in super().sample(candidates, rounds=rounds, regime=regime)]  # fmt: skip
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Races follow each other at once."""
+    monkeypatch.setattr("tiledsched.search.race.PAUSE_S", 0.0)
+
+
+def raced(runner, **more):
+    reported = []
+    result = race(runner, PROBLEM, list(map(candidate, runner.true_us)), on_outcome=reported.append, **more)
+    return result, reported
+
+
+@pytest.mark.parametrize("call", [0, 1, 3])
+def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, caplog):
+    times = {"a": 100.0, "b": 101.0, "slow": 140.0, "hopeless": 900.0, "bad": 50.0}
+    runner = Beside(times, noise=0.01, disturbed=lambda index: index == call, failing={"bad": "check"})
+    result, reported = raced(runner)
+    assert name_of(result.winner) == "a"
+    assert result.disturbance == ""
+    assert {name_of(outcome) for outcome in result.outcomes} == set(times)
+    measured = [outcome for outcome in reported if isinstance(outcome, Measurement)]
+    assert {name_of(each) for each in measured if each.conditions.beside == (4711,)} >= {"a", "hopeless"}
+    assert all(not outcome.conditions.beside for outcome in result.outcomes if isinstance(outcome, Measurement))
+    assert [name_of(outcome) for outcome in reported].count("bad") == 1
+    assert runner.checked.count("bad") == 1  # what is wrong is wrong in any company
+    assert "timed beside process 4711 on the GPU, which decides nothing" in caplog.text
+
+
+def test_who_was_beaten_before_is_out_by_a_time_that_counts(impatient):
+    runner = Beside({"a": 100.0, "beaten": 108.0}, noise=0.002, disturbed=lambda index: index == 2)
+    _, reported = raced(runner)
+    assert [(name_of(each), each.conditions.beside) for each in reported][:2] == [("beaten", ()), ("a", (4711,))]
+
+
+@pytest.mark.parametrize("deadline_s", [None, 0.0])
+def test_a_gpu_that_is_never_alone_decides_nothing(deadline_s, impatient, monkeypatch):
+    if deadline_s is None:
+        monkeypatch.setattr("tiledsched.search.race.PATIENCE_S", 0.05)
+    runner = Beside({"a": 100.0, "b": 101.0, "bad": 50.0}, disturbed=lambda index: True, failing={"bad": "check"})
+    result, reported = raced(runner, deadline_s=deadline_s)
+    assert (result.winner, result.runner_up, result.ties) == (None, None, ())
+    assert result.disturbance == "beside process 4711 on the GPU"
+    assert [type(outcome) for outcome in result.outcomes] in ([Failed], [])
+    assert all(isinstance(each, Failed) or each.conditions.beside for each in reported)
+    assert len(reported) > 4 if deadline_s is None else len(reported) == 1
+
+
+def test_looks_alone_are_asked_about_too(impatient):
+    """All are hopeless against what is known: nothing is sampled, and who else ran is asked for by itself."""
+    runner = Beside({"a": 400.0, "b": 500.0}, disturbed=lambda index: index == 0)
+    result, reported = raced(runner, known_us=100.0)
+    assert [rounds for _, rounds in runner.calls] == [0, 0]
+    assert [each.conditions.beside for each in reported] == [(4711,)] * 2 + [()] * 2
+    assert len(result.outcomes) == 2

@@ -16,7 +16,7 @@ from tiledsched import data_files
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.device import arch_spec
-from tiledsched.errors import ConfigError, Failure, FailureKind, NoValidScheduleError
+from tiledsched.errors import ConfigError, Failure, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.search.effort import EFFORTS
@@ -468,3 +468,70 @@ def test_nothing_ships_for_a_kernel_that_nobody_knows() -> None:
         {},
         [],
     )
+
+
+class Beside(ReplayRunner):
+    """Another process runs while the first `disturbed` samples are taken, and makes all look alike."""
+
+    disturbed = math.inf
+
+    def sample(self, candidates, *, rounds, regime):
+        self.disturbed -= 1
+        batches = super().sample(candidates, rounds=rounds, regime=regime)
+        if self.disturbed < 0:
+            return batches
+        return [dataclasses.replace(each, samples_us=(1.0,) * rounds,
+                                    conditions=dataclasses.replace(each.conditions, others=(815, 4711), beside=(4711,)))
+                for each in batches]  # fmt: skip
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("tiledsched.search.race.PAUSE_S", 0.0)
+    monkeypatch.setattr("tiledsched.search.race.PATIENCE_S", 0.1)
+
+
+def test_what_was_timed_beside_others_is_a_row_and_decides_nothing(db, impatient, monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.search.race.PATIENCE_S", 60.0)
+    recorded = Recorded(LANDSCAPES[1])
+    runner = Beside(Attention, recorded.measurements, seed=1)
+    runner.disturbed = 3
+    result = tune(recorded, db, runner=runner, effort="quick")
+    (entry,) = db.entries(provenance="measured")
+    assert entry.measurement.conditions.beside == ()
+    assert entry.median_us == pytest.approx(recorded.times[recorded.key(entry.schedule)], rel=0.05)
+    kept = db.measurements(recorded.problem)
+    everything = db.measurements(recorded.problem, disturbed=True)
+    assert len(everything) > len(kept) >= result.measured
+    beside = [each.measurement.conditions for each in everything if each.measurement.conditions.beside]
+    assert len(beside) == len(everything) - len(kept)
+    assert {each.beside for each in beside} == {(4711,)}
+
+
+def test_a_gpu_that_is_never_alone_leaves_what_is_served_and_says_so(db, impatient) -> None:
+    recorded = Recorded(LANDSCAPES[1])
+    with pytest.raises(
+        MeasureError, match=r"what is served stays: all was timed beside process 4711 on the GPU; end it"
+    ):
+        tune(recorded, db, runner=Beside(Attention, recorded.measurements), effort="quick")
+    assert db.entries() == db.measurements() == db.landscapes() == []
+    assert db.measurements(disturbed=True)
+    first = tune(recorded, db, effort="quick")  # nothing of that is evidence
+    assert first.measured == first.programs
+    before = db.entries()
+    runner = Beside(Attention, recorded.measurements, seed=2)
+    with pytest.raises(MeasureError):
+        tune(recorded, db, runner=runner, effort="default")
+    assert db.entries() == before
+
+
+def test_nothing_is_learnt_from_times_beside_others(db) -> None:
+    recorded = Recorded(LANDSCAPES[1])
+    elsewhere = Elsewhere(db, recorded_space(recorded), "burst", "fp32")
+    alone, beside = recorded.measurements[:20], recorded.measurements[20:]
+    beside = [
+        dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, beside=(4711,))) for each in beside
+    ]
+    found = elsewhere._judged([*alone, *beside], {})
+    assert {schedule for schedule, _, _ in found} <= {each.schedule for each in alone}
+    assert found

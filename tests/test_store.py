@@ -29,6 +29,7 @@ from store_samples import (
 
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.errors import DatabaseError, Failure, FailureKind
+from tiledsched.measure.runner import Conditions
 from tiledsched.store import queries
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import HEAD
@@ -352,3 +353,22 @@ def test_every_kind_of_failure_fits(db):
     for kind in FailureKind:
         db.record_failure(None, "attention", "sm_90", "measure", schedule(), Failure(kind=kind, message="é" * 5000))
     assert {one.failure.kind for one in db.failures()} == set(FailureKind)
+
+
+def test_what_was_timed_beside_others_is_kept_and_not_answered(db):
+    def taken(median_us, **conditions):
+        return measurement(median_us, conditions=Conditions(sm_clock_mhz=1980, **conditions))
+
+    record(db, taken(100.0, others=(815,)))
+    record(db, taken(101.0, others=(815,), beside=None))
+    record(db, taken(90.0, others=(815, 4711), beside=(4711,)))
+    record(db, measurement(80.0, regime="sustained", conditions=Conditions(beside=(4711,))))
+    assert [one.measurement.median_us for one in db.measurements(PROBLEM)] == [101.0, 100.0]
+    assert [one.measurement.median_us for one in db.latest_measurements(PROBLEM)] == [101.0]
+    assert db.measurements(PROBLEM)[0].measurement.conditions == Conditions(
+        sm_clock_mhz=1980, others=(815,), beside=None
+    )
+    everything = db.measurements(PROBLEM, disturbed=True)
+    assert [one.measurement.conditions.beside for one in everything] == [(4711,), (4711,), None, ()]
+    assert [(line.regime, line.measurements) for line in db.landscapes()] == [("burst", 2)]
+    assert db.check() == []

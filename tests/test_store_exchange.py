@@ -22,6 +22,7 @@ from tiledsched.store.exchange import (
     import_table,
     landscape_file_name,
     merge_database,
+    parse_table,
     read_table,
 )
 from tiledsched.store.records import EntryRecord, MergeResult, StoredMeasurement
@@ -256,3 +257,40 @@ def test_a_recorded_measurement_has_one_name_everywhere(db, tmp_path):
     with TuningDB.open(tmp_path / "other.db") as other:
         merge_database(other, tmp_path / "tuning.db")
         assert [one.uid for one in other.measurements()] == uids
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"others": (815,)}, {"others": (815,), "beside": None}, {"others": (7, 8), "beside": (7,)}]
+)
+def test_who_else_was_on_the_gpu_is_written_where_somebody_was(told, db, tmp_path):
+    conditions = Conditions(sm_clock_mhz=1980, **told)
+    written = json.loads(json.dumps(encode(conditions)))
+    assert set(written) & {"others", "beside"} == set(told)
+    assert decode(Conditions, written, "x") == conditions
+    number = db.record_measurement(None, "attention", "abc", TOOLCHAIN, measurement(50.0, conditions=conditions))
+    db.put_entry(entry("measured", device_name="other", regime="burst", measurement_id=number, updated_at=START))
+    with TuningDB.open(tmp_path / "other.db") as other:
+        merge_database(other, tmp_path / "tuning.db")
+        everything = {one.uid: one for one in db.measurements(disturbed=True)}
+        for each in other.measurements(disturbed=True):
+            assert each.measurement == everything.pop(each.uid).measurement
+        assert not everything
+    out = io.StringIO()
+    export_table(db, out)
+    if not told.get(
+        "beside"
+    ):  # an entry on times that decide nothing is none: no tune writes it, and no file may hold it
+        assert conditions in [one.measurement.conditions for one in parse_table(out.getvalue(), "x").measurements]
+
+
+def test_an_entry_cannot_stand_on_times_beside_others(table):
+    data = json.loads(table.read_text())
+    data["measurements"][0]["measurement"]["conditions"] |= {"others": [7], "beside": [7]}
+    with pytest.raises(
+        DatabaseError, match=r"entries\[\d\].measurement: \w+ was timed beside process 7 on the GPU, which"
+    ):
+        parse_table(json.dumps(data), "sm_90.json")
+    for wrong in ([7.5], ["x"], 7):
+        data["measurements"][0]["measurement"]["conditions"]["beside"] = wrong
+        with pytest.raises(DatabaseError, match=r"conditions\.beside"):
+            parse_table(json.dumps(data), "sm_90.json")

@@ -682,3 +682,14 @@ def test_torch_methods_launch_the_artifact_and_get_it_right() -> None:
         assert choice.failures == 0
         assert choice.schedule in {candidate.schedule for candidate in field}
         assert 1.0 < choice.estimate_us < 1e4
+
+
+def test_the_referee_does_not_judge_beside_others() -> None:
+    class Beside(ReplayRunner):
+        def sample(self, candidates, *, rounds, regime):
+            return [dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, beside=(4711,)))
+                    for each in super().sample(candidates, rounds=rounds, regime=regime)]  # fmt: skip
+
+    field = Field(candidates=candidates(12), leaders=candidates(4))
+    with pytest.raises(MeasureError, match="timed beside process 4711 on the GPU, which decides nothing; end it"):
+        referee(Beside(TEMPLATE, measured()), PROBLEM, field, [])

@@ -9,6 +9,7 @@ signed-rank test in place of Hoeffding's bound, as Birattari et al. use a paired
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -16,15 +17,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiledsched.errors import Failure
-from tiledsched.measure.runner import Accuracy, Candidate, Conditions, Failed, Measurement, Runner
+from tiledsched.measure.runner import Accuracy, Batch, Candidate, Conditions, Failed, Measurement, Runner
 from tiledsched.measure.statistics import median_interval, probability_not_slower, relative_uncertainty
 from tiledsched.measure.timing import SHORT_US
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
+log = logging.getLogger("tiledsched")
 Outcome = Measurement | Failed
 CHEAP_LOOK_US = 1000.0
 """A second look at whoever took less than this costs nothing, and a hiccup of 0.1 ms makes a short one look hopeless."""
+
+PATIENCE_S = 60.0
+"""How long a race beside other processes is run again..."""
+PAUSE_S = 2.0
+"""...after so long: NVML tells of the last second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +102,7 @@ class RaceResult:
     """What a race decided. Everything measured or failed was already handed to `on_outcome`."""
 
     winner: Measurement | None
-    """The schedule to serve; None when every candidate failed."""
+    """The schedule to serve; None when every candidate failed, or others ran on the GPU meanwhile."""
     ties: tuple[Schedule, ...]
     """Other schedules that cannot be told apart from the winner."""
     runner_up: Measurement | None
@@ -103,13 +110,18 @@ class RaceResult:
     margin: float | None
     """How much longer the runner-up takes: the median over their common rounds of its time / the winner's - 1."""
     outcomes: tuple[Outcome, ...]
-    """One for each candidate reached before the deadline."""
+    """One for each candidate reached before the deadline; those of times that decide nothing are not among them."""
+    disturbance: str = ""
+    """Who ran on the GPU every time, in words, so that nothing was decided; empty where it was."""
 
 
 def race(runner: Runner, problem: Problem, candidates: Sequence[Candidate], *, preference: Sequence[Schedule] = (),
          rules: Rules | None = None, regime: str = "burst", known_us: float = math.inf,
          deadline_s: float | None = None, on_outcome: Callable[[Outcome], None] | None = None) -> RaceResult:  # fmt: skip
     """Find the fastest of `candidates` for the problem `runner.begin` was given.
+
+    Where other processes ran on the GPU meanwhile, what was measured is reported and decides nothing: all who did not fail race
+    again, for `PATIENCE_S` or until the deadline.
 
     Args:
         runner: what measures.
@@ -121,22 +133,24 @@ def race(runner: Runner, problem: Problem, candidates: Sequence[Candidate], *, p
         regime: burst or sustained.
         known_us: time of the fastest program known already; what is hopeless against it is not raced.
         deadline_s: `time.monotonic()` after which no new work starts. The default schedule should come first.
-        on_outcome: called once per candidate as its outcome is final, also when the race is interrupted.
+        on_outcome: called once per candidate and race as its outcome is final, also when the race is interrupted.
     """
-    course = _Course(runner, problem, rules or RULES[regime], regime, on_outcome or (lambda outcome: None), deadline_s)
-    try:
-        course.look(candidates)
-        course.admit(known_us)
-        while course.alive:
-            course.open()
-            while course.go_on():
-                course.run(course.alive, course.rules.heat_rounds)
-            if course.alive or course.late():
-                break
-            course.admit(math.inf)  # all who stayed in broke down: the rest races again
-    finally:
-        course.finish_all()
-    return _decide(course, preference)
+    report, failed = on_outcome or (lambda outcome: None), list[Outcome]()
+    patient_until = min(time.monotonic() + PATIENCE_S, math.inf if deadline_s is None else deadline_s)
+    while True:
+        course = _Course(runner, problem, rules or RULES[regime], regime, report, deadline_s)
+        course.race(candidates, known_us)
+        if not course.disturbance:
+            return _decide(course, preference, failed)
+        again = f"; again for up to {left_s:.0f} s" if (left_s := patient_until - time.monotonic()) > PAUSE_S else ""
+        log.warning("%s: timed %s, which decides nothing%s", problem, course.disturbance, again)
+        failed += [outcome for outcome in course.outcomes if isinstance(outcome, Failed)]
+        if not again:
+            return RaceResult(winner=None, ties=(), runner_up=None, margin=None, outcomes=tuple(failed),
+                              disturbance=course.disturbance)  # fmt: skip
+        broken = {outcome.schedule for outcome in failed}
+        candidates = [candidate for candidate in candidates if candidate.schedule not in broken]
+        time.sleep(PAUSE_S)
 
 
 class _Course:
@@ -150,6 +164,30 @@ class _Course:
         self.racers: list[Racer] = []
         self.alive: list[Racer] = []
         self.outcomes: list[Outcome] = []
+        self.beside: tuple[int, ...] = ()
+        """Who else ran on the GPU."""
+        self._watched = False
+
+    @property
+    def disturbance(self) -> str:
+        """The same in words; empty where nobody did."""
+        return Conditions(beside=self.beside).disturbance
+
+    def race(self, candidates: Sequence[Candidate], known_us: float) -> None:
+        """From the first look to the last heat."""
+        try:
+            self.look(candidates)
+            self.admit(known_us)
+            while self.alive:
+                self.open()
+                while self.go_on():
+                    self.run(self.alive, self.rules.heat_rounds)
+                if self.alive or self.late() or self.beside:
+                    break
+                self.admit(math.inf)  # all who stayed in broke down: the rest races again
+            self.watch()
+        finally:
+            self.finish_all()
 
     def late(self) -> bool:
         """Whether nothing new may start."""
@@ -206,22 +244,34 @@ class _Course:
         """First samples of all still in, in groups."""
         field_of = self.alive
         for start in range(0, len(field_of), self.rules.group):
-            if start and self.late():
+            if start and (self.late() or self.beside):
                 break
             self.run(field_of[start : start + self.rules.group], self.rules.opening_rounds)
 
     def run(self, racers: Sequence[Racer], rounds: int) -> None:
         """One heat; a racer that fails in it keeps its failure."""
         batches = self.runner.sample([racer.candidate for racer in racers], rounds=rounds, regime=self.regime)
+        self._watched = True
         for racer, batch in zip(racers, batches, strict=True):
             if isinstance(batch, Failure):
                 racer.failure = batch
                 continue
             racer.samples_us.extend(batch.samples_us)
             racer.conditions = batch.conditions
+            self.beside = batch.conditions.beside or self.beside
+
+    def watch(self) -> None:
+        """Ask who else ran where there was nothing but looks: samples tell by themselves."""
+        looked = [racer for racer in self.racers if racer.failure is None and racer.samples_us]
+        if looked and not self._watched:
+            (batch,) = self.runner.sample([looked[0].candidate], rounds=0, regime=self.regime)
+            if isinstance(batch, Batch):
+                self.beside = batch.conditions.beside or ()
 
     def go_on(self) -> bool:
         """Drop who is beaten or wrong; whether another heat would tell more."""
+        if self.beside:
+            return False
         rules = self.rules
         healthy = [racer for racer in self.alive if racer.failure is None and racer.samples_us]
         healthy.sort(key=_by_time)
@@ -261,10 +311,11 @@ class _Course:
     def measurement(self, racer: Racer) -> Measurement:
         """What is known of a racer that has samples."""
         low, high = median_interval(racer.samples_us, self.rules.confidence)
+        conditions = replace(racer.conditions, beside=self.beside) if self.beside else racer.conditions
         return Measurement(problem=self.problem, schedule=racer.candidate.schedule,
                            fingerprint=racer.candidate.artifact.fingerprint, device=self.runner.device,
                            regime=self.regime, median_us=racer.median_us, ci_low_us=low, ci_high_us=high,
-                           samples_us=tuple(racer.samples_us), accuracy=racer.accuracy, conditions=racer.conditions,
+                           samples_us=tuple(racer.samples_us), accuracy=racer.accuracy, conditions=conditions,
                            runner=self.runner.name)  # fmt: skip
 
 
@@ -291,11 +342,12 @@ def _beaten(racer: Racer, leader: Racer, rules: Rules, field_size: int) -> bool:
     return statistics.median(ratios) > 1 + rules.same and probability_not_slower(ratios) < level
 
 
-def _decide(course: _Course, preference: Sequence[Schedule]) -> RaceResult:
+def _decide(course: _Course, preference: Sequence[Schedule], failed: Sequence[Outcome]) -> RaceResult:
+    outcomes = (*failed, *course.outcomes)
     finishers = [racer for racer in course.racers if racer.failure is None and racer.samples_us]
     finalists = [racer for racer in finishers if racer in course.alive]
     if not finalists:
-        return RaceResult(winner=None, ties=(), runner_up=None, margin=None, outcomes=tuple(course.outcomes))
+        return RaceResult(winner=None, ties=(), runner_up=None, margin=None, outcomes=outcomes)
     leader = min(finalists, key=_by_time)
     rules = course.rules
     tied = [racer for racer in finalists if not _beaten(racer, leader, rules, len(finalists))]
@@ -312,5 +364,5 @@ def _decide(course: _Course, preference: Sequence[Schedule]) -> RaceResult:
         ties=tuple(racer.candidate.schedule for racer in tied),
         runner_up=course.measurement(runner_up) if runner_up else None,
         margin=statistics.median(_ratios(runner_up, winner)) - 1.0 if runner_up else None,
-        outcomes=tuple(course.outcomes),
+        outcomes=outcomes,
     )

@@ -365,11 +365,13 @@ class _Measuring:
         recorder = self._recorder
         candidates = recorder.builder.candidates(self._programs[key] for key in keys)
         known_us = self._best_us() if regime == "burst" else math.inf
-        race(self._runner, self._problem, candidates, rules=rules, regime=regime, known_us=known_us,
-             deadline_s=self._deadline_s, on_outcome=lambda outcome: self._keep(outcome, regime))  # fmt: skip
+        result = race(self._runner, self._problem, candidates, rules=rules, regime=regime, known_us=known_us,
+                      deadline_s=self._deadline_s, on_outcome=lambda outcome: self._keep(outcome, regime))  # fmt: skip
+        if result.disturbance:
+            recorder.say(f"{self._problem}: left, because all is timed {result.disturbance}; end it and run again")
         done = sum(key in self._known["burst"] or key in self.failed for key in self._programs)
         recorder.say(f"{self._problem}: {regime}, {done} of {len(self._programs)} programs measured")
-        return not _late(self._deadline_s)
+        return not result.disturbance and not _late(self._deadline_s)
 
     def _keep(self, outcome: Outcome, regime: str) -> None:
         """Store one outcome, at once."""
@@ -379,7 +381,7 @@ class _Measuring:
         if isinstance(outcome, Failed):
             self.failed.add(key)
             self._known[regime].pop(key, None)
-        else:
+        elif not outcome.conditions.beside:
             self.measured += 1
             self._known[regime][key] = outcome
 

@@ -21,7 +21,7 @@ from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import ArchSpec, arch_spec
-from tiledsched.errors import ConfigError, NoValidScheduleError
+from tiledsched.errors import ConfigError, MeasureError, NoValidScheduleError
 from tiledsched.kernel import KernelClass
 from tiledsched.measure.runner import Failed, Measurement, Runner
 from tiledsched.problem import Problem
@@ -30,7 +30,7 @@ from tiledsched.search.effort import EFFORTS
 from tiledsched.search.inert import SURE, InertChanges
 from tiledsched.search.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part, timed_as_now
 from tiledsched.search.programs import RETRIED, Builder, Program, deadlines
-from tiledsched.search.race import RULES, Outcome, race
+from tiledsched.search.race import RULES, Outcome, RaceResult, race
 from tiledsched.search.samplers import OURS
 from tiledsched.search.study import ScheduleStudy
 from tiledsched.search.study_storage import LiveStudy
@@ -190,6 +190,7 @@ class Tuner:
         Raises:
             NoValidScheduleError: for some problem no schedule is valid, or none of them works; the problems before it
                 are stored.
+            MeasureError: the GPU cannot be used, or was never alone long enough; the problems before are stored.
             ConfigError: neighbours are wanted, and nothing is measured that would say of what.
         """
         if self.options.neighbours and self.runner is None:
@@ -310,13 +311,16 @@ class Tuner:
             chosen = study.choose(min(self._chosen, left))
             if not asked and not chosen and not underway:
                 break
-            outcomes = self._race(chosen, problem, runner, trials.best_us, deadline_s if trials.programs else None)
+            result = self._race(chosen, problem, runner, trials.best_us, deadline_s if trials.programs else None)
+            outcomes = result.outcomes
             trials.note_outcomes(chosen, outcomes)
             measured += len(outcomes)
             failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
             self.watcher.step(trials.programs)
             if trials.best is not None:
                 self.watcher.best(trials.best_us, trials.best)
+            if result.disturbance:
+                break
         self._elsewhere.note(problem, trials.measured())
         return self._decide(problem, runner, trials.times, tried, compiled, measured, failed, started)
 
@@ -373,13 +377,12 @@ class Tuner:
         return compiled
 
     def _race(self, chosen: Sequence[Schedule], problem: Problem, runner: Runner, best_us: float,
-              deadline_s: float | None) -> tuple[Outcome, ...]:  # fmt: skip
+              deadline_s: float | None) -> RaceResult:  # fmt: skip
         """Measure the programs of `chosen`, well enough to learn from."""
         programs = self.builder.programs(chosen, problem, runner.device)
         regime = self.options.regime
-        result = race(runner, problem, self.builder.candidates(programs), rules=LOOKS[regime], regime=regime, known_us=best_us,
-                      deadline_s=deadline_s, on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
-        return result.outcomes
+        return race(runner, problem, self.builder.candidates(programs), rules=LOOKS[regime], regime=regime, known_us=best_us,
+                    deadline_s=deadline_s, on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
 
     def _decide(self, problem: Problem, runner: Runner, times: dict[Schedule, float | None], tried: list[Schedule],
                 compiled: int, measured: int, failed: int, started: float) -> TuneResult:  # fmt: skip
@@ -403,6 +406,9 @@ class Tuner:
         self.watcher.stage(problem, "deciding", len(finalists))
         result = race(runner, problem, self.builder.candidates(finalists), preference=preference, regime=self.options.regime,
                       on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
+        if result.disturbance:
+            raise MeasureError(f"nothing is decided for {problem}, and what is served stays: all was timed {result.disturbance}; "
+                               "end it (nvidia-smi lists it), or run again when it has ended")  # fmt: skip
         if result.winner is None:
             raise NoValidScheduleError(self._nothing_works(problem, tried))
         self.watcher.step(len(finalists))
@@ -435,7 +441,7 @@ class Tuner:
     def _keep(self, outcome: Outcome, problem: Problem, runner: Runner) -> None:
         """Store one outcome, at once."""
         number = self.builder.keep(outcome, self.run_id, problem, runner.device)
-        if self._live is not None:
+        if self._live is not None and not (isinstance(outcome, Measurement) and outcome.conditions.beside):
             built = self.builder.record(outcome.schedule, problem)
             self._live.add(outcome, built.facts if built else None)
         if number is not None:

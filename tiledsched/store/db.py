@@ -35,6 +35,7 @@ from tiledsched.store.models import (
     RunRow,
 )
 from tiledsched.store.reading import (
+    UNDISTURBED,
     Reader,
     matching,
     read_failure,
@@ -172,8 +173,10 @@ class TuningDB(Database):
         runner: str | None = None,
         run_id: int | None = None,
         latest: bool = False,
+        disturbed: bool = False,
     ) -> list[StoredMeasurement]:
-        """Measurements that match all that is given, newest first.
+        """Measurements that match all that is given, newest first; with `disturbed`, also those that decide nothing because
+        other processes ran on the GPU meanwhile.
 
         A measurement holds for its fingerprint: whichever source and compiler give that machine code again need not measure
         it again. With `latest`, the newest of them for each (problem, artifact, schedule, device name, regime). The schedule
@@ -191,6 +194,8 @@ class TuningDB(Database):
                 MeasurementRow.run_id: run_id,
             }
         )
+        if not disturbed:
+            wanted.append(UNDISTURBED)
         if latest:
             wanted = [MeasurementRow.id.in_(select_latest(wanted))]
         reader = Reader()
@@ -208,7 +213,7 @@ class TuningDB(Database):
 
     def landscapes(self, arch: str | None = None, kernel: str | None = None) -> list[LandscapeSummary]:
         """What is measured: one line for each problem, device and regime."""
-        wanted = matching({DeviceRow.arch: arch, ProblemRow.kernel: kernel})
+        wanted = [UNDISTURBED, *matching({DeviceRow.arch: arch, ProblemRow.kernel: kernel})]
         reader = Reader()
         with self.reading() as session:
             found = [

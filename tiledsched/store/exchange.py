@@ -144,7 +144,7 @@ def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResu
     from tiledsched.store.db import TuningDB
 
     with TuningDB.open(other_url, read_only=True) as other:
-        measurements = _held(other.measurements(), other.url)
+        measurements = _held(other.measurements(disturbed=True), other.url)
         entries = _held(other.entries(), other.url)
         artifacts = _held(other.artifacts().values(), other.url)
     return db.merge(measurements, entries, artifacts)
@@ -280,6 +280,9 @@ def _entry(row: Any, stored: dict[str, StoredMeasurement], where: str) -> EntryR
             "problem": (entry.problem, taken.problem),
             "schedule": (entry.schedule, taken.schedule),
         }
+        if taken.conditions.beside:
+            raise DatabaseError(f"{where}.measurement: {uid} was timed {taken.conditions.disturbance}, which decides nothing; "
+                                "measure it again")  # fmt: skip
         for key, (mine, its) in same.items():
             if mine != its:
                 raise DatabaseError(f"{where}.{key}: {mine} is not that of its measurement {uid}, {its}; correct one")

@@ -37,6 +37,9 @@ from tiledsched.store.records import (
 OTHER_FIELDS = " (other fields)"
 """Follows the kernel's name in a problem that was stored when the kernel had other fields: nothing here knows it."""
 
+UNDISTURBED = MeasurementRow.conditions["beside"].as_string().is_(None)
+"""Nobody else ran on the GPU meanwhile, as far as that was told."""
+
 
 def matching(wanted: Mapping[Any, Any]) -> list[ColumnElement[bool]]:
     """The conditions for those columns whose wanted value is not None."""

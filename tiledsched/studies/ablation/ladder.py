@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from tiledsched.errors import Failure
 from tiledsched.kernel import KernelClass
-from tiledsched.measure.runner import Candidate, Runner
+from tiledsched.measure.runner import Batch, Candidate, Runner
 from tiledsched.measure.statistics import median_interval
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
@@ -171,7 +171,7 @@ class Ladder:
         rounds *= SUSTAINED_ROUNDS if self._regime == "sustained" else 1
         batches = self._runner.sample([each for each, _ in ready], rounds=rounds, regime=self._regime) if ready else []
         for (_, members), batch in zip(ready, batches, strict=True):
-            outcome = said(batch) if isinstance(batch, Failure) else _timing(batch.samples_us)
+            outcome = said(batch) if isinstance(batch, Failure) else _timing(batch)
             outcomes |= dict.fromkeys(members, outcome)
         return outcomes
 
@@ -218,9 +218,11 @@ class Ladder:
         return replace(row, median_us=outcome.median_us, ci_low_us=outcome.ci_low_us, ci_high_us=outcome.ci_high_us)
 
 
-def _timing(samples_us: Sequence[float]) -> Timing:
-    low, high = median_interval(samples_us, CONFIDENCE)
-    return Timing(median_us=statistics.median(samples_us), ci_low_us=low, ci_high_us=high)
+def _timing(batch: Batch) -> Outcome:
+    if batch.conditions.beside:
+        return f"timed {batch.conditions.disturbance}"
+    low, high = median_interval(batch.samples_us, CONFIDENCE)
+    return Timing(median_us=statistics.median(batch.samples_us), ci_low_us=low, ci_high_us=high)
 
 
 def _over(before: AblationRow, after: AblationRow) -> float | None:

@@ -164,6 +164,9 @@ def bench_cell(harness: Harness, cell: Cell, options: BenchOptions, share_s: flo
         harness.check()
         failed |= {each.method.name: f"while timed: {first_line(error)}" for each in prepared.ready}
     conditions = prepared.log.summary()
+    if conditions.beside:
+        failed |= dict.fromkeys(samples, f"timed {conditions.disturbance}")
+        samples = {}
     ready = {each.method.name: each for each in prepared.ready}
     rows = []
     for method in options.methods:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from tiledsched.errors import Failure, MeasureError
-from tiledsched.measure.runner import Candidate, Device, Runner
+from tiledsched.measure.runner import Batch, Candidate, Device, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.search.programs import Builder, Key
@@ -155,13 +155,16 @@ def referee(runner: Runner, problem: Problem, field: Field, chosen: Sequence[Sch
     """Microseconds of every chosen program and the leaders, from one interleaved, paced run.
 
     Raises:
-        MeasureError: none of them gave a time.
+        MeasureError: none of them gave a time, or other processes ran on the GPU meanwhile.
     """
     called = {candidate.schedule: candidate for candidate in field.leaders}
     called |= {candidate.schedule: candidate for candidate in field.candidates if candidate.schedule in chosen}
     runner.begin(problem)
     ready = [each for each in called.values() if not isinstance(runner.check(each), Failure)]
     batches = runner.sample(ready, rounds=rounds, regime="burst") if ready else []
+    beside = next((batch.conditions.disturbance for batch in batches if isinstance(batch, Batch)), "")
+    if beside:
+        raise MeasureError(f"{problem} was timed {beside}, which decides nothing; end it and run again")
     samples = {each.schedule: batch.samples_us for each, batch in zip(ready, batches, strict=True)
                if not isinstance(batch, Failure)}  # fmt: skip
     if not samples:
