@@ -7,6 +7,7 @@ sampled. Its clock is its own, so that times are exact. Run as ``python fake_wor
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import os
 import random
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import numpy
 
-START_MODES = ("ready", "named", "silent", "no-gpu", "crash")
+START_MODES = ("ready", "named", "crowded", "doubtful", "silent", "no-gpu", "crash")
 
 
 def cubin(us: float = 100.0, *, noise: float = 0.0, **acts: str) -> bytes:
@@ -290,6 +291,18 @@ def fake_cupy(mode: str) -> types.ModuleType:
     return cupy
 
 
+def others_log(log, beside):
+    """A log that sees another process, and whose number of others is how many milliseconds it looked back."""
+
+    class OthersLog(log):
+        def summary(self):
+            return dataclasses.replace(
+                super().summary(), others=(round((time.time() - self._since_s) * 1e3),), beside=beside
+            )
+
+    return OthersLog
+
+
 def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
     """Start as `mode` says; `ready:PATH` starts once, and finds no GPU as soon as PATH is there."""
     mode, _, marker = mode.partition(":")
@@ -324,6 +337,8 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
     worker.symbol_of = lambda cubin: "made_up"
     if mode == "named":  # with a UUID, by which it is locked
         worker.current_gpu = lambda: ("GPU-made-up", "Made-up GPU")
+    if mode in ("crowded", "doubtful"):
+        worker.ConditionsLog = others_log(worker.ConditionsLog, None if mode == "doubtful" else (4711,))
     worker.main(descriptor, folder, parent)
 
 

@@ -733,3 +733,15 @@ def test_completion_says_what_writes_it(capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
     assert "pip install 'tiledsched[completion]'" in capsys.readouterr().err
+
+
+def test_what_is_logged_stays_above_the_bars(monkeypatch) -> None:
+    import io
+    import logging
+
+    from tiledsched.cli import _Stderr
+
+    handler, bars = _Stderr(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", bars)  # as rich does where bars are drawn
+    handler.emit(logging.makeLogRecord({"msg": "waiting for GPU"}))
+    assert bars.getvalue() == "waiting for GPU\n"

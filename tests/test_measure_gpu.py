@@ -480,3 +480,37 @@ def test_a_race_over_a_failing_field(make_runner):
     assert result.runner_up.schedule == good[1].schedule
     assert len(reported) == len(good) + len(bad) == len({outcome.schedule for outcome in reported})
     assert {outcome.schedule for outcome in reported if hasattr(outcome, "failure")} == {b.schedule for b in bad}
+
+
+def test_who_runs_beside_is_told_with_the_samples_and_by_itself(make_runner):
+    runner = make_runner("crowded")
+    (batch,) = runner.sample([candidate(100.0)], rounds=2, regime="burst")
+    assert batch.conditions.beside == (4711,)
+    trials = runner.gap_trials
+    assert trials
+    assert runner._gap_ms is None  # what was found beside it is found again
+    (asked,) = runner.sample([candidate(100.0)], rounds=0, regime="burst")
+    assert (asked.samples_us, asked.conditions.beside) == ((), (4711,))
+    assert runner.gap_trials is trials
+
+
+def test_others_are_looked_for_since_the_first_of_a_row_of_requests(make_runner):
+    runner = make_runner("crowded", gap_ms=0.0)
+    looked_back = []
+    for pause_s in (1.3, 0.3, 0.3):
+        runner.look(candidate(100.0))
+        time.sleep(0.3)
+        looked_back += runner.sample([candidate(100.0)], rounds=1, regime="burst")[0].conditions.others
+        time.sleep(pause_s)
+    first, after_a_rest, in_a_row = looked_back
+    assert first >= 300
+    assert 300 <= after_a_rest < 1300
+    assert in_a_row >= 600
+
+
+def test_that_it_is_not_told_who_runs_is_said_once(make_runner, caplog):
+    runner = make_runner("doubtful")
+    for _ in range(2):
+        assert runner.sample([candidate(100.0)], rounds=2, regime="burst")[0].conditions.beside is None
+    (message,) = caplog.messages
+    assert "has the GPU open, and NVML does not tell here whether it runs" in message

@@ -12,13 +12,22 @@ from tiledsched.errors import TiledschedError
 INTERRUPTED = 130
 
 
+class _Stderr(logging.StreamHandler):
+    """Writes to what stderr is by then: above the bars of a tune, where there are any, which would else wipe it out."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0 done, 1 no valid schedule or a regression, 2 usage, 130 interrupted."""
     from tiledsched.cli.parser import parse
 
     try:
         options = parse(sys.argv[1:] if arguments is None else list(arguments))
-        logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s",
+        logging.basicConfig(handlers=[_Stderr()], format="%(levelname)s %(name)s: %(message)s",
                             level=logging.DEBUG if options.verbose else logging.WARNING)  # fmt: skip
         return int(options.run(options))
     except TiledschedError as error:
