@@ -430,7 +430,8 @@ from tiledsched.build.pool import start_process
 from tiledsched.kernels.attention import Attention
 from tiledsched.space_files import space_for
 
-start_process()
+import tempfile
+start_process(tempfile.gettempdir())
 problem = Attention.standard(seq_len=1024, head_dim=64)
 schedule = space_for("sm_90", Attention).default(problem)
 built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90"))

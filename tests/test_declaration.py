@@ -67,9 +67,9 @@ def kinds(step):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"constraints": {"TILE >= colums": "x"}}, "constraints['TILE >= colums']: unknown name 'colums'; known are TILE, col"),
+        ({"constraints": {"TILE >= colums": "x"}}, "constraints['TILE >= colums']: reads unknown name 'colums'; known are TILE, col"),
         ({"exploring": {"open(1)": "x"}}, "exploring['open(1)']: uses Call; only names, numbers"),
-        ({"constraints": {"TILE >": "x"}}, "constraints['TILE >']: not an expression"),
+        ({"constraints": {"TILE >": "x"}}, "constraints['TILE >']: is not an expression"),
         ({"knobs": {"TILE": [64], "STAGES": [1, 2]}}, "knobs['STAGES']: neither a parameter of scale_rows nor a hint (num_ctas"),
         ({"knobs": {"TILE": []}}, "knobs['TILE']: there is nothing to choose from"),
         ({"knobs": {"TILE": [64, "wide"]}}, "knobs['TILE']: choices must be all integers, all true/false or all words"),

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import lzma
 import operator
 import os
 import sqlite3
+import zipfile
 
 import pytest
 from store_samples import DEVICE, PROBLEM, TOOLCHAIN, fill, measurement
 
+from tiledsched import files
 from tiledsched.build.artifacts import ArtifactStore
-from tiledsched.errors import DatabaseError
+from tiledsched.errors import ConfigError, DatabaseError
 from tiledsched.files import write_whole
 from tiledsched.measure.runner import Device
 from tiledsched.problem import Problem
 from tiledsched.report.document import Heading, Paragraph, Table, to_html, to_markdown
+from tiledsched.serve.bundle import read_bundle
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, import_table, landscape_file_name, merge_database
@@ -181,3 +185,39 @@ def test_measurements_of_one_sample_are_sound(db):
     hopeless = measurement(7.0, samples_us=(7.0,), ci_low_us=7.0, ci_high_us=7.0, accuracy=None)
     db.record_measurement(None, "attention", "abc", TOOLCHAIN, hopeless)
     assert db.check() == []
+
+
+# Sizes
+
+
+def test_a_small_file_that_unpacks_to_much_is_refused(db, tmp_path, monkeypatch):
+    """A megabyte of xz may hold gigabytes; nothing of it is taken in."""
+    monkeypatch.setattr(files, "MOST_BYTES", 1 << 20)
+    for function in (files.read_bounded, files.unpacked):
+        monkeypatch.setattr(function, "__defaults__", (1 << 20,))
+    bomb = tmp_path / "table.json.xz"
+    bomb.write_bytes(lzma.compress(b" " * (64 << 20)))
+    assert bomb.stat().st_size < 1 << 20
+    with pytest.raises(DatabaseError, match="larger than 1 MiB"):
+        import_table(db, bomb)
+    plain = tmp_path / "table.json"
+    plain.write_bytes(b" " * (2 << 20))
+    with pytest.raises(DatabaseError, match="larger than 1 MiB"):
+        import_table(db, plain)
+    store = ArtifactStore(tmp_path / "cache")
+    path = store.path("sm_90", "f" * 24)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(lzma.compress(b" " * (64 << 20)))
+    assert store.get("sm_90", "f" * 24) is None
+    with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("bundle.json", b" " * (64 << 20))
+    monkeypatch.setattr("tiledsched.serve.bundle.MOST_BYTES", 1 << 20)
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+        read_bundle(tmp_path / "b.zip")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xfd7zXZ\x00", lzma.compress(b"{}")[:-9], lzma.compress(b"[" * 100000)])
+def test_a_packed_file_that_is_cut_short_or_nested_deeply_is_said(db, tmp_path, content):
+    (tmp_path / "table.json.xz").write_bytes(content)
+    with pytest.raises(DatabaseError, match=r"table\.json\.xz"):
+        import_table(db, tmp_path / "table.json.xz")

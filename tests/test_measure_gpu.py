@@ -393,7 +393,7 @@ def test_same_seed_same_requests(make_runner, monkeypatch):
 
 def test_close_twice_leaves_nothing_behind(make_runner):
     runner = make_runner()
-    process, folder = runner._worker.process, Path(runner._worker._folder.name)
+    process, folder = runner._worker.process, Path(runner._worker._folder.path)
     runner.check(candidate(10.0))
     assert list(folder.glob("*.cubin"))
     runner.close()
@@ -414,7 +414,7 @@ def test_a_failed_start_leaves_nothing_behind(monkeypatch):
     with pytest.raises(MeasureError):
         _ = GpuRunner(kernel_named("attention"), worker_command=command("no-gpu")).device
     assert is_gone(workers[0].process)
-    assert not Path(workers[0]._folder.name).exists()
+    assert not Path(workers[0]._folder.path).exists()
 
 
 @pytest.mark.parametrize("when", ["starting", "idle", "hanging"])
@@ -428,7 +428,7 @@ runner = GpuRunner(kernel_named("attention"), timeouts=Timeouts(), worker_comman
 runner.begin(PROBLEM)
 if {when!r} != "starting":
     runner.wait()
-print(runner._worker.process.pid, runner._worker._folder.name, flush=True)
+print(runner._worker.process.pid, runner._worker._folder.path, flush=True)
 runner.check(candidate(check="hang")) if {when!r} == "hanging" else time.sleep(600)
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

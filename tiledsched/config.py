@@ -19,6 +19,7 @@ import platformdirs
 
 from tiledsched import data_files
 from tiledsched.errors import ConfigError
+from tiledsched.files import MOST_TYPED, read_bounded
 from tiledsched.schedule import KnobValue
 
 if sys.version_info >= (3, 11):
@@ -147,10 +148,16 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, environ: Mapping[st
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        if not path.exists():
+            return {}
+        if not path.is_file():
+            raise ConfigError(f"{path} is no file; settings are read from it: remove or rename it")
+        table = tomllib.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return {}
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; remove it or make it readable") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     knobs = table.pop("knobs", {})
     if not isinstance(knobs, dict):

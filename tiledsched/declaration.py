@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from tiledsched.device import LIMITS
-from tiledsched.errors import DeclarationError, TiledschedError
+from tiledsched.errors import DeclarationError, SpaceError, TiledschedError
+from tiledsched.expressions import names_read, words_of
 from tiledsched.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, shape_names
 from tiledsched.kernel import FUNCTIONS, HINT_KNOBS, KernelClass, allowed_hints, labels_of
 from tiledsched.problem import Problem
@@ -129,25 +129,13 @@ def _check_knobs(kernel: KernelClass) -> None:
 
 
 def _check_constraints(kernel: KernelClass) -> None:
-    from tiledsched.space_files import ALLOWED_NODES
-
-    known = {*kernel.knobs, *kernel.fields, *kernel.derived, *LIMITS}
+    known, words = {*kernel.knobs, *kernel.fields, *kernel.derived, *LIMITS}, words_of(kernel)
     for where in ("constraints", "exploring") if kernel.knobs else ():
         for expression in getattr(kernel, where):
             try:
-                tree = ast.parse(expression, mode="eval")
-            except SyntaxError as error:
-                _fail(kernel, f"{where}[{expression!r}]", f"not an expression: {error.msg}")
-            for node in ast.walk(tree):
-                if not isinstance(node, ALLOWED_NODES):
-                    _fail(kernel, f"{where}[{expression!r}]", f"uses {type(node).__name__}; only names, numbers, comparisons, "
-                          "arithmetic and and/or/not are allowed")  # fmt: skip
-                if isinstance(node, ast.Name) and node.id not in known:
-                    _fail(
-                        kernel,
-                        f"{where}[{expression!r}]",
-                        f"unknown name {node.id!r}; known are {', '.join(sorted(known))}",
-                    )
+                names_read(expression, known, words)
+            except SpaceError as error:
+                _fail(kernel, f"{where}[{expression[:80]!r}]", str(error))
 
 
 class _Watched(Schedule):

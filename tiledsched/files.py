@@ -1,11 +1,58 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and are read up to a size; folders for what is gone with the process that made them."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import lzma
 import os
 import secrets
 import shutil
+import tempfile
 from pathlib import Path
+
+PREFIX, LOCK = "tiledsched-", "lock"
+MOST_BYTES = 1 << 29
+"""Of a file of data: the largest table that ships has a hundredth of it."""
+MOST_TYPED = 1 << 22
+"""Of a file that people write: settings, a search space, a list of candidates."""
+
+
+class TooLargeError(OSError):
+    """A file larger than any of its kind."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"larger than {most >> 20} MiB, which no such file is")
+        self.strerror = str(self.args[0])
+
+
+def read_bounded(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
+    """What is in a file.
+
+    Raises:
+        OSError: it cannot be read, or has more than `most` bytes.
+    """
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise TooLargeError(most)
+    return data
+
+
+def unpacked(data: bytes, most: int = MOST_BYTES) -> bytes:
+    """What was compressed with xz.
+
+    Raises:
+        OSError: it has more than `most` bytes.
+        lzma.LZMAError, EOFError: it is damaged, or ends early.
+    """
+    unpacker = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=1 << 28)
+    found = unpacker.decompress(data, max_length=most + 1)
+    if len(found) > most:
+        raise TooLargeError(most)
+    if not unpacker.eof:
+        raise EOFError("it ends early")
+    return found
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
@@ -28,3 +75,34 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+class OwnFolder:
+    """A temporary folder of this process. Those that killed processes of this user left behind are removed by the way."""
+
+    def __init__(self) -> None:
+        _sweep()
+        self.path = tempfile.mkdtemp(prefix=PREFIX)
+        self._lock = os.open(os.path.join(self.path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # let go by the system when this process ends, however it does
+
+    def close(self) -> None:
+        """Remove it. Safe to call twice."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _sweep() -> None:
+    """Remove the folders whose process is gone: nobody holds their lock. One without a lock is being made, or not ours."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

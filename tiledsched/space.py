@@ -58,7 +58,15 @@ class Constraint:
     def holds(self, values: Mapping[str, Any]) -> bool:
         """Whether the condition is met under `values`, which must bind every name read."""
         names = tuple(self.names)
-        return bool(_function(self.require, names)(*[values[name] for name in names]))
+        try:
+            return bool(_function(self.require, names)(*[values[name] for name in names]))
+        except (ArithmeticError, TypeError) as error:
+            raise self.failed(error) from error
+
+    def failed(self, error: Exception) -> SpaceError:
+        """What is said where it cannot be evaluated: it divides by a number that is 0 here, or compares text with numbers."""
+        return SpaceError(f"the constraint {self.require!r} cannot be evaluated: {error}; put a condition before it, as in "
+                          "k > 0 and m % k == 0")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +355,10 @@ def _allowed(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, 
              others: tuple[tuple[str, Any], ...]) -> list[tuple[KnobValue, ...]]:  # fmt: skip
     """The combinations of `choices` for which `constraint` holds; `others` are what else it reads."""
     list_them = _lister(constraint.require, tuple(name for name, _ in choices), tuple(name for name, _ in others))
-    return list_them(*(each for _, each in choices), *(value for _, value in others))
+    try:
+        return list_them(*(each for _, each in choices), *(value for _, value in others))
+    except (ArithmeticError, TypeError) as error:
+        raise constraint.failed(error) from error
 
 
 @lru_cache(maxsize=128)

@@ -6,7 +6,6 @@ constraints are added. docs/search-space.md describes the format.
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -16,6 +15,8 @@ from typing import Any
 from tiledsched import data_files
 from tiledsched.device import ARCHS, LIMITS, arch_limits
 from tiledsched.errors import ConfigError, SpaceError
+from tiledsched.expressions import names_read, words_of
+from tiledsched.files import MOST_TYPED, read_bounded
 from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import kernel_named
 from tiledsched.space import Constraint, Knob, SearchSpace, contains
@@ -25,9 +26,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ALLOWED_NODES = (ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Add,
-                 ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt,
-                 ast.GtE, ast.In, ast.NotIn, ast.Tuple, ast.Name, ast.Load, ast.Constant, ast.IfExp)  # fmt: skip
 KNOB_KEYS = ("choices", "default", "about", "measured_only")
 TOP_KEYS = ("extends", "kernel", "arch", "about", "limits", "knobs", "constraints")
 
@@ -115,7 +113,10 @@ def _space(path: Path, merged: Mapping[str, Any], kernel: KernelClass) -> Search
     if not knobs:
         raise SpaceError(f"{path}: no knobs; add a table such as [knobs.tile_m]")
     known = {*knobs, *kernel.fields, *kernel.derived, *limits, *LIMITS}
-    constraints = tuple(_constraint(path, index, table, known) for index, table in enumerate(merged["constraints"]))
+    words = words_of(kernel) | {name for name, knob in knobs.items() if isinstance(knob.default, str)}
+    constraints = tuple(
+        _constraint(path, index, table, known, words) for index, table in enumerate(merged["constraints"])
+    )
     for name in taken:
         if name not in merged["knobs"]:
             raise SpaceError(f"{path}: the knob {name!r} is missing, and {kernel.name} takes it; extend a file that has it: "
@@ -138,12 +139,10 @@ def _merged_tables(path: Path, seen: tuple[Path, ...], kernel: KernelClass | Non
     if path.resolve() in seen:
         raise SpaceError(f"{path}: 'extends' goes round in a circle: {' -> '.join(str(p) for p in seen)}")
     try:
-        text = path.read_text(encoding="utf-8")
+        own = tomllib.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
     except OSError as error:
         raise SpaceError(f"cannot read search space {path}: {error.strerror}; check the path") from error
-    try:
-        own = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise SpaceError(f"{path} is not valid TOML: {error}") from error
     unknown = sorted(set(own) - set(TOP_KEYS))
     if unknown:
@@ -197,26 +196,18 @@ def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
                 measured_only=measured_only)  # fmt: skip
 
 
-def _constraint(path: Path, index: int, table: Any, known: set[str]) -> Constraint:
+def _constraint(path: Path, index: int, table: Any, known: set[str], words: set[str]) -> Constraint:
     where = f"{path}: constraints[{index}]"
     if not isinstance(table, dict) or set(table) - {"exploring"} != {"require", "because"}:
         raise SpaceError(f"{where} must have the keys 'require' and 'because', and may have 'exploring', got {table!r}")
     if not isinstance(table.get("exploring", False), bool):
         raise SpaceError(f"{where}.exploring must be true or false, got {table['exploring']!r}")
+    if not isinstance(table["because"], str):
+        raise SpaceError(f"{where}.because must be text, got {table['because']!r}")
     text = table["require"]
     try:
-        tree = ast.parse(text, mode="eval")
-    except (SyntaxError, TypeError) as error:
-        raise SpaceError(f"{where}.require = {text!r} is not an expression: {error}") from error
-    names = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ALLOWED_NODES):
-            raise SpaceError(f"{where}.require uses {type(node).__name__}; only names, numbers, comparisons, arithmetic "
-                             "and and/or/not are allowed")  # fmt: skip
-        if isinstance(node, ast.Name):
-            names.add(node.id)
-    unknown = sorted(names - known)
-    if unknown:
-        raise SpaceError(f"{where}.require reads unknown name {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        names = names_read(text, known, words)
+    except SpaceError as error:
+        raise SpaceError(f"{where}.require = {str(text)[:80]!r} {error}") from error
     return Constraint(require=text, because=table["because"], exploring=table.get("exploring", False),
-                      names=frozenset(names))  # fmt: skip
+                      names=names)  # fmt: skip

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tiledsched import config
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError, MeasureError, TiledschedError
+from tiledsched.files import MOST_TYPED, read_bounded
 from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import load_kernel
 from tiledsched.problem import Problem
@@ -174,7 +175,7 @@ def prepare_tools(kernel: KernelClass, arch: str, *, settings: Settings, space: 
 
 def _read_candidates(path: Path) -> list[dict[str, KnobValue]]:
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
+        listed = json.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read candidates from {path}: {error}") from error
     if not (isinstance(listed, list) and listed and all(isinstance(each, dict) for each in listed)):

@@ -12,7 +12,7 @@ import platformdirs
 
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.errors import CompilerError, ConfigError, DatabaseError
-from tiledsched.files import write_whole
+from tiledsched.files import read_bounded, unpacked, write_whole
 
 CACHE_VARIABLE = "TILEDSCHED_CACHE"
 
@@ -79,7 +79,7 @@ class ArtifactStore:
         """The artifact, or None where it is not here or the file is damaged (a damaged file is removed)."""
         path = self.path(arch, fingerprint)
         try:
-            artifact = read_artifact(lzma.decompress(path.read_bytes()), arch)
+            artifact = read_artifact(unpacked(read_bounded(path)), arch)
         except OSError:
             return None
         except (lzma.LZMAError, CompilerError, EOFError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import tempfile
 import time
 from dataclasses import dataclass
 
@@ -60,6 +61,8 @@ def prepare_process() -> None:
     for name in MISLEADING_VARIABLES:
         os.environ.pop(name, None)
     os.environ["CUDA_TILE_CACHE_DIR"] = "off"
+    # Else it makes a folder as it is imported, which whoever is killed leaves behind.
+    os.environ.setdefault("CUDA_TILE_TEMP_DIR", tempfile.gettempdir())
 
 
 NO_ROOM = re.compile(

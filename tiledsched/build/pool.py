@@ -13,20 +13,25 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 
 from pebble import ProcessExpired, ProcessPool
 
 from tiledsched.build.compiler import BuildTask, Built, compile_task, prepare_process
 from tiledsched.errors import CompilerError, Failure, FailureKind
+from tiledsched.files import OwnFolder
 
 GRACE_S = 20.0
 """Time beyond a task's own limit before its whole process is killed: the compiler's limit fires first."""
 
 
-def start_process() -> None:
-    """Set up a compile process: a group of its own, so that ending it ends the compiler it started, too."""
+def start_process(folder: str) -> None:
+    """Set up a compile process: a group of its own, so that ending it ends the compiler it started, too; and `folder` for what
+    it and the compiler write meanwhile.
+    """  # fmt: skip
     os.setpgrp()
+    tempfile.tempdir = os.environ["TMPDIR"] = os.environ["CUDA_TILE_TEMP_DIR"] = folder
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     prepare_process()
     # cuTile imports torch, where it is installed, for its dtypes. A compile needs none of them, and torch takes seconds.
@@ -46,6 +51,7 @@ class BuildPool:
     def __init__(self, jobs: int | None = None) -> None:
         self.jobs = jobs or default_jobs()
         self._pool: ProcessPool | None = None
+        self._folder: OwnFolder | None = None
         self._running: dict[concurrent.futures.Future[Built], BuildTask] = {}
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
@@ -91,7 +97,13 @@ class BuildPool:
 
     def _started(self) -> ProcessPool:
         if self._pool is None:
-            self._pool = ProcessPool(max_workers=self.jobs, initializer=start_process,
+            try:
+                self._folder = OwnFolder()
+            except OSError as error:
+                raise CompilerError(
+                    f"no temporary folder to compile in: {error}; TMPDIR must name a folder with space"
+                ) from error
+            self._pool = ProcessPool(max_workers=self.jobs, initializer=start_process, initargs=[self._folder.path],
                                      context=multiprocessing.get_context("spawn"))  # fmt: skip
         return self._pool
 
@@ -102,6 +114,9 @@ class BuildPool:
             self._pool.join()
             self._pool = None
             self._running.clear()
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
     def __enter__(self) -> BuildPool:
         return self

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.errors import Failure, FailureKind, MeasureError
+from tiledsched.files import OwnFolder
 from tiledsched.kernel import KernelClass
 from tiledsched.measure.launch import Launch, launch_of
 from tiledsched.measure.lock import GpuLock, hold
@@ -85,11 +85,11 @@ class Worker:
     """
 
     def __init__(self, command: Sequence[str] = WORKER_COMMAND, lock: GpuLock | None = None) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tiledsched-", ignore_cleanup_errors=True)
-        self._errors = Path(self._folder.name) / "stderr.txt"
+        self._folder = OwnFolder()
+        self._errors = Path(self._folder.path) / "stderr.txt"
         self.connection, theirs = Pipe()
         with theirs, self._errors.open("wb") as errors:
-            self.process = subprocess.Popen([*command, str(theirs.fileno()), self._folder.name, str(os.getpid())],
+            self.process = subprocess.Popen([*command, str(theirs.fileno()), self._folder.path, str(os.getpid())],
                                             pass_fds=[theirs.fileno(), *([lock.descriptor] if lock else [])],
                                             stdin=subprocess.DEVNULL,
                                             stdout=subprocess.DEVNULL, stderr=errors, env=_environment())  # fmt: skip
@@ -172,7 +172,7 @@ class Worker:
         except subprocess.TimeoutExpired:
             raise MeasureError("the measuring process cannot be killed: the GPU is stuck; reset it or restart the "
                                "machine, then run: tiledsched doctor") from None  # fmt: skip
-        self._folder.cleanup()
+        self._folder.close()
 
 
 def _environment() -> dict[str, str]:

@@ -168,7 +168,7 @@ class Builder:
         if failure is None or failure.kind is FailureKind.COMPILE_ERROR:
             return  # what the compiler itself says of every schedule is said where no schedule is left
         if len(self._alike) == 1 and times >= ALL_FAIL:
-            raise CompilerError(f"the first {ALL_FAIL} programs all failed to build, and alike: {failure}; nothing was "
+            raise CompilerError(f"the first {ALL_FAIL} programs all failed to build, and alike: {failure.kind}: {failure.message}; nothing was "
                                 "replaced. Look after that and run again: tiledsched doctor checks the compiler, TMPDIR must "
                                 "be a folder with space, --compile-timeout says how long a compile may take")  # fmt: skip
 

@@ -22,7 +22,7 @@ from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.config import Settings
 from tiledsched.errors import ConfigError, TiledschedError
-from tiledsched.files import write_whole
+from tiledsched.files import MOST_BYTES, TooLargeError, write_whole
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.store.codec import decode
@@ -96,8 +96,8 @@ class Bundle:
         """
         try:
             with zipfile.ZipFile(self.path) as file:
-                return file.read(program.cubin_name)
-        except (OSError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+                return _member(file, program.cubin_name)
+        except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
             raise ConfigError(f"{self.path} is damaged ({error}); {MAKE}") from error
 
     def artifact(self, program: Program) -> Artifact:
@@ -116,6 +116,13 @@ class Bundle:
                 f"{self.path} is damaged ({program.cubin_name} is machine code {artifact.fingerprint}); {MAKE}"
             )
         return replace(artifact, cubin=code)
+
+
+def _member(file: zipfile.ZipFile, name: str) -> bytes:
+    """What is in a file of a zip, which cannot be more than the zip says."""
+    if file.getinfo(name).file_size > MOST_BYTES:
+        raise TooLargeError(MOST_BYTES)
+    return file.read(name)
 
 
 def warm_path(arch: str, settings: Settings, kernel: str) -> Path:
@@ -198,10 +205,10 @@ def read_bundle(path: Path) -> Bundle:
     """
     try:
         with zipfile.ZipFile(path) as file:
-            index = json.loads(file.read(INDEX))
+            index = json.loads(_member(file, INDEX))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; {MAKE}") from error
-    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, RecursionError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{path} is no bundle ({error}); {MAKE}") from error
     version = index.get("schema_version") if isinstance(index, dict) else None
     if version != SCHEMA_VERSION:

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.errors import DatabaseError
 from tiledsched.fields import Value
-from tiledsched.files import write_whole
+from tiledsched.files import read_bounded, unpacked, write_whole
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.store.codec import decode, encode
@@ -319,14 +319,14 @@ def read_text(path: Path) -> str:
     Raises:
         DatabaseError: a shipped file that is not what it was.
     """
-    data = path.read_bytes()
+    data = read_bounded(path)
     check_shipped(path, data)
     return text_of(path, data)
 
 
 def text_of(path: Path, data: bytes) -> str:
     """The text of a file with these bytes."""
-    return (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
+    return (unpacked(data) if path.suffix == ".xz" else data).decode("utf-8")
 
 
 def write_text(path: Path, text: str) -> None:

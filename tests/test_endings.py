@@ -1,0 +1,145 @@
+"""How a command ends that somebody else ends: what it leaves behind, and what the next one finds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tiledsched import cli, files
+from tiledsched.files import OwnFolder
+from tiledsched.store.db import TuningDB
+
+TUNE = [sys.executable, "-m", "tiledsched", "tune", "softmax", "--arch", "sm_90", "--problem", "rows=4096,columns=1000:1016",
+        "--runner", "none", "--jobs", "2"]  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path):
+    """The environment of a command, with everything it may write to in one folder."""
+    (tmp_path / "tmp").mkdir()
+    return {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path / "home"),
+            "TILEDSCHED_DB": str(tmp_path / "x.db"), "TILEDSCHED_CACHE": str(tmp_path / "cache")}  # fmt: skip
+
+
+def members(group: int) -> list[str]:
+    """The commands of the processes of a session, as the system tells them."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(state[3]) == group and state[0] != "Z":
+                found.append((folder / "cmdline").read_text())
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def started(home, number: int) -> subprocess.Popen[str]:
+    """A tune that compiles, after the first of its builds is stored."""
+    child = subprocess.Popen(
+        TUNE, env=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and child.poll() is None and builds(home) < number:
+        time.sleep(0.05)
+    assert child.poll() is None, child.communicate()[0]
+    return child
+
+
+def builds(home) -> int:
+    if not Path(home["TILEDSCHED_DB"]).exists():
+        return 0
+    with TuningDB.open(home["TILEDSCHED_DB"]) as db, db.reading() as session:
+        return int(session.connection().exec_driver_sql("SELECT count(*) FROM builds").scalar() or 0)
+
+
+def ended(child: subprocess.Popen[str]) -> str:
+    out = child.communicate(timeout=60)[0]
+    deadline = time.monotonic() + 10
+    while members(child.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert members(child.pid) == []
+    return out
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_command_that_is_told_to_end_leaves_nothing(home, number, code) -> None:
+    child = started(home, 1)
+    child.send_signal(number)
+    out = ended(child)
+    assert child.returncode == code
+    assert "everything finished so far is stored" in out
+    assert "Traceback" not in out
+    assert os.listdir(home["TMPDIR"]) == []
+    with TuningDB.open(home["TILEDSCHED_DB"]) as db:
+        assert [run.status for run in db.runs()] == ["interrupted"]
+        assert db.check() == []
+
+
+@pytest.mark.compiler
+def test_after_a_kill_the_next_one_cleans_up_and_goes_on(home) -> None:
+    child = started(home, 2)
+    child.kill()
+    ended(child)
+    kept = builds(home)
+    assert kept >= 2
+    child = started(home, kept + 1)
+    child.send_signal(signal.SIGTERM)
+    ended(child)
+    assert os.listdir(home["TMPDIR"]) == []
+    with TuningDB.open(home["TILEDSCHED_DB"]) as db:
+        assert [run.status for run in db.runs()] == ["interrupted", "interrupted"]
+        assert db.check() == []
+
+
+def test_a_signal_ends_a_command_once(monkeypatch) -> None:
+    """What it does on its way out is not cut short by the next one."""
+    from tiledsched.cli import parser
+
+    seen = []
+
+    class Options:
+        verbose = False
+
+        def run(self, options) -> int:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(5)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGHUP)
+                seen.append("cleaned up")
+            return 0
+
+    monkeypatch.setattr(parser, "parse", lambda arguments: Options())
+    assert cli.main([]) == 143
+    assert seen == ["cleaned up"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_folder_lives_as_long_as_its_process(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    code = "from tiledsched.files import OwnFolder; import os; print(OwnFolder().path, flush=True); os.kill(os.getpid(), 9)"
+    gone = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    left = Path(gone.stdout.strip())
+    assert left.is_dir()
+    (tmp_path / "tiledsched-foreign").mkdir()  # no lock in it: not ours
+    (tmp_path / "tiledsched-link").symlink_to(left)
+    mine = OwnFolder()
+    assert not left.exists()
+    assert (tmp_path / "tiledsched-foreign").is_dir()
+    other = OwnFolder()
+    assert os.path.isdir(mine.path)  # whose process lives
+    for folder in (mine, other, mine):
+        folder.close()
+    assert not os.path.exists(mine.path)
+    assert not os.path.exists(other.path)

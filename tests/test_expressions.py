@@ -1,0 +1,161 @@
+"""Constraints as text: what is taken, and that what is refused is refused in a moment, with what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiledsched.cli import main
+from tiledsched.errors import DeclarationError, SpaceError
+from tiledsched.expressions import names_read, words_of
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.softmax import Softmax
+from tiledsched.space import Constraint
+from tiledsched.space_files import load_space
+
+KNOWN = {"tile_m", "tile_n", "dtype"}
+REFUSED = {
+    "tile_m // 0": "divides by 0",
+    "tile_m % 0 == 1": "divides by 0",
+    '"a" * 10': "reckons with text",
+    '"a"*100000000000 == dtype': "reckons with text",
+    "dtype * 100000000000 == dtype": "reckons with text",
+    "(1, 2) * 100000000000 == tile_m": "reckons with text",
+    '("a" if tile_m else "b") * 100000000000 == dtype': "reckons with text",
+    '(tile_m and "b") * 100000000000 == dtype': "reckons with text",
+    '"%1000000000d" % tile_m == dtype': "reckons with text",
+    "-dtype == tile_m": "reckons with text",
+    "-" * 900 + "1": "parts within parts",
+    "-" * 3000 + "1": "has 3001 characters; 1000 are allowed",
+    "(" * 400 + "1" + ")" * 400: "is not an expression",
+    "not " * 200 + "tile_m": "parts within parts",
+    "tile_m < 10**11": "uses Pow",
+    "1 << 100000000000 > tile_m": "uses LShift",
+    "tile_m < 1e308": "only integers",
+    "tile_m < 9999999999999999999999": "beyond 64 bits",
+    "tile_m < " + "9" * 900: "beyond 64 bits",
+    "tile_m < 1j": "only integers",
+    "tile_m < None": "only integers",
+    "tile_m < b'x'": "only integers",
+    "tile_m is 3": "uses Is",
+    "[x for x in (1, 2)]": "uses ListComp",
+    "open('x')": "uses Call",
+    "tile_m.real": "uses Attribute",
+    "(tile_m := 3)": "uses NamedExpr",
+    "lambda: 1": "uses Lambda",
+    "f'{tile_m}'": "uses JoinedStr",
+    "tile_q < 3": "unknown name 'tile_q'",
+    "tile_m <": "is not an expression",
+    "tile_m\x00": "is not an expression",
+    "": "is not an expression",
+    "tile_m < 3\n)": "is not an expression",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:40])
+def test_what_would_take_long_or_much_is_refused(text) -> None:
+    started = time.monotonic()
+    with pytest.raises(SpaceError, match=REFUSED[text].replace("(", r"\(")):
+        names_read(text, KNOWN, {"dtype"})
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize("text", [3, None, ["tile_m"], {"a": 1}])
+def test_what_is_no_text_is_refused(text) -> None:
+    with pytest.raises(SpaceError, match="it is no text"):
+        names_read(text, KNOWN)
+
+
+@pytest.mark.parametrize("text", [
+    "tile_m * tile_n <= 4096 and (tile_m != 64 or tile_n % 32 == 0)", "dtype in ('float16', 'bfloat16')", "not tile_m > -3",
+    "(tile_m if dtype == 'float16' else tile_n) // 2 < 64", "True",
+])  # fmt: skip
+def test_what_constraints_need_is_taken(text) -> None:
+    assert names_read(text, KNOWN, {"dtype"}) <= KNOWN
+
+
+@given(st.recursive(
+    st.sampled_from(["tile_m", "tile_n", "dtype", "0", "1", "9223372036854775807", "'float16'", "()", "True"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%", "<", "==", "in", "and", "or"]), inner).map(" ".join),
+        st.tuples(inner, inner).map(lambda pair: f"({pair[0]}, {pair[1]})"), inner.map("({})".format), inner.map("-{}".format),
+        st.tuples(inner, inner, inner).map("({0[0]} if {0[1]} else {0[2]})".format)),
+    max_leaves=25))  # fmt: skip
+def test_whatever_is_taken_is_evaluated_or_explained_in_a_moment(text) -> None:
+    try:
+        names = names_read(text, KNOWN, {"dtype"})
+    except SpaceError:
+        return
+    constraint = Constraint(require=text, because="", exploring=False, names=names)
+    started = time.monotonic()
+    with suppress(SpaceError):  # it divides by 0 here, or compares text with a number
+        constraint.holds({"tile_m": (1 << 63) - 1, "tile_n": 0, "dtype": "float16"})
+    assert time.monotonic() - started < 1
+
+
+def test_text_is_told_from_numbers_by_the_declaration() -> None:
+    assert "dtype" in words_of(Attention)
+    assert "head_dim" not in words_of(Attention)
+    assert "loads" in words_of(Softmax)
+
+
+def space(tmp_path, require: str):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        f'extends = "attention/sm_90.toml"\nkernel = "attention"\narch = "sm_90"\n[[constraints]]\nrequire = {require!r}\n'
+        "because = 'x'\n"
+    )
+    return path
+
+
+def test_a_file_is_told_which_constraint_is_wrong(tmp_path) -> None:
+    with pytest.raises(SpaceError, match=r"constraints\[\d+\]\.require = 'tile_m // 0 > 1' divides by 0"):
+        load_space(space(tmp_path, "tile_m // 0 > 1"))
+
+
+def test_what_divides_by_what_is_0_for_some_problems_is_said_there(tmp_path, capsys) -> None:
+    path = space(tmp_path, "tile_m % (tile_m - 64) == 0")
+    assert main(["explain", "--arch", "sm_90", "--space", str(path), "--problem", "S=999,D=96"]) == 2
+    said = capsys.readouterr().err
+    assert "the constraint 'tile_m % (tile_m - 64) == 0' cannot be evaluated: integer" in said
+    assert "put a condition before it" in said
+
+
+def test_a_declaration_is_told_too() -> None:
+    with pytest.raises(DeclarationError, match=r"constraints\['TILE_ROWS // 0'\]: divides by 0"):
+        type("Mine", (Softmax,), {"constraints": {"TILE_ROWS // 0": "x"}})
+
+
+@pytest.mark.parametrize(
+    "made", ["b'\\xff\\xfe'", "b'[' * 100000", "b'a = ' + b'[' * 50000", "b'x' * (5 << 20)", "folder", "fifo"]
+)
+def test_settings_that_cannot_be_read_are_said(tmp_path, made) -> None:
+    code = f"""
+        import os
+        from pathlib import Path
+        made = {made if made.startswith("b") else repr(made)}
+        path = Path("tiledsched.toml")
+        path.mkdir() if made == "folder" else os.mkfifo(path) if made == "fifo" else path.write_bytes(made)
+        from tiledsched.cli import main
+        raise SystemExit(main(["show", "--arch", "sm_90"]))
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "tiledsched.toml" in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100000, b"x" * (5 << 20), b"a = " + b"[" * 50000])
+def test_a_space_that_cannot_be_read_is_said(tmp_path, content) -> None:
+    (tmp_path / "mine.toml").write_bytes(content)
+    with pytest.raises(SpaceError, match=r"mine.toml"):
+        load_space(tmp_path / "mine.toml")
