@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -103,7 +105,7 @@ def test_contradictions_are_refused(given, words) -> None:
         (lambda q, k, v: (q, k.to("meta"), v), "q, k and v must be on one device, got cpu, meta, cpu"),
         (lambda q, k, v: (q[..., :8], k, v), "q and k must agree in head_dim"),
         (lambda q, k, v: (q, k[:, :, :9], v), "k and v must agree in rows"),
-        (lambda q, k, v: (q, k, v[:, :1]), "k and v must agree in heads"),
+        (lambda q, k, v: (q, k, v[:, :3]), "k and v must agree in heads"),
         (
             lambda q, k, v: (q, k[:, :2].repeat(1, 2, 1, 1)[:, :3], v[:, :2].repeat(1, 2, 1, 1)[:, :3]),
             "multiple of k's",
@@ -384,6 +386,83 @@ def test_a_batch_that_broadcasts_is_left_to_torch(launches, quiet) -> None:
     q, k, v = tensors(batch=2)
     with pytest.raises(UnsupportedError, match="torch broadcasts it"):
         serve.sdpa(q, k[:1], v[:1])
+
+
+FAR = {"heads": 4, "rows": 8, "keys": 8}
+
+
+def on_kernel(request, on: str) -> None:
+    """Where CPU tensors count as a GPU's, or do not; what goes to torch may."""
+    if on == "kernel":
+        request.getfixturevalue("launches")
+        configure(fallback="torch")
+        request.addfinalizer(lambda: configure(fallback=None))
+
+
+def torchs(q, k, v, scale=None, **flags):
+    """torch's own, or the kind of its error."""
+    try:
+        return torch_sdpa(q, k, v, scale=scale, **flags)
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("on", ["here", "kernel"])
+@pytest.mark.parametrize(("shapes", "lse_shape"), [
+    (((2, 1, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16)), (2, 4, 8)), (((2, 4, 8, 16), (2, 1, 8, 16), (2, 4, 8, 16)), (2, 4, 8)),
+    (((2, 4, 8, 16), (2, 4, 8, 16), (2, 1, 8, 16)), (2, 4, 8)), (((2, 1, 8, 16), (2, 1, 8, 16), (2, 4, 8, 16)), (2, 4, 8)),
+    (((1, 8, 16), (4, 8, 16), (4, 8, 16)), (4, 8)), (((2, 4, 8, 0), (2, 4, 8, 0), (2, 4, 8, 16)), (2, 4, 8)),
+    (((2, 4, 8, 0), (2, 4, 8, 0), (2, 4, 8, 0)), (2, 4, 8)), (((2, 4, 8, 16), (2, 4, 0, 16), (2, 4, 0, 16)), (2, 4, 8)),
+])  # fmt: skip
+def test_heads_and_sizes_mean_what_they_do_in_torch(request, on, shapes, lse_shape) -> None:
+    on_kernel(request, on)
+    q, k, v = (torch.randn(shape, dtype=torch.float16) for shape in shapes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out, lse = serve.sdpa(q, k, v, return_lse=True)
+    torch.testing.assert_close(out, torchs(q, k, v), equal_nan=True, **TOLERANCE[torch.float16])
+    assert lse.shape == lse_shape
+    if q.shape[-1] == 0:  # every key weighs the same
+        torch.testing.assert_close(lse, torch.full(lse_shape, math.log(8)))
+
+
+@pytest.mark.parametrize("on", ["here", "kernel"])
+@pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -0.5, 0.0, 0, True, torch.tensor(0.25), torch.tensor(2), np.float32(0.25),
+                                   np.int64(2)])  # fmt: skip
+def test_a_scale_means_what_it_does_in_torch(request, on, axes, scale) -> None:
+    on_kernel(request, on)
+    q, k, v = (x if axes == 4 else x[0] for x in tensors(**FAR))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):  # also from the plan
+            found = serve.sdpa(q, k, v, scale=scale)
+    torch.testing.assert_close(found, torchs(q, k, v, scale=float(scale)), equal_nan=True, **TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([0.3]), torch.tensor([0.3, 0.2]), torch.tensor(1j), "0.3", 1j, [0.5]])
+def test_what_is_no_scale_is_refused(launches, scale) -> None:
+    with pytest.raises(ProblemError, match="scale must be a number or None"):
+        serve.sdpa(*tensors(**FAR), scale=scale)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("on", ["here", "kernel"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_left_to_torch(request, on, layout) -> None:
+    on_kernel(request, on)
+    parts = [torch.randn(rows, 4, 16) for rows in (8, 5)]
+    q = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+    q = q.contiguous() if layout is torch.strided else q
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = serve.sdpa(q, q, q)
+        for causal in ("bottom_right", "top_left"):
+            with pytest.raises((UnsupportedError, RuntimeError)):
+                serve.sdpa(q, q, q, causal=causal, return_lse=True)
+    for one, part in zip(found.unbind(), parts, strict=True):
+        alone = part.transpose(0, 1)
+        torch.testing.assert_close(one, torch_sdpa(alone, alone, alone))
 
 
 def test_a_view_beyond_32_bits_is_left_to_torch(launches, monkeypatch) -> None:

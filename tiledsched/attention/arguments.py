@@ -5,6 +5,8 @@ Everything here reads only what tensors say of themselves, so that it holds for 
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any
 
 import torch
@@ -101,22 +103,38 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
     if k.shape[-2] != v.shape[-2]:
         raise ProblemError(f"k and v must agree in rows (the last axis but one), got {_shape(k)} and {_shape(v)}")
     if q.ndim == k.ndim == v.ndim == 4:
-        if k.shape[1] != v.shape[1]:
-            raise ProblemError(f"k and v must agree in heads (axis 1), got {_shape(k)} and {_shape(v)}")
-        if k.shape[1] and q.shape[1] % k.shape[1]:
+        if not (heads_grouped(q, k, v) or len({x.shape[1] for x in (q, k, v)} - {1}) <= 1):
+            if k.shape[1] != v.shape[1]:
+                raise ProblemError(f"k and v must agree in heads (axis 1), got {_shape(k)} and {_shape(v)}")
             raise ProblemError(f"q's heads (axis 1) must be a multiple of k's, got {_shape(q)} and {_shape(k)}")
         if any(q.shape[0] != x.shape[0] and 1 not in (q.shape[0], x.shape[0]) for x in (k, v)):
             raise ProblemError(f"q, k and v must agree in batch (axis 0), got {_shape(q)}, {_shape(k)} and {_shape(v)}")
 
 
-def check_scale(scale: Any) -> None:
-    """Raise where `scale` is no number.
+def heads_grouped(q: Any, k: Any, v: Any) -> bool:
+    """Whether each head of k and v serves as many of q's. (As many as q has is one each.)"""
+    return k.shape[1] == v.shape[1] and (not k.shape[1] or q.shape[1] % k.shape[1] == 0)
+
+
+def read_scale(scale: Any) -> Any:
+    """The scale as a number of Python's, or None. As torch does it takes a tensor of no axes, whose value it waits for.
 
     Raises:
         ProblemError: neither None nor a number.
     """
-    if not (scale is None or isinstance(scale, (int, float, torch.SymInt, torch.SymFloat))):
-        raise ProblemError(f"scale must be a number or None, got {type(scale).__name__}")
+    if scale is None or isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        return scale
+    if isinstance(scale, numbers.Real) or (
+        isinstance(scale, torch.Tensor) and not scale.ndim and not scale.is_complex()
+    ):
+        return float(scale)
+    raise ProblemError(f"scale must be a number or None, got {type(scale).__name__}")
+
+
+def odd_scale(scale: Any) -> str:
+    """Why the kernel cannot serve a scale; empty where nothing speaks against it."""
+    usual = scale is None or not isinstance(scale, (int, float)) or 0 < scale < math.inf
+    return "" if usual else f"the softmax scale must be positive and a normal float32, got {scale!r}"
 
 
 def unserved(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float) -> str:
@@ -133,6 +151,8 @@ def unserved(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float) -> str:
         return f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} axes; the kernel takes 4, or 3 of each"
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         return "the batch of q, k and v differs; torch broadcasts it"
+    if not heads_grouped(q, k, v):
+        return "the heads of q, k and v differ; torch broadcasts them"
     if q.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
         return f"head_dim {max(q.shape[3], v.shape[3])} is above {MAX_HEAD_DIM}"
     if any(size == 0 for tensor in (q, k, v) for size in tensor.shape):

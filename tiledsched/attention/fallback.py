@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tiledsched.attention.arguments import heads_grouped
 from tiledsched.errors import UnsupportedError
 from tiledsched.serve.process import log, settings
 
@@ -52,7 +53,7 @@ def torch_sdpa(
         causal: top_left, bottom_right or None.
         scale: softmax scale or None.
     """
-    grouped = q.ndim == 4 and k.ndim == 4 and q.shape[1] != k.shape[1]
+    grouped = q.ndim == k.ndim == v.ndim == 4 and q.shape[1] != k.shape[1] and heads_grouped(q, k, v)
     more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, **({"enable_gqa": True} if grouped else {})}
     rows, columns = q.shape[-2], k.shape[-2]
     if causal != "bottom_right" or rows == columns:
@@ -74,14 +75,29 @@ def causal_mask(q: Any, k: Any, causal: str | None) -> Any:
     return torch.ones((rows, columns), dtype=torch.bool, device=q.device).tril(diagonal)
 
 
+def attend_nested(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, causal: Any, scale: float | None,
+                  return_lse: bool) -> Any:  # fmt: skip
+    """torch's attention over nested tensors, of which torch says what fits.
+
+    Raises:
+        UnsupportedError: what torch has nothing for.
+    """
+    if return_lse or causal not in (False, True, "top_left"):
+        what = "the log-sum-exp" if return_lse else f"causal = {causal!r}"
+        raise UnsupportedError(
+            f"{what} of nested tensors is not served, by torch neither; call it for each of their parts"
+        )
+    return torch_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=bool(causal), scale=scale)
+
+
 def torch_lse(q: Any, k: Any, attn_mask: Any, causal: str | None, scale: float | None) -> Any:
     """Log-sum-exp of the scaled, masked scores of each row, natural, float32 `[batch, heads, rows]`.
 
     From the scores in full: torch has no public function for it. float32 products, whatever the dtype of q and k.
     """
-    if q.ndim == 4 and q.shape[1] != k.shape[1]:
+    if q.ndim == k.ndim == 4 and q.shape[1] != k.shape[1] and heads_grouped(q, k, k):
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scores = q.float() @ k.float().transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    scores = q.float() @ k.float().transpose(-2, -1) * (1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale)
     mask = causal_mask(q, k, causal) if attn_mask is None else attn_mask
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -math.inf)
@@ -94,4 +110,4 @@ def attend_in_torch(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, ca
                     return_lse: bool) -> Any:  # fmt: skip
     """torch's attention, with the log-sum-exp where asked for."""
     out = torch_sdpa(q, k, v, attn_mask, dropout_p, causal, scale)
-    return (out, torch_lse(q, k, attn_mask, causal, scale)) if return_lse else out
+    return (out, torch_lse(q, k, attn_mask, causal, scale).expand(out.shape[:-1])) if return_lse else out

@@ -23,7 +23,6 @@ from tiledsched.serve import process
 from tiledsched.serve.launching import Scratch, scratch_of, spans
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan_cache import PlanCache
-from tiledsched.serve.process import log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +152,7 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
     except ProblemError as error:
         return str(error)
     served = served or table.resolve(problem, facts.arch, facts.name)
-    log.info("%s on %s: %s (%s)", problem, facts.name, served.schedule.short(), served.provenance)
+    process.tell(Attention.name, problem, facts, served)
     (step,) = steps(Attention, problem, served.schedule, facts)
     extra = [each.name for each in step.arguments if each.kind == "array"][4:]  # after Q, K, V and Out
     constants = step.tail[1:]  # the scale comes first

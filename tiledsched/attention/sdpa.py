@@ -14,8 +14,8 @@ try:
 except ImportError as missing:
     raise ImportError("sdpa works on PyTorch's tensors; run: pip install 'tiledsched[gpu]'") from missing
 
-from tiledsched.attention.arguments import check_scale, check_tensors, name_tensors, read_mask, unserved
-from tiledsched.attention.fallback import attend_in_torch, forget_warnings, report
+from tiledsched.attention.arguments import check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
+from tiledsched.attention.fallback import attend_in_torch, attend_nested, forget_warnings, report
 from tiledsched.attention.launching import launch_plan
 from tiledsched.attention.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
 from tiledsched.attention.plans import Plan, find_ready, plan_for
@@ -88,9 +88,16 @@ def _attend(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, is_causal:
     """Every other call: check, decide, and call the operator or torch's attention."""
     if isinstance(q, Tensor) and q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
         q, k, v = cast_for_autocast(q, k, v)
+    scale = read_scale(scale)
+    if any(isinstance(each, Tensor) and each.is_nested for each in (q, k, v)):
+        report("nested tensors are given")
+        return attend_nested(q, k, v, attn_mask, dropout_p, is_causal if causal is None else causal, scale, return_lse)
     check_tensors(q, k, v)
-    check_scale(scale)
     mask, alignment = read_mask(attn_mask, is_causal, causal, q, k)
+    odd = odd_scale(scale)
+    if odd and (q.ndim == 4 or (q.ndim == 3 and q.shape[0] == k.shape[0] == v.shape[0])):
+        report(odd)  # with the axes that there are: of what is no number torch makes other things with four
+        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse)
     if q.ndim == k.ndim == v.ndim == 3 and mask is None:
         result = sdpa(q[None], k[None], v[None], None, dropout_p, scale=scale, causal=alignment or False,
                       return_lse=return_lse)  # fmt: skip

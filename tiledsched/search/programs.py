@@ -168,9 +168,10 @@ class Builder:
         if failure is None or failure.kind is FailureKind.COMPILE_ERROR:
             return  # what the compiler itself says of every schedule is said where no schedule is left
         if len(self._alike) == 1 and times >= ALL_FAIL:
-            raise CompilerError(f"the first {ALL_FAIL} programs all failed to build, and alike: {failure.kind}: {failure.message}; nothing was "
-                                "replaced. Look after that and run again: tiledsched doctor checks the compiler, TMPDIR must "
-                                "be a folder with space, --compile-timeout says how long a compile may take")  # fmt: skip
+            raise CompilerError(f"the first {ALL_FAIL} programs all failed to build, and alike: {failure.kind}: "
+                                f"{failure.message}; nothing was replaced. Look after that and run again: tiledsched doctor "
+                                "checks the compiler, TMPDIR must be a folder with space, --compile-timeout says how long a "
+                                "compile may take")  # fmt: skip
 
     def programs(self, schedules: Sequence[Schedule], problem: Problem, device: Any) -> list[Program]:
         """The distinct programs among built schedules, in the order of their first schedule."""

@@ -257,9 +257,7 @@ class Operator:
         if not any(each.wide for each in self.kernel.arrays(p)) and spans(tensors) > LARGEST_INT32:
             return "a tensor that is not contiguous spans more than 2**31 elements; call .contiguous() on it"
         served = served or table.resolve(p, facts.arch, facts.name)
-        process.log.info("%s: %s on %s: %s (%s)", self.name, p, facts.name, served.schedule.short(), served.provenance)
-        if served.stale:
-            process.warn_once(f"{self.name}: {served.stale}")
+        process.tell(self.name, p, facts, served)
         wanted = steps(self.kernel, p, served.schedule, facts)
         extra = scratch(self.kernel, p, served.schedule, wanted)
         where = self._where(given, results, extra)

@@ -17,7 +17,7 @@ from tiledsched.launches import annotated, steps
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.entries import load_table
-from tiledsched.serve.lookup import Table
+from tiledsched.serve.lookup import Served, Table
 from tiledsched.serve.plan_cache import PlanCache, lock
 from tiledsched.serve.prebuilt import make_kernel
 
@@ -63,6 +63,13 @@ def device_facts(index: int) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(index)
     return DeviceFacts(arch=f"sm_{properties.major}{properties.minor}", name=properties.name,
                        sm_count=properties.multi_processor_count)  # fmt: skip
+
+
+def tell(name: str, p: Problem, device: DeviceFacts, served: Served) -> None:
+    """Log what a new plan serves; that evidence is stale, as a warning, once for each kernel and reason."""
+    log.info("%s: %s on %s: %s (%s)", name, p, device.name, served.schedule.short(), served.provenance)
+    if served.stale:
+        warn_once(f"{name}: {served.stale}")
 
 
 @functools.cache
