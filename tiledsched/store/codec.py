@@ -25,13 +25,18 @@ Decoder = Callable[[Any, str], Any]
 """Given plain data and where it stands, the value; DatabaseError where it is wrong."""
 
 
+PLAIN = {str, int, float, bool, type(None)}
+
+
 def encode(value: Any) -> Any:
     """`value` as dicts, lists, strings, numbers, booleans and None; times become ISO 8601 text."""
+    if type(value) in PLAIN:  # most of what there is, a million times
+        return value
     if isinstance(value, (Schedule, Problem, ProblemClass)):
         return value.to_json()
     if is_dataclass(value):
-        return {field.name: encode(held) for field in fields(value)
-                if (held := getattr(value, field.name)) != field.default or not field.metadata.get("unsaid")}  # fmt: skip
+        return {name: encode(held) for name, default, unsaid in _written(type(value))
+                if (held := getattr(value, name)) != default or not unsaid}  # fmt: skip
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, datetime):
@@ -41,6 +46,12 @@ def encode(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: encode(item) for key, item in value.items()}
     return value
+
+
+@cache
+def _written(cls: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
+    """The fields of a dataclass: name, default, and whether it is left out where it has that."""
+    return tuple((field.name, field.default, bool(field.metadata.get("unsaid"))) for field in fields(cls))
 
 
 def decode(cls: type[T], data: Any, where: str) -> T:

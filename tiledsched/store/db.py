@@ -60,7 +60,7 @@ from tiledsched.store.records import (
     Toolchain,
     record_of,
 )
-from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurement
+from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurements
 
 
 class TuningDB(Database):
@@ -159,7 +159,12 @@ class TuningDB(Database):
             created_at=created,
         )
         self.show(kernel)
-        return self.write(lambda session: put_measurement(session, record)[0])
+
+        def put(session: Session) -> int:
+            put_measurements(session, [record])
+            return session.scalars(select(MeasurementRow.id).where(MeasurementRow.uid == record.uid)).one()
+
+        return self.write(put)
 
     def measurements(
         self,
@@ -370,11 +375,9 @@ class TuningDB(Database):
         def take(session: Session) -> MergeResult:
             done: Counter[str] = Counter()
             put_artifacts(session, artifacts)
-            # Runs' numbers of another database mean nothing here. In one order for everyone, so that no two merges wait for
-            # each other.
-            for stored in sorted(measurements, key=lambda each: each.uid):
-                added = put_measurement(session, replace(stored, run_id=None))[1]
-                done["measurements_added" if added else "measurements_kept"] += 1
+            # Runs' numbers of another database mean nothing here.
+            added = put_measurements(session, [replace(stored, run_id=None) for stored in measurements])
+            done.update(measurements_added=added, measurements_kept=len(measurements) - added)
             for entry in sorted(entries, key=lambda each: each.key):
                 elsewhere = entry.replace(measurement_id=None, run_id=None)
                 done["entries_" + put_entry(session, elsewhere, merging=True)] += 1

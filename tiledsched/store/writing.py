@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -37,6 +37,10 @@ from tiledsched.store.records import PROVENANCES, ArtifactRecord, BuildRecord, E
 
 BUILD_KEY = ("kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id")
 ENTRY_KEY = ("kernel", "arch", "problem_id", "device_name", "regime", "accum_mode", "compiler")
+
+
+AT_ONCE = 10_000
+"""Values of one question: SQLite takes 32766."""
 
 
 def now() -> datetime:
@@ -86,38 +90,43 @@ def insert_row(session: Session, model: type[Base], row: dict[str, Any]) -> int:
 
 
 class Parents:
-    """Rows that others point at, collected so that each is inserted once, before them."""
+    """Rows that others point at, collected so that each is made and inserted once, before them."""
 
     def __init__(self) -> None:
         self.rows: dict[type[Base], dict[Any, dict[str, Any]]] = {}
+        self._ids: dict[Any, str] = {}
 
     def _put(self, model: type[Base], key: Any, values: dict[str, Any]) -> None:
         self.rows.setdefault(model, {})[key] = values
 
+    def _once(self, model: type[Base], value: Problem | Schedule | Toolchain | Device, make: Callable[[], Any]) -> str:
+        if value not in self._ids:
+            values = make()
+            self._ids[value] = values["id"]
+            self._put(model, values["id"], values)
+        return self._ids[value]
+
     def problem(self, problem: Problem) -> str:
         """Its id."""
-        identity = problem.id
-        dims = {name: value for name, value in problem.to_json().items() if name != "kernel"}
-        self._put(ProblemRow, identity, {"id": identity, "kernel": problem.kernel, "dims": dims})
-        return identity
+
+        def make() -> dict[str, Any]:
+            dims = {name: value for name, value in problem.to_json().items() if name != "kernel"}
+            return {"id": problem.id, "kernel": problem.kernel, "dims": dims}
+
+        return self._once(ProblemRow, problem, make)
 
     def schedule(self, schedule: Schedule) -> str:
         """Its id."""
-        self._put(ScheduleRow, schedule.id, {"id": schedule.id, "knobs": schedule.to_json()})
-        return schedule.id
+        return self._once(ScheduleRow, schedule, lambda: {"id": schedule.id, "knobs": schedule.to_json()})
 
     def toolchain(self, toolchain: Toolchain) -> str:
         """Its id."""
-        identity = toolchain.id
-        self._put(ToolchainRow, identity, {"id": identity, **toolchain.to_json()})
-        return identity
+        return self._once(ToolchainRow, toolchain, lambda: {"id": toolchain.id, **toolchain.to_json()})
 
     def device(self, device: Device) -> str:
         """Its id."""
-        identity = device_id(device)
-        values = {"id": identity, "name": device.name, "arch": device.arch, "device": device.to_json()}
-        self._put(DeviceRow, identity, values)
-        return identity
+        return self._once(DeviceRow, device, lambda: {"id": device_id(device), "name": device.name, "arch": device.arch,
+                                                      "device": device.to_json()})  # fmt: skip
 
     def artifact(self, arch: str, fingerprint: str) -> str:
         """Its fingerprint; a row without facts, unless the artifact is already known."""
@@ -161,17 +170,23 @@ def put_builds(session: Session, records: Sequence[BuildRecord]) -> None:
     upsert(session, BuildRow, rows, BUILD_KEY)
 
 
-def put_measurement(session: Session, record: StoredMeasurement) -> tuple[int, bool]:
-    """Store a measurement unless its uid is there; its number, and whether it is new."""
-    numbered = select(MeasurementRow.id).where(MeasurementRow.uid == record.uid)
-    known = session.scalars(numbered).first()
-    if known is not None:
-        return known, False
+def put_measurements(session: Session, records: Sequence[StoredMeasurement]) -> int:
+    """Store those measurements whose uid is not there; how many are new."""
+    uids = sorted({record.uid for record in records})
+    known: set[str] = set()
+    for start in range(0, len(uids), AT_ONCE):
+        known.update(
+            session.scalars(select(MeasurementRow.uid).where(MeasurementRow.uid.in_(uids[start : start + AT_ONCE])))
+        )
     parents = Parents()
-    row = measurement_values(record, parents)
+    # In one order for everyone, so that no two writers wait for each other.
+    new = sorted(
+        {record.uid: record for record in records if record.uid not in known}.values(), key=lambda each: each.uid
+    )
+    rows = [measurement_values(record, parents) for record in new]
     parents.insert(session)
-    insert_missing(session, MeasurementRow, [row])
-    return session.scalars(numbered).one(), True
+    insert_missing(session, MeasurementRow, rows)
+    return len(rows)
 
 
 def put_entry(session: Session, record: EntryRecord, *, merging: bool) -> str:
