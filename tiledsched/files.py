@@ -9,8 +9,11 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
+FORGOTTEN_S = 60.0
+"""Age of a half-written file whose writer does not run: where a folder is shared, the writer may run on another machine."""
 PREFIX, LOCK = "tiledsched-", "lock"
 MOST_BYTES = 1 << 29
 """Of a file of data: the largest table that ships has a hundredth of it."""
@@ -66,7 +69,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
     if target.exists() and not target.is_file():
         target.write_bytes(data)  # a pipe or a terminal, whose place nothing can take; of a folder this raises
         return
-    partial = target.with_name(f".{os.getpid()}-{secrets.token_hex(4)}.part")
+    partial = beside(target)
     try:
         partial.write_bytes(data)
         if target.exists():
@@ -75,6 +78,25 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def beside(target: Path) -> Path:
+    """A name for what becomes `target` once it is whole. What killed processes left under such names is removed by the way."""
+    for left in target.parent.glob(".tiledsched-*.part*"):
+        with contextlib.suppress(OSError, ValueError):
+            if time.time() - left.stat().st_mtime > FORGOTTEN_S and not _runs(int(left.name.split("-")[1])):
+                left.unlink()
+    return target.with_name(f".tiledsched-{os.getpid()}-{secrets.token_hex(4)}.part")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 class OwnFolder:

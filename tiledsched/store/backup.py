@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from tiledsched.errors import DatabaseError
+from tiledsched.files import beside
 from tiledsched.store.db import TuningDB
 
 
@@ -23,7 +23,7 @@ def back_up(db: TuningDB, path: str | os.PathLike[str], *, replace: bool = False
     target = Path(path).expanduser()
     if target.exists() and not replace:
         raise DatabaseError(f"{target} is there already; give another path, or pass --force")
-    partial = target.with_name(f".{os.getpid()}-{secrets.token_hex(4)}.part")
+    partial = beside(target)
     with db.reading() as session:
         driver: Any = session.connection().connection.driver_connection
         if not isinstance(driver, sqlite3.Connection):
