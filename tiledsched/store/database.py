@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from sqlalchemy.engine import URL, Engine
 from sqlalchemy.orm import Session
 
-from tiledsched.errors import ConfigError, DatabaseError
+from tiledsched.errors import ConfigError, DatabaseError, TiledschedError
 from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels import SHIPPED
 from tiledsched.store import engine as engines
@@ -121,9 +122,19 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session for queries of one's own."""
+        """A session for queries of one's own. What cannot be made of a row, because it was changed behind the program's back or
+        damaged, is a DatabaseError.
+        """
         with engines.explained(self._url), Session(self._engine) as session:
-            yield session
+            try:
+                yield session
+            except (TiledschedError, json.JSONDecodeError):  # which say it better
+                raise
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                what = f"a row is not as this program writes it ({type(error).__name__}: {error})"
+                raise DatabaseError(
+                    f"database {self.url}: {what}; run: tiledsched db check, then restore a copy"
+                ) from error
 
     def write(self, work: Callable[[Session], T]) -> T:
         """What `work` makes of a session in one write transaction; again, where a writer beside it was in the way.

@@ -88,18 +88,20 @@ class TuningDB(Database):
         )
         with self.reading() as session:
             rows = session.execute(wanted).all()
-        keys = [(row.schedule_id, row.problem_class_id) for row in rows]
-        return dict(zip(keys, Reader().builds(rows, toolchain), strict=True))
+            keys = [(row.schedule_id, row.problem_class_id) for row in rows]
+            return dict(zip(keys, Reader().builds(rows, toolchain), strict=True))
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact known, by (arch, fingerprint)."""
         reader = Reader()
         with self.reading() as session:
             rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch}))).all()
-        return {
-            (row.arch, row.fingerprint): record_of(ArtifactRecord, row, facts=reader.facts(row.fingerprint, row.facts))
-            for row in rows
-        }
+            return {
+                (row.arch, row.fingerprint): record_of(
+                    ArtifactRecord, row, facts=reader.facts(row.fingerprint, row.facts)
+                )
+                for row in rows
+            }
 
     # Runs
 
@@ -138,7 +140,7 @@ class TuningDB(Database):
             rows = session.scalars(
                 select(RunRow).where(*matching({RunRow.arch: arch})).order_by(RunRow.id.desc())
             ).all()
-        return [record_of(RunRecord, row) for row in rows]
+            return [record_of(RunRecord, row) for row in rows]
 
     # Measurements
 
@@ -232,7 +234,7 @@ class TuningDB(Database):
                 )
                 for problem, name, arch, regime, programs, count in session.execute(select_landscapes().where(*wanted))
             ]
-        return sorted(found, key=lambda line: (line.arch, line.device_name, line.regime, line.problem))
+            return sorted(found, key=lambda line: (line.arch, line.device_name, line.regime, line.problem))
 
     # Failures
 
@@ -359,7 +361,7 @@ class TuningDB(Database):
         reader = Reader()
         with self.reading() as session:
             records = [reader.entry(*parts) for parts in session.execute(select_entries().where(*wanted))]
-        return sorted(records, key=_entry_order)
+            return sorted(records, key=_entry_order)
 
     def merge(self, measurements: Sequence[StoredMeasurement], entries: Sequence[EntryRecord],
               artifacts: Sequence[ArtifactRecord] = ()) -> MergeResult:  # fmt: skip

@@ -125,6 +125,8 @@ def explained(url: URL) -> Iterator[None]:
         raise DatabaseError(_explain(url, str(error.orig).strip())) from error
     except json.JSONDecodeError as error:
         raise DatabaseError(_explain(url, f"malformed JSON ({error})")) from error
+    except UnicodeDecodeError as error:  # SQLite quotes what it cannot read, and Python cannot read the quotation
+        raise DatabaseError(_explain(url, "malformed text")) from error
 
 
 def _explain(url: URL, said: str) -> str:
@@ -149,7 +151,8 @@ def current_revision(engine: Engine) -> str | None:
     with engine.connect() as connection:
         if not sa.inspect(connection).has_table(VERSION_TABLE):
             return None
-        return connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
+        found = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
+        return None if found is None else str(found)
 
 
 def use_wal(engine: Engine) -> None:
