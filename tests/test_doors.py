@@ -181,6 +181,20 @@ def test_damage_is_reported_not_raised(db, tmp_path, statement, expected):
     assert expected in "\n".join(db.check())
 
 
+@pytest.mark.parametrize("statement", ["UPDATE problems SET dims = 'null'", "UPDATE schedules SET knobs = '[1]'",
+                                       "UPDATE devices SET device = '{}'", "UPDATE entries SET ties = '[1]'"])  # fmt: skip
+def test_a_row_that_cannot_be_read_is_said(db, tmp_path, statement):
+    damage(tmp_path / "tuning.db", statement)
+    with pytest.raises(DatabaseError, match=r"db check|devices\["):
+        db.entries()
+
+
+def test_a_schema_of_no_version_is_said(db, tmp_path):
+    damage(tmp_path / "tuning.db", "UPDATE tiledsched_alembic_version SET version_num = x'78'")
+    with pytest.raises(DatabaseError, match="schema"):
+        TuningDB.open(tmp_path / "tuning.db", read_only=True)
+
+
 def test_measurements_of_one_sample_are_sound(db):
     hopeless = measurement(7.0, samples_us=(7.0,), ci_low_us=7.0, ci_high_us=7.0, accuracy=None)
     db.record_measurement(None, "attention", "abc", TOOLCHAIN, hopeless)

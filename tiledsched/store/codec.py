@@ -35,7 +35,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, (Schedule, Problem, ProblemClass)):
         return value.to_json()
     if is_dataclass(value):
-        return {name: encode(held) for name, default, unsaid in _written(type(value))
+        return {name: encode(held) for name, default, unsaid in _written(type(value))  # type: ignore[arg-type]
                 if (held := getattr(value, name)) != default or not unsaid}  # fmt: skip
     if isinstance(value, Enum):
         return value.value
