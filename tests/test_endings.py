@@ -99,6 +99,34 @@ def test_after_a_kill_the_next_one_cleans_up_and_goes_on(home) -> None:
         assert db.check() == []
 
 
+def test_a_compiler_that_hangs_ends_with_the_command(home) -> None:
+    """Killed, it ends nobody itself: its compile processes do, and what they started with them."""
+    code = """
+import subprocess
+from tiledsched.build import pool
+from tiledsched.build.compiler import BuildTask
+from tiledsched.kernels.softmax import Softmax
+from tiledsched.schedule import Schedule
+
+def compile_task(task):
+    subprocess.run(["sh", "-c", "echo compiling; exec sleep 600"])
+
+pool.compile_task = compile_task
+if __name__ == "__main__":
+    task = BuildTask(kernel="softmax", schedule=Schedule({}), problem=Softmax.problem(rows=1, columns=1), arch="sm_90")
+    list(pool.BuildPool(1).build([task]))
+"""
+    script = Path(home["TMPDIR"]).parent / "hangs.py"
+    script.write_text(code)
+    child = subprocess.Popen([sys.executable, str(script)], env={**home, "PYTHONPATH": os.pathsep.join(sys.path)},
+                             stdout=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
+    assert child.stdout is not None
+    assert child.stdout.readline() == "compiling\n"
+    assert len(members(child.pid)) >= 3
+    child.kill()
+    ended(child)
+
+
 def test_a_signal_ends_a_command_once(monkeypatch) -> None:
     """What it does on its way out is not cut short by the next one."""
     from tiledsched.cli import parser

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 
 from pebble import ProcessExpired, ProcessPool
@@ -31,6 +32,7 @@ def start_process(folder: str) -> None:
     it and the compiler write meanwhile.
     """  # fmt: skip
     os.setpgrp()
+    _end_with_parent()
     tempfile.tempdir = os.environ["TMPDIR"] = os.environ["CUDA_TILE_TEMP_DIR"] = folder
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     prepare_process()
@@ -38,6 +40,19 @@ def start_process(folder: str) -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
     with contextlib.suppress(ImportError):  # whoever compiles finds out
         importlib.import_module("cuda.tile.compilation")  # takes as long as many a compile
+
+
+def _end_with_parent() -> None:
+    """End this process and its compiler when the one that started it is gone, even if the compiler hangs just then."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return  # nobody started it: a test, or somebody's own script
+
+    def watch() -> None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def default_jobs() -> int:
