@@ -69,6 +69,18 @@ def test_a_table_is_held_to_its_form_by_key(db, tmp_path, path):
     assert key in str(error.value)
 
 
+@pytest.mark.parametrize("path", [(*TAKEN, "median_us", 50.0), (*TAKEN, "ci_low_us", 98.5), (*TAKEN, "samples_us", [98.0, 102.0])],
+                         ids=lambda path: path[-2])  # fmt: skip
+def test_an_estimate_that_its_samples_do_not_give_is_not_taken(db, tmp_path, path):
+    export_table(db, tmp_path / "t.json")
+    data = json.loads((tmp_path / "t.json").read_text())
+    *way, last, value = path
+    functools.reduce(operator.getitem, way, data)[last] = value
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    with TuningDB.open(":memory:") as other, pytest.raises(DatabaseError, match="of its samples"):
+        import_table(other, tmp_path / "t.json")
+
+
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Quadro RTX 5000 with Max-Q Design", "Orin (nvgpu)",
                                   "NVIDIA A100-SXM4-80GB", "Tesla T4", "GeForce GTX™ 1660 Ti"])  # fmt: skip
 def test_names_that_devices_have_are_taken(name):

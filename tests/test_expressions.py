@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -158,4 +159,11 @@ def test_settings_that_cannot_be_read_are_said(tmp_path, made) -> None:
 def test_a_space_that_cannot_be_read_is_said(tmp_path, content) -> None:
     (tmp_path / "mine.toml").write_bytes(content)
     with pytest.raises(SpaceError, match=r"mine.toml"):
+        load_space(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\x00b", "..", ""])
+def test_a_space_that_extends_no_file_is_said(tmp_path, name) -> None:
+    (tmp_path / "mine.toml").write_text(f"extends = {json.dumps(name)}")
+    with pytest.raises(SpaceError, match="'extends' names"):
         load_space(tmp_path / "mine.toml")

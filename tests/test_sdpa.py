@@ -399,6 +399,13 @@ def on_kernel(request, on: str) -> None:
         request.addfinalizer(lambda: configure(fallback=None))
 
 
+def test_five_axes_are_grouped_as_torch_does(quiet) -> None:
+    q, k = torch.randn(2, 3, 4, 8, 16), torch.randn(2, 3, 2, 8, 16)
+    out, lse = serve.sdpa(q, k, k, enable_gqa=True, return_lse=True)
+    torch.testing.assert_close(out, torch_sdpa(q, k, k, enable_gqa=True))
+    assert lse.shape == (2, 3, 4, 8)
+
+
 def torchs(q, k, v, scale=None, **flags):
     """torch's own, or the kind of its error."""
     try:
@@ -412,7 +419,8 @@ def torchs(q, k, v, scale=None, **flags):
     (((2, 1, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16)), (2, 4, 8)), (((2, 4, 8, 16), (2, 1, 8, 16), (2, 4, 8, 16)), (2, 4, 8)),
     (((2, 4, 8, 16), (2, 4, 8, 16), (2, 1, 8, 16)), (2, 4, 8)), (((2, 1, 8, 16), (2, 1, 8, 16), (2, 4, 8, 16)), (2, 4, 8)),
     (((1, 8, 16), (4, 8, 16), (4, 8, 16)), (4, 8)), (((2, 4, 8, 0), (2, 4, 8, 0), (2, 4, 8, 16)), (2, 4, 8)),
-    (((2, 4, 8, 0), (2, 4, 8, 0), (2, 4, 8, 0)), (2, 4, 8)), (((2, 4, 8, 16), (2, 4, 0, 16), (2, 4, 0, 16)), (2, 4, 8)),
+    (((2, 4, 8, 0), (2, 4, 8, 0), (2, 4, 8, 0)), (2, 4, 8)), (((2, 4, 8, 16), (2, 4, 0, 16), (2, 4, 0, 16)), (2, 4, 8)), (((2, 4, 8, 16), (2, 0, 8, 16), (2, 0, 8, 16)), (2, 4, 8)),
+    (((2, 2, 4, 8, 16), (2, 2, 1, 8, 16), (2, 2, 1, 8, 16)), (2, 2, 4, 8)),
 ])  # fmt: skip
 def test_heads_and_sizes_mean_what_they_do_in_torch(request, on, shapes, lse_shape) -> None:
     on_kernel(request, on)

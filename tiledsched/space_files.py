@@ -6,6 +6,7 @@ constraints are added. docs/search-space.md describes the format.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -170,9 +171,11 @@ def _extended_path(path: Path, extends: object) -> Path:
     if not isinstance(extends, str):
         raise SpaceError(f"{path}: 'extends' must be a file name such as 'base.toml', got {extends!r}")
     for candidate in (path.parent / extends, data_files.search_spaces() / extends):
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # False also of a name that no file can have
             return candidate
-    raise SpaceError(f"{path}: 'extends' names {extends!r}, which is neither beside it nor among the shipped spaces")
+    raise SpaceError(
+        f"{path}: 'extends' names {extends[:80]!r}, which is neither beside it nor among the shipped spaces"
+    )
 
 
 def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:

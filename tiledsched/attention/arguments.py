@@ -113,7 +113,8 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
 
 def heads_grouped(q: Any, k: Any, v: Any) -> bool:
     """Whether each head of k and v serves as many of q's. (As many as q has is one each.)"""
-    return k.shape[1] == v.shape[1] and (not k.shape[1] or q.shape[1] % k.shape[1] == 0)
+    kv_heads = k.shape[-3]
+    return kv_heads == v.shape[-3] and (not kv_heads or q.shape[-3] % kv_heads == 0)
 
 
 def read_scale(scale: Any) -> Any:

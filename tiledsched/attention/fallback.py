@@ -53,7 +53,7 @@ def torch_sdpa(
         causal: top_left, bottom_right or None.
         scale: softmax scale or None.
     """
-    grouped = q.ndim == k.ndim == v.ndim == 4 and q.shape[1] != k.shape[1] and heads_grouped(q, k, v)
+    grouped = q.ndim == k.ndim == v.ndim >= 4 and q.shape[-3] != k.shape[-3] and heads_grouped(q, k, v)
     more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, **({"enable_gqa": True} if grouped else {})}
     rows, columns = q.shape[-2], k.shape[-2]
     if causal != "bottom_right" or rows == columns:
@@ -95,8 +95,10 @@ def torch_lse(q: Any, k: Any, attn_mask: Any, causal: str | None, scale: float |
 
     From the scores in full: torch has no public function for it. float32 products, whatever the dtype of q and k.
     """
-    if q.ndim == k.ndim == 4 and q.shape[1] != k.shape[1] and heads_grouped(q, k, k):
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    if k.ndim > 2 and not k.shape[-3]:  # no keys at all
+        return q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
+    if q.ndim == k.ndim >= 4 and k.shape[-3] != q.shape[-3] and heads_grouped(q, k, k):
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
     scores = q.float() @ k.float().transpose(-2, -1) * (1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale)
     mask = causal_mask(q, k, causal) if attn_mask is None else attn_mask
     if mask is not None and mask.dtype == torch.bool:

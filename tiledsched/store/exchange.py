@@ -24,6 +24,7 @@ from tiledsched.files import read_bounded, unpacked, write_whole
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.store.codec import decode, encode
+from tiledsched.store.health import untrue_estimates
 from tiledsched.store.records import (
     PROVENANCES,
     ArtifactRecord,
@@ -132,6 +133,7 @@ def import_table(db: TuningDB, path: str | os.PathLike[str]) -> MergeResult:
         DatabaseError: the file cannot be read or is wrong; the message names the key.
     """
     table = read_table(path)
+    _check_estimates(table.measurements, os.path.basename(os.fspath(path)))
     return db.merge(table.measurements, table.entries, table.artifacts)
 
 
@@ -147,7 +149,17 @@ def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResu
         measurements = _held(other.measurements(disturbed=True), other.url)
         entries = _held(other.entries(), other.url)
         artifacts = _held(other.artifacts().values(), other.url)
+    _check_estimates(measurements, other.url)
     return db.merge(measurements, entries, artifacts)
+
+
+def _check_estimates(measurements: Iterable[StoredMeasurement], where: str) -> None:
+    """Raise where a median or interval is not that of its samples: it would be served, and `db check` would find it."""
+    for stored in measurements:
+        taken = stored.measurement
+        samples = list(taken.samples_us)
+        for wrong in untrue_estimates(taken.median_us, taken.ci_low_us, taken.ci_high_us, samples, len(samples)):
+            raise DatabaseError(f"{where}: measurement {stored.uid}: {wrong}; measure it again")
 
 
 def _held(records: Iterable[Made], url: str) -> list[Made]:

@@ -102,12 +102,13 @@ def _measurements(session: Session) -> list[str]:
     columns = (MeasurementRow.id, MeasurementRow.median_us, MeasurementRow.ci_low_us, MeasurementRow.ci_high_us,
                MeasurementRow.samples_us, MeasurementRow.sample_count)  # fmt: skip
     for number, median, low, high, samples, count in session.execute(select(*columns)):
-        for wrong in _measurement(median, low, high, samples, count):
+        for wrong in untrue_estimates(median, low, high, samples, count):
             found.append(f"measurement {number}: {wrong}")
     return found
 
 
-def _measurement(median: Any, low: Any, high: Any, samples: Any, count: Any) -> list[str]:
+def untrue_estimates(median: Any, low: Any, high: Any, samples: Any, count: Any) -> list[str]:
+    """What of a measurement's estimate is not that of its samples."""
     if not isinstance(samples, list) or not samples or not all(map(_is_time, samples)):
         return ["its samples are not times"]
     wrong = [] if count == len(samples) else [f"it has {len(samples)} samples, not the {count} it states"]
