@@ -24,7 +24,7 @@ from tiledsched.files import read_bounded, unpacked, write_whole
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.store.codec import decode, encode
-from tiledsched.store.health import untrue_estimates
+from tiledsched.store.forms import untrue_estimates
 from tiledsched.store.records import (
     PROVENANCES,
     ArtifactRecord,

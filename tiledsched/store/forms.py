@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -81,3 +82,23 @@ def check_values(values: Mapping[str, Any], where: str) -> None:
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(each, (int, float)):
                 check_number(each, f"{where}.{name}")
+
+
+def untrue_estimates(median: Any, low: Any, high: Any, samples: Any, count: Any) -> list[str]:
+    """What of a measurement's estimate is not that of its samples."""
+    if not isinstance(samples, list) or not samples or not all(map(_is_time, samples)):
+        return ["its samples are not times"]
+    wrong = [] if count == len(samples) else [f"it has {len(samples)} samples, not the {count} it states"]
+    if not _same(median, statistics.median(samples)):
+        wrong.append(f"its median {median} is not that of its samples, {statistics.median(samples)}")
+    if not all(any(_same(end, sample) for sample in samples) for end in (low, high)):
+        wrong.append(f"its interval [{low}, {high}] is not one of its samples")
+    return wrong
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+
+
+def _same(one: Any, other: float) -> bool:
+    return _is_time(one) and math.isclose(one, other, rel_tol=1e-9)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from tiledsched.problem import stable_id
+from tiledsched.store.forms import untrue_estimates
 from tiledsched.store.models import (
     ArtifactRow,
     Base,
@@ -105,26 +104,6 @@ def _measurements(session: Session) -> list[str]:
         for wrong in untrue_estimates(median, low, high, samples, count):
             found.append(f"measurement {number}: {wrong}")
     return found
-
-
-def untrue_estimates(median: Any, low: Any, high: Any, samples: Any, count: Any) -> list[str]:
-    """What of a measurement's estimate is not that of its samples."""
-    if not isinstance(samples, list) or not samples or not all(map(_is_time, samples)):
-        return ["its samples are not times"]
-    wrong = [] if count == len(samples) else [f"it has {len(samples)} samples, not the {count} it states"]
-    if not _same(median, statistics.median(samples)):
-        wrong.append(f"its median {median} is not that of its samples, {statistics.median(samples)}")
-    if not all(any(_same(end, sample) for sample in samples) for end in (low, high)):
-        wrong.append(f"its interval [{low}, {high}] is not one of its samples")
-    return wrong
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
-
-
-def _same(one: Any, other: float) -> bool:
-    return _is_time(one) and math.isclose(one, other, rel_tol=1e-9)
 
 
 def _entries(session: Session) -> list[str]:
