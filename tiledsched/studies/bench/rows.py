@@ -66,6 +66,8 @@ class BenchRow:
     """GPU."""
     versions: str = ""
     """Driver and libraries."""
+    compiler: str = ""
+    """Version of the compiler that made our own machine code; empty where that was not asked."""
 
     @property
     def cell(self) -> Cell:
@@ -101,6 +103,7 @@ class BenchRow:
             "provenance": self.provenance, "measured_program": self.measured_program, "schedule": self.schedule,
             "device": self.device, "versions": self.versions, "kernel": self.problem.kernel,
             "problem": canonical_json(self.problem.to_json()), "gbps": _rounded(self.gbps, 1),
+            "compiler": self.compiler,
         }  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -133,7 +136,7 @@ class BenchRow:
             ceiling_ratio=_number(texts.get("ceiling_ratio", "")), conditions=conditions,
             schedule=texts.get("schedule", ""), provenance=texts.get("provenance", ""),
             measured_program={"True": True, "False": False}.get(texts.get("measured_program", "")),
-            device=texts.get("device", ""), versions=texts.get("versions", ""),
+            device=texts.get("device", ""), versions=texts.get("versions", ""), compiler=texts.get("compiler", ""),
         )  # fmt: skip
 
 
@@ -177,7 +180,7 @@ def append_rows(rows: Sequence[BenchRow], path: Path) -> None:
 
 
 def read_rows(path: Path) -> list[BenchRow]:
-    """Every row of a bench's CSV file; of rows of one method and cell, the last. A line torn by a kill is left out.
+    """Every row of a bench's CSV file; of rows of one method, compiler and cell, the last. A line torn by a kill is left out.
 
     Raises:
         ConfigError: there is no such file, or it holds something else.
@@ -187,12 +190,12 @@ def read_rows(path: Path) -> list[BenchRow]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); pass a file that bench --csv wrote") from error
     whole = text[: text.rfind("\n") + 1]
-    found: dict[tuple[Cell, str], BenchRow] = {}
+    found: dict[tuple[Cell, str, str], BenchRow] = {}
     try:
         for cells in csv.DictReader(io.StringIO(whole, newline="")):
             row = BenchRow.from_csv(cells)
-            found.pop((row.cell, row.method), None)
-            found[row.cell, row.method] = row
+            found.pop((row.cell, row.method, row.compiler), None)
+            found[row.cell, row.method, row.compiler] = row
     except (KeyError, TypeError, ValueError, ProblemError) as error:
         raise ConfigError(f"{path} is not a bench: {error}; pass a file that bench --csv wrote") from error
     return list(found.values())
