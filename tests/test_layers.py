@@ -179,3 +179,18 @@ def test_show_says_which_layer_answers(both, monkeypatch, capsys) -> None:
     found = json.loads(capsys.readouterr().out)
     assert [layer["layer"] for layer in found["layers"]] == ["shipped", "site", "user"]
     assert [(row["layer"], row["covers"]) for row in found["entries"]] == [("user", ["site"])]
+
+
+def test_a_site_may_be_a_folder_of_tables(tmp_path) -> None:
+    def site():
+        return next(each for each in layers(Settings(db="/nonexistent/x.db", site=str(tmp_path / "site")), ())
+                    if each.name == "site")  # fmt: skip
+
+    (tmp_path / "site" / "attention").mkdir(parents=True)
+    assert "no table is in it; `tiledsched db export` writes one" in site().error
+    with TuningDB.open(put(tmp_path / "a.db", 90.0)) as db:
+        export_table(db, tmp_path / "site" / "attention" / "sm_100.json.xz")
+    assert [each.median_us for each in site().entries] == [90.0]
+    (tmp_path / "site" / "two.json").write_text("{")
+    assert [each.median_us for each in site().entries] == [90.0]  # what is damaged hides nothing else
+    assert "two.json" in site().error

@@ -6,6 +6,7 @@ imported here; CuPy is asked in a process of its own.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import math
@@ -30,6 +31,7 @@ from tiledsched.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.measure import nvml
 
 if TYPE_CHECKING:
+    from tiledsched.serve.entries import Layer
     from tiledsched.store.records import EntryRecord
 
 SCHEMA_VERSION = 1
@@ -100,6 +102,7 @@ NEEDS = {
 
 def examine() -> list[Finding]:
     """Every check's finding, in a fixed order. Takes a few seconds and changes nothing."""
+    _found_layers.cache_clear()
     findings = []
     for name, check in CHECKS.items():
         try:
@@ -425,15 +428,38 @@ def _database() -> Verdict:
     return Verdict("ok", detail)
 
 
+@functools.cache
+def _found_layers() -> list[Layer]:
+    """What is served from where, read once for an examination."""
+    from tiledsched.serve.entries import layers
+
+    return layers(_settings())
+
+
+def _layers() -> Verdict:
+    """Where entries are served from, the uppermost first."""
+    try:
+        found = _found_layers()
+    except TiledschedError as error:
+        return _of_error(error)
+    detail = "; ".join(f"{layer.name} ({layer.where}): {_plural(len(layer.entries), 'entry', 'entries')}"
+                       for layer in reversed(found))  # fmt: skip
+    wrong = "; ".join(layer.error for layer in found if layer.error)
+    if not wrong:
+        return Verdict("ok", detail)
+    what, _, remedy = wrong.rpartition("; ")
+    return Verdict("warn", f"{detail}; left out: {what}", remedy)
+
+
 def _evidence() -> Verdict:
     """What was measured on the GPUs here, or on any where there is none, against the compiler here."""
-    from tiledsched.serve.entries import load_entries
+    from tiledsched.serve.entries import combined
     from tiledsched.store.evidence import for_compiler, stale
 
     names = {device.name for device in nvml.devices()}
     here = toolchain.compiler_at_hand()
     try:
-        entries = load_entries(_settings())
+        entries = combined(_found_layers())
     except TiledschedError as error:
         return _of_error(error)
     measured = [entry for entry in entries if entry.provenance == "measured"
@@ -516,6 +542,7 @@ CHECKS: dict[str, Callable[[], Verdict]] = {
     "interpreter": _interpreter,
     "matplotlib": _matplotlib,
     "database": _database,
+    "layers": _layers,
     "evidence": _evidence,
     "cache": _cache,
     "disk": _disk,

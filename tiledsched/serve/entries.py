@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tiledsched import data_files
@@ -21,6 +22,8 @@ from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import EntryRecord
 
 log = logging.getLogger("tiledsched")
+TABLES = (".json", ".json.xz")
+"""How the names of tables end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ def layers(settings: Settings, archs: Collection[str] | None = None, kernel: str
         found.append(Layer(name="bundle", where=str(bundle), entries=mine))
     site = site_location(settings.site)
     if site is not None:
-        found.append(_stored("site", site, kernel))
+        found.append(_site(site, kernel))
     if database_exists(settings.db):
         found.append(_stored("user", settings.db, kernel))
     for layer in found:
@@ -70,33 +73,50 @@ def layers(settings: Settings, archs: Collection[str] | None = None, kernel: str
 
 def _shipped(archs: Collection[str] | None, kernel: str) -> Layer:
     folder = data_files.tuning_db() / "tables"
-    entries: list[EntryRecord] = []
-    errors = []
-    for path in sorted(folder.glob(f"{kernel or '*'}/*.json")):
-        if archs is None or path.stem in archs:
-            try:
-                entries += read_entries(path)
-            except DatabaseError as error:
-                errors.append(str(error))
+    paths = [path for path in sorted(folder.glob(f"{kernel or '*'}/*.json")) if archs is None or path.stem in archs]
+    entries, errors = _read(paths, kernel)
     return Layer(name="shipped", where=str(folder), entries=entries, error="; ".join(errors))
 
 
+def _read(paths: Sequence[Path], kernel: str) -> tuple[list[EntryRecord], list[str]]:
+    """What tables hold, and why some of them cannot be read: one hides no other."""
+    entries: list[EntryRecord] = []
+    errors = []
+    for path in paths:
+        try:
+            entries += [each for each in read_entries(path) if kernel in ("", each.kernel)]
+        except DatabaseError as error:
+            errors.append(str(error))
+    return entries, errors
+
+
+def _site(where: str, kernel: str) -> Layer:
+    """A database, a table, or a folder of tables."""
+    path = Path(where).expanduser()
+    if path.is_dir():
+        paths = sorted(each for each in path.rglob("*.json*") if each.name.endswith(TABLES))
+    elif where.endswith(TABLES):
+        paths = [path]
+    else:
+        return _stored("site", where, kernel)
+    entries, errors = _read(paths, kernel) if paths else ([], ["no table is in it; `tiledsched db export` writes one"])
+    error = f"the site's layer ({where}) cannot be read: {'; '.join(errors)}" if errors else ""
+    return Layer(name="site", where=where, entries=entries, error=error)
+
+
 def _stored(name: str, url: str | None, kernel: str) -> Layer:
-    """A database, or a table that `db export` wrote."""
+    """A database."""
     where = location(url)
     entries: Sequence[EntryRecord] = ()
     error = ""
     try:
-        if where.endswith((".json", ".json.xz")):
-            entries = [each for each in read_entries(where) if kernel in ("", each.kernel)]
-        else:
-            from tiledsched.store.db import TuningDB  # half a second, which what ships does not need
+        from tiledsched.store.db import TuningDB  # half a second, which what ships does not need
 
-            with TuningDB.open(url, read_only=True) as db:
-                where = db.url if "://" in where else where  # without its password
-                entries = db.entries(kernel=kernel or None)
+        with TuningDB.open(url, read_only=True) as db:
+            where = db.url if "://" in where else where  # without its password
+            entries = db.entries(kernel=kernel or None)
     except DatabaseError as raised:
-        where = where.rpartition("@")[2]
+        where = where.rpartition("@")[2] if "://" in where else where
         error = f"the {name}'s layer ({where}) cannot be read: {raised}"
     return Layer(name=name, where=where, entries=entries, error=error)
 

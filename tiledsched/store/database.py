@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from sqlalchemy.engine import URL, Engine
 from sqlalchemy.orm import Session
 
-from tiledsched.errors import ConfigError, DatabaseError, TiledschedError
+from tiledsched.errors import ConfigError, DatabaseError
 from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels import SHIPPED
 from tiledsched.store import engine as engines
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What records are refused with when the bytes of a row are not what was written."""
 IN_THE_WAY = ("40001", "40P01", "23505")
 """PostgreSQL's codes for transactions that were in each other's way: not serialisable, deadlock, a row inserted at once."""
 TRIES = 6
@@ -61,7 +62,7 @@ class Database:
         return db
 
     def _prepare(self) -> None:
-        with engines.explained(self._url):
+        with engines.explained(self._url, *DAMAGE):
             found = engines.current_revision(self._engine)
             if not self.read_only:
                 if found != engines.HEAD:
@@ -122,29 +123,22 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session for queries of one's own. What cannot be made of a row, because it was changed behind the program's back or
-        damaged, is a DatabaseError.
-        """
-        with engines.explained(self._url), Session(self._engine) as session:
-            try:
-                yield session
-            except (TiledschedError, json.JSONDecodeError):  # which say it better
-                raise
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                what = f"a row is not as this program writes it ({type(error).__name__}: {error})"
-                raise DatabaseError(
-                    f"database {self.url}: {what}; run: tiledsched db check, then restore a copy"
-                ) from error
+        """A session for queries of one's own."""
+        with engines.explained(self._url, *DAMAGE), Session(self._engine) as session:
+            yield session
 
-    def write(self, work: Callable[[Session], T]) -> T:
+    def write(self, work: Callable[[Session], T], *kernels: str) -> T:
         """What `work` makes of a session in one write transaction; again, where a writer beside it was in the way.
 
-        PostgreSQL ends one of two transactions that wait for each other, or that insert the same row at once.
+        PostgreSQL ends one of two transactions that wait for each other, or that insert the same row at once. Views of
+        `kernels` are seen to afterwards: before, a database that is locked would be waited for twice.
         """
         for left in range(TRIES, 0, -1):
             try:
                 with self.writing() as session:
-                    return work(session)
+                    done = work(session)
+                self.show(*kernels)
+                return done
             except DatabaseError as error:
                 state = getattr(getattr(error.__cause__, "orig", None), "sqlstate", None)
                 if left == 1 or state not in IN_THE_WAY:

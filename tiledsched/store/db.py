@@ -95,7 +95,7 @@ class TuningDB(Database):
         """Every artifact known, by (arch, fingerprint)."""
         reader = Reader()
         with self.reading() as session:
-            rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch}))).all()
+            rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch})))
             return {
                 (row.arch, row.fingerprint): record_of(
                     ArtifactRecord, row, facts=reader.facts(row.fingerprint, row.facts)
@@ -137,9 +137,7 @@ class TuningDB(Database):
     def runs(self, arch: str | None = None) -> list[RunRecord]:
         """Every run, newest first."""
         with self.reading() as session:
-            rows = session.scalars(
-                select(RunRow).where(*matching({RunRow.arch: arch})).order_by(RunRow.id.desc())
-            ).all()
+            rows = session.scalars(select(RunRow).where(*matching({RunRow.arch: arch})).order_by(RunRow.id.desc()))
             return [record_of(RunRecord, row) for row in rows]
 
     # Measurements
@@ -160,13 +158,12 @@ class TuningDB(Database):
             measurement=measurement,
             created_at=created,
         )
-        self.show(kernel)
 
         def put(session: Session) -> int:
             put_measurements(session, [record])
             return session.scalars(select(MeasurementRow.id).where(MeasurementRow.uid == record.uid)).one()
 
-        return self.write(put)
+        return self.write(put, kernel)
 
     def measurements(
         self,
@@ -330,8 +327,7 @@ class TuningDB(Database):
         Raises:
             DatabaseError: an unknown provenance, or `measured` without a measurement.
         """
-        self.show(record.kernel)
-        return self.write(lambda session: put_entry(session, record, merging=False)) != "kept"
+        return self.write(lambda session: put_entry(session, record, merging=False), record.kernel) != "kept"
 
     def entries(
         self,
@@ -372,7 +368,6 @@ class TuningDB(Database):
         often. Where the pooled measurements contradict what is served, the result says so.
         An entry finds its measurement by `record.measurement.uid`, here or among `measurements`.
         """
-        self.show(*{stored.kernel for stored in measurements}, *{entry.kernel for entry in entries})
 
         def take(session: Session) -> MergeResult:
             done: Counter[str] = Counter()
@@ -385,7 +380,7 @@ class TuningDB(Database):
                 done["entries_" + put_entry(session, elsewhere, merging=True)] += 1
             return MergeResult(**dict(done))  # type: ignore[arg-type]  # what is counted are counts
 
-        done = self.write(take)
+        done = self.write(take, *{stored.kernel for stored in measurements}, *{entry.kernel for entry in entries})
         touched = {entry.key for entry in entries} if done.entries_kept or done.entries_replaced else set()
         return replace(done, contradictions=tuple(contradictions(self, touched)))
 

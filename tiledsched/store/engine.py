@@ -21,7 +21,7 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.pool import StaticPool
 
 from tiledsched import data_files
-from tiledsched.errors import DatabaseError
+from tiledsched.errors import DatabaseError, TiledschedError
 from tiledsched.store.location import location
 
 HEAD = "0005"
@@ -30,6 +30,8 @@ that is up to date reads no migration."""
 VERSION_TABLE = "tiledsched_alembic_version"
 BUSY_TIMEOUT_S = 60
 """How long a writer waits for another one."""
+READ_TIMEOUT_S = 5
+"""How long a reader waits for a file's lock, and everybody for a server: a call that is to be served waits with it."""
 ELSEWHERE = "name another database with --db or TILEDSCHED_DB"
 
 
@@ -71,7 +73,8 @@ def create_engine(url: URL, *, read_only: bool) -> Engine:
     if url.get_backend_name() != "sqlite":
         try:
             options = {"postgresql_readonly": True} if read_only else {}
-            return sa.create_engine(url, pool_pre_ping=True, execution_options=options)
+            waits = {} if "connect_timeout" in url.query else {"connect_timeout": READ_TIMEOUT_S}
+            return sa.create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=waits)
         except ModuleNotFoundError as error:
             raise DatabaseError(f"{error}; install tiledsched[postgresql]") from error
     engine = _memory_engine(read_only) if url.database is None else _file_engine(Path(url.database), read_only)
@@ -79,7 +82,7 @@ def create_engine(url: URL, *, read_only: bool) -> Engine:
     @event.listens_for(engine, "connect")
     def configure(connection: Any, record: Any) -> None:
         connection.isolation_level = None  # the begin event below says BEGIN, not the sqlite3 module
-        connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")
+        connection.execute(f"PRAGMA busy_timeout={round((READ_TIMEOUT_S if read_only else BUSY_TIMEOUT_S) * 1000)}")
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("PRAGMA synchronous=NORMAL")
 
@@ -117,8 +120,8 @@ def _file_engine(path: Path, read_only: bool) -> Engine:
 
 
 @contextmanager
-def explained(url: URL) -> Iterator[None]:
-    """Turn the driver's errors into DatabaseError with what to do next."""
+def explained(url: URL, *damage: type[Exception]) -> Iterator[None]:
+    """Turn the driver's errors, and those of `damage` that what is stored makes, into DatabaseError with what to do next."""
     try:
         yield
     except sa.exc.DBAPIError as error:
@@ -127,6 +130,10 @@ def explained(url: URL) -> Iterator[None]:
         raise DatabaseError(_explain(url, f"malformed JSON ({error})")) from error
     except UnicodeDecodeError as error:  # SQLite quotes what it cannot read, and Python cannot read the quotation
         raise DatabaseError(_explain(url, "malformed text")) from error
+    except TiledschedError:  # which says it better
+        raise
+    except damage as error:
+        raise DatabaseError(_explain(url, f"malformed contents ({type(error).__name__}: {error})")) from error
 
 
 def _explain(url: URL, said: str) -> str:
@@ -135,9 +142,10 @@ def _explain(url: URL, said: str) -> str:
         "file is not a database": f"it is not an SQLite file; {ELSEWHERE}",
         "unable to open": f"check that its folder exists and that you may read it, or {ELSEWHERE}",
         "readonly database": f"it may only be read; make it writable, or {ELSEWHERE}",
-        "locked": f"another process has been writing for {BUSY_TIMEOUT_S} s; wait for it or end it",
+        "locked": "another process is writing, or stopped while it was; wait for it or end it",
         "malformed": "it is damaged; `tiledsched db check` tells how far, then restore a copy",
         "disk is full": "free some space and run again",
+        "disk i/o error": "see whether its disk is full or failing, and run again",
         "constraint": "this is a defect in tiledsched or a damaged database; run `tiledsched db check`",
     }
     for phrase, what in advice.items():

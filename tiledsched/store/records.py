@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
-from typing import Any, TypeVar
+from functools import cache
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain as Toolchain
@@ -24,8 +26,22 @@ Made = TypeVar("Made")
 
 def record_of(kind: type[Made], source: Any, **other: Any) -> Made:
     """A record whose fields are those of `source` that are called the same, but for what is given as `other`."""
-    names = (each.name for each in fields(kind) if each.name not in other)  # type: ignore[arg-type]
-    return kind(**{name: getattr(source, name) for name in names}, **other)
+    for name, types in _types(kind).items():
+        if name not in other:
+            value = other[name] = getattr(source, name)
+            if not isinstance(value, types):  # SQLite takes anything in any column
+                raise TypeError(f"{name} is {value!r}")
+    return kind(**other)
+
+
+@cache
+def _types(kind: type) -> dict[str, tuple[type, ...]]:
+    """What the value of each field may be."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        found[name] = tuple(get_origin(arm) or arm for arm in arms) + ((int,) if float in arms else ())
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,231 @@
+"""A database that is damaged, full, locked by the dead or shared by many: serving goes on, and the message says what to do."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from store_samples import TOOLCHAIN, build, entry, fill, measurement, schedule
+from test_store_schema import KILLED, python
+
+from tiledsched.cli import main
+from tiledsched.config import Settings
+from tiledsched.errors import DatabaseError
+from tiledsched.serve.entries import Layer, layers
+from tiledsched.store import engine as engines
+from tiledsched.store.db import TuningDB
+
+SAMPLE = max((Path(__file__).parent / "data").glob("store_*.db"))
+PAGE = 1024
+"""Bytes of a page of the sample."""
+
+
+def users(path: Path) -> Layer:
+    """What serving finds in a user's database, beside what ships."""
+    shipped, mine = layers(Settings(db=str(path)), {"sm_90"}, "attention")
+    assert shipped.entries
+    assert not shipped.error
+    return mine
+
+
+def said_by(command: list[str], path: Path, capsys, monkeypatch) -> str:
+    """What a command says of a damaged database; it has no traceback, and no word of a defect."""
+    monkeypatch.setenv("TILEDSCHED_DB", str(path))
+    assert main(command) in (0, 1, 2)
+    said = "".join(capsys.readouterr())
+    assert "Traceback" not in said
+    assert "defect" not in said
+    return said
+
+
+@pytest.mark.parametrize("page", range(SAMPLE.stat().st_size // PAGE))
+def test_a_torn_page_is_an_error_that_says_what_to_do(page, tmp_path, capsys, monkeypatch) -> None:
+    path = tmp_path / "x.db"
+    raw = bytearray(SAMPLE.read_bytes())
+    start = page * PAGE + (100 if page == 0 else 0)  # the header is another test's
+    raw[start : (page + 1) * PAGE] = random.Random(1).randbytes((page + 1) * PAGE - start)
+    path.write_bytes(raw)
+    mine = users(path)
+    assert len(mine.entries) == 2 or (str(path) in mine.error and "db check" in mine.error)
+    for command in (["show"], ["db", "check"], ["db", "export"], ["db", "merge", str(SAMPLE)]):
+        said_by(command, path, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("value", ["'x'", "x'ff00'", "NULL", "'[1]'", "'\"x\"'"])
+@pytest.mark.parametrize("table", ["schedules", "problems", "devices", "toolchains", engines.VERSION_TABLE])
+def test_what_no_column_may_hold_stops_no_call(table, value, tmp_path) -> None:
+    path = tmp_path / "x.db"
+    with closing(sqlite3.connect(SAMPLE)) as connection:
+        columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+    for column in columns:
+        shutil.copy(SAMPLE, path)
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            try:
+                connection.execute(f"UPDATE OR REPLACE {table} SET {column} = {value}")
+            except sqlite3.IntegrityError:
+                continue
+        mine = users(path)
+        assert not mine.error or str(path) in mine.error
+
+
+def test_a_log_cut_short_loses_its_end_and_nothing_before(tmp_path) -> None:
+    path = tmp_path / "x.db"
+    child = python(KILLED, path, 1)
+    written = [child.stdout.readline() for _ in range(40)]
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    log = tmp_path / "x.db-wal"
+    for left in (3, 2):
+        os.truncate(log, log.stat().st_size * (left - 1) // left)
+        for name in ("x.db", "x.db-wal"):
+            shutil.copy(tmp_path / name, tmp_path / f"copy-{name}")
+        with TuningDB.open(tmp_path / "copy-x.db") as db:
+            assert db.check() == []
+            assert set(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) <= {
+                tuple(line.split()) for line in written
+            }
+        assert not users(path).error
+        for each in tmp_path.glob("copy-*"):
+            each.unlink()
+
+
+def test_a_full_disk_loses_nothing_that_was_committed(tmp_path) -> None:
+    path = tmp_path / "x.db"
+    with TuningDB.open(path) as db:
+        fill(db)
+
+        @sa.event.listens_for(db._engine, "begin")
+        def fill_up(connection: sa.Connection) -> None:
+            connection.exec_driver_sql("PRAGMA max_page_count = 1")  # means: no more than there are
+
+        with pytest.raises(DatabaseError, match=r"x\.db: database or disk is full; free some space and run again"):
+            db.record_builds([build(sched=schedule(tile_m=i)) for i in range(5000)])
+    with TuningDB.open(path) as db:
+        assert db.check() == []
+        assert len(db.entries()) == 2
+    assert len(users(path).entries) == 2
+
+
+def test_a_file_that_may_not_grow_is_no_traceback(tmp_path) -> None:
+    path = tmp_path / "x.db"
+    with TuningDB.open(path) as db:
+        fill(db)
+    child = python(
+        """
+        import os, resource, sys
+        from tiledsched.cli import main
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        sys.exit(main(["db", "merge", sys.argv[1], "--db", sys.argv[2]]))
+        """,
+        SAMPLE, path, stderr=-1,
+    )  # fmt: skip
+    error = child.communicate()[1]
+    assert child.returncode == 2, error
+    assert "Traceback" not in error
+    assert "x.db" in error
+    assert len(users(path).entries) == 2
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+@pytest.mark.parametrize("what", ["file", "folder"])
+@pytest.mark.parametrize("mode", [0o000, 0o555])
+def test_what_may_not_be_read_or_written_is_said(what, mode, tmp_path, capsys, monkeypatch) -> None:
+    path = tmp_path / "deep" / "x.db"
+    with TuningDB.open(path) as db:
+        fill(db)
+    closed = path if what == "file" else path.parent
+    closed.chmod(mode)
+    try:
+        mine = users(path)
+        assert len(mine.entries) == 2 if mode else str(path) in mine.error
+        assert str(path) in said_by(["db", "merge", str(SAMPLE)], path, capsys, monkeypatch)
+    finally:
+        closed.chmod(0o755)
+
+
+def test_a_stopped_writer_keeps_writers_waiting_once_and_readers_never(tmp_path, capsys, monkeypatch) -> None:
+    path = tmp_path / "x.db"
+    with TuningDB.open(path) as db:
+        fill(db)
+    child = python(
+        """
+        import sqlite3, sys, time
+        connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("DELETE FROM entries")
+        print("writing", flush=True)
+        time.sleep(100)
+        """,
+        path,
+    )
+    child.stdout.readline()
+    child.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(engines, "BUSY_TIMEOUT_S", 1)
+    try:
+        for command in (["show"], ["db", "check"], ["db", "export"], ["db", "backup", str(tmp_path / "copy.db")]):
+            started = time.monotonic()
+            assert "locked" not in said_by(command, path, capsys, monkeypatch)
+            assert time.monotonic() - started < 10
+        assert len(users(path).entries) == 2
+        started = time.monotonic()
+        with (
+            TuningDB.open(path) as db,
+            pytest.raises(DatabaseError, match=r"x\.db: database is locked; .*wait for it or end it"),
+        ):
+            db.put_entry(entry())
+        assert time.monotonic() - started < 1.9  # and not again for the views
+    finally:
+        child.kill()
+        child.communicate()
+    with TuningDB.open(path) as db:
+        assert len(db.entries()) == 2
+        assert db.put_entry(entry())
+
+
+WRITER = """
+    import sys, time
+    from store_samples import TOOLCHAIN, entry, measurement, schedule
+    from tiledsched.store.db import TuningDB
+    with TuningDB.open(sys.argv[1]) as db:
+        run = db.start_run({}, "sm_90")
+        ends, count = time.monotonic() + 1.5, 0
+        while time.monotonic() < ends:
+            number = db.record_measurement(run, "attention", "abc", TOOLCHAIN, measurement(100.0 + count))
+            db.put_entry(entry("measured", device_name=f"{sys.argv[2]}-{count}", regime="burst", measurement_id=number))
+            count += 1
+        print(count)
+"""
+READER = """
+    import logging, sys, time
+    from tiledsched.config import Settings
+    from tiledsched.serve.entries import layers
+    logging.disable()
+    ends, seen = time.monotonic() + 1.5, 0
+    while time.monotonic() < ends:
+        mine = layers(Settings(db=sys.argv[1]), (), "attention")[-1]
+        assert not mine.error, mine.error
+        assert len(mine.entries) >= seen
+        seen = len(mine.entries)
+    print(seen)
+"""
+
+
+def test_tuners_and_servers_share_a_file(tmp_path) -> None:
+    path = tmp_path / "x.db"
+    with TuningDB.open(path) as db:
+        db.record_measurement(None, "attention", "abc", TOOLCHAIN, measurement(90.0))
+    children = [python(code, path, n) for n, code in enumerate((WRITER, WRITER, READER, READER))]
+    counts = [int(child.communicate()[0]) for child in children]
+    assert [child.returncode for child in children] == [0] * 4
+    with TuningDB.open(path) as db:
+        assert len(db.entries()) == counts[0] + counts[1] > 2
+        assert len(db.measurements()) == counts[0] + counts[1] + 1
+        assert db.check() == []
