@@ -28,7 +28,6 @@ from tiledsched.store.models import (
     ArtifactRow,
     BuildRow,
     DeviceRow,
-    EntryRow,
     FailureRow,
     MeasurementRow,
     ProblemRow,
@@ -343,20 +342,12 @@ class TuningDB(Database):
         """Entries that match all that is given, by kernel, arch, problem, device, regime, accumulator mode and
         compiler.
         """
-        wanted = matching(
-            {
-                EntryRow.arch: arch,
-                EntryRow.kernel: kernel,
-                EntryRow.problem_id: problem.id if problem else None,
-                EntryRow.device_name: device_name,
-                EntryRow.regime: regime,
-                EntryRow.accum_mode: accum_mode,
-                EntryRow.provenance: provenance,
-            }
-        )
+        asked = {"arch": arch, "kernel": kernel, "problem_id": problem.id if problem else None, "device_name": device_name,
+                 "regime": regime, "accum_mode": accum_mode, "provenance": provenance}  # fmt: skip
+        wanted = {name: value for name, value in asked.items() if value is not None}
         reader = Reader()
         with self.reading() as session:
-            records = [reader.entry(*parts) for parts in session.execute(select_entries().where(*wanted))]
+            records = [reader.entry(*parts) for parts in session.execute(select_entries(*wanted), wanted)]
             return sorted(records, key=_entry_order)
 
     def merge(self, measurements: Sequence[StoredMeasurement], entries: Sequence[EntryRecord],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, func, select
+from sqlalchemy import ColumnElement, Select, bindparam, func, select
 from sqlalchemy.orm import aliased, defer
 
 from tiledsched.build.cubin import ResourceFacts
@@ -108,8 +109,12 @@ def select_failures() -> Select:
     )
 
 
-def select_entries() -> Select:
-    """Entries as :meth:`Reader.entry` takes them; the measurement comes without its samples."""
+@cache
+def select_entries(*columns: str) -> Select:
+    """Entries as :meth:`Reader.entry` takes them; the measurement comes without its samples.
+
+    Those whose `columns` have the values given when it is executed, by their names. Made once: that takes longer than SQLite.
+    """
     runner_up, measured_by = aliased(ScheduleRow), aliased(ToolchainRow)
     return (
         select(EntryRow, ProblemRow, ScheduleRow, runner_up, ToolchainRow, MeasurementRow, DeviceRow, measured_by)
@@ -121,6 +126,7 @@ def select_entries() -> Select:
         .outerjoin(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
         .outerjoin(measured_by, measured_by.id == MeasurementRow.toolchain_id)
         .options(defer(MeasurementRow.samples_us))
+        .where(*(getattr(EntryRow, name) == bindparam(name) for name in columns))
     )
 
 
