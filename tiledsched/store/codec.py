@@ -15,16 +15,20 @@ from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from tiledsched.build.toolchain import Toolchain
 from tiledsched.errors import DatabaseError, TiledschedError
+from tiledsched.measure.runner import Device
 from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
-from tiledsched.store.forms import check_field, check_number, check_values, held_fields
+from tiledsched.store.forms import LARGEST, check_number, check_values, field_checks
 
 T = TypeVar("T")
 Decoder = Callable[[Any, str], Any]
 """Given plain data and where it stands, the value; DatabaseError where it is wrong."""
 
 
+REMEMBERED = 10_000
+"""Values of one kind that are kept at once."""
 PLAIN = {str, int, float, bool, type(None)}
 
 
@@ -60,7 +64,11 @@ def decode(cls: type[T], data: Any, where: str) -> T:
     Raises:
         DatabaseError: a key is missing, unknown or of the wrong type; the message starts with its path under `where`.
     """
-    value: T = _decoder(cls)(data, where)  # type: ignore[arg-type]  # a class is hashable
+    decoder = _decoder(cls)  # type: ignore[arg-type]  # a class is hashable
+    try:
+        value: T = decoder(data, "")
+    except DatabaseError:  # once more, with the way to what is wrong
+        value = decoder(data, where)
     return value
 
 
@@ -77,14 +85,40 @@ def _decoder(kind: Any) -> Decoder:
     if origin is dict:
         return lambda data, where: _require(dict, data, where)
     if kind in (Schedule, Problem, ProblemClass):
-        return lambda data, where: _call(kind.from_json, _values(data, where), where)
+        return _once(lambda data, where: _call(kind.from_json, _values(data, where), where))
     if is_dataclass(kind):
-        return _dataclass_decoder(kind)  # type: ignore[arg-type]
+        decoder = _dataclass_decoder(kind)  # type: ignore[arg-type]
+        return _once(decoder) if kind in (Device, Toolchain) else decoder
     if kind is datetime:
         return _time
     if isinstance(kind, type) and issubclass(kind, Enum):
         return lambda data, where: _call(kind, _require(str, data, where), where)
+    if kind in (str, bool):
+        return lambda data, where: data if type(data) is kind else _require(kind, data, where)
+    if kind in (float, int):  # any between these bounds is finite, and takes no more than 64 bits
+        return lambda data, where: (
+            data if type(data) is kind and -LARGEST < data < LARGEST else _require(kind, data, where)
+        )
     return lambda data, where: _require(kind, data, where)
+
+
+def _once(decoder: Decoder) -> Decoder:
+    """Decodes what is written alike once: rows by the ten thousand share a few problems, schedules and devices."""
+    made: dict[str, Any] = {}
+
+    def decode_once(data: Any, where: str) -> Any:
+        try:
+            written = repr(data)
+        except RecursionError:  # nested deeply: it is wrong, and is told so
+            return decoder(data, where)
+        if written not in made:
+            value = decoder(data, where)
+            if len(made) >= REMEMBERED:
+                made.clear()
+            made[written] = value
+        return made[written]
+
+    return decode_once
 
 
 def _values(data: Any, where: str) -> dict[str, Any]:
@@ -103,21 +137,18 @@ def _time(data: Any, where: str) -> datetime:
 def _dataclass_decoder(cls: type) -> Decoder:
     hints = get_type_hints(cls)
     known = {field.name: _decoder(hints[field.name]) for field in fields(cls)}
-    required = [field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING]
-
-    held = held_fields(cls.__name__, known)
+    required = {field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING}
+    checks = field_checks(cls.__name__, known)
 
     def decode_dataclass(data: Any, where: str) -> Any:
         _require(dict, data, where)
-        for key in data:
-            if key not in known:
-                raise DatabaseError(f"{where}.{key}: unknown key; known are {', '.join(known)}")
-        for key in required:
-            if key not in data:
-                raise DatabaseError(f"{where}.{key}: missing; add it")
-        values = {key: known[key](item, f"{where}.{key}") for key, item in data.items()}
-        for key in held:
-            check_field(cls.__name__, key, values.get(key), f"{where}.{key}")
+        if not required <= data.keys() <= known.keys():
+            unknown = [f"{where}.{key}: unknown key; known are {', '.join(known)}" for key in data if key not in known]
+            missing = [f"{where}.{key}: missing; add it" for key in known if key in required and key not in data]
+            raise DatabaseError((unknown + missing)[0])
+        values = {key: known[key](item, where and f"{where}.{key}") for key, item in data.items()}
+        for key, check in checks:
+            check(values.get(key), where and f"{where}.{key}")
         return _call(lambda keywords: cls(**keywords), values, where)
 
     return decode_dataclass
@@ -136,7 +167,9 @@ def _tuple_decoder(arms: tuple[Any, ...]) -> Decoder:
         wanted = decoders * len(data) if many else decoders
         if len(wanted) != len(data):
             raise DatabaseError(f"{where}: expected {len(wanted)} values, got {len(data)}; correct the list")
-        return tuple(one(item, f"{where}[{i}]") for i, (one, item) in enumerate(zip(wanted, data, strict=True)))
+        return tuple(
+            one(item, where and f"{where}[{i}]") for i, (one, item) in enumerate(zip(wanted, data, strict=True))
+        )
 
     return decode_tuple
 

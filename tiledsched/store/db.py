@@ -28,6 +28,7 @@ from tiledsched.store.models import (
     ArtifactRow,
     BuildRow,
     DeviceRow,
+    EntryRow,
     FailureRow,
     MeasurementRow,
     ProblemRow,
@@ -177,9 +178,10 @@ class TuningDB(Database):
         run_id: int | None = None,
         latest: bool = False,
         disturbed: bool = False,
+        served: bool = False,
     ) -> list[StoredMeasurement]:
         """Measurements that match all that is given, newest first; with `disturbed`, also those that decide nothing because
-        other processes ran on the GPU meanwhile.
+        other processes ran on the GPU meanwhile; `served`: only those behind entries.
 
         A measurement holds for its fingerprint: whichever source and compiler give that machine code again need not measure
         it again. With `latest`, the newest of them for each (problem, artifact, schedule, device name, regime). The schedule
@@ -199,6 +201,8 @@ class TuningDB(Database):
         )
         if not disturbed:
             wanted.append(UNDISTURBED)
+        if served:
+            wanted.append(MeasurementRow.id.in_(select(EntryRow.measurement_id)))
         if latest:
             wanted = [MeasurementRow.id.in_(select_latest(wanted))]
         reader = Reader()

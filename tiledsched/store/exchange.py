@@ -83,7 +83,7 @@ def export_table(db: TuningDB, target: str | os.PathLike[str] | IO[str], arch: s
     """
     entries = db.entries(arch, kernel)
     uids = {entry.measurement.uid for entry in entries if entry.measurement}
-    evidence = [stored for stored in db.measurements(arch=arch) if stored.uid in uids]
+    evidence = [stored for stored in db.measurements(arch=arch, served=True) if stored.uid in uids]
     _write(target, entries, evidence, db.artifacts(arch))
     return len(entries)
 
@@ -362,16 +362,22 @@ def _evidence_order(stored: StoredMeasurement) -> tuple[Any, ...]:
             stored.uid)  # fmt: skip
 
 
+_flat = json.JSONEncoder(ensure_ascii=False).encode
+
+
 def _pretty(value: Any, indent: str) -> str:
     """JSON with sorted keys; a list of numbers, or whatever fits, on one line."""
-    flat = json.dumps(value, sort_keys=True, ensure_ascii=False)
     numbers = isinstance(value, list) and all(isinstance(item, (int, float)) for item in value)
-    if not isinstance(value, (dict, list)) or not value or numbers or len(flat) + len(indent) <= LINE:
-        return flat
+    if not isinstance(value, (dict, list)) or not value or numbers:
+        return _flat(value)
     inner = indent + "  "
-    lines: Iterable[str]
     if isinstance(value, dict):
-        lines = (f"{inner}{json.dumps(key)}: {_pretty(value[key], inner)}" for key in sorted(value))
-        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-    lines = (inner + _pretty(item, inner) for item in value)
-    return "[\n" + ",\n".join(lines) + f"\n{indent}]"
+        (opening, closing), parts = "{}", [f"{_flat(key)}: {_pretty(value[key], inner)}"
+                                           for key in sorted(value)]  # fmt: skip
+    else:
+        (opening, closing), parts = "[]", [_pretty(item, inner) for item in value]
+    flat = sum(map(len, parts)) + 2 * len(parts)  # brackets, and what stands between the parts
+    if flat + len(indent) <= LINE and not any("\n" in part for part in parts):
+        return opening + ", ".join(parts) + closing
+    lines = (inner + part for part in parts)
+    return opening + "\n" + ",\n".join(lines) + f"\n{indent}{closing}"

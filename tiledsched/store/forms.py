@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from tiledsched.errors import DatabaseError
@@ -32,24 +33,29 @@ LARGEST = 2**63 - 1
 SMALL = 2**31
 
 
-def held_fields(owner: str, names: Iterable[str]) -> list[str]:
-    """Those of a class's fields that have a form."""
-    return [name for name in names if name in POSITIVE or name in FORMS or f"{owner}.{name}" in FORMS]
-
-
-def check_field(owner: str, name: str, value: Any, where: str) -> None:
-    """Hold a field of the class `owner` to its form.
-
-    Raises:
-        DatabaseError: it does not have it; the message starts with `where`.
+def field_checks(owner: str, names: Iterable[str]) -> list[tuple[str, Callable[[Any, str], None]]]:
+    """Those of a class's fields that have a form, each with what holds a value to it: given the value and where it stands, it
+    raises DatabaseError where the value does not have that form.
     """
-    form = FORMS.get(f"{owner}.{name}") or FORMS.get(name)
-    if form and isinstance(value, str) and not form[0].fullmatch(value):
-        raise DatabaseError(f"{where}: {value!r} is not of the form allowed: {form[1]}; correct the value")
-    if name in POSITIVE and value is not None:
-        least = min(value, default=1.0) if isinstance(value, tuple) else value
-        if least <= 0:
-            raise DatabaseError(f"{where}: expected a number above 0, got {least}; measure it again")
+    found: list[tuple[str, Callable[[Any, str], None]]] = []
+    for name in names:
+        form = FORMS.get(f"{owner}.{name}") or FORMS.get(name)
+        if form:
+            found.append((name, partial(_check_form, *form)))
+        if name in POSITIVE:
+            found.append((name, _check_positive))
+    return found
+
+
+def _check_form(pattern: re.Pattern[str], about: str, value: Any, where: str) -> None:
+    if isinstance(value, str) and not pattern.fullmatch(value):
+        raise DatabaseError(f"{where}: {value!r} is not of the form allowed: {about}; correct the value")
+
+
+def _check_positive(value: Any, where: str) -> None:
+    least = min(value, default=1.0) if isinstance(value, tuple) else value
+    if least is not None and least <= 0:
+        raise DatabaseError(f"{where}: expected a number above 0, got {least}; measure it again")
 
 
 def check_number(value: float, where: str) -> None:
@@ -78,7 +84,7 @@ def check_values(values: Mapping[str, Any], where: str) -> None:
         if kind is bool or (kind is int and -SMALL < value < SMALL) or (kind is str and name != "kernel"):
             continue  # nearly all of them, and tables hold tens of thousands
         if name == "kernel":
-            check_field("", name, value, f"{where}.{name}")
+            _check_form(*FORMS["kernel"], value, f"{where}.{name}")
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(each, (int, float)):
                 check_number(each, f"{where}.{name}")
@@ -86,12 +92,15 @@ def check_values(values: Mapping[str, Any], where: str) -> None:
 
 def untrue_estimates(median: Any, low: Any, high: Any, samples: Any, count: Any) -> list[str]:
     """What of a measurement's estimate is not that of its samples."""
-    if not isinstance(samples, list) or not samples or not all(map(_is_time, samples)):
+    times = isinstance(samples, list) and all(
+        (type(each) is float and 0 < each < math.inf) or _is_time(each) for each in samples
+    )
+    if not times or not samples:
         return ["its samples are not times"]
     wrong = [] if count == len(samples) else [f"it has {len(samples)} samples, not the {count} it states"]
     if not _same(median, statistics.median(samples)):
         wrong.append(f"its median {median} is not that of its samples, {statistics.median(samples)}")
-    if not all(any(_same(end, sample) for sample in samples) for end in (low, high)):
+    if not all(end in samples or any(_same(end, sample) for sample in samples) for end in (low, high)):
         wrong.append(f"its interval [{low}, {high}] is not one of its samples")
     return wrong
 

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from typing import Any
 
 from sqlalchemy import Table, insert, literal, select, update
@@ -246,8 +247,13 @@ def _measurement_id(session: Session, record: EntryRecord) -> int | None:
 
 def _row(model: type[Base], source: Any, **other: Any) -> dict[str, Any]:
     """A row whose columns are filled by what is called the same in `source`, but for `other`; its number comes by itself."""
-    names = (name for name in model.__table__.columns.keys() if name not in ("id", *other))  # noqa: SIM118
-    return {**{name: getattr(source, name) for name in names}, **other}
+    other.update((name, getattr(source, name)) for name in _columns(model) if name not in other)
+    return other
+
+
+@cache
+def _columns(model: type[Base]) -> tuple[str, ...]:
+    return tuple(name for name in model.__table__.columns.keys() if name != "id")  # noqa: SIM118
 
 
 def build_values(record: BuildRecord, parents: Parents) -> dict[str, Any]:
