@@ -36,7 +36,7 @@ def taken(
     return Measurement(
         problem=problem, schedule=schedule, fingerprint=fingerprint or schedule.id * 2, regime=regime, median_us=us,
         device=Device(**{**DEVICE.to_json(), "name": device}), ci_low_us=us * 0.995, ci_high_us=us * 1.005,
-        samples_us=tuple(us * (1 + i / 1000) for i in range(-2, 3)), runner="gpu",
+        samples_us=tuple(us * (1 + i / 1000) for i in (-5, -1, 0, 1, 5)), runner="gpu",
         accuracy=Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 0, 0), repeatable=True),
         conditions=Conditions(sm_clock_mhz=clock, power_w=512.0, temperature_c=51, throttle_reasons=reasons),
     )  # fmt: skip

@@ -499,7 +499,7 @@ def test_progress_off_a_terminal_is_a_few_lines(capsys, monkeypatch) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "wanted"), [("[]", "must hold a JSON list"), ("{", "cannot read candidates"),
+@pytest.mark.parametrize(("text", "wanted"), [("[]", "must hold a list of schedules"), ("{", "cannot read candidates"),
                                               ('[{"tile_q": 1}]', "unknown knobs")])  # fmt: skip
 def test_candidates_that_cannot_be_read(tmp_path, capsys, text, wanted) -> None:
     path = tmp_path / "candidates.json"

@@ -172,6 +172,18 @@ def table() -> dict:
         return json.loads((Path(folder) / "t.json").read_text())
 
 
+@functools.lru_cache
+def foreign() -> dict[str, str]:
+    """The landscape of that table, as CSV and as T4 results."""
+    with tempfile.TemporaryDirectory() as folder, TuningDB.open(":memory:") as db:
+        fill(db)
+        (line,) = db.landscapes()
+        place = line.problem, line.device_name, line.regime
+        export_landscape(db, Path(folder) / "t.csv", *place)
+        (results, _) = export_foreign(recorded(db, *place), folder, "t4")
+        return {"t.csv": (Path(folder) / "t.csv").read_text(), "t.json": results.read_text()}
+
+
 def go_on_with(path: Path) -> None:
     """Take in a table that reads well, and do with it what is done with one."""
     folder = path.parent
@@ -215,13 +227,31 @@ def test_tables_and_landscapes(folder, data) -> None:
 
 @FUZZ
 @given(data=st.data())
+def test_t4_results(folder, data) -> None:
+    whole = json.loads(foreign()["t.json"])
+    (record,) = (each for each in whole["results"][0]["measurements"] if each["name"] == "tiledsched")
+    if data.draw(st.booleans()):
+        record["value"] = json.dumps(data.draw(changed(json.loads(record["value"]))))
+    else:
+        whole = data.draw(changed(whole))
+    path = folder / "t.json"
+    path.write_text(json.dumps(whole))
+    with held():
+        if read_table(path):
+            go_on_with(path)
+    with held():
+        use_candidates(path)
+
+
+@FUZZ
+@given(data=st.data())
 def test_bytes_of_any_file(folder, data) -> None:
     """Bits flipped, cut short, put together wrongly."""
-    kind = data.draw(st.sampled_from(["t.json", "t.json.xz", "b.zip", "s.toml", "tiledsched.toml", "c.json"]))
+    kind = data.draw(st.sampled_from(["t.json", "t.json.xz", "t.csv", "b.zip", "s.toml", "tiledsched.toml", "c.json"]))
     whole = {
         "t.json": json.dumps(table()).encode(), "t.json.xz": lzma.compress(json.dumps(table()).encode(), preset=0),
         "b.zip": bundle(index_of()), "s.toml": toml_file(SPACE).encode(), "tiledsched.toml": toml_file(CONFIG).encode(),
-        "c.json": json.dumps(CANDIDATES).encode(),
+        "c.json": json.dumps(CANDIDATES).encode(), "t.csv": foreign()["t.csv"].encode(),
     }[kind]  # fmt: skip
     at = data.draw(st.integers(0, len(whole)))
     end = data.draw(st.integers(at, min(len(whole), at + 40)))
@@ -238,6 +268,9 @@ def test_what_is_changed_was_right(folder) -> None:
         (folder / name).write_text(whole)
         read_any(folder / name)
     go_on_with(folder / "t.json")
+    for name, text in foreign().items():
+        (folder / name).write_text(text)
+        go_on_with(folder / name)
     (folder / "b.zip").write_bytes(bundle(index_of()))
     assert len(read_bundle(folder / "b.zip").entries) == len(read_bundle(folder / "b.zip").programs) == 1
     assert all(read_problems(kernel, words) for kernel, words in WORDS.items())
@@ -349,7 +382,8 @@ def test_search_spaces(folder, data) -> None:
 
 
 def use_candidates(path: Path) -> None:
-    space = space_for("sm_90", Attention).limited_to(tuning._read_candidates(path), path.name)
+    space = space_for("sm_90", Attention)
+    space = space.limited_to(tuning._read_candidates(path, space), path.name)
     list(space.schedules(PROBLEM))
 
 

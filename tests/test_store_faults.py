@@ -24,6 +24,7 @@ from tiledsched.store import engine as engines
 from tiledsched.store.db import TuningDB
 
 SAMPLE = max((Path(__file__).parent / "data").glob("store_*.db"))
+READERS = int(os.environ.get("READERS", "2"))
 PAGE = 1024
 """Bytes of a page of the sample."""
 
@@ -219,12 +220,13 @@ READER = """
 
 
 def test_tuners_and_servers_share_a_file(tmp_path) -> None:
+    """Two of each; `READERS=12 pytest -k share_a_file` for a dozen servers."""
     path = tmp_path / "x.db"
     with TuningDB.open(path) as db:
         db.record_measurement(None, "attention", "abc", TOOLCHAIN, measurement(90.0))
-    children = [python(code, path, n) for n, code in enumerate((WRITER, WRITER, READER, READER))]
+    children = [python(code, path, n) for n, code in enumerate((WRITER, WRITER, *[READER] * READERS))]
     counts = [int(child.communicate()[0]) for child in children]
-    assert [child.returncode for child in children] == [0] * 4
+    assert [child.returncode for child in children] == [0] * (2 + READERS)
     with TuningDB.open(path) as db:
         assert len(db.entries()) == counts[0] + counts[1] > 2
         assert len(db.measurements()) == counts[0] + counts[1] + 1

@@ -8,10 +8,15 @@ import pytest
 from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, add_builds, add_times, build_of, plain, taken
 
 from tiledsched.cli import main
-from tiledsched.errors import DatabaseError, Failure, FailureKind
+from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind
+from tiledsched.kernels.attention import Attention
 from tiledsched.problem import Problem
+from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
+from tiledsched.store.exchange import export_landscape
+from tiledsched.store.foreign import rows_of_csv, to_csv
 from tiledsched.store.t4 import INVALIDITY, export_foreign, kernel_tuner_cache, recorded, t4_metadata, t4_results
+from tiledsched.tuning import _read_candidates as read_candidates
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 VERSION = {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"}
@@ -216,3 +221,115 @@ def test_the_command_writes_them(db, tmp_path, capsys) -> None:
     assert f"{stem}.cache.json" in capsys.readouterr().err
     assert main(["landscapes", "--db", str(tmp_path / "tuning.db"), "--format", "t4"]) == 2
     assert "--export" in capsys.readouterr().err
+
+
+# And back
+
+
+def table_bytes(db, folder) -> bytes:
+    """Everything measured of the problem, as a table."""
+    export_landscape(db, folder / "table.json", PROBLEM, DEVICE.name, "burst", full=True)
+    return (folder / "table.json").read_bytes()
+
+
+@pytest.mark.parametrize("form", ["t4", "csv", "tiledsched"])
+def test_what_was_written_is_read_again_without_loss(form, db, tmp_path, capsys) -> None:
+    failed(db, plain(32, 32), FailureKind.COMPILE_ERROR)
+    out = tmp_path / "out"
+    assert main(["landscapes", "--db", db.url.removeprefix("sqlite:///"), "--export", str(out), "--format", form]) == 0
+    files = sorted(map(str, out.iterdir()))
+    for _ in range(2):  # the second time everything is known
+        assert main(["db", "import", *files, "--db", str(tmp_path / "other.db")]) == 0
+    with TuningDB.open(tmp_path / "other.db") as other:
+        assert table_bytes(other, tmp_path) == table_bytes(db, tmp_path)
+        assert len(other.artifacts()) == len(db.artifacts())
+        assert other.check() == []
+
+
+def test_a_full_landscape_holds_what_was_measured_before(db, tmp_path, capsys) -> None:
+    add_times(db, {FASTEST: 104.0}, fingerprints={FASTEST: "a" * 24})
+    for name, more, rows in (("newest", [], 2), ("all", ["--full"], 3)):
+        command = [
+            "landscapes",
+            "--db",
+            db.url.removeprefix("sqlite:///"),
+            "--export",
+            str(tmp_path / name),
+            "--format",
+            "csv",
+        ]
+        assert main([*command, *more]) == 0
+        (file,) = (tmp_path / name).iterdir()
+        assert len(file.read_text().splitlines()) == 1 + rows
+    assert main(["landscapes", "--full"]) == 2
+    assert main(["landscapes", "--export", str(tmp_path / "x"), "--full", "--format", "t4"]) == 2
+
+
+def test_times_without_machine_code_are_no_evidence(db, tmp_path, capsys) -> None:
+    results = t4_results(recorded(db, PROBLEM, DEVICE.name, "burst"))
+    for each in results["results"]:
+        each["measurements"] = [one for one in each["measurements"] if one["name"] != "tiledsched"]
+    foreign = tmp_path / "foreign.t4.json"
+    foreign.write_text(json.dumps(results))
+    rows = tmp_path / "foreign.csv"
+    rows.write_text("tile_m,tile_n,time\n128,64,0.1\n")
+    cache = tmp_path / "cache.json"
+    cache.write_text(json.dumps(kernel_tuner_cache(recorded(db, PROBLEM, DEVICE.name, "burst"))))
+    for path in (foreign, rows, cache):
+        assert main(["db", "import", str(path), "--db", str(tmp_path / "other.db")]) == 2
+        said = capsys.readouterr().err
+        assert f"{path.name}" in said
+        assert "without which a time is no evidence" in said
+        assert "tune --candidates" in said
+
+
+def test_a_result_changed_by_hand_is_refused(db, tmp_path, capsys) -> None:
+    results = t4_results(recorded(db, PROBLEM, DEVICE.name, "burst"))
+    results["results"][0]["configuration"]["tile_m"] = 256
+    (tmp_path / "x.t4.json").write_text(json.dumps(results))
+    assert main(["db", "import", str(tmp_path / "x.t4.json"), "--db", str(tmp_path / "other.db")]) == 2
+    assert "results[0].configuration: is not that of its record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "uid,uid\n", "uid\n1,2\n", "a,a.b,uid,fingerprint\n1,2,3,4\n", '"', "uid,fingerprint\n1,2\n",
+                                  "uid,fingerprint,device\n1,2,3\n"])  # fmt: skip
+def test_a_wrong_csv_is_told(text, tmp_path, capsys) -> None:
+    (tmp_path / "x.csv").write_text(text)
+    assert main(["db", "import", str(tmp_path / "x.csv"), "--db", str(tmp_path / "other.db")]) == 2
+    assert "x.csv" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "value", ["", "1", "true", "null", "a,b", 'say "x"', "[1]", "natural", 1, True, 1.5, None, [1.0, 2.0], "\n"]
+)
+def test_every_value_has_a_cell_of_its_own(value) -> None:
+    row = {"uid": "1", "measurement": {"device": {"arch": "a"}, "fingerprint": "f", "schedule": {"knob": value}}}
+    (back,) = rows_of_csv(to_csv([row], []), "x.csv")
+    assert back["schedule"]["knob"] == value
+    assert type(back["schedule"]["knob"]) is type(value)
+
+
+def test_candidates_are_read_from_whatever_tuners_write(db, tmp_path) -> None:
+    landscape, space = recorded(db, PROBLEM, DEVICE.name, "burst"), space_for("sm_90", Attention)
+    files = {"t4.json": json.dumps(t4_results(landscape)), "cache.json": json.dumps(kernel_tuner_cache(landscape)),
+             "list.json": json.dumps([dict(FASTEST), dict(SLOWER)]),
+             "rows.csv": "tile_m,tile_n,loop_split,time\n128,64,false,1\n64,64,true,2\n"}  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        listed = space.limited_to(read_candidates(tmp_path / name, space)).candidates
+        assert {(each["tile_m"], each["tile_n"], each["loop_split"]) for each in listed} == {
+            (128, 64, False),
+            (64, 64, True),
+        }
+    export_landscape(db, tmp_path / "ours.csv", PROBLEM, DEVICE.name, "burst")
+    assert len(read_candidates(tmp_path / "ours.csv", space)) == 2
+    for name, text in {
+        "a.json": "{}",
+        "b.json": "[]",
+        "c.csv": "time\n1\n",
+        "d.json": '{"results": [1]}',
+        "e.json": "[",
+    }.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=name):
+            read_candidates(tmp_path / name, space)

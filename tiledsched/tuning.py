@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched import config
 from tiledsched.config import Settings, load_settings
-from tiledsched.errors import ConfigError, MeasureError, TiledschedError
-from tiledsched.files import MOST_TYPED, read_bounded
+from tiledsched.errors import ConfigError, DatabaseError, MeasureError, TiledschedError
+from tiledsched.files import read_bounded
 from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import load_kernel
 from tiledsched.problem import Problem
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
     from tiledsched.store.records import EntryRecord
 
+MOST_CANDIDATES = 1 << 26
+"""Bytes of a file of candidates: another tuner's results may be long."""
 Cases = Iterable[Problem | Mapping[str, Any]]
 CHECK_ARCH = "sm_90"
 """Whose space `check` walks unless told otherwise: the interpreter knows no arch."""
@@ -165,7 +166,7 @@ def prepare_tools(kernel: KernelClass, arch: str, *, settings: Settings, space: 
     prepare_process()
     found = chosen_space(arch, kernel, space)
     if candidates:
-        found = found.limited_to(_read_candidates(Path(candidates)), Path(candidates).name)
+        found = found.limited_to(_read_candidates(Path(candidates), found), Path(candidates).name)
     toolchain = installed_toolchain()
     check_arch(toolchain, arch)
     artifacts = ArtifactStore(Path(settings.cache) if settings.cache else None)
@@ -173,13 +174,16 @@ def prepare_tools(kernel: KernelClass, arch: str, *, settings: Settings, space: 
     return Tools(settings=settings, space=found, toolchain=toolchain, artifacts=artifacts)
 
 
-def _read_candidates(path: Path) -> list[dict[str, KnobValue]]:
+def _read_candidates(path: Path, space: SearchSpace) -> list[dict[str, KnobValue]]:
+    from tiledsched.store.foreign import configurations
+
     try:
-        listed = json.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        listed = configurations(read_bounded(path, MOST_CANDIDATES).decode("utf-8"), path.name, space.knobs)
+    except (OSError, ValueError, RecursionError, DatabaseError) as error:
         raise ConfigError(f"cannot read candidates from {path}: {error}") from error
-    if not (isinstance(listed, list) and listed and all(isinstance(each, dict) for each in listed)):
-        raise ConfigError(f"{path} must hold a JSON list of schedules, each an object of knob names and values")
+    if not (isinstance(listed, list) and listed and all(isinstance(each, dict) and each for each in listed)):
+        raise ConfigError(f"{path} must hold a list of schedules: JSON objects of knob names and values, T4 results, a Kernel "
+                          "Tuner cache, or CSV with a column for each knob")  # fmt: skip
     return listed
 
 

@@ -169,7 +169,8 @@ def _add_tune(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument("--runner", choices=("auto", "gpu", "none"), default="auto", help="measure on the GPU, or only "
                         "build and rank; auto measures where a GPU of the arch is present (default: auto)")  # fmt: skip
     parser.add_argument("--candidates", metavar="FILE",
-                        help="search only these schedules, the default and what is served: a JSON list")  # fmt: skip
+                        help="search only these schedules, the default and what is served: a JSON list, CSV, T4 results "
+                        "or a Kernel Tuner cache")  # fmt: skip
     parser.add_argument("--neighbours", action="store_true", help="also try what differs from the fastest so far in one or "
                         "two knobs, beyond what the space or the list explores")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampler (default: 0)")
@@ -359,9 +360,11 @@ def _add_landscapes(subs: Any, kernel: KernelClass | None) -> None:
                       "measurements")  # fmt: skip
     _listed_kernel(parser)
     parser.add_argument("--export", metavar="DIR", help="also write each landscape to a file of its own")
-    parser.add_argument("--format", choices=("tiledsched", "t4", "kernel-tuner-cache"), default="tiledsched",
-                        help="of those files: this package's, T4 results, or what Kernel Tuner's simulation mode reads "
-                        "(default: tiledsched)")  # fmt: skip
+    parser.add_argument("--format", choices=("tiledsched", "csv", "t4", "kernel-tuner-cache"), default="tiledsched",
+                        help="of those files: this package's, a row for each measurement, T4 results, or what Kernel Tuner's "
+                        "simulation mode reads (default: tiledsched)")  # fmt: skip
+    parser.add_argument("--full", action="store_true", help="every measurement, not only the newest of each program that "
+                        "decides something")  # fmt: skip
 
 
 def _add_refresh(subs: Any, kernel: KernelClass | None) -> None:
@@ -425,8 +428,10 @@ def _add_db(subs: Any) -> None:
     _listed_kernel(export)
     _arch_flag(export, "only this arch", usual=False)
     export.add_argument("--out", metavar="FILE", default="-", help="file to write (default: stdout)")
-    bring = _command(actions, "import", store_commands.db_import, "take in tables written by export")
-    bring.add_argument("files", metavar="FILE", nargs="+", help="tables to read")
+    bring = _command(actions, "import", store_commands.db_import, "take in tables and landscapes")
+    bring.add_argument(
+        "files", metavar="FILE", nargs="+", help="what db export or landscapes --export wrote: JSON, CSV or T4"
+    )
     merge = _command(
         actions, "merge", store_commands.db_merge, "take in the measurements and entries of other databases"
     )

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from tiledsched.store.records import MergeResult
 
 
+FORMS = {"tiledsched": ".json.xz", "csv": ".csv"}
+"""Forms of a landscape that hold every measurement -> ending of the file."""
+
+
 def _listed(options: argparse.Namespace) -> str | None:
     """The name of the kernel asked for, as tables have it; None for all. One that is not known here is taken at its word."""
     from tiledsched.kernel_names import load_kernel
@@ -89,8 +93,10 @@ def landscapes(options: argparse.Namespace) -> int:
     from tiledsched.store.exchange import export_landscape, landscape_file_name
     from tiledsched.store.queries import compare_regimes
 
-    if options.format != "tiledsched" and not options.export:
-        raise ConfigError("--format says how files are written; pass --export DIR, too")
+    if (options.full or options.format != "tiledsched") and not options.export:
+        raise ConfigError("--format and --full say how files are written; pass --export DIR, too")
+    if options.full and options.format not in FORMS:
+        raise ConfigError(f"--full is of {' and '.join(FORMS)}; {options.format} holds one result for each schedule")
     with _open(options, read_only=True) as db:
         kernel = _listed(options)
         found = [line for line in db.landscapes() if kernel in (None, line.problem.kernel)]
@@ -100,9 +106,10 @@ def landscapes(options: argparse.Namespace) -> int:
 
             folder = _folder(options.export)
             for line in found:
-                paths = [folder / landscape_file_name(line.problem, line.device_name, line.regime)]
-                if options.format == "tiledsched":
-                    export_landscape(db, paths[0], line.problem, line.device_name, line.regime)
+                if options.format in FORMS:
+                    name = landscape_file_name(line.problem, line.device_name, line.regime, FORMS[options.format])
+                    paths = [folder / name]
+                    export_landscape(db, paths[0], line.problem, line.device_name, line.regime, full=options.full)
                 else:
                     landscape = recorded(db, line.problem, line.device_name, line.regime)
                     paths = export_foreign(landscape, folder, options.format)

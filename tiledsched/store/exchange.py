@@ -24,6 +24,7 @@ from tiledsched.files import read_bounded, unpacked, write_whole
 from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.store.codec import decode, encode
+from tiledsched.store.foreign import of_csv, of_json, to_csv
 from tiledsched.store.forms import untrue_estimates
 from tiledsched.store.records import (
     PROVENANCES,
@@ -94,18 +95,21 @@ def export_landscape(
     problem: Problem,
     device_name: str,
     regime: str,
+    *,
+    full: bool = False,
 ) -> int:
-    """Write the newest measurement of every program of one problem on one device, in the same format, no entries.
+    """Write the newest measurement of every program of one problem on one device, in the same format, no entries; as CSV where
+    the path ends so. `full`: every measurement there ever was, those that decide nothing included.
 
     Returns:
         How many measurements were written.
     """
-    evidence = db.latest_measurements(problem, device_name=device_name, regime=regime)
+    evidence = db.measurements(problem, device_name=device_name, regime=regime, latest=not full, disturbed=full)
     _write(target, [], evidence, db.artifacts())
     return len(evidence)
 
 
-def landscape_file_name(problem: Problem, device_name: str, regime: str) -> str:
+def landscape_file_name(problem: Problem, device_name: str, regime: str, ending: str = ".json.xz") -> str:
     """What a landscape's file is called: device, regime, kernel and values, or what the kernel says instead of those.
 
     `h200_burst_norms-RmsNorm_rows4096_columns8192_float16.json.xz`; a name that would be too long ends in the problem's id.
@@ -114,7 +118,7 @@ def landscape_file_name(problem: Problem, device_name: str, regime: str) -> str:
     words = told(problem) if told is not None else "_".join([problem.kernel, *map(_file_word, problem.values.items())])
     device = device_name.removeprefix("NVIDIA ").replace(" ", "-").lower()
     stem = re.sub(r"[^\w.-]+", "-", f"{device}_{regime}_{words}", flags=re.ASCII).lstrip(".-")
-    return (stem if len(stem) <= LONGEST_STEM else f"{stem[: LONGEST_STEM - 13]}_{problem.id}") + ".json.xz"
+    return (stem if len(stem) <= LONGEST_STEM else f"{stem[: LONGEST_STEM - 13]}_{problem.id}") + ending
 
 
 def _file_word(value: tuple[str, Value]) -> str:
@@ -229,10 +233,15 @@ def _load(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
 
 
 def _parsed(text: str, name: str) -> dict[str, Any]:
+    if name.removesuffix(".xz").endswith(".csv"):
+        return of_csv(text, name)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DatabaseError(f"{name} is not JSON: {error}; give a file that `tiledsched db export` wrote") from error
+    foreign = of_json(data, name)
+    if foreign is not None:
+        return foreign
     if not isinstance(data, dict) or "schema_version" not in data:
         raise DatabaseError(f"{name}: schema_version: missing; give a file that `tiledsched db export` wrote")
     version = data["schema_version"]
@@ -309,13 +318,14 @@ def _write(
 ) -> None:
     wanted = {(stored.measurement.device.arch, stored.measurement.fingerprint) for stored in evidence}
     wanted |= {(entry.arch, entry.fingerprint) for entry in entries}
-    data = {
+    data: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "entries": [_entry_json(entry) for entry in entries],
-        "measurements": [_evidence_json(stored) for stored in sorted(evidence, key=_evidence_order)],
+        "measurements": [written(stored) for stored in sorted(evidence, key=_evidence_order)],
         "artifacts": [encode(known[key]) for key in sorted(wanted & set(known))],
     }
-    text = _pretty(data, "") + "\n"
+    as_csv = isinstance(target, (str, os.PathLike)) and Path(target).name.removesuffix(".xz").endswith(".csv")
+    text = to_csv(data["measurements"], data["artifacts"]) if as_csv else _pretty(data, "") + "\n"
     if isinstance(target, (str, os.PathLike)):
         try:
             write_text(Path(target), text)
@@ -352,7 +362,8 @@ def _entry_json(entry: EntryRecord) -> dict[str, Any]:
     return {**data, "measurement": entry.measurement.uid if entry.measurement else None}
 
 
-def _evidence_json(stored: StoredMeasurement) -> dict[str, Any]:
+def written(stored: StoredMeasurement) -> dict[str, Any]:
+    """A measurement as files hold it."""
     return {key: value for key, value in encode(stored).items() if key not in ("id", "run_id")}
 
 

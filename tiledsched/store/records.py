@@ -26,7 +26,7 @@ Made = TypeVar("Made")
 
 def record_of(kind: type[Made], source: Any, **other: Any) -> Made:
     """A record whose fields are those of `source` that are called the same, but for what is given as `other`."""
-    for name, types in _types(kind).items():
+    for name, types in _types(kind).items():  # type: ignore[arg-type]  # a class is hashable
         if name not in other:
             value = other[name] = getattr(source, name)
             if not isinstance(value, types):  # SQLite takes anything in any column

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.store.codec import encode
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import landscape_file_name
-from tiledsched.store.records import BuildRecord, StoredMeasurement
+from tiledsched.store.exchange import landscape_file_name, written
+from tiledsched.store.foreign import RECORD
+from tiledsched.store.records import ArtifactRecord, BuildRecord, StoredMeasurement
 
 T4_VERSION = "1.0.0"
 INVALIDITY = {
@@ -47,6 +49,8 @@ class Recorded:
     """Schedules that gave no measurement, by id."""
     compile_seconds: dict[Schedule, float]
     """Wall time of each compile that is known."""
+    artifacts: Mapping[tuple[str, str], ArtifactRecord] = field(default_factory=dict)
+    """What is known of machine code, by arch and fingerprint."""
 
     @property
     def problem(self) -> Problem:
@@ -102,6 +106,7 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
         failures=tuple((each, failed[each]) for each in sorted(failed, key=lambda schedule: schedule.id)
                        if each not in by_schedule),
         compile_seconds={build.schedule: build.seconds for build in builds},
+        artifacts=db.artifacts(device.arch),
     )  # fmt: skip
 
 
@@ -131,13 +136,16 @@ def t4_results(landscape: Recorded) -> dict[str, Any]:
 
 def _measured(landscape: Recorded, stored: StoredMeasurement) -> dict[str, Any]:
     taken = stored.measurement
-    told = [
+    told: list[tuple[str, Any, str]] = [
         ("time", taken.median_us / 1e3, "ms"), ("time_ci_low", taken.ci_low_us / 1e3, "ms"),
         ("time_ci_high", taken.ci_high_us / 1e3, "ms"), ("TFLOP/s", taken.problem.tflops(taken.median_us), "TFLOP/s"),
         ("sm_clock", taken.conditions.sm_clock_mhz, "MHz"), ("power", taken.conditions.power_w, "W"),
     ]  # fmt: skip
     if taken.accuracy is not None:
         told.append(("worst_tile_error", taken.accuracy.worst_tile_error, ""))
+    artifact = landscape.artifacts.get((taken.device.arch, taken.fingerprint))
+    record = {**written(stored), "artifact": encode(artifact)}
+    told.append((RECORD, json.dumps(record, sort_keys=True), ""))  # what `db import` reads
     return {
         "timestamp": stored.created_at.isoformat(),
         "configuration": taken.schedule.to_json(),

@@ -1,0 +1,208 @@
+"""Measurements in other forms than a table: CSV for data frames and spreadsheets, T4 results for other tuners; and back without
+loss. Both are read into what a table file holds, so that they are checked as one.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from tiledsched.errors import DatabaseError
+from tiledsched.measure.runner import Measurement
+
+RECORD = "tiledsched"
+"""The name under which a T4 result carries the whole measurement."""
+TAKEN = frozenset(field.name for field in fields(Measurement))
+ANEW = "give a file that `tiledsched landscapes --export` wrote; others' configurations can be raced: tune --candidates FILE"
+
+
+def to_csv(measurements: Iterable[Mapping[str, Any]], artifacts: Iterable[Mapping[str, Any]]) -> str:
+    """A row for each measurement, a column for each of its values, with those of its machine code.
+
+    Nested values have names with dots, `schedule.tile_m`; text stands as it is unless it would read as JSON, all else as JSON.
+
+    Args:
+        measurements: as in a table file.
+        artifacts: the same.
+    """
+    known = {(each["arch"], each["fingerprint"]): each for each in artifacts}
+    rows = []
+    for row in measurements:
+        taken = row["measurement"]
+        artifact = known.get((taken["device"]["arch"], taken["fingerprint"]), {})
+        whole = {**row, **taken, "artifact": artifact}
+        del whole["measurement"]
+        rows.append(dict(_flat(whole, "")))
+    text = io.StringIO()
+    writer = csv.DictWriter(
+        text, fieldnames=list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
+    )
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _flat(value: Mapping[str, Any], before: str) -> Iterator[tuple[str, str]]:
+    for key, each in value.items():
+        if isinstance(each, Mapping) and each:
+            yield from _flat(each, f"{before}{key}.")
+        else:
+            yield (
+                before + key,
+                each if isinstance(each, str) and not _is_json(each) else json.dumps(each, ensure_ascii=False),
+            )
+
+
+def _is_json(text: str) -> bool:
+    if not text:
+        return True
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def rows_of_csv(text: str, name: str) -> list[dict[str, Any]]:
+    """The rows of a CSV file, nested again; empty cells are left out.
+
+    Raises:
+        DatabaseError: it is no CSV with a header, or a name stands for a value and for more values.
+    """
+    rows: list[dict[str, Any]] = []
+    try:
+        for cells in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+            row: dict[str, Any] = {}
+            for column, cell in cells.items():
+                if column is None or cell is None:
+                    raise DatabaseError(f"{name}: row {len(rows) + 1} has not as many cells as the header; correct it")
+                if cell:
+                    _put(row, column, json.loads(cell) if _is_json(cell) else cell)
+            rows.append(row)
+    except (csv.Error, AttributeError, TypeError) as error:
+        raise DatabaseError(f"{name} is no CSV with a header of different names: {error}; {ANEW}") from error
+    return rows
+
+
+def _put(row: dict[str, Any], column: str, value: Any) -> None:
+    *path, last = column.split(".")
+    for key in path:
+        row = row.setdefault(key, {})
+    row[last] = value
+
+
+def of_csv(text: str, name: str) -> dict[str, Any]:
+    """What a table file would hold.
+
+    Raises:
+        DatabaseError: it is no CSV of measurements.
+    """
+    rows = rows_of_csv(text, name)
+    if not rows or not all("uid" in row and "fingerprint" in row for row in rows):
+        raise DatabaseError(
+            f"{name}: its rows name no machine code (uid, fingerprint), without which a time is no evidence; {ANEW}"
+        )
+    artifacts = [row.pop("artifact", None) for row in rows]
+    measurements = []
+    for row in rows:
+        taken = {key: row.pop(key) for key in list(row) if key in TAKEN}
+        measurements.append({**row, "measurement": taken})
+    return _table(measurements, artifacts)
+
+
+def of_json(data: Any, name: str) -> dict[str, Any] | None:
+    """What a table file would hold, of another tuner's document; None where it is none. T4 metadata hold no measurements: each
+    result says itself of what it is.
+
+    Raises:
+        DatabaseError: it holds times that are no evidence, or is damaged.
+    """
+    if not isinstance(data, dict):
+        return None
+    if "results" in data:
+        return of_t4(data, name)
+    if "metadata" in data and "measurements" not in data:
+        return _table([], [])
+    if "cache" in data and "tune_params" in data:
+        raise DatabaseError(f"{name} names no machine code, without which a time is no evidence; {ANEW}")
+    return None
+
+
+def of_t4(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a table file would hold, of a T4 results document; results without a time are left out.
+
+    Raises:
+        DatabaseError: a result does not say of which machine code it is, or not what its own record says.
+    """
+    measurements, artifacts = [], []
+    for i, result in enumerate(_results(data, name)):
+        told = result.get("measurements")
+        record = next((each.get("value") for each in told if isinstance(each, dict) and each.get("name") == RECORD), None) \
+            if isinstance(told, list) else None  # fmt: skip
+        if record is None and result.get("invalidity") not in (None, "correct"):
+            continue
+        try:
+            row = json.loads(record) if isinstance(record, str) else None
+        except (ValueError, RecursionError):
+            row = None
+        taken = row.get("measurement") if isinstance(row, dict) else None
+        if not isinstance(row, dict) or not isinstance(taken, dict):
+            raise DatabaseError(
+                f"{name}: results[{i}] names no machine code, without which a time is no evidence; {ANEW}"
+            )
+        if result.get("configuration") != taken.get("schedule"):
+            raise DatabaseError(f"{name}: results[{i}].configuration: is not that of its record; correct one")
+        artifacts.append(row.pop("artifact", None))
+        measurements.append(row)
+    return _table(measurements, artifacts)
+
+
+def _results(data: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    results = data["results"]
+    if not isinstance(results, list) or not all(isinstance(each, dict) for each in results):
+        raise DatabaseError(f"{name}: results: expected a list of objects; {ANEW}")
+    return results
+
+
+def _table(measurements: list[dict[str, Any]], artifacts: Iterable[Any]) -> dict[str, Any]:
+    once = {json.dumps(each, sort_keys=True): each for each in artifacts if each}
+    return {"entries": [], "measurements": measurements, "artifacts": list(once.values())}
+
+
+def configurations(text: str, name: str, knobs: Iterable[str]) -> list[dict[str, Any]]:
+    """The schedules that a file names: a JSON list of them, T4 results, a Kernel Tuner cache, or a CSV file with knobs as columns
+    (`tile_m` or `schedule.tile_m`).
+
+    Args:
+        text: of the file.
+        name: for people; where it ends in .csv it is one.
+        knobs: of the space; other columns are left out.
+
+    Raises:
+        DatabaseError: it is none of these.
+    """
+    wanted = frozenset(knobs)
+
+    def of(found: Iterable[Any], pick: Callable[[Any], Any]) -> list[dict[str, Any]]:
+        schedules = [pick(each) for each in found if isinstance(each, dict)]
+        return [
+            {knob: value for knob, value in each.items() if knob in wanted}
+            for each in schedules
+            if isinstance(each, dict)
+        ]
+
+    if name.endswith(".csv"):
+        return of(rows_of_csv(text, name), lambda row: row.get("schedule", row))
+    data = json.loads(text)
+    if isinstance(data, list):
+        return data
+    if isinstance(data, dict) and isinstance(data.get("results"), list):
+        return of((each for each in data["results"] if isinstance(each, dict) and each.get("invalidity", "correct") == "correct"),
+                  lambda result: result.get("configuration"))  # fmt: skip
+    if isinstance(data, dict) and isinstance(data.get("cache"), dict):
+        return of(data["cache"].values(), lambda row: row if isinstance(row.get("time"), (int, float)) else None)
+    raise DatabaseError(f"{name} names no schedules")
