@@ -58,6 +58,21 @@ WRITING = """
             back_up(db, sys.argv[2] + "/copy.db", replace=True)
             print(number, flush=True)
     """
+REFRESHING = """
+    import dataclasses, os, sys
+    import pytest
+    from test_refresh import first_and_second, refreshed, toolchain, tuned
+    from tiledsched.store.db import TuningDB
+    os.environ["TILEDSCHED_DB"] = sys.argv[1]
+    first, second = first_and_second()
+    with TuningDB.open(sys.argv[1]) as db:
+        tuned(db, first)
+    print("ready", flush=True)
+    for number in range(int(sys.argv[2]), 100000):
+        second.toolchain = toolchain(f"13.5.{number}")
+        (row,) = refreshed(pytest.MonkeyPatch(), second).rows
+        print(row.now.compiler, row.now.measurement.uid, flush=True)
+    """
 
 
 def killed(code: str, *arguments: object, after_s: float) -> list[str]:
@@ -87,6 +102,22 @@ def test_a_killed_merge_loses_nothing_committed(backend, tmp_path) -> None:
                 assert len(found) % 20 == 0  # whole merges
                 assert len(db.entries()) == (1 if found else 0)
     assert promised
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_refresh_and_its_races_lose_nothing_committed(backend, tmp_path) -> None:
+    pause, promised = random.Random(4), set[tuple[str, str]]()
+    with new_url(backend, tmp_path) as url:
+        for number in range((TRIES + 1) // 2):
+            done = killed(REFRESHING, url, 1000 * number, after_s=pause.uniform(0, 4))
+            promised |= {tuple(line.split()) for line in done}
+            with TuningDB.open(url) as db:
+                assert db.check() == []
+                measured = {stored.uid for stored in db.measurements()}
+                served = {(entry.compiler, entry.measurement.uid) for entry in db.entries()}
+                assert promised <= served
+                assert {uid for _, uid in served} <= measured
+                assert {run.status for run in db.runs()} <= {"done", "running", "interrupted"}
 
 
 @pytest.mark.parametrize("old", OLD, ids=lambda path: path.stem)

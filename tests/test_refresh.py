@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from datetime import datetime, timezone
+from functools import partial
 
 import pytest
 from store_samples import DEVICE, PROBLEM, entry, measurement
@@ -203,22 +204,23 @@ class Compiler(Recorded):
 def bench(tmp_path, monkeypatch):
     """Refresh one recorded problem under a compiler; `bench(compiler, gpu=...)`."""
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    return partial(refreshed, monkeypatch)
 
-    def run(compiler: Compiler, *, gpu: bool = True, **more):
-        space = space_for("sm_90", Attention).limited_to(compiler.schedules)
-        tools = tuning.Tools(settings=load_settings(), space=space, toolchain=compiler.toolchain, artifacts=compiler)
-        device = compiler.measurements[0].device
-        with monkeypatch.context() as patched:
-            patched.setattr(pool, "BuildPool", lambda jobs: compiler)
-            for module in (refresh_module, tuning):
-                patched.setattr(module, "prepare_tools", lambda *given, **named: tools)
-            patched.setattr(refresh_module, "devices", lambda: [device] if gpu else [])
-            runner = ReplayRunner(Attention, compiler.measurements, seed=1)
-            runner.close = lambda: None
-            patched.setattr(tuning, "open_runner", lambda *given, **named: runner)
-            return refresh(Attention, [compiler.problem], arch="sm_90", **more)
 
-    return run
+def refreshed(monkeypatch, compiler: Compiler, *, gpu: bool = True, **more):
+    """Refresh what a database holds of a compiler's problem, on a recorded GPU."""
+    space = space_for("sm_90", Attention).limited_to(compiler.schedules)
+    tools = tuning.Tools(settings=load_settings(), space=space, toolchain=compiler.toolchain, artifacts=compiler)
+    device = compiler.measurements[0].device
+    with monkeypatch.context() as patched:
+        patched.setattr(pool, "BuildPool", lambda jobs: compiler)
+        for module in (refresh_module, tuning):
+            patched.setattr(module, "prepare_tools", lambda *given, **named: tools)
+        patched.setattr(refresh_module, "devices", lambda: [device] if gpu else [])
+        runner = ReplayRunner(Attention, compiler.measurements, seed=1)
+        runner.close = lambda: None
+        patched.setattr(tuning, "open_runner", lambda *given, **named: runner)
+        return refresh(Attention, [compiler.problem], arch="sm_90", **more)
 
 
 def first_and_second(changes=lambda schedule: True) -> tuple[Compiler, Compiler]:
