@@ -227,13 +227,18 @@ def report(options: argparse.Namespace) -> int:
 
 
 def _written_report(options: argparse.Namespace, folder: str, device_name: str | None = None) -> list[Path]:
-    """The files of a report on the kernel and arch of a command."""
-    from tiledsched.report import build_report, write_report
+    """The files of a report on the kernel and archs of a command: what the database holds, over what ships."""
+    from tiledsched.report import WithShipped, build_report, write_report
     from tiledsched.search.tuner import modelled_times
+    from tiledsched.store.db import TuningDB
+    from tiledsched.store.location import database_exists
 
-    with _open(options, read_only=True) as db:
-        found = build_report(db, options.arch, kernel=options.declaration, regime=_settings(options).regime,
-                             device_name=device_name, model_times=modelled_times(options.arch, options.declaration))  # fmt: skip
+    settings, kernel = _settings(options), options.declaration
+    named = options.db or database_exists(settings.db)
+    with _open(options, read_only=True) if named else TuningDB.open(":memory:") as db:
+        found = [build_report(WithShipped(db, kernel, arch, settings), arch, kernel=kernel, regime=settings.regime,
+                              device_name=device_name, model_times=modelled_times(arch, kernel))
+                 for arch in getattr(options, "archs", None) or [options.arch]]  # fmt: skip
     return write_report(found, Path(folder))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from tiledsched.problem import Problem, unit_of
 from tiledsched.report.analysis import size_regime
 from tiledsched.report.records import MEASURED, MODELLED, Report, Section, Tile
+from tiledsched.report.regret import broad, regret_map
 
 RATE_COLUMNS = {"TFLOP/s": "tflops", "GB/s": "gbps"}
 FACT_COLUMNS = ("registers", "threads", "shared_bytes", "spill_bytes", "code_bytes", "ctas_per_sm")
@@ -54,6 +55,13 @@ def schedules_csv(report: Report) -> str:
                 row |= {name: getattr(timed.facts, name) for name in FACT_COLUMNS}
             rows.append(row)
     return _csv([*first, *fields.values(), "schedule_id", *knobs.values(), *last], rows)
+
+
+def regret_csv(report: Report) -> str:
+    """One row for every pair of problems with a landscape: what serving the winner of one on the other costs."""
+    rows = [{"arch": report.arch, "winner_of": str(one.tuned), "winner_of_id": one.tuned.id, "served_on": str(one.served),
+             "served_on_id": one.served.id, "loss": _number(one.loss)} for one in regret_map(broad(report.measured.problems))]  # fmt: skip
+    return _csv(["arch", "winner_of", "winner_of_id", "served_on", "served_on_id", "loss"], rows)
 
 
 def sensitivity_csv(report: Report) -> str:

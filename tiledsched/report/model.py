@@ -35,6 +35,7 @@ from tiledsched.store.queries import KnobEffect, compare_regimes, knob_effects
 from tiledsched.store.records import BuildRecord, EntryRecord, FailureRecord, StoredMeasurement, Toolchain
 
 if TYPE_CHECKING:
+    from tiledsched.report.sources import WithShipped
     from tiledsched.store.db import TuningDB
 
 __all__ = ["ModelTimes", "Report", "build_report"]
@@ -49,7 +50,7 @@ LandscapeKey = tuple[Problem, str, str]
 
 
 def build_report(
-    db: TuningDB,
+    db: TuningDB | WithShipped,
     arch: str,
     kernel: KernelClass,
     *,
@@ -74,11 +75,9 @@ def build_report(
     entries = for_compiler(db.entries(arch=arch, kernel=kernel.name), compiler)
     if device_name is not None:
         entries = [entry for entry in entries if entry.device_name in ("", device_name)]
-    taken = of_one_compiler(
-        db.measurements(arch=arch, regime=regime, device_name=device_name, kernel=kernel.name), compiler
-    )
-    existing = sum(line.measurements for line in db.landscapes()
-                   if line.arch == arch and line.problem.kernel == kernel.name)  # fmt: skip
+    existing = db.measurements(arch=arch, kernel=kernel.name)
+    taken = of_one_compiler([stored for stored in existing if stored.measurement.regime == regime
+                             and device_name in (None, stored.measurement.device.name)], compiler)  # fmt: skip
     builds = _Builds(db, arch, kernel, taken, entries)
     desk = _Desk(kernel=kernel, axes=axes_of(kernel), arch=arch, builds=builds, space=space or _or_none(space_for, arch, kernel),
                  entries=entries, regime=regime)  # fmt: skip
@@ -105,7 +104,7 @@ def build_report(
         tile_knobs=tile,
         regime=regime,
         device_name=device_name or "",
-        elsewhere=existing - len(taken),
+        elsewhere=len(existing) - len(taken),
         measured=_section(MEASURED, measured, tile),
         modelled=_section(MODELLED, modelled, tile),
         unmeasured=tuple(entry for entry in entries if entry.provenance in ("transferred", "default")
@@ -137,7 +136,7 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
 class _Builds:
     """Every build by the compilers and kernel sources that the evidence was made with."""
 
-    def __init__(self, db: TuningDB, arch: str, kernel: KernelClass, taken: list[StoredMeasurement],
+    def __init__(self, db: TuningDB | WithShipped, arch: str, kernel: KernelClass, taken: list[StoredMeasurement],
                  entries: list[EntryRecord]) -> None:  # fmt: skip
         wanted: dict[tuple[str, str], Toolchain] = {}
         for stored in taken:

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 from tiledsched.errors import ConfigError
 from tiledsched.files import write_whole
-from tiledsched.problem import unit_of
-from tiledsched.report import plots
+from tiledsched.problem import Problem, unit_of
+from tiledsched.report import charts
 from tiledsched.report.axes import cell, show
-from tiledsched.report.csv_files import importance_csv, interactions_csv, regimes_csv, schedules_csv, sensitivity_csv
-from tiledsched.report.document import NOTHING, Block, Heading, Image, Paragraph, Table, to_html, to_markdown
+from tiledsched.report.charts import rates_of
+from tiledsched.report.csv_files import (
+    importance_csv,
+    interactions_csv,
+    regimes_csv,
+    regret_csv,
+    schedules_csv,
+    sensitivity_csv,
+)
+from tiledsched.report.document import (
+    NOTHING,
+    Block,
+    Cards,
+    Chart,
+    Contents,
+    Heading,
+    Paragraph,
+    Table,
+    drawings,
+    to_html,
+    to_markdown,
+)
 from tiledsched.report.records import (
     MEASURED,
+    MODELLED,
     DeviceConditions,
     Interaction,
     KnobShare,
@@ -23,32 +46,37 @@ from tiledsched.report.records import (
     Section,
     Tile,
 )
+from tiledsched.report.regret import LIMITS, broad, enough
 from tiledsched.schedule import Schedule
 
-NO_PLOTS = "Heat maps are given as tables: for pictures, run `pip install 'tiledsched[report]'`."
+NO_CHARTS = "The charts are left out: for them, run `pip install 'tiledsched[report]'`."
+NOT_MEASURED = "not measured"
 
 
-def write_report(report: Report, out_dir: str | Path) -> list[Path]:
-    """Write report.md, report.html, the CSV files and the heat maps; the files written.
+def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> list[Path]:
+    """Write report.md, report.html, the CSV files and the charts; the files written.
 
-    The folder is made where needed. Files in it with other names are left alone.
+    Several reports, of one kernel on several archs, stand in one document that begins by comparing them; their other files have
+    the arch in their names. The folder is made where needed. Files in it with other names are left alone.
 
     Raises:
         ConfigError: the folder cannot be made or written.
     """
+    several = [reports] if isinstance(reports, Report) else list(reports)
     folder = Path(out_dir)
-    images = plots.heat_maps(report)
-    blocks = document(report, images)
+    blocks = document(several[0]) if len(several) == 1 else side_by_side(several)
+    drawn = drawings(blocks)
+    if drawn is None and any(isinstance(block, Chart) for block in blocks):
+        blocks = [block for block in blocks if not isinstance(block, Chart)]
+        blocks.insert(1, Paragraph(text=NO_CHARTS))
     files: dict[str, bytes] = {
-        "report.md": to_markdown(blocks).encode(),
-        "report.html": to_html(blocks, title=_title(report)).encode(),
-        "schedules.csv": schedules_csv(report).encode(),
-        "sensitivity.csv": sensitivity_csv(report).encode(),
-        **({"regimes.csv": regimes_csv(report).encode()} if report.regimes else {}),
-        **({"interactions.csv": interactions_csv(report).encode()} if report.measured.interactions else {}),
-        **({"importance.csv": importance_csv(report).encode()} if report.measured.shares else {}),
-        **(images or {}),
+        "report.md": to_markdown(blocks, drawn or ()).encode(),
+        "report.html": to_html(blocks, title=_title(several)).encode(),
+        **(drawn or {}),
     }
+    for report in several:
+        before = f"{report.arch}_" if len(several) > 1 else ""
+        files |= {before + name: content.encode() for name, content in _tables(report).items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -60,21 +88,168 @@ def write_report(report: Report, out_dir: str | Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def document(report: Report, images: Mapping[str, bytes] | None = None) -> list[Block]:
-    """The whole report. `images` are the heat maps by file name; None where they could not be drawn."""
-    blocks: list[Block] = [Paragraph(text=report.warning, warning=True)] if report.warning else []
-    blocks.append(Heading(text=_title(report), level=1))
-    blocks += [Paragraph(text=line) for line in _summary(report)]
+def _tables(report: Report) -> dict[str, str]:
+    """The CSV files, by name."""
+    return {
+        "schedules.csv": schedules_csv(report),
+        "sensitivity.csv": sensitivity_csv(report),
+        **({"regimes.csv": regimes_csv(report)} if report.regimes else {}),
+        **({"interactions.csv": interactions_csv(report)} if report.measured.interactions else {}),
+        **({"importance.csv": importance_csv(report)} if report.measured.shares else {}),
+        **({"regret.csv": regret_csv(report)} if len(broad(report.measured.problems)) > 1 else {}),
+    }
+
+
+def document(report: Report) -> list[Block]:
+    """The whole report: the answer, the charts, then every figure."""
+    blocks: list[Block] = [Heading(text=_title([report]), level=1)]
+    blocks += [Paragraph(text=report.warning, warning=True)] if report.warning else []
+    return [*blocks, *_answer(report), Contents(), *_body(report, "")]
+
+
+def side_by_side(reports: Sequence[Report]) -> list[Block]:
+    """Several archs: what each came to and what they share first, then each by itself."""
+    blocks: list[Block] = [Heading(text=_title(reports), level=1)]
+    charts = [rates_of(reports)]
+    blocks += [
+        _told(reports),
+        *(Chart(name="rates-of-all", spec=spec, text="Best rates, arch by arch") for spec in charts if spec),
+    ]
+    blocks += [Contents(), Heading(text="The same problems"), _shared(reports)]
+    for report in reports:
+        blocks.append(Heading(text=f"{report.kernel} on {report.arch}"))
+        blocks += [Paragraph(text=report.warning, warning=True)] if report.warning else []
+        blocks += [*_answer(report), *_body(report, report.arch)]
+    return blocks
+
+
+def _told(reports: Sequence[Report]) -> Table:
+    """A row for each arch: what its first screen would say."""
+    names = list(dict.fromkeys(what for report in reports for _, what in _figures(report)))
+    rows = []
+    for report in reports:
+        found = {what: value for value, what in _figures(report)}
+        rows.append((report.arch, ", ".join(sorted({one.device_name for one in report.measured.problems})) or MODELLED,
+                     *(found.get(what, NOTHING) for what in names)))  # fmt: skip
+    return _table(("arch", "measured on", *names), rows)
+
+
+def _shared(reports: Sequence[Report]) -> Table:
+    """A row for each problem of more than one report: time and schedule in each."""
+    best: dict[Problem, dict[str, ProblemReport]] = {}
+    for report in reports:
+        for one in (*report.modelled.problems, *report.measured.problems):  # what was measured is told
+            if one.accum_mode == "fp32":
+                best.setdefault(one.problem, {})[report.arch] = one
+    archs = [report.arch for report in reports]
+    head = ["problem", *(f"{arch}, {what}" for arch in archs for what in ("us", "schedule"))]
+    rows = []
+    for problem, found in sorted(best.items()):
+        if len(found) > 1:
+            row = [str(problem)]
+            for arch in archs:
+                one = found.get(arch)
+                row += (
+                    [f"{_us(one.best.us)} {one.provenance}", _short(one.best.schedule)] if one else [NOTHING, NOTHING]
+                )
+            rows.append(row)
+    return _table(head, rows)
+
+
+def _answer(report: Report) -> list[Block]:
+    """The first screen: what the choice of schedule is worth here."""
+    blocks: list[Block] = [Paragraph(text=line) for line in _summary(report)[:1]]
+    figures = _figures(report)
+    if figures:
+        blocks.append(Cards(items=tuple(figures)))
+    section = _main(report)
+    spec = charts.costs(section)
+    if spec is not None:
+        blocks.append(Chart(name=f"costs-{report.arch}", spec=spec, text=f"What a choice costs, {section.provenance}: each dot is a "
+                            "problem, the red tick their geometric mean"))  # fmt: skip
+        blocks.append(Paragraph(text=f"Each dot is a problem, {section.provenance}: how much longer it takes with that choice in place of "
+                                "the best. The red tick is the geometric mean."))  # fmt: skip
+    return blocks
+
+
+def _main(report: Report) -> Section:
+    """What the answer is made of: measured, where enough was, to say what other schedules cost."""
+    return report.measured if report.measured.problems else report.modelled
+
+
+def _figures(report: Report) -> list[tuple[str, str]]:
+    """The answer in figures, each with what it is."""
+    section = _main(report)
+    kind = "" if section.provenance == MEASURED else f", {MODELLED}"
+    found: list[tuple[str, str]] = []
+
+    def mean(drops: Iterable[float | None], what: str) -> None:
+        known = [1 + drop for drop in drops if drop is not None]
+        if known:
+            found.append(
+                (
+                    f"{(statistics.geometric_mean(known) - 1) * 100:+.1f}%",
+                    f"{what} ({_count(len(known), 'problem')}{kind})",
+                )
+            )
+
+    mean((one.default_drop for one in section.problems), "the default schedule costs")
+    mean((one.tile_drop for one in section.problems), "the second best tile costs")
+    mean((one.median_drop for one in section.problems if one.programs > 2), "the median program costs")
+    decisive = next((one for one in section.knobs if one.mean_change is not None and one.pairs >= 5), None)
+    if decisive is not None and decisive.mean_change is not None:
+        found.append(
+            (
+                decisive.knob,
+                f"changes the time most when it alone changes: {decisive.mean_change * 100:+.0f}% on average{kind}",
+            )
+        )
+    covered = (
+        [each for each in enough(broad(section.problems)) if each.limit == LIMITS[-1]]
+        if section.provenance == MEASURED
+        else []
+    )
+    if covered and covered[0].problems > 1:
+        found.append((_count(len(covered[0].schedules), "schedule"), f"keep all {covered[0].problems} problems with a landscape within "
+                      f"{covered[0].limit * 100:.0f}% of their best"))  # fmt: skip
+    return found
+
+
+def _body(report: Report, arch: str) -> list[Block]:
+    """Charts, then tables. With `arch`, headings and files name it: other reports stand beside."""
+    after = f" ({arch})" if arch else ""
+    blocks: list[Block] = [Paragraph(text=line) for line in _summary(report)[1:]]
     sections = [section for section in (report.measured, report.modelled) if section.problems]
-    if images is None and any(plots.with_tiles(section) for section in sections):
-        blocks.append(Paragraph(text=NO_PLOTS))
     for section in sections:
-        blocks += _section(section, report, images)
-    return [*blocks, *_regimes(report), *_inert(report), *_unmeasured(report), *_failures(report), *_conditions(report)]
+        for name, (heading, text, spec) in charts.of_section(section, report).items():
+            blocks += [Heading(text=heading + after), Paragraph(text=text),
+                       Chart(name=f"{name}-{report.arch}", spec=spec, text=f"{heading}: {text}")]  # fmt: skip
+            if name == f"regret-{MEASURED}":
+                blocks += _enough(section)
+        if section.shares:
+            blocks += [Heading(text="Which knobs matter" + after), Paragraph(text=SHARES), shares_table(section.shares)]
+        if section.interactions:
+            blocks += [Heading(text="Which knobs depend on each other" + after), Paragraph(text=INTERACTIONS),
+                       interactions_table(section.interactions)]  # fmt: skip
+    blocks += _regimes(report)
+    for section in sections:
+        blocks += _section(section, report)
+    tables = [*blocks, *_inert(report), *_unmeasured(report), *_failures(report), *_conditions(report)]
+    return [replace(block, text=block.text + after) if isinstance(block, Heading) and after and not block.text.endswith(after) else block
+            for block in tables]  # fmt: skip
 
 
-def _title(report: Report) -> str:
-    return f"Tiling sensitivity on {report.arch}: {report.kernel}"
+def _enough(section: Section) -> list[Block]:
+    """How few schedules are enough."""
+    rows = [(f"{one.limit * 100:.0f}%", str(len(one.schedules)), str(one.problems), ", ".join(map(_short, one.schedules[:3]))
+             + (", ..." if len(one.schedules) > 3 else "")) for one in enough(broad(section.problems))]  # fmt: skip
+    text = ("How few schedules keep every problem with a landscape within a limit of its best, found greedily; a schedule covers only what it "
+            "was timed on.")  # fmt: skip
+    return [Paragraph(text=text), _table(("limit", "schedules", "problems", "the first of them"), rows)]
+
+
+def _title(reports: Sequence[Report]) -> str:
+    return f"Tiling sensitivity on {', '.join(report.arch for report in reports)}: {reports[0].kernel}"
 
 
 def _summary(report: Report) -> list[str]:
@@ -97,26 +272,25 @@ def _summary(report: Report) -> list[str]:
     return lines
 
 
-def _section(section: Section, report: Report, images: Mapping[str, bytes] | None) -> list[Block]:
+def _section(section: Section, report: Report) -> list[Block]:
     name = section.provenance
-    blocks: list[Block] = [Heading(text=f"Best schedules, {name}")]
+    blocks: list[Block] = [Heading(text=f"Best schedules, {name}", folded=True)]
+    todo = f"tiledsched record {report.kernel} --arch {report.arch} --out DIR"
+    if name == MEASURED and any(one.default_drop is None for one in section.problems):
+        blocks.append(
+            Paragraph(text=f"Where something was {NOT_MEASURED}, `{todo}` with that problem's flags measures it.")
+        )
     for _, members in groupby(section.problems, key=lambda one: one.group):
         group = list(members)
         blocks += [Heading(text=_group_title(group[0], report), level=3), _best_table(group, report)]
     if section.sensitivity:
-        blocks += [Heading(text=f"Tiling sensitivity, {name}"), *_sensitivity(section, report)]
+        blocks += [Heading(text=f"Tiling sensitivity, {name}", folded=True), *_sensitivity(section, report)]
     if section.knobs:
-        blocks += [Heading(text=f"Knobs, {name}"), *_knobs(section)]
-    if section.shares:
-        blocks += [Heading(text="Which knobs matter"), Paragraph(text=SHARES), shares_table(section.shares)]
-    if section.interactions:
-        blocks += [Heading(text="Which knobs depend on each other"), Paragraph(text=INTERACTIONS),
-                   interactions_table(section.interactions)]  # fmt: skip
+        blocks += [Heading(text=f"Every knob, {name}", folded=True), *_knobs(section)]
     if any(one.best.facts for one in section.problems):
-        blocks += [Heading(text=f"Resources of the winners, {name}"), _resources(section)]
-    blocks += _heat_maps(section, report, images)
+        blocks += [Heading(text=f"Resources of the winners, {name}", folded=True), _resources(section)]
     if name == MEASURED:
-        blocks += [Heading(text="Evidence"), _evidence(section, report)]
+        blocks += [Heading(text="Evidence", folded=True), _evidence(section, report)]
     return blocks
 
 
@@ -229,27 +403,6 @@ def _resources(section: Section) -> Table:
     return _table(head, rows)
 
 
-def _heat_maps(section: Section, report: Report, images: Mapping[str, bytes] | None) -> list[Block]:
-    problems = plots.with_tiles(section)
-    blocks: list[Block] = [Heading(text=f"Heat maps, {section.provenance}")] if problems else []
-    for one in problems:
-        name, title = plots.file_name(one), plots.title(one, report.arch)
-        if images is None:
-            blocks += [Heading(text=title, level=3), _heat_table(one, report)]
-        elif name in images:
-            blocks.append(Image(name=name, png=images[name], text=f"Heat map: {title}"))
-    return blocks
-
-
-def _heat_table(one: ProblemReport, report: Report) -> Table:
-    row_knob, column_knob = report.tile_knobs or ("", "")
-    cells = {tile.tile: f"{tile.relative:.3f}" for tile in one.tiles}
-    columns = sorted({column for _, column in cells})
-    return _table([row_knob, *(f"{one.provenance} time / best, {column_knob}={column}" for column in columns)], (
-        (str(row), *(cells.get((row, column), NOTHING) for column in columns)) for row in sorted({row for row, _ in cells})
-    ))  # fmt: skip
-
-
 def _evidence(section: Section, report: Report) -> Table:
     head = ("device", "problem", *_accum(report, "accum"), "schedules", "programs", "measurements", "samples of the best",
             "served", "tied with the best")  # fmt: skip
@@ -277,7 +430,9 @@ def _regimes(report: Report) -> list[Block]:
     )
     head = ("device", "problem", *_accum(report, "accum"), "programs in both", "burst winner", "sustained winner",
             "burst winner's loss when sustained", "sure", "sustained winner's loss in burst", "sure")  # fmt: skip
-    return [Heading(text="Burst against sustained"), Paragraph(text=text), _table(head, (
+    return [Heading(text="Burst against sustained"), Paragraph(text=text),
+            *(Chart(name=f"regimes-{report.arch}", spec=spec, text="What the winner of one regime costs in the other")
+              for spec in [charts.regimes(report)] if spec), _table(head, (
         (one.device_name, str(one.problem), *_accum(report, one.accum_mode), str(one.programs), _short(one.burst_winner),
          "the same" if one.same else _short(one.sustained_winner), _percent(one.burst_loss), show(one.burst_loss_distinct),
          _percent(one.sustained_loss), show(one.sustained_loss_distinct)) for one in report.regimes))]  # fmt: skip
@@ -291,7 +446,7 @@ def _inert(report: Report) -> list[Block]:
         "are the same machine code. A grid may depend on a knob that the machine code does not."
     )
     head = ("knob", "pairs built", "same machine code", "share", "inert")
-    return [Heading(text="Knobs that change nothing"), Paragraph(text=text), _table(head, (
+    return [Heading(text="Knobs that change nothing", folded=True), Paragraph(text=text), _table(head, (
         (f"`{knob.knob}`", f"{knob.pairs:,}", f"{knob.same:,}", _percent(knob.same / knob.pairs), show(knob.inert))
         for knob in report.inert))]  # fmt: skip
 
@@ -300,15 +455,15 @@ def _unmeasured(report: Report) -> list[Block]:
     if not report.unmeasured:
         return []
     head = ("problem", *_accum(report, "accum"), "provenance", "schedule", "source")
-    return [Heading(text="Served without a measurement or a model"), _table(head, (
+    return [Heading(text="Served without a measurement or a model", folded=True), _table(head, (
         (str(entry.problem), *_accum(report, entry.accum_mode), entry.provenance, _short(entry.schedule),
          entry.source or NOTHING) for entry in report.unmeasured))]  # fmt: skip
 
 
 def _failures(report: Report) -> list[Block]:
     if not report.failures:
-        return [Heading(text="Failures"), Paragraph(text="No candidate failed.")]
-    return [Heading(text="Failures"), _table(("stage", "kind", "candidates", "for example", "schedule"), (
+        return [Heading(text="Failures", folded=True), Paragraph(text="No candidate failed.")]
+    return [Heading(text="Failures", folded=True), _table(("stage", "kind", "candidates", "for example", "schedule"), (
         (line.stage, line.kind, str(line.candidates), _code(line.example), _short(line.schedule))
         for line in report.failures))]  # fmt: skip
 
@@ -316,10 +471,13 @@ def _failures(report: Report) -> list[Block]:
 def _conditions(report: Report) -> list[Block]:
     blocks: list[Block] = []
     for device in report.conditions:
-        blocks += [Heading(text=f"Conditions: {device.device.name}"), _condition_table(device, report.regime)]
+        blocks += [
+            Heading(text=f"Conditions: {device.device.name}", folded=True),
+            _condition_table(device, report.regime),
+        ]
     if report.modelled.problems and report.model_compilers:
         rows = tuple(("modelled from builds by", compiler) for compiler in report.model_compilers)
-        blocks += [Heading(text="Conditions: model"), Table(head=("condition", "value"), rows=rows)]
+        blocks += [Heading(text="Conditions: model", folded=True), Table(head=("condition", "value"), rows=rows)]
     return blocks
 
 

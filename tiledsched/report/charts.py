@@ -1,0 +1,642 @@
+"""The report's charts as Vega-Lite, one description for the page, SVG and PNG. Nothing is drawn here: see :mod:`document`.
+
+Colours are Okabe and Ito's (2008) and viridis, which the colour-blind can tell apart. Text and axes have no colour of their own,
+so that they follow the page, light or dark.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tiledsched.problem import unit_of
+from tiledsched.report.axes import show
+from tiledsched.report.records import MEASURED, MODELLED, ProblemReport, Report, Section
+from tiledsched.report.regret import broad, regret_map
+
+Spec = dict[str, Any]
+SCALE_END = 3.0
+"""Times beyond this many times the best share one colour, or are not drawn: one bad tile would grey out the rest."""
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+MOST_POINTS = 2500
+"""Of a scatter plot, drawn evenly from all: a page stays below 5 MB."""
+SWEPT = 12
+"""Knobs whose sweeps are drawn, the most important."""
+REGRETS = 40
+"""Problems on a side of the regret map, at most."""
+
+
+def chart(
+    values: Iterable[dict[str, Any]], layers: Spec, *, width: int | None = None, height: int | None = None
+) -> Spec:
+    """A chart over rows."""
+    sized = {key: value for key, value in (("width", width), ("height", height)) if value}
+    return {"data": {"values": list(values)}, **sized, **layers}
+
+
+def quantity(field: str, title: str, **more: Any) -> Spec:
+    """A channel of numbers."""
+    return {"field": field, "type": "quantitative", "title": title, **more}
+
+
+def word(field: str, title: str | None, **more: Any) -> Spec:
+    """A channel of words, in the order of the rows."""
+    return {"field": field, "type": "nominal", "title": title, "sort": None, **more}
+
+
+def _tips(**titles: str) -> list[Spec]:
+    return [{"field": field, "title": title} for field, title in titles.items()]
+
+
+def _loss(loss: float | None) -> str:
+    return "" if loss is None else f"{loss * 100:+.1f}%"
+
+
+def costs(section: Section) -> Spec | None:
+    """What a choice costs: a dot for each problem, a tick for the geometric mean."""
+    rows = []
+    for one in section.problems:
+        choices = (
+            ("second best tile", one.tile_drop),
+            ("default schedule", one.default_drop),
+            ("median program", one.median_drop if one.programs > 2 else None),
+            ("worst program", one.worst.relative - 1 if one.programs > 2 else None),
+        )
+        rows += [
+            {
+                "choice": choice,
+                "relative": 1 + drop,
+                "loss": _loss(drop),
+                "problem": str(one.problem),
+                "best": one.best.schedule.short(),
+                "us": round(one.best.us, 1),
+            }
+            for choice, drop in choices
+            if drop is not None
+        ]
+    if not rows:
+        return None
+    means = {
+        choice: statistics.geometric_mean([row["relative"] for row in rows if row["choice"] == choice])
+        for choice in dict.fromkeys(row["choice"] for row in rows)
+    }
+    x = quantity(
+        "relative", f"{section.provenance} time / best time (1 = nothing lost)", scale={"type": "log", "nice": False}
+    )
+    y = word("choice", None, axis={"labelLimit": 200, "labelFontSize": 13})
+    dots = {
+        "mark": {"type": "circle", "size": 70, "opacity": 0.55, "color": BLUE},
+        "encoding": {
+            "x": x,
+            "y": y,
+            "yOffset": {"field": "jitter", "type": "quantitative"},
+            "tooltip": _tips(
+                choice="instead of the best", loss="loses", problem="problem", us="best, us", best="best schedule"
+            ),
+        },
+        "transform": [{"calculate": "random()", "as": "jitter"}],
+    }
+    mean = {
+        "data": {
+            "values": [
+                {"choice": choice, "relative": value, "said": _loss(value - 1)} for choice, value in means.items()
+            ]
+        }
+    }
+    ticks = {
+        **mean,
+        "mark": {"type": "tick", "thickness": 3, "size": 42, "color": RED},
+        "encoding": {"x": x, "y": y, "tooltip": _tips(choice="instead of the best", said="geometric mean")},
+    }
+    text = {
+        **mean,
+        "mark": {"type": "text", "dy": -27, "fontSize": 12, "fontWeight": "bold", "color": RED},
+        "encoding": {"x": x, "y": y, "text": {"field": "said", "type": "nominal"}},
+    }
+    return chart(rows, {"layer": [dots, ticks, text]}, width=640, height=70 * len(means))
+
+
+def knobs(section: Section) -> Spec | None:
+    """Knobs by what changing one alone does."""
+    shares = {one.knob: one.share for one in section.shares}
+    rows = [
+        {
+            "knob": one.knob,
+            "change": one.mean_change,
+            "said": _loss(one.mean_change),
+            "pairs": one.pairs,
+            "share": f"{shares[one.knob] * 100:.0f}%" if one.knob in shares else "not computed",
+            "held": ", ".join(f"{show(line.value)}: {line.ratio:.3f}" for line in one.values),
+        }
+        for one in section.knobs
+        if one.mean_change is not None and one.pairs >= 5
+    ]
+    if not rows:
+        return None
+    bars = {
+        "mark": {"type": "bar", "color": BLUE},
+        "encoding": {
+            "x": quantity("change", "mean change of the time when this knob alone changes", axis={"format": "%"}),
+            "y": word("knob", None, axis={"labelLimit": 220}),
+            "tooltip": _tips(
+                knob="knob",
+                said="mean change",
+                pairs="pairs",
+                share="share of what makes programs good",
+                held="best with it held / best",
+            ),
+        },
+    }
+    return chart(rows, bars, width=520, height=18 * len(rows))
+
+
+def _explored(section: Section) -> list[ProblemReport]:
+    return [one for one in section.problems if len(one.tiles) > 1]
+
+
+def _group(one: ProblemReport, report: Report) -> str:
+    accum = f"{one.accum_mode} accumulators" if one.accum_mode != "fp32" else ""
+    device = one.device_name if len({each.device_name for each in report.measured.problems}) > 1 else ""
+    return (
+        ", ".join(part for part in (report.axes.describe_shared(one.problem), accum, device) if part) or report.kernel
+    )
+
+
+def tiles(section: Section, report: Report) -> Spec | None:
+    """Small multiples on one scale: a square for each tile size, a panel for each problem."""
+    problems = _explored(section)
+    if not problems or report.tile_knobs is None:
+        return None
+    first, second = report.tile_knobs
+    several = len({(_group(one, report), one.size) for one in problems}) < len(problems)
+    rows = []
+    for one in problems:
+        best = {
+            (timed.schedule.number(first), timed.schedule.number(second)): timed
+            for timed in reversed(one.timed)
+            if {first, second} <= {*timed.schedule}
+        }
+        for tile in one.tiles:
+            rows.append(
+                {
+                    "rows": tile.tile[0],
+                    "columns": tile.tile[1],
+                    "relative": round(min(tile.relative, SCALE_END), 4),
+                    "said": f"{tile.relative:.2f}",
+                    "us": round(tile.us, 2),
+                    "problem": str(one.problem),
+                    "tile": tile is one.tiles[0],
+                    "panel": str(one.problem) if several else f"{report.axes.swept_title}={one.size}",
+                    "group": _group(one, report),
+                    "schedule": best[tile.tile].schedule.short(),
+                }
+            )
+    encoding = {
+        "x": {"field": "columns", "type": "ordinal", "title": second},
+        "y": {"field": "rows", "type": "ordinal", "title": first, "sort": "descending"},
+        "color": quantity(
+            "relative",
+            f"{section.provenance} time / best",
+            scale={"scheme": "viridis", "reverse": True, "domain": [1, SCALE_END]},
+        ),
+        "tooltip": _tips(
+            problem="problem",
+            rows=first,
+            columns=second,
+            said="time / best tile",
+            us=f"{section.provenance} us",
+            schedule="its best schedule",
+        ),
+    }
+    layers = [
+        {"mark": {"type": "rect"}, "encoding": encoding},
+        {
+            "mark": {"type": "rect", "filled": False, "stroke": RED, "strokeWidth": 2.5},
+            "encoding": encoding | {"color": {"value": RED}},
+            "transform": [{"filter": "datum.tile"}],
+        },
+        {
+            "mark": {"type": "text", "fontSize": 9},
+            "encoding": encoding
+            | {
+                "text": {"field": "said", "type": "nominal"},
+                "color": {"condition": {"test": "datum.relative > 1.9", "value": "white"}, "value": "black"},
+            },
+        },
+    ]
+    size = {"width": {"step": 34}, "height": {"step": 26}}
+    if several:
+        facet: Spec = {"facet": word("panel", None, header={"labelFontSize": 11}), "columns": 4}
+    else:
+        facet = {
+            "facet": {
+                "row": word("group", None, header={"labelAngle": 0, "labelAlign": "left", "labelLimit": 160}),
+                "column": {
+                    "field": "panel",
+                    "type": "nominal",
+                    "title": None,
+                    "sort": [f"{report.axes.swept_title}={size}" for size in sorted({one.size for one in problems})],
+                },
+            }
+        }
+    return chart(
+        rows,
+        {**facet, "spec": {"layer": layers, **size}, "resolve": {"axis": {"x": "independent", "y": "independent"}}},
+    )
+
+
+def sweeps(section: Section, report: Report) -> Spec | None:
+    """For each knob what holding it at a value costs, all others free: a line for each problem."""
+    problems = [one for one in section.problems if one.programs > 2]
+    rows = []
+    for effect in section.knobs[:SWEPT]:
+        for one in problems:
+            found = next((each for each in one.knobs if each.knob == effect.knob), None)
+            if found and len(found.values) > 1:
+                rows += [
+                    {
+                        "knob": effect.knob,
+                        "value": show(line.value),
+                        "order": line.value if type(line.value) is int else 0,
+                        "relative": round(min(line.ratio, SCALE_END), 4),
+                        "said": _loss(line.ratio - 1),
+                        "problem": str(one.problem),
+                        "group": _group(one, report),
+                    }
+                    for line in found.values
+                ]
+    if not rows:
+        return None
+    line = {
+        "mark": {"type": "line", "point": {"size": 25}, "opacity": 0.65, "strokeWidth": 1.5},
+        "encoding": {
+            "x": {
+                "field": "value",
+                "type": "ordinal",
+                "title": None,
+                "sort": {"field": "order"},
+                "axis": {"labelAngle": 0, "labelLimit": 60},
+            },
+            "y": quantity("relative", "time / best", scale={"zero": False}),
+            "color": word(
+                "group",
+                None,
+                scale={"scheme": "tableau10"},
+                legend={"orient": "bottom", "columns": 3, "labelLimit": 260},
+            ),
+            "detail": {"field": "problem", "type": "nominal"},
+            "tooltip": _tips(problem="problem", knob="knob", value="held at", said="costs"),
+        },
+        "width": 170,
+        "height": 110,
+    }
+    return chart(
+        rows,
+        {
+            "facet": word("knob", None),
+            "columns": 4,
+            "spec": line,
+            "resolve": {"scale": {"x": "independent"}, "axis": {"x": "independent"}},
+        },
+    )
+
+
+def spread(section: Section, report: Report) -> Spec | None:
+    """The share of all programs within a factor of the best."""
+    rows = []
+    for one in broad(section.problems):
+        times = sorted(timed.relative for timed in one.timed if timed.same_program_as is None)
+        steps = {round(each, 2): (place + 1) / len(times) for place, each in enumerate(times) if each <= SCALE_END}
+        rows += [
+            {
+                "relative": at,
+                "share": round(share, 4),
+                "problem": str(one.problem),
+                "group": _group(one, report),
+                "programs": len(times),
+            }
+            for at, share in steps.items()
+        ]
+    if not rows:
+        return None
+    lines = {
+        "mark": {"type": "line", "interpolate": "step-after", "opacity": 0.7, "strokeWidth": 1.5},
+        "encoding": {
+            "x": quantity(
+                "relative",
+                "time / best",
+                scale={"type": "log", "domain": [1, SCALE_END], "nice": False},
+                axis={"values": [1, 1.01, 1.05, 1.1, 1.25, 1.5, 2, 3]},
+            ),
+            "y": quantity("share", "share of the programs", axis={"format": "%"}),
+            "color": word("group", None, scale={"scheme": "tableau10"}),
+            "detail": {"field": "problem", "type": "nominal"},
+            "tooltip": _tips(problem="problem", relative="within", share="share", programs="programs"),
+        },
+    }
+    rules = {
+        "data": {"values": [{"at": at} for at in (1.01, 1.05, 1.1)]},
+        "mark": {"type": "rule", "strokeDash": [4, 3], "opacity": 0.6},
+        "encoding": {"x": {"field": "at", "type": "quantitative"}},
+    }
+    return chart(rows, {"layer": [lines, rules]}, width=560, height=260)
+
+
+def regret(section: Section, report: Report) -> Spec | None:
+    """What serving the winner of one problem (rows) costs on another (columns)."""
+    problems = broad(section.problems)[:REGRETS]
+    if len(problems) < 2:
+        return None
+    rows = [
+        {
+            "tuned": str(one.tuned),
+            "served": str(one.served),
+            "loss": None if one.loss is None else round(min(one.loss, 1.0), 4),
+            "said": "not timed" if one.loss is None else _loss(one.loss),
+        }
+        for one in regret_map(problems)
+    ]
+    order = [str(one.problem) for one in problems]
+    squares = {
+        "mark": {"type": "rect"},
+        "encoding": {
+            "x": word("served", "served on", axis={"labelAngle": -60, "labelLimit": 230, "labelFontSize": 9})
+            | {"sort": order},
+            "y": word("tuned", "winner of", axis={"labelLimit": 230, "labelFontSize": 9}) | {"sort": order},
+            "color": {
+                "condition": {"test": "datum.loss === null", "value": "#bbbbbb"},
+                **quantity(
+                    "loss",
+                    "loss",
+                    scale={"scheme": "viridis", "reverse": True, "domain": [0, 0.5], "clamp": True},
+                    legend={"format": "%"},
+                ),
+            },
+            "tooltip": _tips(tuned="winner of", served="served on", said="loses"),
+        },
+    }
+    return chart(rows, squares, width=15 * len(order), height=15 * len(order))
+
+
+def regimes(report: Report) -> Spec | None:
+    """What the winner of one regime costs in the other."""
+    rows = []
+    for one in report.regimes:
+        for way, loss, sure in (
+            ("burst winner at the power cap", one.burst_loss, one.burst_loss_distinct),
+            ("sustained winner in a burst", one.sustained_loss, one.sustained_loss_distinct),
+        ):
+            rows.append(
+                {
+                    "way": way,
+                    "loss": loss,
+                    "said": _loss(loss),
+                    "sure": "yes" if sure else "no",
+                    "problem": str(one.problem),
+                    "programs": one.programs,
+                }
+            )
+    if not rows:
+        return None
+    dots = {
+        "mark": {"type": "point", "filled": True, "size": 60},
+        "encoding": {
+            "x": quantity("loss", "loss against that regime's own winner", axis={"format": "%"}),
+            "y": word("problem", None, axis={"labelLimit": 260}),
+            "color": word("way", None, scale={"range": [BLUE, ORANGE]}),
+            "shape": word("sure", "intervals apart"),
+            "tooltip": _tips(
+                problem="problem", way="served", said="loses", sure="intervals apart", programs="programs in both"
+            ),
+        },
+    }
+    return chart(rows, dots, width=480, height=17 * len(report.regimes))
+
+
+def rates(section: Section, report: Report) -> Spec | None:
+    """The best rate along the swept size, a line for each group."""
+    problems = [one for one in section.problems if one.best.rate]
+    if not problems:
+        return None
+    unit = unit_of(problems[0].problem)
+    best: dict[tuple[str, int], ProblemReport] = {}
+    for one in problems:
+        if unit_of(one.problem) == unit:
+            known = best.get((_group(one, report), one.size))
+            best[_group(one, report), one.size] = one if known is None or one.best.rate > known.best.rate else known
+    rows = [
+        {
+            "group": group,
+            "size": size,
+            "rate": round(one.best.rate, 1),
+            "problem": str(one.problem),
+            "us": round(one.best.us, 2),
+            "schedule": one.best.schedule.short(),
+        }
+        for (group, size), one in sorted(best.items())
+    ]
+    line = {
+        "mark": {"type": "line", "point": True, "strokeWidth": 1.5},
+        "encoding": {
+            "x": quantity("size", report.axes.swept_title, scale={"type": "log", "base": 2}),
+            "y": quantity("rate", f"{section.provenance} {unit}"),
+            "color": word("group", None, scale={"scheme": "tableau10"}, legend={"labelLimit": 260}),
+            "tooltip": _tips(problem="problem", rate=unit, us="us", schedule="schedule"),
+        },
+    }
+    return chart(rows, line, width=560, height=280)
+
+
+def resources(section: Section) -> Spec | None:
+    """Registers, CTAs per SM and spills of programs against their time."""
+    found = [
+        (one, timed)
+        for one in section.problems
+        for timed in one.timed
+        if timed.facts and timed.same_program_as is None and timed.relative <= SCALE_END and one.programs > 2
+    ]
+    step = max(1, -(-len(found) // MOST_POINTS))
+    rows = [
+        {
+            "what": what,
+            "value": value,
+            "relative": round(timed.relative, 3),
+            "problem": str(one.problem),
+            "schedule": timed.schedule.short(),
+        }
+        for one, timed in found[::step]
+        if timed.facts
+        for what, value in (
+            ("registers per thread", timed.facts.registers),
+            ("CTAs per SM", timed.facts.ctas_per_sm),
+            ("bytes spilled", timed.facts.spill_bytes),
+        )
+    ]
+    if not rows:
+        return None
+    dots = {
+        "mark": {"type": "circle", "size": 18, "opacity": 0.35, "color": BLUE},
+        "width": 260,
+        "height": 200,
+        "encoding": {
+            "x": quantity("value", ""),
+            "y": quantity("relative", f"{section.provenance} time / best", scale={"zero": False}),
+            "tooltip": _tips(problem="problem", value="value", relative="time / best", schedule="schedule"),
+        },
+    }
+    return chart(
+        rows, {"facet": word("what", None), "columns": 3, "spec": dots, "resolve": {"scale": {"x": "independent"}}}
+    )
+
+
+def roofline(section: Section, report: Report) -> Spec | None:
+    """Rates against arithmetic intensity, under ceilings computed for the arch's usual GPU at the clock seen."""
+    from tiledsched.device import ARCHS
+
+    spec = ARCHS.get(report.arch)
+    problems = [
+        one for one in section.problems if one.best.rate and unit_of(one.problem) == "TFLOP/s" and one.problem.min_bytes
+    ]
+    if spec is None or not problems:
+        return None
+    clocks = [condition.sm_clock_mhz[1] for condition in report.conditions if condition.sm_clock_mhz]
+    ghz = max(clocks) / 1e3 if clocks and section.provenance == MEASURED else spec.clock_ghz
+    peak = spec.tensor_flops * spec.sm_count * ghz / 1e3
+    rows = [
+        {
+            "intensity": one.problem.flops / one.problem.min_bytes,
+            "rate": round(one.best.rate, 1),
+            "problem": str(one.problem),
+            "group": _group(one, report),
+            "share": f"{one.best.rate / peak * 100:.0f}%",
+            "schedule": one.best.schedule.short(),
+        }
+        for one in problems
+    ]
+    low, high = min(row["intensity"] for row in rows) / 2, max(row["intensity"] for row in rows) * 2
+    knee = peak * 1e3 / spec.dram_gbps
+    roof = sorted({low, high, *([knee] if low < knee < high else [])})
+    line = {
+        "data": {
+            "values": [
+                {
+                    "intensity": at,
+                    "rate": min(peak, at * spec.dram_gbps / 1e3),
+                    "said": f"{spec.sm_count} SMs x {spec.tensor_flops} FLOP x {ghz:.2f} GHz; {spec.dram_gbps:.0f} GB/s",
+                }
+                for at in roof
+            ]
+        },
+        "mark": {"type": "line", "color": RED, "strokeWidth": 2},
+        "encoding": {
+            "x": quantity(
+                "intensity",
+                "FLOP per byte, each input read and each output written once",
+                scale={"type": "log", "nice": False},
+            ),
+            "y": quantity("rate", "TFLOP/s", scale={"type": "log"}),
+            "tooltip": _tips(said="ceiling, computed"),
+        },
+    }
+    dots = {
+        "mark": {"type": "circle", "size": 55, "opacity": 0.75},
+        "encoding": {
+            "x": {"field": "intensity", "type": "quantitative"},
+            "y": {"field": "rate", "type": "quantitative"},
+            "color": word("group", None, scale={"scheme": "tableau10"}, legend={"labelLimit": 260}),
+            "tooltip": _tips(
+                problem="problem", rate=f"{section.provenance} TFLOP/s", share="of the ceiling", schedule="schedule"
+            ),
+        },
+    }
+    return chart(rows, {"layer": [line, dots]}, width=560, height=280)
+
+
+def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Spec]]:
+    """Name -> heading, what it says, and the chart; those that have something to say."""
+    kind = section.provenance
+    ends = "the model's estimate, no measurement" if kind == MODELLED else "measured"
+    wanted = {
+        "costs": (
+            "What a choice costs",
+            f"Each dot is a problem ({ends}): how much longer it takes with that choice in place of the best. "
+            "The red tick is the geometric mean.",
+            costs(section),
+        ),
+        "rates": ("Rates of the best schedules", "The fastest problem of each size.", rates(section, report)),
+        "tiles": (
+            "Tiles",
+            "Each tile by its best schedule over all other knobs; outlined the best. One scale for all panels, which ends at "
+            f"{SCALE_END:g} times the best.",
+            tiles(section, report),
+        ),
+        "knobs": (
+            "Knobs",
+            "How much the time changes when one knob alone changes, over all pairs of programs that differ in nothing else.",
+            knobs(section),
+        ),
+        "sweeps": (
+            "Each knob at the best of the rest",
+            "What holding a knob at a value costs when all others stay free. A line is a problem.",
+            sweeps(section, report),
+        ),
+        "spread": (
+            "All programs",
+            "The share of all programs tried that come within a factor of the best; dashed at 1, 5 and 10%.",
+            spread(section, report),
+        ),
+        "regret": (
+            "Regret",
+            "What serving the winner of one problem costs on another. Grey: not timed there.",
+            regret(section, report),
+        ),
+        "roofline": (
+            "Roofline",
+            "Best rates under the ceilings of the arch's usual GPU, computed from its rates per clock and the highest "
+            "clock seen, not measured.",
+            roofline(section, report),
+        ),
+        "resources": ("Resources and time", "Programs by what their machine code takes.", resources(section)),
+    }
+    return {
+        f"{name}-{kind}": (f"{heading}, {kind}", text, spec)
+        for name, (heading, text, spec) in wanted.items()
+        if spec is not None
+    }
+
+
+def rates_of(reports: Sequence[Report]) -> Spec | None:
+    """The best rates of several archs along the swept size, a panel for each group of problems."""
+    rows = []
+    for report in reports:
+        for section in (report.measured, report.modelled):
+            for one in section.problems:
+                if one.best.rate and one.accum_mode == "fp32":
+                    group = report.axes.describe_shared(one.problem) or report.kernel
+                    rows.append(
+                        {
+                            "group": group,
+                            "arch": f"{report.arch} {section.provenance}",
+                            "size": one.size,
+                            "rate": round(one.best.rate, 1),
+                            "problem": str(one.problem),
+                            "schedule": one.best.schedule.short(),
+                        }
+                    )
+    if not rows:
+        return None
+    axes = reports[0].axes
+    dots = {
+        "mark": {"type": "point", "filled": True, "opacity": 0.75},
+        "width": 220,
+        "height": 150,
+        "encoding": {
+            "x": quantity("size", axes.swept_title, scale={"type": "log", "base": 2}),
+            "y": quantity("rate", "rate", scale={"type": "log"}),
+            "color": word("arch", None, scale={"range": [BLUE, ORANGE, GREEN, RED]}),
+            "shape": word("arch", None),
+            "tooltip": _tips(problem="problem", arch="arch", rate="rate", schedule="schedule"),
+        },
+    }
+    return chart(rows, {"facet": word("group", None), "columns": 3, "spec": dots})

@@ -1,0 +1,92 @@
+"""What a report is made of: a database, and what ships of the kernel and arch beneath it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from tiledsched import data_files
+from tiledsched.config import Settings
+from tiledsched.errors import DatabaseError
+from tiledsched.kernel import KernelClass
+from tiledsched.serve.entries import load_entries
+from tiledsched.store.exchange import read_table
+from tiledsched.store.records import ArtifactRecord, EntryRecord, StoredMeasurement
+
+if TYPE_CHECKING:
+    from tiledsched.store.db import TuningDB
+
+log = logging.getLogger("tiledsched")
+
+
+class WithShipped:
+    """A database as a report reads it, over the tables and landscapes that ship of one kernel and arch.
+
+    Args:
+        db: one's own; its builds, failures and runs are the only ones there are.
+        kernel: what is reported.
+        arch: e.g. sm_90.
+        settings: name the layers that entries are served from.
+    """
+
+    def __init__(self, db: TuningDB, kernel: KernelClass, arch: str, settings: Settings) -> None:
+        self._db, self._kernel, self._arch = db, kernel, arch
+        self._entries = [entry for entry in load_entries(settings, {arch}, kernel.name)
+                         if (entry.kernel, entry.arch) == (kernel.name, arch)]  # fmt: skip
+        folder = data_files.tuning_db()
+        tables = [
+            folder / "tables" / kernel.name / f"{arch}.json",
+            *sorted((folder / "landscapes" / kernel.name).glob("*.json.xz")),
+        ]
+        self._shipped: dict[str, StoredMeasurement] = {}
+        self._artifacts: dict[tuple[str, str], ArtifactRecord] = {}
+        for path in tables:
+            if path.is_file():
+                try:
+                    table = read_table(path)
+                except DatabaseError as error:
+                    log.warning("%s; it is left out", error)
+                    continue
+                self._shipped |= {
+                    stored.uid: stored for stored in table.measurements if stored.measurement.device.arch == arch
+                }
+                self._artifacts |= {
+                    (each.arch, each.fingerprint): each for each in table.artifacts if each.arch == arch
+                }
+
+    def entries(self, **wanted: Any) -> list[EntryRecord]:
+        """What is served, of every layer; of the kernel and arch."""
+        return list(self._entries)
+
+    def measurements(self, arch: str | None = None, device_name: str | None = None, regime: str | None = None, *,
+                     kernel: str | None = None, **more: Any) -> list[StoredMeasurement]:  # fmt: skip
+        """One's own and those that ship, newest first, each once."""
+        own = self._db.measurements(arch=arch, device_name=device_name, regime=regime, kernel=kernel, **more)
+        known = {stored.uid for stored in own}
+        shipped = [stored for stored in self._shipped.values() if stored.uid not in known
+                   and device_name in (None, stored.measurement.device.name)
+                   and regime in (None, stored.measurement.regime)]  # fmt: skip
+        return sorted([*own, *shipped], key=lambda stored: (stored.created_at, stored.uid), reverse=True)
+
+    def latest_measurements(
+        self, *, arch: str | None = None, device_name: str | None = None
+    ) -> list[StoredMeasurement]:
+        """Of each schedule's measurements on a device in a regime the newest."""
+        return latest(self.measurements(arch, device_name, kernel=self._kernel.name))
+
+    def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
+        """What is known of machine code."""
+        return self._artifacts | self._db.artifacts(arch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._db, name)
+
+
+def latest(measurements: Iterable[StoredMeasurement]) -> list[StoredMeasurement]:
+    """Of measurements, newest first, those of each program, schedule, device and regime that hold now."""
+    found: dict[tuple[Any, ...], StoredMeasurement] = {}
+    for stored in measurements:
+        taken = stored.measurement
+        found.setdefault((taken.problem, taken.fingerprint, taken.schedule, taken.device.name, taken.regime), stored)
+    return list(found.values())
