@@ -35,7 +35,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.setattr(doctor, "DRIVER_FILE", tmp_path / "no-driver")
     spec = doctor.importlib.util.find_spec
-    optional = ("cupy", "torch", "matplotlib", "pynvml")
+    optional = ("cupy", "torch", "vl-convert", "pynvml")
 
     def find_spec(name):
         if name not in optional:
@@ -59,8 +59,8 @@ def works(name):
 def with_gpu(machine, monkeypatch, tmp_path, *, device=H200):
     """A machine on which everything works."""
     machine.devices = [device]
-    machine.packages |= {"cupy-cuda13x": "14.2.0", "torch": "2.11.0", "matplotlib": "3.10"}
-    machine.importable |= {"cupy", "torch", "matplotlib", "pynvml"}
+    machine.packages |= {"cupy-cuda13x": "14.2.0", "torch": "2.11.0", "vl-convert-python": "1.9.0"}
+    machine.importable |= {"cupy", "torch", "vl_convert", "pynvml"}
     monkeypatch.setattr(doctor, "_cupy_devices", lambda: (1, ""))
     monkeypatch.setattr(doctor, "_torch_cuda", lambda folders: "13.0")
 
@@ -71,7 +71,7 @@ def test_cpu_only_machine():
     for name in ("python", "settings", "cuda-tile", "compiler", "targets", "environment", "database", "cache"):
         assert findings[name].status == "ok", findings[name]
         assert findings[name].remedy == ""
-    for name in ("driver", "gpu", "arch", "cupy", "torch", "matplotlib"):
+    for name in ("driver", "gpu", "arch", "cupy", "torch", "vl-convert"):
         assert findings[name].status == "missing"
     assert "sm_121" in findings["targets"].detail
     assert "will be created" in findings["database"].detail

@@ -1,10 +1,12 @@
-"""What the report writes: Markdown, HTML, CSV and heat maps."""
+"""What the report writes: Markdown, HTML, CSV and charts."""
 
 from __future__ import annotations
 
 import csv
 import html.parser
 import io
+import json
+import re
 import sys
 
 import pytest
@@ -13,9 +15,8 @@ from report_samples import DEVICE, PROBLEM, add_builds, add_modelled, add_times,
 from tiledsched.errors import ConfigError, Failure, FailureKind
 from tiledsched.report import write_report
 from tiledsched.report.csv_files import schedules_csv, sensitivity_csv
-from tiledsched.report.document import Heading, Image, Paragraph, Table, to_html, to_markdown
-from tiledsched.report.plots import file_name, heat_maps
-from tiledsched.report.text import NO_PLOTS, document
+from tiledsched.report.document import Cards, Chart, Contents, Heading, Paragraph, Table, to_html, to_markdown
+from tiledsched.report.text import NO_CHARTS, document
 from tiledsched.store.db import TuningDB
 
 FIRST_LINE = "Nothing was measured on sm_90: every figure below is the model's estimate"
@@ -28,9 +29,8 @@ def db():
 
 
 @pytest.fixture
-def no_matplotlib(monkeypatch):
-    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)
+def nothing_draws(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
 
 
 def rows_of(text):
@@ -51,7 +51,7 @@ def table_with(markdown, *columns):
     return next(table for table in tables_of(markdown) if set(columns) <= set(table[0]))
 
 
-def test_modelled_only_says_so_first_and_everywhere(db, no_matplotlib):
+def test_modelled_only_says_so_first_and_everywhere(db):
     add_modelled(db, plain(128, 64), runner_up=plain(64, 64), margin=0.25)
     markdown = to_markdown(document(report_of(db, "sm_90")))
     assert markdown.splitlines()[0] == FIRST_LINE
@@ -60,14 +60,14 @@ def test_modelled_only_says_so_first_and_everywhere(db, no_matplotlib):
     assert all(column.startswith("modelled ") for column in list(row)[3:])
     assert (row["modelled µs"], row["modelled drop"]) == ("90.00", "25.0%")
     for line in markdown.splitlines():
-        if line.startswith("#") and any(word in line for word in ("Best", "sensitivity,", "Knobs,", "Heat")):
+        if line.startswith("#") and any(word in line for word in ("Best", "sensitivity,", "Knobs,", "Tiles")):
             assert "modelled" in line
     assert ", measured" not in markdown
     assert "## Evidence" not in markdown
     assert markdown.count("Conditions") == 1
 
 
-def test_measured_and_modelled_keep_their_own_sections(db, no_matplotlib):
+def test_measured_and_modelled_keep_their_own_sections(db):
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 110.0})
     add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True), runner_up=plain(64, 64), margin=0.25)
     markdown = to_markdown(document(report_of(db, "sm_90")))
@@ -79,7 +79,7 @@ def test_measured_and_modelled_keep_their_own_sections(db, no_matplotlib):
     assert "100.0" not in modelled.split("## Conditions")[0].replace("100.0%", "")
 
 
-def test_drops_in_the_table(db, no_matplotlib):
+def test_drops_in_the_table(db):
     add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0, plain(64, 64): 300.0})
     markdown = to_markdown(document(report_of(db, "sm_90")))
     row = table_with(markdown, "runner-up", "TFLOP/s")[0]
@@ -93,18 +93,21 @@ def test_drops_in_the_table(db, no_matplotlib):
         "medium (4096)", "128x64", "128x128", "10.0%", "200.0%")  # fmt: skip
 
 
-def test_one_schedule_leaves_cells_empty(db, no_matplotlib):
+def test_one_schedule_leaves_cells_empty(db):
     add_times(db, {plain(128, 64): 100.0})
     report = report_of(db, "sm_90")
     markdown = to_markdown(document(report))
     row = table_with(markdown, "runner-up", "TFLOP/s")[0]
-    assert (row["runner-up"], row["drop"], row["default's drop"], row["worst"]) == ("-", "-", "-", "-")
-    assert "Heat maps" not in markdown
-    assert NO_PLOTS not in markdown
+    assert (row["runner-up"], row["drop"], row["default's drop"], row["worst"]) == ("-", "-", "not measured", "-")
+    assert row["to measure the rest"].startswith(
+        "`tiledsched record attention --arch sm_90 --problem S=4096,D=64,B=4,H=32`"
+    )
+    assert "Tiles" not in markdown
+    assert NO_CHARTS not in markdown
     assert rows_of(sensitivity_csv(report))[0]["runner_up_tile"] == ""
 
 
-def test_failures_table(db, no_matplotlib):
+def test_failures_table(db):
     message = "tileiras: error: `a` | <b>\nmore"
     db.record_failure(None, "attention", "sm_90", "build", plain(256, 256),
                       Failure(kind=FailureKind.COMPILE_ERROR, message=message))  # fmt: skip
@@ -115,7 +118,7 @@ def test_failures_table(db, no_matplotlib):
     assert "&lt;b&gt;" in to_html(blocks, title="t")
 
 
-def test_no_failures_are_stated(db, no_matplotlib):
+def test_no_failures_are_stated(db):
     assert "No candidate failed." in to_markdown(document(report_of(db, "sm_90")))
 
 
@@ -157,55 +160,58 @@ def test_sensitivity_csv(db):
         assert (row["drop_percent"], row["modelled_drop_percent"]) == ("", "25.000")
 
 
-def test_without_matplotlib_tables_take_the_place_of_pictures(db, tmp_path, no_matplotlib):
-    add_times(db, {plain(128, 64): 100.0, plain(64, 64): 125.0, plain(64, 32): 150.0})
+def test_where_nothing_draws_the_report_says_what_does(db, tmp_path, nothing_draws):
+    landscape(db)
     written = write_report(report_of(db, "sm_90"), tmp_path / "out")
-    assert {path.name for path in written} == {"report.md", "report.html", "schedules.csv", "sensitivity.csv"}
+    assert {path.suffix for path in written} == {".md", ".html", ".csv"}
     markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert markdown.count("pip install 'tiledsched[report]'") == 1
-    n32, n64 = (f"measured time / best, tile_n={n}" for n in (32, 64))
-    assert table_with(markdown, "tile_m") == [
-        {"tile_m": "64", n32: "1.500", n64: "1.250"}, {"tile_m": "128", n32: "-", n64: "1.000"}]  # fmt: skip
+    assert "![" not in markdown
+    assert "data-spec" not in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
-def test_heat_maps(db, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_every_chart_is_a_file_twice_and_on_the_page(db, tmp_path):
     landscape(db)
     add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True), runner_up=plain(64, 128), margin=0.25)
     report = report_of(db, "sm_90")
-    drawn = heat_maps(report)
-    assert set(drawn) == {
-        "heatmap_measured_NVIDIA-H200_B4-H32-S4096-D64-float16.png",
-        "heatmap_modelled_B4-H32-S4096-D64-float16-causal.png",
-    }
-    assert all(png.startswith(b"\x89PNG") for png in drawn.values())
-    assert heat_maps(report) == drawn  # the same numbers, the same bytes
-    write_report(report, tmp_path)
-    assert all((tmp_path / name).read_bytes() == png for name, png in drawn.items())
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert text.count('src="data:image/png;base64,') == 2
-    assert "matplotlib" not in sys.modules or "matplotlib.pyplot" not in sys.modules
+    written = {path.name: path.read_bytes() for path in write_report(report, tmp_path)}
+    names = {block.name for block in document(report) if isinstance(block, Chart)}
+    assert {"costs-sm_90", "knobs-measured-sm_90", "tiles-measured-sm_90", "tiles-modelled-sm_90"} <= names
+    markdown, page = written["report.md"].decode(), written["report.html"].decode()
+    for name in names:
+        assert written[f"{name}.svg"].startswith(b"<svg")
+        assert written[f"{name}.png"].startswith(b"\x89PNG")
+        assert f"]({name}.svg)" in markdown
+        assert f'data-spec="{name}"' in page
+    again = {path.name: path.read_bytes() for path in write_report(report, tmp_path / "again")}
+    for name in names:  # the same numbers, the same bytes, but for the numbers of gradients
+        first, second = (re.sub(rb"gradient_\d+", b"", files[f"{name}.svg"]) for files in (written, again))
+        assert first == second
 
 
-def test_file_names_are_unique(db):
-    for problem in (PROBLEM, PROBLEM.replace(causal=True), PROBLEM.replace(kv_heads=8), PROBLEM.replace(batch=1)):
-        for device in (DEVICE.name, "NVIDIA H100 80GB HBM3"):
-            add_times(db, {plain(64, 64): 90.0, plain(128, 64): 100.0}, problem=problem, device=device)
-    add_times(db, {plain(128, 64, accum_mode="fp16"): 100.0})
-    names = [file_name(one) for one in report_of(db, "sm_90").measured.problems]
-    assert len(set(names)) == len(names) == 9
-    assert all("/" not in name and " " not in name for name in names)
+def test_modelled_times_are_called_so_on_their_charts(db):
+    add_modelled(db, plain(128, 64), runner_up=plain(64, 128), margin=0.25)
+    charts = [block for block in document(report_of(db, "sm_90")) if isinstance(block, Chart)]
+    assert charts
+    for block in charts:
+        assert "measured" not in json.dumps(block.spec)
+        assert "modelled" in block.text
 
 
 def test_html_is_whole_and_offline(db, tmp_path):
     landscape(db)
     write_report(report_of(db, "sm_90"), tmp_path)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    open_tags, void = [], {"meta", "img", "!doctype"}
+    open_tags, void = [], {"meta", "img", "input", "!doctype"}
+    targets, anchors = set(), set()
 
     class Checker(html.parser.HTMLParser):
         def handle_starttag(self, tag, attrs):
-            assert not any(name in ("href", "src") and not value.startswith("data:") for name, value in attrs)
+            for name, value in attrs:
+                assert name != "src"
+                assert name != "href" or value.startswith("#"), value
+                targets.update([value[1:]] if name == "href" else [])
+                anchors.update([value] if name == "id" else [])
             if tag not in void:
                 open_tags.append(tag)
 
@@ -214,8 +220,9 @@ def test_html_is_whole_and_offline(db, tmp_path):
 
     Checker().feed(text)
     assert open_tags == []
-    assert "<script" not in text
-    assert "http" not in text
+    assert targets
+    assert targets <= anchors
+    assert "import(" not in text.split("</style>")[0]
 
 
 def test_foreign_files_stay(db, tmp_path):
@@ -236,20 +243,27 @@ def test_a_file_in_place_of_the_folder(db, tmp_path):
 def test_document_blocks():
     blocks = [
         Paragraph(text="Mind `this` & <that>", warning=True), Heading(text="T", level=1),
-        Table(head=("a", "b"), rows=(("1.5%", "128x64"), ("-", "-"))), Image(name="i.png", png=b"x", text='say "x"'),
+        Contents(), Cards(items=(("+5%", "what `x` costs"),)), Heading(text="More, folded", folded=True),
+        Table(head=("a", "b"), rows=(("1.5%", "128x64"), ("-", "-"))), Chart(name="i", spec={"mark": "</script>"}, text='say "x"'),
     ]  # fmt: skip
-    markdown = to_markdown(blocks)
+    markdown = to_markdown(blocks, {"i.svg"})
     assert markdown.splitlines()[0] == "Mind `this` &amp; &lt;that&gt;"
     assert "| ---: | --- |" in markdown
-    assert '![say "x"](i.png)' in markdown
+    assert '![say "x"](i.svg)' in markdown
+    assert "![" not in to_markdown(blocks)
+    assert "- **+5%**: what `x` costs" in markdown
     text = to_html(blocks, title="a < b")
     assert '<p class="warning">Mind <code>this</code> &amp; &lt;that&gt;</p>' in text
     assert '<td class="number">1.5%</td>' in text
-    assert '<img alt="say &quot;x&quot;" src="data:image/png;base64,eA==">' in text
+    assert '{"mark":"\\u003c/script>"}</script>' in text
+    assert 'aria-label="say &quot;x&quot;"' in text
+    assert '<nav><a href="#more-folded">More, folded</a></nav>' in text
+    assert '<details><summary id="more-folded">' in text
+    assert text.count("<details>") == text.count("</details>") == 1
     assert "<title>a &lt; b</title>" in text
 
 
-def test_burst_against_sustained(db, tmp_path, no_matplotlib):
+def test_burst_against_sustained(db, tmp_path):
     add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0})
     assert "Burst against sustained" not in to_markdown(document(report_of(db, "sm_90")))
     add_times(db, {plain(128, 64): 150.0, plain(128, 128): 120.0}, regime="sustained")

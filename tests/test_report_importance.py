@@ -85,7 +85,7 @@ def test_the_report_holds_both(tmp_path) -> None:
         if path.suffix in (".md", ".csv", ".html")
     }
     assert "## Which knobs matter" in written["report.md"]
-    assert "<h2>Which knobs matter</h2>" in written["report.html"]
+    assert '<summary id="which-knobs-matter">' in written["report.html"]
     head, *rows = written["importance.csv"].splitlines()
     assert head == "arch,knob,share_percent,largest_share_percent,problems"
     assert len(rows) == len(report.measured.shares)

@@ -346,7 +346,7 @@ def test_what_a_kernel_with_other_fields_left_behind_stops_nothing(db):
     assert not found.measurement.problem.known
     assert (found.measurement.problem.length, found.measurement.problem.flops) == (7, 0.0)
     assert [line.problem for line in db.landscapes()] == [found.measurement.problem]
-    assert queries.compare_regimes(db) == []
+    assert queries.compare_regimes(db.latest_measurements()) == []
 
 
 def test_every_kind_of_failure_fits(db):

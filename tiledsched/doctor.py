@@ -131,8 +131,8 @@ def _what_works(name: str, found: dict[str, Finding]) -> str:
         return found["targets"].detail
     if name in ("measuring", "serving") and "gpu" in found:
         return f"on {found['gpu'].detail}"
-    if name == "reports" and "matplotlib" in found:
-        return "with heat maps" if found["matplotlib"].usable else "heat maps as tables: matplotlib is not installed"
+    if name == "reports" and "vl-convert" in found:
+        return "with charts" if found["vl-convert"].usable else "without charts: vl-convert-python is not installed"
     return ""
 
 
@@ -398,11 +398,11 @@ def _interpreter() -> Verdict:
     return Verdict("ok", f"runs kernels on the CPU with cuda-tile {version}")
 
 
-def _matplotlib() -> Verdict:
-    version = toolchain.package_version("matplotlib")
-    if not version or importlib.util.find_spec("matplotlib") is None:
+def _vl_convert() -> Verdict:
+    version = toolchain.package_version("vl-convert-python")
+    if not version or importlib.util.find_spec("vl_convert") is None:
         return Verdict(
-            "missing", "not installed; reports then hold tables, not pictures", "pip install 'tiledsched[report]'"
+            "missing", "not installed; reports then hold tables, no charts", "pip install 'tiledsched[report]'"
         )
     return Verdict("ok", version)
 
@@ -540,7 +540,7 @@ CHECKS: dict[str, Callable[[], Verdict]] = {
     "cupy": _cupy,
     "torch": _torch,
     "interpreter": _interpreter,
-    "matplotlib": _matplotlib,
+    "vl-convert": _vl_convert,
     "database": _database,
     "layers": _layers,
     "evidence": _evidence,

@@ -467,3 +467,33 @@ def labels_of(kernel: KernelClass) -> dict[str, tuple[str, ...]]:
 def total(value: Any) -> int:
     """A size: of several, their sum."""
     return sum(value) if isinstance(value, tuple) else int(value)
+
+
+def told(problem: Problem) -> str:
+    """What `--problem` takes for it: short names where they say it, and no field that has its default."""
+    kernel, words, said = problem.declaration, [], set[str]()
+    for short in short_names(kernel):
+        names = labels_of(kernel)[short]
+        if len({problem.values[name] for name in names}) == 1:
+            words.append(f"{short}={_word(problem.values[names[0]])}")
+            said |= set(names)
+    words += [f"{name}={_word(value)}" for name, value in problem.values.items()
+              if name not in said and value != kernel.fields[name].default]  # fmt: skip
+    return ",".join(words)
+
+
+def short_names(kernel: KernelClass) -> list[str]:
+    """Labels that stand for fields."""
+    return [short for short in kernel.label if fields_called(kernel, short) is not None]
+
+
+def fields_called(kernel: KernelClass, key: str) -> tuple[str, ...] | None:
+    """The fields that a name or label stands for; None where there are none."""
+    names = labels_of(kernel).get(key, (key,))
+    return names if all(name in kernel.fields for name in names) else None
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)

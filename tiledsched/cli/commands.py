@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli import output
-from tiledsched.cli.problems import filtered, problems_of, told
+from tiledsched.cli.problems import filtered, problems_of
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError
+from tiledsched.kernel import told
 
 if TYPE_CHECKING:
     from tiledsched.problem import Problem
@@ -230,15 +231,18 @@ def _written_report(options: argparse.Namespace, folder: str, device_name: str |
     """The files of a report on the kernel and archs of a command: what the database holds, over what ships."""
     from tiledsched.report import WithShipped, build_report, write_report
     from tiledsched.search.tuner import modelled_times
+    from tiledsched.serve.entries import load_entries
     from tiledsched.store.db import TuningDB
     from tiledsched.store.location import database_exists
 
     settings, kernel = _settings(options), options.declaration
     named = options.db or database_exists(settings.db)
     with _open(options, read_only=True) if named else TuningDB.open(":memory:") as db:
-        found = [build_report(WithShipped(db, kernel, arch, settings), arch, kernel=kernel, regime=settings.regime,
-                              device_name=device_name, model_times=modelled_times(arch, kernel))
-                 for arch in getattr(options, "archs", None) or [options.arch]]  # fmt: skip
+        found = []
+        for arch in [options.arch] if isinstance(options.arch, str) else options.arch:
+            known = WithShipped(db, kernel, arch, load_entries(settings, {arch}, kernel.name))
+            found.append(build_report(known, arch, kernel=kernel, regime=settings.regime, device_name=device_name,
+                                      model_times=modelled_times(arch, kernel)))  # fmt: skip
     return write_report(found, Path(folder))
 
 

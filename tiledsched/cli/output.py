@@ -136,7 +136,7 @@ def print_recorded(result: RecordResult) -> None:
 
 def print_merged(result: MergeResult) -> None:
     """What a merge did, and what it found that a race must decide."""
-    from tiledsched.cli.problems import told
+    from tiledsched.kernel import told
 
     print(f"entries: {result.entries_added} added, {result.entries_replaced} replaced, {result.entries_kept} kept; measurements: "
           f"{result.measurements_added} added, {result.measurements_kept} known")  # fmt: skip
@@ -220,8 +220,8 @@ def print_report(files: Sequence[Path]) -> None:
     page = next(path for path in files if path.suffix == ".html")
     drawn = sum(path.suffix == ".png" for path in files)
     print()
-    _print_wrapped(f"Report with {drawn} {'picture' if drawn == 1 else 'pictures'}: {page}")
-    if importlib.util.find_spec("matplotlib") is None:
+    _print_wrapped(f"Report with {drawn} {'chart' if drawn == 1 else 'charts'}: {page}")
+    if importlib.util.find_spec("vl_convert") is None:
         _print_wrapped("What draws is not installed: pip install 'tiledsched[report]'")
 
 

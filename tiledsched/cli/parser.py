@@ -126,11 +126,18 @@ def _command(subs: Any, name: str, run: Callable[[argparse.Namespace], int], tex
     return parser
 
 
-def _arch_flag(parser: argparse.ArgumentParser, text: str = "", *, required: bool = False, usual: bool = True) -> None:
-    """`--arch`; with `usual`, that of the GPU here, or else of the usual one, where it is not given."""
+def _arch_flag(parser: argparse.ArgumentParser, text: str = "", *, required: bool = False, usual: bool = True,
+               several: bool = False) -> None:  # fmt: skip
+    """`--arch`; with `usual`, that of the GPU here, or else of the usual one, where it is not given. With `several`, a list."""
     said = text or f"target, e.g. sm_90 or h200 (default: that of the GPU here, or else {USUAL_ARCH})"
-    parser.add_argument("--arch", type=arch_named, required=required, metavar="ARCH", help=said)
+    parser.add_argument("--arch", type=_archs_named if several else arch_named, required=required,
+                        metavar="ARCH[,ARCH]" if several else "ARCH", help=said)  # fmt: skip
     parser.set_defaults(usual_arch=usual and not required)
+
+
+def _archs_named(text: str) -> list[str]:
+    """Arch names with commas between them, each once."""
+    return list(dict.fromkeys(arch_named(word) for word in text.split(",") if word))
 
 
 def _kernel_flag(parser: argparse.ArgumentParser) -> None:
@@ -270,8 +277,9 @@ def _add_explain(subs: Any, kernel: KernelClass | None) -> None:
 def _add_report(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "report", commands.report, "write the tiling-sensitivity report")
     _kernel_flag(parser)
-    _arch_flag(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
+    _arch_flag(parser, "e.g. sm_90, or sm_90,sm_121 to see them side by side (default: that of the GPU here, or else "
+               f"{USUAL_ARCH})", several=True)  # fmt: skip
+    parser.add_argument("--out", default="report", metavar="DIR", help="folder to write to (default: report)")
     parser.add_argument("--regime", choices=REGIMES, help="default: burst")
     parser.add_argument("--device", metavar="NAME", help="only measurements of this GPU (default: the arch's newest)")
 
@@ -319,7 +327,7 @@ def _add_bench_search(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument("--jobs", type=positive, metavar="N", help="processes (default: one per CPU)")
     parser.add_argument("--csv", metavar="FILE", help="also write one row per run; rows of other methods that are there "
                         "stay and are summed up, too; a name that ends in .xz is compressed")  # fmt: skip
-    parser.add_argument("--figure", metavar="FILE", help="also draw it (PNG or SVG; needs matplotlib)")
+    parser.add_argument("--figure", metavar="FILE", help="also draw it (PNG or SVG)")
 
 
 def _add_ablate(subs: Any, kernel: KernelClass | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tiledsched.errors import ConfigError, TiledschedError
 from tiledsched.fields import Choice, Flag, ProblemField, Sizes
-from tiledsched.kernel import KernelClass, labels_of
+from tiledsched.kernel import KernelClass, fields_called, short_names
 from tiledsched.kernels import SHIPPED
 from tiledsched.problem import Problem
 
@@ -89,10 +89,10 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[An
     for part in text.split(","):
         key, equals, words = part.partition("=")
         key = key.strip()
-        names = _fields_of(kernel, key)
+        names = fields_called(kernel, key)
         if not equals or names is None:
             raise ConfigError(f"--problem {part.strip()!r}: write key=value; the keys of {kernel.name} are "
-                              f"{', '.join([*kernel.fields, *_short_names(kernel)])}")  # fmt: skip
+                              f"{', '.join([*kernel.fields, *short_names(kernel)])}")  # fmt: skip
         values[names] = [_read(kernel.fields[names[0]], key, word.strip()) for word in words.split(":")]
     return values
 
@@ -149,34 +149,6 @@ def _allowed(field: ProblemField, value: Any) -> Sequence[Any]:
     if isinstance(field, Flag):
         return (False, True) if value == "both" else (FLAGS.get(value, True),)
     return value if isinstance(value, list) else (value,)
-
-
-def told(problem: Problem) -> str:
-    """What `--problem` takes for it: short names where they say it, and no field that has its default."""
-    kernel, words, said = problem.declaration, [], set[str]()
-    for short in _short_names(kernel):
-        names = labels_of(kernel)[short]
-        if len({problem.values[name] for name in names}) == 1:
-            words.append(f"{short}={_word(problem.values[names[0]])}")
-            said |= set(names)
-    words += [f"{name}={_word(value)}" for name, value in problem.values.items()
-              if name not in said and value != kernel.fields[name].default]  # fmt: skip
-    return ",".join(words)
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _short_names(kernel: KernelClass) -> list[str]:
-    return [short for short in kernel.label if _fields_of(kernel, short) is not None]
-
-
-def _fields_of(kernel: KernelClass, key: str) -> tuple[str, ...] | None:
-    names = labels_of(kernel).get(key, (key,))
-    return names if all(name in kernel.fields for name in names) else None
 
 
 def _read(field: ProblemField, key: str, word: str) -> Any:

@@ -100,7 +100,7 @@ def landscapes(options: argparse.Namespace) -> int:
     with _open(options, read_only=True) as db:
         kernel = _listed(options)
         found = [line for line in db.landscapes() if kernel in (None, line.problem.kernel)]
-        compared = [one for one in compare_regimes(db) if kernel in (None, one.problem.kernel)]
+        compared = [one for one in compare_regimes(db.latest_measurements()) if kernel in (None, one.problem.kernel)]
         if options.export:
             from tiledsched.store.t4 import export_foreign, recorded
 

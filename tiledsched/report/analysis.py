@@ -107,6 +107,27 @@ def knob_importance(timed: Sequence[Timed]) -> tuple[KnobImportance, ...]:
     return tuple(sorted(effects, key=_order))
 
 
+def held(problems: Sequence[ProblemReport]) -> dict[str, dict[KnobValue, float]]:
+    """Knob -> value -> what holding the knob at that value costs while all others stay free, by geometric mean over the problems.
+
+    Of knobs with at least two values that every problem timed; a cost is best time with the value / best time. The knob whose
+    wrong value costs most stands first.
+    """
+    ratios: dict[str, dict[tuple[type, KnobValue], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in problems:
+        for effect in one.knobs:
+            for line in effect.values:
+                ratios[effect.knob][type(line.value), line.value].append(line.ratio)
+    found = {}
+    for knob, values in ratios.items():
+        costs = {
+            value: statistics.geometric_mean(each) for (_, value), each in values.items() if len(each) == len(problems)
+        }
+        if len(costs) > 1:
+            found[knob] = dict(sorted(costs.items(), key=lambda item: (item[1], str(item[0]))))
+    return dict(sorted(found.items(), key=lambda item: (-max(item[1].values()), item[0])))
+
+
 def joined_importance(problems: Sequence[ProblemReport]) -> tuple[KnobImportance, ...]:
     """The effects of several problems joined: changes averaged over all pairs, ratios by geometric mean."""
     names = list(dict.fromkeys(effect.knob for report in problems for effect in report.knobs))

@@ -6,21 +6,32 @@ so that they follow the page, light or dark.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tiledsched.problem import unit_of
+from tiledsched.report.analysis import held
 from tiledsched.report.axes import show
-from tiledsched.report.records import MEASURED, MODELLED, ProblemReport, Report, Section
+from tiledsched.report.records import MEASURED, ProblemReport, Report, Section
 from tiledsched.report.regret import broad, regret_map
 
 Spec = dict[str, Any]
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour, or are not drawn: one bad tile would grey out the rest."""
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-MOST_POINTS = 2500
+MOST_POINTS = 600
 """Of a scatter plot, drawn evenly from all: a page stays below 5 MB."""
+MOST_TRACES = 24
+"""Searches drawn, the newest."""
+GOLDEN = 0.618034
+"""Multiples of it, modulo 1, are spread evenly: where dots stand that would hide each other."""
+BINARY = {"type": "log", "base": 2}
+SIZES = {
+    "tickCount": 5,
+    "labelExpr": "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : datum.value",
+}
 SWEPT = 12
 """Knobs whose sweeps are drawn, the most important."""
 REGRETS = 40
@@ -56,12 +67,12 @@ def _loss(loss: float | None) -> str:
 def costs(section: Section) -> Spec | None:
     """What a choice costs: a dot for each problem, a tick for the geometric mean."""
     rows = []
-    for one in section.problems:
+    for place, one in enumerate(section.problems):
         choices = (
+            ("runner-up", one.runner_up_drop),
             ("second best tile", one.tile_drop),
             ("default schedule", one.default_drop),
             ("median program", one.median_drop if one.programs > 2 else None),
-            ("worst program", one.worst.relative - 1 if one.programs > 2 else None),
         )
         rows += [
             {
@@ -71,6 +82,7 @@ def costs(section: Section) -> Spec | None:
                 "problem": str(one.problem),
                 "best": one.best.schedule.short(),
                 "us": round(one.best.us, 1),
+                "jitter": round(place * GOLDEN % 1, 3),
             }
             for choice, drop in choices
             if drop is not None
@@ -78,11 +90,14 @@ def costs(section: Section) -> Spec | None:
     if not rows:
         return None
     means = {
-        choice: statistics.geometric_mean([row["relative"] for row in rows if row["choice"] == choice])
+        choice: statistics.geometric_mean([float(str(row["relative"])) for row in rows if row["choice"] == choice])
         for choice in dict.fromkeys(row["choice"] for row in rows)
     }
     x = quantity(
-        "relative", f"{section.provenance} time / best time (1 = nothing lost)", scale={"type": "log", "nice": False}
+        "relative",
+        f"{section.provenance} time / best time",
+        scale={"type": "log", "domainMin": 1, "nice": False},
+        axis={"values": [1, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000], "format": "~r"},
     )
     y = word("choice", None, axis={"labelLimit": 200, "labelFontSize": 13})
     dots = {
@@ -90,12 +105,11 @@ def costs(section: Section) -> Spec | None:
         "encoding": {
             "x": x,
             "y": y,
-            "yOffset": {"field": "jitter", "type": "quantitative"},
+            "yOffset": {"field": "jitter", "type": "quantitative", "scale": {"domain": [-0.6, 1.6]}},
             "tooltip": _tips(
                 choice="instead of the best", loss="loses", problem="problem", us="best, us", best="best schedule"
             ),
         },
-        "transform": [{"calculate": "random()", "as": "jitter"}],
     }
     mean = {
         "data": {
@@ -111,44 +125,63 @@ def costs(section: Section) -> Spec | None:
     }
     text = {
         **mean,
-        "mark": {"type": "text", "dy": -27, "fontSize": 12, "fontWeight": "bold", "color": RED},
+        "mark": {"type": "text", "dy": -28, "fontSize": 13, "fontWeight": "bold", "color": RED},
         "encoding": {"x": x, "y": y, "text": {"field": "said", "type": "nominal"}},
     }
-    return chart(rows, {"layer": [dots, ticks, text]}, width=640, height=70 * len(means))
+    return chart(rows, {"layer": [dots, ticks, text]}, width=860, height=66 * len(means))
 
 
 def knobs(section: Section) -> Spec | None:
-    """Knobs by what changing one alone does."""
+    """What each knob's values cost when a knob is held there and all others stay free."""
+    problems = tried(section)
     shares = {one.knob: one.share for one in section.shares}
     rows = [
         {
-            "knob": one.knob,
-            "change": one.mean_change,
-            "said": _loss(one.mean_change),
-            "pairs": one.pairs,
-            "share": f"{shares[one.knob] * 100:.0f}%" if one.knob in shares else "not computed",
-            "held": ", ".join(f"{show(line.value)}: {line.ratio:.3f}" for line in one.values),
+            "knob": knob,
+            "value": show(value),
+            "relative": round(cost, 4),
+            "said": _loss(cost - 1),
+            "best": value == next(iter(values)),
+            "share": f"{shares[knob] * 100:.0f}%" if knob in shares else "not computed",
         }
-        for one in section.knobs
-        if one.mean_change is not None and one.pairs >= 5
+        for knob, values in held(problems).items()
+        for value, cost in values.items()
     ]
     if not rows:
         return None
-    bars = {
-        "mark": {"type": "bar", "color": BLUE},
-        "encoding": {
-            "x": quantity("change", "mean change of the time when this knob alone changes", axis={"format": "%"}),
-            "y": word("knob", None, axis={"labelLimit": 220}),
-            "tooltip": _tips(
-                knob="knob",
-                said="mean change",
-                pairs="pairs",
-                share="share of what makes programs good",
-                held="best with it held / best",
-            ),
+    x = quantity(
+        "relative",
+        f"{section.provenance} time with the knob held there / best time, geometric mean of {len(problems)} problems",
+        scale={"type": "log", "nice": False, "domainMin": 1},
+        axis={"values": [1, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100], "format": "~r"},
+    )
+    y = word("knob", None, axis={"labelLimit": 220, "labelFontSize": 12, "grid": True})
+    marks = [
+        {
+            "mark": {"type": "line", "color": BLUE, "opacity": 0.5},
+            "encoding": {"x": x, "y": y, "detail": {"field": "knob"}},
         },
-    }
-    return chart(rows, bars, width=520, height=18 * len(rows))
+        {
+            "mark": {"type": "circle", "size": 80, "opacity": 1},
+            "encoding": {
+                "x": x,
+                "y": y,
+                "color": {"condition": {"test": "datum.best", "value": GREEN}, "value": BLUE},
+                "tooltip": _tips(knob="knob", value="held at", said="costs", share="share of what makes programs good"),
+            },
+        },
+        {
+            "mark": {"type": "text", "dy": -9, "fontSize": 9.5},
+            "encoding": {"x": x, "y": y, "text": {"field": "value", "type": "nominal"}},
+            "transform": [{"filter": "datum.relative > 1.03 || datum.best"}],
+        },
+    ]
+    return chart(rows, {"layer": marks}, width=820, height=28 * len({row["knob"] for row in rows}))
+
+
+def tried(section: Section) -> list[ProblemReport]:
+    """The problems that say what a knob's values cost: those with broad landscapes, else all with a choice."""
+    return broad(section.problems) or [one for one in section.problems if one.programs > 2]
 
 
 def _explored(section: Section) -> list[ProblemReport]:
@@ -193,7 +226,7 @@ def tiles(section: Section, report: Report) -> Spec | None:
                 }
             )
     encoding = {
-        "x": {"field": "columns", "type": "ordinal", "title": second},
+        "x": {"field": "columns", "type": "ordinal", "title": second, "axis": {"labelAngle": 0}},
         "y": {"field": "rows", "type": "ordinal", "title": first, "sort": "descending"},
         "color": quantity(
             "relative",
@@ -225,7 +258,7 @@ def tiles(section: Section, report: Report) -> Spec | None:
             },
         },
     ]
-    size = {"width": {"step": 34}, "height": {"step": 26}}
+    size = {"width": {"step": 44}, "height": {"step": 28}}
     if several:
         facet: Spec = {"facet": word("panel", None, header={"labelFontSize": 11}), "columns": 4}
     else:
@@ -278,7 +311,12 @@ def sweeps(section: Section, report: Report) -> Spec | None:
                 "sort": {"field": "order"},
                 "axis": {"labelAngle": 0, "labelLimit": 60},
             },
-            "y": quantity("relative", "time / best", scale={"zero": False}),
+            "y": quantity(
+                "relative",
+                "time / best",
+                scale={"type": "log"},
+                axis={"values": [1, 1.1, 1.2, 1.5, 2, 3], "format": "~r"},
+            ),
             "color": word(
                 "group",
                 None,
@@ -340,7 +378,7 @@ def spread(section: Section, report: Report) -> Spec | None:
         "mark": {"type": "rule", "strokeDash": [4, 3], "opacity": 0.6},
         "encoding": {"x": {"field": "at", "type": "quantitative"}},
     }
-    return chart(rows, {"layer": [lines, rules]}, width=560, height=260)
+    return chart(rows, {"layer": [lines, rules]}, width=700, height=280)
 
 
 def regret(section: Section, report: Report) -> Spec | None:
@@ -359,7 +397,7 @@ def regret(section: Section, report: Report) -> Spec | None:
     ]
     order = [str(one.problem) for one in problems]
     squares = {
-        "mark": {"type": "rect"},
+        "mark": {"type": "rect", "invalid": None},
         "encoding": {
             "x": word("served", "served on", axis={"labelAngle": -60, "labelLimit": 230, "labelFontSize": 9})
             | {"sort": order},
@@ -411,41 +449,75 @@ def regimes(report: Report) -> Spec | None:
             ),
         },
     }
-    return chart(rows, dots, width=480, height=17 * len(report.regimes))
+    return chart(rows, dots, width=560, height=17 * len(report.regimes))
 
 
 def rates(section: Section, report: Report) -> Spec | None:
-    """The best rate along the swept size, a line for each group."""
+    """The best rate of every problem along the swept size, a panel for each group."""
     problems = [one for one in section.problems if one.best.rate]
     if not problems:
         return None
     unit = unit_of(problems[0].problem)
-    best: dict[tuple[str, int], ProblemReport] = {}
-    for one in problems:
-        if unit_of(one.problem) == unit:
-            known = best.get((_group(one, report), one.size))
-            best[_group(one, report), one.size] = one if known is None or one.best.rate > known.best.rate else known
     rows = [
         {
-            "group": group,
-            "size": size,
+            "group": _group(one, report),
+            "size": one.size,
             "rate": round(one.best.rate, 1),
             "problem": str(one.problem),
             "us": round(one.best.us, 2),
             "schedule": one.best.schedule.short(),
         }
-        for (group, size), one in sorted(best.items())
+        for one in problems
+        if unit_of(one.problem) == unit
     ]
-    line = {
-        "mark": {"type": "line", "point": True, "strokeWidth": 1.5},
+    dots = {
+        "mark": {"type": "circle", "size": 45, "color": BLUE, "opacity": 0.7},
+        "width": 190,
+        "height": 110,
         "encoding": {
-            "x": quantity("size", report.axes.swept_title, scale={"type": "log", "base": 2}),
-            "y": quantity("rate", f"{section.provenance} {unit}"),
-            "color": word("group", None, scale={"scheme": "tableau10"}, legend={"labelLimit": 260}),
+            "x": quantity("size", report.axes.swept_title, scale=BINARY, axis=SIZES),
+            "y": quantity("rate", unit, axis={"tickCount": 4}),
             "tooltip": _tips(problem="problem", rate=unit, us="us", schedule="schedule"),
         },
     }
-    return chart(rows, line, width=560, height=280)
+    return chart(rows, {"facet": word("group", None), "columns": 4, "spec": dots})
+
+
+def trace(section: Section, report: Report) -> Spec | None:
+    """The best time found so far against the number of measurements, a line for each search."""
+    searched = [one for one in section.problems if len(one.trace) > 2][:MOST_TRACES]
+    rows = [
+        {
+            "group": _group(one, report),
+            "problem": str(one.problem),
+            "measured": place + 1,
+            "relative": round(min(so_far, SCALE_END), 4),
+            "noise": f"{one.noise * 100:.2f}%",
+        }
+        for one in searched
+        for place, so_far in enumerate(itertools.accumulate(one.trace, min))
+    ]
+    if not rows:
+        return None
+    line = {
+        "mark": {"type": "line", "interpolate": "step-after", "opacity": 0.7, "strokeWidth": 1.5},
+        "encoding": {
+            "x": quantity("measured", "programs measured"),
+            "y": quantity("relative", "best so far / best", scale={"zero": False, "type": "log"}),
+            "color": word("group", None, scale={"scheme": "tableau10"}, legend={"labelLimit": 260}),
+            "detail": {"field": "problem", "type": "nominal"},
+            "tooltip": _tips(
+                problem="problem", measured="programs measured", relative="best so far / best", noise="noise floor"
+            ),
+        },
+    }
+    floor = statistics.median(1 + one.noise for one in searched)
+    rule = {
+        "data": {"values": [{"at": floor}]},
+        "mark": {"type": "rule", "strokeDash": [4, 3], "color": RED},
+        "encoding": {"y": {"field": "at", "type": "quantitative"}},
+    }
+    return chart(rows, {"layer": [line, rule]}, width=640, height=240)
 
 
 def resources(section: Section) -> Spec | None:
@@ -508,13 +580,13 @@ def roofline(section: Section, report: Report) -> Spec | None:
             "intensity": one.problem.flops / one.problem.min_bytes,
             "rate": round(one.best.rate, 1),
             "problem": str(one.problem),
-            "group": _group(one, report),
             "share": f"{one.best.rate / peak * 100:.0f}%",
             "schedule": one.best.schedule.short(),
         }
         for one in problems
     ]
-    low, high = min(row["intensity"] for row in rows) / 2, max(row["intensity"] for row in rows) * 2
+    intensities = [one.problem.flops / one.problem.min_bytes for one in problems]
+    low, high = min(intensities) / 2, max(intensities) * 2
     knee = peak * 1e3 / spec.dram_gbps
     roof = sorted({low, high, *([knee] if low < knee < high else [])})
     line = {
@@ -540,41 +612,33 @@ def roofline(section: Section, report: Report) -> Spec | None:
         },
     }
     dots = {
-        "mark": {"type": "circle", "size": 55, "opacity": 0.75},
+        "mark": {"type": "circle", "size": 50, "opacity": 0.6, "color": BLUE},
         "encoding": {
             "x": {"field": "intensity", "type": "quantitative"},
             "y": {"field": "rate", "type": "quantitative"},
-            "color": word("group", None, scale={"scheme": "tableau10"}, legend={"labelLimit": 260}),
             "tooltip": _tips(
                 problem="problem", rate=f"{section.provenance} TFLOP/s", share="of the ceiling", schedule="schedule"
             ),
         },
     }
-    return chart(rows, {"layer": [line, dots]}, width=560, height=280)
+    return chart(rows, {"layer": [line, dots]}, width=820, height=300)
 
 
 def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Spec]]:
     """Name -> heading, what it says, and the chart; those that have something to say."""
     kind = section.provenance
-    ends = "the model's estimate, no measurement" if kind == MODELLED else "measured"
     wanted = {
-        "costs": (
-            "What a choice costs",
-            f"Each dot is a problem ({ends}): how much longer it takes with that choice in place of the best. "
-            "The red tick is the geometric mean.",
-            costs(section),
+        "knobs": (
+            "Knobs",
+            "What holding one knob at a value costs when all others stay free. A knob whose green dot stands at 1 may be left "
+            "at that value everywhere; one whose green dot stands to the right has to be chosen for the problem.",
+            knobs(section),
         ),
-        "rates": ("Rates of the best schedules", "The fastest problem of each size.", rates(section, report)),
         "tiles": (
             "Tiles",
             "Each tile by its best schedule over all other knobs; outlined the best. One scale for all panels, which ends at "
             f"{SCALE_END:g} times the best.",
             tiles(section, report),
-        ),
-        "knobs": (
-            "Knobs",
-            "How much the time changes when one knob alone changes, over all pairs of programs that differ in nothing else.",
-            knobs(section),
         ),
         "sweeps": (
             "Each knob at the best of the rest",
@@ -588,9 +652,17 @@ def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Sp
         ),
         "regret": (
             "Regret",
-            "What serving the winner of one problem costs on another. Grey: not timed there.",
+            "What serving the winner of one problem costs on another. Grey: not timed there; `tiledsched tune --candidates FILE` "
+            "with the winners in a file times them everywhere.",
             regret(section, report),
         ),
+        "trace": (
+            "The searches",
+            "The best program so far against the number measured, in the order of the newest run. Dashed: the noise floor, "
+            "half the 95% interval of the best.",
+            trace(section, report),
+        ),
+        "rates": ("Rates of the best schedules", "A dot is a problem.", rates(section, report)),
         "roofline": (
             "Roofline",
             "Best rates under the ceilings of the arch's usual GPU, computed from its rates per clock and the highest "
@@ -608,7 +680,7 @@ def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Sp
 
 def rates_of(reports: Sequence[Report]) -> Spec | None:
     """The best rates of several archs along the swept size, a panel for each group of problems."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for report in reports:
         for section in (report.measured, report.modelled):
             for one in section.problems:
@@ -624,6 +696,10 @@ def rates_of(reports: Sequence[Report]) -> Spec | None:
                             "schedule": one.best.schedule.short(),
                         }
                     )
+    archs: dict[str, set[str]] = {}
+    for row in rows:
+        archs.setdefault(row["group"], set()).add(row["arch"])
+    rows = [row for row in rows if len(archs[row["group"]]) > 1]
     if not rows:
         return None
     axes = reports[0].axes
@@ -632,7 +708,7 @@ def rates_of(reports: Sequence[Report]) -> Spec | None:
         "width": 220,
         "height": 150,
         "encoding": {
-            "x": quantity("size", axes.swept_title, scale={"type": "log", "base": 2}),
+            "x": quantity("size", axes.swept_title, scale=BINARY, axis=SIZES),
             "y": quantity("rate", "rate", scale={"type": "log"}),
             "color": word("arch", None, scale={"range": [BLUE, ORANGE, GREEN, RED]}),
             "shape": word("arch", None),

@@ -60,7 +60,8 @@ def schedules_csv(report: Report) -> str:
 def regret_csv(report: Report) -> str:
     """One row for every pair of problems with a landscape: what serving the winner of one on the other costs."""
     rows = [{"arch": report.arch, "winner_of": str(one.tuned), "winner_of_id": one.tuned.id, "served_on": str(one.served),
-             "served_on_id": one.served.id, "loss": _number(one.loss)} for one in regret_map(broad(report.measured.problems))]  # fmt: skip
+             "served_on_id": one.served.id, "loss": _number(one.loss)}
+            for one in regret_map(broad(report.measured.problems))]  # fmt: skip
     return _csv(["arch", "winner_of", "winner_of_id", "served_on", "served_on_id", "loss"], rows)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 VEGA_LITE = "6.4"
@@ -15,54 +16,6 @@ NOTHING = "-"
 CODE = re.compile("`([^`]+)`")
 NUMBER = re.compile(r"[\d.,]+[%x]?|\[[\d., ]+\]|" + NOTHING)
 
-STYLE = """
-:root { color-scheme: light dark; --text: #1c1f23; --soft: #5a6270; --page: #fff; --line: #dfe3e8; --head: #f4f6f8;
-        --warn: #fff4d6; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e4e7eb; --soft: #a3adba; --page: #16191d; --line: #343a42; --head: #21262c; --warn: #4a3a10; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 72rem; margin: 1.2rem auto;
-       padding: 0 1rem; }
-h1, h2, h3 { line-height: 1.25; margin: 2rem 0 .6rem; }
-h1 { margin-top: .6rem; font-size: 1.6rem; }
-h3 { color: var(--soft); }
-nav { font-size: .87rem; margin: .8rem 0; columns: 16rem; }
-nav a { display: block; }
-a { color: inherit; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(12rem, 1fr)); gap: .7rem; margin: 1rem 0; padding: 0; }
-.cards div { border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
-.cards dt { font-size: 1.5rem; font-weight: 650; }
-.cards dd { margin: 0; color: var(--soft); font-size: .87rem; }
-.scroll, .chart { overflow-x: auto; }
-table { border-collapse: collapse; margin: .6rem 0 1.2rem; font-size: .87rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-th { background: var(--head); white-space: nowrap; }
-td.number, th.number { text-align: right; white-space: nowrap; }
-code { font: .92em ui-monospace, monospace; background: var(--head); padding: .05rem .25rem; border-radius: 3px; }
-.warning { background: var(--warn); border-left: 4px solid #d99a00; padding: .6rem .9rem; font-weight: 600; }
-input.filter { font: inherit; width: 18rem; max-width: 100%; padding: .2rem .5rem; margin-top: .4rem; }
-details { border-top: 1px solid var(--line); padding: .3rem 0; }
-summary { cursor: pointer; font-size: 1.2rem; font-weight: 600; padding: .3rem 0; }
-.chart img { max-width: 100%; height: auto; }
-""".strip()
-DRAWING = """
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const drawn = () => { const text = getComputedStyle(document.body).color, line = dark.matches ? "#3a4048" : "#e3e6ea";
-  for (const one of document.querySelectorAll(".chart[data-spec]")) {
-    const spec = JSON.parse(document.getElementById(one.dataset.spec).textContent);
-    const words = {labelColor: text, titleColor: text}, lines = {gridColor: line, domainColor: line, tickColor: line};
-    const config = {axis: {...words, ...lines}, legend: words, header: words, text: {color: text}, view: {stroke: line}};
-    vegaEmbed(one, {...spec, background: null, config}, {actions: {export: true, source: false, compiled: false, editor: false}, renderer: "svg"}); } };
-dark.addEventListener("change", drawn); drawn();
-""".strip()
-SCRIPT = """
-for (const input of document.querySelectorAll("input.filter")) input.addEventListener("input", () => {
-  const words = input.value.toLowerCase().split(/\\s+/).filter(Boolean);
-  for (const row of input.parentElement.querySelectorAll("tbody tr")) {
-    const text = row.textContent.toLowerCase(); row.hidden = !words.every(word => text.includes(word)); } });
-const open = () => { const to = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  const folded = to && to.closest("details"); if (folded) { folded.open = true; to.scrollIntoView(); } };
-addEventListener("hashchange", open); open();
-""".strip()
 FILTERED = 12
 """Rows from which a table on a page gets a field to filter them by."""
 CONFIG = {"background": "white", "font": "DejaVu Sans, sans-serif"}
@@ -135,21 +88,34 @@ Block = Heading | Paragraph | Table | Cards | Chart | Contents
 
 
 def drawings(blocks: Sequence[Block]) -> dict[str, bytes] | None:
-    """Each chart as SVG and PNG, by file name; None where nothing draws them (vl-convert is not installed).
-
-    A chart that cannot be drawn is left out.
-    """
+    """Each chart as SVG and PNG, by file name; None where nothing draws them (vl-convert is not installed)."""
+    found: dict[str, bytes] = {}
     try:
-        import vl_convert
+        for one in blocks:
+            if isinstance(one, Chart):
+                found[f"{one.name}.svg"] = as_svg(one.spec)
+                found[f"{one.name}.png"] = as_png(one.spec)
     except ImportError:
         return None
-    found: dict[str, bytes] = {}
-    for one in blocks:
-        if isinstance(one, Chart):
-            spec = {**one.spec, "config": CONFIG}
-            found[f"{one.name}.svg"] = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE).encode()
-            found[f"{one.name}.png"] = vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=1.5)
     return found
+
+
+def as_svg(spec: Mapping[str, Any]) -> bytes:
+    """A chart as a file.
+
+    Raises:
+        ImportError: vl-convert is not installed.
+    """
+    import vl_convert
+
+    return str(vl_convert.vegalite_to_svg({**spec, "config": CONFIG}, vl_version=VEGA_LITE)).encode()
+
+
+def as_png(spec: Mapping[str, Any]) -> bytes:
+    """The same as pixels, one and a half to a unit."""
+    import vl_convert
+
+    return bytes(vl_convert.vegalite_to_png({**spec, "config": CONFIG}, vl_version=VEGA_LITE, scale=1.5))
 
 
 def to_markdown(blocks: Sequence[Block], drawn: Collection[str] = ()) -> str:
@@ -195,6 +161,7 @@ def _code(text: str) -> str:
 
 def to_html(blocks: Sequence[Block], *, title: str) -> str:
     """One HTML file that needs nothing else: style, charts and what draws them are inside it."""
+    own = files("tiledsched.report")
     body: list[str] = []
     folded = False
     for block in blocks:
@@ -216,8 +183,9 @@ def to_html(blocks: Sequence[Block], *, title: str) -> str:
     return "\n".join([
         "<!DOCTYPE html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">', f"<title>{html.escape(title)}</title>",
-        f"<style>\n{STYLE}\n</style>", "</head>", "<body>", *body,
-        *([f'<script type="module">{code}\n{DRAWING}</script>'] if code else []), f"<script>{SCRIPT}</script>", "</body>", "</html>", "",
+        f"<style>\n{(own / 'page.css').read_text()}</style>", "</head>", "<body>", *body,
+        *([f"<script type=\"module\">{code}\n{(own / 'charts.js').read_text()}</script>"] if code else []),
+        f"<script>{(own / 'page.js').read_text()}</script>", "</body>", "</html>", "",
     ])  # fmt: skip
 
 
@@ -227,7 +195,8 @@ def _drawing_code() -> str:
         import vl_convert
     except ImportError:
         return ""
-    return str(vl_convert.javascript_bundle(vl_version=VEGA_LITE)).replace("</script", "<\\/script")
+    code = vl_convert.javascript_bundle(snippet=None, vl_version=VEGA_LITE)  # type: ignore[arg-type]
+    return str(code).replace("</script", "<\\/script")
 
 
 def _anchor(text: str) -> str:
@@ -245,8 +214,8 @@ def _html(block: Block) -> str:
                                                   for value, what in block.items), "</dl>"])  # fmt: skip
     if isinstance(block, Chart):
         data = json.dumps(block.spec, separators=(",", ":")).replace("<", "\\u003c")
-        return (f'<script type="application/json" id="{block.name}">{data}</script>\n'
-                f'<div class="chart" data-spec="{block.name}" role="img" aria-label="{html.escape(block.text)}"></div>')  # fmt: skip
+        place = f'<div class="chart" data-spec="{block.name}" role="img" aria-label="{html.escape(block.text)}"></div>'
+        return f'<script type="application/json" id="{block.name}">{data}</script>\n{place}'
     if isinstance(block, Contents):
         return ""
     classes = [' class="number"' if block.numeric(column) else "" for column in range(len(block.head))]
@@ -256,10 +225,8 @@ def _html(block: Block) -> str:
 
     body = "\n".join(f"<tr>{row('td', cells)}</tr>" for cells in block.rows)
     field = '<input class="filter" type="search" placeholder="filter rows" aria-label="filter rows">'
-    return (
-        f'<div class="scroll">{field if len(block.rows) >= FILTERED else ""}<table>\n<thead><tr>{row("th", block.head)}</tr></thead>\n'
-        f"<tbody>\n{body}\n</tbody>\n</table></div>"
-    )
+    head = f"{field if len(block.rows) >= FILTERED else ''}<table>\n<thead><tr>{row('th', block.head)}</tr></thead>"
+    return f'<div class="scroll">{head}\n<tbody>\n{body}\n</tbody>\n</table></div>'
 
 
 def _inline(text: str) -> str:

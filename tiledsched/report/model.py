@@ -113,7 +113,7 @@ def build_report(
         builds=sum(1 for build in builds.all if build.fingerprint),
         failures=_count_failures([failed for failed in db.failures(arch=arch) if failed.kernel == kernel.name], builds.all),
         conditions=_conditions(taken),
-        regimes=tuple(one for one in compare_regimes(db, arch, device_name=device_name)
+        regimes=tuple(one for one in compare_regimes(db.latest_measurements(arch=arch, device_name=device_name))
                       if one.problem.kernel == kernel.name),
         model_compilers=tuple(sorted({entry.toolchain.compiler for entry in entries
                                       if entry.provenance == MODELLED and entry.toolchain})),
@@ -239,7 +239,8 @@ class _Desk:
             if program in by_program and schedule not in timed:
                 own = timed[by_program[program].measurement.schedule]
                 timed[schedule] = replace(own, schedule=schedule, same_program_as=own.schedule)
-        return self._write_up(MEASURED, key, list(timed.values()), self._served(key), len(stored))
+        written = self._write_up(MEASURED, key, list(timed.values()), self._served(key), len(stored))
+        return replace(written, trace=_trace(stored, written.best.us))
 
     def modelled(self, entry: EntryRecord, model_times: ModelTimes | None) -> ProblemReport | None:
         """One problem nobody measured; None where not even the model gives a time."""
@@ -285,16 +286,45 @@ class _Desk:
         timed = [replace(one, relative=one.us / timed[0].us, rate=rate_of(problem, one.us)) for one in timed]
         programs = [one for one in timed if one.same_program_as is None]
         ties = _ties(timed, programs, served) if provenance == MEASURED else set()
-        default = _or_none(self.space.default, problem) if self.space else None
+        runner_up = next((one for one in programs[1:] if one.schedule not in ties), None)
         return ProblemReport(
             provenance=provenance, problem=problem, device_name=device_name, accum_mode=accum_mode,
             size=self.axes.size(problem), shared=self.axes.shared_values(problem), timed=tuple(timed),
-            runner_up=next((one for one in programs[1:] if one.schedule not in ties), None),
+            runner_up=runner_up or _raced(timed[0], served),
             ties=tuple(one.schedule for one in programs if one.schedule in ties),
-            default=next((one for one in timed if one.schedule == default), None),
+            default=self._default(problem, timed),
             median_us=statistics.median(one.us for one in programs), programs=len(programs), measurements=measurements,
             served=served, knobs=knob_importance(timed),
         )  # fmt: skip
+
+    def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:
+        """The default schedule, if it has a time; one of an older space is it with the knobs that it lacks at their defaults."""
+        space = self.space
+        default = _or_none(space.default, problem) if space else None
+        if space is None or default is None:
+            return None
+        alike = (one for one in timed if all(default.get(knob, value) == value for knob, value in one.schedule.items()))
+        return next((one for one in alike if default in (one.schedule, _or_none(space.complete, one.schedule))), None)
+
+
+def _trace(stored: Sequence[StoredMeasurement], best_us: float) -> tuple[float, ...]:
+    """Each program of the newest run as it was first measured there, relative to the best."""
+    newest = max((one.run_id for one in stored if one.run_id is not None), default=None)
+    taken = [one for one in stored if newest is not None and one.run_id == newest]
+    first: dict[str, float] = {}
+    for one in sorted(taken, key=lambda each: (each.created_at, each.id)):
+        first.setdefault(one.measurement.fingerprint, one.measurement.median_us / best_us)
+    return tuple(first.values())
+
+
+def _raced(best: Timed, served: EntryRecord | None) -> Timed | None:
+    """The runner-up as the race left it in the entry, where its own measurement is not here."""
+    if served is None or served.runner_up is None or served.margin is None or served.schedule != best.schedule:
+        return None
+    relative = 1 + served.margin
+    return Timed(
+        schedule=served.runner_up, fingerprint="", us=best.us * relative, relative=relative, rate=best.rate / relative
+    )
 
 
 def _ties(timed: Sequence[Timed], programs: Sequence[Timed], served: EntryRecord | None) -> set[Schedule]:

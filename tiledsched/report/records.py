@@ -163,6 +163,8 @@ class ProblemReport:
     """Knobs with more than one value, the most important first."""
     tiles: tuple[TileTime, ...] = ()
     """Each tile size, best first; empty where schedules have no tile knobs."""
+    trace: tuple[float, ...] = ()
+    """Time / best time of each program of the newest run, in the order they were measured; empty where imported or modelled."""
 
     @property
     def best(self) -> Timed:
@@ -175,14 +177,20 @@ class ProblemReport:
         return self.timed[-1]
 
     @property
+    def noise(self) -> float:
+        """Half the 95% interval of the best / its time: what cannot be told apart; 0 where modelled."""
+        low, high = self.best.ci_low_us, self.best.ci_high_us
+        return 0.0 if low is None or high is None else (high - low) / 2 / self.best.us
+
+    @property
     def runner_up_drop(self) -> float | None:
         """us of the runner-up / us of the best - 1; None without runner-up."""
         return self.runner_up.us / self.best.us - 1 if self.runner_up else None
 
     @property
     def default_drop(self) -> float | None:
-        """us of the default schedule / us of the best - 1; None where the default has no time."""
-        return self.default.us / self.best.us - 1 if self.default else None
+        """us of the default schedule / us of the best - 1; None where the default has no time, or nothing else has."""
+        return self.default.us / self.best.us - 1 if self.default and self.programs > 1 else None
 
     @property
     def median_drop(self) -> float:

@@ -7,10 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tiledsched import data_files
-from tiledsched.config import Settings
 from tiledsched.errors import DatabaseError
 from tiledsched.kernel import KernelClass
-from tiledsched.serve.entries import load_entries
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import ArtifactRecord, EntryRecord, StoredMeasurement
 
@@ -27,13 +25,12 @@ class WithShipped:
         db: one's own; its builds, failures and runs are the only ones there are.
         kernel: what is reported.
         arch: e.g. sm_90.
-        settings: name the layers that entries are served from.
+        entries: what is served, of every layer.
     """
 
-    def __init__(self, db: TuningDB, kernel: KernelClass, arch: str, settings: Settings) -> None:
+    def __init__(self, db: TuningDB, kernel: KernelClass, arch: str, entries: Iterable[EntryRecord]) -> None:
         self._db, self._kernel, self._arch = db, kernel, arch
-        self._entries = [entry for entry in load_entries(settings, {arch}, kernel.name)
-                         if (entry.kernel, entry.arch) == (kernel.name, arch)]  # fmt: skip
+        self._entries = [entry for entry in entries if (entry.kernel, entry.arch) == (kernel.name, arch)]
         folder = data_files.tuning_db()
         tables = [
             folder / "tables" / kernel.name / f"{arch}.json",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 from tiledsched.errors import ConfigError
 from tiledsched.files import write_whole
+from tiledsched.kernel import told
 from tiledsched.problem import Problem, unit_of
 from tiledsched.report import charts
+from tiledsched.report.analysis import held
 from tiledsched.report.axes import cell, show
 from tiledsched.report.charts import rates_of
 from tiledsched.report.csv_files import (
@@ -46,11 +49,13 @@ from tiledsched.report.records import (
     Section,
     Tile,
 )
-from tiledsched.report.regret import LIMITS, broad, enough
+from tiledsched.report.regret import broad, enough
 from tiledsched.schedule import Schedule
 
 NO_CHARTS = "The charts are left out: for them, run `pip install 'tiledsched[report]'`."
 NOT_MEASURED = "not measured"
+CHOSEN = 1.01
+"""A knob whose best single value costs this much has to be chosen for the problem."""
 
 
 def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> list[Path]:
@@ -102,19 +107,16 @@ def _tables(report: Report) -> dict[str, str]:
 
 def document(report: Report) -> list[Block]:
     """The whole report: the answer, the charts, then every figure."""
-    blocks: list[Block] = [Heading(text=_title([report]), level=1)]
-    blocks += [Paragraph(text=report.warning, warning=True)] if report.warning else []
-    return [*blocks, *_answer(report), Contents(), *_body(report, "")]
+    warning = [Paragraph(text=report.warning, warning=True)] if report.warning else []
+    return [*warning, Heading(text=_title([report]), level=1), *_answer(report), Contents(), *_body(report, "")]
 
 
 def side_by_side(reports: Sequence[Report]) -> list[Block]:
     """Several archs: what each came to and what they share first, then each by itself."""
     blocks: list[Block] = [Heading(text=_title(reports), level=1)]
-    charts = [rates_of(reports)]
-    blocks += [
-        _told(reports),
-        *(Chart(name="rates-of-all", spec=spec, text="Best rates, arch by arch") for spec in charts if spec),
-    ]
+    blocks += [_told(reports)]
+    if (spec := rates_of(reports)) is not None:
+        blocks.append(Chart(name="rates", spec=spec, text="Rates of the best schedules, arch by arch"))
     blocks += [Contents(), Heading(text="The same problems"), _shared(reports)]
     for report in reports:
         blocks.append(Heading(text=f"{report.kernel} on {report.arch}"))
@@ -125,13 +127,16 @@ def side_by_side(reports: Sequence[Report]) -> list[Block]:
 
 def _told(reports: Sequence[Report]) -> Table:
     """A row for each arch: what its first screen would say."""
-    names = list(dict.fromkeys(what for report in reports for _, what in _figures(report)))
+    names = list(dict.fromkeys(name for report in reports for name in _figures(report)))
     rows = []
     for report in reports:
-        found = {what: value for value, what in _figures(report)}
-        rows.append((report.arch, ", ".join(sorted({one.device_name for one in report.measured.problems})) or MODELLED,
-                     *(found.get(what, NOTHING) for what in names)))  # fmt: skip
-    return _table(("arch", "measured on", *names), rows)
+        figures = _figures(report)
+        problems = _main(report).problems
+        where = ", ".join(sorted({one.device_name for one in problems})) or "no GPU: modelled"
+        rows.append(
+            (report.arch, where, str(len(problems)), *(figures.get(name, ("not known", ""))[0] for name in names))
+        )
+    return _table(("arch", "measured on", "problems", *names), rows)
 
 
 def _shared(reports: Sequence[Report]) -> Table:
@@ -148,9 +153,11 @@ def _shared(reports: Sequence[Report]) -> Table:
         if len(found) > 1:
             row = [str(problem)]
             for arch in archs:
-                one = found.get(arch)
+                here = found.get(arch)
                 row += (
-                    [f"{_us(one.best.us)} {one.provenance}", _short(one.best.schedule)] if one else [NOTHING, NOTHING]
+                    [f"{_us(here.best.us)} {here.provenance}", _short(here.best.schedule)]
+                    if here
+                    else [NOTHING, NOTHING]
                 )
             rows.append(row)
     return _table(head, rows)
@@ -158,60 +165,62 @@ def _shared(reports: Sequence[Report]) -> Table:
 
 def _answer(report: Report) -> list[Block]:
     """The first screen: what the choice of schedule is worth here."""
-    blocks: list[Block] = [Paragraph(text=line) for line in _summary(report)[:1]]
-    figures = _figures(report)
-    if figures:
-        blocks.append(Cards(items=tuple(figures)))
     section = _main(report)
-    spec = charts.costs(section)
-    if spec is not None:
-        blocks.append(Chart(name=f"costs-{report.arch}", spec=spec, text=f"What a choice costs, {section.provenance}: each dot is a "
-                            "problem, the red tick their geometric mean"))  # fmt: skip
-        blocks.append(Paragraph(text=f"Each dot is a problem, {section.provenance}: how much longer it takes with that choice in place of "
-                                "the best. The red tick is the geometric mean."))  # fmt: skip
+    blocks: list[Block] = [Paragraph(text=line) for line in _summary(report)[:1]]
+    if figures := _figures(report):
+        blocks.append(Cards(items=tuple(figures.values())))
+    elif section.problems:
+        todo = f"tiledsched tune {report.kernel} --arch {report.arch}"
+        blocks.append(Paragraph(text=f"Only chosen schedules are known here; `{todo}` finds what others cost."))
+    if (spec := charts.costs(section)) is not None:
+        text = (
+            f"What a choice costs: each dot is a problem, {section.provenance}, and how much longer it takes with that choice in "
+            "place of the best; the red tick is the geometric mean."
+        )
+        blocks += [Chart(name=f"costs-{report.arch}", spec=spec, text=text), Paragraph(text=text)]
     return blocks
 
 
 def _main(report: Report) -> Section:
-    """What the answer is made of: measured, where enough was, to say what other schedules cost."""
+    """What the answer is made of: measured, where anything was."""
     return report.measured if report.measured.problems else report.modelled
 
 
-def _figures(report: Report) -> list[tuple[str, str]]:
-    """The answer in figures, each with what it is."""
+def _figures(report: Report) -> dict[str, tuple[str, str]]:
+    """The answer in figures, by what each is: the figure, and the rest of the sentence."""
     section = _main(report)
     kind = "" if section.provenance == MEASURED else f", {MODELLED}"
-    found: list[tuple[str, str]] = []
+    found: dict[str, tuple[str, str]] = {}
 
-    def mean(drops: Iterable[float | None], what: str) -> None:
-        known = [1 + drop for drop in drops if drop is not None]
+    def mean(what: str, drop_of: Callable[[ProblemReport], float | None]) -> None:
+        known = [(drop, one) for one in section.problems if (drop := drop_of(one)) is not None]
         if known:
-            found.append(
-                (
-                    f"{(statistics.geometric_mean(known) - 1) * 100:+.1f}%",
-                    f"{what} ({_count(len(known), 'problem')}{kind})",
-                )
-            )
+            joined = statistics.geometric_mean([1 + drop for drop, _ in known]) - 1
+            most, where = max(known, key=lambda each: each[0])
+            over = f"{_count(len(known), 'problem')}{kind}"
+            rest = f"{what} costs ({over}); most: {most * 100:+.0f}% for {where.problem}"
+            found[what] = f"{joined * 100:+.1f}%", rest
 
-    mean((one.default_drop for one in section.problems), "the default schedule costs")
-    mean((one.tile_drop for one in section.problems), "the second best tile costs")
-    mean((one.median_drop for one in section.problems if one.programs > 2), "the median program costs")
-    decisive = next((one for one in section.knobs if one.mean_change is not None and one.pairs >= 5), None)
-    if decisive is not None and decisive.mean_change is not None:
-        found.append(
-            (
-                decisive.knob,
-                f"changes the time most when it alone changes: {decisive.mean_change * 100:+.0f}% on average{kind}",
-            )
-        )
-    covered = (
-        [each for each in enough(broad(section.problems)) if each.limit == LIMITS[-1]]
-        if section.provenance == MEASURED
-        else []
-    )
+    mean("the default schedule", lambda one: one.default_drop)
+    mean("the second best tile", lambda one: one.tile_drop)
+    problems = charts.tried(section)
+    costs = held(problems)
+    if costs:
+        knob, values = next(iter(costs.items()))
+        worst, cost = list(values.items())[-1]
+        over = f"{_count(len(problems), 'problem')}{kind}"
+        rest = f"`{knob}={show(worst)}` costs: the most of any knob's values ({over})"
+        found["the worst value of a knob"] = f"{(cost - 1) * 100:+.0f}%", rest
+        chosen = max(costs, key=lambda each: min(costs[each].values()))
+        value, least = next(iter(costs[chosen].items()))
+        if least >= CHOSEN:
+            rest = f"`{chosen}` costs at its best single value, {show(value)}: choose it by the problem{kind}"
+            found["the best single value of a knob"] = f"{(least - 1) * 100:+.1f}%", rest
+    covered = enough(broad(section.problems))[-1:] if section.provenance == MEASURED else []
     if covered and covered[0].problems > 1:
-        found.append((_count(len(covered[0].schedules), "schedule"), f"keep all {covered[0].problems} problems with a landscape within "
-                      f"{covered[0].limit * 100:.0f}% of their best"))  # fmt: skip
+        limit = f"{covered[0].limit * 100:.0f}%"
+        rest = f"or fewer keep all {covered[0].problems} problems with a landscape within {limit} of their best"
+        found[f"enough for {limit}"] = _count(len(covered[0].schedules), "schedule"), rest
     return found
 
 
@@ -222,29 +231,28 @@ def _body(report: Report, arch: str) -> list[Block]:
     sections = [section for section in (report.measured, report.modelled) if section.problems]
     for section in sections:
         for name, (heading, text, spec) in charts.of_section(section, report).items():
-            blocks += [Heading(text=heading + after), Paragraph(text=text),
+            blocks += [Heading(text=heading), Paragraph(text=text),
                        Chart(name=f"{name}-{report.arch}", spec=spec, text=f"{heading}: {text}")]  # fmt: skip
             if name == f"regret-{MEASURED}":
                 blocks += _enough(section)
-        if section.shares:
-            blocks += [Heading(text="Which knobs matter" + after), Paragraph(text=SHARES), shares_table(section.shares)]
-        if section.interactions:
-            blocks += [Heading(text="Which knobs depend on each other" + after), Paragraph(text=INTERACTIONS),
-                       interactions_table(section.interactions)]  # fmt: skip
     blocks += _regimes(report)
     for section in sections:
         blocks += _section(section, report)
-    tables = [*blocks, *_inert(report), *_unmeasured(report), *_failures(report), *_conditions(report)]
-    return [replace(block, text=block.text + after) if isinstance(block, Heading) and after and not block.text.endswith(after) else block
-            for block in tables]  # fmt: skip
+    blocks += [*_inert(report), *_unmeasured(report), *_failures(report), *_conditions(report)]
+    return [replace(block, text=block.text + after) if isinstance(block, Heading) else block for block in blocks]
 
 
 def _enough(section: Section) -> list[Block]:
     """How few schedules are enough."""
-    rows = [(f"{one.limit * 100:.0f}%", str(len(one.schedules)), str(one.problems), ", ".join(map(_short, one.schedules[:3]))
-             + (", ..." if len(one.schedules) > 3 else "")) for one in enough(broad(section.problems))]  # fmt: skip
-    text = ("How few schedules keep every problem with a landscape within a limit of its best, found greedily; a schedule covers only what it "
-            "was timed on.")  # fmt: skip
+    text = (
+        "How few schedules keep every problem with a landscape within a limit of its best, found greedily; a schedule "
+        "covers only what it was timed on."
+    )
+    rows = [
+        (f"{one.limit * 100:.0f}%", str(len(one.schedules)), str(one.problems),
+         ", ".join(map(_short, one.schedules[:3])) + (", ..." if len(one.schedules) > 3 else ""))
+        for one in enough(broad(section.problems))
+    ]  # fmt: skip
     return [Paragraph(text=text), _table(("limit", "schedules", "problems", "the first of them"), rows)]
 
 
@@ -275,11 +283,6 @@ def _summary(report: Report) -> list[str]:
 def _section(section: Section, report: Report) -> list[Block]:
     name = section.provenance
     blocks: list[Block] = [Heading(text=f"Best schedules, {name}", folded=True)]
-    todo = f"tiledsched record {report.kernel} --arch {report.arch} --out DIR"
-    if name == MEASURED and any(one.default_drop is None for one in section.problems):
-        blocks.append(
-            Paragraph(text=f"Where something was {NOT_MEASURED}, `{todo}` with that problem's flags measures it.")
-        )
     for _, members in groupby(section.problems, key=lambda one: one.group):
         group = list(members)
         blocks += [Heading(text=_group_title(group[0], report), level=3), _best_table(group, report)]
@@ -287,6 +290,15 @@ def _section(section: Section, report: Report) -> list[Block]:
         blocks += [Heading(text=f"Tiling sensitivity, {name}", folded=True), *_sensitivity(section, report)]
     if section.knobs:
         blocks += [Heading(text=f"Every knob, {name}", folded=True), *_knobs(section)]
+    if section.shares:
+        blocks += [
+            Heading(text="Which knobs matter", folded=True),
+            Paragraph(text=SHARES),
+            shares_table(section.shares),
+        ]
+    if section.interactions:
+        blocks += [Heading(text="Which knobs depend on each other", folded=True), Paragraph(text=INTERACTIONS),
+                   interactions_table(section.interactions)]  # fmt: skip
     if any(one.best.facts for one in section.problems):
         blocks += [Heading(text=f"Resources of the winners, {name}", folded=True), _resources(section)]
     if name == MEASURED:
@@ -319,15 +331,25 @@ def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
     measured = group[0].provenance == MEASURED
     head = [*sizes, "best", "µs", *(["95% interval"] if measured else []), *units, "runner-up", "drop",
             *(["ties"] if measured else []), "default's drop", "median's drop", "worst"]  # fmt: skip
+    lacking = measured and any(one.default is None for one in group)
+    head += ["to measure the rest"] if lacking else []
     return _table(head, (
         (*(cell(one.problem, fields) for fields in sizes.values()), _short(one.best.schedule), _us(one.best.us),
          *([_interval(one.best.ci_low_us, one.best.ci_high_us)] if measured else []),
          *(f"{one.best.rate:.1f}" if unit_of(one.problem) == unit else NOTHING for unit in units),
          _short(one.runner_up.schedule) if one.runner_up else NOTHING, _percent(one.runner_up_drop),
-         *([str(len(one.ties))] if measured else []), _percent(one.default_drop),
+         *([str(len(one.ties))] if measured else []), _percent(one.default_drop, NOT_MEASURED if measured else NOTHING),
          _percent(one.median_drop if one.programs > 1 else None),
-         f"{one.worst.relative:.2f}x" if one.programs > 1 else NOTHING) for one in group
+         f"{one.worst.relative:.2f}x" if one.programs > 1 else NOTHING,
+         *([_to_measure(one, report) if one.default is None else NOTHING] if lacking else [])) for one in group
     ), modelled_from=None if measured else len(sizes))  # fmt: skip
+
+
+def _to_measure(one: ProblemReport, report: Report) -> str:
+    """The command that measures a problem's default and a choice of other programs."""
+    return _code(
+        shlex.join(["tiledsched", "record", report.kernel, "--arch", report.arch, "--problem", told(one.problem)])
+    )
 
 
 def _sensitivity(section: Section, report: Report) -> list[Block]:
@@ -522,8 +544,8 @@ def _interval(low: float | None, high: float | None) -> str:
     return NOTHING if low is None or high is None else f"[{_us(low)}, {_us(high)}]"
 
 
-def _percent(fraction: float | None) -> str:
-    return NOTHING if fraction is None else f"{fraction * 100:,.1f}%"
+def _percent(fraction: float | None, unknown: str = NOTHING) -> str:
+    return unknown if fraction is None else f"{fraction * 100:,.1f}%"
 
 
 def _short(schedule: Schedule) -> str:

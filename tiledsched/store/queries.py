@@ -11,7 +11,6 @@ from tiledsched.measure.runner import Measurement
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.store.codec import encode
-from tiledsched.store.db import TuningDB
 from tiledsched.store.records import BuildRecord, StoredMeasurement
 
 ProgramKey = tuple[str, object]
@@ -98,14 +97,14 @@ def knob_effects(builds: Iterable[BuildRecord]) -> list[KnobEffect]:
     return [KnobEffect(knob=knob, pairs=pairs[knob], same=same[knob]) for knob in sorted(pairs)]
 
 
-def compare_regimes(db: TuningDB, arch: str | None = None, *, device_name: str | None = None) -> list[RegimeComparison]:
+def compare_regimes(latest: Iterable[StoredMeasurement]) -> list[RegimeComparison]:
     """For each problem and device with programs measured in both regimes, who wins in each and what it costs.
 
-    Of a program measured several times the newest measurement counts. Programs are told apart by machine code and
-    grid, so that it does not matter which of their equivalent schedules was measured.
+    `latest` are measurements, newest first: of a program measured several times the first counts. Programs are told apart
+    by machine code and grid, so that it does not matter which of their equivalent schedules was measured.
     """
     taken: dict[tuple[str, Problem, str, str], dict[str, dict[ProgramKey, Measurement]]] = {}
-    for stored in db.latest_measurements(arch=arch, device_name=device_name):  # newest first
+    for stored in latest:
         found = stored.measurement
         accum_mode = str(found.schedule.get("accum_mode", "fp32"))
         regimes = taken.setdefault((stored.kernel, found.problem, found.device.name, accum_mode), {})

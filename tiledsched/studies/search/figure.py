@@ -1,13 +1,14 @@
-"""The bench as a picture, drawn with matplotlib."""
+"""The bench as a picture, drawn by vl-convert."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 from tiledsched.errors import ConfigError
 from tiledsched.files import write_whole
+from tiledsched.report.charts import BLUE, RED, Spec, chart, quantity, word
+from tiledsched.report.document import as_png, as_svg
 from tiledsched.studies.search.scores import DEPTHS, Summary
 
 OURS = "tiledsched-"
@@ -17,42 +18,52 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
     """Two panels: measurements to come within 1% of the best, with intervals, and mean regret after 10, 25, 50 and 100.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        ConfigError: vl-convert is not installed, the ending is neither .png nor .svg, or the file cannot be written.
     """
+    drawing = {".png": as_png, ".svg": as_svg}.get(path.suffix)
+    if drawing is None:
+        raise ConfigError(f"cannot draw {path}: name a file that ends in .png or .svg")
     try:
-        import matplotlib.figure
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        drawn = drawing(figure(summaries))
     except ImportError as error:
-        raise ConfigError("a figure needs matplotlib; pip install 'tiledsched[report]'") from error
-    figure = matplotlib.figure.Figure(figsize=(11.0, 0.6 + 0.28 * len(summaries)))
-    FigureCanvasAgg(figure)  # no pyplot: nothing global, no display
-    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
-    shown = [line for line in summaries if line.measurements_to_1pct is not None][::-1]
-    for row, line in enumerate(shown):
-        colour = "#d62728" if line.sampler.startswith(OURS) else "#4c72b0"
-        middle = line.measurements_to_1pct or 0.0
-        low, high = (end if end is not None else middle for end in line.measurements_to_1pct_interval)
-        left.barh(row, middle, color=colour, alpha=0.8)
-        left.plot([low, high], [row, row], color="black", linewidth=1.2)
-        left.text(max(middle, high) + 2, row, f"{middle:g}", va="center", fontsize=8)
-        regrets = [100.0 * getattr(line, f"regret_{depth}") for depth in DEPTHS]
-        right.plot(DEPTHS, [max(value, 0.01) for value in regrets], color=colour, linewidth=1.2,
-                   alpha=0.9 if colour == "#d62728" else 0.45)  # fmt: skip
-    left.set_yticks(range(len(shown)), [line.sampler for line in shown], fontsize=8)
-    left.set_xlabel("distinct programs measured to come within 1% of the best\n(median; line: 95% bootstrap interval)")
-    right.set_yscale("log")
-    right.set_xlabel("distinct programs measured")
-    right.set_ylabel("mean regret, % (0.01 and below drawn at 0.01)", fontsize=8)
-    right.set_title(f"red: {OURS}*, blue: all others", fontsize=9)
-    figure.tight_layout()
+        raise ConfigError("a figure needs vl-convert-python; pip install 'tiledsched[report]'") from error
     try:
-        drawn = io.BytesIO()
-        figure.savefig(
-            drawn,
-            format=path.suffix[1:] or "png",
-            dpi=110,
-            metadata={"Software": None} if path.suffix == ".png" else None,
-        )
-        write_whole(path, drawn.getvalue())
-    except (OSError, ValueError) as error:
+        write_whole(path, drawn)
+    except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}; give another path") from error
+
+
+def figure(summaries: Sequence[Summary]) -> Spec:
+    """The picture, as Vega-Lite."""
+    found = [line for line in summaries if line.measurements_to_1pct is not None]
+    reached, regrets = [], []
+    for line in found:
+        who = {"sampler": line.sampler, "ours": line.sampler.startswith(OURS)}
+        middle = line.measurements_to_1pct or 0.0
+        low, high = (middle if end is None else end for end in line.measurements_to_1pct_interval)
+        reached.append({**who, "middle": middle, "low": low, "high": high, "said": f"{middle:g}"})
+        regrets += [
+            {**who, "depth": depth, "regret": max(100.0 * getattr(line, f"regret_{depth}"), 0.01)} for depth in DEPTHS
+        ]
+    colour = {"condition": {"test": "datum.ours", "value": RED}, "value": BLUE}
+    y = word("sampler", None, axis={"labelLimit": 240})
+    title = ["distinct programs measured to come within 1% of the best", "(median; line: 95% bootstrap interval)"]
+    left = [
+        {"mark": {"type": "bar", "opacity": 0.8}, "encoding": {"x": {"field": "middle", "type": "quantitative", "title": title},
+                                                               "y": y, "color": colour}},
+        {"mark": "rule", "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"}, "y": y}},
+        {"mark": {"type": "text", "align": "left", "dx": 4},
+         "encoding": {"x": {"field": "high", "type": "quantitative"}, "y": y, "text": {"field": "said"}}},
+    ]  # fmt: skip
+    right = {
+        "mark": {"type": "line", "opacity": 0.7},
+        "encoding": {
+            "x": quantity("depth", "distinct programs measured"),
+            "y": quantity("regret", "mean regret, % (0.01 and below drawn at 0.01)", scale={"type": "log"}),
+            "color": colour,
+            "detail": {"field": "sampler"},
+        },
+    }
+    height = 18 * max(1, len(found))
+    return {"title": f"red: {OURS}*, blue: all others", "hconcat": [
+        chart(reached, {"layer": left}, width=420, height=height), chart(regrets, right, width=300, height=height)]}  # fmt: skip
