@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ SIZES = {
     "tickCount": 5,
     "labelExpr": "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : datum.value",
 }
+SEVERAL = 3
+"""Problems from which a group gets a panel of rates, where any group has as many."""
 SWEPT = 12
 """Knobs whose sweeps are drawn, the most important."""
 REGRETS = 40
@@ -470,6 +473,8 @@ def rates(section: Section, report: Report) -> Spec | None:
         for one in problems
         if unit_of(one.problem) == unit
     ]
+    sizes = Counter(row["group"] for row in rows)
+    rows = [row for row in rows if sizes[row["group"]] >= min(SEVERAL, max(sizes.values()))]
     dots = {
         "mark": {"type": "circle", "size": 45, "color": BLUE, "opacity": 0.7},
         "width": 190,
