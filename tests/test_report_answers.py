@@ -8,6 +8,7 @@ import pytest
 from report_samples import DEVICE, PROBLEM, TOOLCHAIN, add_modelled, add_times, landscape, plain, report_of, taken
 
 from tiledsched.cli import main
+from tiledsched.config import load_settings
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped, write_report
 from tiledsched.report.analysis import held
@@ -15,6 +16,7 @@ from tiledsched.report.document import Cards, Chart
 from tiledsched.report.regret import broad, enough, regret_map
 from tiledsched.report.text import document, side_by_side
 from tiledsched.schedule import Schedule
+from tiledsched.serve.entries import load_entries
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import EntryRecord
 
@@ -128,17 +130,21 @@ def test_few_schedules_are_enough(db):
     )
 
 
-def test_shipped_evidence_is_read_beneath_ones_own(db):
-    own = plain(128, 64)
-    add_times(db, {own: 100.0})
-    found = report_of(WithShipped(db, Attention, "sm_90", [entry(own)]))
+def test_shipped_evidence_is_read_beneath_ones_own(db, tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+    mine = PROBLEM.replace(batch=3)
+    add_times(db, {plain(128, 64): 1000.0}, problem=mine)
+    served = load_entries(load_settings(), {"sm_90"}, "attention")
+    found = report_of(WithShipped(db, Attention, "sm_90", served))
     problems = {one.problem: one for one in found.measured.problems}
-    assert PROBLEM in problems
+    assert {mine, PROBLEM} <= set(problems)
     assert len(problems) > 100  # every problem of the shipped table
-    assert sum(one.programs > 200 for one in found.measured.problems) >= 18  # and its landscapes
+    assert sum(one.programs > 200 for one in found.measured.problems) >= 15  # and its landscapes
+    for one in found.measured.problems:  # some of which were timed warm in graphs, which no paced time is compared with
+        assert one.problem == mine or one.best.us > 0.95 * one.served.median_us
     assert any(one.default_drop for one in found.measured.problems)
     drops = [one.runner_up_drop for one in found.measured.problems if one.runner_up]
-    assert min(drops) >= 0
+    assert min(drops) > -0.001  # medians of a race that pairs of rounds decided
     assert math.isfinite(max(drops))
     assert [
         stored.run_id for stored in WithShipped(db, Attention, "sm_121", []).measurements("sm_90", regime="burst")

@@ -246,6 +246,34 @@ def _written_report(options: argparse.Namespace, folder: str, device_name: str |
     return write_report(found, Path(folder))
 
 
+def compare(options: argparse.Namespace) -> int:
+    """Say what moved from A to B; exit code 1 where something is slower."""
+    from tiledsched.report.compare import compare as compared
+    from tiledsched.report.sides import Wanted, read_side
+
+    db, wanted = (
+        _settings(options).db,
+        Wanted(kernel=options.only, arch=options.arch or "", regime=options.regime or ""),
+    )
+    found = compared(read_side(options.a, db, wanted), read_side(options.b, db, wanted), options.threshold / 100)
+    if not found.rows:
+        raise ConfigError(f"{options.a} and {options.b} have no problem in common: {len(found.only_a)} only in the first, "
+                          f"{len(found.only_b)} only in the second")  # fmt: skip
+    if options.json:
+        _print_json(found.to_json())
+    else:
+        output.print_compared(found, everything=options.all)
+        undecided = next((row for row in found.rows if row.verdict == "undecided" and row.b.words), None)
+        if undecided is not None:
+            words = ["tune", undecided.b.kernel, "--arch", undecided.b.arch, "--problem", undecided.b.words]
+            where = options.b if options.b.endswith(".db") else options.db
+            words += ["--db", where] if where else []
+            output.print_next([("what decides one of the undecided", shlex.join([output.program(), *words]))])
+            print()
+        print(f"compare: {found.line()}")
+    return 1 if found.regressed else 0
+
+
 def completion(options: argparse.Namespace) -> int:
     """Print the completion script of a shell."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import statistics
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tiledsched.refresh import RefreshReport
+    from tiledsched.report.compare import Comparison
     from tiledsched.search.record import RecordResult
     from tiledsched.search.tuner import TuneResult
     from tiledsched.serve.entries import Layer
@@ -386,6 +388,30 @@ def print_regimes(compared: Sequence[RegimeComparison]) -> None:
 
 def _loss(loss: float, distinct: bool) -> str:
     return f"+{loss:.1%}" + ("*" if distinct else "")
+
+
+def print_compared(found: Comparison, *, everything: bool = False) -> None:
+    """What moved from A to B, slower first, with the winners where they changed."""
+    _print_wrapped(f"A: {found.a}")
+    _print_wrapped(f"B: {found.b}")
+    from tiledsched.report.compare import told
+
+    mean = f", B takes {found.mean:.3f}x the time of A (geometric mean)" if found.mean else ""
+    _print_wrapped(f"{len(found.rows)} {'problem' if len(found.rows) == 1 else 'problems'} on both sides{mean}")
+    if found.drift:
+        both = f"{len(found.drift)} measured on both sides take {statistics.geometric_mean(found.drift):.3f}x"
+        _print_wrapped(f"programs with the same machine code: {both}; that is the machine or the day, no schedule")
+    rows = told(found, everything=everything)
+    if rows:
+        print(f"\n{'':9}  {'B / A':21}  {'A us':>9}  {'B us':>9}  problem")
+    for row in rows:
+        ratio = f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
+        print(f"{row.verdict:9}  {ratio:21}  {row.a.us:9.1f}  {row.b.us:9.1f}  {row.b.problem}")
+        if row.winner_changed:
+            _print_wrapped(f"now {row.b.schedule}; was {row.a.schedule}", "           ")
+        elif row.verdict != "same" and row.same_program:
+            _print_wrapped("the same machine code", "           ")
+    print()
 
 
 def print_bench(rows: Sequence[BenchRow]) -> None:

@@ -104,7 +104,7 @@ def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tiledsched {__version__}")
     parser.set_defaults(verbose=False, declaration=kernel, usual_arch=False)
     subs = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_tune, _add_check, _add_record, _add_show, _add_explain, _add_report, _add_bench, _add_ablate,
+    for add in (_add_tune, _add_check, _add_record, _add_show, _add_explain, _add_report, _add_compare, _add_bench, _add_ablate,
                 _add_bench_search, _add_study, _add_landscapes, _add_dashboard, _add_refresh, _add_warmup,
                 _add_bundle):  # fmt: skip
         add(subs, kernel)
@@ -282,6 +282,30 @@ def _add_report(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument("--out", default="report", metavar="DIR", help="folder to write to (default: report)")
     parser.add_argument("--regime", choices=REGIMES, help="default: burst")
     parser.add_argument("--device", metavar="NAME", help="only measurements of this GPU (default: the arch's newest)")
+
+
+def _add_compare(subs: Any, kernel: KernelClass | None) -> None:
+    parser = _command(subs, "compare", commands.compare, "say what became faster or slower from A to B, and which winners "
+                      "changed; exit code 1 where something is slower")  # fmt: skip
+    parser.add_argument("a", metavar="A", help="before: a database, a table, a landscape, a folder of them, a report's folder, "
+                        "`shipped`; or of your database a compiler (13.5), a date (2026-11-22) or a device (H100); or "
+                        "SOURCE@COMPILER")  # fmt: skip
+    parser.add_argument("b", metavar="B", help="after: the same")
+    parser.add_argument(
+        "--kernel", dest="only", default="", metavar="NAME", help="only of this kernel (default: of all)"
+    )
+    _arch_flag(parser, "only this arch", usual=False)
+    parser.add_argument("--regime", choices=REGIMES, help="only this regime (default: both)")
+    parser.add_argument("--threshold", type=_percent, default=2.0, metavar="PERCENT", help="differences up to this are none "
+                        "(default: 2)")  # fmt: skip
+    parser.add_argument("--all", action="store_true", help="also list what stayed the same")
+
+
+def _percent(text: str) -> float:
+    value = float(text.rstrip("%"))
+    if not 0 < value < 100:
+        raise argparse.ArgumentTypeError("give percent, more than 0 and less than 100")
+    return value
 
 
 def _add_bench(subs: Any, kernel: KernelClass | None) -> None:

@@ -30,7 +30,7 @@ from tiledsched.report.records import (
 from tiledsched.schedule import Schedule
 from tiledsched.space import SearchSpace
 from tiledsched.space_files import space_for
-from tiledsched.store.evidence import for_compiler, of_one_compiler
+from tiledsched.store.evidence import for_compiler, of_one_compiler, timed_alike
 from tiledsched.store.queries import KnobEffect, compare_regimes, knob_effects
 from tiledsched.store.records import BuildRecord, EntryRecord, FailureRecord, StoredMeasurement, Toolchain
 
@@ -76,7 +76,7 @@ def build_report(
     if device_name is not None:
         entries = [entry for entry in entries if entry.device_name in ("", device_name)]
     existing = db.measurements(arch=arch, kernel=kernel.name)
-    taken = of_one_compiler([stored for stored in existing if stored.measurement.regime == regime
+    taken = of_one_compiler([stored for stored in timed_alike(existing) if stored.measurement.regime == regime
                              and device_name in (None, stored.measurement.device.name)], compiler)  # fmt: skip
     builds = _Builds(db, arch, kernel, taken, entries)
     desk = _Desk(kernel=kernel, axes=axes_of(kernel), arch=arch, builds=builds, space=space or _or_none(space_for, arch, kernel),
@@ -113,7 +113,7 @@ def build_report(
         builds=sum(1 for build in builds.all if build.fingerprint),
         failures=_count_failures([failed for failed in db.failures(arch=arch) if failed.kernel == kernel.name], builds.all),
         conditions=_conditions(taken),
-        regimes=tuple(one for one in compare_regimes(db.latest_measurements(arch=arch, device_name=device_name))
+        regimes=tuple(one for one in compare_regimes(timed_alike(db.latest_measurements(arch=arch, device_name=device_name)))
                       if one.problem.kernel == kernel.name),
         model_compilers=tuple(sorted({entry.toolchain.compiler for entry in entries
                                       if entry.provenance == MODELLED and entry.toolchain})),

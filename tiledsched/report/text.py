@@ -274,7 +274,9 @@ def _summary(report: Report) -> list[str]:
     if found := report.modelled.problems:
         lines.append(f"Modelled, not measured: {_count(len(found), 'problem')}. These stand in a section of their own.")
     if report.elsewhere:
-        lines.append(f"Left out: {_count(report.elsewhere, 'measurement')} of another regime or device.")
+        lines.append(
+            f"Left out: {_count(report.elsewhere, 'measurement')} of another regime, device, compiler or way of timing."
+        )
     if report.measured.problems or report.modelled.problems:
         lines.append("A drop is how much longer the other schedule takes: its time / the best time - 1.")
     return lines

@@ -16,6 +16,7 @@ from tiledsched.search.study import Estimate
 from tiledsched.search.surrogate import Known
 from tiledsched.space import SearchSpace
 from tiledsched.store.db import TuningDB
+from tiledsched.store.evidence import timed_as_now
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord
 from tiledsched.store.shipped import shipped_landscapes
@@ -98,13 +99,6 @@ def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, 
     return found
 
 
-def timed_as_now(measurement: Measurement) -> bool:
-    """Whether it is the time of a launch out of a cold cache, if paced: short ones were timed in graphs once, and some of the
-    recorded landscapes are.
-    """  # fmt: skip
-    return measurement.regime != "burst" or measurement.conditions.graph_launches == 0
-
-
 class Shipped:
     """What comes with the package for one kernel and arch, read when it is asked for; nothing without a kernel."""
 
@@ -183,7 +177,7 @@ class Elsewhere:
     def _judged(self, taken: Sequence[Measurement], facts: Mapping[str, ResourceFacts | None]) -> list[
             tuple[Schedule, ResourceFacts | None, float]]:  # fmt: skip
         taken = [one for one in taken if not one.conditions.beside]
-        as_now = [one for one in taken if timed_as_now(one)]
+        as_now = [one for one in taken if timed_as_now(one.regime, one.conditions)]
         taken = as_now if len(as_now) >= FEWEST_PROGRAMS else taken
         schedules = [self._space.complete(one.schedule) for one in taken]
         return [(schedule, facts.get(one.fingerprint), one.median_us)

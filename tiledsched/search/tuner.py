@@ -28,7 +28,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.effort import EFFORTS
 from tiledsched.search.inert import SURE, InertChanges
-from tiledsched.search.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part, timed_as_now
+from tiledsched.search.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
 from tiledsched.search.programs import RETRIED, Builder, Program, deadlines
 from tiledsched.search.race import RULES, Outcome, RaceResult, race
 from tiledsched.search.samplers import OURS
@@ -38,7 +38,7 @@ from tiledsched.search.surrogate import Known
 from tiledsched.search.trials import Trials, learn
 from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.store.db import TuningDB
-from tiledsched.store.evidence import for_compiler
+from tiledsched.store.evidence import for_compiler, timed_as_now
 from tiledsched.store.records import BuildRecord, EntryRecord
 
 if TYPE_CHECKING:
@@ -349,7 +349,7 @@ class Tuner:
         """
         found: dict[tuple[Schedule, str], float | None] = {}
         for stored in self.db.measurements(problem, self.space.arch, runner.device_name, self.options.regime):
-            if timed_as_now(stored.measurement):
+            if timed_as_now(stored.measurement.regime, stored.measurement.conditions):
                 key = self.space.complete(stored.measurement.schedule), stored.measurement.fingerprint
                 found.setdefault(key, stored.measurement.median_us)
         for failed in self.db.failures(self.space.arch, problem, stage="measure"):

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.measure.runner import Measurement
+from tiledsched.measure.runner import Conditions, Measurement
 from tiledsched.schedule import Schedule
 from tiledsched.store.records import Contradiction, EntryRecord, MeasurementSummary, StoredMeasurement
 
@@ -47,6 +47,26 @@ def of_one_compiler(measurements: Sequence[StoredMeasurement], compiler: str) ->
         versions = {stored.toolchain.tileiras, nearest.get(place(stored), stored.toolchain.tileiras)}
         nearest[place(stored)] = min(versions, key=lambda version: _apart(version, compiler))
     return [stored for stored in measurements if stored.toolchain.tileiras == nearest[place(stored)]]
+
+
+def timed_as_now(regime: str, conditions: Conditions) -> bool:
+    """Whether it is the time of a launch out of a cold cache, if paced: short ones were timed in graphs once, and some of the
+    recorded landscapes are.
+    """  # fmt: skip
+    return regime != "burst" or conditions.graph_launches == 0
+
+
+def timed_alike(measurements: Sequence[StoredMeasurement]) -> list[StoredMeasurement]:
+    """Of each problem on each GPU in a regime what was timed as it is now; where nothing was, all of it."""
+
+    def place(stored: StoredMeasurement) -> tuple[Any, ...]:
+        return stored.measurement.problem, stored.measurement.device.name, stored.measurement.regime
+
+    as_now = {
+        stored.uid: timed_as_now(stored.measurement.regime, stored.measurement.conditions) for stored in measurements
+    }
+    places = {place(stored) for stored in measurements if as_now[stored.uid]}
+    return [stored for stored in measurements if as_now[stored.uid] or place(stored) not in places]
 
 
 def _apart(version: str, compiler: str) -> tuple[Any, ...]:

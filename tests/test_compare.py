@@ -1,0 +1,232 @@
+"""`tiledsched compare`: two databases, tables, reports, compilers, dates or devices."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import datetime, timezone
+
+import pytest
+from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, plain, taken
+
+from tiledsched.cli import main
+from tiledsched.kernels.attention import Attention
+from tiledsched.report import write_report
+from tiledsched.report.compare import Known, compare, judged, side_of
+from tiledsched.report.sides import Wanted, read_side
+from tiledsched.store.db import TuningDB
+from tiledsched.store.exchange import export_table
+from tiledsched.store.records import EntryRecord, Toolchain
+
+NEWER = Toolchain(cuda_tile="1.7.0", tileiras="13.5.37", ptxas="13.5.37", nvvm="13.5.37")
+MOVED = {
+    # What the shipped programs took under 13.4.92 and 13.5.37 on one H200, in microseconds.
+    (1, 16, 16384, 128): (3056, 3459), (4, 16, 4096, 128): (804, 906), (1, 8, 4096, 128): (112, 127),
+    (1, 16, 16384, 64): (4194, 4476), (16, 16, 1024, 128): (228, 224), (8, 16, 2048, 128): (400, 400.5), (2, 16, 8192, 128): (872, 874),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    for name in ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.delenv("TILEDSCHED_DB", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def problem_of(batch, heads, seq_len, head_dim):
+    return Attention.standard(seq_len=seq_len, head_dim=head_dim).replace(batch=batch, heads=heads, kv_heads=heads)
+
+
+def put(
+    db,
+    us,
+    *,
+    problem=PROBLEM,
+    schedule=None,
+    toolchain=TOOLCHAIN,
+    served=True,
+    fingerprint=None,
+    device=DEVICE.name,
+    **more,
+):
+    """A measurement, and the entry that serves it."""
+    schedule = schedule or plain(128, 64)
+    code = fingerprint or f"{schedule.id}{toolchain.tileiras.replace('.', '')[:4]}".ljust(24, "0")
+    number = db.record_measurement(None, "attention", SOURCE, toolchain,
+                                   taken(schedule, us, problem=problem, fingerprint=code, device=device, **more))  # fmt: skip
+    if served:
+        db.put_entry(EntryRecord(kernel="attention", arch="sm_90", problem=problem, provenance="measured", schedule=schedule,
+                                 fingerprint=code, device_name=device, regime=more.get("regime", "burst"), toolchain=toolchain,
+                                 measurement_id=number))  # fmt: skip
+    return number
+
+
+def known(us, half=0.005, **changes):
+    return Known(**{"kernel": "k", "arch": "sm_90", "device": "GPU", "regime": "burst", "accum_mode": "fp32", "problem_id": "p",
+                    "problem": "P", "words": "", "schedule_id": "s", "schedule": "s", "fingerprint": "f", "us": us,
+                    "low_us": us * (1 - half), "high_us": us * (1 + half), "uid": "", **changes})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ratio", "half", "verdict"),
+    [(1.10, 0.005, "slower"), (0.90, 0.005, "faster"), (1.005, 0.005, "same"), (1.10, 0.2, "undecided"),
+     (1.005, 0.05, "undecided"), (1.019, 0.005, "undecided"), (1.03, 0.005, "slower"), (1.0, 0.001, "same")],
+)  # fmt: skip
+def test_verdicts_follow_from_the_intervals(ratio, half, verdict):
+    found = judged(known(100.0, half, fingerprint="a"), known(100.0 * ratio, half), 0.02)
+    assert found.verdict == verdict
+    assert found.low < found.ratio < found.high
+    assert math.log(found.high / found.ratio) == pytest.approx(half * math.sqrt(2), rel=0.03)
+
+
+def test_b_against_a_is_the_inverse_of_a_against_b():
+    a, b = known(100.0, fingerprint="a"), known(105.0)
+    there, back = judged(a, b, 0.02), judged(b, a, 0.02)
+    assert (there.verdict, back.verdict) == ("slower", "faster")
+    assert there.ratio * back.ratio == pytest.approx(1)
+    assert there.low * back.high == pytest.approx(1)
+
+
+def test_what_is_served_stands_before_the_fastest_and_else_the_fastest():
+    first, second = known(100.0, fingerprint="a", schedule_id="a"), known(90.0, fingerprint="b", schedule_id="b")
+    assert side_of("x", [first], [second, first]).best == {("p", "burst", "fp32", "sm_90", "GPU"): first}
+    assert list(side_of("x", [], [first, second]).best.values()) == [second]
+    newer = known(120.0, fingerprint="b", schedule_id="b")
+    assert list(side_of("x", [], [newer, first, second]).best.values()) == [first]  # of a program the newest counts
+
+
+def test_two_compilers_of_one_database(home, capsys):
+    """What is known to have moved is found, and nothing else."""
+    with TuningDB.open("both.db") as db:
+        for case, (before, after) in MOVED.items():
+            put(db, before, problem=problem_of(*case))
+            put(db, after, problem=problem_of(*case), toolchain=NEWER)
+    assert main(["compare", "both.db@13.4", "both.db@13.5", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema_version"] >= 1
+    verdicts = {row["problem"]: row["verdict"] for row in found["rows"]}
+    slower = {str(problem_of(*case)) for case, (before, after) in MOVED.items() if after / before > 1.02}
+    assert len(slower) == 4
+    assert verdicts == {str(problem_of(*case)): "same" for case in MOVED} | dict.fromkeys(slower, "slower") | {
+        str(problem_of(16, 16, 1024, 128)): "undecided"}  # 1.8% faster, give or take 0.7  # fmt: skip
+    assert found["regressed"]
+
+
+def test_a_selector_alone_is_of_ones_own_database_over_what_ships(home, capsys):
+    problem = problem_of(4, 16, 4096, 128)
+    with TuningDB.open("mine.db") as db:
+        put(db, 906.0, problem=problem, toolchain=NEWER)
+    assert main(["compare", "13.4.92", "13.5", "--db", "mine.db", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [row["problem"] for row in found["rows"]] == [str(problem)]
+    assert len(found["only_a"]) > 100
+
+
+def test_the_table_of_people_and_the_line_for_ci(home, capsys):
+    with TuningDB.open("a.db") as a, TuningDB.open("b.db") as b:
+        put(a, 100.0)
+        put(b, 113.0, schedule=plain(64, 64))
+        put(a, 50.0, problem=PROBLEM.replace(causal=True))
+        put(b, 50.9, problem=PROBLEM.replace(causal=True), fingerprint="c" * 24)
+        put(b, 70.0, problem=PROBLEM.replace(batch=1))
+    assert main(["compare", "a.db", "b.db"]) == 1
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert max(map(len, lines[:5])) <= 100
+    row = next(line for line in lines if line.startswith("slower"))
+    assert row.split()[1] == "1.130"
+    assert row.endswith(str(PROBLEM))
+    assert "now 64x64" in said
+    assert "was 128x64" in said
+    assert lines[-1] == (f"compare: 1 slower, 1 undecided, 0 faster, 0 same, 1 only in B; worst +13.0% ({PROBLEM}); "
+                         "threshold 2.0%: FAIL")  # fmt: skip
+    assert "tune attention --arch sm_90 --problem S=4096,D=64,B=4,H=32,causal=yes --db b.db" in said
+    assert main(["compare", "b.db", "a.db"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("ok")
+    assert main(["compare", "a.db", "b.db", "--threshold", "20"]) == 0
+    assert "0 slower" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_same_machine_code_tells_the_machine_from_the_schedule(home, capsys):
+    with TuningDB.open("a.db") as a, TuningDB.open("b.db") as b:
+        for place, tile in enumerate((32, 64, 128)):
+            put(a, 100.0 + place, schedule=plain(64, tile), served=False)
+            put(b, (100.0 + place) * 1.05, schedule=plain(64, tile), served=False)
+    assert main(["compare", "a.db", "b.db", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["programs_on_both"], found["drift"]) == (3, pytest.approx(1.05))
+    assert found["rows"][0]["same_program"]
+    assert main(["compare", "a.db", "b.db"]) == 1
+    assert "the same machine code" in capsys.readouterr().out
+
+
+def test_a_measurement_that_both_hold_is_the_same(home):
+    with TuningDB.open("a.db") as a:
+        put(a, 100.0)
+        export_table(a, "a.json", "sm_90")
+        from tiledsched.report import build_report
+
+        write_report(build_report(a, "sm_90", Attention), "report")
+    sides = [read_side(word, None, Wanted()) for word in ("a.db", "a.json", "report", "report/schedules.csv")]
+    for side in sides:
+        found = compare(sides[0], side)
+        assert [row.verdict for row in found.rows] == ["same"]
+        assert found.rows[0].ratio == 1.0
+        assert found.drift == ()
+        assert not found.rows[0].winner_changed
+
+
+def test_dates_are_what_was_known_then(home, capsys, monkeypatch):
+    with TuningDB.open("mine.db") as db:
+        for day, us in ((1, 100.0), (5, 90.0)):
+            put(db, us, schedule=plain(64, 32 * day % 96 or 64), served=False)
+        rows = db.measurements()
+        assert len(rows) == 2
+    import sqlite3
+
+    with sqlite3.connect("mine.db") as raw:
+        for row, day in ((rows[1], 1), (rows[0], 5)):
+            at = datetime(2026, 11, day, 12, tzinfo=timezone.utc)
+            raw.execute(
+                "update measurements set created_at = ? where id = ?", (at.strftime("%Y-%m-%d %H:%M:%S.%f"), row.id)
+            )
+    monkeypatch.setenv("TILEDSCHED_DB", "mine.db")
+    assert main(["compare", "2026-11-04", "2026-11-05", "--json"]) == 0
+    row = next(row for row in json.loads(capsys.readouterr().out)["rows"] if row["problem"] == str(PROBLEM))
+    assert row["verdict"] == "faster"
+    assert row["ratio"] == pytest.approx(0.9)
+
+
+def test_devices_are_compared_across(home, capsys):
+    with TuningDB.open("mine.db") as db:
+        put(db, 100.0)
+        put(db, 140.0, device="NVIDIA H100 80GB HBM3")
+    assert main(["compare", "mine.db@H200", "mine.db@h100"]) == 1
+    assert "1.400" in capsys.readouterr().out
+
+
+def test_shipped_against_itself(home, capsys):
+    assert main(["compare", "shipped", "shipped", "--kernel", "matmul", "--arch", "h200"]) == 0
+    assert "0 slower, 0 undecided, 0 faster" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("nothing.db shipped", "there is no nothing.db"), ("shipped 99.9", "nothing of '99.9' is measured there; it has the compilers"),
+     ("shipped@13.9 shipped", "has the compilers"), ("2026-13-45 shipped", "is no date"), ("empty shipped", "holds no table"),
+     ("notes.csv shipped", "notes.csv"), ("shipped shipped --threshold 0", "--threshold"), ("shipped shipped --arch sm_121 ", "nothing is measured"),
+     ("bad/schedules.csv shipped", "schedules.csv")],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_told(home, capsys, words, message):
+    (home / "empty").mkdir()
+    (home / "notes.csv").write_text("a,b\n1,2\n")
+    (home / "bad").mkdir()
+    (home / "bad" / "schedules.csv").write_text("arch,device\n1,2\n")
+    try:
+        code = main(["compare", *words.split()])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert message in capsys.readouterr().err
