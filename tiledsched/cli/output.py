@@ -403,10 +403,12 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
         _print_wrapped(f"programs with the same machine code: {both}; that is the machine or the day, no schedule")
     rows = told(found, everything=everything)
     if rows:
-        print(f"\n{'':9}  {'B / A':21}  {'A us':>9}  {'B us':>9}  problem")
+        print(f"\n{'':9}  {'B / A':21}  {'A us':>9}  {'B us':>9}")
+    narrow = any(len(row.b.problem) + 55 > width() for row in rows)
     for row in rows:
         ratio = f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
-        print(f"{row.verdict:9}  {ratio:21}  {row.a.us:9.1f}  {row.b.us:9.1f}  {row.b.problem}")
+        figures = f"{row.verdict:9}  {ratio:21}  {row.a.us:9.1f}  {row.b.us:9.1f}"
+        print(*([row.b.problem, figures] if narrow else [f"{figures}  {row.b.problem}"]), sep="\n")
         if row.winner_changed:
             _print_wrapped(f"now {row.b.schedule}; was {row.a.schedule}", "           ")
         elif row.verdict != "same" and row.same_program:
