@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +61,63 @@ def _bench_summary(options: argparse.Namespace) -> int:
 
     summaries = summarise([row for path in options.summary for row in read_rows(Path(path))])
     _said(options, {"summary": [each.to_json() for each in summaries]}, to_markdown(summaries))
+    return 0
+
+
+def study(options: argparse.Namespace) -> int:
+    """The paper's evaluation: bench, tiles, tables and figures, each cell kept as it is measured."""
+    from tiledsched.studies.bench.rows import append_rows, finished_cells, read_rows
+    from tiledsched.studies.evaluation import rows as grid
+    from tiledsched.studies.evaluation.pages import write_evaluation
+    from tiledsched.studies.evaluation.tiles import race_tiles, tiling_rows
+
+    if options.declaration.name != "attention":
+        raise ConfigError(
+            f"the study is of attention; `tiledsched bench {options.kernel}` times other kernels beside their rivals"
+        )
+    folder = Path(options.out)
+    path = folder / "bench.csv"
+    began = time.monotonic()
+
+    def left() -> float | None:
+        return None if options.budget is None else max(0.0, options.budget - (time.monotonic() - began))
+
+    if options.summary:
+        if not path.exists():
+            raise ConfigError(f"{folder} holds no study; leave out --summary to measure one")
+    else:
+        if options.db:
+            os.environ["TILEDSCHED_DB"] = options.db  # what is launched reads its own settings
+        from tiledsched.measure.lock import holding_current_gpu
+        from tiledsched.studies.bench.harness import TorchHarness
+        from tiledsched.studies.bench.methods import choose_methods
+        from tiledsched.studies.bench.run import BenchOptions, run_bench
+
+        chosen = choose_methods(options.declaration, options.methods or list(grid.METHODS))
+        methods = [method for method in chosen if method.name in grid.METHODS]
+        if not methods:
+            raise ConfigError(f"the study knows {', '.join(grid.METHODS)}; name some of them with --methods")
+        done = finished_cells(path, [method.name for method in methods])
+        how = BenchOptions(methods=tuple(methods), regimes=(options.regime,), rounds=options.rounds, budget_s=left())
+        with holding_current_gpu():
+            harness = TorchHarness()
+            run_bench(
+                grid.problems(),
+                how,
+                harness,
+                done=done,
+                keep=lambda found: append_rows(found, path),
+                progress=output.note,
+            )
+        if not options.no_tiles:
+            race_tiles(harness.arch, folder, options.declaration, budget_s=left(), jobs=options.jobs)
+    rows = [row for row in read_rows(path) if row.regime == options.regime]
+    files = write_evaluation(folder, rows, tiling_rows(folder, options.declaration))
+    missing = len(grid.problems()) - len({row.problem for row in rows})
+    if missing:
+        output.note(f"{missing} of {len(grid.problems())} problems are left; run the same command again to go on")
+    _said(options, {"files": [str(each) for each in files], "problems": len(grid.problems()) - missing, "left": missing},
+          "\n".join(map(str, files)))  # fmt: skip
     return 0
 
 

@@ -299,7 +299,7 @@ def _with_paths(parser: argparse.ArgumentParser, kinds: dict[str, Any]) -> argpa
     return parser
 
 
-def study(options: argparse.Namespace) -> int:
+def repeatability(options: argparse.Namespace) -> int:
     """One session of the repeatability study, or the sum of all."""
     from tiledsched.studies.repeatability.rows import read_rows
     from tiledsched.studies.repeatability.summary import summarise
@@ -326,7 +326,7 @@ def _study_session(options: argparse.Namespace) -> int:
     from tiledsched.studies.repeatability.session import find_field, run_session
 
     if not options.arch or not options.csv:
-        raise ConfigError("a study needs --arch and --csv; pass both, or --summary FILE")
+        raise ConfigError("it needs --arch and --csv; pass both, or --summary FILE")
     path = Path(options.csv)
     check_columns(path)
     began = datetime.now(timezone.utc)
@@ -345,5 +345,5 @@ def _study_session(options: argparse.Namespace) -> int:
     finally:
         runner.close()
     _said(options, {"rows": [row.to_csv() for row in rows]},
-          f"{len(rows)} rows added to {path}; sum up with: tiledsched study --summary {path}")  # fmt: skip
+          f"{len(rows)} rows added to {path}; sum up with: tiledsched repeatability --summary {path}")  # fmt: skip
     return 0

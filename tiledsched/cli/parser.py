@@ -105,7 +105,7 @@ def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
     parser.set_defaults(verbose=False, declaration=kernel, usual_arch=False)
     subs = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (_add_tune, _add_check, _add_record, _add_show, _add_explain, _add_report, _add_compare, _add_bench, _add_ablate,
-                _add_bench_search, _add_study, _add_landscapes, _add_dashboard, _add_refresh, _add_warmup,
+                _add_bench_search, _add_study, _add_repeatability, _add_landscapes, _add_dashboard, _add_refresh, _add_warmup,
                 _add_bundle):  # fmt: skip
         add(subs, kernel)
     _add_doctor(subs)
@@ -373,8 +373,28 @@ def _add_ablate(subs: Any, kernel: KernelClass | None) -> None:
 
 
 def _add_study(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "study", commands.study, "let the race and other methods choose among the same measured "
-                      "programs, once each; run it again and again, then sum it up")  # fmt: skip
+    parser = _command(subs, "study", bench_commands.study, "run the whole evaluation of the TiledAttention paper on this GPU: "
+                      "its benchmark, tiling sensitivity, tables and figures")  # fmt: skip
+    _kernel_flag(parser)
+    parser.add_argument("--out", default="study", metavar="DIR", help="folder to write to; run again, it goes on where it "
+                        "stopped (default: study)")  # fmt: skip
+    parser.add_argument("--methods", type=names, metavar="M[,M]", help="what takes part (default: all of the paper that are "
+                        "installed, and Triton)")  # fmt: skip
+    parser.add_argument("--regime", choices=REGIMES, default="burst", help="default: burst")
+    parser.add_argument(
+        "--rounds", type=positive, default=30, metavar="N", help="samples of a quick method (default: 30)"
+    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
+    parser.add_argument("--no-tiles", action="store_true", help="leave out the tiling sensitivity")
+    parser.add_argument(
+        "--summary", action="store_true", help="measure nothing: write tables and figures of what the folder holds"
+    )
+
+
+def _add_repeatability(subs: Any, kernel: KernelClass | None) -> None:
+    parser = _command(subs, "repeatability", commands.repeatability, "let the race and other methods choose among the same "
+                      "measured programs, once each; run it again and again, then sum it up")  # fmt: skip
     _arch_flag(parser, "of this GPU, e.g. sm_90 (required, except with --summary)", usual=False)
     _problem_flags(parser, kernel)
     parser.add_argument("--programs", type=positive, default=100, metavar="N", help="programs to choose among, per problem "

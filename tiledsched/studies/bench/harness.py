@@ -70,7 +70,7 @@ class TorchHarness:
             raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
         self._torch, self._cupy, self._verify = torch, cupy, verify
         device = current_device()
-        self.device, self._memory_bytes = device.name, device.memory_bytes
+        self.device, self.arch, self._memory_bytes = device.name, device.arch, device.memory_bytes
         self.versions = versions(torch, device.driver)
         self._flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
 

@@ -66,6 +66,8 @@ class BenchRow:
     """GPU."""
     versions: str = ""
     """Driver and libraries."""
+    p95_us: float | None = None
+    """95th percentile of the samples."""
     compiler: str = ""
     """Version of the compiler that made our own machine code; empty where that was not asked."""
 
@@ -103,7 +105,7 @@ class BenchRow:
             "provenance": self.provenance, "measured_program": self.measured_program, "schedule": self.schedule,
             "device": self.device, "versions": self.versions, "kernel": self.problem.kernel,
             "problem": canonical_json(self.problem.to_json()), "gbps": _rounded(self.gbps, 1),
-            "compiler": self.compiler,
+            "compiler": self.compiler, "p95_us": _rounded(self.p95_us, 3),
         }  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -137,6 +139,7 @@ class BenchRow:
             schedule=texts.get("schedule", ""), provenance=texts.get("provenance", ""),
             measured_program={"True": True, "False": False}.get(texts.get("measured_program", "")),
             device=texts.get("device", ""), versions=texts.get("versions", ""), compiler=texts.get("compiler", ""),
+            p95_us=_number(texts.get("p95_us", "")),
         )  # fmt: skip
 
 

@@ -183,8 +183,19 @@ def _timed(row: BenchRow, ready: Ready, samples: Sequence[float]) -> BenchRow:
     low, high = median_interval(samples, CONFIDENCE)
     if ready.error is not None:
         row = replace(row, max_abs_err=ready.error.max_abs, rel_err=ready.error.relative, compared=ready.compared)
-    return replace(row, median_us=statistics.median(samples), ci_low_us=low, ci_high_us=high, samples=len(samples),
+    row = replace(
+        row, median_us=statistics.median(samples), p95_us=_percentile(samples, 0.95), ci_low_us=low, ci_high_us=high
+    )
+    return replace(row, samples=len(samples),
                    conditions=replace(row.conditions, graph_launches=ready.launches), **ready.details)  # fmt: skip
+
+
+def _percentile(samples: Sequence[float], share: float) -> float:
+    """By linear interpolation between the two nearest samples."""
+    ordered, place = sorted(samples), share * (len(samples) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def _against_ceiling(rows: Sequence[BenchRow]) -> list[BenchRow]:

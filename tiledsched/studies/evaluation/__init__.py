@@ -1,0 +1,5 @@
+"""The evaluation of TiledAttention (Khan, arXiv:2603.01960) over again, on the GPU at hand, by one command.
+
+Its grid, methods, columns, tables and figures; the timing is ours: interleaved, paced and queued ahead. :mod:`rows` holds the
+grid and the columns, :mod:`tiles` the tiling sensitivity, :mod:`figures` the charts and :mod:`pages` what is written.
+"""

@@ -1,0 +1,150 @@
+"""The figures of the evaluation, as Vega-Lite."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from tiledsched.report.charts import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, word
+from tiledsched.studies.evaluation.rows import BASELINE, EXPLICIT, FORCED, LENGTHS, OURS, ResultRow
+
+COLOURS = {"domain": [OURS, BASELINE, *EXPLICIT, *FORCED, "triton"],
+           "range": [RED, BLUE, "#999999", "#CC79A7", GREEN, ORANGE, "#56B4E9", "#F0E442"]}  # fmt: skip
+
+
+def _values(
+    rows: Sequence[ResultRow], methods: Collection[str] = (), dtypes: Collection[str] = ("float16",)
+) -> list[dict[str, Any]]:
+    return [
+        {"method": row.method, "S": row.S, "D": f"D={row.D}", "mask": "causal" if row.causal else "full", "dtype": row.dtype,
+         "tokens": row.throughput_tokens_per_s, "p95": row.B * row.H * row.S / (row.p95_ms / 1e3) if row.p95_ms else None,
+         "tflops": round(row.tflops_per_s, 2) if row.tflops_per_s else None,
+         "gbps": round(row.approx_bw_gbps, 1) if row.approx_bw_gbps else None, "status": row.status}
+        for row in rows if row.median_ms and row.dtype in dtypes and (not methods or row.method in methods)
+    ]  # fmt: skip
+
+
+def _tips() -> list[Spec]:
+    return [{"field": field} for field in ("method", "dtype", "D", "S", "mask", "tflops", "gbps")]
+
+
+def _length() -> Spec:
+    return quantity("S", "sequence length S", scale={"type": "log", "base": 2}, axis={"values": list(LENGTHS)})
+
+
+def throughput(rows: Sequence[ResultRow]) -> Spec:
+    """Figure 3: tokens/s over S, ours and torch's SDPA, both element types; whiskers reach to the 95th percentile."""
+    values = _values(rows, (OURS, BASELINE), ("float16", "bfloat16"))
+    colour = word("method", None, scale=COLOURS, legend={"values": [OURS, BASELINE]})
+    layers = [
+        {"mark": {"type": "rule", "opacity": 0.6},
+         "encoding": {"x": _length(), "y": quantity("p95", ""), "y2": {"field": "tokens"}, "color": colour}},
+        {"mark": {"type": "line", "point": True},
+         "encoding": {"x": _length(), "y": quantity("tokens", "tokens/s", axis={"format": "~s"}), "color": colour,
+                      "strokeDash": word("dtype", None), "tooltip": _tips()}},
+    ]  # fmt: skip
+    return _panels(values, {"layer": layers, "width": 200, "height": 150})
+
+
+def regime_map(rows: Sequence[ResultRow]) -> Spec:
+    """Figure 4: how many times the throughput of torch's SDPA ours has, by S and D."""
+    base = {row.cell: row.median_ms for row in rows if row.method == BASELINE and row.median_ms}
+    values = [
+        {"S": row.S, "D": row.D, "ratio": round(base[row.cell] / row.median_ms, 3),
+         "said": f"{base[row.cell] / row.median_ms:.2f}", "panel": f"{row.dtype}, {'causal' if row.causal else 'full'}"}
+        for row in rows if row.method == OURS and row.median_ms and row.cell in base
+    ]  # fmt: skip
+    place = {"x": {"field": "D", "type": "ordinal", "title": "head dimension D", "axis": {"labelAngle": 0}},
+             "y": {"field": "S", "type": "ordinal", "title": "sequence length S"}}  # fmt: skip
+    tip = [{"field": "S"}, {"field": "D"}, {"field": "said", "title": "times as fast as torch's SDPA"}]
+    colour = quantity(
+        "ratio",
+        "torch's time / ours",
+        scale={"scheme": "redblue", "domain": [0.5, 2], "domainMid": 1, "type": "log", "clamp": True},
+    )
+    layers = [
+        {"mark": "rect", "encoding": {**place, "color": colour, "tooltip": tip}},
+        {
+            "mark": {"type": "text", "fontSize": 10},
+            "encoding": {**place, "text": {"field": "said"}, "color": {"value": "black"}},
+        },
+    ]
+    return chart(
+        values,
+        {
+            "facet": word("panel", None),
+            "columns": 4,
+            "spec": {"layer": layers, "width": {"step": 40}, "height": {"step": 24}},
+        },
+    )
+
+
+def bandwidth(rows: Sequence[ResultRow]) -> Spec:
+    """Figure 5: the bandwidth proxy over S, ours and torch's SDPA."""
+    line = {
+        "mark": {"type": "line", "point": True},
+        "encoding": {"x": _length(), "y": quantity("gbps", "bandwidth proxy, GB/s"), "color": word("method", None, scale=COLOURS,
+                     legend={"values": [OURS, BASELINE]}), "tooltip": _tips()},
+        "width": 200, "height": 150,
+    }  # fmt: skip
+    return _panels(_values(rows, (OURS, BASELINE)), line)
+
+
+def bars(rows: Sequence[ResultRow], methods: Sequence[str]) -> Spec:
+    """Figures 6 and 7: TFLOP/s by S, a bar for each method."""
+    bar = {
+        "mark": "bar",
+        "encoding": {
+            "x": {"field": "S", "type": "ordinal", "title": "sequence length S", "axis": {"labelAngle": 0}},
+            "xOffset": {"field": "method", "sort": list(methods)},
+            "y": quantity("tflops", "TFLOP/s"),
+            "color": word("method", None, scale=COLOURS, legend={"values": list(methods)}),
+            "tooltip": _tips(),
+        },
+        "width": 240, "height": 150,
+    }  # fmt: skip
+    return _panels(_values(rows, methods), bar)
+
+
+def _panels(values: list[dict[str, Any]], spec: Spec) -> Spec:
+    """A row for each mask, a column for each head dimension."""
+    return chart(values, {"facet": {"row": word("mask", None), "column": word("D", None)}, "spec": spec,
+                          "resolve": {"scale": {"y": "independent"}}})  # fmt: skip
+
+
+def of_results(rows: Sequence[ResultRow]) -> dict[str, tuple[str, str, Spec]]:
+    """File name -> heading, what it says, and the figure; those with something to draw."""
+    wanted = {
+        "figure3_throughput_vs_s": (
+            "Figure 3: throughput",
+            "Tokens per second, float16 (solid) and bfloat16 (dashed); the rule reaches down to the 95th percentile of the time.",
+            throughput(rows),
+        ),
+        "figure4_regime_map": (
+            "Figure 4: regimes",
+            "How many times as fast as torch's SDPA, which chooses its backend itself.",
+            regime_map(rows),
+        ),
+        "figure5_bw_proxy": (
+            "Figure 5: bandwidth proxy",
+            "Queries, keys, values and outputs once, over the time. It says how far a problem is from being limited by "
+            "memory, not what was moved.",
+            bandwidth(rows),
+        ),
+        "figure6_flash_style": (
+            "Figure 6: TFLOP/s",
+            "Ours, torch's SDPA and a Triton flash-attention forward, float16.",
+            bars(rows, (OURS, BASELINE, "triton")),
+        ),
+        "figure6_explicit_baselines": (
+            "Figure 6: explicit baselines",
+            "Ours against torch's math backend and attention written in torch operators, float16.",
+            bars(rows, (OURS, *EXPLICIT)),
+        ),
+        "figure7_forced_backends": (
+            "Figure 7: forced backends",
+            "Ours against each backend of torch's SDPA, forced, float16.",
+            bars(rows, (OURS, *FORCED)),
+        ),
+    }
+    return {name: found for name, found in wanted.items() if found[2]["data"]["values"]}

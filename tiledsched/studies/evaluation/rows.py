@@ -1,0 +1,134 @@
+"""The grid of the evaluation, and its rows: one for each method on each problem, with a status."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from tiledsched.kernel_names import kernel_named
+from tiledsched.problem import Problem
+from tiledsched.studies.bench.rows import OK, BenchRow
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+HEAD_DIMS = (64, 96, 128, 160)
+DTYPES = ("float16", "bfloat16")
+BASELINE = "torch_sdpa"
+"""What speedups are against: torch's SDPA, whichever backend it takes."""
+METHODS = {
+    "tiledsched": "tiledsched",
+    "torch_auto": BASELINE,
+    "torch_math": "torch_sdpa_math",
+    "eager": "standard_eager",
+    "torch_flash": "torch_sdpa_flash_forced",
+    "torch_efficient": "torch_sdpa_efficient_forced",
+    "torch_cudnn": "torch_sdpa_cudnn_forced",
+    "triton": "triton",
+}
+"""Methods of the bench, and what the paper's files call them."""
+OURS = METHODS["tiledsched"]
+EXPLICIT = ("torch_sdpa_math", "standard_eager")
+FORCED = ("torch_sdpa_flash_forced", "torch_sdpa_efficient_forced", "torch_sdpa_cudnn_forced")
+STATUSES = (
+    ("out of memory", "oom"),
+    ("skipped: its score matrices", "oom"),
+    ("not installed", "unsupported"),
+    ("not served", "unsupported"),
+    ("No available kernel", "unsupported"),
+    ("No viable backend", "unsupported"),
+    ("not supported", "unsupported"),
+    ("wrong", "wrong"),
+    ("timed ", "disturbed"),
+)
+"""What a row of the bench says where there is no time -> status; anything else is a `runtime_error`."""
+
+
+def problems() -> list[Problem]:
+    """The 80 problems, one batch of eight heads, the quick ones first."""
+    kernel = kernel_named("attention")
+    cases = itertools.product(LENGTHS, HEAD_DIMS, DTYPES, (False, True))
+    return [kernel.problem(batch=1, heads=8, kv_heads=8, seq_q=length, seq_k=length, head_dim=head_dim, dtype=dtype,
+                           causal=causal) for length, head_dim, dtype, causal in cases]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultRow:
+    """A line of benchmark_results.csv. Figures are None where there is no time."""
+
+    method: str
+    """See METHODS."""
+    baseline_name: str = BASELINE
+    """What it is compared with."""
+    dtype: str
+    """float16 or bfloat16."""
+    causal: bool
+    """Whether masked."""
+    B: int
+    """Batch."""
+    H: int
+    """Heads."""
+    S: int
+    """Sequence length."""
+    D: int
+    """Head dimension."""
+    flops_forward: float
+    """4 D for each pair of a query and a key that it sees: S^2, or S (S + 1) / 2 with the causal mask."""
+    median_ms: float | None = None
+    """Median time."""
+    p95_ms: float | None = None
+    """95th percentile."""
+    throughput_tokens_per_s: float | None = None
+    """B H S over the median time."""
+    tflops_per_s: float | None = None
+    """flops_forward over the median time."""
+    approx_bw_gbps: float | None = None
+    """Queries, keys, values and outputs moved once, over the median time: a proxy, not a measurement of traffic."""
+    status: str = OK
+    """ok, unsupported, oom, wrong, disturbed or runtime_error."""
+    status_detail: str = ""
+    """Why there is no time."""
+
+    @property
+    def cell(self) -> tuple[str, bool, int, int]:
+        """(dtype, causal, S, D)."""
+        return self.dtype, self.causal, self.S, self.D
+
+
+COLUMNS = [field.name for field in fields(ResultRow)]
+"""Of benchmark_results.csv, in the paper's order."""
+
+
+def result_of(row: BenchRow) -> ResultRow:
+    """A row of the bench in the paper's columns."""
+    p = row.problem
+    pairs = p.seq_q * (p.seq_q + 1) / 2 if p.causal else p.seq_q * p.seq_k
+    flops = 4.0 * p.batch * p.heads * p.head_dim * pairs
+    shared = {"method": METHODS.get(row.method, row.method), "dtype": p.dtype, "causal": p.causal, "B": p.batch, "H": p.heads,
+              "S": p.seq_q, "D": p.head_dim, "flops_forward": flops}  # fmt: skip
+    if not row.median_us:
+        status = next((status for text, status in STATUSES if text.lower() in row.status.lower()), "runtime_error")
+        return ResultRow(**shared, status=status, status_detail=row.status)
+    seconds = row.median_us / 1e6
+    moved = 4 * p.batch * p.heads * p.seq_q * p.head_dim * 2
+    return ResultRow(
+        **shared, median_ms=row.median_us / 1e3, p95_ms=row.p95_us / 1e3 if row.p95_us else None,
+        throughput_tokens_per_s=p.batch * p.heads * p.seq_q / seconds, tflops_per_s=flops / seconds / 1e12,
+        approx_bw_gbps=moved / seconds / 1e9,
+    )  # fmt: skip
+
+
+def to_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """CSV text. What is not known is NaN, as in the paper's files."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: "nan" if value is None else value for name, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def results_csv(rows: Sequence[ResultRow]) -> str:
+    """benchmark_results.csv."""
+    return to_csv([asdict(row) for row in rows], COLUMNS)

@@ -1,0 +1,138 @@
+"""The tiling sensitivity of the evaluation: the best schedule of each tile, raced on the GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiledsched.kernel import KernelClass
+from tiledsched.kernel_names import kernel_named
+from tiledsched.problem import Problem
+from tiledsched.report.records import TileTime
+from tiledsched.schedule import Schedule
+from tiledsched.space import SearchSpace
+from tiledsched.studies.evaluation.rows import to_csv
+
+TILES = ((32, 64), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
+"""(tile_m, tile_n) that the paper compares."""
+REGIMES = (("Short S", 1024), ("Mid S", 4096), ("Long S", 8192))
+HEAD_DIMS = (64, 128)
+AROUND = {"occupancy": (1, 2), "num_worker_warps": (4, 8)}
+"""What is tried with each tile beside the knobs of what is served: a tile is judged by its best schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilingRow:
+    """A line of tuning_results.csv."""
+
+    regime: str
+    """Short S, Mid S or Long S."""
+    problem: Problem
+    """Whose length and head dimension the line names."""
+    best: TileTime
+    """The best tile, by its best schedule."""
+    runner_up: TileTime | None
+    """The second best; None where only one tile could be measured."""
+
+    @property
+    def drop(self) -> float | None:
+        """How much longer the second best takes, in percent."""
+        return (self.runner_up.us / self.best.us - 1) * 100 if self.runner_up else None
+
+    def to_csv(self) -> dict[str, Any]:
+        """In the paper's columns."""
+        other = self.runner_up
+        return {
+            "regime": self.regime, "S": self.problem.seq_q, "D": self.problem.head_dim, "best_TM": self.best.tile[0],
+            "best_TN": self.best.tile[1], "best_median_ms": self.best.us / 1e3, "runner_TM": other.tile[0] if other else None,
+            "runner_TN": other.tile[1] if other else None, "runner_median_ms": other.us / 1e3 if other else None,
+            "sensitivity_drop_percent": self.drop,
+        }  # fmt: skip
+
+
+COLUMNS = ("regime", "S", "D", "best_TM", "best_TN", "best_median_ms", "runner_TM", "runner_TN", "runner_median_ms",
+           "sensitivity_drop_percent")  # fmt: skip
+"""Of tuning_results.csv, in the paper's order."""
+
+
+def problems() -> list[tuple[str, Problem]]:
+    """Regime and problem: float16, no mask, one batch of eight heads."""
+    shared = {"batch": 1, "heads": 8, "kv_heads": 8, "dtype": "float16", "causal": False}
+    make = kernel_named("attention").problem
+    return [(regime, make(seq_q=length, seq_k=length, head_dim=head_dim, **shared))
+            for head_dim in HEAD_DIMS for regime, length in REGIMES]  # fmt: skip
+
+
+def candidates(space: SearchSpace, problem: Problem, served: Schedule) -> list[Schedule]:
+    """What is served, then each tile with its other knobs and with the default's, each at a few occupancies and warps.
+
+    Both, as what suits one tile may suit no other; what cannot work is left out.
+    """
+    knobs = [knob for knob in AROUND if knob in space.knobs]
+    found = [served]
+    for base in (served, space.default(problem)):
+        for tile in TILES:
+            for values in itertools.product(*(dict.fromkeys((base[knob], *AROUND[knob])) for knob in knobs)):
+                found.append(base.replace(tile_m=tile[0], tile_n=tile[1], **dict(zip(knobs, values, strict=True))))
+    return [each for each in dict.fromkeys(found) if not space.unworkable(each, problem)]
+
+
+def race_tiles(arch: str, folder: Path, kernel: KernelClass, *, budget_s: float | None = None, runner: str = "gpu",
+               jobs: int | None = None) -> None:  # fmt: skip
+    """Race the tiles of every problem; the measurements go to tiles.db in the folder, which :func:`tiling_rows` reads.
+
+    What an earlier call measured is known, so that it goes on where that one stopped.
+
+    Raises:
+        TiledschedError: as `tiledsched.tune` does.
+    """
+    from tiledsched import tuning
+    from tiledsched.config import load_settings
+    from tiledsched.serve.entries import load_table
+    from tiledsched.space_files import space_for
+
+    space = space_for(arch, kernel)
+    table = load_table(load_settings(), kernel=kernel, archs={arch})
+    named = problems()
+    for number, (_, problem) in enumerate(named):
+        served = space.complete(table.resolve(problem, arch, "").schedule)
+        file = folder / "tiles.json"
+        file.write_text(json.dumps([dict(each) for each in candidates(space, problem, served)]), encoding="utf-8")
+        try:
+            tuning.tune(kernel, [problem], arch=arch, db=str(folder / "tiles.db"), candidates=str(file), runner=runner, jobs=jobs,
+                        effort="thorough", budget_s=None if budget_s is None else budget_s / (len(named) - number))  # fmt: skip
+        finally:
+            file.unlink(missing_ok=True)
+
+
+def tiling_rows(folder: Path, kernel: KernelClass) -> list[TilingRow]:
+    """What tiles.db of the folder says; empty where there is none."""
+    from tiledsched.report import build_report
+    from tiledsched.store.db import TuningDB
+
+    path = folder / "tiles.db"
+    if not path.exists():
+        return []
+    with TuningDB.open(str(path), read_only=True) as db:
+        archs = {line.arch for line in db.landscapes()}
+        found = {
+            one.problem: one.tiles
+            for arch in archs
+            for one in build_report(db, arch, kernel).measured.problems
+            if one.tiles
+        }
+    rows = []
+    for regime, problem in problems():
+        best, runner_up, *_ = [*found.get(problem, ()), None, None]
+        if best is not None:
+            rows.append(TilingRow(regime=regime, problem=problem, best=best, runner_up=runner_up))
+    return rows
+
+
+def tuning_csv(rows: Sequence[TilingRow]) -> str:
+    """tuning_results.csv."""
+    return to_csv([row.to_csv() for row in rows], COLUMNS)
