@@ -11,6 +11,7 @@ import pytest
 
 from tiledsched import __version__, doctor
 from tiledsched.build import toolchain
+from tiledsched.extras import installing
 from tiledsched.measure.runner import Device
 from tiledsched.store.db import TuningDB
 
@@ -301,7 +302,7 @@ def test_text_is_aligned_and_plain_off_a_terminal():
     }
     assert len(starts) == 1
     assert "         cupy" not in text
-    assert "-> pip install 'tiledsched[gpu]'" in text
+    assert f"-> {installing('gpu')}" in text
     assert lines[-4].startswith("building:   yes")
 
 

@@ -19,7 +19,7 @@ SOURCES = {
     path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-DOMAIN = ("cases", "config", "data_files", "declaration", "device", "errors", "expressions", "fields", "files", "flags", "kernel", "kernel_names", "launches",
+DOMAIN = ("cases", "config", "data_files", "declaration", "device", "errors", "expressions", "extras", "fields", "files", "flags", "kernel", "kernel_names", "launches",
           "problem",
           "resources", "schedule", "space", "space_files", "storage")  # fmt: skip
 """Modules at the top that know no room."""

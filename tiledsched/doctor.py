@@ -28,6 +28,7 @@ from tiledsched.build.compiler import MISLEADING_VARIABLES
 from tiledsched.config import Settings, load_settings
 from tiledsched.device import ARCHS, arch_spec
 from tiledsched.errors import CompilerError, ConfigError, TiledschedError
+from tiledsched.extras import installing
 from tiledsched.measure import nvml
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ LITTLE_SPACE = 1 << 30
 TOO_LITTLE_SPACE = 100 << 20
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
-GPU_EXTRA = "pip install 'tiledsched[gpu]'"
 CUDA_TORCH = "install a CUDA 13 build of torch: https://pytorch.org/get-started"
 COLOURS = {"ok": "32", "warn": "33", "missing": "36", "broken": "31"}
 
@@ -312,13 +312,13 @@ def _cupy() -> Verdict:
     installed = {name: toolchain.package_version(name) for name in CUPY_PACKAGES}
     found = [f"{name} {version}" for name, version in installed.items() if version]
     if not found or importlib.util.find_spec("cupy") is None:
-        return Verdict("missing", "not installed; measuring needs it", GPU_EXTRA)
+        return Verdict("missing", "not installed; measuring needs it", installing("gpu"))
     detail = ", ".join(found)
     if len(found) > 1:
         return Verdict(
             "broken",
             f"{detail}: they overwrite each other",
-            f"pip uninstall {' '.join(name for name in installed if installed[name])}, then {GPU_EXTRA}",
+            f"pip uninstall {' '.join(name for name in installed if installed[name])}, then {installing('gpu')}",
         )
     if _driver_version() is None:
         return Verdict("ok", f"{detail}; no GPU to try it on")
@@ -334,14 +334,14 @@ def _cupy() -> Verdict:
         return Verdict(
             "broken",
             f"{detail} sees no GPU: {said or 'it counts none'}",
-            f"check CUDA_VISIBLE_DEVICES and the driver, or reinstall: {GPU_EXTRA}",
+            f"check CUDA_VISIBLE_DEVICES and the driver, or reinstall: {installing('gpu')}",
         )
     detail += f" sees {count} GPU{'s' if count > 1 else ''}"
     if not installed["cupy-cuda13x"] and not installed["cupy"]:
         return Verdict(
             "warn",
             f"{detail}, but is not built for CUDA 13",
-            f"if measuring fails: pip uninstall {found[0].split()[0]}, then {GPU_EXTRA}",
+            f"if measuring fails: pip uninstall {found[0].split()[0]}, then {installing('gpu')}",
         )
     return Verdict("ok", detail)
 
@@ -359,9 +359,9 @@ def _torch() -> Verdict:
     version = toolchain.package_version("torch")
     spec = importlib.util.find_spec("torch") if version else None
     if spec is None:
-        return Verdict("missing", "not installed; serving (sdpa) needs it", GPU_EXTRA)
+        return Verdict("missing", "not installed; serving (sdpa) needs it", installing("gpu"))
     if _numbers(version) < OLDEST_TORCH:
-        return Verdict("broken", f"{version}; 2.9 or newer is needed", GPU_EXTRA)
+        return Verdict("broken", f"{version}; 2.9 or newer is needed", installing("gpu"))
     cuda = _torch_cuda([Path(folder) for folder in spec.submodule_search_locations or []])
     if cuda is None:
         return Verdict("warn", f"{version}, but whether it is a CUDA build is not known")
@@ -401,9 +401,7 @@ def _interpreter() -> Verdict:
 def _vl_convert() -> Verdict:
     version = toolchain.package_version("vl-convert-python")
     if not version or importlib.util.find_spec("vl_convert") is None:
-        return Verdict(
-            "missing", "not installed; reports then hold tables, no charts", "pip install 'tiledsched[report]'"
-        )
+        return Verdict("missing", "not installed; reports then hold tables, no charts", installing("report"))
     return Verdict("ok", version)
 
 

@@ -12,7 +12,9 @@ try:
     import torch
     from torch import Tensor
 except ImportError as missing:
-    raise ImportError("sdpa works on PyTorch's tensors; run: pip install 'tiledsched[gpu]'") from missing
+    from tiledsched.extras import installing
+
+    raise ImportError(f"sdpa works on PyTorch's tensors; run: {installing('gpu')}") from missing
 
 from tiledsched.attention.arguments import check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
 from tiledsched.attention.fallback import attend_in_torch, attend_nested, forget_warnings, report

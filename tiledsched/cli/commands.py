@@ -13,6 +13,7 @@ from tiledsched.cli import output
 from tiledsched.cli.problems import filtered, problems_of
 from tiledsched.config import Settings, load_settings
 from tiledsched.errors import ConfigError
+from tiledsched.extras import installing
 from tiledsched.kernel import told
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def completion(options: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         raise ConfigError(
-            "completion is written by shtab, which is not here; run: pip install 'tiledsched[completion]'"
+            f"completion is written by shtab, which is not here; run: {installing('completion')}"
         ) from None
     from tiledsched.cli.parser import make_parser
 

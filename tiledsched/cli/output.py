@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiledsched.extras import installing
 from tiledsched.kernel import labels_of
 from tiledsched.problem import Problem, rate_of, rate_text, unit_of
 
@@ -224,7 +225,7 @@ def print_report(files: Sequence[Path]) -> None:
     print()
     _print_wrapped(f"Report with {drawn} {'chart' if drawn == 1 else 'charts'}: {page}")
     if importlib.util.find_spec("vl_convert") is None:
-        _print_wrapped("What draws is not installed: pip install 'tiledsched[report]'")
+        _print_wrapped(f"What draws is not installed: {installing('report')}")
 
 
 def program() -> str:

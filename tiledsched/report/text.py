@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tiledsched.errors import ConfigError
+from tiledsched.extras import installing
 from tiledsched.files import write_whole
 from tiledsched.kernel import told
 from tiledsched.problem import Problem, unit_of
@@ -52,7 +53,6 @@ from tiledsched.report.records import (
 from tiledsched.report.regret import broad, enough
 from tiledsched.schedule import Schedule
 
-NO_CHARTS = "The charts are left out: for them, run `pip install 'tiledsched[report]'`."
 NOT_MEASURED = "not measured"
 CHOSEN = 1.01
 """A knob whose best single value costs this much has to be chosen for the problem."""
@@ -73,7 +73,7 @@ def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> lis
     drawn = drawings(blocks)
     if drawn is None and any(isinstance(block, Chart) for block in blocks):
         blocks = [block for block in blocks if not isinstance(block, Chart)]
-        blocks.insert(1, Paragraph(text=NO_CHARTS))
+        blocks.insert(1, Paragraph(text=without_charts()))
     files: dict[str, bytes] = {
         "report.md": to_markdown(blocks, drawn or ()).encode(),
         "report.html": to_html(blocks, title=_title(several)).encode(),
@@ -91,6 +91,11 @@ def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> lis
             f"cannot write the report to {folder}: {error.strerror}; give another folder with --out"
         ) from error
     return [folder / name for name in files]
+
+
+def without_charts() -> str:
+    """What a document says where nothing draws its charts."""
+    return f"The charts are left out: for them, run `{installing('report')}`."
 
 
 def _tables(report: Report) -> dict[str, str]:

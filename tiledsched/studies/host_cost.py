@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.errors import MeasureError
+from tiledsched.extras import installing
 from tiledsched.files import write_whole
 
 CALLS_PER_BLOCK = 20
@@ -139,7 +140,7 @@ def run(rounds: int) -> list[HostCost]:
     try:
         import torch
     except ImportError as error:
-        raise MeasureError("torch is not installed; run: pip install 'tiledsched[gpu]'") from error
+        raise MeasureError(f"torch is not installed; run: {installing('gpu')}") from error
     if not torch.cuda.is_available():
         raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
     from tiledsched.measure.lock import holding_current_gpu

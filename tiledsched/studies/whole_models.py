@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tiledsched.attention.integrations import transformers as integration
 from tiledsched.errors import ConfigError, TiledschedError
+from tiledsched.extras import installing
 from tiledsched.files import write_whole
 from tiledsched.measure.lock import holding_current_gpu
 
@@ -150,7 +151,7 @@ def make_model(shape: ModelShape, work: Workload) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(f"transformers is not installed; run: {integration.INSTALL}") from error
+        raise ConfigError(f"transformers is not installed; run: {installing('transformers')}") from error
     integration.register()
     try:
         config_class = getattr(transformers, f"{shape.family}Config")

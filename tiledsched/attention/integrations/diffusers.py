@@ -13,9 +13,9 @@ import torch
 
 from tiledsched.attention.sdpa import sdpa
 from tiledsched.errors import ConfigError, UnsupportedError
+from tiledsched.extras import installing
 
 NAME = "tiledsched"
-INSTALL = "pip install 'tiledsched[diffusers]'"
 
 
 def register() -> None:
@@ -27,7 +27,7 @@ def register() -> None:
     try:
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
     except ImportError as error:
-        raise ConfigError(f"diffusers 0.35 or newer is needed ({error}); run: {INSTALL}") from error
+        raise ConfigError(f"diffusers 0.35 or newer is needed ({error}); run: {installing('diffusers')}") from error
     if NAME not in {member.value for member in AttentionBackendName}:
         _add_member(AttentionBackendName)
     _AttentionBackendRegistry.register(AttentionBackendName(NAME))(attention)

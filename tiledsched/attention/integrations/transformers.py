@@ -18,9 +18,9 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from tiledsched.attention import fallback
 from tiledsched.attention.sdpa import sdpa
 from tiledsched.errors import ConfigError, UnsupportedError
+from tiledsched.extras import installing
 
 NAME = "tiledsched"
-INSTALL = "pip install 'tiledsched[transformers]'"
 CHANGES_SCORES = ("softcap", "s_aux", "sinks", "head_mask")
 """What some models hand to attention and neither the kernel nor torch's attention computes."""
 ONLY_THEIRS = ("position_bias", "cache")
@@ -37,7 +37,9 @@ def register() -> None:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
-        raise ConfigError(f"transformers 4.53 or newer is needed ({error}); run: {INSTALL}") from error
+        raise ConfigError(
+            f"transformers 4.53 or newer is needed ({error}); run: {installing('transformers')}"
+        ) from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 

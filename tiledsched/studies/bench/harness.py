@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.errors import MeasureError, UnsupportedError
+from tiledsched.extras import installing
 from tiledsched.measure.nvml import ConditionsLog, current_device
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
 from tiledsched.problem import Problem
@@ -65,7 +66,7 @@ class TorchHarness:
             import cupy
             import torch
         except ImportError as error:
-            raise MeasureError(f"{error.name} is not installed; run: pip install 'tiledsched[gpu]'") from error
+            raise MeasureError(f"{error.name} is not installed; run: {installing('gpu')}") from error
         if not torch.cuda.is_available():
             raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
         self._torch, self._cupy, self._verify = torch, cupy, verify

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tiledsched.report.charts import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, word
-from tiledsched.studies.evaluation.rows import BASELINE, EXPLICIT, FORCED, LENGTHS, OURS, ResultRow
+from tiledsched.studies.evaluation.rows import BASELINE, EXPLICIT, FORCED, HEAD_DIMS, LENGTHS, OURS, ResultRow
 
+PANELS = [f"D={head_dim}" for head_dim in HEAD_DIMS]
 COLOURS = {"domain": [OURS, BASELINE, *EXPLICIT, *FORCED, "triton"],
            "range": [RED, BLUE, "#999999", "#CC79A7", GREEN, ORANGE, "#56B4E9", "#F0E442"]}  # fmt: skip
 
@@ -108,8 +109,8 @@ def bars(rows: Sequence[ResultRow], methods: Sequence[str]) -> Spec:
 
 def _panels(values: list[dict[str, Any]], spec: Spec) -> Spec:
     """A row for each mask, a column for each head dimension."""
-    return chart(values, {"facet": {"row": word("mask", None), "column": word("D", None)}, "spec": spec,
-                          "resolve": {"scale": {"y": "independent"}}})  # fmt: skip
+    facet = {"row": word("mask", None) | {"sort": ["full", "causal"]}, "column": word("D", None) | {"sort": PANELS}}
+    return chart(values, {"facet": facet, "spec": spec, "resolve": {"scale": {"y": "independent"}}})
 
 
 def of_results(rows: Sequence[ResultRow]) -> dict[str, tuple[str, str, Spec]]:

@@ -20,7 +20,7 @@ from tiledsched.report.document import (
     to_html,
     to_markdown,
 )
-from tiledsched.report.text import NO_CHARTS
+from tiledsched.report.text import without_charts
 from tiledsched.studies.bench.rows import BenchRow
 from tiledsched.studies.evaluation.figures import of_results
 from tiledsched.studies.evaluation.rows import BASELINE, METHODS, OURS, ResultRow, result_of, results_csv
@@ -35,7 +35,7 @@ def write_evaluation(folder: Path, rows: Sequence[BenchRow], tiles: Sequence[Til
     drawn = drawings(blocks)
     if drawn is None:
         blocks = [
-            Paragraph(text=NO_CHARTS) if isinstance(block, Contents) else block
+            Paragraph(text=without_charts()) if isinstance(block, Contents) else block
             for block in blocks
             if not isinstance(block, Chart)
         ]

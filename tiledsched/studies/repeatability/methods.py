@@ -16,6 +16,7 @@ import numpy
 from tiledsched.build.toolchain import package_version
 from tiledsched.cases import input_specs, output_specs, random_inputs
 from tiledsched.errors import Failure, MeasureError
+from tiledsched.extras import installing
 from tiledsched.kernel import ArraySpec, KernelClass
 from tiledsched.measure.gpu import CHECK_LAUNCHES
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, Measurement, Runner
@@ -163,7 +164,7 @@ class TorchMethod:
             import cuda.tile as ct
             import torch
         except ImportError as error:
-            raise MeasureError(f"{error.name} is not installed; run: pip install 'tiledsched[gpu]'") from error
+            raise MeasureError(f"{error.name} is not installed; run: {installing('gpu')}") from error
         if not torch.cuda.is_available():
             raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
         from tiledsched.studies.bench.case import as_tensors

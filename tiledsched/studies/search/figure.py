@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiledsched.errors import ConfigError
+from tiledsched.extras import installing
 from tiledsched.files import write_whole
 from tiledsched.report.charts import BLUE, RED, Spec, chart, quantity, word
 from tiledsched.report.document import as_png, as_svg
@@ -26,7 +27,7 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
     try:
         drawn = drawing(figure(summaries))
     except ImportError as error:
-        raise ConfigError("a figure needs vl-convert-python; pip install 'tiledsched[report]'") from error
+        raise ConfigError(f"a figure needs vl-convert-python; run: {installing('report')}") from error
     try:
         write_whole(path, drawn)
     except OSError as error:

@@ -1,0 +1,38 @@
+"""How to install what an optional part of this package needs, from where the package itself came."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+NAME = "tiledsched"
+
+
+def installing(*extras: str) -> str:
+    """The command that adds extras to this installation, e.g. `pip install -e '/home/me/tiledsched[report]'` in a checkout.
+
+    Args:
+        extras: those of pyproject.toml; none for the package alone.
+    """
+    words = f"[{','.join(extras)}]" if extras else ""
+    source = _source()
+    address = str(source.get("url", ""))
+    if "vcs_info" in source:
+        return f"pip install '{NAME}{words} @ {source['vcs_info']['vcs']}+{address}'"
+    if "dir_info" in source and address.startswith("file:"):
+        editable = "-e " if source["dir_info"].get("editable") else ""
+        return f"pip install {editable}'{unquote(urlsplit(address).path)}{words}'"
+    if address:
+        return f"pip install '{NAME}{words} @ {address}'"
+    return f"pip install '{NAME}{words}'"
+
+
+def _source() -> dict[str, Any]:
+    """What pip noted of where it took this package from (PEP 610); empty where it was an index, or pip was not asked."""
+    try:
+        found = json.loads(importlib.metadata.distribution(NAME).read_text("direct_url.json") or "{}")
+    except (importlib.metadata.PackageNotFoundError, OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
