@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from tiledsched.studies.ablation.rows import AblationRow
 
 
+MOST_PROFILES = 8
+"""Problems of one `profile`: each method takes seconds under the profiler."""
+
+
 def bench(options: argparse.Namespace) -> int:
     """Time a kernel beside its rivals; or sum up rows that were measured before."""
     if options.summary:
@@ -61,6 +65,44 @@ def _bench_summary(options: argparse.Namespace) -> int:
 
     summaries = summarise([row for path in options.summary for row in read_rows(Path(path))])
     _said(options, {"summary": [each.to_json() for each in summaries]}, to_markdown(summaries))
+    return 0
+
+
+def profile(options: argparse.Namespace) -> int:
+    """Nsight Compute on each problem and method; Markdown to stdout."""
+    from tiledsched.files import write_whole
+    from tiledsched.measure.nvml import devices
+    from tiledsched.studies.bench.methods import OURS, methods_of
+    from tiledsched.studies.profiles import pages
+    from tiledsched.studies.profiles.run import find_ncu
+    from tiledsched.studies.profiles.run import profile as profiled
+
+    problems, ncu = _problems(options), find_ncu(options.ncu)
+    if options.db:
+        os.environ["TILEDSCHED_DB"] = options.db  # what is launched reads its own settings
+    if len(problems) > MOST_PROFILES:
+        raise ConfigError(f"that is {len(problems)} problems; name at most {MOST_PROFILES} with --problem")
+    device = next((each.name for each in devices()), "")
+    rows: list[dict[str, object]] = []
+    for problem in problems:
+        known = methods_of(options.declaration, [problem])
+        rivals = [name for name in ("torch_auto", *known) if name in known and name not in (OURS, "untuned", "matmul")]
+        unknown = [name for name in options.methods or () if name not in known]
+        if unknown:
+            raise ConfigError(f"unknown method {unknown[0]!r}; known are {', '.join(known)}")
+        methods = options.methods or [OURS, *rivals[:1]]
+        found = profiled(options.declaration, problem, methods, ncu=ncu, progress=output.note)
+        text = pages.to_text(problem, found, device=device)
+        rows += [{"problem": str(problem), "device": device, **each.to_csv(problem.min_bytes)} for each in found]
+        if options.out:
+            folder = Path(options.out)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / f"profile_{problem.id}.md", text.encode())
+            write_whole(folder / f"profile_{problem.id}.csv", pages.to_csv(problem, found, device=device).encode())
+        if not options.json:
+            print(text)
+    if options.json:
+        _print_json({"rows": rows})
     return 0
 
 

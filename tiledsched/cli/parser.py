@@ -105,7 +105,8 @@ def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
     parser.set_defaults(verbose=False, declaration=kernel, usual_arch=False)
     subs = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (_add_tune, _add_check, _add_record, _add_show, _add_explain, _add_report, _add_compare, _add_bench, _add_ablate,
-                _add_bench_search, _add_study, _add_repeatability, _add_landscapes, _add_dashboard, _add_refresh, _add_warmup,
+                _add_bench_search, _add_study, _add_profile,
+                _add_repeatability, _add_landscapes, _add_dashboard, _add_refresh, _add_warmup,
                 _add_bundle):  # fmt: skip
         add(subs, kernel)
     _add_doctor(subs)
@@ -390,6 +391,19 @@ def _add_study(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument(
         "--summary", action="store_true", help="measure nothing: write tables and figures of what the folder holds"
     )
+
+
+def _add_profile(subs: Any, kernel: KernelClass | None) -> None:
+    parser = _command(
+        subs, "profile", bench_commands.profile, "say what methods do with the GPU, side by side, under Nsight Compute"
+    )
+    _problem_flags(parser, kernel)
+    parser.add_argument("--methods", type=names, metavar="M[,M]", help="what is profiled, by the names of bench (default: "
+                        "the kernel and its first rival)")  # fmt: skip
+    parser.add_argument(
+        "--out", metavar="DIR", help="also write a Markdown and a CSV file for each problem to this folder"
+    )
+    parser.add_argument("--ncu", metavar="FILE", help="Nsight Compute (default: on PATH, or where it installs itself)")
 
 
 def _add_repeatability(subs: Any, kernel: KernelClass | None) -> None:
