@@ -6,14 +6,16 @@ BIN := $(VENV)/bin
 ARCH ?=
 TUNE_ARGS ?= --head-dim 64 --causal no
 
-.PHONY: tune test newest lint wheel clean help
+.PHONY: tune test newest lint docs wheel release clean help
 
 help:
 	@echo "make tune   set up, tune the GPU that is here (ARCH= names another) and draw report/ (TUNE_ARGS: $(TUNE_ARGS))"
 	@echo "make test   set up and run the tests"
 	@echo "make newest builds with the newest compiler that the package takes, beside the one it was set up with"
 	@echo "make lint   ruff and mypy"
+	@echo "make docs   the documentation as a site in site/"
 	@echo "make wheel  build the wheel and try it outside the checkout"
+	@echo "make release builds and checks what is published, and says how to publish it"
 	@echo "make clean  remove the virtual environment and build products"
 
 tune: $(VENV)/.tune-ready
@@ -34,11 +36,17 @@ lint: $(VENV)/.test-ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.test-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 wheel: $(VENV)/.test-ready
 	BIN=$(BIN) sh tests/try_wheel.sh
 
+release: $(VENV)/.test-ready
+	BIN=$(BIN) .ci/release
+
 clean:
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "tiledsched needs Python 3.10 or newer; set PYTHON=")'

@@ -54,7 +54,9 @@ class Scale(ts.Kernel):
     def reference(xp, X, factor):
         return X * factor
 '''
-TUTORIAL = re.findall(r"```(?:python)?\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
+TUTORIAL = re.findall(
+    r"```(?:python)?\n(.*?)```", (ROOT / "docs" / "tutorials" / "tune-my-kernel.md").read_text(), re.DOTALL
+)
 SOFTMAX = "\n\n".join(TUTORIAL[:2])
 """What the tutorial's reader has in softmax.py."""
 PADDING = ", padding_mode=ct.PaddingMode.NEG_INF"
