@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiledsched.cli import output
-from tiledsched.cli.commands import _open, _print_json, _problems, _said, _tools
+from tiledsched.cli.commands import _open, _print_json, _problems, _said, _settings, _tools
 from tiledsched.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,6 +103,60 @@ def profile(options: argparse.Namespace) -> int:
             print(text)
     if options.json:
         _print_json({"rows": rows})
+    return 0
+
+
+def ladder(options: argparse.Namespace) -> int:
+    """Every rung from the naive kernel to what is served, each cell kept as it is measured; or only the hints of every arch."""
+    from tiledsched.serve.entries import load_table
+    from tiledsched.studies.bench.rows import append_rows, finished_cells, read_rows
+    from tiledsched.studies.playbook.pages import write_ladder
+    from tiledsched.studies.playbook.rungs import methods, plain_problem, usual
+    from tiledsched.studies.playbook.targets import by_target
+
+    kernel = options.declaration
+    if kernel.name != "attention":
+        raise ConfigError(
+            f"the ladder is of attention; `tiledsched ablate {options.kernel}` says what each knob of another kernel is worth"
+        )
+    problems = _problems(options) if options.problem or options.suite else usual()
+    table = load_table(_settings(options), kernel=kernel)
+    targets = "\n\n".join(by_target(kernel, problem, table) for problem in problems)
+    if options.targets:
+        _said(options, {"targets": targets}, targets.rstrip())
+        return 0
+    for problem in problems:
+        plain_problem(problem)
+    folder = Path(options.out)
+    path = folder / "ladder.csv"
+    if options.summary and not path.exists():
+        raise ConfigError(f"{folder} holds no ladder; leave out --summary to measure one")
+    if not options.summary:
+        from tiledsched.measure.lock import holding_current_gpu
+        from tiledsched.studies.bench.harness import TorchHarness
+        from tiledsched.studies.bench.run import BenchOptions, run_bench
+
+        steps = methods()
+        how = BenchOptions(
+            methods=tuple(steps), regimes=(options.regime,), rounds=options.rounds, budget_s=options.budget
+        )
+        done = finished_cells(path, [step.name for step in steps])
+        with holding_current_gpu():
+            run_bench(
+                problems,
+                how,
+                TorchHarness(),
+                done=done,
+                keep=lambda found: append_rows(found, path),
+                progress=output.note,
+            )
+    rows = [row for row in read_rows(path) if row.regime == options.regime]
+    files = write_ladder(folder, rows, targets)
+    _said(
+        options,
+        {"files": [str(each) for each in files], "rows": [row.to_json() for row in rows]},
+        "\n".join(map(str, files)),
+    )
     return 0
 
 

@@ -105,7 +105,7 @@ def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
     parser.set_defaults(verbose=False, declaration=kernel, usual_arch=False)
     subs = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (_add_tune, _add_check, _add_record, _add_show, _add_explain, _add_report, _add_compare, _add_bench, _add_ablate,
-                _add_bench_search, _add_study, _add_profile,
+                _add_bench_search, _add_study, _add_ladder, _add_profile,
                 _add_repeatability, _add_landscapes, _add_dashboard, _add_refresh, _add_warmup,
                 _add_bundle):  # fmt: skip
         add(subs, kernel)
@@ -391,6 +391,23 @@ def _add_study(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument(
         "--summary", action="store_true", help="measure nothing: write tables and figures of what the folder holds"
     )
+
+
+def _add_ladder(subs: Any, kernel: KernelClass | None) -> None:
+    parser = _command(subs, "ladder", bench_commands.ladder, "climb from the naive attention kernel to the served one, an edit "
+                      "at a time, over sequence lengths; also hints for every arch")  # fmt: skip
+    _problem_flags(parser, kernel, own=False)
+    parser.add_argument("--out", default="ladder", metavar="DIR", help="folder to write to; run again, it goes on where it "
+                        "stopped (default: ladder)")  # fmt: skip
+    parser.add_argument("--regime", choices=REGIMES, default="burst", help="default: burst")
+    parser.add_argument(
+        "--rounds", type=positive, default=30, metavar="N", help="samples of a quick rung (default: 30)"
+    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
+    parser.add_argument("--targets", action="store_true", help="measure nothing: print the hints of what is served on each "
+                        "arch as `ct.ByTarget`, to paste above a kernel")  # fmt: skip
+    parser.add_argument("--summary", action="store_true", help="measure nothing: write the table and chart of what the folder "
+                        "holds")  # fmt: skip
 
 
 def _add_profile(subs: Any, kernel: KernelClass | None) -> None:
