@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from store_samples import DEVICE, TOOLCHAIN, artifact
-from test_study import MadeUp, print_of
+from test_repeatability import MadeUp, print_of
 
 from tiledsched.build.compiler import Built as BuiltSchedule
 from tiledsched.cli import main

@@ -201,6 +201,9 @@ def gpu(monkeypatch, tmp_path):
     for name in ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.delenv("TILEDSCHED_DB", raising=False)
+    monkeypatch.setattr(
+        "tiledsched.studies.evaluation.pages.drawings", lambda blocks: {}
+    )  # drawn once, in a test above
     monkeypatch.setattr(tiledsched.studies.bench.harness, "TorchHarness", Harness)
     monkeypatch.setattr(tiledsched.measure.lock, "holding_current_gpu", contextlib.nullcontext)
     monkeypatch.setattr(run_module, "run_bench", bench)
