@@ -152,9 +152,10 @@ def knobs(section: Section) -> Spec | None:
     ]
     if not rows:
         return None
+    over = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     x = quantity(
         "relative",
-        f"{section.provenance} time with the knob held there / best time, geometric mean of {len(problems)} problems",
+        f"{section.provenance} time with the knob held there / best time, geometric mean of {over}",
         scale={"type": "log", "nice": False, "domainMin": 1},
         axis={"values": [1, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100], "format": "~r"},
     )
@@ -317,7 +318,7 @@ def sweeps(section: Section, report: Report) -> Spec | None:
             "y": quantity(
                 "relative",
                 "time / best",
-                scale={"type": "log"},
+                scale={"type": "log", "nice": False, "domainMin": 1},
                 axis={"values": [1, 1.1, 1.2, 1.5, 2, 3], "format": "~r"},
             ),
             "color": word(
