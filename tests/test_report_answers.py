@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
-from report_samples import DEVICE, PROBLEM, TOOLCHAIN, add_modelled, add_times, landscape, plain, report_of, taken
+from report_samples import (
+    DEVICE,
+    PROBLEM,
+    SOURCE,
+    TOOLCHAIN,
+    add_modelled,
+    add_times,
+    landscape,
+    plain,
+    report_of,
+    taken,
+)
 
 from tiledsched.cli import main
 from tiledsched.config import load_settings
@@ -149,6 +161,24 @@ def test_shipped_evidence_is_read_beneath_ones_own(db, tmp_path, monkeypatch):
     assert [
         stored.run_id for stored in WithShipped(db, Attention, "sm_121", []).measurements("sm_90", regime="burst")
     ] == [None]
+
+
+def test_looks_of_a_warm_landscape_are_no_cold_times(db):
+    """Of a landscape timed in graphs the hopeless have one cold look: beside one paced winner they would be its only rivals."""
+
+    def put(us, tile, samples, graph_launches, problem=PROBLEM):
+        found = taken(plain(64, tile), us, problem=problem)
+        found = dataclasses.replace(found, samples_us=(us,) * samples, ci_low_us=us, ci_high_us=us,
+                                    conditions=dataclasses.replace(found.conditions, graph_launches=graph_launches))  # fmt: skip
+        db.record_measurement(None, "attention", SOURCE, TOOLCHAIN, found)
+
+    for problem in (PROBLEM, CAUSAL):
+        put(12.0, 32, 30, 20, problem)
+        put(90.0, 64, 1, 0, problem)
+    put(17.0, 128, 30, 0)
+    found = {one.problem: one for one in report_of(db).measured.problems}
+    assert [timed.us for timed in found[PROBLEM].timed] == [17.0]
+    assert [timed.us for timed in found[CAUSAL].timed] == [12.0, 90.0]  # nothing there is timed as it is now
 
 
 def test_archs_stand_side_by_side(db, tmp_path):

@@ -57,7 +57,10 @@ def timed_as_now(regime: str, conditions: Conditions) -> bool:
 
 
 def timed_alike(measurements: Sequence[StoredMeasurement]) -> list[StoredMeasurement]:
-    """Of each problem on each GPU in a regime what was timed as it is now; where nothing was, all of it."""
+    """Of each problem on each GPU in a regime what was timed as it is now; where nothing was, all of it.
+
+    Where some were timed in graphs, what has a single sample is left out, too: a look, by which it was hopeless beside those.
+    """
 
     def place(stored: StoredMeasurement) -> tuple[Any, ...]:
         return stored.measurement.problem, stored.measurement.device.name, stored.measurement.regime
@@ -65,8 +68,11 @@ def timed_alike(measurements: Sequence[StoredMeasurement]) -> list[StoredMeasure
     as_now = {
         stored.uid: timed_as_now(stored.measurement.regime, stored.measurement.conditions) for stored in measurements
     }
-    places = {place(stored) for stored in measurements if as_now[stored.uid]}
-    return [stored for stored in measurements if as_now[stored.uid] or place(stored) not in places]
+    mixed = {place(stored) for stored in measurements if not as_now[stored.uid]}
+    kept = [stored for stored in measurements
+            if as_now[stored.uid] and (place(stored) not in mixed or len(stored.measurement.samples_us) > 1)]  # fmt: skip
+    told = {place(stored) for stored in kept}
+    return [*kept, *(stored for stored in measurements if place(stored) not in told)]
 
 
 def _apart(version: str, compiler: str) -> tuple[Any, ...]:
