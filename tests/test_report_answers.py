@@ -156,7 +156,7 @@ def test_shipped_evidence_is_read_beneath_ones_own(db, tmp_path, monkeypatch):
         assert one.problem == mine or one.best.us > 0.95 * one.served.median_us
     assert any(one.default_drop for one in found.measured.problems)
     drops = [one.runner_up_drop for one in found.measured.problems if one.runner_up]
-    assert min(drops) > -0.001  # medians of a race that pairs of rounds decided
+    assert min(drops) > -0.003  # a race tells apart what is 0.3% slower, by pairs of rounds, not by medians
     assert math.isfinite(max(drops))
     assert [
         stored.run_id for stored in WithShipped(db, Attention, "sm_121", []).measurements("sm_90", regime="burst")
