@@ -378,7 +378,7 @@ def test_a_spent_budget_leaves_the_rest_for_the_next_run(quick, monkeypatch) -> 
     )
     assert 1 <= len(harness.prepared) < 8
     left = 8 - len(harness.prepared)
-    assert said[-1] == f"the budget is spent, {left} of 8 cells are left; go on with --resume"
+    assert said[-1] == f"the budget is spent, {left} of 8 cells are left; run again to go on"
 
 
 # Rows

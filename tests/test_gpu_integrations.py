@@ -22,8 +22,11 @@ sys.modules["cuda.tile._compile"] = None  # whoever asks cuTile to compile, or t
 import torch
 from tiledsched import sdpa
 from tiledsched.attention.sdpa import plan_for
-def forbidden(*given, **more): raise AssertionError(f"started {given}")
-subprocess.run = subprocess.Popen = forbidden
+class Watched(subprocess.Popen):
+    def __init__(self, command, *given, **more):
+        assert command[1:] == ["--version"], f"started {command}"  # of a compiler that is in no wheel, that has to be asked
+        super().__init__(command, *given, **more)
+subprocess.Popen = Watched
 q, k, v = (torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.float16) for _ in range(3))
 torch.cuda.synchronize()
 begun = time.perf_counter()

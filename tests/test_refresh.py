@@ -170,6 +170,7 @@ def test_show_and_doctor_say_it(tmp_path, monkeypatch, capsys) -> None:
     assert "here is 13.6.1; run: tiledsched refresh" in said.err
 
     monkeypatch.setattr(doctor.nvml, "devices", lambda: [DEVICE])
+    doctor._found_layers.cache_clear()
     found = doctor._evidence()
     assert found.status == "ok"
     assert found.detail == (

@@ -243,3 +243,18 @@ def test_a_file_torn_by_a_kill_goes_on(gpu, tmp_path, capsys):
         file.write("burst,tiledsched,flo")
     assert main(["study", "--no-tiles"]) == 0
     assert gpu.cells == 79
+
+
+def test_tiles_stop_with_the_budget(tmp_path, monkeypatch):
+    now, shares = [0.0], []
+    monkeypatch.setattr(tiles.time, "monotonic", lambda: now[0])
+
+    def tune(*given, budget_s, **more):
+        shares.append(budget_s)
+        now[0] += 40.0
+
+    monkeypatch.setattr("tiledsched.tuning.tune", tune)
+    tiles.race_tiles("sm_90", tmp_path, Attention, budget_s=100.0)
+    assert shares == [100.0 / 6, 60.0 / 5, 20.0 / 4]
+    tiles.race_tiles("sm_90", tmp_path, Attention, budget_s=0.0)
+    assert len(shares) == 3

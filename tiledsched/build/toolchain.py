@@ -78,6 +78,7 @@ def compiler_folder() -> Path | None:
     return wheel_folder() or (Path(found).parent if found else None)
 
 
+@functools.cache
 def tool_version(path: Path) -> str:
     """`13.4.92` from a CUDA tool's --version; empty where it does not run."""
     try:
@@ -90,12 +91,10 @@ def tool_version(path: Path) -> str:
 
 def compiler_at_hand() -> str:
     """Version of the compiler on this machine, e.g. 13.4.92, as quickly as can be told; empty where there is none."""
-    if wheel_folder():
-        return package_version("nvidia-cuda-tileiras")
-    try:
-        return installed_toolchain().tileiras
-    except CompilerError:
+    folder = compiler_folder()
+    if folder is None:
         return ""
+    return package_version("nvidia-cuda-tileiras") if folder == wheel_folder() else tool_version(folder / "tileiras")
 
 
 def installed_toolchain() -> Toolchain:

@@ -161,7 +161,7 @@ class TorchHarness:
         try:
             self._torch.cuda.synchronize()
         except RuntimeError as broken:
-            raise MeasureError(f"{method.name} broke the CUDA context ({first_line(error)}); run again with --resume, and "
+            raise MeasureError(f"{method.name} broke the CUDA context ({first_line(error)}); run again, and "
                                "without that method with --methods") from broken  # fmt: skip
         self._torch.cuda.empty_cache()
 
@@ -174,7 +174,7 @@ class TorchHarness:
 
 
 def _lost(error: Exception) -> MeasureError:
-    return MeasureError(f"the GPU cannot be used any more ({first_line(error)}); run again with --resume, and with --methods "
+    return MeasureError(f"the GPU cannot be used any more ({first_line(error)}); run again, and with --methods "
                         "leave out the one that broke it")  # fmt: skip
 
 

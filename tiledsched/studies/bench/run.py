@@ -114,7 +114,7 @@ def run_bench(problems: Sequence[Problem], options: BenchOptions, harness: Harne
     for number, (regime, problem) in enumerate(cells):
         left_s = None if options.budget_s is None else started + options.budget_s - time.monotonic()
         if left_s is not None and left_s <= 0:
-            progress(f"the budget is spent, {len(cells) - number} of {len(cells)} cells are left; go on with --resume")
+            progress(f"the budget is spent, {len(cells) - number} of {len(cells)} cells are left; run again to go on")
             break
         began = time.monotonic()
         share_s = None if left_s is None else left_s / (len(cells) - number)

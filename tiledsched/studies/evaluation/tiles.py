@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,8 @@ def race_tiles(arch: str, folder: Path, kernel: KernelClass, *, budget_s: float 
                jobs: int | None = None) -> None:  # fmt: skip
     """Race the tiles of every problem; the measurements go to tiles.db in the folder, which :func:`tiling_rows` reads.
 
-    What an earlier call measured is known, so that it goes on where that one stopped.
+    What an earlier call measured is known, so that it goes on where that one stopped. After `budget_s` the other problems are
+    left for the next call.
 
     Raises:
         TiledschedError: as `tiledsched.tune` does.
@@ -98,13 +100,17 @@ def race_tiles(arch: str, folder: Path, kernel: KernelClass, *, budget_s: float 
     space = space_for(arch, kernel)
     table = load_table(load_settings(), kernel=kernel, archs={arch})
     named = problems()
+    began = time.monotonic()
     for number, (_, problem) in enumerate(named):
+        left_s = None if budget_s is None else budget_s - (time.monotonic() - began)
+        if left_s is not None and left_s <= 0:
+            return
         served = space.complete(table.resolve(problem, arch, "").schedule)
         file = folder / "tiles.json"
         file.write_text(json.dumps([dict(each) for each in candidates(space, problem, served)]), encoding="utf-8")
         try:
             tuning.tune(kernel, [problem], arch=arch, db=str(folder / "tiles.db"), candidates=str(file), runner=runner, jobs=jobs,
-                        effort="thorough", budget_s=None if budget_s is None else budget_s / (len(named) - number))  # fmt: skip
+                        effort="thorough", budget_s=None if left_s is None else left_s / (len(named) - number))  # fmt: skip
         finally:
             file.unlink(missing_ok=True)
 
