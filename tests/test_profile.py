@@ -8,12 +8,13 @@ import sys
 
 import pytest
 
+from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError, MeasureError
 from tiledsched.kernels.attention import Attention
 from tiledsched.studies.profiles import launch, pages
 from tiledsched.studies.profiles.metrics import METRICS, MethodProfile, asked, over, read_raw
-from tiledsched.studies.profiles.run import find_ncu, profile
+from tiledsched.studies.profiles.run import find_ncu, profile, versions
 
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128)
 HEAD = (
@@ -110,6 +111,9 @@ def test_what_is_asked_covers_every_figure():
 FAKE = """#!{python}
 import sys
 arguments = sys.argv[1:]
+if arguments == ["--version"]:
+    print("NVIDIA (R) Nsight Compute Command Line Profiler\\nVersion 2025.3.1 (build 36398880) (public-release)")
+    sys.exit(0)
 log, method = arguments[arguments.index("--log-file") + 1], arguments[-1]
 if method == "torch_math":
     print("warming up", file=sys.stderr)
@@ -136,7 +140,11 @@ def ncu(tmp_path):
 def test_methods_side_by_side(ncu):
     found = profile(Attention, PROBLEM, ["tiledsched", "torch_math"], ncu=ncu)
     assert [each.status for each in found] == ["ok", "UnsupportedError: skipped: its score matrices would take 90 GiB"]
-    text = pages.to_text(PROBLEM, found, device="NVIDIA Sample")
+    told = versions(ncu, "580.1")
+    assert told.startswith(f"driver 580.1, tileiras {compiler_at_hand()}, Nsight Compute 2025.3.1, 20")
+    assert told in pages.to_csv(PROBLEM, found, versions=told).replace('"', "")
+    text = pages.to_text(PROBLEM, found, device="NVIDIA Sample", versions=told)
+    assert told in text
     assert text.startswith(f"# {PROBLEM} on NVIDIA Sample")
     assert "| duration, µs | 800 |" in text
     assert "| wait | 1.711 |" in text

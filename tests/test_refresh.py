@@ -187,6 +187,9 @@ def test_show_and_doctor_say_it(tmp_path, monkeypatch, capsys) -> None:
 
 # Refresh
 
+SECOND = "13.4.10"
+"""A compiler of which nothing ships, and to which that of the recorded landscapes is the nearest."""
+
 
 class Compiler(Recorded):
     """A compiler with builds of its own; also the pool and the store of artifacts."""
@@ -228,7 +231,7 @@ def first_and_second(changes=lambda schedule: True) -> tuple[Compiler, Compiler]
     """Two compilers that agree on some of the machine code of one recorded problem."""
     first = Compiler(LANDSCAPES[4])
     second = first.recompiled(changes)
-    second.toolchain = toolchain("13.5.37")
+    second.toolchain = toolchain(SECOND)
     return first, second
 
 
@@ -255,8 +258,8 @@ def test_the_same_machine_code_keeps_its_evidence(bench, db) -> None:
     (row,) = report.rows
     assert (row.outcome, row.why) == (KEPT, "")
     assert len(db.measurements()) == 1
-    old, new = db.entries()
-    assert (old.compiler, new.compiler) == (first.toolchain.tileiras, "13.5.37")
+    new, old = db.entries()
+    assert (old.compiler, new.compiler) == (first.toolchain.tileiras, SECOND)
     assert (old.measurement.uid, old.schedule) == (new.measurement.uid, new.schedule)
     assert new.measurement.toolchain == first.toolchain  # it says what was measured
     assert db.check() == []
@@ -283,13 +286,47 @@ def test_what_changed_is_raced_and_the_old_leaders_take_part(bench, db) -> None:
     report = bench(second)
     (row,) = report.rows
     assert row.outcome == RACED
-    assert row.now.compiler == "13.5.37"
+    assert row.now.compiler == SECOND
     assert row.now.median_us <= 1.01 * second.best_us
     assert row.change == pytest.approx(report.change)
-    raced = {stored.measurement.schedule for stored in db.measurements() if stored.toolchain.tileiras == "13.5.37"}
+    raced = {stored.measurement.schedule for stored in db.measurements() if stored.toolchain.tileiras == SECOND}
     assert set(row.leaders) <= raced
     assert before in db.entries()
     assert db.check() == []
+
+
+def test_what_won_on_like_problems_under_this_compiler_takes_part(bench, db) -> None:
+    """Where the old winner became slow, its like did elsewhere: what was found there is raced before the search."""
+    first, second = first_and_second()
+    tuned(db, first)
+    there = first.problem.replace(seq_q=first.problem.seq_q * 2, seq_k=first.problem.seq_k * 2)
+    slowest = max(second.measurements, key=lambda taken: taken.median_us)
+    won = dataclasses.replace(slowest, problem=there)
+    number = db.record_measurement(None, "attention", Attention.source_hash(), second.toolchain, won)
+    db.put_entry(entry("measured", problem=there, schedule=won.schedule, fingerprint=won.fingerprint, regime="burst",
+                       device_name=won.device.name, measurement_id=number, toolchain=second.toolchain,
+                       source_hash=Attention.source_hash()))  # fmt: skip
+    (row,) = bench(second).rows
+    assert row.outcome == RACED
+    raced = {stored.measurement.schedule for stored in db.measurements(first.problem)}
+    assert slowest.schedule in raced
+
+
+def test_winners_nearby_are_of_the_nearest_problems_and_few() -> None:
+    def won(length, tile):
+        problem = make_problem(length)
+        return entry(
+            "measured", problem=problem, schedule=space_for("sm_90", Attention).default(problem).replace(tile_n=tile)
+        )
+
+    def make_problem(length):
+        return Attention.problem(batch=1, heads=8, kv_heads=8, seq_q=length, seq_k=length, head_dim=64, dtype="float16")
+
+    entries = [won(512, 64), won(1024, 32), won(4096, 128), won(8192, 128), won(16384, 256)]
+    found = tuning.winners_nearby(Attention, make_problem(8192), entries)
+    assert [schedule["tile_n"] for schedule in found[:1]] == [128]  # of 4096 or 16384, and its own does not count
+    assert len(found) == len(set(found)) <= tuning.NEARBY
+    assert tuning.winners_nearby(Attention, make_problem(8192), []) == []
 
 
 def test_a_downgrade_and_an_upgrade_bring_either_evidence_back(bench, db) -> None:
@@ -403,7 +440,7 @@ def test_what_each_compiler_serves_is_timed_in_one_run(tmp_path, capsys) -> None
     assert list(served) == ["13.4.92", "13.5.37"]
 
     class Built:
-        toolchain = second.toolchain
+        toolchain = toolchain("13.5.37")
 
         def fingerprint(self, schedule, problem) -> str:
             return "stale"

@@ -101,14 +101,15 @@ def _told(entry: EntryRecord) -> dict[str, Any]:
 
 
 def refresh(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch: str, db: str | None = None,
-            effort: str = "quick", budget_s: float | None = None, runner: str = "auto", seed: int = 0,
+            effort: str = "quick", budget_s: float | None = None, neighbours: bool = False, runner: str = "auto", seed: int = 0,
             jobs: int | None = None, compile_timeout_s: float = 120.0, watcher: Watcher | None = None,
             command: Mapping[str, Any] | None = None) -> RefreshReport:  # fmt: skip
     """Bring what was measured of a kernel up to the compiler and the source at hand.
 
     Every measured entry, shipped or one's own, of another compiler or source is built. Where the same machine code comes out its
-    evidence holds and is kept. Where not, the problem is tuned again on the GPU it was measured on, the old leaders first;
-    without that GPU it is reported. Entries of other compilers stay as they are: going back to one brings its evidence back.
+    evidence holds and is kept. Where not, the problem is tuned again on the GPU it was measured on, the old leaders and what won
+    on like problems under this compiler first; without that GPU it is reported. Entries of other compilers stay as they are:
+    going back to one brings its evidence back.
 
     Args:
         kernel: the class, or where it is declared.
@@ -117,6 +118,7 @@ def refresh(kernel: KernelClass | str, problems: Cases | str | None = None, *, a
         db: path or URL of the database; None for the user's.
         effort: of the races: quick, default or thorough.
         budget_s: seconds for all races together.
+        neighbours: race also what differs from the fastest in a knob or two, beyond what the space explores.
         runner: auto, gpu or none.
         seed: of the sampler.
         jobs: compile processes; None for one per CPU.
@@ -175,8 +177,8 @@ def refresh(kernel: KernelClass | str, problems: Cases | str | None = None, *, a
     for (regime, accum_mode), each in groups.items():
         left_s = None if budget_s is None else max(1.0, budget_s - (time.monotonic() - started))
         found = tune(kernel, each, arch=arch, db=db, regime=regime, accum_mode=accum_mode, effort=effort, budget_s=left_s,
-                     runner="gpu", seed=seed, jobs=jobs, compile_timeout_s=compile_timeout_s, watcher=watcher,
-                     command=command)  # fmt: skip
+                     neighbours=neighbours, runner="gpu", seed=seed, jobs=jobs, compile_timeout_s=compile_timeout_s,
+                     watcher=watcher, command=command)  # fmt: skip
         raced |= {entry.place: entry for entry in found.entries}
     rows = []
     for entry in others:

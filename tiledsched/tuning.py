@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MOST_CANDIDATES = 1 << 26
 """Bytes of a file of candidates: another tuner's results may be long."""
 Cases = Iterable[Problem | Mapping[str, Any]]
+NEARBY = 4
+"""Winners of like problems that are raced where what is served is of another compiler."""
 CHECK_ARCH = "sm_90"
 """Whose space `check` walks unless told otherwise: the interpreter knows no arch."""
 
@@ -299,14 +301,20 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     try:
         kept = open_storage(storage) if storage else None
         with TuningDB.open(settings.db) as store, BuildPool(jobs) as pool:
-            table = Table(load_entries(settings, {arch}, kernel.name), kernel, regime=settings.regime,
-                          accum_mode=settings.accum_mode, compiler=tools.toolchain.tileiras)  # fmt: skip
+            before = load_entries(settings, {arch}, kernel.name)
+            table = Table(before, kernel, regime=settings.regime, accum_mode=settings.accum_mode,
+                          compiler=tools.toolchain.tileiras)  # fmt: skip
 
             def served(problem: Problem, device_name: str) -> list[Schedule]:
                 if not table.known_arch(arch):
                     return []
                 answer = table.resolve(problem, arch, device_name)
-                return [answer.schedule, *(leaders(answer.entry) if answer.stale and answer.entry else ())]
+                if not (answer.stale and answer.entry):
+                    return [answer.schedule]
+                now = [each for each in (*store.entries(arch, kernel.name), *before)
+                       if (each.provenance, each.device_name, each.regime, each.compiler)
+                       == ("measured", device_name, settings.regime, tools.toolchain.tileiras)]  # fmt: skip
+                return [answer.schedule, *leaders(answer.entry), *winners_nearby(kernel, problem, now)]
 
             with noted_run(store, said, arch) as run_id:
                 tuner = Tuner(store, tools.artifacts, tools.space, kernel, tools.toolchain, options, pool=pool, run_id=run_id,
@@ -324,6 +332,13 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     return TuneReport(
         kernel=kernel, arch=arch, run_id=run_id, results=results, entries=entries, measured=gpu is not None
     )
+
+
+def winners_nearby(kernel: KernelClass, problem: Problem, entries: Iterable[EntryRecord]) -> list[Schedule]:
+    """What won on the problems most alike, of entries of the compiler at hand: what it made slow or fast there, it did here."""
+    others = sorted((entry for entry in entries if entry.problem != problem),
+                    key=lambda entry: (-kernel.likeness(problem, entry.problem), entry.problem))  # fmt: skip
+    return list(dict.fromkeys(entry.schedule for entry in others))[:NEARBY]
 
 
 def check(kernel: KernelClass | str, problems: Cases | str | None = None, *, schedules: int = 20, seed: int = 0,

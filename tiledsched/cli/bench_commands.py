@@ -74,7 +74,7 @@ def profile(options: argparse.Namespace) -> int:
     from tiledsched.measure.nvml import devices
     from tiledsched.studies.bench.methods import OURS, methods_of
     from tiledsched.studies.profiles import pages
-    from tiledsched.studies.profiles.run import find_ncu
+    from tiledsched.studies.profiles.run import find_ncu, versions
     from tiledsched.studies.profiles.run import profile as profiled
 
     problems, ncu = _problems(options), find_ncu(options.ncu)
@@ -82,7 +82,8 @@ def profile(options: argparse.Namespace) -> int:
         os.environ["TILEDSCHED_DB"] = options.db  # what is launched reads its own settings
     if len(problems) > MOST_PROFILES:
         raise ConfigError(f"that is {len(problems)} problems; name at most {MOST_PROFILES} with --problem")
-    device = next((each.name for each in devices()), "")
+    here = next(iter(devices()), None)
+    device, told = (here.name, versions(ncu, here.driver)) if here else ("", versions(ncu, ""))
     rows: list[dict[str, object]] = []
     for problem in problems:
         known = methods_of(options.declaration, [problem])
@@ -92,13 +93,15 @@ def profile(options: argparse.Namespace) -> int:
             raise ConfigError(f"unknown method {unknown[0]!r}; known are {', '.join(known)}")
         methods = options.methods or [OURS, *rivals[:1]]
         found = profiled(options.declaration, problem, methods, ncu=ncu, progress=output.note)
-        text = pages.to_text(problem, found, device=device)
-        rows += [{"problem": str(problem), "device": device, **each.to_csv(problem.min_bytes)} for each in found]
+        text = pages.to_text(problem, found, device=device, versions=told)
+        shared = {"problem": str(problem), "device": device, "versions": told}
+        rows += [{**shared, **each.to_csv(problem.min_bytes)} for each in found]
         if options.out:
             folder = Path(options.out)
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / f"profile_{problem.id}.md", text.encode())
-            write_whole(folder / f"profile_{problem.id}.csv", pages.to_csv(problem, found, device=device).encode())
+            as_csv = pages.to_csv(problem, found, device=device, versions=told)
+            write_whole(folder / f"profile_{problem.id}.csv", as_csv.encode())
         if not options.json:
             print(text)
     if options.json:

@@ -107,7 +107,7 @@ def refresh(options: argparse.Namespace) -> int:
     with TuneProgress(0, options.budget) as watcher:
         report = refreshed(
             options.declaration, problems or None, arch=options.arch, db=options.db, effort=options.effort,
-            budget_s=options.budget, runner=options.runner, seed=options.seed, jobs=options.jobs,
+            budget_s=options.budget, neighbours=options.neighbours, runner=options.runner, seed=options.seed, jobs=options.jobs,
             compile_timeout_s=options.compile_timeout, watcher=watcher, command=_command(options),
         )  # fmt: skip
     if options.json:

@@ -402,6 +402,8 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
     if found.drift:
         both = f"{len(found.drift)} measured on both sides take {statistics.geometric_mean(found.drift):.3f}x"
         _print_wrapped(f"programs with the same machine code: {both}; that is the machine or the day, no schedule")
+    elif found.rows:
+        _print_wrapped("no machine code was measured on both sides: part of a difference may be the machine")
     rows = told(found, everything=everything)
     if rows:
         print(f"\n{'':9}  {'B / A':21}  {'A us':>9}  {'B us':>9}")

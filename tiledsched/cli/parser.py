@@ -458,6 +458,8 @@ def _add_refresh(subs: Any, kernel: KernelClass | None) -> None:
     _filters(parser, kernel)
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
     parser.add_argument("--effort", default="quick", choices=tuple(EFFORTS), help="of the races (default: quick)")
+    parser.add_argument("--neighbours", action="store_true", help="also race what differs from the fastest so far in one or "
+                        "two knobs, beyond what the space explores")  # fmt: skip
     parser.add_argument("--runner", choices=("auto", "none"), default="auto", help="race on the GPU, or only say what would be "
                         "raced; auto races where a GPU of the arch is present (default: auto)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampler (default: 0)")

@@ -332,6 +332,7 @@ class Tuner:
         """What to try first: the default, what is served now, and what won on like problems of which no more is known."""
         told = {known.task for known in elsewhere}
         tuned = [*self.db.entries(self.space.arch, self.kernel.name, provenance="measured"), *self._shipped.winners]
+        tuned = for_compiler(tuned, self.toolchain.tileiras)
         near = [entry for entry in tuned if entry.problem != problem and entry.problem not in told]
         near.sort(key=lambda entry: (-self.kernel.likeness(problem, entry.problem), entry.problem))
         winners = dict.fromkeys(self.space.complete(entry.schedule) for entry in near)

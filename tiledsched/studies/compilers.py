@@ -136,7 +136,9 @@ def run(kernel: KernelClass, problems: Sequence[Problem], arch: str, *, regimes:
         with TuningDB.open(settings.db) as db, BuildPool() as pool:
             builder = Builder(db, tools.artifacts, kernel, arch, tools.toolchain, pool)
             tables = {problem: served_by(entries, problem, runner.device.name) for problem in problems}
-            builder.build_for_each((entry.schedule, problem) for problem, served in tables.items() for entry in served.values())
+            builder.build_for_each(
+                (entry.schedule, problem) for problem, served in tables.items() for entry in served.values()
+            )
             for regime in regimes:
                 for problem in problems:
                     if (regime, problem) in cells:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.errors import MeasureError, UnsupportedError
 from tiledsched.extras import installing
 from tiledsched.measure.nvml import ConditionsLog, current_device
@@ -190,7 +191,8 @@ def versions(torch: Any, driver: str) -> str:
             parts.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return " ".join(parts)
+    compiler = compiler_at_hand()
+    return " ".join([*parts, *([f"tileiras {compiler}"] if compiler else [])])
 
 
 class TorchStopwatch:

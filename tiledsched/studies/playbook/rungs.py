@@ -32,6 +32,7 @@ class PlainAttention(Kernel):
         "latency_k": ts.knob((0, 2), about="hint to the loads of keys; 0 for none"),
         "latency_v": ts.knob((0, 4), about="hint to the loads of values; 0 for none"),
         "occupancy": ts.knob((0, 1, 2), about="blocks an SM should hold; 0 leaves it to the compiler"),
+        "num_worker_warps": ts.knob((0, 8), about="warps of a block; 0 leaves them to the compiler"),
         "division": ts.knob(("ieee", "approximate"), about="of the accumulator"),
     }
     constraints: ClassVar = {"head_dim in (16, 32, 64, 128, 256)": "a tile's sides are powers of two"}
@@ -76,7 +77,7 @@ class PlainAttention(Kernel):
 
 
 NAIVE = Schedule({"tile_m": 64, "tile_n": 64, "exponent": "natural", "k_load": "permute", "latency_k": 0, "latency_v": 0,
-                  "occupancy": 0, "division": "ieee"})  # fmt: skip
+                  "occupancy": 0, "num_worker_warps": 0, "division": "ieee"})  # fmt: skip
 EDITS: Sequence[tuple[str, str, Mapping[str, KnobValue]]] = (
     ("naive", "natural exponent, keys transposed by hand, IEEE division, no hints", {}),
     ("exp2", "exponentials to base 2", {"exponent": "base2"}),
@@ -84,7 +85,11 @@ EDITS: Sequence[tuple[str, str, Mapping[str, KnobValue]]] = (
     ("latency", "latency hints 2 and 4 to the loads", {"latency_k": 2, "latency_v": 4}),
     ("occupancy", "two blocks on an SM", {"occupancy": 2}),
     ("division", "approximate division", {"division": "approximate"}),
-    ("tiles", "128 by 128 tiles", {"tile_m": 128, "tile_n": 128, "occupancy": 1}),
+    (
+        "tiles",
+        "128 by 128 tiles, a block on an SM, of eight warps",
+        {"tile_m": 128, "tile_n": 128, "occupancy": 1, "num_worker_warps": 8},
+    ),
 )
 """Each rung: its name, what was edited, and the knobs it changes."""
 

@@ -13,15 +13,18 @@ from tiledsched.studies.profiles.metrics import METRICS, MethodProfile, over
 STALLS_SHOWN = 6
 
 
-def to_text(problem: Problem, profiles: Sequence[MethodProfile], *, device: str = "") -> str:
+def to_text(problem: Problem, profiles: Sequence[MethodProfile], *, device: str = "", versions: str = "") -> str:
     """Markdown: the figures, a column for each method, what the warps waited for, and the kernels."""
     ran = [each for each in profiles if each.kernels]
     where = f" on {device}" if device else ""
     blocks: list[Block] = [
         Heading(text=f"{problem}{where}", level=1),
         Paragraph(text="One call of each method under Nsight Compute, its caches flushed before, clocks left alone. Counters are "
-                       "read in several passes, so the duration is for comparing, not for quoting: `tiledsched bench` times."),
+                       "read in several passes, so the duration is for comparing, not for quoting: `tiledsched bench` times. "
+                       "What is still in L2 when the call ends was not written to DRAM, which may so move less than the least."),
     ]  # fmt: skip
+    if versions:
+        blocks.append(Paragraph(text=versions))
     rows = [(metric.label, *(_said(each.value(metric)) for each in ran)) for metric in METRICS]
     rows += [(f"{label}, over the least possible", *(_times(over(each, kind, problem.min_bytes)) for each in ran))
              for kind, label in (("l2", "through L2"), ("dram", "DRAM"))]  # fmt: skip
@@ -43,9 +46,10 @@ def to_text(problem: Problem, profiles: Sequence[MethodProfile], *, device: str 
     return to_markdown(blocks)
 
 
-def to_csv(problem: Problem, profiles: Sequence[MethodProfile], *, device: str = "") -> str:
+def to_csv(problem: Problem, profiles: Sequence[MethodProfile], *, device: str = "", versions: str = "") -> str:
     """A row for each method."""
-    rows = [{"problem": str(problem), "device": device, **each.to_csv(problem.min_bytes)} for each in profiles]
+    rows = [{"problem": str(problem), "device": device, "versions": versions, **each.to_csv(problem.min_bytes)}
+            for each in profiles]  # fmt: skip
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n", restval="")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 
+from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.errors import ConfigError, MeasureError
 from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import locator
@@ -44,6 +47,21 @@ def find_ncu(named: str | None = None) -> str:
     if found is None:
         raise ConfigError(MISSING)
     return found
+
+
+def versions(ncu: str, driver: str) -> str:
+    """What was profiled with what, and when, in one line."""
+    try:
+        said = subprocess.run([ncu, "--version"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    number = re.search(r"Version ([\d.]+)", said)
+    known = (
+        ("driver", driver),
+        ("tileiras", compiler_at_hand()),
+        ("Nsight Compute", number.group(1) if number else ""),
+    )
+    return ", ".join([*(f"{name} {version}" for name, version in known if version), date.today().isoformat()])
 
 
 def profile(kernel: KernelClass, problem: Problem, methods: Sequence[str], *, ncu: str,

@@ -1,0 +1,50 @@
+"""What the machine code of the table's sm_90 attention programs is made of, under the compiler that is installed.
+
+`python docs/results/h200/instructions.py > FILE` needs `nvdisasm` on PATH (`pip install nvidia-cuda-nvdisasm`) and no GPU.
+A row is a program that tileiras 13.4.92 was measured with; the counts are of the whole kernel.
+"""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tiledsched.build.pool import BuildPool
+from tiledsched.config import load_settings
+from tiledsched.search.programs import Builder
+from tiledsched.serve.entries import load_entries
+from tiledsched.store.db import TuningDB
+from tiledsched.tuning import kernel_of, prepare_tools, problems_of
+
+COUNTED = ("HGMMA.", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR", "MUFU.EX2", "BAR.SYNC")
+
+
+def main() -> None:
+    """Print the rows."""
+    kernel, arch = kernel_of("attention"), "sm_90"
+    suite = set(problems_of(kernel, "attention"))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = load_settings({"db": f"{folder}/builds.db"})
+        tools = prepare_tools(kernel, arch, settings=settings)
+        entries = [entry for entry in load_entries(settings, {arch}, kernel.name)
+                   if entry.compiler == "13.4.92" and entry.problem in suite]  # fmt: skip
+        out = csv.writer(sys.stdout, lineterminator="\n")
+        out.writerow(["compiler", "problem", "schedule", "fingerprint", "registers", "spill_bytes", *COUNTED])
+        with TuningDB.open(settings.db) as db, BuildPool() as pool:
+            builder = Builder(db, tools.artifacts, kernel, arch, tools.toolchain, pool)
+            builder.build_for_each((entry.schedule, entry.problem) for entry in entries)
+            for entry in sorted(entries, key=lambda entry: entry.problem):
+                record = builder.record(entry.schedule, entry.problem)
+                artifact = tools.artifacts.get(arch, record.fingerprint)
+                file = Path(folder, "program.cubin")
+                file.write_bytes(artifact.cubin)
+                text = subprocess.run(["nvdisasm", "-c", str(file)], capture_output=True, text=True, check=True).stdout
+                out.writerow([tools.toolchain.tileiras, entry.problem, entry.schedule.short(), record.fingerprint,
+                              record.facts.registers, record.facts.spill_bytes, *map(text.count, COUNTED)])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
