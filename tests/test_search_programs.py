@@ -24,6 +24,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.problem import stable_id
 from tiledsched.schedule import Schedule
 from tiledsched.search.programs import Builder
+from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
@@ -177,6 +178,19 @@ def test_problems_of_one_class_share_builds(builder):
     assert shop.build([schedule()], PROBLEM.replace(seq_q=4096, seq_k=8192, batch=7)) == 0
     assert shop.build([schedule()], PROBLEM.replace(seq_k=1000)) == 1  # needs a column mask
     assert shop.build([schedule()], PROBLEM.replace(causal=True)) == 1
+
+
+def test_what_was_built_is_asked_of_no_problem_that_it_cannot_serve(builder):
+    space = space_for("sm_90", Attention)
+    few = PROBLEM.replace(heads=32, kv_heads=8, seq_q=1, head_dim=128)
+    many = few.replace(kv_heads=1)
+    packed = next(space.schedules(few, pinned={"tile_m": 16, "pack_gqa": True}))
+    shop = builder(StubPool())
+    shop.build([packed], few)
+    assert shop.built(few, space) == [packed]
+    with pytest.raises(ZeroDivisionError):  # a tile of 16 rows holds no row of 32 heads
+        shop.problem_class(many, packed)
+    assert shop.built(many, space) == []
 
 
 def test_another_toolchain_arch_or_source_builds_anew(builder):

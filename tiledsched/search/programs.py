@@ -23,6 +23,7 @@ from tiledsched.kernel import KernelClass
 from tiledsched.measure.runner import Candidate, Device, Failed, Measurement
 from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
+from tiledsched.space import SearchSpace
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import BuildRecord
 
@@ -108,10 +109,14 @@ class Builder:
         record = self.record(schedule, problem)
         return record.fingerprint or None if record else None
 
-    def built(self, problem: Problem) -> list[Schedule]:
-        """Every schedule known to build for `problem`'s class."""
+    def built(self, problem: Problem, space: SearchSpace) -> list[Schedule]:
+        """Every schedule of `space` known to build for `problem`'s class.
+
+        What was built for another problem may not work for this one: its grid need not even be a number.
+        """
         return [record.schedule for record in self._builds.values()
                 if record.facts is not None
+                and not space.unworkable(record.schedule, problem)
                 and record.problem_class == self.problem_class(problem, record.schedule)]  # fmt: skip
 
     def missing(self, schedules: Iterable[Schedule], problem: Problem) -> list[Schedule]:

@@ -63,7 +63,7 @@ class ScheduleStudy:
                  seed: int = 0, first: Sequence[Schedule] = (), estimate: Estimate | None = None,
                  elsewhere: Sequence[Known] = (), among: Iterable[Schedule] | None = None,
                  repeats: Callable[[Schedule], bool] | None = None) -> None:  # fmt: skip
-        self._space, self._problem, self._estimate, self._repeats = space, problem, estimate, repeats
+        self.space, self._problem, self._estimate, self._repeats = space, problem, estimate, repeats
         self._valid = list(space.schedules(problem, pinned=pinned) if among is None else dict.fromkeys(among))
         self._rng = random.Random(seed)
         if sampler_named(sampler) in (OURS, "random"):

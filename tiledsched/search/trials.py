@@ -35,7 +35,7 @@ class Trials:
         self.times = dict(times)
         self._known = {program.key: self.times[program.schedule]
                        for program in builder.programs(list(times), problem, device)}  # fmt: skip
-        learn(inert, problem, builder.programs(builder.built(problem), problem, device), tried=self.times)
+        learn(inert, problem, builder.programs(builder.built(problem, study.space), problem, device), tried=self.times)
         self._waiting: dict[Key, list[Schedule]] = {}
         study.known(times.items())
 
