@@ -54,6 +54,11 @@ def test_a_new_database_is_empty_sound_and_at_head(db):
     assert db.upgrade() == HEAD
 
 
+def test_a_mistake_of_the_caller_is_not_called_damage(db):
+    with pytest.raises(TypeError, match="of the caller"), db.reading():
+        raise TypeError("of the caller")
+
+
 def test_builds_come_back_by_schedule_and_class(db):
     odd = problem_class(signature="0" * 12)
     made = [build(), build(artifact("e" * 24), problem_class=odd), build(FAILURE, sched=schedule(256, 256))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -31,8 +30,10 @@ def installing(*extras: str) -> str:
 
 def _source() -> dict[str, Any]:
     """What pip noted of where it took this package from (PEP 610); empty where it was an index, or pip was not asked."""
+    from importlib.metadata import PackageNotFoundError, distribution  # slow, and only asked for advice
+
     try:
-        found = json.loads(importlib.metadata.distribution(NAME).read_text("direct_url.json") or "{}")
-    except (importlib.metadata.PackageNotFoundError, OSError, ValueError):
+        found = json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -13,9 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elftools.common.exceptions import ELFError
-from elftools.elf.elffile import ELFFile
-
 from tiledsched.errors import CompilerError
 from tiledsched.resources import ResourceFacts as ResourceFacts
 from tiledsched.resources import ctas_per_sm as ctas_per_sm
@@ -77,8 +74,20 @@ def parts(data: bytes) -> list[bytes]:
 
 def symbol_of(cubin: bytes) -> str:
     """The name of the one kernel in a cubin."""
-    sections = ELFFile(io.BytesIO(cubin)).iter_sections()
-    return next(section.name.removeprefix(".text.") for section in sections if section.name.startswith(".text."))
+    return next(
+        section.name.removeprefix(".text.") for section in _sections(cubin) if section.name.startswith(".text.")
+    )
+
+
+def _sections(elf: bytes) -> list[Any]:
+    """Of an ELF file. Its reader is imported here: whoever only looks something up does not wait for it."""
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.elffile import ELFFile
+
+    try:
+        return list(ELFFile(io.BytesIO(elf)).iter_sections())
+    except ELFError as error:
+        raise CompilerError(f"not a cubin: {error}; delete the file and build again") from error
 
 
 def read_artifact(cubin: bytes, arch: str) -> Artifact:
@@ -89,11 +98,7 @@ def read_artifact(cubin: bytes, arch: str) -> Artifact:
     """
     if cubin.startswith(SEQUENCE):
         return join([read_artifact(part, arch) for part in parts(cubin)])
-    try:
-        elf = ELFFile(io.BytesIO(cubin))
-        sections = list(elf.iter_sections())
-    except ELFError as error:
-        raise CompilerError(f"not a cubin: {error}; delete the file and build again") from error
+    sections = _sections(cubin)
     texts = [section for section in sections if section.name.startswith(".text.")]
     if len(texts) != 1:
         raise CompilerError(f"expected one kernel in the cubin, found {len(texts)}; was the compile cut short?")
@@ -122,8 +127,7 @@ def _host_code(data: bytes) -> bytes:
 
     Two kernels can differ in nothing else. It lies in an ELF file of its own; the kernel's name there is not code.
     """
-    sections = ELFFile(io.BytesIO(data)).iter_sections()
-    return b"".join(section.data() for section in sections if section.name in (".text", ".ltext"))
+    return b"".join(section.data() for section in _sections(data) if section.name in (".text", ".ltext"))
 
 
 def _facts(sections: list[Any], arch: str, *, kernel: str, code_bytes: int) -> ResourceFacts:

@@ -146,10 +146,17 @@ def _dataclass_decoder(cls: type) -> Decoder:
             unknown = [f"{where}.{key}: unknown key; known are {', '.join(known)}" for key in data if key not in known]
             missing = [f"{where}.{key}: missing; add it" for key in known if key in required and key not in data]
             raise DatabaseError((unknown + missing)[0])
-        values = {key: known[key](item, where and f"{where}.{key}") for key, item in data.items()}
+        if where:
+            values = {key: known[key](item, f"{where}.{key}") for key, item in data.items()}
+        else:  # the first, quick way through
+            values = {key: known[key](item, "") for key, item in data.items()}
         for key, check in checks:
-            check(values.get(key), where and f"{where}.{key}")
-        return _call(lambda keywords: cls(**keywords), values, where)
+            if key in values:
+                check(values[key], where and f"{where}.{key}")
+        try:
+            return cls(**values)
+        except (TiledschedError, ValueError) as error:
+            raise DatabaseError(f"{where}: {error}; correct the value") from error
 
     return decode_dataclass
 

@@ -124,6 +124,12 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[Session]:
         """A session for queries of one's own."""
+        with engines.explained(self._url), Session(self._engine) as session:
+            yield session
+
+    @contextmanager
+    def _records(self) -> Iterator[Session]:
+        """A session for reading records: what they are refused with is damage."""
         with engines.explained(self._url, *DAMAGE), Session(self._engine) as session:
             yield session
 

@@ -86,7 +86,7 @@ class TuningDB(Database):
             BuildRow.toolchain_id == toolchain.id,
             BuildRow.arch == arch,
         )
-        with self.reading() as session:
+        with self._records() as session:
             rows = session.execute(wanted).all()
             keys = [(row.schedule_id, row.problem_class_id) for row in rows]
             return dict(zip(keys, Reader().builds(rows, toolchain), strict=True))
@@ -94,7 +94,7 @@ class TuningDB(Database):
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact known, by (arch, fingerprint)."""
         reader = Reader()
-        with self.reading() as session:
+        with self._records() as session:
             rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch})))
             return {
                 (row.arch, row.fingerprint): record_of(
@@ -136,7 +136,7 @@ class TuningDB(Database):
 
     def runs(self, arch: str | None = None) -> list[RunRecord]:
         """Every run, newest first."""
-        with self.reading() as session:
+        with self._records() as session:
             rows = session.scalars(select(RunRow).where(*matching({RunRow.arch: arch})).order_by(RunRow.id.desc()))
             return [record_of(RunRecord, row) for row in rows]
 
@@ -206,7 +206,7 @@ class TuningDB(Database):
         if latest:
             wanted = [MeasurementRow.id.in_(select_latest(wanted))]
         reader = Reader()
-        with self.reading() as session:
+        with self._records() as session:
             return [reader.stored_measurement(*row) for row in session.execute(select_measurements().where(*wanted))]
 
     def latest_measurements(self, *args: Any, **wanted: Any) -> list[StoredMeasurement]:
@@ -222,7 +222,7 @@ class TuningDB(Database):
         """What is measured: one line for each problem, device and regime."""
         wanted = [UNDISTURBED, *matching({DeviceRow.arch: arch, ProblemRow.kernel: kernel})]
         reader = Reader()
-        with self.reading() as session:
+        with self._records() as session:
             found = [
                 LandscapeSummary(
                     problem=reader.problem(problem),
@@ -293,7 +293,7 @@ class TuningDB(Database):
             }
         )
         reader = Reader()
-        with self.reading() as session:
+        with self._records() as session:
             return [
                 record_of(
                     FailureRecord,
@@ -350,7 +350,7 @@ class TuningDB(Database):
                  "regime": regime, "accum_mode": accum_mode, "provenance": provenance}  # fmt: skip
         wanted = {name: value for name, value in asked.items() if value is not None}
         reader = Reader()
-        with self.reading() as session:
+        with self._records() as session:
             records = [reader.entry(*parts) for parts in session.execute(select_entries(*wanted), wanted)]
             return sorted(records, key=_entry_order)
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from sqlalchemy import Table, insert, literal, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
@@ -64,9 +64,8 @@ def upsert(session: Session, model: type[Base], rows: list[dict[str, Any]], key:
 
 
 def _insert(session: Session, model: type[Base]) -> Any:
-    """SQLite and PostgreSQL share ON CONFLICT; SQLAlchemy has it in the dialects only."""
-    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
-    assert isinstance(model.__table__, Table)
+    """SQLite and PostgreSQL share ON CONFLICT; SQLAlchemy has it in the dialects only, of which one is imported."""
+    dialect = import_module(f"sqlalchemy.dialects.{session.get_bind().dialect.name}")
     return dialect.insert(model.__table__)
 
 

@@ -1,10 +1,11 @@
 """How long a large database takes: merging measurements into it, one exact lookup, all entries, `show`. Nothing is measured.
 
-python -m tiledsched.studies.large_store [MEASUREMENTS [FOLDER]]
+python -m tiledsched.studies.large_store [--folder DIR] [MEASUREMENTS]
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 import subprocess
@@ -58,6 +59,7 @@ def entry_of(best: StoredMeasurement) -> EntryRecord:
 def timed(path: Path, count: int) -> Iterator[str]:
     """Fill a database and ask it; a line for each thing."""
     made = made_up(count)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with TuningDB.open(path) as db:
         while some := list(itertools.islice(made, AT_ONCE)):
             started = time.perf_counter()
@@ -83,8 +85,24 @@ def timed(path: Path, count: int) -> Iterator[str]:
     yield f"show, with the start of its process: {time.perf_counter() - started:.2f} s"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run as a command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tiledsched.studies.large_store", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "measurements", type=int, nargs="?", default=1_000_000, help="how many are made up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the database is made and stays (default: removed at the end)"
+    )
+    options = parser.parse_args()
+    if options.measurements < 1:
+        parser.error("measurements: give a number above 0")
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(made)
-        for line in timed(folder / "large.db", int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000):
+        for line in timed((options.folder or Path(made)) / "large.db", options.measurements):
             print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
