@@ -87,6 +87,7 @@ def test_entries_of_several_compilers_stand_side_by_side(tmp_path) -> None:
         assert db.check() == []
         assert {each.toolchain.tileiras for each in of_one_compiler(db.measurements(), "13.5.37")} == {"13.5.37"}
         assert len(of_one_compiler(db.measurements(), "13.4.92")) == 2
+        assert len(of_one_compiler(db.measurements(), "13.4.92", fullest=True)) == 2  # one schedule each: the nearest
         with db.writing() as session:
             session.connection().exec_driver_sql("UPDATE entries SET compiler = '13.4.1' WHERE compiler = '13.4.92'")
         assert any("kept for compiler '13.4.1'" in line for line in db.check())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 from report_samples import (
@@ -23,6 +24,7 @@ from report_samples import (
 from tiledsched.errors import Failure, FailureKind
 from tiledsched.kernels.attention import Attention
 from tiledsched.report.analysis import matched_pairs, size_regime
+from tiledsched.report.text import _summary
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import EntryRecord
@@ -37,6 +39,28 @@ def db():
 def only(report):
     assert len(report.measured.problems) == 1
     return report.measured.problems[0]
+
+
+@pytest.mark.parametrize("at_hand", ["13.4.12", "13.5.37"])
+def test_a_refresh_under_another_compiler_does_not_hide_the_landscape(db, monkeypatch, at_hand):
+    """Four schedules under 13.4.12, two under 13.5.37 since: the four are shown; where 13.5.37 alone was timed, its two."""
+    monkeypatch.setattr("tiledsched.report.model.compiler_at_hand", lambda: at_hand)
+    refreshed = PROBLEM.replace(seq_q=512, seq_k=512)
+    newer = replace(TOOLCHAIN, tileiras="13.5.37")
+    add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0, plain(64, 64): 150.0, plain(64, 32): 400.0})
+    for problem in (PROBLEM, refreshed):
+        for schedule, us in ((plain(128, 64), 99.0), (plain(64, 64), 90.0)):
+            number = db.record_measurement(None, "attention", SOURCE, newer, taken(schedule, us, problem=problem))
+        db.put_entry(EntryRecord(kernel="attention", arch="sm_90", problem=problem, provenance="measured", schedule=schedule,
+                                 device_name=DEVICE.name, regime="burst", source_hash=SOURCE, toolchain=newer,
+                                 measurement_id=number))  # fmt: skip
+    report = report_of(db, "sm_90")
+    whole, new = sorted(report.measured.problems, key=lambda one: -one.programs)
+    assert [one.us for one in whole.timed] == [100.0, 110.0, 150.0, 400.0]
+    assert [one.us for one in new.timed] == [90.0, 99.0]
+    assert new.served.compiler == "13.5.37"
+    assert report.elsewhere == 2
+    assert "Each problem's times are of one compiler" in " ".join(_summary(report))
 
 
 def test_drops_match_hand_numbers(db):

@@ -218,7 +218,7 @@ def _add_record(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument("--sustained-leaders", type=count, default=24, metavar="N", help="how many of the fastest are "
                         "measured in the sustained regime, too (default: 24)")  # fmt: skip
     parser.add_argument("--build-only", action="store_true", help="build the programs and stop; needs no GPU")
-    parser.add_argument("--out", metavar="DIR", help="folder for the landscape files")
+    parser.add_argument("-o", "--out", metavar="DIR", help="folder for the landscape files")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
     parser.add_argument("--accum-mode", choices=("fp32", "fp16"), help="accuracy class (default: fp32)")
     parser.add_argument("--space", metavar="FILE", help="your own search space (TOML)")
@@ -280,7 +280,7 @@ def _add_report(subs: Any, kernel: KernelClass | None) -> None:
     _kernel_flag(parser)
     _arch_flag(parser, "e.g. sm_90, or sm_90,sm_121 to see them side by side (default: that of the GPU here, or else "
                f"{USUAL_ARCH})", several=True)  # fmt: skip
-    parser.add_argument("--out", default="report", metavar="DIR", help="folder to write to (default: report)")
+    parser.add_argument("-o", "--out", default="report", metavar="DIR", help="folder to write to (default: report)")
     parser.add_argument("--regime", choices=REGIMES, help="default: burst")
     parser.add_argument("--device", metavar="NAME", help="only measurements of this GPU (default: the arch's newest)")
 
@@ -377,7 +377,7 @@ def _add_study(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "study", bench_commands.study, "run the whole evaluation of the TiledAttention paper on this GPU: "
                       "its benchmark, tiling sensitivity, tables and figures")  # fmt: skip
     _kernel_flag(parser)
-    parser.add_argument("--out", default="study", metavar="DIR", help="folder to write to; run again, it goes on where it "
+    parser.add_argument("-o", "--out", default="study", metavar="DIR", help="folder to write to; run again, it goes on where it "
                         "stopped (default: study)")  # fmt: skip
     parser.add_argument("--methods", type=names, metavar="M[,M]", help="what takes part (default: all of the paper that are "
                         "installed, and Triton)")  # fmt: skip
@@ -397,7 +397,7 @@ def _add_ladder(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "ladder", bench_commands.ladder, "climb from the naive attention kernel to the served one, an edit "
                       "at a time, over sequence lengths; also hints for every arch")  # fmt: skip
     _problem_flags(parser, kernel, own=False)
-    parser.add_argument("--out", default="ladder", metavar="DIR", help="folder to write to; run again, it goes on where it "
+    parser.add_argument("-o", "--out", default="ladder", metavar="DIR", help="folder to write to; run again, it goes on where it "
                         "stopped (default: ladder)")  # fmt: skip
     parser.add_argument("--regime", choices=REGIMES, default="burst", help="default: burst")
     parser.add_argument(
@@ -418,7 +418,7 @@ def _add_profile(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument("--methods", type=names, metavar="M[,M]", help="what is profiled, by the names of bench (default: "
                         "the kernel and its first rival)")  # fmt: skip
     parser.add_argument(
-        "--out", metavar="DIR", help="also write a Markdown and a CSV file for each problem to this folder"
+        "-o", "--out", metavar="DIR", help="also write a Markdown and a CSV file for each problem to this folder"
     )
     parser.add_argument("--ncu", metavar="FILE", help="Nsight Compute (default: on PATH, or where it installs itself)")
 
@@ -479,7 +479,7 @@ def _add_bundle(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "bundle", store_commands.bundle, "write what the tuned table serves, built, to a file for machines "
                       "without a compiler")  # fmt: skip
     _arch_flag(parser, "e.g. sm_90; no GPU of it is needed", required=True)
-    parser.add_argument("--out", required=True, metavar="FILE", help="file to write; what it holds is used again")
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="file to write; what it holds is used again")
     _prepare_flags(parser, kernel)
 
 
@@ -512,7 +512,7 @@ def _add_db(subs: Any) -> None:
     )
     _listed_kernel(export)
     _arch_flag(export, "only this arch", usual=False)
-    export.add_argument("--out", metavar="FILE", default="-", help="file to write (default: stdout)")
+    export.add_argument("-o", "--out", metavar="FILE", default="-", help="file to write (default: stdout)")
     bring = _command(actions, "import", store_commands.db_import, "take in tables and landscapes")
     bring.add_argument(
         "files", metavar="FILE", nargs="+", help="what db export or landscapes --export wrote: JSON, CSV or T4"

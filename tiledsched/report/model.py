@@ -72,12 +72,11 @@ def build_report(
         space: where the default schedules come from; None for the kernel's own.
     """
     compiler = compiler_at_hand()
-    entries = for_compiler(db.entries(arch=arch, kernel=kernel.name), compiler)
-    if device_name is not None:
-        entries = [entry for entry in entries if entry.device_name in ("", device_name)]
     existing = db.measurements(arch=arch, kernel=kernel.name)
     taken = of_one_compiler([stored for stored in timed_alike(existing) if stored.measurement.regime == regime
-                             and device_name in (None, stored.measurement.device.name)], compiler)  # fmt: skip
+                             and device_name in (None, stored.measurement.device.name)], compiler, fullest=True)  # fmt: skip
+    entries = _beside(taken, [entry for entry in db.entries(arch=arch, kernel=kernel.name)
+                              if device_name is None or entry.device_name in ("", device_name)], compiler)  # fmt: skip
     builds = _Builds(db, arch, kernel, taken, entries)
     desk = _Desk(kernel=kernel, axes=axes_of(kernel), arch=arch, builds=builds, space=space or _or_none(space_for, arch, kernel),
                  entries=entries, regime=regime)  # fmt: skip
@@ -118,6 +117,15 @@ def build_report(
         model_compilers=tuple(sorted({entry.toolchain.compiler for entry in entries
                                       if entry.provenance == MODELLED and entry.toolchain})),
     )  # fmt: skip
+
+
+def _beside(taken: Sequence[StoredMeasurement], entries: Sequence[EntryRecord], compiler: str) -> list[EntryRecord]:
+    """The entry that answers for each problem: of the compiler whose times of it are shown, else of the one at hand."""
+    shown = {stored.measurement.problem: stored.toolchain.tileiras for stored in taken}
+    alike: dict[str, list[EntryRecord]] = defaultdict(list)
+    for entry in entries:
+        alike[shown.get(entry.problem, compiler)].append(entry)
+    return [entry for version, members in alike.items() for entry in for_compiler(members, version)]
 
 
 def _accum_mode(schedule: Schedule) -> str:

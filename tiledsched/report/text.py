@@ -276,6 +276,8 @@ def _summary(report: Report) -> list[str]:
             f"{_count(sum(one.programs for one in found), 'distinct program')}; "
             f"{_count(sum(one.measurements for one in found), 'measurement')} of {samples:,} samples in all."
         )
+    if len({compiler for device in report.conditions for compiler in device.compilers}) > 1:
+        lines.append("Each problem's times are of one compiler: the one that most of its schedules were measured with.")
     if found := report.modelled.problems:
         lines.append(f"Modelled, not measured: {_count(len(found), 'problem')}. These stand in a section of their own.")
     if report.elsewhere:

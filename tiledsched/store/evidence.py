@@ -36,17 +36,32 @@ def for_compiler(entries: Iterable[EntryRecord], compiler: str) -> list[EntryRec
     return list(found.values())
 
 
-def of_one_compiler(measurements: Sequence[StoredMeasurement], compiler: str) -> list[StoredMeasurement]:
-    """Of each problem on each GPU what the compiler nearest to `compiler` built; times of different ones are no landscape."""
+def of_one_compiler(
+    measurements: Sequence[StoredMeasurement], compiler: str, *, fullest: bool = False
+) -> list[StoredMeasurement]:
+    """Of each problem on each GPU what one compiler built: times of different ones are no landscape.
+
+    Args:
+        measurements: of any compilers.
+        compiler: the one wanted, e.g. 13.5.37; the nearest is taken. Empty for the newest.
+        fullest: take the one that the most schedules were measured with, and the nearest of those that are equal: after a
+            refresh the compiler at hand has built a few leaders, and the one before it the landscape.
+    """
 
     def place(stored: StoredMeasurement) -> tuple[Any, ...]:
         return stored.measurement.problem, stored.measurement.device.name
 
-    nearest: dict[tuple[Any, ...], str] = {}
+    known: dict[tuple[Any, ...], dict[str, set[Schedule]]] = defaultdict(lambda: defaultdict(set))
     for stored in measurements:
-        versions = {stored.toolchain.tileiras, nearest.get(place(stored), stored.toolchain.tileiras)}
-        nearest[place(stored)] = min(versions, key=lambda version: _apart(version, compiler))
-    return [stored for stored in measurements if stored.toolchain.tileiras == nearest[place(stored)]]
+        known[place(stored)][stored.toolchain.tileiras].add(stored.measurement.schedule)
+
+    def order(version: str, schedules: set[Schedule]) -> tuple[Any, ...]:
+        return -len(schedules) if fullest else 0, _apart(version, compiler)
+
+    taken = {
+        where: min(versions, key=lambda version: order(version, versions[version])) for where, versions in known.items()
+    }
+    return [stored for stored in measurements if stored.toolchain.tileiras == taken[place(stored)]]
 
 
 def timed_as_now(regime: str, conditions: Conditions) -> bool:
