@@ -16,6 +16,7 @@ import pytest
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError, MeasureError
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.models import MODELS
 from tiledsched.kernels.attention.reference import attention_reference
 from tiledsched.measure.runner import Conditions
 from tiledsched.space_files import space_for
@@ -73,12 +74,16 @@ def test_other_suites_hold_what_their_names_say() -> None:
     assert all(p.seq_q <= 16 < p.seq_k for p in SUITES["decode"])
     assert {p.head_dim for p in SUITES["odd-head-dims"]} > {80, 96, 192}
     assert all(len(set(suite)) == len(suite) for suite in SUITES.values())
+    assert {p.seq_q for p in SUITES["vit"]} == {197, 577}
+    assert {p.group for p in SUITES["models"]} == {1, 2, 3, 4, 5, 7, 8, 12}
+    assert set(SUITES["models"]) == {p for name in MODELS for p in SUITES[name]}
+    assert {p.batch for p in SUITES["models"] if p.seq_q == 1} >= {1, 8, 32, 128}
 
 
 def test_the_documentation_lists_every_suite_and_method_and_column() -> None:
     text = (Path(__file__).parent.parent / "docs" / "bench.md").read_text()
     for name, suite in SUITES.items():
-        assert f"| `{name}` | {len(suite)}: " in text
+        assert f"|`{name}`|{len(suite)}: " in text
     for name in (*METHODS, *COLUMNS):
         assert f"`{name}`" in text, name
 

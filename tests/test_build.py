@@ -144,6 +144,8 @@ ELSEWHERE = {
         DECODE,
         {"tile_m": 16, "pack_gqa": True, "kv_splits": 8, "column_parts": 2, "loop_split": True},
     ),
+    "packed sevens": (DECODE.replace(heads=14), {"tile_m": 16, "pack_gqa": True}),
+    "packed sevens, split": (DECODE.replace(heads=14), {"tile_m": 16, "pack_gqa": True, "kv_splits": 8}),
     "wide": (PROBLEM.replace(seq_k=1 << 20, seq_q=1 << 20, batch=64), {}),
     "wide, lse": (PROBLEM.replace(seq_k=1 << 20, seq_q=1 << 20, batch=64, lse=True), {"block_order": "swizzled"}),
 }

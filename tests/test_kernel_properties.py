@@ -276,7 +276,8 @@ def test_columns_in_one_part_and_in_two(head_dim, value_dim, knobs):
         check(problem, schedule_for(problem, tile_m=64, tile_n=32, column_parts=column_parts, **knobs))
 
 
-@pytest.mark.parametrize(("seq_q", "group", "tile_m"), [(1, 8, 16), (3, 4, 16), (5, 2, 32), (20, 8, 64), (16, 16, 64)])
+@pytest.mark.parametrize(("seq_q", "group", "tile_m"), [(1, 8, 16), (3, 4, 16), (5, 2, 32), (20, 8, 64), (16, 16, 64),
+                                                      (1, 7, 16), (5, 3, 16), (20, 5, 64), (2, 71, 128)])  # fmt: skip
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_splits", [1, 4])
 def test_packed_heads(seq_q, group, tile_m, causal, kv_splits):
@@ -285,7 +286,7 @@ def test_packed_heads(seq_q, group, tile_m, causal, kv_splits):
     schedule = schedule_for(problem, forced=True, tile_m=tile_m, tile_n=32, pack_gqa=True, kv_splits=kv_splits,
                             tma_loads=kv_splits == 1)  # fmt: skip
     rows = rows_per_tile(problem, schedule)
-    assert rows == tile_m // group
+    assert rows == tile_m // problem.group_rows  # a group of 7 takes rows for 8
     assert Attention.grid(problem, schedule, SmallDevice(sm_count=8))[0] == -(-seq_q // rows) * 4 * kv_splits
     check(problem, schedule)
 

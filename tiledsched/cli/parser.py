@@ -153,7 +153,7 @@ def _problem_flags(parser: argparse.ArgumentParser, kernel: KernelClass | None, 
     such = f"; e.g. {example(kernel)}" if kernel else ""
     parser.add_argument("--problem", action="append", default=[], metavar="K=V,...", help="problems by name, in every "
                         "combination of values with : between them" + such)  # fmt: skip
-    parser.add_argument("--suite", metavar="NAME", help=f"a named set of problems: {known}")
+    parser.add_argument("--suite", metavar="NAME[,NAME]", help=f"named sets of problems: {known}")
     if own and kernel is not None and kernel.add_flags is not None:
         kernel.add_flags(parser.add_argument_group(f"problems of {kernel.name}"))
 

@@ -54,7 +54,7 @@ def problems_of(kernel: KernelClass, options: argparse.Namespace) -> list[Proble
     """
     named = [problem for text in options.problem for problem in read_problems(kernel, text)]
     if options.suite:
-        named += kernel.suite(options.suite)
+        named += [problem for name in options.suite.split(",") for problem in kernel.suite(name.strip())]
     elif not named and kernel.from_flags is not None:
         named = kernel.from_flags(options)
     elif not named:

@@ -144,7 +144,7 @@ class Attention(Kernel):
             "REST_D": rest_d,
             "TILE_V": tile_v,
             "REST_V": rest_v,
-            "PACK": packed_heads(p, s),
+            "PACK": pack_width(p, s),
             "KV_SPLITS": _splits(s),
             "FLAT_STEPS": _flat(s),
             "RELOAD_Q": bool(s.get("reload_q", False)),
@@ -274,17 +274,22 @@ def scale_log2(p: Problem, scale: float | None = None) -> float:
 
 def rows_per_tile(p: Problem, s: Schedule) -> int:
     """Query rows of a head that one work tile holds."""
-    return s.number("tile_m") // packed_heads(p, s)
+    return s.number("tile_m") // pack_width(p, s)
 
 
-def packed_heads(p: Problem, s: Schedule) -> int:
-    """Query heads whose rows share a tile."""
-    return int(p.group) if s.get("pack_gqa", False) else 1
+def pack_width(p: Problem, s: Schedule) -> int:
+    """Query heads that a tile has rows for."""
+    return int(p.group_rows) if s.get("pack_gqa", False) else 1
+
+
+def packs(p: Problem, s: Schedule) -> int:
+    """Query heads of a sequence, or packs of those that share their keys."""
+    return int(p.kv_heads if s.get("pack_gqa", False) else p.heads)
 
 
 def _work_tiles(p: Problem, s: Schedule) -> int:
     rows = rows_per_tile(p, s) * s.number("q_subtiles")
-    return int(-(-p.seq_q // rows) * p.batch * (p.heads // packed_heads(p, s)))
+    return int(-(-p.seq_q // rows) * p.batch * packs(p, s))
 
 
 def _slots(p: Problem, s: Schedule) -> int:

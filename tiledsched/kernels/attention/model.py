@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiledsched.device import ArchSpec
-from tiledsched.kernels.attention.declaration import packed_heads
+from tiledsched.kernels.attention.declaration import pack_width, packs
 from tiledsched.problem import Problem
 from tiledsched.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.schedule import Schedule
@@ -109,9 +109,9 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
         dear = step_cycles(problem, schedule, facts, spec, resident, masked=True)
         extra += max(1, rows // step_n) * (dear / cycles[resident] - 1.0)
     busy = busy_steps(
-        rows=rows // packed_heads(problem, schedule), step_n=step_n, seq_q=problem.seq_q, seq_k=problem.seq_k,
+        rows=rows // pack_width(problem, schedule), step_n=step_n, seq_q=problem.seq_q, seq_k=problem.seq_k,
         causal=problem.causal, first_key=problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0,
-        heads=problem.batch * problem.heads // packed_heads(problem, schedule), splits=splits,
+        heads=problem.batch * packs(problem, schedule), splits=splits,
         order=str(schedule["block_order"]), snake=schedule["persistent"] == "snake",
         grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] != "no" else 0,
         sms=max(1, spec.sm_count // facts.num_ctas), resident=resident, extra=round(extra * 4.0) / 4.0,
@@ -138,8 +138,8 @@ def step_keys(schedule: Schedule) -> int:
 
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
     """Blocks launched, as the template launches them (clusters count once)."""
-    packed = packed_heads(problem, schedule)
-    blocks = -(-problem.seq_q * packed // block_rows(schedule)) * problem.batch * problem.heads // packed
+    rows = problem.seq_q * pack_width(problem, schedule)
+    blocks = -(-rows // block_rows(schedule)) * problem.batch * packs(problem, schedule)
     if schedule["persistent"] == "no":
         return blocks * _number(schedule, "kv_splits")
     return min(blocks, max(1, spec.sm_count * max(1, schedule.number("occupancy")) // schedule.number("num_ctas")))

@@ -66,6 +66,9 @@ def two_parts(columns: int) -> tuple[int, int]:
 
 DERIVED = {
     "group": lambda p: p.heads // p.kv_heads,  # query heads per key/value head
+    "group_rows": lambda p: (
+        1 << (p.heads // p.kv_heads - 1).bit_length()
+    ),  # rows of a tile for one query of each of them
     "value_columns": lambda p: p.value_dim or p.head_dim,  # columns of v and the output
     "tile_d": lambda p: padded(p.head_dim),  # what the kernel pads to on chip
     "tile_v": lambda p: padded(p.value_columns),

@@ -24,8 +24,8 @@ def work_tiles_per_head(Q, const):
 
 
 def pack_count(Q, const):
-    """Query heads, in units of PACK."""
-    return Q.shape[1] if const.PACK == 1 else Q.shape[1] // const.PACK
+    """Query heads, or packs of them: one for each key/value head."""
+    return Q.shape[1] if const.PACK == 1 else Q.shape[1] // const.GROUP
 
 
 def snake(block, blocks, lap):

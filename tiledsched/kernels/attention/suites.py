@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tiledsched.kernels.attention.models import MODELS, all_models
 from tiledsched.kernels.attention.problem import DTYPES, standard
 from tiledsched.problem import Problem
 
@@ -55,5 +56,7 @@ SUITES: Mapping[str, tuple[str, Any]] = {
     "gqa": ("32 query heads over 8, 4 and 1 key heads, causal", _gqa),
     "decode": ("1 and 8 query rows against 4k to 32k keys", _decode),
     "odd-head-dims": ("D 40 to 256, no power of two but the last", _odd_head_dims),
+    **MODELS,
+    "models": ("all of the models above", all_models),
 }
 """Name -> one line for people, and what makes the problems in the order they are tuned and benched."""

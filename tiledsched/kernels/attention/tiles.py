@@ -105,7 +105,7 @@ class Constants:
     REST_V: int
     """As REST_D, of the values and the output."""
     PACK: int
-    """Query heads whose rows share a tile: 1, or all GROUP of a key/value head."""
+    """Query heads that a tile has rows for: 1, or GROUP rounded up to a power of two."""
     KV_SPLITS: int
     """Blocks that share the keys of one work tile."""
     FLAT_STEPS: int
@@ -160,12 +160,12 @@ class Chain:
 
 @dataclass(frozen=True)
 class WorkTile:
-    """One work tile: Q_SUBTILES query tiles of one head, or of the PACK heads that share their keys."""
+    """One work tile: Q_SUBTILES query tiles of one head, or of the pack of heads that share their keys."""
 
     batch: Any
     """First index into all arrays."""
     head: Any
-    """Second index into Q and the outputs, in units of PACK heads."""
+    """Second index into Q and the outputs, in units of packs."""
     tiles: Any
     """Indices of the query tiles."""
 
@@ -262,17 +262,32 @@ def epilogue(Out, Lse, work_tile, tile, chain, const):
         else:
             out = ct.truediv(acc, row_sum, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
         width, column = part_of(part, const.TILE_V, const.REST_V)
-        ct.store(Out, (work_tile.batch, work_tile.head, tile, column), out.astype(Out.dtype).reshape(block_shape(width, const)),
+        ct.store(pack_of(Out, work_tile.head, const), (work_tile.batch, place_of(work_tile.head, const), tile, column),
+                 out.astype(Out.dtype).reshape(block_shape(width, const)),
                  check_bounds=const.CHECK_BOUNDS, allow_tma=None if const.TMA_STORE else False)  # fmt: skip
     if Lse is not None:
         lse = (chain.row_max + ct.log2(chain.row_sum)) * LN_2
-        ct.store(Lse, (work_tile.batch, work_tile.head, tile, 0), lse.reshape(block_shape(1, const)),
-                 check_bounds=const.CHECK_BOUNDS, allow_tma=False)  # fmt: skip
+        ct.store(pack_of(Lse, work_tile.head, const), (work_tile.batch, place_of(work_tile.head, const), tile, 0),
+                 lse.reshape(block_shape(1, const)), check_bounds=const.CHECK_BOUNDS, allow_tma=False)  # fmt: skip
 
 
 def part_of(PART, TILE, REST):
     """(width, index in units of the width) of one of the two parts of a row's columns."""
     return (TILE, 0) if PART == 0 else (REST, TILE // REST)
+
+
+def pack_of(array, head, const):
+    """The array, or, where a tile has rows for more heads than a pack has, the pack's heads alone: what lies beyond their
+    edge is read as zeros and not written.
+    """  # fmt: skip
+    if const.PACK > const.GROUP:
+        array = array.slice(axis=1, start=head * const.GROUP, stop=(head + 1) * const.GROUP)
+    return array
+
+
+def place_of(head, const):
+    """Second index into what `pack_of` gives."""
+    return 0 if const.PACK > const.GROUP else head
 
 
 def block_shape(WIDTH, const):
@@ -293,7 +308,8 @@ def load_queries(Q, place, const):
     parts = ()
     for part in ct.static_iter(range(2 if const.REST_D else 1)):
         width, column = part_of(part, const.TILE_D, const.REST_D)
-        q = load(Q, (place[0], place[1], place[2], column), block_shape(width, const), "C", 0, True, const)
+        q = load(pack_of(Q, place[1], const), (place[0], place_of(place[1], const), place[2], column),
+                 block_shape(width, const), "C", 0, True, const)  # fmt: skip
         parts = (*parts, q.reshape((const.TILE_M, width)))
     return parts
 

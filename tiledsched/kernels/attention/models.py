@@ -1,0 +1,136 @@
+"""The attention problems of real models, by suite: prefill, chunked prefill and decoding, encoders, image and video.
+
+Heads, key heads and head dimensions are those of the models' published configurations (`config.json` of each, named below);
+lengths and batches are what such models are run at. Windows and sinks are left out: a layer is here by its whole mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tiledsched.problem import Problem
+
+Make = Callable[..., Problem]
+Sizes = Mapping[str, int]
+DECODED = ((1, 8192), (8, 4096), (32, 4096), (128, 2048))
+"""(batch, keys) of a decoding step."""
+ENCODED = ((1, 1024), (16, 1024), (1, 8192))
+"""(batch, tokens) of a prompt."""
+
+
+def _heads(heads: int, kv_heads: int, head_dim: int, **more: int) -> Sizes:
+    return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, **more}
+
+
+def _decoder(make: Make, layers: Iterable[Sizes], *, prompts: tuple[tuple[int, int], ...] = ENCODED) -> list[Problem]:
+    """Of each layer: prompts, a chunk of 1024 tokens that ends a prompt of 8192, and one new token for each sequence."""
+    found = []
+    for sizes in layers:
+        common: dict[str, Any] = {"dtype": "bfloat16", **sizes}
+        found += [make(seq_q=tokens, seq_k=tokens, batch=batch, causal=True, **common) for batch, tokens in prompts]
+        found.append(make(seq_q=1024, seq_k=8192, causal=True, alignment="bottom_right", **common))
+        found += [make(seq_q=1, seq_k=keys, batch=batch, **common) for batch, keys in DECODED]
+    return found
+
+
+def _encoder(make: Make, dtype: str, cases: Iterable[tuple[int, int, int]], layers: Iterable[Sizes]) -> list[Problem]:
+    """Every (batch, queries, keys) with every layer, without a mask."""
+    return [make(seq_q=rows, seq_k=keys, batch=batch, dtype=dtype, **sizes)
+            for sizes in layers for batch, rows, keys in cases]  # fmt: skip
+
+
+def _square(*cases: tuple[int, int]) -> list[tuple[int, int, int]]:
+    return [(batch, length, length) for batch, length in cases]
+
+
+def llama(make: Make) -> list[Problem]:
+    """Llama 3.1 8B and 70B, Llama 3.2 1B and 3B."""
+    return _decoder(make, [_heads(32, 8, 128), _heads(64, 8, 128), _heads(32, 8, 64), _heads(24, 8, 128)])
+
+
+def qwen(make: Make) -> list[Problem]:
+    """Qwen2.5 7B, 14B and 32B, Qwen3 0.6B and 14B (Qwen3 8B has the heads of Llama 3.1 8B)."""
+    return _decoder(make, [_heads(28, 4, 128), _heads(40, 8, 128), _heads(16, 8, 128)])
+
+
+def gemma(make: Make) -> list[Problem]:
+    """Gemma 3 4B and 12B, whose global layers have heads of 256 columns, and 27B."""
+    return _decoder(make, [_heads(8, 4, 256), _heads(16, 8, 256), _heads(32, 16, 128)])
+
+
+def mistral(make: Make) -> list[Problem]:
+    """Mistral Large 2 and Small 3 (Mistral 7B has the heads of Llama 3.1 8B)."""
+    return _decoder(make, [_heads(96, 8, 128), _heads(32, 8, 128)])
+
+
+def gpt_oss(make: Make) -> list[Problem]:
+    """GPT-OSS 20B and 120B: the layers that see all keys."""
+    return _decoder(make, [_heads(64, 8, 64)])
+
+
+def deepseek(make: Make) -> list[Problem]:
+    """Multi-head latent attention of DeepSeek V3 and V2 Lite as it is computed in prefill: 192 columns, values of 128."""
+    return [make(seq_q=tokens, seq_k=tokens, batch=batch, causal=True, dtype="bfloat16", **sizes)
+            for sizes in (_heads(128, 128, 192, value_dim=128), _heads(16, 16, 192, value_dim=128))
+            for batch, tokens in ENCODED]  # fmt: skip
+
+
+def bert(make: Make) -> list[Problem]:
+    """BERT base and large at 128, 384 and 512 tokens."""
+    return _encoder(
+        make, "float16", _square((64, 128), (64, 384), (32, 512), (1, 512)), [_heads(12, 12, 64), _heads(16, 16, 64)]
+    )
+
+
+def vit(make: Make) -> list[Problem]:
+    """ViT B/16 at 224 pixels (197 tokens) and L/16 at 384 (577)."""
+    return [*_encoder(make, "bfloat16", _square((64, 197), (1, 197)), [_heads(12, 12, 64)]),
+            *_encoder(make, "bfloat16", _square((32, 577), (1, 577)), [_heads(16, 16, 64)])]  # fmt: skip
+
+
+def whisper(make: Make) -> list[Problem]:
+    """Whisper large: the encoder's 1500 frames, and what the decoder reads of them and of itself."""
+    return [*_encoder(make, "float16", [(1, 1500, 1500), (16, 1500, 1500), (1, 1, 1500), (16, 1, 1500), (16, 1, 448)],
+                      [_heads(20, 20, 64)]),
+            make(seq_q=224, seq_k=224, batch=16, causal=True, dtype="float16", **_heads(20, 20, 64))]  # fmt: skip
+
+
+def sdxl(make: Make) -> list[Problem]:
+    """Stable Diffusion XL at 1024 pixels, with guidance: two levels, among themselves and against 77 words."""
+    return [*_encoder(make, "float16", [(2, 4096, 4096), (2, 4096, 77)], [_heads(10, 10, 64)]),
+            *_encoder(make, "float16", [(2, 1024, 1024), (2, 1024, 77)], [_heads(20, 20, 64)])]  # fmt: skip
+
+
+def flux(make: Make) -> list[Problem]:
+    """FLUX.1 at 512 and 1024 pixels: 1024 and 4096 image tokens and 512 words, together."""
+    return _encoder(make, "bfloat16", _square((1, 1536), (1, 4608)), [_heads(24, 24, 128)])
+
+
+def video(make: Make) -> list[Problem]:
+    """CogVideoX 5B (17,776 tokens) and Wan 2.1 14B at 480p and 720p (32,760 and 75,600), and its 512 words."""
+    wan = [*_square((1, 32760), (1, 75600)), (1, 32760, 512)]
+    return [*_encoder(make, "bfloat16", _square((2, 17776)), [_heads(48, 48, 64)]),
+            *_encoder(make, "bfloat16", wan, [_heads(40, 40, 128)])]  # fmt: skip
+
+
+MODELS: Mapping[str, tuple[str, Callable[[Make], list[Problem]]]] = {
+    "llama": ("Llama 3.1 8B and 70B, 3.2 1B and 3B", llama),
+    "qwen": ("Qwen2.5 7B to 32B, Qwen3", qwen),
+    "gemma": ("Gemma 3, global layers", gemma),
+    "mistral": ("Mistral Large 2, Small 3", mistral),
+    "gpt-oss": ("GPT-OSS, full layers", gpt_oss),
+    "deepseek": ("MLA, 192/128 columns, prefill", deepseek),
+    "bert": ("BERT base and large", bert),
+    "vit": ("ViT at 197 and 577 tokens", vit),
+    "whisper": ("Whisper large", whisper),
+    "sdxl": ("SDXL, self and cross", sdxl),
+    "flux": ("FLUX.1", flux),
+    "video": ("CogVideoX, Wan 2.1: 17k to 75k tokens", video),
+}
+"""Name -> one line for people, and what makes the problems."""
+
+
+def all_models(make: Make) -> list[Problem]:
+    """Those of every model, each once."""
+    return list(dict.fromkeys(problem for _, problems in MODELS.values() for problem in problems(make)))
