@@ -16,7 +16,7 @@ from tiledsched.attention.arguments import CAUSAL, check_tensors, unserved
 from tiledsched.errors import ProblemError, UnsupportedError
 from tiledsched.kernel import LARGEST_INT32
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.declaration import scale_log2
+from tiledsched.kernels.attention.declaration import scales
 from tiledsched.launches import steps
 from tiledsched.problem import Problem
 from tiledsched.serve import process
@@ -148,7 +148,7 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
     if not table.known_arch(facts.arch):
         return f"no search space for {facts.arch}"
     try:
-        scaled = scale_log2(problem, scale)
+        scaled, _ = scales(problem, scale)
     except ProblemError as error:
         return str(error)
     served = served or table.resolve(problem, facts.arch, facts.name)
