@@ -316,15 +316,16 @@ def test_only_the_shares_of_split_keys_lie_at_constant_places() -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.parametrize("asked", [{}, {"window": 700, "sinks": True, "starts": True, "lengths": True}], ids=str)
 @pytest.mark.parametrize("knobs", [{}, {"kv_splits": 16, "tile_m": 16, "tma_loads": False}], ids=str)
-def test_a_launch_runs_what_was_built(knobs: dict) -> None:
+def test_a_launch_runs_what_was_built(knobs: dict, asked: dict) -> None:
     """It could assume more: that the strides of the arrays of split keys are multiples of 16 bytes. The code would be wrong."""
     from cuda.tile._cext import default_tile_context
     from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
     from tiledsched.serve.prebuilt import make_kernel
 
-    problem = DECODE
+    problem = DECODE.replace(**asked)
     schedule = space_for("sm_90", Attention).default(problem).replace(**knobs)
     built, step = signature_of(schedule, problem)
     inferred = [
@@ -337,12 +338,12 @@ def test_a_launch_runs_what_was_built(knobs: dict) -> None:
     ]  # fmt: skip
     for place, each in enumerate(built.parameters[:4]):
         inferred[place] = dataclasses.replace(inferred[place], stride_divisible_by=each.stride_divisible_by)
-    asked = KernelSignature(inferred, built.calling_convention, built.symbol)
-    assert asked != built
-    assert assumed(Attention, asked, step) == built
+    launch = KernelSignature(inferred, built.calling_convention, built.symbol)
+    assert launch != built
+    assert assumed(Attention, launch, step) == built
     (served,) = make_kernel(Attention, {"sm_90": schedule}, problem, load_settings())
     artifact = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90")).artifact
-    launched = served._compile(asked, default_tile_context, (9, 0))[0]
+    launched = served._compile(launch, default_tile_context, (9, 0))[0]
     assert read_artifact(launched, "sm_90").fingerprint == artifact.fingerprint
 
 

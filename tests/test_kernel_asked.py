@@ -23,6 +23,7 @@ from kernel_checks import (
     schedule_for,
 )
 
+from tiledsched.device import arch_spec
 from tiledsched.errors import ProblemError
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
@@ -273,3 +274,18 @@ def test_what_is_asked_for_is_said():
     for first, second in itertools.combinations([plain, plain.replace(window=10), plain.replace(window=50), asked], 2):
         assert Attention.likeness(first, second) < 1.0
         assert Attention.distance(first, second) > 0.0
+
+
+def test_the_model_knows_what_is_asked_for():
+    """A window costs what it leaves, a cap costs exponentials; what tells one problem from another reaches the policy."""
+    spec, plain = arch_spec("sm_90"), Attention.problem(seq_q=8192, seq_k=8192, head_dim=64, heads=16, causal=True)
+    schedule = space_for("sm_90", Attention).default(plain)
+    facts = Attention.expected(plain, schedule, spec)
+
+    def estimate(**asked):
+        return Attention.model(plain.replace(**asked), schedule, facts, spec)
+
+    assert estimate(window=512) < 0.5 * estimate(window=4096) < 0.5 * estimate()
+    assert estimate(softcap=True) > estimate()
+    assert plain.replace(window=512).flops < plain.flops / 7
+    assert not Attention.loss_known(plain.replace(window=512))

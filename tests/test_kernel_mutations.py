@@ -207,7 +207,7 @@ MUTATIONS_ASKED = {
     "a share's second boundary": (", min(max(second, begin), end)", ", max(second, begin)"),
     "starts one late": ("columns >= span.start", "columns > span.start"),
     "starts of the first sequence": ("asked.Starts, (batch,)", "asked.Starts, (0,)"),
-    "starts below zero": ("(batch,), check_bounds=False), 0)\n    if const.LENGTHS", "(batch,), check_bounds=False), -9999999)\n    if const.LENGTHS"),
+    "starts below zero": ("Starts, (batch,), check_bounds=False), 0)", "Starts, (batch,), check_bounds=False), -9999999)"),
     "lengths one long": ("columns < span.end", "columns <= span.end"),
     "lengths of the first sequence": ("asked.Lengths, (batch,)", "asked.Lengths, (0,)"),
     "lengths beyond the keys": ("check_bounds=False), 0), seq_k)", "check_bounds=False), 0), 9999999)"),

@@ -121,6 +121,13 @@ def test_values_vary_without_another_plan(launches) -> None:
     assert len(serve.plan_for.__globals__["cache"].plans) == 1
 
 
+def test_lengths_and_sinks_are_read_where_they_lie(launches) -> None:
+    q, k, v = tensors(batch=3, heads=4, rows=24, keys=40)
+    lengths, sinks = torch.stack([LENGTHS, LENGTHS + 9], 1)[:, 0], torch.stack([SINKS, SINKS + 9], 1)[:, 0]
+    more = {"key_lengths": lengths, "sinks": sinks}
+    agree(serve.sdpa(q, k, v, **more), exact(q, k, v, **more)[0])
+
+
 def test_a_window_that_hides_nothing_needs_no_other_kernel(launches) -> None:
     q, k, v = tensors(rows=24)
     assert torch.equal(serve.sdpa(q, k, v, causal=True, window=24), serve.sdpa(q, k, v, causal=True))

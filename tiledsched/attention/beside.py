@@ -43,9 +43,9 @@ class Beside(NamedTuple):
 
     def for_kernel(self, q: Any) -> tuple[Any, Any, Any]:
         """Sinks, starts and lengths as arrays of a launch; None for those that are not asked for."""
-        sinks = None if self.sinks is None else self.sinks.detach().to(q.dtype)
-        starts = None if self.starts is None else self.starts.to(torch.int32)
-        lengths = None if self.lengths is None else self.lengths.to(torch.int32)
+        sinks = None if self.sinks is None else self.sinks.detach().to(q.dtype).contiguous()
+        starts = None if self.starts is None else self.starts.to(torch.int32).contiguous()
+        lengths = None if self.lengths is None else self.lengths.to(torch.int32).contiguous()
         return sinks, starts, lengths
 
 

@@ -64,7 +64,7 @@ def narrowed(place, batch, offset, K, asked, const):
         return first_masked, steps, None
     start, end = 0, seq_k
     if const.STARTS:
-        start = max(ct.gather(asked.Starts, (batch,), check_bounds=False), 0)
+        start = min(max(ct.gather(asked.Starts, (batch,), check_bounds=False), 0), seq_k)
     if const.LENGTHS:
         end = min(max(ct.gather(asked.Lengths, (batch,), check_bounds=False), 0), seq_k)
     first_masked, steps = steps_of(place, offset, end, const)
