@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from tiledsched.interpreter import SmallDevice, run_schedule
-from tiledsched.kernels.attention.declaration import scale_log2
+from tiledsched.kernels.attention.declaration import scales
 
 
-def run_outputs(kernel, schedule, problem, q, k, v, scale=None, *, sm_count=8, order="forward"):
-    """`out`, and `lse` where the problem asks for it."""
-    found = run_schedule(kernel, problem, schedule, {"Q": q, "K": k, "V": v},
-                         scalars={"scale_log2": scale_log2(problem, scale)}, device=SmallDevice(sm_count=sm_count),
+def run_outputs(kernel, schedule, problem, q, k, v, scale=None, *, sm_count=8, order="forward", cap=None, more=None):
+    """`out`, and `lse` where the problem asks for it. `more`: its inputs beside q, k and v, by name."""
+    scale_log2, cap_scale = scales(problem, scale, cap)
+    found = run_schedule(kernel, problem, schedule, {"Q": q, "K": k, "V": v, **(more or {})},
+                         scalars={"scale_log2": scale_log2, "cap_scale": cap_scale}, device=SmallDevice(sm_count=sm_count),
                          order=order)  # fmt: skip
     return {"out": found["Out"], **({"lse": found["Lse"][..., 0]} if "Lse" in found else {})}
 

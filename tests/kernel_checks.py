@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tiledsched import data_files
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.space_files import space_for
 
@@ -49,12 +50,33 @@ def schedule_for(problem, arch="sm_90", *, forced=False, **pinned):
     return schedule
 
 
-def check(problem, schedule, inputs=None, *, scale=None, sm_count=2, kernel=Attention, order="forward"):
+def more_inputs(problem, seed=0):
+    """Sinks, starts and lengths where the problem has them: in a batch of several, one sequence is empty and one whole."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    if problem.sinks:
+        found["Sinks"] = (3 * rng.standard_normal(problem.heads)).astype(NUMPY[problem.dtype])
+    if problem.starts:
+        found["Starts"] = rng.integers(0, problem.seq_k, problem.batch).astype(np.int32)
+        found["Starts"][0] = 0
+    if problem.lengths:
+        found["Lengths"] = rng.integers(0, problem.seq_k + 1, problem.batch).astype(np.int32)
+        found["Lengths"][-1] = 0 if problem.batch > 1 else found["Lengths"][-1]
+    return found
+
+
+def check(
+    problem, schedule, inputs=None, *, scale=None, sm_count=2, kernel=Attention, order="forward", cap=None, more=None
+):
     """Run the kernel and compare every tile of its outputs with the reference; return the output."""
     q, k, v = make_inputs(problem) if inputs is None else inputs
     scale = problem.head_dim**-0.5 if scale is None else scale
-    found = run_outputs(kernel, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order)
-    exact, lse = attention_and_lse(np, q, k, v, causal=problem.causal, scale=scale, alignment=problem.alignment)
+    more = more_inputs(problem) if more is None else more
+    cap = cap or (DEFAULT_CAP if problem.softcap else 0.0)
+    found = run_outputs(kernel, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order, cap=cap, more=more)
+    exact, lse = attention_and_lse(np, q, k, v, causal=problem.causal, scale=scale, alignment=problem.alignment,
+                                   window=problem.window, cap=cap, sinks=more.get("Sinks"), starts=more.get("Starts"),
+                                   lengths=more.get("Lengths"))  # fmt: skip
     out = found["out"]
     assert np.isfinite(out).all(), "NaN or infinity: unwritten elements, or padding that was used"
     tolerance = TOLERANCE["fp16 accumulator" if schedule["accum_mode"] == "fp16" else problem.dtype]
@@ -114,6 +136,15 @@ def decoding_problems(draw, **fixed):
         "kv_heads": kv_heads,
     }
     return draw(problems(**drawn | fixed))
+
+
+@st.composite
+def asked_problems(draw, of=problems, **fixed):
+    """What some models ask for beside: each of it in one problem of two."""
+    problem = draw(of(**fixed))
+    window = draw(st.one_of(st.just(0), st.integers(1, 300)))
+    asked = {name: draw(st.booleans()) for name in ("softcap", "sinks", "starts", "lengths")}
+    return problem.replace(**asked, **({"window": window, "causal": True} if window else {}))
 
 
 @st.composite

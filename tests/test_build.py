@@ -19,13 +19,14 @@ from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.cubin import is_whole, read_artifact, strip_debug
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
-from tiledsched.config import load_settings
+from tiledsched.config import Settings, load_settings
 from tiledsched.device import arch_spec
 from tiledsched.errors import CompilerError, FailureKind
 from tiledsched.kernels.attention import Attention
 from tiledsched.launches import assumed, problem_class, signature, steps, tile_kernels
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
+from tiledsched.serve.entries import load_entries
 from tiledsched.space import SearchSpace
 from tiledsched.space_files import space_for
 
@@ -170,6 +171,60 @@ def test_other_problems_build(arch: str) -> None:
     assert len(fingerprints) == len(names)
 
 
+SQUARE, CACHE = PROBLEM.replace(causal=True), DECODE.replace(lse=False)
+ASKED = {
+    "window": (SQUARE.replace(window=128), {}),
+    "window, in three loops": (SQUARE.replace(window=128, dtype="bfloat16", sinks=True), {"loop_split": True}),
+    "softcap": (SQUARE.replace(softcap=True, head_dim=128), {"loop_split": True}),
+    "window, flat": (
+        SQUARE.replace(window=256, softcap=True),
+        {"flat_steps": 1, "persistent": "snake", "loop_split": True},
+    ),
+    "lengths": (PROBLEM.replace(lengths=True), {"persistent": "strided"}),
+    "starts": (SQUARE.replace(starts=True), {"store_late": True, "persistent": "snake"}),
+    "all": (
+        SQUARE.replace(window=256, softcap=True, sinks=True, starts=True, lengths=True, lse=True),
+        {"loop_split": True},
+    ),
+    "decoding in a window": (
+        CACHE.replace(seq_q=1, window=512, sinks=True, lengths=True),
+        {"tile_m": 16, "pack_gqa": True, "kv_splits": 4, "tma_loads": False},
+    ),
+}
+"""What some models ask for beside."""
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("arch", ["sm_90", "sm_121"])
+def test_what_is_asked_for_beside_builds(arch: str) -> None:
+    fingerprints = set()
+    for name, (problem, knobs) in ASKED.items():
+        schedule = (
+            space_for(arch, Attention).default(problem).replace(**{"tile_m": 64, "tile_n": 64, "occupancy": 1, **knobs})
+        )
+        built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch))
+        assert built.failure is None, (name, built.failure)
+        fingerprints.add(built.artifact.fingerprint)
+    assert len(fingerprints) == len(ASKED)
+
+
+@pytest.mark.compiler
+def test_shipped_machine_code_is_what_was_measured() -> None:
+    """Every kind of schedule that ships, of this compiler: what was added since left no trace in it."""
+    here = installed_toolchain().compiler
+    entries = [each for each in load_entries(Settings(db="/nonexistent/x.db"), {"sm_90"}, "attention")
+               if each.fingerprint and each.toolchain.compiler == here]  # fmt: skip
+    if not entries:
+        pytest.skip(f"nothing that ships was built by {here}")
+    structure = ("persistent", "flat_steps", "kv_splits", "pack_gqa", "loop_split", "kv_direction", "unroll", "store_late",
+                 "column_parts", "q_subtiles")  # fmt: skip
+    kinds = {(*(each.schedule.get(name) for name in structure), each.problem.causal): each for each in entries}
+    for each in random.Random(0).sample([*kinds.values()], min(20, len(kinds))):
+        built = compile_task(BuildTask(kernel="attention", schedule=each.schedule, problem=each.problem, arch="sm_90"))
+        assert built.artifact is not None, (each.problem, built.failure)
+        assert built.artifact.fingerprint == each.fingerprint, (each.problem, each.schedule)
+
+
 @pytest.mark.compiler
 @pytest.mark.parametrize("knobs", [{}, {"persistent": "strided"}, {"loop_split": True, "block_order": "reversed"}])
 def test_what_a_problem_does_without_is_not_in_its_code(knobs: dict) -> None:
@@ -263,15 +318,16 @@ def test_only_the_shares_of_split_keys_lie_at_constant_places() -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.parametrize("asked", [{}, {"window": 700, "sinks": True, "starts": True, "lengths": True}], ids=str)
 @pytest.mark.parametrize("knobs", [{}, {"kv_splits": 16, "tile_m": 16, "tma_loads": False}], ids=str)
-def test_a_launch_runs_what_was_built(knobs: dict) -> None:
+def test_a_launch_runs_what_was_built(knobs: dict, asked: dict) -> None:
     """It could assume more: that the strides of the arrays of split keys are multiples of 16 bytes. The code would be wrong."""
     from cuda.tile._cext import default_tile_context
     from cuda.tile.compilation import ArrayConstraint, KernelSignature
 
     from tiledsched.serve.prebuilt import make_kernel
 
-    problem = DECODE
+    problem = DECODE.replace(**asked)
     schedule = space_for("sm_90", Attention).default(problem).replace(**knobs)
     built, step = signature_of(schedule, problem)
     inferred = [
@@ -284,12 +340,12 @@ def test_a_launch_runs_what_was_built(knobs: dict) -> None:
     ]  # fmt: skip
     for place, each in enumerate(built.parameters[:4]):
         inferred[place] = dataclasses.replace(inferred[place], stride_divisible_by=each.stride_divisible_by)
-    asked = KernelSignature(inferred, built.calling_convention, built.symbol)
-    assert asked != built
-    assert assumed(Attention, asked, step) == built
+    launch = KernelSignature(inferred, built.calling_convention, built.symbol)
+    assert launch != built
+    assert assumed(Attention, launch, step) == built
     (served,) = make_kernel(Attention, {"sm_90": schedule}, problem, load_settings())
     artifact = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90")).artifact
-    launched = served._compile(asked, default_tile_context, (9, 0))[0]
+    launched = served._compile(launch, default_tile_context, (9, 0))[0]
     assert read_artifact(launched, "sm_90").fingerprint == artifact.fingerprint
 
 

@@ -257,7 +257,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(registered, transforme
 
 
 def test_each_phase_asks_for_the_mask_it_means(registered, transformers, monkeypatch) -> None:
-    """Causal for a prompt, nothing for one row, the lower right for rows on a cache; any other mask stays with torch."""
+    """Causal for a prompt, nothing for one row, the lower right for rows on a cache and for padding."""
     calls = []
 
     def recorder(q, k, v, **more):
@@ -271,7 +271,8 @@ def test_each_phase_asks_for_the_mask_it_means(registered, transformers, monkeyp
     assert calls == [(9, 9, True, True), (1, 10, False, True), (10, 20, "bottom_right", True)]
     calls.clear()
     both(model, lambda m: m(input_ids=PROMPT, attention_mask=PADDED))
-    assert calls == []
+    assert calls == [(20, 20, "bottom_right", True)]
+    calls.clear()
     both(model, lambda m: m.generate(input_ids=PROMPT, max_new_tokens=2, do_sample=False, cache_implementation="static",
                                      disable_compile=True))  # fmt: skip
     if transformers.__version__ >= "5":  # before, a static cache always came with a mask
@@ -312,14 +313,94 @@ def test_training_gives_torchs_gradients(registered, transformers) -> None:
 
 
 def test_what_changes_the_scores_is_refused(registered, transformers) -> None:
-    sizes = {"attn_logit_softcapping": 20.0}
-    model = make(transformers, "Gemma2", **sizes)
-    use(model, "tiledsched")
-    with pytest.raises(UnsupportedError, match=r"softcap.*attn_implementation='eager'"):
-        model(input_ids=PROMPT)
     q, k, v = tensors(1, 2, 4, 16)
-    with pytest.raises(UnsupportedError, match="s_aux"):
-        registered.attention(torch.nn.Module(), q, k, v, None, s_aux=torch.zeros(2))
+    with pytest.raises(UnsupportedError, match=r"head_mask.*attn_implementation='eager'"):
+        registered.attention(torch.nn.Module(), q, k, v, None, head_mask=torch.zeros(2))
+
+
+SLIDING = {"sliding_window": 8}
+ASKING = {
+    "Mistral": SLIDING,
+    "Gemma2": SLIDING | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 1, "layer_types": ["sliding_attention", "full_attention"]},
+    "GptOss": SLIDING | {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["sliding_attention", "full_attention"]},
+    "Llama": {},
+}  # fmt: skip
+RIGHT = PADDED.flip(1)
+ENDS = PADDED.clone()
+ENDS[1, 15:] = 0
+
+
+def logits_of(model, method, padding, chunks=None):
+    """Of the rows that are no padding; in chunks on a cache where they are given."""
+    use(model, method)
+    cache, found, done = None, [], 0
+    with torch.no_grad():
+        for piece in PROMPT.split(chunks or [20], dim=1):
+            done += piece.shape[1]
+            seen = None if padding is None else padding[:, :done]
+            output = model(input_ids=piece, attention_mask=seen, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            found.append(output.logits)
+    logits = torch.cat(found, 1)
+    return logits if padding is None else logits[padding.bool()]
+
+
+@pytest.mark.parametrize("family", sorted(ASKING))
+@pytest.mark.parametrize("padding", [None, PADDED, RIGHT, ENDS], ids=["whole", "left", "right", "both"])
+@pytest.mark.parametrize("chunks", [None, [9, 1, 10]], ids=["at once", "in chunks"])
+def test_windows_padding_softcap_and_sinks_are_served(launches, fresh, registered, transformers, monkeypatch, family, padding,
+                                                      chunks) -> None:  # fmt: skip
+    """As `eager`, which every family has, and by the kernel alone: whatever went to torch would be an error."""
+    model = make(transformers, family, **ASKING[family]).half()
+    if family == "GptOss":
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
+    wanted = logits_of(model, "eager", padding, chunks)
+    monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
+    found = logits_of(model, "tiledsched", padding, chunks)
+    assert len(launches) == 2 * len(chunks or [0])
+    torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-2)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "GptOss", "Gemma2"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_gives_the_tokens_of_eager(registered, transformers, family, cache) -> None:
+    model = make(transformers, family, **ASKING[family])
+    tokens = []
+    for method in ("eager", "tiledsched"):
+        use(model, method)
+        tokens.append(model.generate(input_ids=PROMPT, attention_mask=PADDED, max_new_tokens=9, do_sample=False,
+                                     cache_implementation=cache, disable_compile=True))  # fmt: skip
+    assert torch.equal(*tokens)
+
+
+def test_masks_that_say_more_stay_masks(registered, transformers, monkeypatch) -> None:
+    """Holes in the padding, packed sequences, chunked attention, and functions that nobody knows."""
+    from transformers import masking_utils
+
+    sizes = {"batch_size": 2, "q_length": 20, "kv_length": 20, "q_offset": 0, "kv_offset": 0}
+    holes = torch.ones(2, 20, dtype=torch.bool)
+    holes[0, 5] = False
+    causal, window = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(4)
+    chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=int))
+    both = masking_utils.and_masks(window, causal)
+    for function, padding, more in ((causal, holes, {}), (chunked, None, {"local_size": 4}), (both, None, {}),
+                                    (lambda b, h, q, k: k <= q, PADDED.bool(), {}), (causal, PADDED.bool(), {"use_vmap": True}),
+                                    (window, None, {"allow_is_causal_skip": False})):  # fmt: skip
+        assert registered._seen_keys({**sizes, "mask_function": function, "attention_mask": padding, **more}) is None
+    found = registered.mask(**sizes, mask_function=window, attention_mask=PADDED.bool(), local_size=4)
+    assert (found.columns, found.causal, found.window, found.lengths) == (20, True, 4, None)
+    assert found.starts.tolist() == [7, 0]
+    whole = masking_utils.sdpa_mask(**sizes, mask_function=window, attention_mask=PADDED.bool(), local_size=4)
+    for dense in (
+        found.materialize(),
+        found[:, :, :, :],
+        torch.logical_and(found, found),
+        ~~found,
+        found.to("cpu").bool(),
+    ):
+        assert torch.equal(dense, whole)
+    assert found.shape == whole.shape
 
 
 def test_masks_are_refused_where_settings_say_so(registered, monkeypatch, serving) -> None:

@@ -14,6 +14,7 @@ from kernel_checks import check, make_inputs, one_hot_inputs, schedule_for
 
 from tiledsched.interpreter import InterpreterError
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention import asked as attention_asked
 from tiledsched.kernels.attention import entries as attention_entries
 from tiledsched.kernels.attention import flat as attention_flat
 from tiledsched.kernels.attention import scheduler as attention_scheduler
@@ -68,7 +69,7 @@ MUTATIONS = {
     "output not cast": ("out.astype(Out.dtype)", "out"),
     "snake's last lap missing": ("snake(ct.bid(0), blocks, total // blocks)", "blocks"),
     "snake's last lap too long": ("total - snake(ct.bid(0), blocks, total // blocks)", "total"),
-    "the last output never stored": ("    epilogues(Out, Lse, work_tile, chains, const)\n\n\ndef compute", "\n\ndef compute"),
+    "the last output never stored": ("    epilogues(Out, Lse, work_tile, chains, asked, const)\n\n\ndef compute", "\n\ndef compute"),
     "an output of nothing": ("lap > 0 if", "lap >= 0 if"),
     "one output in two": ("lap > 0 if", "lap > 1 if"),
     "an output of nothing, unpeeled": ("else work >= blocks", "else work >= 0"),
@@ -110,7 +111,7 @@ MUTATIONS = {
 MUTATIONS_ELSEWHERE = {
     "bottom-right mask off by one": ("return last + offset if", "return last + offset + 1 if"),
     "bottom-right mask at the top left": ("return last + offset if const.BOTTOM_RIGHT else last", "return last"),
-    "bottom-right offset the wrong way": ("seq_k - seq_q if const.BOTTOM_RIGHT", "seq_q - seq_k if const.BOTTOM_RIGHT"),
+    "bottom-right offset the wrong way": ("K.shape[2] - seq_q if const.BOTTOM_RIGHT", "seq_q - K.shape[2] if const.BOTTOM_RIGHT"),
     "bottom-right end too early": (
         "min(max((place + 1) * block_rows + offset, 0)",
         "min(max(place * block_rows + 1 + offset, 0)",
@@ -170,7 +171,7 @@ MUTATIONS_ELSEWHERE = {
 
 MUTATIONS_FLAT = {
     "counting from the first lap only": ("range(laps_of(Q, blocks, const))", "range(1)"),
-    "a work tile takes one turn more": ("return ct.cdiv(steps_of(", "return 1 + ct.cdiv(steps_of("),
+    "a work tile takes one turn more": ("return ct.cdiv(narrowed(", "return 1 + ct.cdiv(narrowed("),
     "old output in the next work tile": ("            chain = forgetful(chain, const)\n", ""),
     "old queries in the next work tile": ("elif not const.RELOAD_Q:", "elif False:"),
     "queries never loaded again": ("if const.RELOAD_Q:", "if False:"),
@@ -183,15 +184,55 @@ MUTATIONS_FLAT = {
     "always the same lap": ("lap = lap + 1", "lap = lap"),
     "snake goes straight": ("place = snake(ct.bid(0), blocks, lap) if", "place = ct.bid(0) if"),
     "beyond the last work tile": ("min(lap * blocks + place, work_tiles * heads * batches - 1)", "lap * blocks + place"),
-    "masked a step late": ("if i >= first_masked:", "if i > first_masked:"),
-    "never masked": ("if i >= first_masked:", "if i < 0:"),
+    "masked a step late": ("masked = i >= first_masked", "masked = i > first_masked"),
+    "never masked": ("masked = i >= first_masked", "masked = i < 0"),
     "forgets by the wrong maximum": ("(const.TILE_M, 1), LOWEST, dtype", "(const.TILE_M, 1), 0.0, dtype"),
     "remembers what saw nothing": ("return fresh_chain(const)\n    return", "pass\n    return"),
     "second step beyond the end": ("if const.EVEN or (const.KV_SUBTILES == 1 and", "if True or (const.KV_SUBTILES == 1 and"),
 }  # fmt: skip
 
+MUTATIONS_ASKED = {
+    "window one key short": ("columns > rows - span.window", "columns > rows - span.window + 1"),
+    "window one key long": ("columns > rows - span.window", "columns >= rows - span.window"),
+    "no window": ("visible = visible & (columns > rows", "visible = visible | (columns > rows"),
+    "no causal mask in a window": ("visible = visible & (columns <= rows)", "visible = visible"),
+    "first step of the window late": ("offset + 1 - asked.window, first_key)", "offset + 33 - asked.window, first_key)"),
+    "early keys of the last row unmasked": ("(place + 1) * block_rows + offset - asked", "place * block_rows + offset - asked"),
+    "early keys unmasked": ("left = ct.cdiv(last_first_key, step_n) - first", "left = 0"),
+    "steps counted from all keys": ("steps = max(steps - first, 1)", "steps = max(steps, 1)"),
+    "late keys unmasked": ("first_masked = max(first_masked - first, 0)", "first_masked = first_masked"),
+    "the first step forgotten": ("i = i + keys.span.first", "i = i"),
+    "half a turn skipped": (" // step_n // turn * turn", " // step_n"),
+    "no step where nothing is seen": ("steps = max(steps - first, 1)", "steps = steps - first"),
+    "the window beyond the keys": ("min(first_key, seq_k - 1) //", "first_key //"),
+    "early turns unmasked": ("ct.cdiv(keys.span.left, const.UNROLL) *", "keys.span.left // const.UNROLL *"),
+    "backward ends exchanged": ("keys.steps - last, keys.steps - left", "keys.steps - left, keys.steps - last"),
+    "a share's first boundary": ("min(max(boundary, begin), end), ", "min(boundary, end), "),
+    "a share's second boundary": (", min(max(second, begin), end)", ", max(second, begin)"),
+    "starts one late": ("columns >= span.start", "columns > span.start"),
+    "starts of the first sequence": ("asked.Starts, (batch,)", "asked.Starts, (0,)"),
+    "starts below zero": ("Starts, (batch,), check_bounds=False), 0)", "Starts, (batch,), check_bounds=False), -9999999)"),
+    "lengths one long": ("columns < span.end", "columns <= span.end"),
+    "lengths of the first sequence": ("asked.Lengths, (batch,)", "asked.Lengths, (0,)"),
+    "lengths beyond the keys": ("check_bounds=False), 0), seq_k)", "check_bounds=False), 0), 9999999)"),
+    "keys behind the length unmasked": ("steps_of(place, offset, end, const)", "steps_of(place, offset, seq_k, const)"),
+    "nothing divided by nothing": ("if rows_see_nothing(const):  # rows", "if const.BOTTOM_RIGHT:  # rows"),
+    "remembers what saw nothing": ("if rows_see_nothing(const):  # a row", "if const.BOTTOM_RIGHT:  # a row"),
+    "even keys unmasked": ("or not const.EVEN or const.STARTS", "or not const.EVEN"),
+    "flat early steps unmasked": ("masked | (i < keys.span.left)", "masked"),
+    "scores not capped": ("    if const.SOFTCAP:\n", "    if False:\n"),
+    "half the cap": ("1.0 - ct.truediv(2.0, power + 1.0", "1.0 - ct.truediv(1.0, power + 1.0"),
+    "no sinks": ("    if const.SINKS:\n", "    if False:\n"),
+    "sinks in powers of two": (".astype(ct.float32) / LN_2", ".astype(ct.float32)"),
+    "sinks of another head": ("heads = first + ct.arange", "heads = 0 * first + ct.arange"),
+    "sinks of one packed head": ("[:, None] // (const.TILE_M // const.PACK)", "[:, None] // const.TILE_M"),
+    "sinks under another maximum": ("ct.exp2(sink - row_max", "ct.exp2(sink - chain.row_max"),
+    "output not rescaled by the sink": ("part.astype(ct.float32) * alpha", "part.astype(ct.float32)"),
+    "sum not rescaled by the sink": ("chain.row_sum * alpha + ct.exp2(sink", "chain.row_sum + ct.exp2(sink"),
+}  # fmt: skip
 
-MODULES = (attention_scheduler, attention_tiles, attention_split, attention_flat, attention_entries)
+
+MODULES = (attention_scheduler, attention_asked, attention_tiles, attention_split, attention_flat, attention_entries)
 """In the order in which they name each other."""
 
 
@@ -331,7 +372,64 @@ def test_mutations_of_flat_loops_are_noticed(name):
         battery_flat(kernel)
 
 
-@pytest.mark.parametrize("run", [battery, battery_elsewhere, battery_flat])
+def battery_asked(kernel):
+    """Cases that must notice every mutation of what some models ask for beside."""
+    small = Attention.problem(seq_q=200, seq_k=200, head_dim=16, causal=True, batch=3, heads=4, kv_heads=2, lse=True)
+    window = small.replace(window=40)
+    both = small.replace(starts=True, lengths=True)
+    backward = {"kv_direction": "backward", "loop_split": True}
+    in_turns = {"unroll": 2, "q_in_registers": True, "persistent": "snake"}
+    split = {"kv_splits": 2, "tma_loads": False, "loop_split": True}
+    flat = {"persistent": "strided", "flat_steps": 1}
+    for problem, knobs in (
+        (window, {}),
+        (window.replace(window=100), {"loop_split": True}),
+        (window.replace(window=100), {"loop_split": True, "tile_n": 64}),
+        (window.replace(seq_k=90), {"qk_ahead": True}),
+        (window.replace(seq_q=300, seq_k=64), {"loop_split": True, "check_bounds": True}),
+        (window.replace(seq_k=256, seq_q=256), in_turns | {"loop_split": True}),
+        (window.replace(seq_k=256, seq_q=256, window=100), in_turns | {"loop_split": True}),
+        (window.replace(seq_k=256, seq_q=256, window=90), in_turns | {"check_bounds": False}),
+        (window.replace(window=150), backward),
+        (window.replace(window=150), split),
+        (small.replace(starts=True), split),
+        (window.replace(window=150), flat | {"loop_split": True}),
+        (both, {"loop_split": True}),
+        (both.replace(causal=False), {"qk_ahead": True, "loop_split": True}),
+        (both.replace(causal=False), split),
+        (both, flat),
+        (small.replace(starts=True, causal=False, seq_k=128), {}),
+        (small.replace(lengths=True, causal=False, seq_k=128), {"loop_split": True}),
+        (small.replace(softcap=True), {"loop_split": True}),
+        (small.replace(sinks=True), {}),
+        (small.replace(sinks=True), {"pack_gqa": True}),
+    ):
+        check(
+            problem,
+            schedule_for(problem, forced=True, **{"tile_m": 64, "tile_n": 32} | knobs),
+            kernel=kernel,
+            sm_count=1,
+        )
+    wild = {"Starts": np.array([-5, 150, 2**31 - 1], np.int32), "Lengths": np.array([2**31 - 1, 190, -7], np.int32)}
+    for knobs in ({}, flat):
+        check(
+            both, schedule_for(both, forced=True, tile_m=64, tile_n=32, **knobs), kernel=kernel, more=wild, sm_count=1
+        )
+    problem = small.replace(sinks=True)
+    check(problem, schedule_for(problem, tile_m=64), kernel=kernel, more={"Sinks": np.array([9, -9, 5, 9], np.float16)})
+    problem = small.replace(softcap=True)
+    q, k, v = make_inputs(problem)
+    check(problem, schedule_for(problem, tile_m=64), (4 * q, 4 * k, v), cap=2.0, kernel=kernel)
+
+
+@pytest.mark.parametrize("name", MUTATIONS_ASKED)
+def test_mutations_of_what_is_asked_beside_are_noticed(name):
+    kernel = mutated(*MUTATIONS_ASKED[name])
+    with pytest.raises((AssertionError, InterpreterError)):
+        battery_asked(kernel)
+
+
+@pytest.mark.parametrize("run", [battery, battery_elsewhere, battery_flat, battery_asked])
 def test_the_batteries_pass_the_kernel(run):
     run(Attention)
 

@@ -161,9 +161,10 @@ def unserved(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float) -> str:
     return ""
 
 
-def needs_gradients(q: Any, k: Any, v: Any) -> bool:
+def needs_gradients(q: Any, k: Any, v: Any, sinks: Any = None) -> bool:
     """Whether the result must be differentiable."""
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needed = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    return torch.is_grad_enabled() and needed
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiledsched.serve.explain import Explanation, launched_fingerprint
 
@@ -11,23 +11,29 @@ if TYPE_CHECKING:
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
-            verify: bool = False) -> Explanation:  # fmt: skip
+            verify: bool = False, **asked: Any) -> Explanation:  # fmt: skip
     """What `sdpa` would do with these tensors, and why.
 
     Args:
         q, k, v, causal: as for :func:`tiledsched.sdpa`.
         verify: also compile, for these very tensors, what would be launched, and
             compare its machine code with the measured one. Takes about a second and needs the compiler.
+        asked: window, softcap, sinks, key_starts and key_lengths, as for `sdpa`.
 
     Raises:
         UnsupportedError: the kernel cannot serve them.
     """
+    from tiledsched.attention.arguments import CAUSAL
+    from tiledsched.attention.beside import NAMES, read_beside
     from tiledsched.attention.launching import launch_arguments
     from tiledsched.attention.plans import plan_for
     from tiledsched.serve.process import device_facts, settings
 
-    plan = plan_for(q, k, v, causal=causal)
+    plan = plan_for(q, k, v, causal=causal, **asked)
+    beside = read_beside(q, k, CAUSAL[causal], *(asked.get(name) for name in NAMES))
     facts = device_facts(plan.device)
-    fingerprint = launched_fingerprint([plan.kernel], [launch_arguments(plan, q, k, v)], facts.arch) if verify else ""
+    fingerprint = (
+        launched_fingerprint([plan.kernel], [launch_arguments(plan, q, k, v, beside)], facts.arch) if verify else ""
+    )
     return Explanation(problem=plan.problem, arch=facts.arch, device_name=facts.name, served=plan.served,
                        launched_fingerprint=fingerprint, controls=settings().sources)  # fmt: skip

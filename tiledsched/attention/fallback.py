@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from tiledsched.attention.arguments import heads_grouped
+from tiledsched.attention.beside import NOTHING, Beside, attend_beside
 from tiledsched.errors import UnsupportedError
 from tiledsched.serve.process import log, settings
 
@@ -109,7 +110,10 @@ def torch_lse(q: Any, k: Any, attn_mask: Any, causal: str | None, scale: float |
 
 
 def attend_in_torch(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, causal: str | None, scale: float | None,
-                    return_lse: bool) -> Any:  # fmt: skip
-    """torch's attention, with the log-sum-exp where asked for."""
+                    return_lse: bool, beside: Beside = NOTHING) -> Any:  # fmt: skip
+    """torch's attention, with the log-sum-exp where asked for; of what torch has nothing for, its operations."""
+    if beside is not NOTHING and any(beside.key):
+        pair = attend_beside(q, k, v, attn_mask, dropout_p, causal, scale, beside)
+        return pair if return_lse else pair[0]
     out = torch_sdpa(q, k, v, attn_mask, dropout_p, causal, scale)
     return (out, torch_lse(q, k, attn_mask, causal, scale).expand(out.shape[:-1])) if return_lse else out

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from tiledsched.attention.beside import NOTHING, Beside
 from tiledsched.attention.plans import Plan
 from tiledsched.errors import LaunchError
 from tiledsched.serve import launching
 from tiledsched.serve.launching import describe_failure, has_run, program_key, refuse_capture, scratch_arrays
 
 
-def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep_zeros: bool = False) -> Any:
+def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep_zeros: bool = False,
+                beside: Beside = NOTHING) -> Any:  # fmt: skip
     """Queue the launch and return its output, or output and log-sum-exp.
 
     Args:
@@ -21,6 +23,7 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
         first: whether the plan was never launched; its program may have to be compiled, which no capture allows.
         keep_zeros: whether zeros that the kernel leaves as it found them may be kept for the next launch. Not where torch
             may have lent the memory for one graph only, as in compiled code.
+        beside: what is asked for beside, on the same device.
 
     Raises:
         LaunchError: cuTile or the driver refused it, or, with `first`, a CUDA graph is being captured.
@@ -28,12 +31,14 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
     index = plan.device
     if index != launching.current_device():  # cuTile launches on the current device, whatever the tensors say
         with torch.cuda.device(index):
-            return launch_plan(plan, q, k, v, first=first, keep_zeros=keep_zeros)
+            return launch_plan(plan, q, k, v, first=first, keep_zeros=keep_zeros, beside=beside)
     stream = launching.current_stream(index)
     out = empty_output(q, plan.columns) if plan.columns else torch.empty_like(q)
     arrays: tuple[Any, ...] = (q, k, v, out)
     if plan.extra_arrays:
         arrays = (*arrays, *scratch_arrays(plan.extra_arrays, q.device, stream if keep_zeros else None))
+        if plan.asked:
+            arrays = with_asked(arrays, q, beside)
     if first:
         key = program_key(plan.kernel, plan.constants, index, arrays)
         refuse_capture(key, "sdpa", plan.problem)
@@ -48,9 +53,16 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
     return (out, arrays[4].squeeze(-1)) if plan.lse else out
 
 
-def launch_arguments(plan: Plan, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+def with_asked(arrays: tuple[Any, ...], q: Any, beside: Beside) -> tuple[Any, ...]:
+    """The arrays of a launch with its sinks, starts and lengths, the last three, where they are asked for."""
+    given = beside.for_kernel(q)
+    return (*arrays[:-3], *(scratch if own is None else own for own, scratch in zip(given, arrays[-3:], strict=True)))
+
+
+def launch_arguments(plan: Plan, q: Any, k: Any, v: Any, beside: Beside = NOTHING) -> tuple[Any, ...]:
     """Everything a launch of `plan` takes."""
-    return (q, k, v, empty_output(q, v.shape[3]), *scratch_arrays(plan.extra_arrays, q.device, None), *plan.tail)
+    arrays = (q, k, v, empty_output(q, v.shape[3]), *scratch_arrays(plan.extra_arrays, q.device, None))
+    return ((*with_asked(arrays, q, beside), *plan.tail)) if plan.asked else (*arrays, *plan.tail)
 
 
 def empty_output(q: Any, columns: int) -> Any:

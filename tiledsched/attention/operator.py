@@ -13,16 +13,18 @@ import torch
 
 from tiledsched.attention import plans
 from tiledsched.attention.arguments import needs_gradients
+from tiledsched.attention.beside import NOTHING, Beside
 from tiledsched.attention.fallback import attend_in_torch, report
 from tiledsched.attention.launching import empty_output, launch_plan
 from tiledsched.serve.launching import is_plain_call
 
 NO_BACKWARD = "gradients are required and the kernel is forward only"
-ARGUMENTS = "Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None"
+ARGUMENTS = ("Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, SymInt window=0, float softcap=0.0, "
+             "Tensor? sinks=None, Tensor? key_starts=None, Tensor? key_lengths=None")  # fmt: skip
 _library = torch.library.Library("tiledsched", "FRAGMENT")
 
 
-def attend(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> Any:
+def attend(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool, beside: Beside = NOTHING) -> Any:
     """Launch the kernel, or have torch do what it cannot serve; strides of the output are the same either way.
 
     Raises:
@@ -30,18 +32,18 @@ def attend(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse:
         UnsupportedError: it cannot be served, and the setting `fallback` is `error`.
         LaunchError: the launch failed, or a CUDA graph is being captured and the program never ran.
     """
-    key = plans.plan_key(q, k, v, causal, scale, lse)
+    key = plans.plan_key(q, k, v, causal, scale, lse, beside)
     plan = plans.cache.ready.get(key)
     if plan is not None:
-        return launch_plan(plan, q, k, v)
-    found = plans.find_plan(q, k, v, causal, scale, lse)
+        return launch_plan(plan, q, k, v, beside=beside)
+    found = plans.find_plan(q, k, v, causal, scale, lse, beside)
     if isinstance(found, plans.Plan):
         return plans.cache.launch_first(
-            key, found, lambda plan: launch_plan(plan, q, k, v, first=True),
-            lambda plan: plans.default_plan(plan, q, k, v, causal, scale, lse),
+            key, found, lambda plan: launch_plan(plan, q, k, v, first=True, beside=beside),
+            lambda plan: plans.default_plan(plan, q, k, v, causal, scale, lse, beside),
         )  # fmt: skip
     report(found)
-    result = attend_in_torch(q, k, v, None, 0.0, causal, scale, lse)
+    result = attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, beside)
     out = empty_output(q, v.shape[3]).copy_(result[0] if lse else result)
     return (out, result[1]) if lse else out
 
@@ -57,26 +59,27 @@ def _register(name: str, result: str, lse: bool) -> Any:
     _library.define(f"{name}({ARGUMENTS}) -> {result}", tags=(torch.Tag.pt2_compliant_tag,))
     operator = getattr(torch.ops.tiledsched, name).default
 
-    def launch(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None) -> Any:
-        return attend(q, k, v, causal, scale, lse)
+    def launch(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
+        return attend(q, k, v, causal, scale, lse, Beside(*asked) if asked else NOTHING)
 
-    def fake(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None) -> Any:
+    def fake(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
         out = empty_output(q, v.shape[3])
         return (out, q.new_empty(q.shape[:3], dtype=torch.float32)) if lse else out
 
-    def autograd(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None) -> Any:
-        if needs_gradients(q, k, v):
+    def autograd(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
+        beside = Beside(*asked) if asked else NOTHING
+        if needs_gradients(q, k, v, beside.sinks):
             report(NO_BACKWARD)
-            return attend_in_torch(q, k, v, None, 0.0, causal, scale, lse)
+            return attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, beside)
         if is_plain_call() and type(q) is type(k) is type(v) is torch.Tensor:
-            return attend(q, k, v, causal, scale, lse)
+            return attend(q, k, v, causal, scale, lse, beside)
         with torch._C._AutoDispatchBelowAutograd():
-            return operator(q, k, v, causal, scale)
+            return operator(q, k, v, causal, scale, *asked)
 
-    def autocast(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None) -> Any:
+    def autocast(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
         with torch._C._ExcludeDispatchKeyGuard(keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return operator(*cast_for_autocast(q, k, v), causal, scale)
+            return operator(*cast_for_autocast(q, k, v), causal, scale, *asked)
 
     for key in ("CUDA", "CPU"):
         _library.impl(name, launch, key)

@@ -13,10 +13,11 @@ import cuda.tile as ct  # half of what the first call would take, were it import
 import torch
 
 from tiledsched.attention.arguments import CAUSAL, check_tensors, unserved
+from tiledsched.attention.beside import NOTHING, Beside, read_beside
 from tiledsched.errors import ProblemError, UnsupportedError
 from tiledsched.kernel import LARGEST_INT32
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.declaration import scale_log2
+from tiledsched.kernels.attention.declaration import scales
 from tiledsched.launches import steps
 from tiledsched.problem import Problem
 from tiledsched.serve import process
@@ -38,11 +39,13 @@ class Plan:
     extra_arrays: tuple[Scratch, ...]
     """Arrays a launch takes after q, k, v and out."""
     scale_log2: float
-    """The run-time argument: the softmax scale times log2(e)."""
+    """The run-time argument: the softmax scale times log2(e); of capped scores, their cap."""
     constants: tuple[bool | int | float, ...]
     """Compile-time arguments."""
     tail: tuple[bool | int | float, ...]
-    """Both, as they end the arguments of a launch."""
+    """Run-time and compile-time arguments, as they end those of a launch."""
+    asked: bool
+    """Whether the last three of `extra_arrays` stand for sinks, starts and lengths."""
     device: int
     """Index of the CUDA device."""
     sync: bool
@@ -57,13 +60,16 @@ class Plan:
     """What the plan computes."""
 
 
-def plan_key(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> tuple[Any, ...]:
+def plan_key(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool,
+             beside: Beside = NOTHING) -> tuple[Any, ...]:  # fmt: skip
     """What a plan depends on.
 
     Strides matter in one case only: where an array is not contiguous it may span more than its elements, and more than
     a 32-bit index reaches.
     """
     key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, causal, scale, lse)
+    if beside is not NOTHING:
+        key = (*key, beside.key)  # type: ignore[assignment]
     if q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
         return key
     return (*key, q.stride(), k.stride(), v.stride())
@@ -85,7 +91,8 @@ def find_ready(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, 
     return cache.find_by_key((q, k, v), (causal, scale, lse))
 
 
-def find_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> Plan | str:
+def find_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool,
+              beside: Beside = NOTHING) -> Plan | str:  # fmt: skip
     """The plan for a call, or why the kernel cannot serve it.
 
     Args:
@@ -93,29 +100,34 @@ def find_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
         causal: top_left, bottom_right or None for no mask.
         scale: softmax scale; None for 1 / sqrt(head_dim).
         lse: whether the log-sum-exp is returned, too.
+        beside: what is asked for beside.
 
     Raises:
         ProblemError: shapes, dtypes or devices that do not fit together.
         ConfigError: settings that cannot be, such as a forced knob that makes the schedule invalid.
     """
-    return cache.find(plan_key(q, k, v, causal, scale, lse), lambda: make_plan(q, k, v, causal, scale, lse))
+    key = plan_key(q, k, v, causal, scale, lse, beside)
+    return cache.find(key, lambda: make_plan(q, k, v, causal, scale, lse, None, beside))
 
 
 def plan_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
-             scale: float | None = None, return_lse: bool = False) -> Plan:  # fmt: skip
+             scale: float | None = None, return_lse: bool = False, window: int | None = None, softcap: float | None = None,
+             sinks: torch.Tensor | None = None, key_starts: torch.Tensor | None = None,
+             key_lengths: torch.Tensor | None = None) -> Plan:  # fmt: skip
     """The plan `sdpa` uses for these tensors.
 
     Raises:
         UnsupportedError: the kernel cannot serve them.
         ProblemError: they do not fit together.
     """
-    found = find_plan(q, k, v, CAUSAL[causal], scale, return_lse)
+    beside = read_beside(q, k, CAUSAL[causal], window, softcap, sinks, key_starts, key_lengths)
+    found = find_plan(q, k, v, CAUSAL[causal], scale, return_lse, beside)
     if isinstance(found, str):
         raise UnsupportedError(f"{found}; sdpa leaves this call to torch's attention")
     return found
 
 
-def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool) -> Problem:
+def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool, beside: Beside = NOTHING) -> Problem:
     """The problem these tensors pose.
 
     Raises:
@@ -124,38 +136,40 @@ def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool) -> Probl
     batch, heads, seq_q, head_dim = q.shape
     return Attention.problem(seq_q=seq_q, seq_k=k.shape[2], head_dim=head_dim, dtype=str(q.dtype).removeprefix("torch."),
                              causal=causal is not None, alignment=causal or "top_left", batch=batch, heads=heads,
-                             kv_heads=k.shape[1], value_dim=v.shape[3], lse=lse)  # fmt: skip
+                             kv_heads=k.shape[1], value_dim=v.shape[3], lse=lse, **beside.fields)  # fmt: skip
 
 
-def default_plan(plan: Plan, q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> Plan | None:
+def default_plan(plan: Plan, q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool,
+                 beside: Beside = NOTHING) -> Plan | None:  # fmt: skip
     """The plan on the default schedule in place of one that does not compile for these tensors; None where it is on that."""
     served = process.table(Attention).instead_of(plan.served, plan.problem, process.device_facts(plan.device).arch)
-    found = served and make_plan(q, k, v, causal, scale, lse, served)
+    found = served and make_plan(q, k, v, causal, scale, lse, served, beside)
     return found if isinstance(found, Plan) else None
 
 
 def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool,
-              served: Served | None = None) -> Plan | str:  # fmt: skip
+              served: Served | None = None, beside: Beside = NOTHING) -> Plan | str:  # fmt: skip
     """As :func:`find_plan`, anew, and on what is `served`, which is what the table says unless given."""
     check_tensors(q, k, v)
     reason = unserved(q, k, v, None, 0.0)
     if reason:
         return reason
-    problem = pose_problem(q, k, v, causal, lse)
+    problem = pose_problem(q, k, v, causal, lse, beside)
     if not problem.wide and spans((q, k, v)) > LARGEST_INT32:
         return "a tensor that is not contiguous spans more than 2**31 elements"
     facts, table = process.device_facts(q.get_device()), process.table(Attention)
     if not table.known_arch(facts.arch):
         return f"no search space for {facts.arch}"
     try:
-        scaled = scale_log2(problem, scale)
+        scaled, cap_scale = scales(problem, scale, beside.softcap or None)
     except ProblemError as error:
         return str(error)
     served = served or table.resolve(problem, facts.arch, facts.name)
     process.tell(Attention.name, problem, facts, served)
     (step,) = steps(Attention, problem, served.schedule, facts)
     extra = [each.name for each in step.arguments if each.kind == "array"][4:]  # after Q, K, V and Out
-    constants = step.tail[1:]  # the scale comes first
+    constants = tuple(each.value for each in step.arguments if each.kind == "constant")
+    numbers = {"scale_log2": scaled, "cap_scale": cap_scale, "window": problem.window}
     return Plan(
         launch=ct.launch,
         kernel=process.kernel_objects(Attention, problem, served.schedule, facts)[0],
@@ -163,7 +177,8 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
         extra_arrays=scratch_of(Attention.array_spec(name, problem, served.schedule) for name in extra),
         scale_log2=scaled,
         constants=constants,
-        tail=(scaled, *constants),
+        tail=(*(numbers[each.name] for each in step.arguments if each.kind == "scalar"), *constants),
+        asked=problem.asked,
         device=q.get_device(),
         sync=process.settings().sync,
         columns=problem.value_dim,

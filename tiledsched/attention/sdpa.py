@@ -17,10 +17,12 @@ except ImportError as missing:
     raise ImportError(f"sdpa works on PyTorch's tensors; run: {installing('gpu')}") from missing
 
 from tiledsched.attention.arguments import check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
+from tiledsched.attention.beside import NAMES, NOTHING, read_beside
 from tiledsched.attention.fallback import attend_in_torch, attend_nested, forget_warnings, report
 from tiledsched.attention.launching import launch_plan
 from tiledsched.attention.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
 from tiledsched.attention.plans import Plan, find_ready, plan_for
+from tiledsched.errors import UnsupportedError
 from tiledsched.serve.launching import is_plain_call
 from tiledsched.serve.process import forget_kernels, settings
 
@@ -32,7 +34,8 @@ def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = No
          attn_mask: Tensor | bool | None = None, dropout_p: float = 0.0, is_causal: bool = False,
          scale: float | None = None, enable_gqa: bool = False, *, causal: bool | str | None = None,
          return_lse: bool = False, query: Tensor | None = None, key: Tensor | None = None,
-         value: Tensor | None = None) -> Any:  # fmt: skip
+         value: Tensor | None = None, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+         key_starts: Tensor | None = None, key_lengths: Tensor | None = None) -> Any:  # fmt: skip
     """Scaled dot-product attention, softmax(scale * q @ k^T, masked) @ v, on the tuned schedule.
 
     It takes what `torch.nn.functional.scaled_dot_product_attention` takes, in the same places, and means the same by it.
@@ -52,6 +55,13 @@ def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = No
         return_lse: return the log-sum-exp of each row's scaled, masked scores, too: natural, float32
             `[batch, heads, seq_q]`.
         query, key, value: torch's names of q, k and v.
+        window: keys that a row sees at most, its own included, under a causal mask: transformers' `sliding_window`, and 1 more
+            than the left part of FlashAttention's `window_size`.
+        softcap: each scaled score becomes softcap * tanh(score / softcap), before masks; 0 or None for none.
+        sinks: `[heads]`, a logit more in each row's denominator and log-sum-exp, without a value; rounded to q's dtype.
+        key_starts, key_lengths: `[batch]` integers: row b sees keys key_starts[b] to key_lengths[b] - 1 only, as if a mask hid
+            the others, for batches padded on the left or right. Rows that see no key give zeros. What lies in hidden keys and
+            values must be finite.
 
     Returns:
         `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. What the
@@ -67,6 +77,7 @@ def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = No
     # way, through the operator, and so does the first call of each kind. Nested tensors would end the process in find_ready.
     if (not _traced() and type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and attn_mask is None
             and not dropout_p and (causal is None or not is_causal) and query is None and key is None and value is None
+            and window is None and softcap is None and sinks is None and key_starts is None and key_lengths is None
             and (scale is None or type(scale) is float) and is_plain_call()
             and not (q.is_nested or k.is_nested or v.is_nested)):  # type: ignore[union-attr]  # fmt: skip
         asked: Any = is_causal if causal is None else causal
@@ -76,7 +87,8 @@ def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = No
             if plan is not None:
                 return launch_plan(plan, q, k, v, keep_zeros=True)
     q, k, v = name_tensors(q, k, v, query, key, value)
-    return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, causal, return_lse)
+    return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, causal, return_lse,
+                   (window, softcap, sinks, key_starts, key_lengths))  # fmt: skip
 
 
 def reload() -> None:
@@ -86,27 +98,32 @@ def reload() -> None:
 
 
 def _attend(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, is_causal: Any, scale: float | None, causal: Any,
-            return_lse: bool) -> Any:  # fmt: skip
+            return_lse: bool, asked: tuple[Any, ...]) -> Any:  # fmt: skip
     """Every other call: check, decide, and call the operator or torch's attention."""
     if isinstance(q, Tensor) and q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
         q, k, v = cast_for_autocast(q, k, v)
     scale = read_scale(scale)
     if any(isinstance(each, Tensor) and each.is_nested for each in (q, k, v)):
+        if any(each is not None for each in asked):
+            raise UnsupportedError(
+                "windows, softcap, sinks and lengths of nested tensors are not served; call sdpa for each part"
+            )
         report("nested tensors are given")
         return attend_nested(q, k, v, attn_mask, dropout_p, is_causal if causal is None else causal, scale, return_lse)
     check_tensors(q, k, v)
     mask, alignment = read_mask(attn_mask, is_causal, causal, q, k)
+    beside = read_beside(q, k, alignment, *asked)
     odd = odd_scale(scale)
     if odd and (q.ndim == 4 or (q.ndim == 3 and q.shape[0] == k.shape[0] == v.shape[0])):
         report(odd)  # with the axes that there are: of what is no number torch makes other things with four
-        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse)
+        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse, beside)
     if q.ndim == k.ndim == v.ndim == 3 and mask is None:
         result = sdpa(q[None], k[None], v[None], None, dropout_p, scale=scale, causal=alignment or False,
-                      return_lse=return_lse)  # fmt: skip
+                      return_lse=return_lse, **dict(zip(NAMES, asked, strict=True)))  # fmt: skip
         return (result[0][0], result[1][0]) if return_lse else result[0]
     reason = unserved(q, k, v, mask, dropout_p)
     if reason:
         report(reason)
-        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse)
+        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse, beside)
     operator = sdpa_lse_operator if return_lse else sdpa_operator
-    return operator(q, k, v, alignment, scale)
+    return operator(q, k, v, alignment, scale) if beside is NOTHING else operator(q, k, v, alignment, scale, *beside)

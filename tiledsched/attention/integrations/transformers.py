@@ -2,29 +2,88 @@
 
 The contract is that of the library's own `sdpa` (its `integrations/sdpa_attention.py` and `masking_utils.py`): without a
 mask, one query row sees every key (generation with a cache), more rows are causal from the top left where the module is
-causal (a static cache holds more keys than were written: they are cut off), and any other pattern comes as a mask. One
-thing is added: rows appended to a cache whose keys they all may see up to their own (a prompt in chunks, speculative
-decoding) get no materialised mask but torch's `causal_lower_right`, which the kernel serves.
+causal (a static cache holds more keys than were written: they are cut off), and any other pattern comes as a mask. Two
+things are added: rows appended to a cache whose keys they all may see up to their own (a prompt in chunks, speculative
+decoding) get no materialised mask but torch's `causal_lower_right`; and a sliding window and padding on the left or right get
+a :class:`SeenKeys`. The kernel serves both.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils._pytree import tree_map_only
 
 from tiledsched.attention import fallback
+from tiledsched.attention.beside import Beside
 from tiledsched.attention.sdpa import sdpa
 from tiledsched.errors import ConfigError, UnsupportedError
 from tiledsched.extras import installing
 
 NAME = "tiledsched"
-CHANGES_SCORES = ("softcap", "s_aux", "sinks", "head_mask")
+CHANGES_SCORES = ("head_mask",)
 """What some models hand to attention and neither the kernel nor torch's attention computes."""
 ONLY_THEIRS = ("position_bias", "cache")
 """What transformers' own `sdpa` treats itself: a learnt bias, and the paged cache of continuous batching."""
+
+
+@dataclass(frozen=True, eq=False)
+class SeenKeys:
+    """A mask in fewer words: each row sees the last `window` keys up to its own, or all, of those of its sequence.
+
+    Of a cache that holds more than was written, the first `columns` keys count; the last row ends at the last of them.
+    """
+
+    columns: int
+    """Keys from the beginning that count."""
+    causal: bool
+    """Whether a row sees no keys beyond its own."""
+    window: int | None
+    """Keys that a row sees at most; None for all."""
+    starts: torch.Tensor | None
+    """`[batch]`: the first key that is no padding; None where there is none on the left."""
+    lengths: torch.Tensor | None
+    """`[batch]`: the first key of the padding on the right; None where there is none."""
+    materialize: Callable[[], torch.Tensor]
+    """Makes the mask in full."""
+
+    # To models that do not hand it on as it is but reckon with it, it is the mask in full.
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda each: each.materialize(), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.materialize(), name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.materialize()[index]
+
+    def __add__(self, other: Any) -> torch.Tensor:
+        return self.materialize() + other
+
+    def __mul__(self, other: Any) -> torch.Tensor:
+        return self.materialize() * other
+
+    def __and__(self, other: Any) -> torch.Tensor:
+        return self.materialize() & other
+
+    def __invert__(self) -> torch.Tensor:
+        return ~self.materialize()
+
+    def to(self, device: Any, *_: Any, **__: Any) -> SeenKeys:
+        """On another device, for models that are spread over several."""
+        moved = {name: getattr(self, name) for name in ("starts", "lengths")}
+        moved = {name: each if each is None else each.to(device) for name, each in moved.items()}
+        return replace(self, **moved, materialize=lambda: self.materialize().to(device))
 
 
 def register() -> None:
@@ -45,7 +104,7 @@ def register() -> None:
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-              attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+              attention_mask: torch.Tensor | SeenKeys | None, dropout: float = 0.0, scaling: float | None = None,
               is_causal: bool | None = None, **more: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
     """What transformers calls in each layer.
 
@@ -54,11 +113,11 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         query: `[batch, heads, seq_q, head_dim]`.
         key: `[batch, kv_heads, seq_k, head_dim]`.
         value: like key.
-        attention_mask: None, a `CausalBias`, or a mask that torch's attention takes.
+        attention_mask: None, a `CausalBias`, a `SeenKeys`, or a mask that torch's attention takes.
         dropout: probability; not zero only in training.
         scaling: softmax scale; 1 / sqrt(head_dim) unless given.
         is_causal: overrides the layer's.
-        more: whatever else the model passes.
+        more: whatever else the model passes; of it `softcap` (Gemma 2) and `s_aux` (GPT-OSS's sinks) are served.
 
     Returns:
         `[batch, seq_q, heads, head_dim]`, and no weights.
@@ -72,30 +131,46 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
             raise UnsupportedError(f"{type(module).__name__} needs {name}, which changes the scores and is not served; load "
                                    "the model with attn_implementation='eager'")  # fmt: skip
     reason = _not_served(attention_mask, more)
+    scores: dict[str, Any] = {"softcap": more.get("softcap"), "sinks": more.get("s_aux", more.get("sinks"))}
+    scores = {name: value for name, value in scores.items() if value is not None}
+    if reason and scores:  # which transformers' own does not compute
+        fallback.report(reason)
+        out = fallback.attend_in_torch(query, key, value, _plain(attention_mask, query.device), dropout, None, scaling, False,
+                                       Beside(**scores))  # fmt: skip
+        return out.transpose(1, 2).contiguous(), None
     if reason:
         fallback.report(reason)
         return _theirs()(module, query, key, value, _plain(attention_mask, query.device), dropout=dropout,
                          scaling=scaling, is_causal=is_causal, **more)  # fmt: skip
     causal: bool | str = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rows = query.shape[2]
-    if isinstance(attention_mask, CausalBias):
+    if isinstance(attention_mask, SeenKeys):
+        seen = attention_mask
+        key, value = key[:, :, : seen.columns], value[:, :, : seen.columns]
+        causal = "bottom_right" if seen.causal else False
+        scores |= {"window": seen.window, "key_starts": seen.starts, "key_lengths": seen.lengths}
+    elif isinstance(attention_mask, CausalBias):
         causal = "bottom_right"
     elif rows == 1:
         causal = False  # the last token sees every key; the top-left diagonal would leave it the first only
     elif causal and key.shape[2] > rows:
         key, value = key[:, :, :rows], value[:, :, :rows]  # of a static cache, the part that is written
-    out = sdpa(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, causal=causal)
+    out = sdpa(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, causal=causal, **scores)
     return out.transpose(1, 2).contiguous(), None
 
 
-def mask(*arguments: Any, **named: Any) -> torch.Tensor | None:
-    """What transformers calls once per forward pass: the mask of its `sdpa`, or `causal_lower_right` where that is all.
+def mask(*arguments: Any, **named: Any) -> torch.Tensor | SeenKeys | None:
+    """What transformers calls once per forward pass: the mask of its `sdpa`, or `causal_lower_right` or `SeenKeys` where that
+    is all.
 
     Takes whatever the installed version passes to its mask functions.
     """
     lower_right = _lower_right(named)
     if lower_right is not None:
         return lower_right
+    seen = None if arguments else _seen_keys(named)
+    if seen is not None:
+        return seen
     from transformers.masking_utils import sdpa_mask
 
     return sdpa_mask(*arguments, **named)
@@ -118,6 +193,91 @@ def _lower_right(named: dict[str, Any]) -> CausalBias | None:
     return causal_lower_right(rows, columns)
 
 
+def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
+    """The mask where it says no more than causal or not, a sliding window, and padding on the left and right; and no less.
+
+    None, too, for versions of transformers that tell other things, and while it is traced, when no values can be read.
+    """
+    sizes = [size for size in map(named.get, ("q_length", "kv_length", "q_offset", "kv_offset")) if type(size) is int]
+    if torch.compiler.is_compiling() or len(sizes) < 4:
+        return None
+    rows, columns, before, hidden = sizes
+    causal, window = _pattern(named.get("mask_function"))
+    may_be_left_out = (
+        named.get("allow_is_causal_skip", True) if causal else named.get("allow_is_bidirectional_skip", False)
+    )
+    if causal is None or named.get("use_vmap") or not may_be_left_out:
+        return None
+    slides = window is not None
+    if causal:
+        columns = min(columns, rows + before - hidden)
+        window = window if window is not None and window < columns else None
+    if rows < 1 or columns < (rows if causal else 1):
+        return None
+    padding = named.get("attention_mask")
+    starts, lengths = None, None
+    if padding is not None:
+        if padding.ndim != 2 or padding.shape[1] < hidden + columns:
+            return None
+        edges = _edges(padding[:, hidden : hidden + columns].bool())
+        if edges is None:
+            return None
+        starts, lengths = edges
+    if not slides and starts is None and lengths is None:
+        return None  # transformers knows best what it calls with no mask
+    from transformers.masking_utils import sdpa_mask
+
+    return SeenKeys(columns=columns, causal=causal, window=window, starts=starts, lengths=lengths,
+                    materialize=lambda: sdpa_mask(**{**named, "allow_is_causal_skip": False,
+                                                     "allow_is_bidirectional_skip": False}))  # fmt: skip
+
+
+def _pattern(mask_function: Any) -> tuple[bool | None, int | None]:
+    """Whether a mask function of transformers is causal, and its window; (None, None) of one that is neither that nor full.
+
+    It is a closure over its parts, of which only those are taken that are known by name.
+    """
+    from transformers import masking_utils as known
+
+    if mask_function is known.causal_mask_function:
+        return True, None
+    if mask_function is getattr(known, "bidirectional_mask_function", known):
+        return False, None
+    parts = _held(mask_function, "and_masks", "mask_functions")
+    if isinstance(parts, tuple) and len(parts) == 2 and parts[1] is known.causal_mask_function:
+        window = _held(parts[0], "sliding_window_overlay", "sliding_window")
+        if type(window) is int and window > 0:
+            return True, window
+    return None, None
+
+
+def _held(function: Any, maker: str, name: str) -> Any:
+    """What a closure that `maker` of transformers made holds under a name; None of any other function."""
+    if getattr(function, "__module__", "") != "transformers.masking_utils" or not function.__qualname__.startswith(
+        f"{maker}."
+    ):
+        return None
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True)).get(name)
+
+
+def _edges(padding: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+    """Where the keys of each sequence start and end, `[batch]` int32 each, or None where all start or end with the array.
+
+    None where a sequence has padding between its keys. Reads from the GPU, as transformers does to know whether there is any.
+    """
+    columns = padding.shape[1]
+    places = torch.arange(columns, device=padding.device)
+    lengths = torch.where(padding, places + 1, 0).amax(1)
+    starts = torch.where(padding, places, columns).amin(1).minimum(lengths)
+    whole, left, right = torch.stack([
+        (padding.sum(1) == lengths - starts).all(), (starts > 0).any(), (lengths < columns).any()
+    ]).tolist()  # fmt: skip
+    if not whole:
+        return None
+    return starts.to(torch.int32) if left else None, lengths.to(torch.int32) if right else None
+
+
 def _rows_and_seen(named: dict[str, Any]) -> tuple[int, int]:
     """Query rows, and keys before the first of them; versions before 5 give both as a tensor of positions."""
     positions = named.get("cache_position")
@@ -127,19 +287,21 @@ def _rows_and_seen(named: dict[str, Any]) -> tuple[int, int]:
     return (rows, seen) if isinstance(rows, int) and isinstance(seen, int) else (0, 0)
 
 
-def _not_served(attention_mask: torch.Tensor | None, more: dict[str, Any]) -> str:
+def _not_served(attention_mask: Any, more: dict[str, Any]) -> str:
     for name in ONLY_THEIRS:
         if more.get(name) is not None:
             return f"{name} is not served"
     if more.get("output_attentions"):
         return "attention weights are asked for"
-    if attention_mask is not None and not isinstance(attention_mask, CausalBias):
-        return "the mask is more than causal (padding, a sliding window, packed sequences, ...)"
+    if attention_mask is not None and not isinstance(attention_mask, (CausalBias, SeenKeys)):
+        return "the mask is more than causal, a sliding window and padding at the ends (packed sequences, ...)"
     return ""
 
 
-def _plain(attention_mask: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+def _plain(attention_mask: Any, device: torch.device) -> Any:
     """A mask that transformers' own attention understands."""
+    if isinstance(attention_mask, SeenKeys):
+        return attention_mask.materialize()
     if isinstance(attention_mask, CausalBias):
         return attention_mask._materialize(device)
     return attention_mask

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from tiledsched.resources import ResourceFacts
 
 LOG2_E = 1.0 / math.log(2.0)
+DEFAULT_CAP = 50.0
+"""Of scores: Gemma 2's. As with the scale, machine code is the same for every cap."""
+LARGEST_CAP = 1000.0
+"""Beyond it the float32 tanh of a capped score has too few digits."""
 SMALLEST_NORMAL, LARGEST_FLOAT = 1.2e-38, 3.4e38
 BLOCK_ORDERS = ("natural", "reversed", "heads_fastest", "swizzled")
 PERSISTENT_MODES = ("no", "strided", "snake")
@@ -51,6 +55,12 @@ class Attention(Kernel):
     bottom right, 0..i + seq_k - seq_q (as in FlashAttention since 2.1 and PyTorch's `causal_lower_right`). A row that
     sees no key gives zeros, as FlashAttention does and, for all its warning of NaN, PyTorch 2.13 too; its log-sum-exp is
     minus infinity, so that it weighs nothing when parts are merged.
+
+    With a window, row i sees the last `window` keys of those, its own included: the `sliding_window` of Mistral, Gemma and
+    GPT-OSS in transformers, and FlashAttention's `window_size=(window - 1, 0)`. Softcap makes cap * tanh(score / cap) of each
+    scaled score (Gemma 2, arXiv:2408.00118, section 2). Sinks are a logit for each head that counts in the denominator and
+    the log-sum-exp, and has no value (GPT-OSS, arXiv:2508.10925). Starts and lengths say, for each sequence of a batch, the
+    first key that counts and the first that does not any more; the causal diagonal stays where it is without them.
     """
 
     name = "attention"
@@ -65,17 +75,26 @@ class Attention(Kernel):
     alignment = ts.choice(*problem.ALIGNMENTS, omit_default=True)
     value_dim = ts.dim(0, constant=True, least=0, most=problem.MAX_HEAD_DIM, omit_default=True)
     lse = ts.flag(omit_default=True)
+    window = ts.dim(0, least=0, omit_default=True)
+    softcap = ts.flag(omit_default=True)
+    sinks = ts.flag(omit_default=True)
+    starts = ts.flag(omit_default=True)
+    lengths = ts.flag(omit_default=True)
     derived = problem.DERIVED
 
     Q = ts.array("batch heads seq_q head_dim")
     K = ts.array("batch kv_heads seq_k head_dim")
     V = ts.array("batch kv_heads seq_k value_columns")
+    Sinks = ts.array("heads", when="sinks")
+    Starts = ts.array("batch", dtype="int32", when="starts", below="seq_k")
+    Lengths = ts.array("batch", dtype="int32", when="lengths", below="past_keys")
     Out = ts.out("batch heads seq_q value_columns")
     Lse = ts.out("batch heads seq_q 1", dtype="float32", when="lse", absolute=True)
     Partial = ts.workspace(lambda p, s: (_slots(p, s), s.number("tile_m"), sum(_parts(p.tile_v, p.parts_v, s))))
     State = ts.workspace(lambda p, s: (_slots(p, s), 2, s.number("tile_m")))
     Counters = ts.workspace(lambda p, s: (_work_tiles(p, s), 1), dtype="int32", zeroed=True)
-    scale_log2 = ts.scalar(lambda p: scale_log2(p), dtype="float32")
+    scale_log2 = ts.scalar(lambda p: scales(p)[0], dtype="float32")
+    cap_scale = ts.scalar(lambda p: scales(p)[1], dtype="float32")
 
     label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
     axes = ("seq_k", "head_dim", "causal", "dtype")
@@ -89,6 +108,7 @@ class Attention(Kernel):
 
     canonical = staticmethod(problem.canonical)
     flops = staticmethod(problem.flops)
+    bytes_moved = staticmethod(problem.bytes_moved)
     describe = staticmethod(problem.describe)
     likeness = staticmethod(alike.likeness)
     kind = staticmethod(alike.kind)
@@ -106,7 +126,8 @@ class Attention(Kernel):
         """One of the thin entries: they differ in their arrays only."""
         from tiledsched.kernels.attention import entries
 
-        kind = "attention_split" if _splits(s) > 1 else "attention_lse" if p.lse else "attention"
+        kind = "attention_asked" if p.asked else "attention"
+        kind += "_split" if _splits(s) > 1 else "_lse" if p.lse else ""
         found: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return found
 
@@ -123,7 +144,7 @@ class Attention(Kernel):
             "TILE_D": tile_d,
             "GROUP": p.group,
             "CAUSAL": causal,
-            "EVEN": p.seq_k % step_n == 0,
+            "EVEN": p.seq_k % step_n == 0 and not p.lengths,
             "FP16_ACCUM": s["accum_mode"] == "fp16",
             "LATENCY_K": s.number("latency_k"),
             "LATENCY_V": s.number("latency_v"),
@@ -153,6 +174,11 @@ class Attention(Kernel):
             "Q_IN_REGISTERS": bool(s.get("q_in_registers", False)),
             "UNROLL": _unroll(s),
             "PEEL_FIRST": bool(s.get("peel_first", True)),
+            "WINDOW": p.window > 0,
+            "SOFTCAP": p.softcap,
+            "SINKS": p.sinks,
+            "STARTS": p.starts,
+            "LENGTHS": p.lengths,
         }
 
     @staticmethod
@@ -168,12 +194,22 @@ class Attention(Kernel):
         return (blocks,)
 
     @staticmethod
-    def reference(xp: Any, Q: Any, K: Any, V: Any, p: Problem) -> tuple[Any, Any]:
+    def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
+        """Sequences of a padded batch: the longest takes all keys, the others half of them or more."""
+        from tiledsched.kernels.attention.inputs import padded_batch
+
+        return padded_batch(rng, p)
+
+    @staticmethod
+    def reference(
+        xp: Any, Q: Any, K: Any, V: Any, Sinks: Any, Starts: Any, Lengths: Any, p: Problem
+    ) -> tuple[Any, Any]:
         """The output and the log-sum-exp of each row, in the precision of the inputs."""
         from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
 
         out, lse = attention_and_lse(xp, Q, K, V, causal=p.causal, scale=default_scale(p), dtype=str(Q.dtype),
-                                     alignment=p.alignment)  # fmt: skip
+                                     alignment=p.alignment, window=p.window, cap=DEFAULT_CAP if p.softcap else 0.0,
+                                     sinks=Sinks, starts=Starts, lengths=Lengths)  # fmt: skip
         return out, lse[..., None]
 
     @staticmethod
@@ -244,8 +280,9 @@ class Attention(Kernel):
         heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
         mask = "full" if not p.causal else "causal" if p.alignment == "top_left" else "bottom-right"
         columns = f"d{p.head_dim}-{p.value_dim}" if p.value_dim else f"d{p.head_dim}"
-        lse = "_lse" if p.lse else ""
-        return f"{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{lse}"
+        more = f"_window{p.window}" if p.window else ""
+        more += "".join(f"_{name}" for name in ("softcap", "sinks", "starts", "lengths", "lse") if getattr(p, name))
+        return f"{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{more}"
 
     @staticmethod
     def small() -> list[Problem]:
@@ -254,22 +291,32 @@ class Attention(Kernel):
         return [make(seq_q=80, seq_k=80, head_dim=64, heads=2),
                 make(seq_q=100, seq_k=100, head_dim=64, heads=2, causal=True, dtype="bfloat16"),
                 make(seq_q=33, seq_k=130, head_dim=40, heads=4, kv_heads=2, causal=True, alignment="bottom_right"),
-                make(seq_q=3, seq_k=200, head_dim=64, heads=4, kv_heads=1, lse=True)]  # fmt: skip
+                make(seq_q=3, seq_k=200, head_dim=64, heads=4, kv_heads=1, lse=True),
+                make(seq_q=90, seq_k=150, head_dim=32, heads=2, causal=True, alignment="bottom_right", window=40, sinks=True),
+                make(seq_q=70, seq_k=90, head_dim=32, batch=2, softcap=True, starts=True, lengths=True)]  # fmt: skip
 
 
 Attention.suites = {name: make(Attention.problem) for name, (_, make) in SUITES.items()}
 
 
-def scale_log2(p: Problem, scale: float | None = None) -> float:
-    """The softmax scale (1 / sqrt(head_dim) unless given) times log2(e).
+def scales(p: Problem, scale: float | None = None, cap: float | None = None) -> tuple[float, float]:
+    """scale_log2 and cap_scale of a launch.
+
+    The first is the softmax scale (1 / sqrt(head_dim) unless given) times log2(e), and the second 0; of a problem with
+    softcap the first is the cap times log2(e), and the second what a score is multiplied by on the way to its tanh.
 
     Raises:
-        ProblemError: a scale that is not positive or not a normal float32; minus infinity times it would be NaN.
+        ProblemError: a scale or cap that is not positive or not a normal float32; minus infinity times it would be NaN.
     """
     value = (float(p.head_dim) ** -0.5 if scale is None else scale) * LOG2_E
     if not SMALLEST_NORMAL < value < LARGEST_FLOAT:
         raise ProblemError(f"the softmax scale must be positive and a normal float32, got {scale!r}")
-    return value
+    if not p.softcap:
+        return value, 0.0
+    limit = DEFAULT_CAP if cap is None else cap
+    if not (SMALLEST_NORMAL < limit <= LARGEST_CAP and SMALLEST_NORMAL < 2.0 * value / limit < LARGEST_FLOAT):
+        raise ProblemError(f"softcap must be positive and at most {LARGEST_CAP:g}, got {cap!r}")
+    return limit * LOG2_E, 2.0 * value / limit
 
 
 def rows_per_tile(p: Problem, s: Schedule) -> int:
@@ -297,8 +344,8 @@ def _slots(p: Problem, s: Schedule) -> int:
 
 
 def _needs_mask(p: Problem) -> bool:
-    """Whether a causal mask hides anything: not from a single row that ends where the keys end."""
-    return bool(p.causal and not (p.alignment == "bottom_right" and p.seq_q == 1))
+    """Whether a causal mask hides anything: not from a single row that ends where the keys end, and has no window."""
+    return bool(p.causal and (p.window or not (p.alignment == "bottom_right" and p.seq_q == 1)))
 
 
 # Schedules that were stored before there were these knobs do without them.

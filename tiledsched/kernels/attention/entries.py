@@ -14,6 +14,7 @@ from typing import Annotated
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.asked import Asked
 from tiledsched.kernels.attention.flat import run_flat_loop
 from tiledsched.kernels.attention.split import compute_split
 from tiledsched.kernels.attention.tiles import Constants, schedule_work
@@ -47,9 +48,9 @@ def attention(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_lo
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
     if FLAT_STEPS:
-        run_flat_loop(Q, K, V, Out, None, scale_log2, const)
+        run_flat_loop(Q, K, V, Out, None, scale_log2, None, const)
     else:
-        schedule_work(Q, K, V, Out, None, scale_log2, const)
+        schedule_work(Q, K, V, Out, None, scale_log2, None, const)
 
 
 def attention_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray, scale_log2: float,
@@ -66,9 +67,9 @@ def attention_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse:
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
     if FLAT_STEPS:
-        run_flat_loop(Q, K, V, Out, Lse, scale_log2, const)
+        run_flat_loop(Q, K, V, Out, Lse, scale_log2, None, const)
     else:
-        schedule_work(Q, K, V, Out, Lse, scale_log2, const)
+        schedule_work(Q, K, V, Out, Lse, scale_log2, None, const)
 
 
 def attention_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray,
@@ -85,7 +86,73 @@ def attention_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Ls
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
-    compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, const)
+    compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, None, const)
+
+
+def attention_asked(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray,
+                    Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                    TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+                    LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int, KV_DIRECTION: Int,
+                    Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool, TMA_LOADS: Bool, TMA_STORE: Bool,
+                    CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool, BOTTOM_RIGHT: Bool, REST_D: Int,
+                    TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int, FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool,
+                    STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool,
+                    SINKS: Bool, STARTS: Bool, LENGTHS: Bool):  # fmt: skip
+    """As `attention`, with what some models ask for beside; see :mod:`tiledsched.kernels.attention.asked`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      SOFTCAP, SINKS, STARTS, LENGTHS)  # fmt: skip
+    asked = Asked(Sinks, Starts, Lengths, window, cap_scale)
+    if FLAT_STEPS:
+        run_flat_loop(Q, K, V, Out, None, scale_log2, asked, const)
+    else:
+        schedule_work(Q, K, V, Out, None, scale_log2, asked, const)
+
+
+def attention_asked_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray,
+                        Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                        TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+                        LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
+                        KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
+                        TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
+                        BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
+                        FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int,
+                        PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                        LENGTHS: Bool):  # fmt: skip
+    """The same of `attention_lse`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      SOFTCAP, SINKS, STARTS, LENGTHS)  # fmt: skip
+    asked = Asked(Sinks, Starts, Lengths, window, cap_scale)
+    if FLAT_STEPS:
+        run_flat_loop(Q, K, V, Out, Lse, scale_log2, asked, const)
+    else:
+        schedule_work(Q, K, V, Out, Lse, scale_log2, asked, const)
+
+
+def attention_asked_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray,
+                          Partial: PartialArray, State: StateArray, Counters: CounterArray,
+                          Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                          TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+                          LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
+                          KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
+                          TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
+                          BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
+                          FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
+                          UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                          LENGTHS: Bool):  # fmt: skip
+    """The same of `attention_split`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      SOFTCAP, SINKS, STARTS, LENGTHS)  # fmt: skip
+    asked = Asked(Sinks, Starts, Lengths, window, cap_scale)
+    compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const)
 
 
 def widened(entry):
@@ -98,3 +165,6 @@ def widened(entry):
 
 
 attention_wide, attention_lse_wide, attention_split_wide = map(widened, (attention, attention_lse, attention_split))
+attention_asked_wide, attention_asked_lse_wide, attention_asked_split_wide = map(
+    widened, (attention_asked, attention_asked_lse, attention_asked_split)
+)

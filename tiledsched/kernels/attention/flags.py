@@ -29,18 +29,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                         "ends: matters where --seq-q does (default: top_left)")  # fmt: skip
     parser.add_argument("--value-dim", type=positive, default=0, metavar="D", help="columns of v and the output (default: "
                         "as the head dimension)")  # fmt: skip
+    parser.add_argument("--window", type=positive, default=0, metavar="N", help="keys that a row sees at most, up to its own: "
+                        "a sliding window, of causal problems only (default: all)")  # fmt: skip
+    parser.add_argument("--softcap", action="store_true", help="cap the scores, as Gemma 2 does")
+    parser.add_argument("--sinks", action="store_true", help="a logit for each head in the denominators, as in GPT-OSS")
+    parser.add_argument("--starts", action="store_true", help="the sequences of a batch start at keys of their own")
+    parser.add_argument("--lengths", action="store_true", help="the sequences of a batch end at keys of their own")
     parser.add_argument("--lse", action="store_true", help="return the log-sum-exp of each row, too")
 
 
 def from_flags(make: Any, options: argparse.Namespace) -> list[Problem]:
     """The problems that the flags name: `make` makes each."""
+    if options.window and options.causal == "both":
+        options.causal = "yes"
     masks = {"yes": (True,), "no": (False,), "both": (False, True)}[options.causal]
     found = (standard(make, seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=options.batch,
                       heads=options.heads, kv_heads=options.kv_heads)
              for dtype in options.dtype for head_dim in options.head_dim for causal in masks
              for seq_len in options.seq_k)  # fmt: skip
     return [each.replace(seq_q=options.seq_q or each.seq_q, alignment=options.alignment, value_dim=options.value_dim,
-                         lse=options.lse) for each in found]  # fmt: skip
+                         lse=options.lse, window=options.window, softcap=options.softcap, sinks=options.sinks,
+                         starts=options.starts, lengths=options.lengths) for each in found]  # fmt: skip
 
 
 def add_likely_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,5 +74,6 @@ def likely(p: Problem, options: argparse.Namespace) -> list[Problem]:
         like = p.replace(dtype=dtype, kv_heads=p.heads // group, seq_q=p.seq_q + odd, seq_k=p.seq_k + odd)
         found.append(like)
         if options.decode:
-            found.append(like.replace(seq_q=1, causal=False))
+            seen = {"causal": True, "alignment": "bottom_right"} if p.window else {"causal": False}
+            found.append(like.replace(seq_q=1, **seen))
     return list(dict.fromkeys(found))

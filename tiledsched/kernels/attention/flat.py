@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.asked import narrowed, rows_see_nothing
 from tiledsched.kernels.attention.scheduler import (
     SNAKE,
     coordinates,
     pack_count,
     rows_of,
     snake,
-    steps_of,
     work_tiles_per_head,
 )
 from tiledsched.kernels.attention.tiles import (
@@ -37,36 +37,37 @@ from tiledsched.kernels.attention.tiles import (
 )
 
 
-def run_flat_loop(Q, K, V, Out, Lse, scale_log2, const):
-    """All of the current block's work, FLAT_STEPS steps a turn; a work tile takes whole turns. `Lse` may be None."""
-    blocks, seq_k = ct.num_blocks(0), K.shape[2]
-    offset = seq_k - Q.shape[2] if const.BOTTOM_RIGHT else 0
+def run_flat_loop(Q, K, V, Out, Lse, scale_log2, asked, const):
+    """All of the current block's work, FLAT_STEPS steps a turn; a work tile takes whole turns. `Lse` and `asked` may be None."""
+    blocks = ct.num_blocks(0)
+    offset = K.shape[2] - Q.shape[2] if const.BOTTOM_RIGHT else 0
     turns = 0
     for each in range(laps_of(Q, blocks, const)):
-        turns = turns + turns_of(work_tile_of(Q, each, blocks, const)[0], offset, seq_k, const)
+        coming = work_tile_of(Q, each, blocks, const)
+        turns = turns + turns_of(coming[0], coming[2], offset, K, asked, const)
 
     lap, i = 0, 0
     place, head, batch = work_tile_of(Q, 0, blocks, const)
-    left = turns_of(place, offset, seq_k, const)
+    left = turns_of(place, batch, offset, K, asked, const)
     queries = queries_of(Q, 0, blocks, const)
     ahead = queries_of(Q, 1, blocks, const) if const.Q_AHEAD else ()
     chain = forgetful(fresh_chain(const), const)
     for _ in range(turns):
         if const.RELOAD_Q:
             queries = load_queries(Q, (batch, head, place), const)
-        first_masked, steps = steps_of(place, offset, seq_k, const)
-        keys = Keys(K, V, batch, head // const.GROUP if const.PACK == 1 else head, steps, 0, steps, 0)
+        first_masked, steps, span = narrowed(place, batch, offset, K, asked, const)
+        keys = Keys(K, V, batch, head // const.GROUP if const.PACK == 1 else head, steps, 0, steps, 0, span)
         rows = rows_of(place, offset, const)
         for u in ct.static_iter(range(const.FLAT_STEPS)):
             chain = one_step(queries, rows, keys, i + u, first_masked, chain, scale_log2, const)
         i = i + const.FLAT_STEPS
         left = left - 1
         if left == 0:
-            epilogue(Out, Lse, WorkTile(batch, head, (place,)), place, chain, const)
+            epilogue(Out, Lse, WorkTile(batch, head, (place,)), place, chain, asked, const)
             lap = lap + 1
             i = 0
             place, head, batch = work_tile_of(Q, lap, blocks, const)
-            left = turns_of(place, offset, seq_k, const)
+            left = turns_of(place, batch, offset, K, asked, const)
             chain = forgetful(chain, const)
             if const.Q_AHEAD:
                 queries = ahead
@@ -95,14 +96,14 @@ def queries_of(Q, lap, blocks, const):
     return load_queries(Q, (batch, head, place), const)
 
 
-def turns_of(place, offset, seq_k, const):
+def turns_of(place, batch, offset, K, asked, const):
     """Turns that a work tile takes."""
-    return ct.cdiv(steps_of(place, offset, seq_k, const)[1], const.FLAT_STEPS)
+    return ct.cdiv(narrowed(place, batch, offset, K, asked, const)[1], const.FLAT_STEPS)
 
 
 def forgetful(chain, const):
     """A chain that starts anew: what it holds is multiplied by 2**(LOWEST - first score), which is zero."""
-    if const.BOTTOM_RIGHT:  # a row may see no score at all
+    if rows_see_nothing(const):  # a row may see no score at all
         return fresh_chain(const)
     return Chain(chain.acc, ct.full((const.TILE_M, 1), LOWEST, dtype=ct.float32), chain.row_sum)
 
@@ -111,7 +112,10 @@ def one_step(queries, rows, keys, i, first_masked, chain, scale_log2, const):
     """The chain after the `i`-th step. With LOOP_SPLIT, steps that lie wholly inside the mask go without it."""
     scores = products((queries,), keys, i, const)
     if const.LOOP_SPLIT:
-        if i >= first_masked:
+        masked = i >= first_masked
+        if const.WINDOW or const.STARTS:
+            masked = masked | (i < keys.span.left)
+        if masked:
             scores = (tuple(mask(scores[0][t], rows, keys, key_tile(keys, i, t, const), True, const)
                             for t in ct.static_iter(range(const.KV_SUBTILES))),)  # fmt: skip
         return fold((rows,), keys, i, (chain,), scores, False, scale_log2, const)[0]

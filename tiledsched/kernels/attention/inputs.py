@@ -31,11 +31,14 @@ PEAKED_QUERIES = 8.0
 LARGE_VALUES = 2.0**14
 LARGEST_VALUE = 60000.0
 CANCELLING_SUM = 2048.0
+LARGEST_SINK = 4.0
 TILE_SIZES = (16, 32, 64, 128, 256)
 
 
 def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, Any]], tuple[Any, ...]]) -> Case:
     """Inputs whose heads take the kinds in turn, and the right outputs; one reference serves all heads of a kind."""
+    if p.asked:
+        return _case_of_all(xp, rng, p, reference)
     distinct = [to_storage(xp, array, p.dtype) for array in adversarial_heads(xp, rng, p)]
     expected = reference({name: array[None] for name, array in zip("QKV", distinct, strict=True)})
     kinds = kinds_of_heads(p)
@@ -45,6 +48,32 @@ def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[st
     return Case(
         [KINDS[kind] for kind in kinds.reshape(-1).tolist()], inputs, tuple(each[0][heads] for each in expected)
     )
+
+
+def _case_of_all(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, Any]], tuple[Any, ...]]) -> Case:
+    """The same where heads of a kind differ, in their sinks or in the keys that count."""
+    kinds = kinds_of_heads(p)
+    heads = xp.asarray(kinds)
+    index = (heads, heads[:, :: p.group], heads[:, :: p.group])
+    inputs = {name: to_storage(xp, xp.ascontiguousarray(array[kind]), p.dtype)
+              for name, array, kind in zip("QKV", adversarial_heads(xp, rng, p), index, strict=True)}  # fmt: skip
+    if p.sinks:  # of much weight and of little, in turn
+        logits = xp.where(xp.arange(p.heads) % 2 == 0, LARGEST_SINK, -LARGEST_SINK)
+        inputs["Sinks"] = to_storage(xp, logits.astype(numpy.float32), p.dtype)
+    given = padded_batch(rng, p)
+    inputs |= {name: to_storage(xp, xp.asarray(array), "int32") for name, array in given.items()}
+    return Case([KINDS[kind] for kind in kinds.reshape(-1).tolist()], inputs, reference(inputs))
+
+
+def padded_batch(rng: Any, p: Problem) -> dict[str, Any]:
+    """`Starts` and `Lengths` `[batch]`, where the problem has them: one sequence takes all keys, the others half or more."""
+    found = {}
+    for name, wanted in (("Starts", p.starts), ("Lengths", p.lengths)):
+        if wanted:
+            padding = rng.integers(0, max(1, p.seq_k // 4), size=(p.batch,))
+            padding[0] = 0
+            found[name] = padding if name == "Starts" else p.seq_k - padding
+    return found
 
 
 def kinds_of_heads(problem: Problem) -> numpy.ndarray:

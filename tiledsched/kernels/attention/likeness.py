@@ -25,6 +25,7 @@ def likeness(p: Any, q: Any) -> float:
 
     rows = octaves(p.batch * p.heads * p.seq_q, q.batch * q.heads * q.seq_q)
     distance = 0.2 * octaves(p.tile_d, q.tile_d) + 0.1 * (p.causal != q.causal) + 0.1 * rows
+    distance += 0.1 * _asked_differently(p, q)
     return math.exp(-distance - 0.02 * octaves(p.seq_k, q.seq_k) - 0.02 * (p.dtype != q.dtype))
 
 
@@ -41,7 +42,14 @@ def distance(p: Any, q: Any) -> float:
     octaves = abs(math.log2(p.seq_k / q.seq_k)) + 0.5 * abs(math.log2(p.seq_q / q.seq_q))
     blocks = abs(math.log2(p.batch * p.heads / (q.batch * q.heads)))
     other = 0.1 * (p.dtype != q.dtype) + 0.1 * (p.group != q.group) + 0.3 * (p.head_dim != q.head_dim)
-    return float(octaves + 0.5 * blocks + other)
+    return float(octaves + 0.5 * blocks + other + 0.3 * _asked_differently(p, q))
+
+
+def _asked_differently(p: Any, q: Any) -> float:
+    """Octaves between the keys that a row sees where a window bounds them, and each of the other things only one asks for."""
+    one, other = (min(each.window or each.seq_k, each.seq_k) for each in (p, q))
+    octaves = abs(math.log2(one / other)) if p.window or q.window else 0.0
+    return octaves + sum(getattr(p, name) != getattr(q, name) for name in ("softcap", "sinks", "starts", "lengths"))
 
 
 def only_its_kind(p: Any) -> bool:
@@ -53,7 +61,7 @@ def loss_known(p: Any) -> bool:
     """All landscapes are of square problems with a head dimension that needs no padding, and as many key/value heads as
     query heads."""
     square = p.seq_q == p.seq_k and p.group == 1
-    return bool(square and p.seq_q > FEW_ROWS and p.head_dim == p.tile_d and not p.value_dim)
+    return bool(square and p.seq_q > FEW_ROWS and p.head_dim == p.tile_d and not p.value_dim and not p.asked)
 
 
 def rounded(p: Any) -> Any:

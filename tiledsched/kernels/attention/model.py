@@ -52,6 +52,8 @@ SWIZZLE_PAIRS = 8
 # Calibrated.
 FP32_PER_ROW = 250.0
 """fp32-equivalent instructions per query row and step: shuffles of the row maximum and sum, rescaling factors."""
+CAPPED_EXP2 = 3.0
+"""Operations of the exponential unit per score that is capped: an exponential and a reciprocal more."""
 EXPOSED = 0.5
 """Share of the faster parts' work that no other group of warps hides, however many there are."""
 STEP_LATENCY = 100.0
@@ -100,21 +102,21 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     """Modelled microseconds of `schedule` on `problem`, on the GPU that `spec` describes."""
     rows, step_n, splits = block_rows(schedule), step_keys(schedule), _number(schedule, "kv_splits")
     resident = resident_blocks(facts, spec)
-    masked = problem.causal or problem.seq_k % step_n != 0
+    masked = problem.causal or problem.spanned or problem.seq_k % step_n != 0
     split = bool(schedule["loop_split"])
     # cycles[k]: a step of every block while k blocks share an SM.
     cycles = [step_cycles(problem, schedule, facts, spec, k, masked=masked and not split) for k in range(resident + 1)]
     extra = block_cycles(problem, schedule, facts) / cycles[resident]
     if masked and split:  # the steps on the diagonal, in a loop of their own
         dear = step_cycles(problem, schedule, facts, spec, resident, masked=True)
-        extra += max(1, rows // step_n) * (dear / cycles[resident] - 1.0)
+        extra += max(1, rows // step_n) * (2 if problem.window else 1) * (dear / cycles[resident] - 1.0)
     busy = busy_steps(
         rows=rows // pack_width(problem, schedule), step_n=step_n, seq_q=problem.seq_q, seq_k=problem.seq_k,
         causal=problem.causal, first_key=problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0,
         heads=problem.batch * packs(problem, schedule), splits=splits,
         order=str(schedule["block_order"]), snake=schedule["persistent"] == "snake",
         grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] != "no" else 0,
-        sms=max(1, spec.sm_count // facts.num_ctas), resident=resident, extra=round(extra * 4.0) / 4.0,
+        sms=max(1, spec.sm_count // facts.num_ctas), resident=resident, extra=round(extra * 4.0) / 4.0, window=problem.window,
     )  # fmt: skip
     compute_us = float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     memory_us = _dram_bytes(problem, schedule, spec, resident) / (spec.dram_gbps * 1e3)
@@ -180,7 +182,7 @@ def step_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     operands = step_n * (columns_k + columns_v) + (chunk * columns_k if spec.product_rows > ROWS_PER_WARP else 0)
     operands *= problem.element_bytes * max(1.0, rows / chunk)
     tensor = max(2.0 * scores * (columns_k + columns_v) / (rate * TENSOR_EFFICIENCY), operands / spec.shared_bytes)
-    exp2 = scores / spec.exp2_ops
+    exp2 = scores * (CAPPED_EXP2 if problem.softcap else 1.0) / spec.exp2_ops
     fp32 = (scores * (FP32_PER_SCORE + (FP32_PER_MASKED_SCORE if masked else 0.0)) + rows * FP32_PER_ROW
             + rows * columns_v * FP32_PER_ACCUMULATOR) / spec.fp32_ops  # fmt: skip
 
@@ -213,14 +215,14 @@ def _waiting(pace: float, query_bytes: float, tile_bytes: float, facts: Resource
 @lru_cache(maxsize=4096)
 def busy_steps(*, rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, heads: int, order: str, grid: int,
                sms: int, resident: int, extra: float, snake: bool = False, splits: int = 1,
-               first_key: int = 0) -> NDArray[np.float64]:  # fmt: skip
+               first_key: int = 0, window: int = 0) -> NDArray[np.float64]:  # fmt: skip
     """How long each SM is how busy: `[sm, k]` is the number of steps SM `sm` makes while it runs k blocks.
 
     A block of j steps counts j + `extra`. `grid` is that of a persistent launch, whose block w takes pieces w, w + grid,
     ... (a snake turns round after each lap); 0 is a plain launch, one block per piece, or `splits` of them. Blocks start
     in order, each in the slot that is free first; SMs that would be equally busy appear once.
     """
-    steps = tile_steps(rows, step_n, seq_q, seq_k, causal, heads, order, first_key)
+    steps = tile_steps(rows, step_n, seq_q, seq_k, causal, heads, order, first_key, window)
     jobs = np.repeat(np.ceil(steps / splits), splits) + extra
     if grid:
         lap, block = np.divmod(np.arange(len(jobs)), grid)
@@ -248,10 +250,10 @@ def busy_steps(*, rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, 
 
 
 def tile_steps(rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, heads: int, order: str,
-               first_key: int = 0) -> NDArray[np.float64]:  # fmt: skip
+               first_key: int = 0, window: int = 0) -> NDArray[np.float64]:  # fmt: skip
     """Steps of every piece of work, in the order in which the kernel takes them (its `coordinates`).
 
-    Causal row i sees keys 0..i + `first_key`.
+    Causal row i sees keys 0..i + `first_key`, the last `window` of them where that is not 0.
     """
     pieces = -(-seq_q // rows)
     work = np.arange(pieces * heads)
@@ -265,7 +267,10 @@ def tile_steps(rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, hea
     if order != "natural":
         piece = pieces - 1 - piece
     visible = np.clip((piece + 1) * rows + first_key, 0, seq_k) if causal else np.full(len(work), seq_k)
-    return np.ceil(visible / step_n)
+    if not window:
+        return np.ceil(visible / step_n)
+    hidden = np.clip(piece * rows + first_key + 1 - window, 0, seq_k - 1) // step_n
+    return np.maximum(np.ceil(visible / step_n) - hidden, 1.0)
 
 
 def _dram_bytes(problem: Problem, schedule: Schedule, spec: ArchSpec, resident: int) -> float:

@@ -20,10 +20,10 @@ LARGEST_INT32 = 2**31 - 1
 
 def canonical(values: dict[str, Value]) -> dict[str, Value]:
     """Two ways to say one problem become one: value_dim = head_dim is stored as 0, and an alignment that makes no
-    difference (no causal mask, or seq_q = seq_k) as top_left.
+    difference (no causal mask, or seq_q = seq_k) as top_left. A window that hides nothing is 0.
 
     Raises:
-        ProblemError: heads are not a multiple of kv_heads.
+        ProblemError: heads are not a multiple of kv_heads, or a window has no causal mask.
     """  # fmt: skip
     heads, kv_heads = int(values["heads"]), int(values["kv_heads"])  # type: ignore[arg-type]
     if heads % kv_heads:
@@ -33,17 +33,49 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
         changed["value_dim"] = 0
     if not values["causal"] or values["seq_q"] == values["seq_k"]:
         changed["alignment"] = "top_left"
+    if values["window"] and not values["causal"]:
+        raise ProblemError(f"window = {values['window']} needs causal: row i sees the last keys up to its own")
+    bottom_right = {**values, **changed}["alignment"] == "bottom_right"
+    if int(values["window"]) >= int(values["seq_k" if bottom_right else "seq_q"]):  # type: ignore[arg-type]
+        changed["window"] = 0
     return {**values, **changed}
 
 
 def visible_pairs(p: Any) -> float:
-    """Query-key pairs that contribute, per head: seq_q * seq_k, or the area under the causal diagonal."""
+    """Query-key pairs that contribute, per head: seq_q * seq_k, the area under the causal diagonal, or that of the band a
+    window leaves of it. Of sequences that start late or end early no more is known.
+    """  # fmt: skip
     if not p.causal:
         return float(p.seq_q * p.seq_k)
-    square = min(p.seq_q, p.seq_k)
-    if p.alignment == "bottom_right":
-        return square * square / 2 + max(0, p.seq_k - p.seq_q) * p.seq_q
-    return square * square / 2 + max(0, p.seq_q - p.seq_k) * p.seq_k
+    under = _area_under(p.seq_q, p.seq_k, _diagonal(p))
+    return under - _area_under(p.seq_q, p.seq_k, _diagonal(p) - p.window) if p.window else under
+
+
+def _diagonal(p: Any) -> int:
+    """Keys that the first row sees before its own."""
+    return int(p.seq_k - p.seq_q) if p.alignment == "bottom_right" else 0
+
+
+def _area_under(rows: int, columns: int, diagonal: int) -> float:
+    """Area of the part of a rectangle where column < row + diagonal."""
+    rising = max(0, min(rows, columns - diagonal)) - max(0, -diagonal)  # rows that end at the diagonal
+    if rising <= 0:
+        return (
+            float(rows * columns) if columns <= diagonal else max(0, rows - max(0, columns - diagonal)) * float(columns)
+        )
+    first = max(0, diagonal)
+    return rising * first + rising * rising / 2 + max(0, rows - max(0, -diagonal) - rising) * float(columns)
+
+
+def hidden_keys(p: Any) -> int:
+    """Keys at the beginning that no row sees, because they lie before the first row's window."""
+    return min(int(p.seq_k), max(0, _diagonal(p) + 1 - p.window)) if p.window else 0
+
+
+def bytes_moved(p: Any) -> int:
+    """Least device-memory traffic: every input that is seen read once, every output written once."""
+    hidden = hidden_keys(p) * p.batch * p.kv_heads * (p.head_dim + p.value_columns) * p.element_bytes
+    return sum(each.bytes for each in p.declaration.arrays(p)) - int(hidden)
 
 
 def is_wide(p: Any) -> bool:
@@ -79,6 +111,9 @@ DERIVED = {
     "element_bytes": lambda p: ITEM_BYTES[p.dtype],
     "wide": is_wide,
     "visible_pairs": visible_pairs,
+    "past_keys": lambda p: p.seq_k + 1,  # what lengths lie below
+    "asked": lambda p: bool(p.window or p.softcap or p.sinks or p.starts or p.lengths),  # which entries it needs
+    "spanned": lambda p: bool(p.window or p.starts or p.lengths),  # whether masks hide keys beside the causal one
 }
 """What constraints, shapes and host code read of a problem beside its fields."""
 
@@ -95,8 +130,9 @@ def describe(p: Any) -> str:
     columns = f"D={p.head_dim}/{p.value_dim}" if p.value_dim else f"D={p.head_dim}"
     mask = " causal" if p.causal else ""
     mask += " bottom-right" if p.alignment == "bottom_right" else ""
-    lse = " +lse" if p.lse else ""
-    return f"B={p.batch} {heads} {seq} {columns} {p.dtype}{mask}{lse}"
+    more = f" window={p.window}" if p.window else ""
+    more += "".join(f" +{name}" for name in ("softcap", "sinks", "starts", "lengths", "lse") if getattr(p, name))
+    return f"B={p.batch} {heads} {seq} {columns} {p.dtype}{mask}{more}"
 
 
 def standard(make: Any, *, seq_len: int, head_dim: int, dtype: str = "float16", causal: bool = False,

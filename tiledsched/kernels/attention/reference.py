@@ -20,7 +20,8 @@ def attention_reference(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale:
 
 
 def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float, dtype: str = "float64",
-                      alignment: str = "top_left") -> tuple[Any, Any]:  # fmt: skip
+                      alignment: str = "top_left", window: int = 0, cap: float = 0.0, sinks: Any = None, starts: Any = None,
+                      lengths: Any = None) -> tuple[Any, Any]:  # fmt: skip
     """softmax(scale * q @ k^T, masked) @ v and log(sum(exp(scale * q @ k^T, masked))), computed in `dtype`.
 
     Args:
@@ -32,6 +33,10 @@ def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: f
         scale: softmax scale.
         dtype: float64, or float32 where the GPU's float64 is slow.
         alignment: top_left or bottom_right.
+        window: keys that a row sees at most, up to its own; 0 for all.
+        cap: of scaled scores, cap * tanh(score / cap); 0 for none.
+        sinks: `[heads]`, a logit more in each row's denominator; or None.
+        starts, lengths: `[batch]`, the first key that counts and the first that does not any more; or None.
 
     Returns:
         `[batch, heads, seq_q, value_columns]` and `[batch, heads, seq_q]` in `dtype`. A row that sees no key gives zeros
@@ -50,14 +55,29 @@ def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: f
             for start in range(0, seq_q, ROWS_PER_CHUNK):
                 rows = slice(start, min(start + ROWS_PER_CHUNK, seq_q))
                 scores = (q[b, h, rows].astype(dtype) @ keys.T) * scale
+                if cap:
+                    scores = cap * xp.tanh(scores / cap)
+                columns = xp.arange(seq_k)[None, :]
                 if causal:
                     last = xp.arange(rows.start, rows.stop)[:, None] + offset
-                    scores = xp.where(xp.arange(seq_k)[None, :] <= last, scores, -xp.inf)
+                    visible = columns <= last
+                    if window:
+                        visible &= columns > last - window
+                    scores = xp.where(visible, scores, -xp.inf)
+                if starts is not None:
+                    scores = xp.where(columns >= int(starts[b]), scores, -xp.inf)
+                if lengths is not None:
+                    scores = xp.where(columns < int(lengths[b]), scores, -xp.inf)
                 largest = scores.max(axis=-1, keepdims=True)
+                if sinks is not None:
+                    largest = xp.maximum(largest, sinks[h].astype(dtype))
                 seen = largest > -xp.inf
                 scores -= xp.where(seen, largest, 0.0)
                 xp.exp(scores, out=scores)
-                total = xp.where(seen, scores.sum(axis=-1, keepdims=True), 1.0)
+                total = scores.sum(axis=-1, keepdims=True)
+                if sinks is not None:
+                    total = total + xp.exp(sinks[h].astype(dtype) - xp.where(seen, largest, 0.0))
+                total = xp.where(seen, total, 1.0)
                 out[b, h, rows] = (scores @ values) / total
                 lse[b, h, rows] = (largest + xp.log(total))[:, 0]
     return out, lse

@@ -24,21 +24,22 @@ REGISTERS_TOGETHER = 16384
 """Registers of a block for shares on their way: a decoding block waits for each load longer than it works on it."""
 
 
-def compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, const):
+def compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const):
     """The current block's share of a work tile and, if it is the last to arrive, what all shares come to.
 
     Partial `[slots, TILE_M, TILE_V + REST_V]` and State `[slots, 2, TILE_M]` hold the chains of each share of each query
     tile. Counters `[work tiles, 1]` holds how many shares have arrived: zero before the launch, and zero again after it.
     """
     work, split = ct.bid(0) // const.KV_SPLITS, ct.bid(0) % const.KV_SPLITS
-    work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles_per_head(Q, const), split, const)
+    work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles_per_head(Q, const), split, asked, const)
     for s in ct.static_iter(range(const.Q_SUBTILES)):
         keep(Partial, State, slot_of(work, s, split, const), chains[s], const)
     arrived = ct.atomic_add(Counters, (work, 0), 1)
     if arrived == const.KV_SPLITS - 1:
         ct.scatter(Counters, (work, 0), 0)
         for s in ct.static_iter(range(const.Q_SUBTILES)):
-            epilogue(Out, Lse, work_tile, work_tile.tiles[s], combine(Partial, State, work, s, const), const)
+            epilogue(Out, Lse, work_tile, work_tile.tiles[s], combine(Partial, State, work, s, const),
+                     asked, const)  # fmt: skip
 
 
 def slot_of(work, s, split, const):

@@ -23,6 +23,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.asked import capped, narrowed, rows_see_nothing, seen, unmasked_turns
 from tiledsched.kernels.attention.scheduler import (
     BACKWARD,
     FORWARD,
@@ -35,7 +36,6 @@ from tiledsched.kernels.attention.scheduler import (
     query_tile,
     rows_of,
     snake,
-    steps_of,
     work_tiles_per_head,
 )
 
@@ -122,6 +122,17 @@ class Constants:
     """Steps in one turn of the loop over a work tile's keys; each has shared memory of its own for them."""
     PEEL_FIRST: bool
     """Whether the compiler sees that a block which stores late has nothing to store in its first lap."""
+    # What only the entries of `asked` are told.
+    WINDOW: bool = False
+    """Whether a row sees its last keys only."""
+    SOFTCAP: bool = False
+    """Whether scores are capped."""
+    SINKS: bool = False
+    """Whether each head has a logit in its denominators."""
+    STARTS: bool = False
+    """Whether each sequence says where its keys start."""
+    LENGTHS: bool = False
+    """Whether each sequence says where its keys end."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,8 @@ class Keys:
     """First that it does not take any more."""
     odd: Any
     """1 where a sawtooth goes backward, else 0."""
+    span: Any
+    """Which keys count, where that is asked for: an `asked.Span`, or None."""
 
 
 @dataclass(frozen=True)
@@ -170,27 +183,36 @@ class WorkTile:
     """Indices of the query tiles."""
 
 
-def schedule_work(Q, K, V, Out, Lse, scale_log2, const):
+def schedule_work(Q, K, V, Out, Lse, scale_log2, asked, const):
     """All of the current block's work. A block takes one work tile, or, when PERSISTENT, one of every `num_blocks`; a snake
-    turns round after each lap over the blocks. `Lse` may be None.
+    turns round after each lap over the blocks. `Lse` may be None; `asked`, an `asked.Asked`, too.
     """  # fmt: skip
     work_tiles = work_tiles_per_head(Q, const)
     if const.STORE_LATE:
-        run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, const)
+        run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, asked, const)
     elif const.PERSISTENT == STRIDED:
         for work in range(ct.bid(0), work_tiles * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)):
-            compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, const)
+            compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, asked, const)
     elif const.PERSISTENT == SNAKE:
         total, blocks = work_tiles * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)
         for lap in range(ct.cdiv(total - snake(ct.bid(0), blocks, total // blocks), blocks)):
             compute_work_tile(
-                Q, K, V, Out, Lse, scale_log2, lap * blocks + snake(ct.bid(0), blocks, lap), work_tiles, const
+                Q,
+                K,
+                V,
+                Out,
+                Lse,
+                scale_log2,
+                lap * blocks + snake(ct.bid(0), blocks, lap),
+                work_tiles,
+                asked,
+                const,
             )
     else:
-        compute_work_tile(Q, K, V, Out, Lse, scale_log2, ct.bid(0), work_tiles, const)
+        compute_work_tile(Q, K, V, Out, Lse, scale_log2, ct.bid(0), work_tiles, asked, const)
 
 
-def run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, const):
+def run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, asked, const):
     """All work of a persistent block; the output of a work tile is stored at the beginning of the next one.
 
     The compiler gives loads warps of their own, and lets them go on to the next work tile when this one ends: to its queries,
@@ -208,36 +230,36 @@ def run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, const):
         # The same, twice: the compiler knows the first lap by the lap's number, and not by that of the work.
         later = lap > 0 if const.PEEL_FIRST else work >= blocks
         if later:
-            epilogues(Out, Lse, work_tile, chains, const)
-        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, const)
-    epilogues(Out, Lse, work_tile, chains, const)
+            epilogues(Out, Lse, work_tile, chains, asked, const)
+        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, asked, const)
+    epilogues(Out, Lse, work_tile, chains, asked, const)
 
 
-def compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, const):
+def compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, asked, const):
     """One work tile, start to finish."""
-    work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, const)
-    epilogues(Out, Lse, work_tile, chains, const)
+    work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, asked, const)
+    epilogues(Out, Lse, work_tile, chains, asked, const)
 
 
-def epilogues(Out, Lse, work_tile, chains, const):
+def epilogues(Out, Lse, work_tile, chains, asked, const):
     """Store the output of a work tile."""
     for s in ct.static_iter(range(const.Q_SUBTILES)):
-        epilogue(Out, Lse, work_tile, work_tile.tiles[s], chains[s], const)
+        epilogue(Out, Lse, work_tile, work_tile.tiles[s], chains[s], asked, const)
 
 
-def run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, const):
+def run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, asked, const):
     """The `work`-th work tile, and its chains after the `split`-th of KV_SPLITS shares of its keys."""
     place, head, batch = coordinates(work, work_tiles, pack_count(Q, const), Q.shape[0], const)
     kv_head = head // const.GROUP if const.PACK == 1 else head
-    seq_q, seq_k = Q.shape[2], K.shape[2]
-    offset = seq_k - seq_q if const.BOTTOM_RIGHT else 0
+    seq_q = Q.shape[2]
+    offset = K.shape[2] - seq_q if const.BOTTOM_RIGHT else 0
     tiles = tuple(query_tile(place, s, seq_q, const) for s in ct.static_iter(range(const.Q_SUBTILES)))
     rows = tuple(rows_of(tile, offset, const) for tile in ct.static_iter(tiles))
     queries = tuple(load_queries(Q, (batch, head, tile), const) for tile in ct.static_iter(tiles))
     queries = tuple(held(q, scale_log2, const) for q in ct.static_iter(queries))
     chains = tuple(fresh_chain(const) for _ in ct.static_iter(range(const.Q_SUBTILES)))
 
-    first_masked, steps = steps_of(place, offset, seq_k, const)
+    first_masked, steps, span = narrowed(place, batch, offset, K, asked, const)
     if const.UNROLL > 1:  # whole turns; what is too much is masked
         first_masked = first_masked // const.UNROLL * const.UNROLL
         steps = ct.cdiv(steps, const.UNROLL) * const.UNROLL
@@ -245,15 +267,17 @@ def run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, const):
     if const.KV_SPLITS > 1:
         begin, end = steps * split // const.KV_SPLITS, steps * (split + 1) // const.KV_SPLITS
     odd = place // TOOTH % 2 if const.KV_DIRECTION == WIDE_SAWTOOTH else place % 2
-    keys = Keys(K, V, batch, kv_head, steps, begin, end, odd)
+    keys = Keys(K, V, batch, kv_head, steps, begin, end, odd, span)
     chains = main_loop(queries, rows, keys, chains, first_masked, scale_log2, const)
     return WorkTile(batch, head, tiles), chains
 
 
-def epilogue(Out, Lse, work_tile, tile, chain, const):
+def epilogue(Out, Lse, work_tile, tile, chain, asked, const):
     """Divide a chain by its sum and store it; with `Lse`, its log-sum-exp, too."""
+    if const.SINKS:
+        chain = sunk(chain, asked.Sinks, work_tile.head, const)
     row_sum = chain.row_sum
-    if const.BOTTOM_RIGHT:  # rows that see no key: 0 / 1 is what is asked for, 0 / 0 is not
+    if rows_see_nothing(const):  # rows that see no key: 0 / 1 is what is asked for, 0 / 0 is not
         row_sum = ct.where(row_sum > 0.0, row_sum, 1.0)
     for part in ct.static_iter(range(2 if const.REST_V else 1)):
         acc = chain.acc[part].astype(ct.float32)
@@ -269,6 +293,18 @@ def epilogue(Out, Lse, work_tile, tile, chain, const):
         lse = (chain.row_max + ct.log2(chain.row_sum)) * LN_2
         ct.store(pack_of(Lse, work_tile.head, const), (work_tile.batch, place_of(work_tile.head, const), tile, 0),
                  lse.reshape(block_shape(1, const)), check_bounds=const.CHECK_BOUNDS, allow_tma=False)  # fmt: skip
+
+
+def sunk(chain, Sinks, head, const):
+    """A chain with its rows' sinks in their sums."""
+    first = head * const.GROUP if const.PACK > 1 else head
+    heads = first + ct.arange(const.TILE_M, dtype=ct.int32)[:, None] // (const.TILE_M // const.PACK)
+    sink = ct.gather(Sinks, (heads,)).astype(ct.float32) / LN_2
+    row_max = ct.maximum(chain.row_max, sink)
+    alpha = ct.exp2(chain.row_max - row_max, flush_to_zero=True)
+    acc = tuple(part.astype(ct.float32) * alpha for part in ct.static_iter(chain.acc))
+    row_sum = chain.row_sum * alpha + ct.exp2(sink - row_max, flush_to_zero=True)
+    return Chain(acc, row_max, row_sum)
 
 
 def part_of(PART, TILE, REST):
@@ -336,7 +372,7 @@ def fresh_chain(const):
 
 def may_see_nothing(const):
     """Whether a row may see no key in the first step, or no step may be taken."""
-    return const.KV_DIRECTION != FORWARD or const.BOTTOM_RIGHT or const.KV_SPLITS > 1
+    return const.KV_DIRECTION != FORWARD or rows_see_nothing(const) or const.KV_SPLITS > 1
 
 
 def main_loop(queries, rows, keys, chains, first_masked, scale_log2, const):
@@ -346,7 +382,15 @@ def main_loop(queries, rows, keys, chains, first_masked, scale_log2, const):
     if const.QK_AHEAD:  # the last step has no next one: it stands behind the loops
         end = end - 1
         scores = products(queries, keys, begin, const)
-    if const.LOOP_SPLIT:
+    if const.LOOP_SPLIT and (const.WINDOW or const.STARTS):  # masks at both ends
+        boundary, second = unmasked_turns(keys, first_masked, begin, end, const)
+        for i in range(begin, boundary, const.UNROLL):
+            chains, scores = turn(queries, rows, keys, i, chains, scores, True, scale_log2, const)
+        for i in range(boundary, second, const.UNROLL):
+            chains, scores = turn(queries, rows, keys, i, chains, scores, False, scale_log2, const)
+        for i in range(second, end, const.UNROLL):
+            chains, scores = turn(queries, rows, keys, i, chains, scores, True, scale_log2, const)
+    elif const.LOOP_SPLIT:
         backward = const.KV_DIRECTION == BACKWARD
         boundary = keys.steps - first_masked if backward else first_masked
         if const.KV_SPLITS > 1:
@@ -388,6 +432,8 @@ def key_tile(keys, i, t, const):
         i = keys.steps - 1 - i
     elif const.KV_DIRECTION >= SAWTOOTH:
         i = i + keys.odd * (keys.steps - 1 - 2 * i)
+    if const.WINDOW or const.STARTS:
+        i = i + keys.span.first
     return i if const.KV_SUBTILES == 1 else i * const.KV_SUBTILES + t
 
 
@@ -400,9 +446,10 @@ def existing_tile(keys, i, t, const):
 
 
 def products(queries, keys, i, const):
-    """Scores of the `i`-th step, unscaled and unmasked: one tuple for each query tile, of one tile for each key tile."""
+    """Scores of the `i`-th step, unmasked and, unless capped, unscaled: for each query tile, one for each key tile."""
     tiles = tuple(load_keys(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
-    return tuple(tuple(score(q, k, const) for k in ct.static_iter(tiles)) for q in ct.static_iter(queries))
+    return tuple(tuple(capped(score(q, k, const), keys, const) for k in ct.static_iter(tiles))
+                 for q in ct.static_iter(queries))  # fmt: skip
 
 
 def load_keys(keys, i, t, const):
@@ -490,9 +537,11 @@ def add_rows(row_sum, p):
 
 def mask(scores, rows, keys, j, MASKED, const):
     """`scores` of key tile `j` with minus infinity where a row does not see a key."""
-    if MASKED and (const.CAUSAL or not const.EVEN):
+    if MASKED and (const.CAUSAL or not const.EVEN or const.STARTS):
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
-        if const.CAUSAL and not const.EVEN:
+        if const.WINDOW or const.STARTS or const.LENGTHS:
+            visible = seen(columns, rows, keys, const)
+        elif const.CAUSAL and not const.EVEN:
             visible = (columns <= rows) & (columns < keys.K.shape[2])
         elif const.CAUSAL:
             visible = columns <= rows

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.errors import UnsupportedError
+from tiledsched.errors import ConfigError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.reference import default_scale
 from tiledsched.problem import Problem
@@ -233,7 +233,13 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
     """Standard normal inputs, the same in every run of a problem, and what is compared.
 
     CuPy has no bfloat16: it is given float32, which holds both types.
+
+    Raises:
+        ConfigError: the problem asks for what the methods here do not compute.
     """
+    if problem.asked:
+        raise ConfigError(f"the bench has no methods for {problem}: it times no windows, softcap, sinks, starts and lengths; "
+                          "leave them out, or use tune, which times the kernel alone")  # fmt: skip
     dtype = getattr(torch, problem.dtype)
     generator = torch.Generator(device="cuda").manual_seed(int(problem.id, 16) % 2**31)
     keys = (problem.batch, problem.kv_heads, problem.seq_k)

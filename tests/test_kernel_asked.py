@@ -1,0 +1,294 @@
+"""What some models ask for beside: windows, capped scores, sinks, and sequences with starts and lengths of their own.
+
+As in tests/test_kernel_properties.py: every schedule in the interpreter, against a float64 reference, which is held to torch
+here. That these checks notice what is wrong is shown in tests/test_kernel_mutations.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_checks import (
+    DRAWN,
+    asked_problems,
+    cases,
+    check,
+    decoding_problems,
+    make_inputs,
+    more_inputs,
+    schedule_for,
+)
+
+from tiledsched.device import arch_spec
+from tiledsched.errors import ProblemError
+from tiledsched.interpreter.checking import check_schedule
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.model import tile_steps
+from tiledsched.kernels.attention.reference import attention_and_lse
+from tiledsched.space_files import space_for
+
+CAUSAL = {"causal": True, "alignment": "bottom_right"}
+ORDERS = st.one_of(st.sampled_from(["forward", "reversed"]), st.integers(0, 100))
+
+
+@settings(DRAWN, max_examples=250)
+@given(case=cases(asked_problems), seed=st.integers(0, 1000), sm_count=st.integers(1, 8))
+def test_output_matches_the_reference(case, seed, sm_count):
+    problem, schedule = case
+    check(problem, schedule, make_inputs(problem, seed), sm_count=sm_count, more=more_inputs(problem, seed))
+
+
+@st.composite
+def decoding(draw, **fixed):
+    return draw(asked_problems(of=decoding_problems, **fixed))
+
+
+@settings(DRAWN, max_examples=120)
+@given(case=cases(decoding), seed=st.integers(0, 1000), order=ORDERS)
+def test_few_rows_and_many_keys(case, seed, order):
+    problem, schedule = case
+    check(problem, schedule, make_inputs(problem, seed), order=order, more=more_inputs(problem, seed))
+
+
+@settings(DRAWN, max_examples=60)
+@given(case=cases(asked_problems), kv_splits=st.sampled_from([2, 4, 8]), order=ORDERS)
+def test_split_keys_under_any_structure(case, kv_splits, order):
+    problem, schedule = case
+    schedule = schedule.replace(kv_splits=kv_splits, persistent="no", qk_ahead=False, num_ctas=1, flat_steps=0, unroll=1,
+                                store_late=False)  # fmt: skip
+    np.testing.assert_array_equal(check(problem, schedule, order=order), check(problem, schedule))
+
+
+STRUCTURES = [
+    {}, {"loop_split": True}, {"block_order": "reversed"}, {"block_order": "heads_fastest"},
+    {"block_order": "swizzled", "persistent": "snake"}, {"persistent": "strided"}, {"kv_direction": "sawtooth"},
+    {"kv_direction": "wide_sawtooth"}, {"persistent": "strided", "store_late": True, "peel_first": False},
+    {"persistent": "snake", "store_late": True, "loop_split": True}, {"kv_direction": "backward"},
+    {"kv_direction": "backward", "loop_split": True}, {"q_subtiles": 2}, {"q_subtiles": 2, "loop_split": True},
+    {"kv_subtiles": 2, "loop_split": True}, {"qk_ahead": True}, {"qk_ahead": True, "loop_split": True},
+    {"qk_ahead": True, "loop_split": True, "kv_direction": "backward"}, {"lazy_rescale": True, "loop_split": True},
+    {"unroll": 2}, {"unroll": 2, "loop_split": True}, {"unroll": 2, "loop_split": True, "kv_direction": "backward"},
+    {"persistent": "strided", "flat_steps": 1}, {"persistent": "snake", "flat_steps": 1, "loop_split": True, "q_ahead": True},
+    {"persistent": "strided", "flat_steps": 2, "reload_q": True}, {"persistent": "snake", "flat_steps": 2, "loop_split": True},
+    {"q_in_registers": True, "persistent": "snake", "loop_split": True}, {"pack_gqa": True, "loop_split": True},
+    {"kv_splits": 2, "loop_split": True, "tma_loads": False}, {"kv_splits": 2, "tma_loads": False, "pack_gqa": True},
+    {"kv_splits": 2, "tma_loads": False, "kv_direction": "backward", "loop_split": True},
+]  # fmt: skip
+ASKED = [
+    {"window": 1}, {"window": 40}, {"window": 64}, {"window": 150, "sinks": True}, {"softcap": True}, {"sinks": True},
+    {"lengths": True}, {"starts": True}, {"starts": True, "lengths": True, "window": 50, "softcap": True, "sinks": True},
+]  # fmt: skip
+SIZES = [(256, 256, "top_left"), (70, 300, "bottom_right"), (200, 70, "top_left"), (190, 130, "bottom_right")]
+
+
+@pytest.mark.parametrize("knobs", STRUCTURES, ids=str)
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_every_structure(asked, knobs):
+    for seq_q, seq_k, alignment in SIZES:
+        problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=True, alignment=alignment, batch=3, heads=4,
+                                    kv_heads=2, lse=True, **asked)  # fmt: skip
+        check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs), sm_count=1)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"loop_split": True}, {"q_subtiles": 2}, {"persistent": "strided", "flat_steps": 1},
+                                   {"kv_splits": 2, "tma_loads": False}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("asked", [{"starts": True}, {"lengths": True}, {"starts": True, "lengths": True, "sinks": True}],
+                         ids=str)  # fmt: skip
+def test_padded_batches_without_a_causal_mask(asked, knobs):
+    problem = Attention.problem(seq_q=70, seq_k=256, head_dim=16, batch=4, heads=2, lse=True, **asked)
+    check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs), sm_count=1)
+
+
+@pytest.mark.parametrize("edge", [0, 1, 31, 32, 33, 63, 64, 65, 127, 128])
+def test_starts_and_lengths_around_the_tile(edge):
+    problem = Attention.problem(seq_q=64, seq_k=128, head_dim=16, batch=3, starts=True, lengths=True, lse=True)
+    more = {"Starts": np.array([0, edge, edge], np.int32), "Lengths": np.array([edge, 128, edge], np.int32)}
+    for loop_split in (False, True):
+        out = check(
+            problem,
+            schedule_for(problem, tile_m=64, tile_n=32, loop_split=loop_split, kv_direction="forward"),
+            more=more,
+        )
+        assert not out[2].any()
+
+
+def test_starts_and_lengths_beyond_the_keys_are_cut():
+    problem = Attention.problem(seq_q=64, seq_k=100, head_dim=16, batch=2, starts=True, lengths=True)
+    schedule = schedule_for(problem, tile_m=64, tile_n=32)
+    wild = {"Starts": np.array([-5, 2**31 - 1], np.int32), "Lengths": np.array([2**31 - 1, -7], np.int32)}
+    check(problem, schedule, more=wild)
+
+
+@pytest.mark.parametrize("loop_split", [False, True])
+def test_what_lies_before_the_window_or_behind_the_length_is_not_read(loop_split):
+    """Keys that no row of a tile sees may hold anything, NaN too: their tiles are not loaded."""
+    problem = Attention.problem(
+        seq_q=64, seq_k=512, head_dim=16, batch=2, window=40, starts=True, lengths=True, **CAUSAL
+    )
+    q, k, v = make_inputs(problem)
+    more = {"Starts": np.array([0, 480], np.int32), "Lengths": np.array([500, 512], np.int32)}
+    exact = check(problem, schedule_for(problem, tile_m=64, tile_n=32, loop_split=loop_split), (q, k, v), more=more)
+    for array in (k, v):
+        array[0, :, :384], array[1, :, :480] = np.nan, np.nan
+    from attention_runs import run_problem
+
+    schedule = schedule_for(problem, tile_m=64, tile_n=32, loop_split=loop_split)
+    np.testing.assert_array_equal(run_problem(Attention, schedule, problem, q, k, v, more=more), exact)
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0, 50.0, 1000.0])
+@pytest.mark.parametrize("amplitude", [0.01, 1.0, 30.0])
+def test_any_cap(cap, amplitude):
+    problem = Attention.problem(seq_q=70, seq_k=90, head_dim=64, softcap=True, lse=True, causal=True)
+    for knobs in ({}, {"loop_split": True}, {"lazy_rescale": True}):
+        inputs = make_inputs(problem, amplitude=amplitude)
+        check(
+            problem,
+            schedule_for(problem, tile_m=64, tile_n=32, **knobs),
+            (*inputs[:2], make_inputs(problem)[2]),
+            cap=cap,
+        )
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+@pytest.mark.parametrize("sink", [-np.inf, -1e4, -20.0, 0.0, 5.0, 1e4])
+def test_any_sink(sink, heads):
+    problem = Attention.problem(
+        seq_q=70, seq_k=90, head_dim=16, heads=heads, kv_heads=2, sinks=True, lse=True, **CAUSAL
+    )
+    more = {"Sinks": np.array([sink, 0.0, 1.0, -2.0, 3.0, sink][-heads:], np.float16)}
+    for knobs in ({}, {"pack_gqa": True}, {"kv_splits": 2, "tma_loads": False}, {"lazy_rescale": True}):
+        check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs), more=more)
+
+
+def test_a_row_that_sees_no_key_has_its_sink_for_a_sum():
+    problem = Attention.problem(seq_q=100, seq_k=30, head_dim=32, sinks=True, lse=True, **CAUSAL)
+    out = check(problem, schedule_for(problem, tile_m=64), more={"Sinks": np.array([2.0], np.float16)})
+    assert not out[:, :, :70].any()
+
+
+def test_wide_indices_are_there():
+    for asked in ({"lse": True}, {}):
+        problem = Attention.problem(
+            seq_q=1 << 20, seq_k=1 << 20, head_dim=64, batch=64, causal=True, window=128, **asked
+        )
+        entry = Attention.entry(problem, space_for("sm_90", Attention).default(problem))
+        assert entry.__name__ == f"attention_asked{'_lse' if asked else ''}_wide"
+
+
+@pytest.mark.parametrize("problem", [
+    Attention.problem(seq_q=130, seq_k=130, head_dim=40, heads=4, kv_heads=2, window=50, causal=True, sinks=True, lse=True),
+    Attention.problem(seq_q=40, seq_k=200, head_dim=64, batch=8, softcap=True, starts=True, lengths=True, **CAUSAL),
+], ids=str)  # fmt: skip
+def test_adversarial_inputs(problem):
+    """Those that a GPU's outputs are checked on, too."""
+    for knobs in ({}, {"loop_split": True, "tile_n": 32}):
+        right, _, wrong = check_schedule(Attention, problem, schedule_for(problem, tile_m=64, **knobs))
+        assert right, wrong
+
+
+# ---- the reference, and what is said of a problem ---------------------------------------------------------------------
+
+
+def torch_attention(torch, problem, q, k, v, more, cap):
+    """Scores in full, masked, with the sink as one column more."""
+    rows, columns = torch.arange(problem.seq_q)[:, None], torch.arange(problem.seq_k)[None]
+    last = rows + (problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0)
+    visible = torch.ones(problem.batch, 1, problem.seq_q, problem.seq_k, dtype=torch.bool)
+    if problem.causal:
+        visible &= columns <= last
+    if problem.window:
+        visible &= columns > last - problem.window
+    if problem.starts:
+        visible &= columns >= torch.from_numpy(more["Starts"])[:, None, None, None]
+    if problem.lengths:
+        visible &= columns < torch.from_numpy(more["Lengths"])[:, None, None, None]
+    q, k, v = (torch.from_numpy(each.astype(np.float64)) for each in (q, k, v))
+    k, v = (each.repeat_interleave(problem.group, 1) for each in (k, v))
+    scores = q @ k.transpose(-1, -2) * problem.head_dim**-0.5
+    if problem.softcap:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    sinks = torch.full((problem.heads,), -torch.inf, dtype=torch.float64)
+    if problem.sinks:
+        sinks = torch.from_numpy(more["Sinks"].astype(np.float64))
+    column = sinks[None, :, None, None].expand(problem.batch, -1, problem.seq_q, 1)
+    return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1].nan_to_num() @ v
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_the_reference_is_what_torch_makes(asked):
+    torch = pytest.importorskip("torch")
+    for seq_q, seq_k, alignment in SIZES:
+        problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=True, alignment=alignment, batch=3, heads=4,
+                                    kv_heads=2, **asked)  # fmt: skip
+        (q, k, v), more, cap = make_inputs(problem), more_inputs(problem), 5.0 if problem.softcap else 0.0
+        found, _ = attention_and_lse(np, q, k, v, causal=True, scale=problem.head_dim**-0.5, alignment=alignment,
+                                     window=problem.window, cap=cap, sinks=more.get("Sinks"), starts=more.get("Starts"),
+                                     lengths=more.get("Lengths"))  # fmt: skip
+        np.testing.assert_allclose(found, torch_attention(torch, problem, q, k, v, more, cap).numpy(), atol=1e-12)
+
+
+def test_a_window_that_hides_nothing_is_none():
+    plain = Attention.problem(seq_q=100, seq_k=100, head_dim=64, causal=True)
+    assert plain.replace(window=100) == plain
+    assert plain.replace(window=99).window == 99
+    chunk = Attention.problem(seq_q=10, seq_k=100, head_dim=64, **CAUSAL)
+    assert chunk.replace(window=100) == chunk
+    assert chunk.replace(window=10).window == 10
+    with pytest.raises(ProblemError, match="window = 5 needs causal"):
+        plain.replace(causal=False, window=5)
+    with pytest.raises(ProblemError, match="window must be an integer of 0 or more"):
+        plain.replace(window=-1)
+
+
+@pytest.mark.parametrize(("seq_q", "seq_k", "alignment"), [*SIZES, (1, 300, "bottom_right"), (300, 1, "top_left")])
+@pytest.mark.parametrize("window", [1, 10, 64, 100])
+def test_work_in_a_window(seq_q, seq_k, alignment, window):
+    """Pairs as an area, within half a key per row of their number; bytes of what is seen; steps that the kernel takes."""
+    problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=True, alignment=alignment, window=window)
+    offset = seq_k - seq_q if alignment == "bottom_right" else 0
+    rows, columns = np.arange(seq_q)[:, None] + offset, np.arange(seq_k)[None]
+    seen = (columns <= rows) & (columns > rows - window) if problem.window else columns <= rows
+    assert abs(problem.visible_pairs - seen.sum()) <= 0.5 * seq_q
+    keys = seen.any(0)
+    hidden = int(keys.argmax()) if keys.any() else seq_k
+    total = sum(each.bytes for each in Attention.arrays(problem))
+    assert problem.min_bytes == total - (hidden * 2 * 16 * 2 if problem.window else 0)
+    steps = tile_steps(64, 32, seq_q, seq_k, True, 1, "natural", offset, problem.window)
+    for tile, taken in enumerate(steps):
+        tiles = [seen[tile * 64 : tile * 64 + 64, start : start + 32].any() for start in range(0, seq_k, 32)]
+        assert taken >= sum(tiles) or not problem.window
+
+
+def test_what_is_asked_for_is_said():
+    plain = Attention.problem(seq_q=100, seq_k=100, head_dim=64, causal=True)
+    asked = plain.replace(window=10, softcap=True, sinks=True, starts=True, lengths=True)
+    assert Attention.describe(asked).endswith("causal window=10 +softcap +sinks +starts +lengths")
+    assert Attention.file_words(asked).endswith("_h1_window10_softcap_sinks_starts_lengths")
+    assert asked.id != plain.id
+    assert not set(plain.to_json()) & {"window", "softcap", "sinks", "starts", "lengths"}
+    assert asked.from_json(asked.to_json()) == asked
+    assert Attention.likeness(asked, asked) == 1.0
+    for first, second in itertools.combinations([plain, plain.replace(window=10), plain.replace(window=50), asked], 2):
+        assert Attention.likeness(first, second) < 1.0
+        assert Attention.distance(first, second) > 0.0
+
+
+def test_the_model_knows_what_is_asked_for():
+    """A window costs what it leaves, a cap costs exponentials; what tells one problem from another reaches the policy."""
+    spec, plain = arch_spec("sm_90"), Attention.problem(seq_q=8192, seq_k=8192, head_dim=64, heads=16, causal=True)
+    schedule = space_for("sm_90", Attention).default(plain)
+    facts = Attention.expected(plain, schedule, spec)
+
+    def estimate(**asked):
+        return Attention.model(plain.replace(**asked), schedule, facts, spec)
+
+    assert estimate(window=512) < 0.5 * estimate(window=4096) < 0.5 * estimate()
+    assert estimate(softcap=True) > estimate()
+    assert plain.replace(window=512).flops < plain.flops / 7
+    assert not Attention.loss_known(plain.replace(window=512))

@@ -1,0 +1,213 @@
+"""`sdpa` with a window, a softcap, sinks, key starts and key lengths: served by the kernel, or left to torch, alike."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from serve_on_cpu import TOLERANCE, tensors
+
+from tiledsched import configure, explain
+from tiledsched.attention import sdpa as serve
+from tiledsched.attention.operator import sdpa_lse_operator, sdpa_operator
+from tiledsched.errors import ConfigError, ProblemError, UnsupportedError
+from tiledsched.kernels.attention import Attention
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])
+STARTS, LENGTHS = torch.tensor([3, 0, 40]), torch.tensor([40, 20, 40])
+ASKED = [
+    {"window": 7, "causal": True}, {"window": 1, "causal": "bottom_right"}, {"window": 30, "causal": "bottom_right"},
+    {"softcap": 2.0}, {"softcap": 5, "causal": True}, {"sinks": SINKS}, {"sinks": SINKS.half(), "causal": True},
+    {"key_lengths": LENGTHS}, {"key_starts": STARTS.int()}, {"key_starts": STARTS, "key_lengths": LENGTHS.to(torch.int16)},
+    {"key_starts": STARTS, "key_lengths": LENGTHS, "causal": "bottom_right", "window": 9, "softcap": 3.0, "sinks": SINKS},
+]  # fmt: skip
+
+
+@pytest.fixture
+def left_to_torch(quiet):
+    with configure(fallback="torch"):
+        yield
+
+
+def exact(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    window=0,
+    softcap=0.0,
+    sinks=None,
+    key_starts=None,
+    key_lengths=None,
+    scale=None,
+    mask=None,
+):
+    """The output and the log-sum-exp in float64, one row after the other."""
+    (batch, heads, rows, columns), keys = q.shape, k.shape[2]
+    k, v = (each.double().repeat_interleave(heads // k.shape[1], 1) for each in (k, v))
+    out, lse = torch.zeros(batch, heads, rows, v.shape[3], dtype=torch.float64), torch.zeros(batch, heads, rows)
+    for b in range(batch):
+        for i in range(rows):
+            last = i + (keys - rows if causal == "bottom_right" else 0) if causal else keys - 1
+            first = max(last - window + 1, 0) if window else 0
+            first = max(first, 0 if key_starts is None else int(key_starts[b]))
+            end = min(last + 1, keys if key_lengths is None else int(key_lengths[b]))
+            seen = [j for j in range(first, end) if mask is None or mask[i, j]]
+            for h in range(heads):
+                score = k[b, h, seen] @ q[b, h, i].double() * (columns**-0.5 if scale is None else scale)
+                score = softcap * torch.tanh(score / softcap) if softcap else score
+                total = score if sinks is None else torch.cat([score, sinks[h : h + 1].double()])
+                lse[b, h, i] = torch.logsumexp(total, 0) if len(total) else -math.inf
+                out[b, h, i] = torch.exp(score - lse[b, h, i]) @ v[b, h, seen] if seen else 0.0
+    return out, lse
+
+
+def agree(found, wanted):
+    torch.testing.assert_close(found.double(), wanted.double(), **TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_it_is_served(launches, asked) -> None:
+    q, k, v = tensors(batch=3, heads=4, kv_heads=2, rows=24, keys=40, value_columns=32)
+    wanted, wanted_lse = exact(q, k, v, **asked)
+    agree(serve.sdpa(q, k, v, **asked), wanted)
+    out, lse = serve.sdpa(q, k, v, **asked, return_lse=True, scale=16**-0.5)
+    agree(out, wanted)
+    agree(lse, wanted_lse)
+    agree(serve.sdpa(q, k, v, **asked), wanted)
+    assert len(launches) == 3
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_torch_is_told_the_same(launches, left_to_torch, asked) -> None:
+    """What is left to torch means the same, and is differentiable."""
+    given = [each.float().requires_grad_() for each in tensors(batch=3, heads=4, kv_heads=2, rows=24, keys=40)]
+    wanted, wanted_lse = exact(*given, **asked)
+    out, lse = serve.sdpa(*given, **asked, return_lse=True)
+    agree(out, wanted)
+    agree(lse, wanted_lse)
+    found = torch.autograd.grad(out.sum(), given)
+    for ours, theirs in zip(found, torch.autograd.grad(wanted.sum(), given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert launches == []
+
+
+@pytest.mark.parametrize("mask", [torch.ones(24, 40, dtype=torch.bool).tril(3), None])
+def test_mask_tensors_and_gradients_of_sinks_are_torchs(launches, left_to_torch, mask) -> None:
+    q, k, v = tensors(batch=3, heads=4, rows=24, keys=40)
+    sinks = SINKS.clone().requires_grad_()
+    more = {"sinks": sinks, "softcap": 4.0, "key_lengths": LENGTHS}
+    out = serve.sdpa(q, k, v, mask, **more)
+    agree(out, exact(q, k, v, mask=mask, **more)[0])
+    out.sum().backward()
+    assert sinks.grad is not None
+    assert sinks.grad.any()
+    assert launches == []
+    added = torch.zeros(24, 40).masked_fill(~mask, -math.inf) if mask is not None else None
+    agree(serve.sdpa(q, k, v, added, **more), out)
+
+
+def test_values_vary_without_another_plan(launches) -> None:
+    """Sinks, starts and lengths are read at each launch."""
+    q, k, v = tensors(batch=3, heads=4, rows=24, keys=40)
+    for lengths in (LENGTHS, torch.tensor([0, 1, 99]), torch.tensor([-3, 40, 17])):
+        agree(serve.sdpa(q, k, v, key_lengths=lengths), exact(q, k, v, key_lengths=lengths.clamp(0, 40))[0])
+    assert len({id(each[2]) for each in launches}) == 1
+    assert len(serve.plan_for.__globals__["cache"].plans) == 1
+
+
+def test_lengths_and_sinks_are_read_where_they_lie(launches) -> None:
+    q, k, v = tensors(batch=3, heads=4, rows=24, keys=40)
+    lengths, sinks = torch.stack([LENGTHS, LENGTHS + 9], 1)[:, 0], torch.stack([SINKS, SINKS + 9], 1)[:, 0]
+    more = {"key_lengths": lengths, "sinks": sinks}
+    agree(serve.sdpa(q, k, v, **more), exact(q, k, v, **more)[0])
+
+
+def test_a_window_that_hides_nothing_needs_no_other_kernel(launches) -> None:
+    q, k, v = tensors(rows=24)
+    assert torch.equal(serve.sdpa(q, k, v, causal=True, window=24), serve.sdpa(q, k, v, causal=True))
+    assert launches[0][2] is launches[1][2]
+
+
+def test_three_axes_have_a_batch_of_one(launches) -> None:
+    q, k, v = tensors(heads=4, rows=24, keys=40)
+    more = {"sinks": SINKS, "key_lengths": LENGTHS[:1] - 7}
+    agree(serve.sdpa(q[0], k[0], v[0], **more), exact(q, k, v, **more)[0][0])
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"window": 4}, "window = 4 needs causal = True or 'bottom_right'"),
+        ({"window": 0, "causal": True}, "window must be a positive integer"),
+        ({"window": True, "causal": True}, "window must be a positive integer"),
+        ({"window": 2.5, "causal": True}, "window must be a positive integer"),
+        ({"softcap": -1.0}, "softcap must be a positive number"),
+        ({"softcap": math.nan}, "softcap must be a positive number"),
+        ({"softcap": "50"}, "softcap must be a positive number"),
+        ({"sinks": [1.0, 2.0]}, "sinks must be a floating-point tensor"),
+        ({"sinks": torch.zeros(3)}, r"sinks must be \[heads\], here \(2,\), got \(3,\)"),
+        ({"sinks": torch.zeros(2, dtype=torch.int32)}, "sinks must be a floating-point tensor"),
+        ({"key_lengths": torch.zeros(2)}, r"key_lengths must be \[batch\], here \(1,\), got \(2,\)"),
+        ({"key_lengths": torch.zeros(1)}, "key_lengths must be an integer tensor"),
+        ({"key_lengths": 5}, "key_lengths must be an integer tensor"),
+        ({"key_starts": torch.zeros(1, dtype=torch.int64, device="meta")}, "key_starts must be on q's device"),
+    ],
+)
+def test_bad_values_are_refused(launches, given, words) -> None:
+    with pytest.raises(ProblemError, match=words):
+        serve.sdpa(*tensors(), **given)
+    assert launches == []
+
+
+def test_a_cap_beyond_float32_is_torchs(launches, left_to_torch) -> None:
+    q, k, v = tensors()
+    agree(serve.sdpa(q, k, v, softcap=1e6), exact(q, k, v, softcap=1e6)[0])
+    assert launches == []
+
+
+def test_nested_tensors_are_refused(launches) -> None:
+    nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
+    with pytest.raises(UnsupportedError, match="of nested tensors are not served"):
+        serve.sdpa(nested, nested, nested, softcap=3.0)
+
+
+@pytest.mark.parametrize("operator", [sdpa_operator, sdpa_lse_operator])
+def test_the_operators_are_well_made(launches, quiet, operator) -> None:
+    q, k, v = tensors(batch=3, heads=4, rows=8, keys=12)
+    with configure(fallback="torch"):
+        torch.library.opcheck(
+            operator, (q, k, v, "bottom_right", 0.3, 5, 4.0, SINKS, STARTS, LENGTHS), rtol=1e-2, atol=1e-2
+        )
+
+
+def test_compiled_whole_it_is_the_same(launches) -> None:
+    q, k, v = tensors(batch=3, heads=4, rows=24, keys=40)
+
+    def call(q, k, v, sinks, lengths):
+        return serve.sdpa(q, k, v, causal=True, window=9, softcap=5.0, sinks=sinks, key_lengths=lengths)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v, SINKS, LENGTHS), call(q, k, v, SINKS, LENGTHS))
+
+
+def test_it_is_explained(launches) -> None:
+    q, k, v = tensors(batch=3, heads=4)
+    found = explain(q, k, v, causal=True, window=9, sinks=SINKS)
+    assert "window=9 +sinks" in str(found.problem)
+
+
+def test_the_bench_refuses_what_its_methods_do_not_compute() -> None:
+    from tiledsched.studies.rivals.attention import make_case
+
+    problem = Attention.problem(seq_q=64, seq_k=64, head_dim=64, causal=True, window=8)
+    with pytest.raises(ConfigError, match=r"no methods for .* window=8.*leave them out"):
+        make_case(torch, None, problem)
