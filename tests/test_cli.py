@@ -747,3 +747,16 @@ def test_what_is_logged_stays_above_the_bars(monkeypatch) -> None:
     monkeypatch.setattr(sys, "stderr", bars)  # as rich does where bars are drawn
     handler.emit(logging.makeLogRecord({"msg": "waiting for GPU"}))
     assert bars.getvalue() == "waiting for GPU\n"
+
+
+def test_a_library_that_is_interrupted_as_it_tidies_up_says_nothing(monkeypatch) -> None:
+    import io
+    import logging
+
+    from tiledsched.cli import Ended, _Stderr
+
+    handler, said = _Stderr(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    for error in (Ended(15), OSError("broken")):
+        handler.emit(logging.makeLogRecord({"msg": "Exception during reset", "exc_info": (type(error), error, None)}))
+    assert said.getvalue() == "Exception during reset\nOSError: broken\n"

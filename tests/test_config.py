@@ -137,7 +137,7 @@ def test_the_log_level_reaches_the_logger(monkeypatch) -> None:
 
 def documented() -> dict[str, str]:
     """Setting -> the row of the table in docs/serving.md."""
-    rows = re.findall(r"^\| `(\w+)` \| `TILEDSCHED_(\w+)` \| (.+) \|$", SERVING, re.MULTILINE)
+    rows = re.findall(r"^\|`(\w+)`\|`TILEDSCHED_(\w+)`\|(.+)\|$", SERVING, re.MULTILINE)
     assert all(name.upper() == variable for name, variable, _ in rows), rows
     return {name: text for name, _, text in rows}
 

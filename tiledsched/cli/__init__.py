@@ -25,7 +25,9 @@ class _Stderr(logging.StreamHandler):
     """Writes to what stderr is by then: above the bars of a tune, where there are any, which would else wipe it out."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
+        """Write one line; none of a library (SQLAlchemy's pool) that met the command's end while it tidied up."""
+        if record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt):
+            return
         self.stream = sys.stderr
         super().emit(record)
 
