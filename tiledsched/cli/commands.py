@@ -241,9 +241,10 @@ def _written_report(options: argparse.Namespace, folder: str, device_name: str |
     with _open(options, read_only=True) if named else TuningDB.open(":memory:") as db:
         found = []
         for arch in [options.arch] if isinstance(options.arch, str) else options.arch:
-            known = WithShipped(db, kernel, arch, load_entries(settings, {arch}, kernel.name))
+            served = load_entries(settings, {arch})
+            known = WithShipped(db, kernel, arch, served)
             found.append(build_report(known, arch, kernel=kernel, regime=settings.regime, device_name=device_name,
-                                      model_times=modelled_times(arch, kernel)))  # fmt: skip
+                                      model_times=modelled_times(arch, kernel), served=served))  # fmt: skip
     return write_report(found, Path(folder))
 
 

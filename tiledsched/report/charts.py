@@ -8,59 +8,26 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
 
-from tiledsched.problem import unit_of
 from tiledsched.report.analysis import held
 from tiledsched.report.axes import show
-from tiledsched.report.records import MEASURED, ProblemReport, Report, Section
+from tiledsched.report.rate_charts import rates, roofline, said_of_roofs
+from tiledsched.report.records import ProblemReport, Report, Section
 from tiledsched.report.regret import broad, regret_map
+from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, tips, word
 
-Spec = dict[str, Any]
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour, or are not drawn: one bad tile would grey out the rest."""
-BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 MOST_POINTS = 600
 """Of a scatter plot, drawn evenly from all: a page stays below 5 MB."""
 MOST_TRACES = 24
 """Searches drawn, the newest."""
 GOLDEN = 0.618034
 """Multiples of it, modulo 1, are spread evenly: where dots stand that would hide each other."""
-BINARY = {"type": "log", "base": 2}
-SIZES = {
-    "tickCount": 5,
-    "labelExpr": "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : datum.value",
-}
-SEVERAL = 3
-"""Problems from which a group gets a panel of rates, where any group has as many."""
 SWEPT = 12
 """Knobs whose sweeps are drawn, the most important."""
 REGRETS = 40
 """Problems on a side of the regret map, at most."""
-
-
-def chart(
-    values: Iterable[dict[str, Any]], layers: Spec, *, width: int | None = None, height: int | None = None
-) -> Spec:
-    """A chart over rows."""
-    sized = {key: value for key, value in (("width", width), ("height", height)) if value}
-    return {"data": {"values": list(values)}, **sized, **layers}
-
-
-def quantity(field: str, title: str, **more: Any) -> Spec:
-    """A channel of numbers."""
-    return {"field": field, "type": "quantitative", "title": title, **more}
-
-
-def word(field: str, title: str | None, **more: Any) -> Spec:
-    """A channel of words, in the order of the rows."""
-    return {"field": field, "type": "nominal", "title": title, "sort": None, **more}
-
-
-def _tips(**titles: str) -> list[Spec]:
-    return [{"field": field, "title": title} for field, title in titles.items()]
 
 
 def _loss(loss: float | None) -> str:
@@ -109,7 +76,7 @@ def costs(section: Section) -> Spec | None:
             "x": x,
             "y": y,
             "yOffset": {"field": "jitter", "type": "quantitative", "scale": {"domain": [-0.6, 1.6]}},
-            "tooltip": _tips(
+            "tooltip": tips(
                 choice="instead of the best", loss="loses", problem="problem", us="best, us", best="best schedule"
             ),
         },
@@ -124,7 +91,7 @@ def costs(section: Section) -> Spec | None:
     ticks = {
         **mean,
         "mark": {"type": "tick", "thickness": 3, "size": 42, "color": RED},
-        "encoding": {"x": x, "y": y, "tooltip": _tips(choice="instead of the best", said="geometric mean")},
+        "encoding": {"x": x, "y": y, "tooltip": tips(choice="instead of the best", said="geometric mean")},
     }
     text = {
         **mean,
@@ -171,7 +138,7 @@ def knobs(section: Section) -> Spec | None:
                 "x": x,
                 "y": y,
                 "color": {"condition": {"test": "datum.best", "value": GREEN}, "value": BLUE},
-                "tooltip": _tips(knob="knob", value="held at", said="costs", share="share of what makes programs good"),
+                "tooltip": tips(knob="knob", value="held at", said="costs", share="share of what makes programs good"),
             },
         },
         {
@@ -192,21 +159,13 @@ def _explored(section: Section) -> list[ProblemReport]:
     return [one for one in section.problems if len(one.tiles) > 1]
 
 
-def _group(one: ProblemReport, report: Report) -> str:
-    accum = f"{one.accum_mode} accumulators" if one.accum_mode != "fp32" else ""
-    device = one.device_name if len({each.device_name for each in report.measured.problems}) > 1 else ""
-    return (
-        ", ".join(part for part in (report.axes.describe_shared(one.problem), accum, device) if part) or report.kernel
-    )
-
-
 def tiles(section: Section, report: Report) -> Spec | None:
     """Small multiples on one scale: a square for each tile size, a panel for each problem."""
     problems = _explored(section)
     if not problems or report.tile_knobs is None:
         return None
     first, second = report.tile_knobs
-    several = len({(_group(one, report), one.size) for one in problems}) < len(problems)
+    several = len({(report.group_text(one), one.size) for one in problems}) < len(problems)
     rows = []
     for one in problems:
         best = {
@@ -225,7 +184,7 @@ def tiles(section: Section, report: Report) -> Spec | None:
                     "problem": str(one.problem),
                     "tile": tile is one.tiles[0],
                     "panel": str(one.problem) if several else f"{report.axes.swept_title}={one.size}",
-                    "group": _group(one, report),
+                    "group": report.group_text(one),
                     "schedule": best[tile.tile].schedule.short(),
                 }
             )
@@ -237,7 +196,7 @@ def tiles(section: Section, report: Report) -> Spec | None:
             f"{section.provenance} time / best",
             scale={"scheme": "viridis", "reverse": True, "domain": [1, SCALE_END]},
         ),
-        "tooltip": _tips(
+        "tooltip": tips(
             problem="problem",
             rows=first,
             columns=second,
@@ -299,7 +258,7 @@ def sweeps(section: Section, report: Report) -> Spec | None:
                         "relative": round(min(line.ratio, SCALE_END), 4),
                         "said": _loss(line.ratio - 1),
                         "problem": str(one.problem),
-                        "group": _group(one, report),
+                        "group": report.group_text(one),
                     }
                     for line in found.values
                 ]
@@ -328,7 +287,7 @@ def sweeps(section: Section, report: Report) -> Spec | None:
                 legend={"orient": "bottom", "columns": 3, "labelLimit": 260},
             ),
             "detail": {"field": "problem", "type": "nominal"},
-            "tooltip": _tips(problem="problem", knob="knob", value="held at", said="costs"),
+            "tooltip": tips(problem="problem", knob="knob", value="held at", said="costs"),
         },
         "width": 170,
         "height": 110,
@@ -355,7 +314,7 @@ def spread(section: Section, report: Report) -> Spec | None:
                 "relative": at,
                 "share": round(share, 4),
                 "problem": str(one.problem),
-                "group": _group(one, report),
+                "group": report.group_text(one),
                 "programs": len(times),
             }
             for at, share in steps.items()
@@ -374,7 +333,7 @@ def spread(section: Section, report: Report) -> Spec | None:
             "y": quantity("share", "share of the programs", axis={"format": "%"}),
             "color": word("group", None, scale={"scheme": "tableau10"}),
             "detail": {"field": "problem", "type": "nominal"},
-            "tooltip": _tips(problem="problem", relative="within", share="share", programs="programs"),
+            "tooltip": tips(problem="problem", relative="within", share="share", programs="programs"),
         },
     }
     rules = {
@@ -415,7 +374,7 @@ def regret(section: Section, report: Report) -> Spec | None:
                     legend={"format": "%"},
                 ),
             },
-            "tooltip": _tips(tuned="winner of", served="served on", said="loses"),
+            "tooltip": tips(tuned="winner of", served="served on", said="loses"),
         },
     }
     return chart(rows, squares, width=15 * len(order), height=15 * len(order))
@@ -448,7 +407,7 @@ def regimes(report: Report) -> Spec | None:
             "y": word("problem", None, axis={"labelLimit": 260}),
             "color": word("way", None, scale={"range": [BLUE, ORANGE]}),
             "shape": word("sure", "intervals apart"),
-            "tooltip": _tips(
+            "tooltip": tips(
                 problem="problem", way="served", said="loses", sure="intervals apart", programs="programs in both"
             ),
         },
@@ -456,45 +415,12 @@ def regimes(report: Report) -> Spec | None:
     return chart(rows, dots, width=560, height=17 * len(report.regimes))
 
 
-def rates(section: Section, report: Report) -> Spec | None:
-    """The best rate of every problem along the swept size, a panel for each group."""
-    problems = [one for one in section.problems if one.best.rate]
-    if not problems:
-        return None
-    unit = unit_of(problems[0].problem)
-    rows = [
-        {
-            "group": _group(one, report),
-            "size": one.size,
-            "rate": round(one.best.rate, 1),
-            "problem": str(one.problem),
-            "us": round(one.best.us, 2),
-            "schedule": one.best.schedule.short(),
-        }
-        for one in problems
-        if unit_of(one.problem) == unit
-    ]
-    sizes = Counter(row["group"] for row in rows)
-    rows = [row for row in rows if sizes[row["group"]] >= min(SEVERAL, max(sizes.values()))]
-    dots = {
-        "mark": {"type": "circle", "size": 45, "color": BLUE, "opacity": 0.7},
-        "width": 190,
-        "height": 110,
-        "encoding": {
-            "x": quantity("size", report.axes.swept_title, scale=BINARY, axis=SIZES),
-            "y": quantity("rate", unit, axis={"tickCount": 4}),
-            "tooltip": _tips(problem="problem", rate=unit, us="us", schedule="schedule"),
-        },
-    }
-    return chart(rows, {"facet": word("group", None), "columns": 4, "spec": dots})
-
-
 def trace(section: Section, report: Report) -> Spec | None:
     """The best time found so far against the number of measurements, a line for each search."""
     searched = [one for one in section.problems if len(one.trace) > 2][:MOST_TRACES]
     rows = [
         {
-            "group": _group(one, report),
+            "group": report.group_text(one),
             "problem": str(one.problem),
             "measured": place + 1,
             "relative": round(min(so_far, SCALE_END), 4),
@@ -512,7 +438,7 @@ def trace(section: Section, report: Report) -> Spec | None:
             "y": quantity("relative", "best so far / best", scale={"zero": False, "type": "log"}),
             "color": word("group", None, scale={"scheme": "tableau10"}, legend={"labelLimit": 260}),
             "detail": {"field": "problem", "type": "nominal"},
-            "tooltip": _tips(
+            "tooltip": tips(
                 problem="problem", measured="programs measured", relative="best so far / best", noise="noise floor"
             ),
         },
@@ -560,74 +486,12 @@ def resources(section: Section) -> Spec | None:
         "encoding": {
             "x": quantity("value", ""),
             "y": quantity("relative", f"{section.provenance} time / best", scale={"zero": False}),
-            "tooltip": _tips(problem="problem", value="value", relative="time / best", schedule="schedule"),
+            "tooltip": tips(problem="problem", value="value", relative="time / best", schedule="schedule"),
         },
     }
     return chart(
         rows, {"facet": word("what", None), "columns": 3, "spec": dots, "resolve": {"scale": {"x": "independent"}}}
     )
-
-
-def roofline(section: Section, report: Report) -> Spec | None:
-    """Rates against arithmetic intensity, under ceilings computed for the arch's usual GPU at the clock seen."""
-    from tiledsched.device import ARCHS
-
-    spec = ARCHS.get(report.arch)
-    problems = [
-        one for one in section.problems if one.best.rate and unit_of(one.problem) == "TFLOP/s" and one.problem.min_bytes
-    ]
-    if spec is None or not problems:
-        return None
-    clocks = [condition.sm_clock_mhz[1] for condition in report.conditions if condition.sm_clock_mhz]
-    ghz = max(clocks) / 1e3 if clocks and section.provenance == MEASURED else spec.clock_ghz
-    peak = spec.tensor_flops * spec.sm_count * ghz / 1e3
-    rows = [
-        {
-            "intensity": one.problem.flops / one.problem.min_bytes,
-            "rate": round(one.best.rate, 1),
-            "problem": str(one.problem),
-            "share": f"{one.best.rate / peak * 100:.0f}%",
-            "schedule": one.best.schedule.short(),
-        }
-        for one in problems
-    ]
-    intensities = [one.problem.flops / one.problem.min_bytes for one in problems]
-    low, high = min(intensities) / 2, max(intensities) * 2
-    knee = peak * 1e3 / spec.dram_gbps
-    roof = sorted({low, high, *([knee] if low < knee < high else [])})
-    line = {
-        "data": {
-            "values": [
-                {
-                    "intensity": at,
-                    "rate": min(peak, at * spec.dram_gbps / 1e3),
-                    "said": f"{spec.sm_count} SMs x {spec.tensor_flops} FLOP x {ghz:.2f} GHz; {spec.dram_gbps:.0f} GB/s",
-                }
-                for at in roof
-            ]
-        },
-        "mark": {"type": "line", "color": RED, "strokeWidth": 2},
-        "encoding": {
-            "x": quantity(
-                "intensity",
-                "FLOP per byte, each input read and each output written once",
-                scale={"type": "log", "nice": False},
-            ),
-            "y": quantity("rate", "TFLOP/s", scale={"type": "log"}),
-            "tooltip": _tips(said="ceiling, computed"),
-        },
-    }
-    dots = {
-        "mark": {"type": "circle", "size": 50, "opacity": 0.6, "color": BLUE},
-        "encoding": {
-            "x": {"field": "intensity", "type": "quantitative"},
-            "y": {"field": "rate", "type": "quantitative"},
-            "tooltip": _tips(
-                problem="problem", rate=f"{section.provenance} TFLOP/s", share="of the ceiling", schedule="schedule"
-            ),
-        },
-    }
-    return chart(rows, {"layer": [line, dots]}, width=820, height=300)
 
 
 def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Spec]]:
@@ -671,8 +535,7 @@ def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Sp
         "rates": ("Rates of the best schedules", "A dot is a problem.", rates(section, report)),
         "roofline": (
             "Roofline",
-            "Best rates under the ceilings of the arch's usual GPU, computed from its rates per clock and the highest "
-            "clock seen, not measured.",
+            said_of_roofs(section, report),
             roofline(section, report),
         ),
         "resources": ("Resources and time", "Programs by what their machine code takes.", resources(section)),
@@ -682,43 +545,3 @@ def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Sp
         for name, (heading, text, spec) in wanted.items()
         if spec is not None
     }
-
-
-def rates_of(reports: Sequence[Report]) -> Spec | None:
-    """The best rates of several archs along the swept size, a panel for each group of problems."""
-    rows: list[dict[str, Any]] = []
-    for report in reports:
-        for section in (report.measured, report.modelled):
-            for one in section.problems:
-                if one.best.rate and one.accum_mode == "fp32":
-                    group = report.axes.describe_shared(one.problem) or report.kernel
-                    rows.append(
-                        {
-                            "group": group,
-                            "arch": f"{report.arch} {section.provenance}",
-                            "size": one.size,
-                            "rate": round(one.best.rate, 1),
-                            "problem": str(one.problem),
-                            "schedule": one.best.schedule.short(),
-                        }
-                    )
-    archs: dict[str, set[str]] = {}
-    for row in rows:
-        archs.setdefault(row["group"], set()).add(row["arch"])
-    rows = [row for row in rows if len(archs[row["group"]]) > 1]
-    if not rows:
-        return None
-    axes = reports[0].axes
-    dots = {
-        "mark": {"type": "point", "filled": True, "opacity": 0.75},
-        "width": 220,
-        "height": 150,
-        "encoding": {
-            "x": quantity("size", axes.swept_title, scale=BINARY, axis=SIZES),
-            "y": quantity("rate", "rate", scale={"type": "log"}),
-            "color": word("arch", None, scale={"range": [BLUE, ORANGE, GREEN, RED]}),
-            "shape": word("arch", None),
-            "tooltip": _tips(problem="problem", arch="arch", rate="rate", schedule="schedule"),
-        },
-    }
-    return chart(rows, {"facet": word("group", None), "columns": 3, "spec": dots})

@@ -16,6 +16,7 @@ from tiledsched.kernel import KernelClass
 from tiledsched.problem import Problem, ProblemClass, rate_of
 from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_knobs, tile_times
 from tiledsched.report.axes import Axes, axes_of
+from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.report.records import (
     MEASURED,
@@ -58,6 +59,7 @@ def build_report(
     device_name: str | None = None,
     model_times: ModelTimes | None = None,
     space: SearchSpace | None = None,
+    served: Iterable[EntryRecord] = (),
 ) -> Report:
     """All that `db` knows of the schedules of a kernel on `arch`.
 
@@ -70,6 +72,7 @@ def build_report(
         model_times: estimates for the problems that were not measured. Without it only the winner and the runner-up
             of each modelled entry are known.
         space: where the default schedules come from; None for the kernel's own.
+        served: entries of every kernel: the highest rates measured among them are the ceilings.
     """
     compiler = compiler_at_hand()
     existing = db.measurements(arch=arch, kernel=kernel.name)
@@ -116,6 +119,8 @@ def build_report(
                       if one.problem.kernel == kernel.name),
         model_compilers=tuple(sorted({entry.toolchain.compiler for entry in entries
                                       if entry.provenance == MODELLED and entry.toolchain})),
+        ceilings=measured_ceilings([*entries, *served], regime,
+                                   {str(problem.values.get("dtype")) for problem, _, _ in landscapes}),
     )  # fmt: skip
 
 

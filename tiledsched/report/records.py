@@ -17,6 +17,7 @@ from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.store.records import EntryRecord
 
 if TYPE_CHECKING:
+    from tiledsched.report.ceilings import Ceiling
     from tiledsched.store.queries import KnobEffect, RegimeComparison
 
 MEASURED = "measured"
@@ -338,12 +339,22 @@ class Report:
     """Problems measured in both regimes, whichever the report is about."""
     model_compilers: tuple[str, ...]
     """Compilers behind the modelled entries, one line each."""
+    ceilings: tuple[Ceiling, ...] = ()
+    """The highest rates measured on each GPU, of whatever kernel."""
 
     @property
     def accuracy_classes(self) -> bool:
         """Whether the kernel can be less accurate for speed: only then is the accumulator mode worth a column."""
         best = [one.best.schedule for section in (self.measured, self.modelled) for one in section.problems]
         return any("accum_mode" in schedule for schedule in (*best, *(entry.schedule for entry in self.unmeasured)))
+
+    def group_text(self, one: ProblemReport) -> str:
+        """What the problems of a panel share, in words: shared sizes, accumulators, and the device where there are several."""
+        accum = f"{one.accum_mode} accumulators" if one.accum_mode != "fp32" else ""
+        device = one.device_name if len({each.device_name for each in self.measured.problems}) > 1 else ""
+        return (
+            ", ".join(part for part in (self.axes.describe_shared(one.problem), accum, device) if part) or self.kernel
+        )
 
     @property
     def warning(self) -> str:

@@ -17,7 +17,6 @@ from tiledsched.problem import Problem, unit_of
 from tiledsched.report import charts
 from tiledsched.report.analysis import held
 from tiledsched.report.axes import cell, show
-from tiledsched.report.charts import rates_of
 from tiledsched.report.csv_files import (
     importance_csv,
     interactions_csv,
@@ -39,6 +38,7 @@ from tiledsched.report.document import (
     to_html,
     to_markdown,
 )
+from tiledsched.report.rate_charts import rates_of
 from tiledsched.report.records import (
     MEASURED,
     MODELLED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tiledsched.report.charts import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, word
+from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, word
 from tiledsched.studies.evaluation.rows import BASELINE, EXPLICIT, FORCED, HEAD_DIMS, LENGTHS, OURS, ResultRow
 
 PANELS = [f"D={head_dim}" for head_dim in HEAD_DIMS]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiledsched.files import write_whole
-from tiledsched.report.charts import Spec, chart, quantity, word
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, drawings, to_html, to_markdown
 from tiledsched.report.text import without_charts
+from tiledsched.report.vega import Spec, chart, quantity, word
 from tiledsched.studies.bench.rows import BenchRow
 from tiledsched.studies.playbook.rungs import rungs
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from tiledsched.errors import ConfigError
 from tiledsched.extras import installing
 from tiledsched.files import write_whole
-from tiledsched.report.charts import BLUE, RED, Spec, chart, quantity, word
 from tiledsched.report.document import as_png, as_svg
+from tiledsched.report.vega import BLUE, RED, Spec, chart, quantity, word
 from tiledsched.studies.search.scores import DEPTHS, Summary
 
 OURS = "tiledsched-"

@@ -1,0 +1,41 @@
+"""What every chart is made of: Vega-Lite, one description for the page, SVG and PNG. Nothing is drawn here: see :mod:`document`.
+
+Colours are Okabe and Ito's (2008), which the colour-blind can tell apart. Text and axes have no colour of their own, so that they
+follow the page, light or dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+Spec = dict[str, Any]
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+BINARY = {"type": "log", "base": 2}
+SIZES = {
+    "tickCount": 5,
+    "labelExpr": "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : datum.value",
+}
+
+
+def chart(
+    values: Iterable[dict[str, Any]], layers: Spec, *, width: int | None = None, height: int | None = None
+) -> Spec:
+    """A chart over rows."""
+    sized = {key: value for key, value in (("width", width), ("height", height)) if value}
+    return {"data": {"values": list(values)}, **sized, **layers}
+
+
+def quantity(field: str, title: str, **more: Any) -> Spec:
+    """A channel of numbers."""
+    return {"field": field, "type": "quantitative", "title": title, **more}
+
+
+def word(field: str, title: str | None, **more: Any) -> Spec:
+    """A channel of words, in the order of the rows."""
+    return {"field": field, "type": "nominal", "title": title, "sort": None, **more}
+
+
+def tips(**titles: str) -> list[Spec]:
+    """Fields that a tooltip names, by their titles."""
+    return [{"field": field, "title": title} for field, title in titles.items()]
