@@ -18,7 +18,7 @@ from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
 from tiledsched.errors import DatabaseError
-from tiledsched.measure.runner import Device
+from tiledsched.measure.runner import Conditions, Device
 from tiledsched.problem import Problem, stable_id
 from tiledsched.schedule import Schedule
 from tiledsched.store.codec import encode
@@ -95,6 +95,7 @@ class Parents:
     def __init__(self) -> None:
         self.rows: dict[type[Base], dict[Any, dict[str, Any]]] = {}
         self._ids: dict[Any, str] = {}
+        self._conditions: dict[Conditions, dict[str, Any]] = {}
 
     def _put(self, model: type[Base], key: Any, values: dict[str, Any]) -> None:
         self.rows.setdefault(model, {})[key] = values
@@ -133,6 +134,12 @@ class Parents:
         known = {"arch": arch, "fingerprint": fingerprint, "facts": None, "cubin_bytes": 0}
         self._put(ArtifactRow, (arch, fingerprint), known)
         return fingerprint
+
+    def conditions(self, conditions: Conditions) -> dict[str, Any]:
+        """Conditions as they are stored; what is timed together shares them."""
+        if conditions not in self._conditions:
+            self._conditions[conditions] = encode(conditions)
+        return self._conditions[conditions]
 
     def insert(self, session: Session) -> None:
         """Insert what is missing."""
@@ -290,7 +297,7 @@ def measurement_values(record: StoredMeasurement, parents: Parents) -> dict[str,
         samples_us=list(taken.samples_us),
         sample_count=len(taken.samples_us),
         accuracy=encode(taken.accuracy),
-        conditions=encode(taken.conditions),
+        conditions=parents.conditions(taken.conditions),
         created_at=record.created_at,
     )
 
