@@ -170,6 +170,34 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RivalTime:
+    """What a rival took beside the winner of a race, in one interleaved run."""
+
+    name: str
+    """As the kernel names it."""
+    failure: str = field(default="", metadata=UNSAID)
+    """Why it was not timed; empty where it was."""
+    median_us: float | None = None
+    """Median of its samples."""
+    ours_us: float | None = None
+    """Median of our winner's in the same run."""
+    ratio: float | None = None
+    """Median over the rounds of its time over ours."""
+    ratio_low: float | None = None
+    """Lower end of its 95% confidence interval."""
+    ratio_high: float | None = None
+    """Upper end."""
+    samples: int = 0
+    """Rounds."""
+    host_us: float = 0.0
+    """What a call costs the host; no part of its time."""
+    capturable: bool = False
+    """Whether a CUDA graph may hold it: it was captured and replayed."""
+    version: str = ""
+    """Of what computes, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failed:
     """A candidate that gave no measurement."""
 
@@ -223,6 +251,12 @@ class Runner(Protocol):
 
         The conditions also tell who else ran on the GPU since the first request of a row of them; with no rounds, only they
         are asked for.
+        """
+        ...
+
+    def race_rivals(self, candidate: Candidate, *, regime: str) -> list[RivalTime] | None:
+        """Time the kernel's rivals beside `candidate`, interleaved, on the problem `begin` was given; None where that cannot be
+        done here.
         """
         ...
 
