@@ -254,12 +254,6 @@ class Runner(Protocol):
         """
         ...
 
-    def race_rivals(self, candidate: Candidate, *, regime: str) -> list[RivalTime] | None:
-        """Time the kernel's rivals beside `candidate`, interleaved, on the problem `begin` was given; None where that cannot be
-        done here.
-        """
-        ...
-
     def close(self) -> None:
         """Give the GPU back. Safe to call twice."""
         ...

@@ -21,8 +21,8 @@ from tiledsched.errors import ConfigError, SpaceError
 from tiledsched.kernel import HINT_KNOBS, KernelClass, allowed_hints
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
-from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers
 from tiledsched.serve.policy import NEAR_KIND, OTHER_KIND, ExpectedLoss, expected_loss, log_us, transfer
+from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers
 from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.space_files import space_for
 from tiledsched.store.evidence import for_compiler, stale

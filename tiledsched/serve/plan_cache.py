@@ -109,9 +109,7 @@ class PlanCache(Generic[P]):
                 other = instead(plan) if refused or isinstance(error.__cause__, TileError) else None
                 if other is None:
                     raise
-                log.warning(
-                    "%s; %s is served instead", error, "our own kernel" if refused else "the default schedule"
-                )
+                log.warning("%s; %s is served instead", error, "our own kernel" if refused else "the default schedule")
                 plan = other
                 with lock:
                     self.plans[key] = plan

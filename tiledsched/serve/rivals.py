@@ -7,6 +7,7 @@ near problems, with what our own schedule is expected to lose there: it was tune
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tiledsched.measure.runner import RivalTime
 from tiledsched.problem import Problem
 from tiledsched.store.records import EntryRecord
 
+log = logging.getLogger("tiledsched")
 ELSEWHERE = -2
 """No index of a CUDA device, nor what stands for the CPU."""
 SAME = 0.003
@@ -94,7 +96,9 @@ def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: floa
     """
     distance = problem.declaration.distance
     raced = [(distance(entry.problem, problem), entry) for entry in entries if entry.rivals]
-    near = sorted((pair for pair in raced if pair[0] <= REACH), key=lambda pair: (pair[0], pair[1].problem))[:NEIGHBOURS]
+    near = sorted((pair for pair in raced if pair[0] <= REACH), key=lambda pair: (pair[0], pair[1].problem))[
+        :NEIGHBOURS
+    ]
     offers = []
     for name in dict.fromkeys(each.name for _, entry in near for each in entry.rivals or ()):
         told = [(apart, entry, each) for apart, entry in near for each in entry.rivals or () if each.name == name]
@@ -104,7 +108,9 @@ def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: floa
             continue
         weights = [math.exp(-apart / REACH) for apart, _, _ in told]
         # The far end of each interval: noise is no gain.
-        mean = sum(weight * math.log(each.ratio_high or 1.0) for weight, (_, _, each) in zip(weights, told, strict=True))
+        mean = sum(
+            weight * math.log(each.ratio_high or 1.0) for weight, (_, _, each) in zip(weights, told, strict=True)
+        )
         expected = math.exp(mean / sum(weights)) / (1 + loss)
         if expected < 1 / (1 + NEAR_MARGIN):
             words = f", ours losing {loss:.1%} to a tuned one" if loss else ""
@@ -129,5 +135,9 @@ def choose_rival(served: Any, make: Callable[[], Mapping[str, Callable[..., Any]
     offers: Sequence[RivalOffer] = served.rivals
     if not offers:
         return None
-    found = make()
+    try:
+        found = make()
+    except Exception as error:  # of a declaration: it costs the rival, not the call
+        log.warning("no rival can be made, our own kernel is served: %s: %s", type(error).__name__, error)
+        return None
     return next((Rival(offer=each, call=found[each.name]) for each in offers if each.name in found), None)

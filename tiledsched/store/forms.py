@@ -28,7 +28,17 @@ FORMS = {
     "accum_mode": _WORD, "runner": _WORD,
 }  # fmt: skip
 """Field, or class and field where others are called the same -> its form, and that in words."""
-POSITIVE = ("median_us", "ci_low_us", "ci_high_us", "samples_us", "model_us", "ours_us", "ratio", "ratio_low", "ratio_high")
+POSITIVE = (
+    "median_us",
+    "ci_low_us",
+    "ci_high_us",
+    "samples_us",
+    "model_us",
+    "ours_us",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+)
 """Fields of times: none is 0, or the rates made of them are nothing."""
 LARGEST = 2**63 - 1
 SMALL = 2**31

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from tiledsched.errors import UnsupportedError
@@ -19,7 +20,11 @@ from tiledsched.kernels.attention.reference import default_scale
 from tiledsched.problem import Problem
 
 Function = Callable[..., Any]
-BACKENDS = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION", "torch_efficient": "EFFICIENT_ATTENTION"}
+BACKENDS = {
+    "torch_cudnn": "CUDNN_ATTENTION",
+    "torch_flash": "FLASH_ATTENTION",
+    "torch_efficient": "EFFICIENT_ATTENTION",
+}
 """Rival -> the only backend that torch's attention is allowed."""
 FLASH_4 = "flash_attention_4"
 FLASH_4_MODULE = "flash_attn.cute"
@@ -45,10 +50,10 @@ def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> 
         cap: of the scores, where the problem has one; the declaration's unless given.
     """
     made: dict[str, Callable[[], Function]] = {
-        name: (lambda backend=backend: torch_backend(p, backend, scale)) for name, backend in BACKENDS.items()
+        name: partial(torch_backend, p, backend, scale) for name, backend in BACKENDS.items()
     }
     if flash_4_installed():
-        made[FLASH_4] = lambda: flash_attention_4(p, scale, cap)
+        made[FLASH_4] = partial(flash_attention_4, p, scale, cap)
     found = {}
     for name, make in made.items() if not p.lse else ():
         try:
@@ -70,7 +75,9 @@ def torch_backend(p: Problem, backend: str, scale: float | None = None) -> Funct
         UnsupportedError: torch's attention knows nothing of what the problem asks for.
     """
     if p.asked:
-        raise UnsupportedError("torch's backends take no windows, softcap, sinks, starts and lengths, but as a mask of all scores")
+        raise UnsupportedError(
+            "torch's backends take no windows, softcap, sinks, starts and lengths, but as a mask of all scores"
+        )
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -130,7 +137,9 @@ def flash_4_options(p: Problem, scale: float | None = None, cap: float | None = 
     if causal and not bottom_right:
         raise UnsupportedError("FlashAttention-4 aligns the mask at the bottom right")
     if causal and p.lengths:
-        raise UnsupportedError("FlashAttention-4 moves the mask's diagonal to the end of each length; sdpa leaves it where it is")
+        raise UnsupportedError(
+            "FlashAttention-4 moves the mask's diagonal to the end of each length; sdpa leaves it where it is"
+        )
     if causal and p.seq_q > p.seq_k:
         raise UnsupportedError("FlashAttention-4 may leave rows that see no key unwritten")
     options: dict[str, Any] = {"softmax_scale": default_scale(p) if scale is None else scale}
