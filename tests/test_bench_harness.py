@@ -16,7 +16,7 @@ from tiledsched.errors import MeasureError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
 from tiledsched.studies.bench import methods as methods_module
-from tiledsched.studies.bench.methods import OURS, methods_of
+from tiledsched.studies.bench.methods import OURS, SERVED, methods_of
 from tiledsched.studies.bench.run import BenchOptions, bench_cell
 
 torch = pytest.importorskip("torch")
@@ -302,17 +302,22 @@ def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypa
     kernel = load_kernel(f"{tmp_path}/sums.py:Add")
     problem = kernel.problem(rows=40, columns=70, dtype="float16")
     served = types.SimpleNamespace(schedule=types.SimpleNamespace(short=lambda: "TILE=64"), provenance="measured")
-    operator = types.SimpleNamespace(explain=lambda *given, verify: types.SimpleNamespace(served=served))
+    operator = types.SimpleNamespace(explain=lambda *given, verify: types.SimpleNamespace(served=served, rival="torch"))
     monkeypatch.setattr("tiledsched.studies.bench.case.operator_call", lambda arrays: (operator, []))
-    monkeypatch.setattr(methods_module, "operator_call", lambda arrays: (torch.sub, list(arrays.tensors)))
+
+    class Operator:
+        """Its own kernel is wrong, and what is served in its place is not."""
+
+        own = staticmethod(torch.sub)
+        __call__ = staticmethod(torch.add)
+
+    monkeypatch.setattr(methods_module, "operator_call", lambda arrays: (Operator(), list(arrays.tensors)))
     methods = choose_methods(kernel, None, [problem])
-    assert [method.name for method in methods] == [OURS, "torch", "torch_swapped"]
+    assert [method.name for method in methods] == [OURS, SERVED, "torch", "torch_swapped"]
     rows = bench_cell(harness(), ("burst", problem), BenchOptions(methods=tuple(methods), rounds=6))
-    assert [row.status.partition(":")[0] for row in rows] == [
-        "wrong result",
-        "ok",
-        "ok",
-    ]  # what stands for ours subtracts
+    assert [row.status.partition(":")[0] for row in rows] == ["wrong result", "ok", "ok", "ok"]
+    assert (rows[1].schedule, rows[1].provenance) == ("torch", "rival")
+    rows = [rows[0], *rows[2:]]
     assert (rows[1].compared, rows[1].tflops) == ("all", 0.0)
     assert 0 < rows[1].rel_err < 1e-3
     assert rows[1].gbps == pytest.approx(3 * 40 * 70 * 2 / rows[1].median_us / 1e3)

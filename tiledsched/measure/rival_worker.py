@@ -19,7 +19,7 @@ from tiledsched.cases import Case, input_specs
 from tiledsched.errors import Failure, FailureKind
 from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import load_kernel
-from tiledsched.measure import timing, worker
+from tiledsched.measure import timing
 from tiledsched.measure.accuracy import case_errors, wrong_result
 from tiledsched.measure.arrays import ProblemArrays
 from tiledsched.measure.launch import Launch
@@ -51,10 +51,11 @@ class Rivals:
     Args:
         torch: the module.
         cupy: the module, or what stands for it.
+        worker: the module of the measuring process, which answers everything else.
     """
 
-    def __init__(self, torch: Any, cupy: Any) -> None:
-        self._torch, self._cupy = torch, cupy
+    def __init__(self, torch: Any, cupy: Any, worker: Any) -> None:
+        self._torch, self._cupy, self._worker = torch, cupy, worker
         self._kernel: KernelClass | None = None
         self._problem: Problem | None = None
 
@@ -63,7 +64,7 @@ class Rivals:
         if request[0] == "begin":
             self._kernel, self._problem = load_kernel(request[1]), request[2]
         if request[0] != "rivals":
-            return worker.answer(state, request)
+            return self._worker.answer(state, request)
         with self._torch.cuda.stream(self._torch.cuda.Stream()):
             try:
                 return self.race(state, *request[1:])
@@ -146,13 +147,13 @@ class Rivals:
 
     def _ours(self, state: Any, launch: Launch) -> Call:
         """Our winner, on torch's current stream."""
-        torch, external = self._torch, self._cupy.cuda.ExternalStream
+        torch, external, run = self._torch, self._cupy.cuda.ExternalStream, self._worker._run
         state.arrays.clear(launch.scratch)
         arguments = state.arrays.arguments(launch, state.arrays.cases[0])
 
         def call() -> None:
             with external(torch.cuda.current_stream().cuda_stream):
-                worker._run(state, launch, arguments)
+                run(state, launch, arguments)
 
         return call
 
@@ -186,7 +187,9 @@ def main(descriptor: str, folder: str, parent: str) -> None:
     import cupy
     import torch
 
-    worker.main(descriptor, folder, parent, answering=Rivals(torch, cupy).answer)
+    from tiledsched.measure import worker
+
+    worker.main(descriptor, folder, parent, Rivals(torch, cupy, worker).answer)
 
 
 if __name__ == "__main__":

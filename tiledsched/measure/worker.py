@@ -405,4 +405,4 @@ def _serve(connection: Connection, folder: str, answering: Callable[[State, tupl
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(sys.argv[1], sys.argv[2], sys.argv[3])

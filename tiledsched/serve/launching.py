@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -108,10 +109,7 @@ def call_rival(rival: Rival, given: Sequence[Any], device: int, name: str, probl
     if first:
         refuse_capture(key, name, problem)
     try:
-        if device not in (current_device(), -1):  # -1: of tensors on the CPU, in tests
-            with torch.cuda.device(device):
-                out = rival.call(*given)
-        else:
+        with torch.cuda.device(device) if device != current_device() else nullcontext():
             out = rival.call(*given)
         if sync and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(device)

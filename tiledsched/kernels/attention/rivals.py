@@ -85,10 +85,10 @@ def torch_backend(p: Problem, backend: str, scale: float | None = None) -> Funct
     attention, allowed = torch._C._nn.scaled_dot_product_attention, getattr(SDPBackend, backend)
     more: dict[str, Any] = {"scale": scale, **({"enable_gqa": True} if p.group > 1 else {})}
     if p.causal and p.alignment == "bottom_right" and not _last_row_sees_all(p):
-        from torch.nn.attention.bias import causal_lower_right
-
         if p.seq_q > p.seq_k:
             raise UnsupportedError("torch's attention has no zeros for rows that see no key")
+        from torch.nn.attention.bias import causal_lower_right
+
         more["attn_mask"] = causal_lower_right(p.seq_q, p.seq_k)
     else:
         more["is_causal"] = p.causal and not _last_row_sees_all(p)
