@@ -150,6 +150,7 @@ class Rivals:
         torch, external, run = self._torch, self._cupy.cuda.ExternalStream, self._worker._run
         state.arrays.clear(launch.scratch)
         arguments = state.arrays.arguments(launch, state.arrays.cases[0])
+        torch.cuda.synchronize()  # what was written so far was on CuPy's stream
 
         def call() -> None:
             with external(torch.cuda.current_stream().cuda_stream):

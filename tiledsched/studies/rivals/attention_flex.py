@@ -32,7 +32,10 @@ def flex_attention(arrays: Any) -> Any:
         each_batch = p.batch if p.starts or p.lengths else None
         block_mask = flex.create_block_mask(seen, each_batch, None, p.seq_q, p.seq_k, device=arrays.q.device)
     more: dict[str, Any] = {"block_mask": block_mask, "score_mod": cap_scores if p.softcap else None,
-                            "scale": default_scale(p), "enable_gqa": p.group > 1, "return_lse": p.sinks}  # fmt: skip
+                            "scale": default_scale(p), "enable_gqa": p.group > 1}  # fmt: skip
+    request = getattr(flex, "AuxRequest", None)  # of torch 2.9 and later
+    if p.sinks:
+        more |= {"return_aux": request(lse=True)} if request else {"return_lse": True}
     torch.compiler.reset()  # else it gives up on a function that it has compiled for eight problems
     attend = torch.compile(flex.flex_attention, dynamic=False)
     sinks = asked.get("sinks")
@@ -41,7 +44,8 @@ def flex_attention(arrays: Any) -> Any:
         found = attend(arrays.q, arrays.k, arrays.v, **more)
         if sinks is None:
             return found
-        out, lse = found
+        out, more_found = found
+        lse = more_found.lse if request else more_found
         return out * torch.sigmoid(lse - sinks.float()[None, :, None])[..., None].to(out.dtype)
 
     return call
