@@ -10,6 +10,7 @@ import math
 import sys
 import types
 from functools import partial
+from pathlib import Path
 
 import numpy
 import pytest
@@ -163,6 +164,7 @@ def process(cuda, monkeypatch, tmp_path):  # noqa: F811
 
     from tiledsched.kernel_names import load_kernel
 
+    monkeypatch.setattr("tiledsched.measure.timing.SUSTAINED_WARMUP_S", 0.0)
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: types.SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -460,3 +462,30 @@ def test_flex_attention_is_not_compiled_where_nothing_is_asked_for() -> None:
     arrays = types.SimpleNamespace(problem=problem())
     with pytest.raises(UnsupportedError, match="compiled for windows"):
         METHODS["torch_flex"].make(arrays)
+
+
+def test_two_processes_on_a_made_up_gpu_race_our_winner_and_its_rivals(monkeypatch) -> None:
+    from test_measure_gpu import PROBLEM, candidate
+
+    from tiledsched.measure.gpu import GpuRunner
+
+    folder = Path(__file__).parent
+    monkeypatch.setattr("tiledsched.measure.rivals.ROUNDS", {"burst": 6})
+    runner = GpuRunner(Attention, worker_command=(sys.executable, str(folder / "fake_worker.py"), "ready"))
+    races = RivalRaces(
+        Attention, runner, regime="burst", command=(sys.executable, str(folder / "fake_rival_worker.py"))
+    )
+    try:
+        runner.begin(PROBLEM)
+        found = {each.name: each for each in races.race(PROBLEM, candidate(100.0))}
+        assert found["torch_efficient"].failure.startswith("RuntimeError: ")  # torch has none on the CPU
+        flash = found["torch_flash"]
+        assert (flash.failure, flash.samples, flash.capturable) == ("", 6, True)
+        assert (flash.median_us, flash.ours_us, flash.ratio) == pytest.approx((80.0, 100.0, 0.8))
+        assert flash.version == f"torch {torch.__version__}"
+        assert runner.sample([candidate(100.0)], rounds=2, regime="burst")[0].samples_us == pytest.approx(
+            (100.0, 100.0)
+        )
+    finally:
+        races.close()
+        runner.close()
