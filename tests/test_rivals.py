@@ -278,12 +278,15 @@ def test_a_rival_that_refuses_its_first_call_gives_way_to_our_kernel(attention, 
     assert "our own kernel is served instead" in caplog.text
 
 
-def test_a_later_failure_is_an_error_that_says_what_to_do(attention, monkeypatch) -> None:
+def test_a_later_failure_gives_way_for_that_call_and_says_what_to_do(attention, monkeypatch, caplog) -> None:
     attention.sdpa(attention.q, attention.k, attention.v)
     plan = attention.plans.plan_for(attention.q, attention.k, attention.v)
     monkeypatch.setitem(vars(plan.rival), "call", lambda *given: 1 / 0)
-    with pytest.raises(LaunchError, match=r"torch_flash.*TILEDSCHED_RIVALS=off serves our own kernel"):
-        attention.sdpa(attention.q, attention.k, attention.v)
+    for _ in range(2):
+        out = attention.sdpa(attention.q, attention.k, attention.v)
+        torch.testing.assert_close(out, attention.want, rtol=2e-3, atol=2e-3)
+    assert (len(attention.calls), len(attention.launches)) == (1, 2)
+    assert caplog.text.count("TILEDSCHED_RIVALS=off serves our own kernel; our own kernel is served instead") == 1
 
 
 def test_a_graph_holds_the_rival_only_if_it_can(attention, monkeypatch) -> None:

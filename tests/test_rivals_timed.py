@@ -414,18 +414,36 @@ def test_without_it_it_is_no_rival(monkeypatch) -> None:
 # torch
 
 
-def test_torch_s_own_attention_is_called_whatever_its_name_stands_for(monkeypatch) -> None:
-    from tiledsched.attention.integrations import torch as routing
+@pytest.mark.parametrize("name", attention_rivals.BACKENDS)
+def test_a_backend_of_torchs_is_called_by_its_own_operator(monkeypatch, name) -> None:
+    """They run on GPUs only: here the arguments must be what torch's schema says."""
+    schema = [each.name for each in attention_rivals.torch_operator(attention_rivals.BACKENDS[name])._schema.arguments]
+    called = []
+    monkeypatch.setattr(
+        attention_rivals, "torch_operator", lambda word: lambda *a, **k: called.append((a, k)) or ["out"]
+    )
+    q = torch.zeros(1)
+    assert attention_rivals.torch_backend(problem(causal=True, kv_heads=4), name, 0.3)(q, q, q) == "out"
+    ((given, named),) = called
+    said = dict(zip(schema, given, strict=False)) | named
+    assert said["is_causal"] is True
+    assert (said["scale"], said["dropout_p"]) == (0.3, 0.0)
+    assert said.get("attn_bias") is None
+    assert not said.get("compute_log_sumexp")
 
-    p = problem(causal=True)
-    q, k, v = (torch.randn(2, heads, 24, 16, dtype=torch.float16) for heads in (4, 2, 2))
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", routing.routed_attention)
-    out = attention_rivals.torch_backend(p, "MATH", 0.3)(q, k, v)
-    want = attend(*(each.transpose(1, 2) for each in (q, k, v)), 0.3, True).transpose(1, 2)
-    torch.testing.assert_close(out.float(), want, rtol=2e-3, atol=2e-3)
-    assert attention_rivals.rivals(p.replace(lse=True)) == {}
-    assert set(attention_rivals.rivals(p)) >= set(attention_rivals.BACKENDS)
-    assert not set(attention_rivals.rivals(problem(causal=True, window=4))) & set(attention_rivals.BACKENDS)
+
+def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
+    def named(**more) -> set[str]:
+        return set(attention_rivals.rivals(problem(kv_heads=4, **more))) & set(attention_rivals.BACKENDS)
+
+    every = set(attention_rivals.BACKENDS)
+    assert named() == named(causal=True) == named(seq_k=40) == every
+    assert named(seq_k=40, causal=True) == every - {"torch_flash"}  # which aligns at the bottom right
+    assert named(seq_k=40, causal=True, alignment="bottom_right") == {"torch_flash"}
+    assert named(seq_q=1, causal=True, alignment="bottom_right") == every  # the mask hides nothing
+    assert named(seq_q=40, causal=True, alignment="bottom_right") == set()
+    assert named(lse=True) == named(causal=True, window=4) == named(lengths=True) == set()
+    assert "torch_efficient" not in attention_rivals.rivals(problem())  # grouped heads
 
 
 @pytest.mark.parametrize("asked", [*COMPUTED[2:4], COMPUTED[-1], *ONLY_FLEX], ids=str)
@@ -478,7 +496,7 @@ def test_two_processes_on_a_made_up_gpu_race_our_winner_and_its_rivals(monkeypat
     try:
         runner.begin(PROBLEM)
         found = {each.name: each for each in races.race(PROBLEM, candidate(100.0))}
-        assert found["torch_efficient"].failure.startswith("RuntimeError: ")  # torch has none on the CPU
+        assert found["torch_cudnn"].failure == "RuntimeError: cuDNN is not here"
         flash = found["torch_flash"]
         assert (flash.failure, flash.samples, flash.capturable) == ("", 6, True)
         assert (flash.median_us, flash.ours_us, flash.ratio) == pytest.approx((80.0, 100.0, 0.8))

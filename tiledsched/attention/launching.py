@@ -18,6 +18,7 @@ from tiledsched.serve.launching import (
     refuse_capture,
     scratch_arrays,
 )
+from tiledsched.serve.process import warn_once
 
 
 def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep_zeros: bool = False,
@@ -63,10 +64,10 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
 
 
 def _call_rival(plan: Plan, q: Any, k: Any, v: Any, first: bool, beside: Beside) -> Any:
-    """What the plan's rival computes, in the layout of our own output.
+    """What the plan's rival computes, in the layout of our own output; where it fails later, what our own kernel does.
 
     Raises:
-        LaunchError: it failed; `RivalError` where that was its first call.
+        LaunchError: it failed in a capture, or, `RivalError`, in its first call.
     """
     rival = plan.rival
     assert rival is not None
@@ -75,7 +76,13 @@ def _call_rival(plan: Plan, q: Any, k: Any, v: Any, first: bool, beside: Beside)
         return launch_plan(plan.own, q, k, v, beside=beside)
     if first and not rival.offer.capturable:  # so that a capture finds our own program loaded
         launch_plan(plan.own, q, k, v, first=True, beside=beside)
-    out = call_rival(rival, given, plan.device, "sdpa", plan.problem, first=first, sync=plan.sync)
+    try:
+        out = call_rival(rival, given, plan.device, "sdpa", plan.problem, first=first, sync=plan.sync)
+    except LaunchError as error:  # of tensors unlike the first ones, say
+        if first or torch.cuda.is_current_stream_capturing():
+            raise
+        warn_once(f"{error}; our own kernel is served instead")
+        return launch_plan(plan.own, q, k, v, first=True, beside=beside)
     if plan.columns or out.stride() != q.stride():
         wanted = empty_output(q, v.shape[3])
         return out if out.stride() == wanted.stride() else wanted.copy_(out)

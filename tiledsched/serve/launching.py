@@ -103,7 +103,7 @@ def call_rival(rival: Rival, given: Sequence[Any], device: int, name: str, probl
     """What a rival makes of tensors, on their device.
 
     Raises:
-        LaunchError: it failed; `RivalError` where that was its first call, or a CUDA graph is captured before that.
+        LaunchError: it failed, or a CUDA graph is captured before its first call; `RivalError` where that failed.
     """
     key = (rival.name, problem, device)
     if first:

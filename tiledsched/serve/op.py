@@ -364,10 +364,10 @@ class Operator:
         return made[0] if plan.single else _returned(made, plan.counts)
 
     def _call_rival(self, plan: OpPlan, tensors: tuple[Any, ...], first: bool) -> Any:
-        """What the plan's rival computes, in the layout of our own outputs.
+        """What the plan's rival computes, in the layout of our own outputs; where it fails later, what our own kernel does.
 
         Raises:
-            LaunchError: it failed; `RivalError` where that was its first call.
+            LaunchError: it failed in a capture, or, `RivalError`, in its first call.
         """
         rival = plan.rival
         assert rival is not None
@@ -375,7 +375,15 @@ class Operator:
             return self._launch(plan.own, tensors, None)
         if first and not rival.offer.capturable:  # so that a capture finds our own programs loaded
             self._launch(plan.own, tensors, None, first=True)
-        out = launching.call_rival(rival, tensors, plan.device, self.name, plan.problem, first=first, sync=plan.sync)
+        try:
+            out = launching.call_rival(
+                rival, tensors, plan.device, self.name, plan.problem, first=first, sync=plan.sync
+            )
+        except LaunchError as error:  # of tensors unlike the first ones, say
+            if first or torch.cuda.is_current_stream_capturing():
+                raise
+            process.warn_once(f"{error}; our own kernel is served instead")
+            return self._launch(plan.own, tensors, None, first=True)
         outputs = out if isinstance(out, (tuple, list)) else (out,)
         made = []
         for each, (shape, strides, dtype) in zip(outputs, plan.outputs, strict=False):

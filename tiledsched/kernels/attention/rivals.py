@@ -21,11 +21,17 @@ from tiledsched.problem import Problem
 
 Function = Callable[..., Any]
 BACKENDS = {
-    "torch_cudnn": "CUDNN_ATTENTION",
-    "torch_flash": "FLASH_ATTENTION",
-    "torch_efficient": "EFFICIENT_ATTENTION",
+    "torch_cudnn": "_scaled_dot_product_cudnn_attention",
+    "torch_flash": "_scaled_dot_product_flash_attention",
+    "torch_efficient": "_scaled_dot_product_efficient_attention",
 }
-"""Rival -> the only backend that torch's attention is allowed."""
+"""Rival -> the operator of torch's backend."""
+BEFORE_CAUSAL: Mapping[str, tuple[Any, ...]] = {
+    "torch_cudnn": (None, False, 0.0),  # no bias, no log-sum-exp, no dropout
+    "torch_flash": (0.0,),
+    "torch_efficient": (None, False, 0.0),
+}
+"""What each is given between its arrays and whether the mask is causal."""
 FLASH_4 = "flash_attention_4"
 FLASH_4_MODULE = "flash_attn.cute"
 """Of the package flash-attn-4; older packages called flash_attn have no such part."""
@@ -49,9 +55,7 @@ def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> 
         scale: of the softmax; 1 / sqrt(head_dim) unless given.
         cap: of the scores, where the problem has one; the declaration's unless given.
     """
-    made: dict[str, Callable[[], Function]] = {
-        name: partial(torch_backend, p, backend, scale) for name, backend in BACKENDS.items()
-    }
+    made: dict[str, Callable[[], Function]] = {name: partial(torch_backend, p, name, scale) for name in BACKENDS}
     if flash_4_installed():
         made[FLASH_4] = partial(flash_attention_4, p, scale, cap)
     found = {}
@@ -68,36 +72,48 @@ def _last_row_sees_all(p: Problem) -> bool:
     return bool(p.causal and p.alignment == "bottom_right" and p.seq_q == 1 and not p.window)
 
 
-def torch_backend(p: Problem, backend: str, scale: float | None = None) -> Function:
-    """torch's attention with one backend allowed.
+def torch_backend(p: Problem, name: str, scale: float | None = None) -> Function:
+    """One backend of torch's attention, by its own operator.
+
+    The public way to allow one backend alone (`torch.nn.attention.sdpa_kernel`) sets flags of the whole process, which other
+    threads would read, and `scaled_dot_product_attention` itself may be `sdpa` (`integrations.torch`).
 
     Raises:
-        UnsupportedError: torch's attention knows nothing of what the problem asks for.
+        UnsupportedError: it computes no such problem.
     """
     if p.asked:
         raise UnsupportedError(
             "torch's backends take no windows, softcap, sinks, starts and lengths, but as a mask of all scores"
         )
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    # torch's own, whatever its name in torch.nn.functional stands for: that may be `sdpa`.
-    attention, allowed = torch._C._nn.scaled_dot_product_attention, getattr(SDPBackend, backend)
-    more: dict[str, Any] = {"scale": scale, **({"enable_gqa": True} if p.group > 1 else {})}
-    if p.causal and p.alignment == "bottom_right" and not _last_row_sees_all(p):
-        if p.seq_q > p.seq_k:
-            raise UnsupportedError("torch's attention has no zeros for rows that see no key")
-        from torch.nn.attention.bias import causal_lower_right
-
-        more["attn_mask"] = causal_lower_right(p.seq_q, p.seq_k)
-    else:
-        more["is_causal"] = p.causal and not _last_row_sees_all(p)
+    causal = p.causal and not _last_row_sees_all(p)
+    if causal and p.seq_q != p.seq_k:
+        if (name == "torch_flash") != (p.alignment == "bottom_right"):
+            raise UnsupportedError(f"{name} aligns the causal mask elsewhere")
+        if p.seq_q > p.seq_k and p.alignment == "bottom_right":
+            raise UnsupportedError(f"{name} may leave rows that see no key unwritten")
+    if p.group > 1 and name == "torch_efficient":
+        raise UnsupportedError("torch's memory-efficient backend repeats no key heads")
+    operator, given = torch_operator(BACKENDS[name]), BEFORE_CAUSAL[name]
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        with sdpa_kernel(allowed):
-            return attention(q, k, v, **more)
+        return operator(q, k, v, *given, causal, scale=scale)[0]
 
     return call
+
+
+def torch_operator(name: str) -> Function:
+    """An operator of torch's; its first output is the attention's.
+
+    Raises:
+        UnsupportedError: this torch has none of that name.
+    """
+    import torch
+
+    found = getattr(torch.ops.aten, name, None)
+    if found is None:
+        raise UnsupportedError(f"this torch has no aten::{name}")
+    operator: Function = found.default
+    return operator
 
 
 def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None = None) -> Function:
