@@ -289,6 +289,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
         raise ConfigError(f"no GPU of {arch} measures here, and without one nothing is searched: the model ranks what is "
                           "built; leave out --sampler and --storage")  # fmt: skip
     from tiledsched.build.pool import BuildPool
+    from tiledsched.measure.gpu import GpuRunner
     from tiledsched.measure.rivals import RivalRaces, can_race
     from tiledsched.search.prior import Shipped
     from tiledsched.search.study_storage import open_storage
@@ -304,7 +305,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     said = command or {"kernel": kernel.name, "problems": [each.to_json() for each in wanted], "effort": effort}
     races = None
     try:
-        if gpu is not None and settings.rivals != "off" and can_race(kernel):
+        if isinstance(gpu, GpuRunner) and settings.rivals != "off" and can_race(kernel):
             races = RivalRaces(kernel, gpu, regime=settings.regime)
         kept = open_storage(storage) if storage else None
         with TuningDB.open(settings.db) as store, BuildPool(jobs) as pool:
