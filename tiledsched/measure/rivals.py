@@ -31,7 +31,7 @@ ROUNDS = {"burst": 30, "sustained": 200}
 LEAST_ROUNDS = 6
 """Of a rival that is told apart: below it there is no 95% interval."""
 CONFIDENCE = 0.95
-RACE_S = 900.0
+RACE_S = 600.0
 """How long a race of rivals may take: some compile themselves, for minutes."""
 
 
