@@ -20,7 +20,7 @@ from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.errors import Failure, FailureKind
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
+from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement, RivalTime
 from tiledsched.problem import ProblemClass
 from tiledsched.schedule import Schedule
 from tiledsched.store.db import TuningDB
@@ -34,6 +34,11 @@ DEVICE = Device(
     name="NVIDIA Sample", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=50 << 20, driver="580.1"
 )
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
+RIVALS = (
+    RivalTime(name="flash_attention_4", median_us=90.0, ours_us=100.0, ratio=0.9, ratio_low=0.89, ratio_high=0.91, samples=30,
+              host_us=340.0, capturable=True, version="flash-attn-4 4.0.0b36"),
+    RivalTime(name="torch_flash", failure="RuntimeError: No available kernel."),
+)  # fmt: skip
 FAILURE = Failure(kind=FailureKind.COMPILE_ERROR, message="tileiras: error: out of registers")
 
 
@@ -117,7 +122,7 @@ def fill(db: TuningDB) -> None:
     db.record_failure(run, "attention", "sm_90", "measure", other, hang, problem=PROBLEM, fingerprint="e" * 24,
                       device=DEVICE)  # fmt: skip
     db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=first, runner_up=other,
-                       margin=0.2, ties=(schedule(occupancy=2),), run_id=run, updated_at=START))  # fmt: skip
+                       margin=0.2, ties=(schedule(occupancy=2),), rivals=RIVALS, run_id=run, updated_at=START))  # fmt: skip
     later = START + timedelta(days=1)
     db.put_entry(entry("modelled", problem=PROBLEM.replace(causal=True), fingerprint="", updated_at=later))
     db.finish_run(run)

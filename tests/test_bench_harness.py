@@ -11,12 +11,12 @@ import types
 import numpy
 import pytest
 
-import tiledsched.studies.bench.harness as harness_module
+import tiledsched.measure.torch_timing as timing_module
 from tiledsched.errors import MeasureError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
 from tiledsched.studies.bench import methods as methods_module
-from tiledsched.studies.bench.methods import OURS, methods_of
+from tiledsched.studies.bench.methods import OURS, SERVED, methods_of
 from tiledsched.studies.bench.run import BenchOptions, bench_cell
 
 torch = pytest.importorskip("torch")
@@ -251,9 +251,9 @@ def test_that_it_could_not_be_told_what_was_launched_is_told(cuda, monkeypatch) 
 
 def test_a_host_that_was_late_is_never_timed_and_gets_more_spin_from_then_on(cuda, monkeypatch) -> None:
     spins, calls = [], []
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: spins.append(cycles / harness_module.CYCLES_PER_US))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: spins.append(cycles / timing_module.CYCLES_PER_US))
     LATE.extend([False, True, True])
-    watch = harness_module.TorchStopwatch(
+    watch = timing_module.TorchStopwatch(
         torch, [lambda: calls.append("slow"), lambda: calls.append("quick")], torch.empty(1)
     )
     watch.queue(0, paced=True)
@@ -264,14 +264,14 @@ def test_a_host_that_was_late_is_never_timed_and_gets_more_spin_from_then_on(cud
     LATE.extend([True] * 20)
     with pytest.raises(MeasureError, match="leave it out with --methods"):
         watch.queue(1, paced=True)
-    assert len(calls) == 4 + harness_module.MOST_DOUBLINGS + 1
+    assert len(calls) == 4 + timing_module.MOST_DOUBLINGS + 1
     LATE.clear()
 
 
 def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes_the_host(cuda, monkeypatch) -> None:
     """FlashAttention-4 takes 0.4 ms to be launched: behind a spin of 0.3 ms its launch was timed, not its work."""
     spins = []
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: spins.append(cycles / harness_module.CYCLES_PER_US))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: spins.append(cycles / timing_module.CYCLES_PER_US))
 
     def slow(arrays):
         call = METHODS["eager"].make(arrays)
@@ -284,7 +284,7 @@ def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes
 
     rows = cell([METHODS["torch_auto"], made(slow, "eager")])
     assert {row.status for row in rows.values()} == {"ok"}
-    sampled = spins[2 * harness_module.LOOKS :]
+    sampled = spins[2 * timing_module.LOOKS :]
     assert len(sampled) == 12
     assert len(set(sampled)) == 1
     assert sampled[0] >= 4000
@@ -302,17 +302,22 @@ def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypa
     kernel = load_kernel(f"{tmp_path}/sums.py:Add")
     problem = kernel.problem(rows=40, columns=70, dtype="float16")
     served = types.SimpleNamespace(schedule=types.SimpleNamespace(short=lambda: "TILE=64"), provenance="measured")
-    operator = types.SimpleNamespace(explain=lambda *given, verify: types.SimpleNamespace(served=served))
+    operator = types.SimpleNamespace(explain=lambda *given, verify: types.SimpleNamespace(served=served, rival="torch"))
     monkeypatch.setattr("tiledsched.studies.bench.case.operator_call", lambda arrays: (operator, []))
-    monkeypatch.setattr(methods_module, "operator_call", lambda arrays: (torch.sub, list(arrays.tensors)))
+
+    class Operator:
+        """Its own kernel is wrong, and what is served in its place is not."""
+
+        own = staticmethod(torch.sub)
+        __call__ = staticmethod(torch.add)
+
+    monkeypatch.setattr(methods_module, "operator_call", lambda arrays: (Operator(), list(arrays.tensors)))
     methods = choose_methods(kernel, None, [problem])
-    assert [method.name for method in methods] == [OURS, "torch", "torch_swapped"]
+    assert [method.name for method in methods] == [OURS, SERVED, "torch", "torch_swapped"]
     rows = bench_cell(harness(), ("burst", problem), BenchOptions(methods=tuple(methods), rounds=6))
-    assert [row.status.partition(":")[0] for row in rows] == [
-        "wrong result",
-        "ok",
-        "ok",
-    ]  # what stands for ours subtracts
+    assert [row.status.partition(":")[0] for row in rows] == ["wrong result", "ok", "ok", "ok"]
+    assert (rows[1].schedule, rows[1].provenance) == ("torch", "rival")
+    rows = [rows[0], *rows[2:]]
     assert (rows[1].compared, rows[1].tflops) == ("all", 0.0)
     assert 0 < rows[1].rel_err < 1e-3
     assert rows[1].gbps == pytest.approx(3 * 40 * 70 * 2 / rows[1].median_us / 1e3)

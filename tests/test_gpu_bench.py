@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from tiledsched.kernels.attention import Attention
-from tiledsched.studies.bench.methods import OURS, choose_methods, methods_of
+from tiledsched.studies.bench.methods import OURS, SERVED, choose_methods, methods_of
 from tiledsched.studies.bench.run import BenchOptions, run_bench
 from tiledsched.studies.bench.summary import summarise
 
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-MUST = {OURS, "untuned", "torch_flash", "torch_efficient", "torch_math", "torch_auto", "eager"}
+MUST = {OURS, SERVED, "untuned", "torch_flash", "torch_efficient", "torch_math", "torch_auto", "eager"}
 METHODS = methods_of(Attention)
 PROBLEMS = [
     Attention.standard(seq_len=512, head_dim=64, batch=1, heads=8),

@@ -13,8 +13,7 @@ from serve_on_cpu import TOLERANCE, tensors
 from tiledsched import configure, explain
 from tiledsched.attention import sdpa as serve
 from tiledsched.attention.operator import sdpa_lse_operator, sdpa_operator
-from tiledsched.errors import ConfigError, ProblemError, UnsupportedError
-from tiledsched.kernels.attention import Attention
+from tiledsched.errors import ProblemError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -203,11 +202,3 @@ def test_it_is_explained(launches) -> None:
     q, k, v = tensors(batch=3, heads=4)
     found = explain(q, k, v, causal=True, window=9, sinks=SINKS)
     assert "window=9 +sinks" in str(found.problem)
-
-
-def test_the_bench_refuses_what_its_methods_do_not_compute() -> None:
-    from tiledsched.studies.rivals.attention import make_case
-
-    problem = Attention.problem(seq_q=64, seq_k=64, head_dim=64, causal=True, window=8)
-    with pytest.raises(ConfigError, match=r"no methods for .* window=8.*leave them out"):
-        make_case(torch, None, problem)

@@ -93,13 +93,14 @@ class Recorded:
 
 
 def tune(recorded: Recorded, db: TuningDB, *, runner=None, space=None, toolchain=None, source_hash=None, served=None,
-         shipped=None, measure=True, watcher=None, **options):  # fmt: skip
+         shipped=None, measure=True, watcher=None, rivals=None, **options):  # fmt: skip
     run_id = db.start_run({}, "sm_90")
     runner = (runner or ReplayRunner(Attention, recorded.measurements, seed=1)) if measure else None
     with patch.object(Attention, "source_hash", return_value=source_hash or Attention.source_hash()):
         tuner = Tuner(db, recorded, space or recorded_space(recorded), Attention, toolchain or recorded.toolchain,
                       TuneOptions(**options), pool=recorded, run_id=run_id, runner=runner, watcher=watcher,
-                      served=(lambda problem, device: [served]) if served else None, shipped=shipped)  # fmt: skip
+                      served=(lambda problem, device: [served]) if served else None, shipped=shipped,
+                      rivals=rivals)  # fmt: skip
         return tuner.tune([recorded.problem])[0]
 
 

@@ -47,7 +47,7 @@ def test_a_question_is_answered(asked) -> None:
     assert {"entries", "attention"} <= set(tables(asked))
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_the_documents_questions_have_answers(asked, number) -> None:
     columns, rows = answer(asked, QUESTIONS[number])
     assert columns
@@ -55,7 +55,7 @@ def test_the_documents_questions_have_answers(asked, number) -> None:
 
 
 def test_every_question_of_the_documents_is_tried() -> None:
-    assert len(QUESTIONS) == 5
+    assert len(QUESTIONS) == 6
 
 
 @pytest.mark.parametrize("sql", [

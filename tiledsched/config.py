@@ -36,6 +36,7 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "fallback": ("torch", "error"),
     "regime": ("burst", "sustained"),
     "accum_mode": ("fp32", "fp16"),
+    "rivals": ("serve", "record", "off"),
     "sync": bool,
     "gpu_wait": int,
     "log_level": ("debug", "info", "warning", "error"),
@@ -60,6 +61,8 @@ class Settings:
     """Whose winner is served."""
     accum_mode: str = "fp32"
     """Accuracy class served."""
+    rivals: str = "serve"
+    """Whether faster rivals serve, and whether a tune times them; `record` for the second alone."""
     sync: bool = False
     """Whether every launch of `sdpa` is waited for, so that an error names the call that made it."""
     gpu_wait: int | None = None

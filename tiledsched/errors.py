@@ -52,6 +52,10 @@ class LaunchError(TiledschedError, RuntimeError):
     """A launch of `sdpa` failed, or cannot be made now; the message names the call."""
 
 
+class RivalError(LaunchError):
+    """A rival that was to be served refused its first call; our own kernel is served instead."""
+
+
 class NoValidScheduleError(TiledschedError, RuntimeError):
     """Every candidate failed, or a space holds no valid schedule for a problem."""
 

@@ -6,7 +6,7 @@ import multiprocessing
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,7 @@ class TuneReport:
             "schedule": entry.schedule.to_json(), "median_us": entry.median_us, "model_us": entry.model_us,
             "ties": [tie.to_json() for tie in entry.ties], "margin": entry.margin,
             "runner_up": entry.runner_up.to_json() if entry.runner_up else None,
+            "rivals": None if entry.rivals is None else [asdict(each) for each in entry.rivals],
             "programs": result.programs, "measured_programs": result.measured, "failed": result.failed,
             "seconds": round(result.seconds, 3),
         } for entry, result in zip(self.entries, self.results, strict=True)]  # fmt: skip
@@ -232,7 +233,8 @@ def noted_run(db: TuningDB, command: Mapping[str, Any], arch: str) -> Iterator[i
 
 
 def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch: str, db: str | None = None,
-         regime: str | None = None, accum_mode: str | None = None, effort: str = "default", trials: int | None = None,
+         regime: str | None = None, accum_mode: str | None = None, rivals: str | None = None,
+         effort: str = "default", trials: int | None = None,
          budget_s: float | None = None, sampler: str = OURS, neighbours: bool = False, seed: int = 0,
          runner: str = "auto", space: str | Path | None = None, candidates: str | Path | None = None,
          jobs: int | None = None, compile_timeout_s: float = 120.0, storage: str | None = None,
@@ -248,6 +250,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
         db: path or URL of the database; None for the user's.
         regime: burst or sustained; None for what settings say.
         accum_mode: accuracy class, of kernels that have several.
+        rivals: serve or record, to time the kernel's rivals beside each winner, or off; None for what settings say.
         effort: quick, default or thorough.
         trials: distinct programs to measure per problem, at most, or, without a GPU, schedules to build, the model's
             favourites first; None for those of the effort.
@@ -278,7 +281,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     kernel = kernel_of(kernel)
     kernel.locator()  # raises where the compile processes could not find it
     wanted = problems_of(kernel, problems)
-    settings = load_settings({"db": db, "regime": regime, "accum_mode": accum_mode})
+    settings = load_settings({"db": db, "regime": regime, "accum_mode": accum_mode, "rivals": rivals})
     tools = prepare_tools(kernel, arch, settings=settings, space=space, candidates=candidates)
     check_sampler(sampler)
     gpu = open_runner(kernel, arch, runner=runner, seed=seed)  # its process starts while we import the rest
@@ -286,6 +289,8 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
         raise ConfigError(f"no GPU of {arch} measures here, and without one nothing is searched: the model ranks what is "
                           "built; leave out --sampler and --storage")  # fmt: skip
     from tiledsched.build.pool import BuildPool
+    from tiledsched.measure.gpu import GpuRunner
+    from tiledsched.measure.rivals import RivalRaces, can_race
     from tiledsched.search.prior import Shipped
     from tiledsched.search.study_storage import open_storage
     from tiledsched.search.tuner import TuneOptions, Tuner
@@ -298,7 +303,10 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
                           neighbours=neighbours, seed=seed, regime=settings.regime,
                           compile_timeout_s=compile_timeout_s)  # fmt: skip
     said = command or {"kernel": kernel.name, "problems": [each.to_json() for each in wanted], "effort": effort}
+    races = None
     try:
+        if isinstance(gpu, GpuRunner) and settings.rivals != "off" and can_race(kernel):
+            races = RivalRaces(kernel, gpu, regime=settings.regime)
         kept = open_storage(storage) if storage else None
         with TuningDB.open(settings.db) as store, BuildPool(jobs) as pool:
             before = load_entries(settings, {arch}, kernel.name)
@@ -319,12 +327,14 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
             with noted_run(store, said, arch) as run_id:
                 tuner = Tuner(store, tools.artifacts, tools.space, kernel, tools.toolchain, options, pool=pool, run_id=run_id,
                               runner=gpu, watcher=watcher, served=served, shipped=Shipped(kernel.name, arch),
-                              storage=kept)  # fmt: skip
+                              rivals=races.race if races else None, storage=kept)  # fmt: skip
                 results = tuner.tune(wanted)
             known = for_compiler(load_entries(settings, {arch}, kernel.name), tools.toolchain.tileiras)
             now = {entry.place: entry for entry in known}
             entries = [now.get(result.entry.place, result.entry) for result in results]
     finally:
+        if races is not None:
+            races.close()
         if gpu is not None:
             gpu.close()
         for forget in config.watchers:  # operators of this process look again

@@ -36,4 +36,5 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool |
         launched_fingerprint([plan.kernel], [launch_arguments(plan, q, k, v, beside)], facts.arch) if verify else ""
     )
     return Explanation(problem=plan.problem, arch=facts.arch, device_name=facts.name, served=plan.served,
-                       launched_fingerprint=fingerprint, controls=settings().sources)  # fmt: skip
+                       rival=plan.rival.name if plan.rival else "",
+                           launched_fingerprint=fingerprint, controls=settings().sources)  # fmt: skip

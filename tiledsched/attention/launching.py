@@ -10,7 +10,15 @@ from tiledsched.attention.beside import NOTHING, Beside
 from tiledsched.attention.plans import Plan
 from tiledsched.errors import LaunchError
 from tiledsched.serve import launching
-from tiledsched.serve.launching import describe_failure, has_run, program_key, refuse_capture, scratch_arrays
+from tiledsched.serve.launching import (
+    call_rival,
+    describe_failure,
+    has_run,
+    program_key,
+    refuse_capture,
+    scratch_arrays,
+)
+from tiledsched.serve.process import warn_once
 
 
 def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep_zeros: bool = False,
@@ -28,8 +36,10 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
     Raises:
         LaunchError: cuTile or the driver refused it, or, with `first`, a CUDA graph is being captured.
     """
-    index = plan.device
+    index = plan.launch_on
     if index != launching.current_device():  # cuTile launches on the current device, whatever the tensors say
+        if plan.rival is not None:
+            return _call_rival(plan, q, k, v, first, beside)
         with torch.cuda.device(index):
             return launch_plan(plan, q, k, v, first=first, keep_zeros=keep_zeros, beside=beside)
     stream = launching.current_stream(index)
@@ -51,6 +61,32 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
     if first:
         has_run(key)
     return (out, arrays[4].squeeze(-1)) if plan.lse else out
+
+
+def _call_rival(plan: Plan, q: Any, k: Any, v: Any, first: bool, beside: Beside) -> Any:
+    """What the plan's rival computes, in the layout of our own output; where it fails later, what our own kernel does.
+
+    Raises:
+        LaunchError: it failed in a capture, or, `RivalError`, in its first call.
+    """
+    rival = plan.rival
+    assert rival is not None
+    given = (q, k, v, *(each for each in beside.for_kernel(q) if each is not None))
+    if torch.cuda.is_current_stream_capturing() and not rival.offer.capturable:
+        return launch_plan(plan.own, q, k, v, beside=beside)
+    if first and not rival.offer.capturable:  # so that a capture finds our own program loaded
+        launch_plan(plan.own, q, k, v, first=True, beside=beside)
+    try:
+        out = call_rival(rival, given, plan.device, "sdpa", plan.problem, first=first, sync=plan.sync)
+    except LaunchError as error:  # of tensors unlike the first ones, say
+        if first or torch.cuda.is_current_stream_capturing():
+            raise
+        warn_once(f"{error}; our own kernel is served instead")
+        return launch_plan(plan.own, q, k, v, first=True, beside=beside)
+    if plan.columns or out.stride() != q.stride():
+        wanted = empty_output(q, v.shape[3])
+        return out if out.stride() == wanted.stride() else wanted.copy_(out)
+    return out
 
 
 def with_asked(arrays: tuple[Any, ...], q: Any, beside: Beside) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ layouts that need other machine code. What the table says is looked up when a pl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.tile as ct  # half of what the first call would take, were it imported there
@@ -18,12 +18,14 @@ from tiledsched.errors import ProblemError, UnsupportedError
 from tiledsched.kernel import LARGEST_INT32
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import scales
+from tiledsched.kernels.attention.rivals import rivals
 from tiledsched.launches import steps
 from tiledsched.problem import Problem
 from tiledsched.serve import process
 from tiledsched.serve.launching import Scratch, scratch_of, spans
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan_cache import PlanCache
+from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rival
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,10 @@ class Plan:
     """Run-time and compile-time arguments, as they end those of a launch."""
     asked: bool
     """Whether the last three of `extra_arrays` stand for sinks, starts and lengths."""
+    launch_on: int
+    """Index of the CUDA device; `ELSEWHERE` where a rival is served, so that no launch of ours asks whether one is."""
     device: int
-    """Index of the CUDA device."""
+    """The same, in any case."""
     sync: bool
     """Whether each launch is waited for."""
     columns: int
@@ -58,6 +62,13 @@ class Plan:
     """Where the schedule comes from."""
     problem: Problem
     """What the plan computes."""
+    rival: Rival | None = None
+    """What is called instead of the launch."""
+
+    @property
+    def own(self) -> Plan:
+        """The same on our own kernel."""
+        return replace(self, launch_on=self.device, rival=None)
 
 
 def plan_key(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool,
@@ -114,7 +125,7 @@ def plan_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool 
              scale: float | None = None, return_lse: bool = False, window: int | None = None, softcap: float | None = None,
              sinks: torch.Tensor | None = None, key_starts: torch.Tensor | None = None,
              key_lengths: torch.Tensor | None = None) -> Plan:  # fmt: skip
-    """The plan `sdpa` uses for these tensors.
+    """The plan `sdpa` uses for these tensors: `own` of it is our kernel's, where a rival is served.
 
     Raises:
         UnsupportedError: the kernel cannot serve them.
@@ -141,7 +152,11 @@ def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool, beside: 
 
 def default_plan(plan: Plan, q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool,
                  beside: Beside = NOTHING) -> Plan | None:  # fmt: skip
-    """The plan on the default schedule in place of one that does not compile for these tensors; None where it is on that."""
+    """The plan on our own kernel in place of a rival's that refuses these tensors, on the default schedule in place of one that
+    does not compile for them; None where it is on that.
+    """  # fmt: skip
+    if plan.rival is not None:
+        return plan.own
     served = process.table(Attention).instead_of(plan.served, plan.problem, process.device_facts(plan.device).arch)
     found = served and make_plan(q, k, v, causal, scale, lse, served, beside)
     return found if isinstance(found, Plan) else None
@@ -165,7 +180,8 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
     except ProblemError as error:
         return str(error)
     served = served or table.resolve(problem, facts.arch, facts.name)
-    process.tell(Attention.name, problem, facts, served)
+    rival = choose_rival(served, lambda: rivals(problem, scale, beside.softcap or None))
+    process.tell(Attention.name, problem, facts, served, rival)
     (step,) = steps(Attention, problem, served.schedule, facts)
     extra = [each.name for each in step.arguments if each.kind == "array"][4:]  # after Q, K, V and Out
     constants = tuple(each.value for each in step.arguments if each.kind == "constant")
@@ -179,7 +195,9 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
         constants=constants,
         tail=(*(numbers[each.name] for each in step.arguments if each.kind == "scalar"), *constants),
         asked=problem.asked,
+        launch_on=q.get_device() if rival is None else ELSEWHERE,
         device=q.get_device(),
+        rival=rival,
         sync=process.settings().sync,
         columns=problem.value_dim,
         lse=problem.lse,

@@ -72,7 +72,7 @@ def profile(options: argparse.Namespace) -> int:
     """Nsight Compute on each problem and method; Markdown to stdout."""
     from tiledsched.files import write_whole
     from tiledsched.measure.nvml import devices
-    from tiledsched.studies.bench.methods import OURS, methods_of
+    from tiledsched.studies.bench.methods import OURS, SERVED, methods_of
     from tiledsched.studies.profiles import pages
     from tiledsched.studies.profiles.run import find_ncu, versions
     from tiledsched.studies.profiles.run import profile as profiled
@@ -87,7 +87,9 @@ def profile(options: argparse.Namespace) -> int:
     rows: list[dict[str, object]] = []
     for problem in problems:
         known = methods_of(options.declaration, [problem])
-        rivals = [name for name in ("torch_auto", *known) if name in known and name not in (OURS, "untuned", "matmul")]
+        rivals = [
+            name for name in ("torch_auto", *known) if name in known and name not in (OURS, SERVED, "untuned", "matmul")
+        ]
         unknown = [name for name in options.methods or () if name not in known]
         if unknown:
             raise ConfigError(f"unknown method {unknown[0]!r}; known are {', '.join(known)}")

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 
 
 def _settings(options: argparse.Namespace) -> Settings:
-    flags = {name: getattr(options, name, None) for name in ("db", "regime", "accum_mode")}
+    flags = {name: getattr(options, name, None) for name in ("db", "regime", "accum_mode", "rivals")}
     return load_settings(flags)
 
 
@@ -75,7 +75,7 @@ def tune(options: argparse.Namespace) -> int:
         report = tuning.tune(
             options.declaration, problems, arch=options.arch, db=options.db, effort=options.effort,
             trials=options.trials, budget_s=options.budget, sampler=options.sampler, neighbours=options.neighbours,
-            seed=options.seed, regime=options.regime, accum_mode=options.accum_mode, runner=options.runner,
+            seed=options.seed, regime=options.regime, accum_mode=options.accum_mode, rivals=options.rivals, runner=options.runner,
             space=options.space, candidates=options.candidates, jobs=options.jobs,
             compile_timeout_s=options.compile_timeout, storage=options.storage, watcher=watcher, command=_command(options),
         )  # fmt: skip
@@ -122,7 +122,7 @@ def _next_steps(options: argparse.Namespace, report: TuneReport) -> list[tuple[s
     kernel = [options.kernel] if options.kernel else []
     same = [*kernel, *_given(options, "arch", "db")]
     problem = ["--problem", told(report.entries[0].problem)]
-    why = ["explain", *same, *_given(options, "accum_mode", "regime", "space"), *problem]
+    why = ["explain", *same, *_given(options, "accum_mode", "regime", "rivals", "space"), *problem]
     steps = [("why this one, and what it beat", why)]
     if not options.report:
         steps.append(

@@ -193,6 +193,8 @@ def _way_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--regime", choices=REGIMES, help="cool and at full clocks, or at the power cap (default: burst)"
     )
+    parser.add_argument("--rivals", choices=("serve", "record", "off"), help="whether a tune times other implementations beside "
+                        "each winner, and whether those that are faster serve (default: serve, which is both)")  # fmt: skip
     parser.add_argument("--space", metavar="FILE", help="your own search space (TOML) in place of the kernel's")
 
 

@@ -449,6 +449,21 @@ class GpuRunner:
         except WorkerDiedError as error:
             return error.failure
 
+    def meet(self, others: frozenset[int]) -> frozenset[int]:
+        """What NVML calls the worker; `others` are processes of the same run, which disturb no measurement."""
+        answer = self._guarded(lambda: self._worker.ask(self._timeouts.load_s, "meet", others))
+        return answer if isinstance(answer, frozenset) else frozenset()
+
+    @property
+    def lock(self) -> GpuLock | None:
+        """Of the GPU, for another process of the same run."""
+        return self._lock
+
+    @property
+    def seed(self) -> int:
+        """Of inputs and orders."""
+        return self._seed
+
     def close(self) -> None:
         """End the worker and give the GPU back. Safe to call twice."""
         self._worker.kill()

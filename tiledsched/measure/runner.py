@@ -170,6 +170,34 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RivalTime:
+    """What a rival took beside the winner of a race, in one interleaved run."""
+
+    name: str
+    """As the kernel names it."""
+    failure: str = field(default="", metadata=UNSAID)
+    """Why it was not timed; empty where it was."""
+    median_us: float | None = None
+    """Median of its samples."""
+    ours_us: float | None = None
+    """Median of our winner's in the same run."""
+    ratio: float | None = None
+    """Median over the rounds of its time over ours."""
+    ratio_low: float | None = None
+    """Lower end of its 95% confidence interval."""
+    ratio_high: float | None = None
+    """Upper end."""
+    samples: int = 0
+    """Rounds."""
+    host_us: float = 0.0
+    """What a call costs the host; no part of its time."""
+    capturable: bool = False
+    """Whether a CUDA graph may hold it: it was captured and replayed."""
+    version: str = ""
+    """Of what computes, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failed:
     """A candidate that gave no measurement."""
 

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -320,7 +321,16 @@ def answer(state: State, request: tuple[Any, ...]) -> Any:
         return find_gap(state, *arguments)
     if verb == "sample":
         return sample(state, *arguments)
+    if verb == "meet":
+        return meet(state, *arguments)
     raise ValueError(f"unknown request {verb!r}")
+
+
+def meet(state: State, others: frozenset[int]) -> frozenset[int]:
+    """What NVML calls this process; `others` are of the same run, and what they do is no disturbance from now on."""
+    mine = state.ours
+    state.ours |= others
+    return mine
 
 
 def _failure(error: Exception, kind: FailureKind) -> Failure:
@@ -352,7 +362,9 @@ def _end_with_parent(folder: str, parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(descriptor: str, folder: str, parent: str) -> None:
+def main(
+    descriptor: str, folder: str, parent: str, answering: Callable[[State, tuple[Any, ...]], Any] | None = None
+) -> None:
     """Serve requests until the other side closes, or a failure makes the CUDA context useless.
 
     The first message is ("ready", (Device, (UUID, name))) or ("fatal", why). Each request is answered by ("done", value), by
@@ -362,12 +374,12 @@ def main(descriptor: str, folder: str, parent: str) -> None:
     _end_with_parent(folder, int(parent))
     with Connection(int(descriptor)) as connection:
         try:
-            _serve(connection, folder)
+            _serve(connection, folder, answering or answer)
         except (EOFError, ConnectionError):  # nobody is left to ask, or to be told
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _serve(connection: Connection, folder: str) -> None:
+def _serve(connection: Connection, folder: str, answering: Callable[[State, tuple[Any, ...]], Any]) -> None:
     try:
         state = start(folder)
     except Exception as error:
@@ -379,7 +391,7 @@ def _serve(connection: Connection, folder: str) -> None:
         if time.time() - state.answered_s > IDLE_S:
             state.since_s = time.time()
         try:
-            value = answer(state, request)
+            value = answering(state, request)
         except Exception as error:
             value = _failure(error, FailureKind.LAUNCH_FAILURE)
         state.answered_s = time.time()
@@ -393,4 +405,4 @@ def _serve(connection: Connection, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3])

@@ -23,7 +23,7 @@ from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import ArchSpec, arch_spec
 from tiledsched.errors import ConfigError, MeasureError, NoValidScheduleError
 from tiledsched.kernel import KernelClass
-from tiledsched.measure.runner import Failed, Measurement, Runner
+from tiledsched.measure.runner import Candidate, Failed, Measurement, RivalTime, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.effort import EFFORTS
@@ -52,6 +52,8 @@ Served = Callable[[Problem, str], "Sequence[Schedule]"]
 """What would be served for a problem on a device of this name were nothing tuned, and what came close to it where its time may
 have changed since; none where this space knows nothing.
 """
+Rivals = Callable[[Problem, Candidate], "list[RivalTime] | None"]
+"""Times a kernel's rivals beside a winner, on the problem it won; None where that cannot be done."""
 LOOKS = {regime: dataclasses.replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds)
          for regime, rules in RULES.items()}  # fmt: skip
 """How a batch is measured: enough to learn from; the deciding race comes last."""
@@ -153,14 +155,16 @@ class Tuner:
         watcher: who is told of progress.
         served: what would be served without this run. It takes part, and loses only to what is faster.
         shipped: what comes with the package. It says where to look first.
+        rivals: what times rivals beside each winner; None to keep what was known of them.
         storage: where studies are kept beside the database, for Optuna's tools; None for nowhere.
     """
 
     def __init__(self, db: TuningDB, artifacts: ArtifactStore, space: SearchSpace, kernel: KernelClass,
                  toolchain: Toolchain, options: TuneOptions, *, pool: BuildPool, run_id: int,
                  runner: Runner | None = None, watcher: Watcher | None = None, served: Served | None = None,
-                 shipped: Shipped | None = None, storage: BaseStorage | None = None) -> None:  # fmt: skip
-        self._served, self._shipped, self._storage = served, shipped or Shipped(), storage
+                 shipped: Shipped | None = None, rivals: Rivals | None = None,
+                 storage: BaseStorage | None = None) -> None:  # fmt: skip
+        self._served, self._shipped, self._storage, self._rivals = served, shipped or Shipped(), storage, rivals
         self._live: LiveStudy | None = None
         self.db, self.space, self.kernel, self.toolchain = db, space, kernel, toolchain
         self.options, self.run_id, self.runner = options, run_id, runner
@@ -421,11 +425,28 @@ class Tuner:
             device_name=runner.device.name, regime=self.options.regime, measurement_id=measurement_id,
             runner_up=result.runner_up.schedule if result.runner_up else None, margin=result.margin,
             ties=result.ties, candidates=len(programs),
+            rivals=self._race_rivals(problem, runner, result.winner, finalists),
         )  # fmt: skip
         return TuneResult(entry=entry, stored=self.db.put_entry(entry), schedules=len(tried), programs=len(programs),
                           compiled=compiled, measured=measured, failed=failed, seconds=time.monotonic() - started,
                           over_default=plain_us / result.winner.median_us - 1 if plain_us else None,
                           over_runner_up=result.margin)  # fmt: skip
+
+    def _race_rivals(self, problem: Problem, runner: Runner, winner: Measurement,
+                     finalists: Sequence[Program]) -> tuple[RivalTime, ...] | None:  # fmt: skip
+        """What rivals take beside the winner. Where they are not timed, what was known beside the same machine code."""
+        if self._rivals is not None:
+            self.watcher.stage(problem, "rivals", 1)
+            candidates = self.builder.candidates(finalists)
+            candidate = next(each for each in candidates if each.artifact.fingerprint == winner.fingerprint
+                             and each.schedule == winner.schedule)  # fmt: skip
+            found = self._rivals(problem, candidate)
+            self.watcher.step(1)
+            if found is not None:
+                return tuple(found)
+        known = self.db.entries(self.space.arch, self.kernel.name, problem=problem, device_name=runner.device.name,
+                                regime=self.options.regime, accum_mode=self.options.accum_mode)  # fmt: skip
+        return next((each.rivals for each in known if each.fingerprint == winner.fingerprint and each.rivals), None)
 
     def _held(self, problem: Problem, device_name: str) -> list[Schedule]:
         """What would be served on a device without this run, from this database or any other source: it can only be beaten."""

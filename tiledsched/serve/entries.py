@@ -145,7 +145,8 @@ def load_table(settings: Settings, *, kernel: KernelClass, archs: Collection[str
     """
     forced = {name: value for name, value in settings.knobs.items() if name in known_knobs(kernel)}
     return Table(load_entries(settings, archs, kernel.name), kernel=kernel, regime=settings.regime,
-                 accum_mode=settings.accum_mode, forced=forced, spaces=spaces, compiler=compiler_at_hand(),
+                 accum_mode=settings.accum_mode, forced=forced, spaces=spaces, rivals=settings.rivals == "serve",
+                 compiler=compiler_at_hand(),
                  at_hand=lambda: _bundled(kernel, settings))  # fmt: skip
 
 

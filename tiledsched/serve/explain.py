@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tiledsched.build.cubin import join, read_artifact
+from tiledsched.measure.runner import RivalTime
 from tiledsched.problem import Problem, rate_text
 from tiledsched.serve.lookup import Served, Table
 
@@ -23,7 +24,9 @@ class Explanation:
     device_name: str
     """On which device; empty when only the arch is known."""
     served: Served
-    """The schedule, its provenance and evidence."""
+    """The schedule, its provenance and evidence, and rivals that may serve instead."""
+    rival: str = ""
+    """The rival that is called instead; empty where none is, or where that depends on what is installed."""
     launched_fingerprint: str = ""
     """Machine code a launch with these very tensors runs; empty unless asked for."""
 
@@ -56,6 +59,7 @@ class Explanation:
             "tflops": entry.problem.tflops(evidence.median_us) if entry and evidence else None,
             "gbps": entry.problem.gbps(evidence.median_us) if entry and evidence else None,
             "entry": entry.to_json() if entry else None,
+            "rival": self.rival or None, "rivals": [asdict(each) for each in self.served.rivals],
             "controls": dict(self.controls),
             "launched_fingerprint": self.launched_fingerprint or None, "is_measured_program": self.is_measured_program,
         }  # fmt: skip
@@ -67,6 +71,10 @@ class Explanation:
                  f"  provenance  {served.provenance}: {served.reason}"]  # fmt: skip
         if self.stale:
             lines.append(f"  stale       {served.stale}")
+        if served.rivals:
+            first = next((each for each in served.rivals if each.name == self.rival), served.rivals[0])
+            lines.append(f"  rival       {first.name}{' is called instead' if self.rival else ', where it is installed'}: "
+                         f"{first.reason}")  # fmt: skip
         if served.expected_loss is not None:
             loss = served.expected_loss
             lines.append(f"  expected    loss {loss.mean:.1%} (worst {loss.worst:.1%}) against the best, from {loss.cases} such "
@@ -86,6 +94,8 @@ class Explanation:
                 lines.append(f"  runner-up   {entry.runner_up.short()} ({margin})")
             if entry.ties:
                 lines.append(f"  tied with   {'; '.join(tie.short() for tie in entry.ties)}")
+            if entry.rivals:
+                lines.append(f"  raced       {'; '.join(map(rival_text, entry.rivals))}")
             layer = f" ({entry.layer} layer)" if entry.layer else ""
             lines.append(f"  evidence    {entry.source}, {entry.candidates} distinct programs compared{layer}")
         if self.controls:
@@ -95,6 +105,13 @@ class Explanation:
                        None: "no measured program to compare with"}[self.is_measured_program]  # fmt: skip
             lines.append(f"  launched    {self.launched_fingerprint}: {verdict}")
         return "\n".join(lines)
+
+
+def rival_text(time: RivalTime) -> str:
+    """`torch_cudnn 104.2 us (1.04x ours)`."""
+    if time.failure or time.median_us is None or time.ratio is None:
+        return f"{time.name} {time.failure or 'not timed'}"
+    return f"{time.name} {time.median_us:.1f} us ({time.ratio:.2f}x ours, host {time.host_us:.0f} us)"
 
 
 def explain_problem(table: Table, problem: Problem, arch: str, device_name: str = "",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from tiledsched.errors import LaunchError
+from tiledsched.errors import LaunchError, RivalError
 from tiledsched.kernel import ArraySpec
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Served
+from tiledsched.serve.rivals import Rival
 from tiledsched.storage import strides_of
 
 DEVICE_TYPE = "cuda"
@@ -94,6 +96,30 @@ def refuse_capture(key: tuple[Any, ...], name: str, problem: Problem) -> None:
 def has_run(key: tuple[Any, ...]) -> None:
     """Remember that the programs of `key` are loaded."""
     _launched.add(key)
+
+
+def call_rival(rival: Rival, given: Sequence[Any], device: int, name: str, problem: Problem, *, first: bool,
+               sync: bool) -> Any:  # fmt: skip
+    """What a rival makes of tensors, on their device.
+
+    Raises:
+        LaunchError: it failed, or a CUDA graph is captured before its first call; `RivalError` where that failed.
+    """
+    key = (rival.name, problem, device)
+    if first:
+        refuse_capture(key, name, problem)
+    try:
+        with torch.cuda.device(device) if device != current_device() else nullcontext():
+            out = rival.call(*given)
+        if sync and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        kind = RivalError if first else LaunchError
+        raise kind(f"{problem}: {rival.name}, which was measured to be faster, failed: {type(error).__name__}: {error}; "
+                   "TILEDSCHED_RIVALS=off serves our own kernel") from error  # fmt: skip
+    if first:
+        has_run(key)
+    return out
 
 
 def describe_failure(name: str, problem: Problem, served: Served, sync: bool, error: Exception) -> str:

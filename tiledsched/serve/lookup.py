@@ -22,6 +22,7 @@ from tiledsched.kernel import HINT_KNOBS, KernelClass, allowed_hints
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.serve.policy import NEAR_KIND, OTHER_KIND, ExpectedLoss, expected_loss, log_us, transfer
+from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers
 from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.space_files import space_for
 from tiledsched.store.evidence import for_compiler, stale
@@ -55,6 +56,8 @@ class Served:
     """Why its time may be another than was measured; empty where it is not."""
     expected_loss: ExpectedLoss | None = None
     """How much slower than the best such choices were where all was measured; None where that is not known."""
+    rivals: tuple[RivalOffer, ...] = ()
+    """Rivals that are faster, the fastest first: the first that is installed serves in place of the schedule."""
 
 
 class Table:
@@ -67,16 +70,17 @@ class Table:
         accum_mode: accuracy class that is asked for.
         forced: knobs that settings set.
         spaces: in place of the kernel's own.
+        rivals: whether faster ones may serve.
         compiler: version at hand; empty where none is.
         at_hand: fingerprints of machine code that needs no compiler, asked for where that of an entry is of another one.
     """
 
     def __init__(self, entries: Sequence[EntryRecord], kernel: KernelClass, *, regime: str = "burst",
                  accum_mode: str = "fp32", forced: Mapping[str, KnobValue] | None = None,
-                 spaces: Sequence[SearchSpace] = (), compiler: str = "",
+                 spaces: Sequence[SearchSpace] = (), rivals: bool = False, compiler: str = "",
                  at_hand: Callable[[], Collection[str]] = frozenset) -> None:  # fmt: skip
         self.kernel, self.regime, self.accum_mode = kernel, regime, accum_mode
-        self.compiler, self._at_hand = compiler, at_hand
+        self.compiler, self._at_hand, self._rivals = compiler, at_hand, rivals
         self.forced = dict(forced or {})
         self._by_arch: dict[str, list[EntryRecord]] = {}
         mine = [entry for entry in for_compiler(entries, compiler)
@@ -145,8 +149,10 @@ class Table:
         entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
         here = entry.provenance == "measured" and device_name in ("", entry.device_name)
         where = "this device" if device_name and here else entry.device_name or entry.arch
+        offers = () if not self._rivals else (measured_offers(entry, where) if here
+                                              else expected_offers(entry.problem, [entry], 0.0))  # fmt: skip
         return Served(schedule=entry.schedule, provenance="measured" if here else "transferred", entry=entry, forced={},
-                      reason=f"this problem was measured on {where}", stale=self._stale(entry))  # fmt: skip
+                      reason=f"this problem was measured on {where}", stale=self._stale(entry), rivals=offers)  # fmt: skip
 
     def _stale(self, entry: EntryRecord) -> str:
         if not stale(entry, self.compiler) or entry.fingerprint in self._at_hand():
@@ -187,12 +193,16 @@ class Table:
         known = self._known(space)
         measured = [entry for entry in known if entry.provenance in TOLD]
         alike = [entry for entry in measured if self.kernel.kind(entry.problem) == self.kernel.kind(problem)]
-        return (
+        found = (
             self._transferred(alike, problem, space)
             or _modelled(known, problem, space)
             or self._transferred(measured, problem, space, " of another kind")
             or self._untold(problem, space)
         )
+        if not self._rivals:
+            return found
+        loss = found.expected_loss.mean if found.expected_loss else 0.0
+        return replace(found, rivals=expected_offers(problem, alike, loss))
 
     def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
         """In the accuracy class asked for, where the problem has it (bfloat16 has no fp16 accumulators)."""

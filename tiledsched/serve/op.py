@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.tile as ct
@@ -36,6 +36,7 @@ from tiledsched.serve.launching import (
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.posing import NO_DEFAULT, Form, Output
+from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rival
 
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _PLAIN = (Tensor, TorchParameter)
@@ -98,14 +99,23 @@ class OpPlan:
     """Whether there is one output, and no list."""
     changed: tuple[int, ...]
     """Which of the tensors are changed in place."""
+    launch_on: int
+    """Index of the CUDA device; `ELSEWHERE` where a rival is served, so that no launch of ours asks whether one is."""
     device: int
-    """Index of the CUDA device."""
+    """The same, in any case."""
     sync: bool
     """Whether each call is waited for."""
     served: Served
     """Where the schedule comes from."""
     problem: Problem
     """What is computed."""
+    rival: Rival | None = None
+    """What is called instead of the launches."""
+
+    @property
+    def own(self) -> OpPlan:
+        """The same on our own kernel."""
+        return replace(self, launch_on=self.device, rival=None)
 
 
 class Operator:
@@ -167,6 +177,11 @@ class Operator:
                 if plan is not None:
                     return self._launch(plan, tensors, scalars, keep_zeros=True)
         return self._overload(*given)
+
+    def own(self, *given: Any, **named: Any) -> Any:
+        """What a call gives on our own kernel, also where a rival is served."""
+        given = self._bind(given, named)
+        return self._launch(self.plan_for(*given).own, self._split(given)[0], given[self._scalars :])
 
     def _bind(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Every argument in its place; torch's own error where they do not fit."""
@@ -235,7 +250,11 @@ class Operator:
         return tensors[0].device
 
     def _default_plan(self, plan: OpPlan, given: Sequence[Any], tensors: Sequence[Any]) -> OpPlan | None:
-        """On the default schedule, in place of one that does not compile for these tensors; None where it is on that."""
+        """On our own kernel, in place of a rival that refuses these tensors; on the default schedule, in place of one that does
+        not compile for them; None where it is on that.
+        """  # fmt: skip
+        if plan.rival is not None:
+            return plan.own
         arch = process.device_facts(plan.device).arch
         served = process.table(self.kernel).instead_of(plan.served, plan.problem, arch)  # type: ignore[arg-type]
         found = served and self._make_plan(given, tensors, served)
@@ -257,7 +276,9 @@ class Operator:
         if not any(each.wide for each in self.kernel.arrays(p)) and spans(tensors) > LARGEST_INT32:
             return "a tensor that is not contiguous spans more than 2**31 elements; call .contiguous() on it"
         served = served or table.resolve(p, facts.arch, facts.name)
-        process.tell(self.name, p, facts, served)
+        plain = not self.form.changed and not self._lists and not any(each.listed for each in results)
+        rival = choose_rival(served, lambda: self.kernel.rivals(p)) if plain else None
+        process.tell(self.name, p, facts, served, rival)
         wanted = steps(self.kernel, p, served.schedule, facts)
         extra = scratch(self.kernel, p, served.schedule, wanted)
         where = self._where(given, results, extra)
@@ -277,7 +298,9 @@ class Operator:
             counts=_counts(results),
             single=_counts(results) == (None,),
             changed=changed,
+            launch_on=index if rival is None else ELSEWHERE,
             device=index,
+            rival=rival,
             sync=process.settings().sync,
             served=served,
             problem=p,
@@ -301,8 +324,14 @@ class Operator:
     def _launch(self, plan: OpPlan, tensors: tuple[Any, ...], scalars: Sequence[Any] | None, *, first: bool = False,
                 keep_zeros: bool = False) -> Any:  # fmt: skip
         """Queue every launch of a call on the current stream and return the outputs."""
-        index = plan.device
+        index = plan.launch_on
         if index != launching.current_device():  # cuTile launches on the current device, whatever the tensors say
+            if plan.rival is not None:
+                usual = scalars is None or all(value in (None, default) for value, default in
+                                               zip(scalars, plan.scalars, strict=True))  # fmt: skip
+                if usual:  # a rival is made for the numbers declared
+                    return self._call_rival(plan, tensors, first)
+                return self._launch(plan.own, tensors, scalars, first=first, keep_zeros=keep_zeros)
             with torch.cuda.device(index):
                 return self._launch(plan, tensors, scalars, first=first, keep_zeros=keep_zeros)
         stream, device = launching.current_stream(index), tensors[0].device
@@ -332,6 +361,36 @@ class Operator:
             has_run(key)
         for place in plan.changed:
             torch.autograd.graph.increment_version(tensors[place])
+        return made[0] if plan.single else _returned(made, plan.counts)
+
+    def _call_rival(self, plan: OpPlan, tensors: tuple[Any, ...], first: bool) -> Any:
+        """What the plan's rival computes, in the layout of our own outputs; where it fails later, what our own kernel does.
+
+        Raises:
+            LaunchError: it failed in a capture, or, `RivalError`, in its first call.
+        """
+        rival = plan.rival
+        assert rival is not None
+        if torch.cuda.is_current_stream_capturing() and not rival.offer.capturable:
+            return self._launch(plan.own, tensors, None)
+        if first and not rival.offer.capturable:  # so that a capture finds our own programs loaded
+            self._launch(plan.own, tensors, None, first=True)
+        try:
+            out = launching.call_rival(
+                rival, tensors, plan.device, self.name, plan.problem, first=first, sync=plan.sync
+            )
+        except LaunchError as error:  # of tensors unlike the first ones, say
+            if first or torch.cuda.is_current_stream_capturing():
+                raise
+            process.warn_once(f"{error}; our own kernel is served instead")
+            return self._launch(plan.own, tensors, None, first=True)
+        outputs = out if isinstance(out, (tuple, list)) else (out,)
+        made = []
+        for each, (shape, strides, dtype) in zip(outputs, plan.outputs, strict=False):
+            fits = each.dtype == dtype and each.stride() == tuple(strides)
+            made.append(
+                each if fits else torch.empty_strided(shape, strides, dtype=dtype, device=each.device).copy_(each)
+            )
         return made[0] if plan.single else _returned(made, plan.counts)
 
     def plan_for(self, *given: Any, **named: Any) -> OpPlan:
@@ -369,6 +428,7 @@ class Operator:
             arguments = [pick(row) for _, _, pick in plan.steps]
             fingerprint = launched_fingerprint([kernel for kernel, _, _ in plan.steps], arguments, facts.arch)
         return Explanation(problem=plan.problem, arch=facts.arch, device_name=facts.name, served=plan.served,
+                           rival=plan.rival.name if plan.rival else "",
                            launched_fingerprint=fingerprint, controls=process.settings().sources)  # fmt: skip
 
     def register_autograd(self, backward: Callable[..., Any], *,

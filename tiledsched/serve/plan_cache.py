@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from cuda.tile import TileError
 
-from tiledsched.errors import LaunchError
+from tiledsched.errors import LaunchError, RivalError
 
 log = logging.getLogger("tiledsched")
 MAX_PLANS = 4096
@@ -94,22 +94,25 @@ class PlanCache(Generic[P]):
                      instead: Callable[[P], P | None]) -> Any:  # fmt: skip
         """Launch a plan for the first time and count it as launched; its result.
 
-        Tables hold what compiles for arrays as they are measured. Where that does not compile for the layouts of a call, what
-        `instead` makes of the plan is launched and kept; None for nothing else.
+        Tables hold what compiles for arrays as they are measured. Where that does not compile for the layouts of a call, or a
+        rival refuses it, what `instead` makes of the plan is launched and kept; None for nothing else.
 
         Raises:
             LaunchError: of the plan, where there is nothing else, or of what is launched instead.
         """
-        try:
-            result = launch(plan)
-        except LaunchError as error:
-            other = instead(plan) if isinstance(error.__cause__, TileError) else None
-            if other is None:
-                raise
-            log.warning("%s; the default schedule is served instead", error)
-            result, plan = launch(other), other
-            with lock:
-                self.plans[key] = plan
+        while True:
+            try:
+                result = launch(plan)
+                break
+            except LaunchError as error:
+                refused = isinstance(error, RivalError)
+                other = instead(plan) if refused or isinstance(error.__cause__, TileError) else None
+                if other is None:
+                    raise
+                log.warning("%s; %s is served instead", error, "our own kernel" if refused else "the default schedule")
+                plan = other
+                with lock:
+                    self.plans[key] = plan
         self.keep_ready(key, plan)
         return result
 

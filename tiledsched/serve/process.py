@@ -20,6 +20,7 @@ from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import Served, Table
 from tiledsched.serve.plan_cache import PlanCache, lock
 from tiledsched.serve.prebuilt import make_kernel
+from tiledsched.serve.rivals import Rival
 
 log = logging.getLogger("tiledsched")
 _kernels: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -65,9 +66,10 @@ def device_facts(index: int) -> DeviceFacts:
                        sm_count=properties.multi_processor_count)  # fmt: skip
 
 
-def tell(name: str, p: Problem, device: DeviceFacts, served: Served) -> None:
+def tell(name: str, p: Problem, device: DeviceFacts, served: Served, rival: Rival | None = None) -> None:
     """Log what a new plan serves; that evidence is stale, as a warning, once for each kernel and reason."""
-    log.info("%s: %s on %s: %s (%s)", name, p, device.name, served.schedule.short(), served.provenance)
+    log.info("%s: %s on %s: %s (%s)%s", name, p, device.name, served.schedule.short(), served.provenance,
+             f"; {rival.name} is served instead: {rival.offer.reason}" if rival else "")  # fmt: skip
     if served.stale:
         warn_once(f"{name}: {served.stale}")
 

@@ -23,11 +23,22 @@ _ARCH = (re.compile(r"sm_\d{2,3}[a-z]?"), "sm_ and a number, as sm_90")
 _WORD = (re.compile(r"[\w.-]{0,16}"), "up to 16 letters, digits and any of _.-")
 FORMS = {
     "arch": _ARCH, "fingerprint": _HEX, "uid": (re.compile(r"[0-9a-f]{24}"), "24 hex digits, lower case"),
-    "source_hash": _HEX, "kernel": _KERNEL, "device_name": _DEVICE, "Device.name": _DEVICE, "regime": _REGIME,
+    "source_hash": _HEX, "RivalTime.name": (re.compile(r"[\w.+-]{1,64}"), "up to 64 letters, digits and any of _.+-"),
+    "kernel": _KERNEL, "device_name": _DEVICE, "Device.name": _DEVICE, "regime": _REGIME,
     "accum_mode": _WORD, "runner": _WORD,
 }  # fmt: skip
 """Field, or class and field where others are called the same -> its form, and that in words."""
-POSITIVE = ("median_us", "ci_low_us", "ci_high_us", "samples_us", "model_us")
+POSITIVE = (
+    "median_us",
+    "ci_low_us",
+    "ci_high_us",
+    "samples_us",
+    "model_us",
+    "ours_us",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+)
 """Fields of times: none is 0, or the rates made of them are nothing."""
 LARGEST = 2**63 - 1
 SMALL = 2**31

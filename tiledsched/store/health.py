@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from tiledsched.errors import DatabaseError
 from tiledsched.problem import stable_id
 from tiledsched.store.forms import untrue_estimates
 from tiledsched.store.models import (
@@ -21,6 +22,7 @@ from tiledsched.store.models import (
     ScheduleRow,
     ToolchainRow,
 )
+from tiledsched.store.reading import read_rivals
 from tiledsched.store.records import PROVENANCES
 
 
@@ -130,6 +132,10 @@ def _entry(entry: EntryRow, problem: Any, schedule: Any, measurement: Measuremen
         wrong.append("its problem is missing")
     if schedule is None:
         wrong.append("its schedule is missing")
+    try:
+        read_rivals(entry.rivals)
+    except (DatabaseError, TypeError) as error:
+        wrong.append(f"what its rivals took cannot be read: {error}")
     if entry.fingerprint is not None and artifact is None:
         wrong.append(f"its artifact {entry.fingerprint} is missing")
     if entry.compiler != (compiler or ""):

@@ -249,6 +249,7 @@ class EntryRow(Base):
     runner_up_id: Mapped[str | None] = mapped_column(ForeignKey("schedules.id"))
     margin: Mapped[float | None]
     ties: Mapped[list[Any]]
+    rivals: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
     candidates: Mapped[int]
     source: Mapped[str] = mapped_column(Text)
     toolchain_id: Mapped[str | None] = mapped_column(ForeignKey("toolchains.id"))

@@ -11,7 +11,7 @@ from sqlalchemy.orm import aliased, defer
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.errors import Failure, FailureKind, ProblemError
-from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
+from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement, RivalTime
 from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
 from tiledsched.store.codec import decode
@@ -232,6 +232,7 @@ class Reader:
             measurement=summary,
             runner_up=self.schedule(runner_up.id, runner_up.knobs) if runner_up else None,
             ties=tuple(self.schedule(tie["id"], tie["schedule"]) for tie in row.ties),
+            rivals=read_rivals(row.rivals),
             toolchain=self.toolchain(toolchain) if toolchain else None,
             layer="",
         )
@@ -252,6 +253,11 @@ class Reader:
             )
             for row in rows
         ]
+
+
+def read_rivals(data: list[Any] | None) -> tuple[RivalTime, ...] | None:
+    """From the column of an entry."""
+    return None if data is None else tuple(decode(RivalTime, each, "rivals") for each in data)
 
 
 def read_failure(kind: str, message: str | None) -> Failure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import cache
 from types import UnionType
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain as Toolchain
 from tiledsched.errors import Failure
-from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
+from tiledsched.measure.runner import UNSAID, Accuracy, Conditions, Device, Measurement, RivalTime
 from tiledsched.problem import Problem, ProblemClass
 from tiledsched.schedule import Schedule
 from tiledsched.store.codec import encode
@@ -245,6 +245,8 @@ class EntryRecord:
     """(runner_up - best) / best, by median."""
     ties: tuple[Schedule, ...] = ()
     """Schedules that cannot be told apart from this one."""
+    rivals: tuple[RivalTime, ...] | None = field(default=None, metadata=UNSAID)
+    """What rivals took beside this one; None where none was timed."""
     candidates: int = 0
     """Distinct programs compared."""
     source: str = ""

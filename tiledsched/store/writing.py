@@ -313,5 +313,6 @@ def entry_values(record: EntryRecord, measurement_id: int | None, parents: Paren
         measurement_id=measurement_id,
         runner_up_id=parents.schedule(record.runner_up) if record.runner_up is not None else None,
         ties=[{"id": schedule.id, "schedule": schedule.to_json()} for schedule in record.ties],
+        rivals=encode(record.rivals),
         toolchain_id=parents.toolchain(record.toolchain) if record.toolchain else None,
     )

@@ -108,7 +108,7 @@ def make_methods() -> dict[str, Method]:
     from tiledsched.attention.sdpa import sdpa
 
     q, k, v = (torch.randn((1, 8, 512, 64), device="cuda", dtype=torch.float16) for _ in range(3))
-    plan = plans.plan_for(q, k, v)
+    plan = plans.plan_for(q, k, v).own
     arguments = (q, k, v, sdpa(q, k, v), *plan.tail)
     stream, graph = torch.cuda.current_stream().cuda_stream, torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -285,6 +285,13 @@ class Attention(Kernel):
         return f"{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{more}"
 
     @staticmethod
+    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
+        """torch's backends, and FlashAttention-4 where it is installed."""
+        from tiledsched.kernels.attention.rivals import rivals
+
+        return rivals(p)
+
+    @staticmethod
     def small() -> list[Problem]:
         """Odd lengths, grouped heads, masks and widths, in a moment each."""
         make = Attention.problem

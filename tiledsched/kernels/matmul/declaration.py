@@ -5,7 +5,7 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import tiledsched.fields as ts
@@ -134,6 +134,13 @@ class Matmul(Kernel):
     def reference(xp: Any, A: Any, B: Any) -> Any:
         """The product."""
         return A @ B
+
+    @staticmethod
+    def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
+        """cuBLAS, through torch."""
+        import torch
+
+        return {"torch": torch.mm}
 
     @staticmethod
     def flops(p: Problem) -> float:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tiledsched.cases import Arrays as Stored
-from tiledsched.cases import expected_outputs, input_specs, output_specs, random_inputs
+from tiledsched.cases import expected_outputs, output_specs, random_inputs
 from tiledsched.errors import MeasureError
 from tiledsched.kernel import RELATIVE_ERRORS, ArraySpec
+from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.problem import Problem
 from tiledsched.studies.bench.errors import Error
-from tiledsched.studies.bench.methods import Arrays, operator_call
+from tiledsched.studies.bench.methods import SERVED, Arrays, operator_call
 from tiledsched.studies.rivals import module_of
 
 
@@ -34,8 +34,8 @@ class Case(Protocol):
         """How far a method's output is from float64."""
         ...
 
-    def details(self, *, verify: bool) -> dict[str, Any]:
-        """Fields of our own row: schedule, provenance, measured_program."""
+    def details(self, method: str, *, verify: bool) -> dict[str, Any]:
+        """Fields of the row of our kernel or of what is served: schedule, provenance, measured_program."""
         ...
 
 
@@ -89,10 +89,12 @@ class WholeCase:
             norm += float((wanted * wanted).sum())
         return Error(max_abs=largest, relative=math.sqrt(squares / norm) if norm else math.sqrt(squares))
 
-    def details(self, *, verify: bool) -> dict[str, Any]:
-        """What the operator launches, and why."""
+    def details(self, method: str, *, verify: bool) -> dict[str, Any]:
+        """What the operator launches, and why; of what is served, the rival in its place."""
         operator, given = operator_call(self.arrays)
         found = operator.explain(*given, verify=verify)
+        if method == SERVED and found.rival:
+            return {"schedule": found.rival, "provenance": "rival", "measured_program": None}
         return {"schedule": found.served.schedule.short(), "provenance": found.served.provenance,
                 "measured_program": found.is_measured_program if verify else None}  # fmt: skip
 
@@ -112,26 +114,6 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> Case:
     arrays = Arrays(torch=torch, problem=problem, tensors=as_tensors(torch, problem, stored))
     torch.cuda.synchronize()
     return WholeCase(arrays, output_specs(kernel, problem), right, cupy)
-
-
-def as_tensors(torch: Any, problem: Problem, stored: Stored) -> tuple[Any, ...]:
-    """Arrays as they lie in memory, as torch tensors of their own types that share it, in the order declared."""
-    found = []
-    for spec in input_specs(problem.declaration, problem):
-        value = stored[spec.name]
-        found.append(
-            [_as_tensor(torch, each, spec) for each in value] if spec.listed else _as_tensor(torch, value, spec)
-        )
-    return tuple(found)
-
-
-def _as_tensor(torch: Any, array: Any, spec: ArraySpec) -> Any:
-    """DLPack has no unsigned 16-bit bits of a bfloat16: bits travel as signed integers, and are seen as what they are."""
-    wanted = torch.bool if spec.dtype == "bool_" else getattr(torch, spec.dtype)
-    if array.dtype.kind in "ub":
-        array = array.view(f"i{array.dtype.itemsize}" if array.dtype.itemsize > 1 or wanted != torch.uint8 else "u1")
-    tensor = torch.from_dlpack(array)
-    return tensor if tensor.dtype == wanted else tensor.view(wanted)
 
 
 def output_dtype(problem: Problem) -> str:

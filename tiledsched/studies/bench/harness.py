@@ -6,8 +6,6 @@ Everything runs in this process on the current CUDA device.
 from __future__ import annotations
 
 import importlib.metadata
-import statistics
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,22 +16,14 @@ from tiledsched.errors import MeasureError, UnsupportedError
 from tiledsched.extras import installing
 from tiledsched.measure.nvml import ConditionsLog, current_device
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
+from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
 from tiledsched.problem import Problem
 from tiledsched.studies.bench.case import Case, make_case, output_dtype
 from tiledsched.studies.bench.errors import Error
-from tiledsched.studies.bench.methods import MATMUL, OURS, Call, Method
+from tiledsched.studies.bench.methods import MATMUL, OURS, SERVED, Call, Method
 from tiledsched.studies.bench.run import Prepared, Ready, first_line
 
-LEAST_SPIN_US = 300.0
-"""Ahead of every paced call: the host queues what follows meanwhile, so that events never time it."""
-SPIN_MARGIN = 2.0
-"""The spin takes so many times what the slowest method costs the host."""
-CYCLES_PER_US = 3000
-"""Above the clock of any GPU; where it is lower the spin takes longer, and nothing else changes."""
-MOST_DOUBLINGS = 5
-"""Times that a spin which was over too soon is doubled."""
-LOOKS = 3
-PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn")
+PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
 """Whose versions are noted, where installed."""
 
 
@@ -106,7 +96,7 @@ class TorchHarness:
             ready.append(Ready(
                 method=method, look_us=tried.look_us * max(1, launches), launches=launches, error=tried.error,
                 compared=case.compared if tried.error else "",
-                details=self._details(case) if method.name == OURS else {},
+                details=self._details(case, method.name) if method.name in (OURS, SERVED) else {},
             ))  # fmt: skip
         return Prepared(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog())
 
@@ -131,7 +121,7 @@ class TorchHarness:
                 torch.cuda.synchronize()
                 found = None if method.name == MATMUL else case.error(out)
                 del out
-                host_us = self._host_us(call)
+                host_us = host_cost_us(torch, call)
                 watch = TorchStopwatch(torch, [call], self._flush, host_us=host_us)
                 look_us = min(watch.read(watch.queue(0, paced=True)) for _ in range(LOOKS))
         except UnsupportedError as error:
@@ -141,17 +131,6 @@ class TorchHarness:
             return "out of memory" if _out_of_memory(torch, error) else first_line(error)
         wrong = found.verdict(output_dtype(problem)) if found else ""
         return wrong or Tried(call=call, error=found, look_us=look_us, host_us=host_us)
-
-    def _host_us(self, call: Call) -> float:
-        """Microseconds until a call returns, the GPU idle before it."""
-        found = []
-        for _ in range(LOOKS):
-            self._torch.cuda.synchronize()
-            began = time.perf_counter()
-            call()
-            found.append((time.perf_counter() - began) * 1e6)
-        self._torch.cuda.synchronize()
-        return statistics.median(found)
 
     def _check_context(self, method: Method, error: Exception) -> None:
         """Whether the GPU can still be used after `error`: an illegal access breaks the context of this process for good.
@@ -166,10 +145,10 @@ class TorchHarness:
                                "without that method with --methods") from broken  # fmt: skip
         self._torch.cuda.empty_cache()
 
-    def _details(self, case: Case) -> dict[str, Any]:
-        """What our own method launched and why. That it could not be told is no reason to lose the times."""
+    def _details(self, case: Case, method: str) -> dict[str, Any]:
+        """What our own methods launched and why. That it could not be told is no reason to lose the times."""
         try:
-            return case.details(verify=self._verify)
+            return case.details(method, verify=self._verify)
         except Exception as error:
             return {"provenance": f"not known: {first_line(error)}"}
 
@@ -193,65 +172,3 @@ def versions(torch: Any, driver: str) -> str:
             continue
     compiler = compiler_at_hand()
     return " ".join([*parts, *([f"tileiras {compiler}"] if compiler else [])])
-
-
-class TorchStopwatch:
-    """Times calls between torch events; see `tiledsched.measure.timing.Stopwatch`.
-
-    Args:
-        torch: the module.
-        calls: what is timed, by index.
-        flush: a tensor larger than the L2 cache.
-        host_us: what the slowest of the calls costs the host. All spins are as long, so that all calls are timed alike.
-    """
-
-    def __init__(self, torch: Any, calls: Sequence[Call], flush: Any, *, host_us: float = 0.0) -> None:
-        self._torch, self._calls, self._flush = torch, list(calls), flush
-        self._launches = [1] * len(self._calls)
-        self.spin_us = max(LEAST_SPIN_US, SPIN_MARGIN * host_us)
-
-    def capture(self, index: int, launches: int) -> bool:
-        """From now on time call `index` as a CUDA graph of so many; False where it cannot be captured."""
-        torch, call = self._torch, self._calls[index]
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                for _ in range(launches):
-                    call()
-            graph.replay()
-            torch.cuda.synchronize()
-        except Exception:  # a library that must not be captured; it is timed call by call
-            torch.cuda.synchronize()
-            return False
-        self._calls[index], self._launches[index] = graph.replay, launches
-        return True
-
-    def queue(self, index: int, *, paced: bool) -> tuple[int, Any, Any]:
-        """Events around one call, or one graph; when paced, behind an L2 flush and a spin kernel.
-
-        If the spin was over before all was queued, the events timed the host: they are dropped, and from now on every call
-        is given twice the spin.
-
-        Raises:
-            MeasureError: no spin is long enough.
-        """
-        for _ in range(MOST_DOUBLINGS + 1):
-            before, after = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
-            if paced:
-                self._flush.zero_()
-                self._torch.cuda._sleep(round(self.spin_us * CYCLES_PER_US))
-            before.record()
-            self._calls[index]()
-            after.record()
-            if not paced or not before.query():
-                return index, before, after
-            after.synchronize()
-            self.spin_us *= 2
-        raise MeasureError(f"the call waits for the GPU, or takes the host more than {self.spin_us / 1e3:.0f} ms: its time on "
-                           "the GPU alone cannot be told; leave it out with --methods")  # fmt: skip
-
-    def read(self, queued: tuple[int, Any, Any]) -> float:
-        """Microseconds of one call."""
-        index, before, after = queued
-        after.synchronize()
-        return float(before.elapsed_time(after) * 1e3) / self._launches[index]

@@ -20,6 +20,9 @@ from tiledsched.problem import Problem
 from tiledsched.studies.rivals import module_of, rivals_of
 
 OURS = "tiledsched"
+"""Our kernel, always."""
+SERVED = "served"
+"""What a call runs: our kernel, or the rival that is served in its place."""
 MATMUL = "matmul"
 MATMUL_SIZE = 8192
 """Rows and columns of the matrices whose product is the practical ceiling."""
@@ -66,7 +69,10 @@ class Method:
     @property
     def installed(self) -> bool:
         """Whether its package is there; nothing is imported to find out."""
-        return not self.package or importlib.util.find_spec(self.package) is not None
+        try:
+            return not self.package or importlib.util.find_spec(self.package) is not None
+        except ModuleNotFoundError:  # a part of a package that is not there
+            return False
 
     @property
     def flops(self) -> float | None:
@@ -106,11 +112,22 @@ def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
 
 
 def _ours(arrays: Arrays) -> Call:
+    """Our kernel as the operator launches it, also where a rival is served."""
+    return _operator(arrays, own=True)
+
+
+def _served(arrays: Arrays) -> Call:
+    """The operator, whatever it runs."""
+    return _operator(arrays, own=False)
+
+
+def _operator(arrays: Arrays, *, own: bool) -> Call:
     """The operator on arrays of its own where it changes some: other methods are given them as they were."""
     specs = input_specs(arrays.problem.declaration, arrays.problem)
     copies = tuple(tensor.clone() if spec.role == "inout" else tensor
                    for spec, tensor in zip(specs, arrays.tensors, strict=True))  # fmt: skip
     operator, given = operator_call(replace(arrays, tensors=copies))
+    operator = operator.own if own else operator
     changed = {spec.name: tensor for spec, tensor in zip(specs, copies, strict=True) if spec.role == "inout"}
     if not changed:
         return lambda: operator(*given)
@@ -152,6 +169,7 @@ def methods_of(kernel: KernelClass, problems: Sequence[Problem] = ()) -> Mapping
         return {**listed, MATMUL: CEILING}
     names = dict.fromkeys(name for problem in problems for name in rivals_of(kernel, problem))
     return {OURS: Method(name=OURS, about="the kernel on the schedule that the table names", make=_ours),
+            SERVED: Method(name=SERVED, about="the operator, whatever it runs", make=_served),
             **{name: Method(name=name, about="a rival", make=_rival(name)) for name in names}, MATMUL: CEILING}  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tiledsched.problem import Problem
 from tiledsched.studies.bench.errors import Error
 from tiledsched.studies.bench.methods import MATMUL, Method
 from tiledsched.studies.bench.rows import OK, BenchRow, Cell
-from tiledsched.studies.bench.sampling import sample_counts, sample_in_turn
+from tiledsched.studies.bench.sampling import LEAST_SAMPLES, sample_counts, sample_in_turn
 
 CONFIDENCE = 0.95
 
@@ -163,6 +163,11 @@ def bench_cell(harness: Harness, cell: Cell, options: BenchOptions, share_s: flo
     except RuntimeError as error:  # of torch or of the stopwatch; where the GPU is lost these rows say nothing
         harness.check()
         failed |= {each.method.name: f"while timed: {first_line(error)}" for each in prepared.ready}
+    for name, count in zip(list(samples), counts, strict=False):
+        if len(samples[name]) < LEAST_SAMPLES:
+            failed[name] = (f"host too slow: the GPU waited for it in {count - len(samples[name])} of {count} calls, whose "
+                            "times are its own")  # fmt: skip
+            del samples[name]
     conditions = prepared.log.summary()
     if conditions.beside:
         failed |= dict.fromkeys(samples, f"timed {conditions.disturbance}")

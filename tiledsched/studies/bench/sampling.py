@@ -8,6 +8,7 @@ all of them alike.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections import deque
@@ -59,7 +60,7 @@ def spread_evenly(counts: Sequence[int], rng: random.Random) -> list[int]:
 
 def sample_in_turn(watch: Stopwatch, counts: Sequence[int], *, regime: str, rng: random.Random, log: Log,
                    gap_s: float = BURST_GAP_S, warmup_s: float = SUSTAINED_WARMUP_S) -> list[list[float]]:  # fmt: skip
-    """Microseconds of each method, `counts[i]` samples of method i.
+    """Microseconds of each method, `counts[i]` samples of method i, less those that the stopwatch takes for the host's (NaN).
 
     Args:
         watch: launches and times.
@@ -93,6 +94,11 @@ class _Readings:
             self._log.poll()
 
 
+def _keep(samples: list[float], microseconds: float) -> None:
+    if not math.isnan(microseconds):
+        samples.append(microseconds)
+
+
 def _burst(watch: Stopwatch, order: Sequence[int], samples: list[list[float]], readings: _Readings,
            gap_s: float) -> None:  # fmt: skip
     next_start = time.perf_counter()
@@ -103,7 +109,7 @@ def _burst(watch: Stopwatch, order: Sequence[int], samples: list[list[float]], r
         start = time.perf_counter()
         microseconds = watch.read(watch.queue(index, paced=True))
         next_start = start + max(gap_s, REST * microseconds / 1e6)
-        samples[index].append(microseconds)
+        _keep(samples[index], microseconds)
         readings.poll()
 
 
@@ -116,7 +122,7 @@ def _sustained(watch: Stopwatch, order: Sequence[int], samples: list[list[float]
         index, queued, counts = ahead.popleft()
         microseconds = watch.read(queued)
         if counts:
-            samples[index].append(microseconds)
+            _keep(samples[index], microseconds)
             readings.poll()
 
     def queue(index: int, counts: bool) -> None:

@@ -6,15 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.errors import ConfigError, UnsupportedError
+import numpy
+
+from tiledsched.errors import UnsupportedError
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.declaration import DEFAULT_CAP
+from tiledsched.kernels.attention.inputs import padded_batch
 from tiledsched.kernels.attention.reference import default_scale
+from tiledsched.kernels.attention.rivals import FLASH_4, FLASH_4_MODULE, flash_4_function
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.space_files import space_for
 from tiledsched.studies.bench.errors import Error
-from tiledsched.studies.bench.methods import OURS, Arrays, Call, Method
+from tiledsched.studies.bench.methods import OURS, SERVED, Arrays, Call, Method
 from tiledsched.studies.rivals.attention_accuracy import Pair, compared_pairs, error_of, reference_of_pair
+from tiledsched.studies.rivals.attention_flex import flex_attention
 
 UNTUNED: dict[str, KnobValue] = {
     "tile_m": 64, "tile_n": 64, "occupancy": 0, "num_worker_warps": 0, "num_ctas": 0, "latency_k": 0, "latency_v": 0,
@@ -26,7 +32,7 @@ UNTUNED: dict[str, KnobValue] = {
 
 
 class AttentionArrays(Arrays):
-    """Q, K and V, contiguous."""
+    """Q, K and V, contiguous; sinks, starts and lengths after them where the problem asks for them."""
 
     @property
     def q(self) -> Any:
@@ -49,14 +55,57 @@ class AttentionArrays(Arrays):
         p = self.problem
         return bool(p.causal) if p.alignment == "top_left" else str(p.alignment)
 
+    @property
+    def asked(self) -> tuple[Any, ...]:
+        """Sinks, starts and lengths, those that the problem has."""
+        return self.tensors[3:]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """All that is asked for beside the mask, as `sdpa` takes it."""
+        p = self.problem
+        names = [
+            name for name, given in (("sinks", p.sinks), ("key_starts", p.starts), ("key_lengths", p.lengths)) if given
+        ]
+        found: dict[str, Any] = dict(zip(names, self.asked, strict=True))
+        return {
+            **found,
+            **({"window": p.window} if p.window else {}),
+            **({"softcap": DEFAULT_CAP} if p.softcap else {}),
+        }
+
 
 def _ours(arrays: AttentionArrays) -> Call:
-    """`sdpa`, once it is clear that it would not hand the problem over to torch."""
+    """Our kernel as `sdpa` launches it, also where a rival is served."""
+    from tiledsched.attention.arguments import CAUSAL
+    from tiledsched.attention.beside import NAMES, read_beside
+    from tiledsched.attention.launching import launch_plan
+    from tiledsched.attention.sdpa import plan_for
+
+    q, k, v, named = arrays.q, arrays.k, arrays.v, arrays.named
+    plan = plan_for(q, k, v, causal=arrays.causal, **named).own
+    beside = read_beside(q, k, CAUSAL[arrays.causal], *(named.get(name) for name in NAMES))
+    return lambda: launch_plan(plan, q, k, v, keep_zeros=True, beside=beside)
+
+
+def _served(arrays: AttentionArrays) -> Call:
+    """`sdpa`, whatever it runs, once it is clear that it would not leave the problem to torch."""
     from tiledsched.attention.sdpa import plan_for, sdpa
 
-    q, k, v, causal = arrays.q, arrays.k, arrays.v, arrays.causal
-    plan_for(q, k, v, causal=causal)
-    return lambda: sdpa(q, k, v, causal=causal)
+    q, k, v, causal, named = arrays.q, arrays.k, arrays.v, arrays.causal, arrays.named
+    plan_for(q, k, v, causal=causal, **named)
+    return lambda: sdpa(q, k, v, causal=causal, **named)
+
+
+def _refuse_asked(problem: Problem, *, but: tuple[str, ...] = ()) -> None:
+    """Raise where a problem asks for what a method does not compute."""
+    beyond = [
+        name
+        for name in ("window", "softcap", "sinks", "starts", "lengths")
+        if getattr(problem, name) and name not in but
+    ]
+    if beyond:
+        raise UnsupportedError(f"it knows no {', '.join(beyond)}")
 
 
 _untuned_kernels: dict[tuple[str, Any], Any] = {}
@@ -75,6 +124,7 @@ def _untuned(arrays: AttentionArrays) -> Call:
     from tiledsched.launches import steps, tile_kernels
 
     torch, problem, q = arrays.torch, arrays.problem, arrays.q
+    _refuse_asked(problem)
     properties = torch.cuda.get_device_properties(q.device)
     arch = f"sm_{properties.major}{properties.minor}"
     schedule, device = untuned_schedule(arch), arch_spec(arch)
@@ -94,10 +144,18 @@ def _untuned(arrays: AttentionArrays) -> Call:
 
 
 def _torch_call(arrays: AttentionArrays) -> Call:
-    """torch's attention, whichever backend it takes."""
+    """torch's attention, whichever backend it takes; windows and lengths as a mask of all scores, which is all it knows."""
     torch, problem = arrays.torch, arrays.problem
+    _refuse_asked(problem, but=("window", "starts", "lengths"))
     more: dict[str, Any] = {"enable_gqa": True} if problem.group > 1 else {}
-    if problem.causal and problem.alignment == "bottom_right":
+    if problem.asked:
+        from tiledsched.attention.arguments import CAUSAL
+        from tiledsched.attention.beside import NAMES, read_beside, visible_keys
+
+        causal = CAUSAL[arrays.causal]
+        beside = read_beside(arrays.q, arrays.k, causal, *(arrays.named.get(name) for name in NAMES))
+        more["attn_mask"] = visible_keys(arrays.q, arrays.k, causal, beside)
+    elif problem.causal and problem.alignment == "bottom_right":
         from torch.nn.attention.bias import causal_lower_right
 
         more["attn_mask"] = causal_lower_right(problem.seq_q, problem.seq_k)
@@ -127,6 +185,7 @@ def _torch_backend(backend: str) -> Callable[[AttentionArrays], Call]:
 def _eager(arrays: AttentionArrays) -> Call:
     """softmax(q @ k^T) @ v in torch's operators, softmax in float32, key heads repeated: as models did it before SDPA."""
     torch, problem = arrays.torch, arrays.problem
+    _refuse_asked(problem)
     scale, group = default_scale(problem), problem.group
     hidden = None
     if problem.causal:
@@ -149,6 +208,7 @@ def _eager(arrays: AttentionArrays) -> Call:
 def _triton(arrays: AttentionArrays) -> Call:
     from tiledsched.studies.rivals.triton_attention import triton_attention
 
+    _refuse_asked(arrays.problem)
     bottom_right = arrays.problem.alignment == "bottom_right"
     return lambda: triton_attention(arrays.q, arrays.k, arrays.v, causal=arrays.problem.causal,
                                     bottom_right=bottom_right)  # fmt: skip
@@ -157,6 +217,7 @@ def _triton(arrays: AttentionArrays) -> Call:
 def _tilegym(arrays: AttentionArrays) -> Call:
     """NVIDIA's TileGym: `tilegym.ops.fmha`, which tunes itself on the first call of a shape."""
     problem = arrays.problem
+    _refuse_asked(problem)
     if problem.alignment != "top_left" or problem.value_dim:
         raise UnsupportedError("fmha aligns the mask at the top left and takes one head dimension")
     from tilegym.ops import fmha
@@ -168,6 +229,7 @@ def _tilegym(arrays: AttentionArrays) -> Call:
 def _flash_attn(arrays: AttentionArrays) -> Call:
     """The flash-attn package, on arrays in its own layout, `[batch, rows, heads, head_dim]`."""
     problem = arrays.problem
+    _refuse_asked(problem)
     if problem.causal and problem.alignment == "top_left" and problem.seq_q != problem.seq_k:
         raise UnsupportedError("flash_attn_func aligns the mask at the bottom right")
     from flash_attn import flash_attn_func
@@ -176,10 +238,19 @@ def _flash_attn(arrays: AttentionArrays) -> Call:
     return lambda: flash_attn_func(q, k, v, causal=problem.causal).transpose(1, 2)
 
 
+def _flash_attention_4(arrays: AttentionArrays) -> Call:
+    """FlashAttention-4, on arrays in its own layout, `[batch, rows, heads, head_dim]`."""
+    attend, _ = flash_4_function(arrays.problem)
+    q, k, v = (array.transpose(1, 2).contiguous() for array in (arrays.q, arrays.k, arrays.v))
+    asked = arrays.asked
+    return lambda: attend(q, k, v, *asked).transpose(1, 2)
+
+
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
-        Method(name=OURS, about="sdpa on the schedule the table names", make=_ours),
+        Method(name=OURS, about="our kernel on the schedule that the table names", make=_ours),
+        Method(name=SERVED, about="sdpa, whatever it runs: our kernel, or a rival that was measured faster", make=_served),
         Method(name="untuned", about="the same kernel, 64x64 tiles, no hints", make=_untuned),
         Method(name="torch_flash", about="torch SDPA, flash backend", make=_torch_backend("FLASH_ATTENTION")),
         Method(name="torch_cudnn", about="torch SDPA, cuDNN backend", make=_torch_backend("CUDNN_ATTENTION")),
@@ -190,7 +261,10 @@ METHODS: Mapping[str, Method] = {
         Method(name="eager", about="softmax(QK^T)V in torch operators", make=_eager, score_bytes=12),
         Method(name="triton", about="a flash-attention forward in Triton, autotuned", make=_triton, package="triton"),
         Method(name="tilegym", about="TileGym's cuTile kernel, autotuned", make=_tilegym, package="tilegym"),
-        Method(name="flash_attn", about="the flash-attn package", make=_flash_attn, package="flash_attn"),
+        Method(name="flash_attn", about="the flash-attn package", make=_flash_attn, package="flash_attn.flash_attn_interface"),
+        Method(name=FLASH_4, about="the flash-attn-4 package, FlashAttention-4", make=_flash_attention_4,
+               package=FLASH_4_MODULE),
+        Method(name="torch_flex", about="torch's flex attention, compiled", make=flex_attention, package="triton"),
     )
 }  # fmt: skip
 """By name, in the order of the rows."""
@@ -216,15 +290,18 @@ class PairCase:
 
     def error(self, out: Any) -> Error:
         """How far a method's output is from float64."""
+        out = out.detach()
         outputs = [self.cupy.from_dlpack(out[batch, head].float().contiguous()) for batch, head in self.pairs]
         return error_of(self.cupy, outputs, self.expected, finite=bool(self.arrays.torch.isfinite(out).all()))
 
-    def details(self, *, verify: bool) -> dict[str, Any]:
-        """What `sdpa` launched and why."""
+    def details(self, method: str, *, verify: bool) -> dict[str, Any]:
+        """What our kernel launched and why; of what is served, the rival in its place."""
         from tiledsched.attention.explain import explain
 
         arrays = self.arrays
-        found = explain(arrays.q, arrays.k, arrays.v, causal=arrays.causal, verify=verify)
+        found = explain(arrays.q, arrays.k, arrays.v, causal=arrays.causal, verify=verify, **arrays.named)
+        if method == SERVED and found.rival:
+            return {"schedule": found.rival, "provenance": "rival", "measured_program": None}
         return {"schedule": found.served.schedule.short(), "provenance": found.served.provenance,
                 "measured_program": found.is_measured_program if verify else None}  # fmt: skip
 
@@ -233,23 +310,25 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
     """Standard normal inputs, the same in every run of a problem, and what is compared.
 
     CuPy has no bfloat16: it is given float32, which holds both types.
-
-    Raises:
-        ConfigError: the problem asks for what the methods here do not compute.
     """
-    if problem.asked:
-        raise ConfigError(f"the bench has no methods for {problem}: it times no windows, softcap, sinks, starts and lengths; "
-                          "leave them out, or use tune, which times the kernel alone")  # fmt: skip
     dtype = getattr(torch, problem.dtype)
     generator = torch.Generator(device="cuda").manual_seed(int(problem.id, 16) % 2**31)
     keys = (problem.batch, problem.kv_heads, problem.seq_k)
     shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
               (*keys, problem.value_columns))  # fmt: skip
     q, k, v = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
+    padded = padded_batch(numpy.random.default_rng(int(problem.id, 16) % 2**31), problem)
+    asked = [torch.randn((problem.heads,), generator=generator, device="cuda").to(dtype)] if problem.sinks else []
+    asked += [torch.as_tensor(each, dtype=torch.int32, device=q.device) for each in padded.values()]
     pairs, expected = compared_pairs(problem), []
+    arrays = AttentionArrays(torch=torch, problem=problem, tensors=(q, k, v, *asked))
     for batch, head in pairs:
         kv_head = head // problem.group
-        wide = [cupy.from_dlpack(x[batch, h].float()) for x, h in ((q, head), (k, kv_head), (v, kv_head))]
-        expected.append(reference_of_pair(cupy, problem, *wide))
+        wide = (cupy.from_dlpack(x[batch, h].float()) for x, h in ((q, head), (k, kv_head), (v, kv_head)))
+        own = {name.lower(): each[batch : batch + 1] for name, each in padded.items()}
+        if problem.sinks:
+            own["sinks"] = asked[0][head : head + 1].double().cpu().numpy()
+        of_head, of_keys, of_values = wide
+        expected.append(reference_of_pair(cupy, problem, of_head, of_keys, of_values, **own))
     torch.cuda.synchronize()
-    return PairCase(AttentionArrays(torch=torch, problem=problem, tensors=(q, k, v)), pairs, expected, cupy)
+    return PairCase(arrays, pairs, expected, cupy)

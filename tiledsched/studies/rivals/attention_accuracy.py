@@ -7,7 +7,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tiledsched.kernels.attention.reference import attention_reference, default_scale
+from tiledsched.kernels.attention.declaration import DEFAULT_CAP
+from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
 from tiledsched.problem import Problem
 from tiledsched.studies.bench.errors import Error
 
@@ -33,7 +34,7 @@ def compared_pairs(problem: Problem) -> list[Pair]:
     return [divmod(number, problem.heads) for number in sorted(numbers.union(others))]
 
 
-def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any) -> Any:
+def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any, **asked: Any) -> Any:
     """The float64 output of one (batch, head) pair, `[seq_q, value_dim]`.
 
     Args:
@@ -41,9 +42,12 @@ def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any) -> Any:
         problem: mask and scale.
         q: `[seq_q, head_dim]` of that head, of a type that `xp` knows and float64 holds.
         k: `[seq_k, head_dim]` of its key head; v, `[seq_k, value_dim]`, likewise.
+        asked: sinks, starts and lengths, `[1]` each, of that head and sequence, where the problem has them.
     """
-    return attention_reference(xp, q[None, None], k[None, None], v[None, None], causal=problem.causal,
-                               scale=default_scale(problem), alignment=problem.alignment)[0, 0]  # fmt: skip
+    out, _ = attention_and_lse(xp, q[None, None], k[None, None], v[None, None], causal=problem.causal,
+                               scale=default_scale(problem), alignment=problem.alignment, window=problem.window,
+                               cap=DEFAULT_CAP if problem.softcap else 0.0, **asked)  # fmt: skip
+    return out[0, 0]
 
 
 def error_of(xp: Any, outputs: Sequence[Any], expected: Sequence[Any], *, finite: bool) -> Error:

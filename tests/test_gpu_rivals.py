@@ -1,0 +1,79 @@
+"""Rivals on a real GPU: timed by their own process beside a winner, and served where they are said to be faster."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cupy")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SIZES = {"seq_q": 1024, "seq_k": 1024, "head_dim": 128, "batch": 4, "heads": 16, "kv_heads": 16, "dtype": "bfloat16",
+         "causal": True}  # fmt: skip
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    """What a tune with rivals stored, and a process that serves it."""
+    from tiledsched.attention import sdpa as serve
+    from tiledsched.kernels.attention import Attention
+    from tiledsched.tuning import tune
+
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    report = tune(Attention, [SIZES], arch=arch, effort="quick", trials=2, runner="gpu")
+    serve.reload()
+    yield report.entries[0]
+    serve.reload()
+
+
+def tensors():
+    shape = (SIZES["batch"], SIZES["heads"], SIZES["seq_q"], SIZES["head_dim"])
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    return tuple(torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(3))
+
+
+def test_torchs_backends_are_timed_beside_the_winner(tuned) -> None:
+    times = {each.name: each for each in tuned.rivals}
+    for name in ("torch_cudnn", "torch_flash", "torch_efficient"):
+        assert times[name].failure == ""
+        assert times[name].capturable
+        assert times[name].ratio_low <= times[name].ratio <= times[name].ratio_high
+        assert times[name].ours_us == pytest.approx(tuned.median_us, rel=0.1)  # the same kernel, in another process
+        assert 0.5 < times[name].ratio < 5
+        assert times[name].host_us > 1
+    if "flash_attention_4" in times:
+        assert times["flash_attention_4"].failure == ""
+
+
+@pytest.mark.parametrize("name", ["torch_cudnn", "torch_flash", "torch_efficient", "flash_attention_4"])
+def test_each_serves_where_it_is_said_to_be_faster(tuned, monkeypatch, name) -> None:
+    from tiledsched import configure, explain, sdpa
+    from tiledsched.serve import entries
+
+    if name not in {each.name for each in tuned.rivals}:
+        pytest.skip(f"{name} is not installed")
+    q, k, v = tensors()
+    with configure(rivals="off"):
+        own = sdpa(q, k, v, causal=True)
+    time = next(each for each in tuned.rivals if each.name == name)
+    faster = dataclasses.replace(time, ratio=0.5, ratio_low=0.49, ratio_high=0.51, host_us=1.0)
+    monkeypatch.setattr(entries, "load_entries", lambda *given: [tuned.replace(rivals=(faster,))])
+    with configure(rivals="serve"):
+        assert explain(q, k, v, causal=True).rival == name
+        for _ in range(3):
+            out = sdpa(q, k, v, causal=True)
+            assert out.stride() == q.stride()
+            torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
+        rows_first = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (q, k, v)]
+        out = sdpa(*rows_first, causal=True)
+        assert out.stride() == rows_first[0].stride()
+        torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
+        if time.capturable:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = sdpa(q, k, v, causal=True)
+            graph.replay()
+            torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,369 @@
+"""Rivals that serve: what evidence it takes, and what is called, kept and said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+
+import pytest
+import store_samples
+from store_samples import PROBLEM, RIVALS, entry, stored
+from test_search_tuner import LANDSCAPES, Recorded, tune
+
+from tiledsched import configure
+from tiledsched.errors import DatabaseError, LaunchError
+from tiledsched.kernels.attention import Attention
+from tiledsched.measure.runner import RivalTime
+from tiledsched.serve import rivals as rivals_module
+from tiledsched.serve.explain import explain_problem
+from tiledsched.serve.lookup import Table
+from tiledsched.serve.rivals import expected_offers, measured_offers, pays
+from tiledsched.space_files import space_for
+from tiledsched.store.db import TuningDB
+from tiledsched.store.exchange import export_table, read_table
+
+GPU = "NVIDIA Sample"
+FASTER = RIVALS[0]
+SPACE = space_for("sm_90", Attention)
+
+
+def a_rival(ratio=0.9, **more) -> RivalTime:
+    values = {"name": "torch_flash", "median_us": 100 * ratio, "ours_us": 100.0, "ratio": ratio, "ratio_low": ratio - 0.005,
+              "ratio_high": ratio + 0.005, "samples": 30, "host_us": 20.0, "capturable": True, "version": "torch 2"}  # fmt: skip
+    return RivalTime(**{**values, **more})
+
+
+def an_entry(problem=PROBLEM, rivals=(FASTER,), **more):
+    summary = stored(problem=problem).summary
+    return entry("measured", problem=problem, device_name=GPU, regime="burst", measurement=summary, model_us=None,
+                 schedule=SPACE.default(problem), rivals=rivals, **more)  # fmt: skip
+
+
+def of(seq_len, **more):
+    return Attention.standard(seq_len=seq_len, head_dim=64, batch=8, heads=16, **more)
+
+
+# Evidence
+
+
+@pytest.mark.parametrize(
+    ("change", "paid"),
+    [
+        ({}, True),
+        ({"ratio_high": 0.9971}, False),  # within what does not matter
+        ({"ratio_high": 0.9969}, True),
+        ({"ratio_high": 1.02}, False),  # noise
+        ({"failure": "RuntimeError: no"}, False),
+        ({"median_us": None, "ratio_high": None}, False),
+        ({"host_us": 361.0}, False),  # four times its 90 us: calls in a row wait for the host
+        ({"host_us": 359.0}, True),
+    ],
+)
+def test_a_rival_pays_where_it_is_faster_beyond_noise_and_its_host_keeps_up(change, paid) -> None:
+    assert pays(a_rival(**change)) is paid
+
+
+def test_the_fastest_is_offered_first_with_what_was_measured() -> None:
+    found = measured_offers(
+        an_entry(rivals=(a_rival(0.95), a_rival(0.9, name="torch_cudnn"), a_rival(1.1, name="slow"))), "here"
+    )
+    assert [each.name for each in found] == ["torch_cudnn", "torch_flash"]
+    assert (
+        found[0].reason
+        == "1.11x faster than our kernel on this problem, measured on here (90.0 against 100.0 us, torch 2)"
+    )
+    assert measured_offers(an_entry(rivals=None), "here") == ()
+
+
+def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_decide() -> None:
+    equal, near = a_rival(1.0), of(1024)
+    asked = of(1280)
+    assert expected_offers(asked, [an_entry(near, (a_rival(0.97),))], 0.0)[0].ratio == pytest.approx(0.975)
+    assert expected_offers(asked, [an_entry(near, (equal,))], 0.0) == ()
+    (offer,) = expected_offers(asked, [an_entry(near, (equal,))], 0.04)
+    assert offer.ratio == pytest.approx(1.005 / 1.04)
+    assert "by 1 near problems" in offer.reason
+    assert "ours losing 4.0% to a tuned one" in offer.reason
+    # Nearer problems count for more, and all must have been computed.
+    both = [an_entry(near, (a_rival(0.9),)), an_entry(of(2048), (a_rival(1.3),))]
+    nearer = expected_offers(of(1040), both, 0.5)[0].ratio
+    assert nearer < expected_offers(of(1900), both, 0.5)[0].ratio
+    assert expected_offers(asked, [an_entry(near, (a_rival(failure="RuntimeError: no"),))], 0.5) == ()
+    assert expected_offers(asked, [an_entry(near, (a_rival(host_us=500.0),))], 0.5) == ()
+    assert expected_offers(of(16384), [an_entry(near, (a_rival(0.5),))], 0.5) == ()  # too far to say anything
+    assert expected_offers(asked, [an_entry(near, None)], 0.5) == ()
+
+
+def test_the_table_offers_rivals_only_where_they_may_serve() -> None:
+    known = [an_entry()]
+    here = Table(known, Attention, rivals=True).resolve(PROBLEM, "sm_90", GPU)
+    assert [each.name for each in here.rivals] == ["flash_attention_4"]
+    assert here.provenance == "measured"
+    assert Table(known, Attention).resolve(PROBLEM, "sm_90", GPU).rivals == ()
+    elsewhere = Table(known, Attention, rivals=True).resolve(PROBLEM, "sm_90", "Another GPU")
+    assert "expected to be 1.10x faster" in elsewhere.rivals[0].reason
+    untuned = Table(known, Attention, rivals=True).resolve(PROBLEM.replace(batch=PROBLEM.batch + 1), "sm_90", GPU)
+    assert untuned.provenance == "transferred"
+    assert [each.name for each in untuned.rivals] == ["flash_attention_4"]
+    forced = Table(known, Attention, rivals=True, forced={"tile_n": 32}).resolve(PROBLEM, "sm_90", GPU)
+    assert forced.rivals == ()  # who forces knobs wants to see them
+    text = str(explain_problem(Table(known, Attention, rivals=True), PROBLEM, "sm_90", GPU))
+    assert "rival       flash_attention_4, where it is installed: 1.11x faster than our kernel on this problem" in text
+    raced = "raced       flash_attention_4 90.0 us (0.90x ours, host 340 us); torch_flash RuntimeError: No available kernel."
+    assert raced in str(explain_problem(Table([an_entry(rivals=RIVALS)], Attention), PROBLEM, "sm_90", GPU))
+
+
+# The store
+
+
+def test_rivals_come_through_files_merges_and_checks(tmp_path) -> None:
+    with TuningDB.open(tmp_path / "one.db") as db:
+        store_samples.fill(db)
+        export_table(db, tmp_path / "table.json")
+        (measured,) = db.entries(provenance="measured")
+        assert measured.rivals == RIVALS
+        (other,) = db.entries(provenance="modelled")
+        assert other.rivals is None
+    table = read_table(tmp_path / "table.json")
+    assert {each.rivals for each in table.entries} == {RIVALS, None}
+    text = json.loads((tmp_path / "table.json").read_text())
+    assert sum("rivals" in each for each in text["entries"]) == 1  # not said where there are none
+    with TuningDB.open(tmp_path / "two.db") as db:
+        db.merge(table.measurements, table.entries, table.artifacts)
+        assert db.check() == []
+        assert db.entries(provenance="measured")[0].rivals == RIVALS
+        export_table(db, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "table.json").read_bytes()
+    connection = sqlite3.connect(tmp_path / "two.db")
+    connection.execute('UPDATE entries SET rivals = \'[{"name": "x y"}]\' WHERE rivals IS NOT NULL')
+    connection.commit()
+    connection.close()
+    with TuningDB.open(tmp_path / "two.db") as db:
+        assert any("what its rivals took cannot be read" in line for line in db.check())
+        with pytest.raises(DatabaseError, match="rivals"):
+            db.entries()
+
+
+@pytest.mark.parametrize("number", ["0004", "0005"])
+def test_older_databases_have_none(number, tmp_path) -> None:
+    from test_store_migration import Path
+
+    old = Path(__file__).parent / "data" / f"store_{number}.db"
+    (tmp_path / old.name).write_bytes(old.read_bytes())
+    with TuningDB.open(tmp_path / old.name) as db:
+        assert {each.rivals for each in db.entries()} == {None}
+        assert db.check() == []
+
+
+# A tune
+
+
+def test_a_tune_keeps_what_rivals_took_beside_the_winner(tmp_path) -> None:
+    recorded, raced = Recorded(LANDSCAPES[4]), []
+
+    def race(problem, candidate):
+        raced.append((problem, candidate))
+        return [FASTER]
+
+    with TuningDB.open(tmp_path / "tuning.db") as db:
+        result = tune(recorded, db, effort="quick", rivals=race)
+        ((problem, candidate),) = raced
+        assert problem == recorded.problem
+        assert (candidate.schedule, candidate.artifact.fingerprint) == (result.entry.schedule, result.entry.fingerprint)
+        assert db.entries(problem=problem)[0].rivals == (FASTER,)
+        again = tune(recorded, db, effort="quick", rivals=lambda problem, candidate: None)  # which could time none
+        assert again.entry.fingerprint == result.entry.fingerprint
+        assert db.entries(problem=problem)[0].rivals == (FASTER,)
+
+
+# sdpa
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
+
+
+@pytest.fixture
+def attention(launches, monkeypatch):
+    """sdpa on a table whose evidence is that a rival is faster; `calls` are the rival's."""
+    from serve_on_cpu import expected, tensors
+
+    from tiledsched.attention import plans
+    from tiledsched.attention import sdpa as serve
+    from tiledsched.serve import process
+
+    q, k, v = tensors(heads=2, rows=24)
+    problem = plans.pose_problem(q, k, v, None, False)
+    offer = a_rival()
+    calls = []
+
+    class Served:
+        def __init__(self) -> None:
+            self.q, self.k, self.v, self.calls, self.launches = q, k, v, calls, launches
+            self.sdpa, self.plans, self.serve, self.offer = serve.sdpa, plans, serve, offer
+            self.want = expected(q, k, v)
+
+        def known(self, **more) -> None:
+            monkeypatch.setattr(process, "load_table", lambda settings, **given: Table(
+                [dataclasses.replace(an_entry(problem, (a_rival(**more),)), device_name="NVIDIA H200")], Attention,
+                rivals=settings.rivals == "serve"))  # fmt: skip
+            serve.reload()
+
+    def call(q, k, v):
+        calls.append((q, k, v))
+        return expected(q, k, v).transpose(1, 2).contiguous().transpose(1, 2)  # in an order of its own
+
+    monkeypatch.setattr(plans, "rivals", lambda p, scale, cap: {"torch_flash": call})
+    served = Served()
+    served.known()
+    return served
+
+
+def test_the_rival_is_called_and_our_kernel_is_not(attention) -> None:
+    q, k, v = attention.q, attention.k, attention.v
+    for _ in range(3):  # the operator, then the short way
+        out = attention.sdpa(q, k, v)
+        assert torch.equal(out, attention.want)
+        assert out.stride() == q.stride()
+    assert len(attention.calls) == 3
+    assert attention.launches == []
+    plan = attention.plans.plan_for(q, k, v)
+    assert attention.plans.find_ready(q, k, v, None, None, False) is plan
+    assert (plan.rival.name, plan.own.rival, plan.own.launch_on) == ("torch_flash", None, plan.device)
+
+
+@pytest.mark.parametrize("setting", ["record", "off"])
+def test_a_setting_keeps_our_kernel(attention, setting) -> None:
+    with configure(rivals=setting):
+        attention.sdpa(attention.q, attention.k, attention.v)
+        plan = attention.plans.plan_for(attention.q, attention.k, attention.v)
+    assert attention.calls == []
+    assert len(attention.launches) == 1
+    assert (plan.rival, plan.launch_on) == (None, plan.device)
+
+
+def test_it_is_explained_and_logged(attention, caplog) -> None:
+    from tiledsched import explain
+
+    caplog.set_level("INFO", "tiledsched")
+    found = explain(attention.q, attention.k, attention.v)
+    assert found.rival == "torch_flash"
+    assert "  rival       torch_flash is called instead: 1.11x faster than our kernel" in str(found)
+    assert found.to_json()["rival"] == "torch_flash"
+    assert "torch_flash is served instead" in caplog.text
+
+
+def test_a_rival_that_is_not_installed_or_cannot_be_made_serves_nothing(attention, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(attention.plans, "rivals", lambda p, scale, cap: {})
+    attention.sdpa(attention.q, attention.k, attention.v)
+    monkeypatch.setattr(attention.plans, "rivals", lambda p, scale, cap: 1 / 0)
+    attention.serve.reload()
+    attention.sdpa(attention.q, attention.k, attention.v)
+    assert len(attention.launches) == 2
+    assert "no rival can be made, our own kernel is served: ZeroDivisionError" in caplog.text
+
+
+def test_a_rival_that_refuses_its_first_call_gives_way_to_our_kernel(attention, monkeypatch, caplog) -> None:
+    def refuse(q, k, v):
+        attention.calls.append(q)
+        raise RuntimeError("No available kernel.")
+
+    monkeypatch.setattr(attention.plans, "rivals", lambda p, scale, cap: {"torch_flash": refuse})
+    for _ in range(3):
+        torch.testing.assert_close(
+            attention.sdpa(attention.q, attention.k, attention.v), attention.want, rtol=2e-3, atol=2e-3
+        )
+    assert (len(attention.calls), len(attention.launches)) == (1, 3)
+    assert "torch_flash, which was measured to be faster, failed: RuntimeError: No available kernel." in caplog.text
+    assert "our own kernel is served instead" in caplog.text
+
+
+def test_a_later_failure_gives_way_for_that_call_and_says_what_to_do(attention, monkeypatch, caplog) -> None:
+    attention.sdpa(attention.q, attention.k, attention.v)
+    plan = attention.plans.plan_for(attention.q, attention.k, attention.v)
+    monkeypatch.setitem(vars(plan.rival), "call", lambda *given: 1 / 0)
+    for _ in range(2):
+        out = attention.sdpa(attention.q, attention.k, attention.v)
+        torch.testing.assert_close(out, attention.want, rtol=2e-3, atol=2e-3)
+    assert (len(attention.calls), len(attention.launches)) == (1, 2)
+    assert caplog.text.count("TILEDSCHED_RIVALS=off serves our own kernel; our own kernel is served instead") == 1
+
+
+def test_a_graph_holds_the_rival_only_if_it_can(attention, monkeypatch) -> None:
+    from serve_on_cpu import capturing
+
+    q, k, v = attention.q, attention.k, attention.v
+    with capturing(monkeypatch), pytest.raises(LaunchError, match="call sdpa once"):
+        attention.sdpa(q, k, v)
+    attention.serve.reload()
+    attention.sdpa(q, k, v)
+    with capturing(monkeypatch):
+        attention.sdpa(q, k, v)
+    assert (len(attention.calls), len(attention.launches)) == (2, 0)
+    attention.known(capturable=False)
+    attention.sdpa(q, k, v)  # and our own program is loaded on the way
+    assert (len(attention.calls), len(attention.launches)) == (3, 1)
+    with capturing(monkeypatch):
+        torch.testing.assert_close(attention.sdpa(q, k, v), attention.want, rtol=2e-3, atol=2e-3)
+    assert (len(attention.calls), len(attention.launches)) == (3, 2)
+
+
+def test_it_is_called_in_compiled_code(attention) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: attention.sdpa(q, k, v) * 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(attention.q, attention.k, attention.v), attention.want)
+    assert (len(attention.calls), attention.launches) == (1, [])
+
+
+def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
+    from tiledsched.studies.bench.methods import OURS, SERVED
+    from tiledsched.studies.rivals.attention import METHODS, AttentionArrays, PairCase
+
+    plan = attention.plans.plan_for(attention.q, attention.k, attention.v)
+    arrays = AttentionArrays(torch=torch, problem=plan.problem, tensors=(attention.q, attention.k, attention.v))
+    METHODS[OURS].make(arrays)()
+    assert (len(attention.calls), len(attention.launches)) == (0, 1)
+    METHODS[SERVED].make(arrays)()
+    assert (len(attention.calls), len(attention.launches)) == (1, 1)
+    case = PairCase(arrays, [], [], None)
+    assert case.details(OURS, verify=False)["provenance"] == "measured"
+    assert case.details(SERVED, verify=False) == {
+        "schedule": "torch_flash", "provenance": "rival", "measured_program": None,
+    }  # fmt: skip
+
+
+def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declared(launches, monkeypatch) -> None:
+    import op_kernels
+
+    from tiledsched.serve import process
+    from tiledsched.serve.op import op
+
+    x, w = torch.randn(4, 64, dtype=torch.float16), torch.randn(64, dtype=torch.float16)
+    calls = []
+
+    def normalise(X, W):
+        calls.append(X)
+        return torch.nn.functional.rms_norm(X, (64,), W, 1e-5).t().contiguous().t()
+
+    monkeypatch.setattr(op_kernels.RmsNorm, "rivals", staticmethod(lambda p: {"torch": normalise}))
+    norm = op("testrivals::norm", op_kernels.RmsNorm)
+    p = norm.form.problem((x, w, None, 1e-5))
+    offers = measured_offers(an_entry(rivals=(a_rival(name="torch"),)), "here")
+
+    class WithRivals(Table):
+        def resolve(self, *given):
+            return dataclasses.replace(super().resolve(*given), rivals=offers)
+
+    monkeypatch.setattr(process, "load_table", lambda settings, *, kernel, archs: WithRivals([], kernel))
+    process.forget_plans()
+    for _ in range(3):
+        out = norm(x, w)
+        torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (64,), w, 1e-5), rtol=2e-3, atol=2e-3)
+        assert out.is_contiguous()
+    assert (len(calls), launches) == (3, [])
+    assert norm.explain(x, w).rival == "torch"
+    norm(x, w, eps=0.5)
+    norm.own(x, w)
+    assert (len(calls), len(launches)) == (3, 2)
+    assert p.columns == 64
+    assert rivals_module.ELSEWHERE not in (-1, 0)

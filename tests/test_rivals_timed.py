@@ -1,0 +1,509 @@
+"""How rivals are timed: behind enough work that their host is not timed, beside our winner, checked, and never in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.machinery
+import inspect
+import math
+import sys
+import types
+from functools import partial
+from pathlib import Path
+
+import numpy
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
+from test_bench import Harness, options, quick  # noqa: F401
+from test_bench_harness import cell, cuda  # noqa: F401
+
+from tiledsched.cases import make_cases
+from tiledsched.errors import Failure, FailureKind, UnsupportedError
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention import rivals as attention_rivals
+from tiledsched.measure.arrays import ProblemArrays
+from tiledsched.measure.rival_worker import Rivals
+from tiledsched.measure.rivals import RivalRaces, RivalSamples, rival_time
+from tiledsched.measure.torch_timing import CYCLES_PER_US, TorchStopwatch, host_cost_us
+from tiledsched.studies.bench.methods import OURS, methods_of
+from tiledsched.studies.bench.run import bench_cell
+
+METHODS = methods_of(Attention)
+
+# A GPU and a host on a clock of their own
+
+
+class Machine:
+    """What of torch the stopwatch uses. The host queues, the GPU works off; both tell the time by `host_us` and `free_us`."""
+
+    def __init__(self) -> None:
+        self.host_us = self.free_us = 0.0
+        self.spins: list[float] = []
+        machine = self
+
+        class Event:
+            def __init__(self, *, enable_timing) -> None: ...
+
+            def record(self) -> None:
+                self.at_us = machine.free_us = max(machine.free_us, machine.host_us)
+
+            def query(self) -> bool:
+                return machine.host_us >= self.at_us
+
+            def synchronize(self) -> None:
+                machine.host_us = max(machine.host_us, self.at_us)
+
+            def elapsed_time(self, other) -> float:
+                return (other.at_us - self.at_us) / 1e3
+
+        def sleep(cycles) -> None:
+            self.spins.append(cycles / CYCLES_PER_US)
+            self.work(1.0, cycles / CYCLES_PER_US)
+
+        self.cuda = types.SimpleNamespace(Event=Event, _sleep=sleep, synchronize=self.wait)
+
+    def work(self, host_us, gpu_us) -> None:
+        self.host_us += host_us
+        self.free_us = max(self.free_us, self.host_us) + gpu_us
+
+    def wait(self) -> None:
+        self.host_us = max(self.host_us, self.free_us)
+
+    def zero_(self) -> None:
+        self.work(5.0, 20.0)
+
+
+def watch_of(machine, *calls, **more):
+    return TorchStopwatch(machine, [lambda call=call: machine.work(*call) for call in calls], machine, **more)
+
+
+FA4, OWN = (400.0, 100.0), (10.0, 104.0)
+"""(host, GPU) microseconds of a call."""
+
+
+def test_a_slow_host_is_not_timed() -> None:
+    machine = Machine()
+    watch = watch_of(machine, FA4, OWN, host_us=FA4[0])
+    assert [watch.read(watch.queue(index, paced=True)) for index in (0, 1)] == pytest.approx([100.0, 104.0])
+    assert machine.spins == [800.0, 800.0]  # both alike
+
+
+def test_a_host_slower_than_was_told_is_noticed_and_its_sample_taken_again() -> None:
+    machine = Machine()
+    watch = watch_of(machine, FA4, OWN)
+    assert watch.read(watch.queue(0, paced=True)) == pytest.approx(100.0)  # with 0.3 ms it would be 200
+    assert machine.spins == [300.0, 600.0]
+
+
+def test_back_to_back_a_sample_is_marked_where_the_gpu_had_nothing_left_to_do() -> None:
+    machine = Machine()
+    watch = watch_of(machine, FA4, OWN)
+    queued = [watch.queue(1, paced=False) for _ in range(6)] + [watch.queue(0, paced=False) for _ in range(3)]
+    times = [watch.read(each) for each in queued]
+    assert math.isnan(times[0])  # the first finds an idle GPU
+    assert times[1:6] == pytest.approx([104.0] * 5)
+    assert [math.isnan(each) for each in times[6:]] == [
+        False,
+        True,
+        True,
+    ]  # the first of the slow ones was ahead of the GPU
+
+
+def test_a_method_whose_host_is_too_slow_has_a_status_and_no_time(quick) -> None:  # noqa: F811
+    class Late(Harness):
+        def prepare(self, problem, methods, regime):
+            prepared = super().prepare(problem, methods, regime)
+            watch = prepared.watch
+            read = watch.read
+            watch.read = lambda queued: math.nan if late(queued) else read(queued)
+            return prepared
+
+    def late(queued) -> bool:
+        index = queued[0] if isinstance(queued, tuple) else queued
+        return index == 1
+
+    how = options(names=(OURS, "torch_flash"))
+    problem = Attention.standard(seq_len=1024, head_dim=64)
+    ours, flash = bench_cell(Late(), ("sustained", problem), how)
+    assert ours.status == "ok"
+    assert flash.status.startswith("host too slow: the GPU waited for it in ")
+    assert flash.median_us is None
+
+
+def test_the_hosts_cost_is_that_of_a_call_alone() -> None:
+    machine = Machine()
+    assert 0 <= host_cost_us(machine, lambda: None) < 1e4
+
+
+# What a race tells
+
+
+def test_times_are_paired_by_round_and_late_rounds_left_out() -> None:
+    ours = tuple(100.0 + number for number in range(12))
+    theirs = tuple(0.9 * each for each in ours)
+    told = RivalSamples(
+        name="one", samples_us=(math.nan, *theirs[1:]), ours_us=ours, host_us=20.04, capturable=True, version="1"
+    )
+    time = rival_time(told)
+    assert (time.samples, time.host_us, time.capturable, time.failure) == (11, 20.0, True, "")
+    assert (time.ratio, time.ratio_low, time.ratio_high) == pytest.approx((0.9, 0.9, 0.9))
+    assert time.median_us == pytest.approx(0.9 * time.ours_us)
+    none = rival_time(dataclasses.replace(told, samples_us=(math.nan,) * 12))
+    assert none.failure == "host too slow: the GPU waited for it nearly every time"
+    assert none.ratio is None
+    assert rival_time(RivalSamples(name="one", failure="no")).failure == "no"
+
+
+@pytest.fixture
+def process(cuda, monkeypatch, tmp_path):  # noqa: F811
+    """The process of the rivals, with torch on the CPU and NumPy for CuPy; `launched` are our winner's launches."""
+    from test_cli import SUM
+
+    from tiledsched.kernel_names import load_kernel
+
+    monkeypatch.setattr("tiledsched.measure.timing.SUSTAINED_WARMUP_S", 0.0)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: types.SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    cupy = sys.modules["cupy"]
+    streams: list[int] = []
+    cupy.cuda = types.SimpleNamespace(ExternalStream=lambda each: streams.append(each) or contextlib.nullcontext())
+    monkeypatch.setattr(cupy, "from_dlpack", numpy.from_dlpack)
+    (tmp_path / "sums.py").write_text(SUM.replace("FACTOR", "1"))
+    kernel = load_kernel(f"{tmp_path}/sums.py:Add")
+    problem = kernel.problem(rows=8, columns=16, dtype="float16")
+    launched: list[object] = []
+    worker = types.SimpleNamespace(answer=lambda state, request: request[0], _run=lambda *given: launched.append(given))
+    schedule = types.SimpleNamespace()
+    cases = list(make_cases(kernel, numpy, numpy.random.default_rng(0), problem, "float64"))
+    state = types.SimpleNamespace(
+        arrays=ProblemArrays(kernel, numpy, problem, cases), flush=numpy.zeros(64, numpy.uint8), ours=()
+    )
+    launch = types.SimpleNamespace(scratch=(), steps=(), tolerance=kernel.tolerance(problem, schedule), tile=(8, 16))
+    rivals = Rivals(torch, cupy, worker)
+    assert rivals.answer(state, ("begin", kernel.locator(), problem, 0)) == "begin"
+
+    def race(named, regime="burst", rounds=8):
+        monkeypatch.setattr(rivals._kernel, "rivals", staticmethod(lambda p: named))
+        return rivals.answer(state, ("rivals", launch, rounds, regime, 0, 0.0))
+
+    return types.SimpleNamespace(race=race, launched=launched, streams=streams, cuda=cuda, state=state)
+
+
+def test_every_rival_is_checked_and_timed_beside_our_winner(process) -> None:
+    def refuses(X, Y):
+        raise RuntimeError("No available kernel.\nAborting")
+
+    def versioned(X, Y):
+        return Y + X
+
+    versioned.version = "mine 1"
+    found = process.race({"torch": torch.add, "wrong": torch.sub, "refuses": refuses, "mine": versioned,
+                          "few": lambda X, Y: (), "shape": lambda X, Y: X[:1] + Y[:1]})  # fmt: skip
+    told = {each.name: each for each in found}
+    assert list(told) == ["torch", "wrong", "refuses", "mine", "few", "shape"]
+    assert told["wrong"].failure.startswith("wrong result: ")
+    assert told["refuses"].failure == "RuntimeError: No available kernel."
+    assert told["few"].failure == "it returns 0 arrays of 1"
+    assert told["shape"].failure == "its Out has shape (1, 16)"
+    for name in ("torch", "mine"):
+        assert len(told[name].samples_us) == len(told[name].ours_us) == 8
+        assert told[name].failure == ""
+        assert told[name].capturable
+    assert told["torch"].version == f"torch {torch.__version__}"
+    assert told["mine"].version == "mine 1"
+    assert len(process.launched) == 1 + 8  # of ours, on torch's stream
+    assert set(process.streams) == {7}
+
+
+def test_what_cannot_be_captured_is_told(process) -> None:
+    def add(X, Y):
+        if process.cuda.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return X + Y
+
+    (found,) = process.race({"torch": add}, "sustained", rounds=6)
+    assert (found.failure, found.capturable) == ("", False)
+
+
+def test_no_rival_of_what_works_in_place(process) -> None:
+    process.state.arrays.changed = ["X"]
+    assert "in place" in process.race({"torch": torch.add}).message
+
+
+class Process:
+    """Stands for the process and the pipe to it."""
+
+    def __init__(self, command, lock) -> None:
+        self.asked, self.loaded, self.killed = [], set(), False
+        assert lock == "lock"
+        Process.last = self
+
+    def receive(self, timeout_s, what):
+        return Process.greeting
+
+    def alive(self) -> bool:
+        return not self.killed
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def ask(self, timeout_s, verb, *arguments):
+        self.asked.append(verb)
+        if verb == "meet":
+            return frozenset({11})
+        return Process.told if verb == "rivals" else None
+
+
+def test_the_process_is_started_once_and_both_know_each_other(monkeypatch, caplog) -> None:
+    from tiledsched.measure.runner import Candidate
+    from tiledsched.space_files import space_for
+
+    problem = Attention.standard(seq_len=512, head_dim=64)
+    candidate = Candidate(
+        schedule=space_for("sm_90", Attention).default(problem),
+        artifact=types.SimpleNamespace(fingerprint="f", cubin=b""),
+    )
+    met = []
+    runner = types.SimpleNamespace(lock="lock", seed=0, device=types.SimpleNamespace(sm_count=132, arch="sm_90"),
+                                   meet=lambda others: met.append(others) or frozenset({7}))  # fmt: skip
+    monkeypatch.setattr("tiledsched.measure.rivals.Worker", Process)
+    Process.greeting = ("ready", None)
+    Process.told = [RivalSamples(name="one", samples_us=(90.0,) * 8, ours_us=(100.0,) * 8)]
+    races = RivalRaces(Attention, runner, regime="burst")
+    assert [each.ratio for each in races.race(problem, candidate)] == [0.9]
+    races.race(problem, candidate)
+    first = Process.last
+    assert first.asked == ["begin", "load", "meet", "rivals", "meet", "rivals"]
+    assert met == [frozenset(), frozenset({11})] * 2
+    Process.told = Failure(kind=FailureKind.LAUNCH_FAILURE, message="no such rival")
+    assert races.race(problem, candidate) is None
+    assert "its rivals were not timed: no such rival" in caplog.text
+    races.close()
+    races.close()
+    assert first.killed
+    Process.greeting = ("fatal", "no torch")
+    assert races.race(problem, candidate) is races.race(problem, candidate) is None
+    assert caplog.text.count("rivals are not timed: no torch") == 1
+
+
+# FlashAttention-4, which no machine without a GPU has
+
+
+def attend(q, k, v, scale, causal=False, window=None, softcap=0.0, sink=None, used=None):
+    """On `[batch, rows, heads, columns]`, the mask aligned at the bottom right."""
+    q, k, v = (each.transpose(1, 2).float() for each in (q, k, v))
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    scores = q @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows, keys = scores.shape[-2:]
+    last, column = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)[None]
+    if causal or window:
+        scores = scores.masked_fill(column > last, -math.inf)
+    if window:
+        scores = scores.masked_fill(column < last - window[0], -math.inf)
+    if used is not None:
+        scores = scores.masked_fill(column >= used[:, None, None, None], -math.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.float()[None, :, None, None].expand_as(lse))
+    return ((scores - lse).exp() @ v).transpose(1, 2)
+
+
+def inner(q, k, v, seqused_k=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
+          window_size_right=None, learnable_sink=None, num_splits=1, out=None):  # fmt: skip
+    if num_splits != 1:
+        raise NotImplementedError("no splits on this GPU")
+    window = None if window_size_left is None else (window_size_left, window_size_right)
+    made = attend(q, k, v, softmax_scale, causal, window, softcap, learnable_sink, seqused_k).to(q.dtype)
+    return (made if out is None else out.copy_(made)), None
+
+
+def outer(q, k, v, softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0):
+    window = None if window_size[0] is None else window_size
+    return attend(q, k, v, softmax_scale, causal, window, softcap, learnable_sink).to(q.dtype), None
+
+
+def outer_lengths(q, k, v, seqused_k=None, **more):
+    return attend(q, k, v, more["softmax_scale"], more.get("causal", False), used=seqused_k).to(q.dtype)
+
+
+outer_lengths.__signature__ = inspect.Signature([
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+    for name in ("q", "k", "v", "seqused_k", "softmax_scale", "causal")
+])  # fmt: skip
+
+
+@pytest.fixture(params=["inner", "outer"])
+def flash_4(request, monkeypatch):
+    """A FlashAttention-4 of one beta or another."""
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    cute, interface = sys.modules["flash_attn.cute"], sys.modules["flash_attn.cute.interface"]
+    cute.flash_attn_func, cute.flash_attn_varlen_func = outer, outer_lengths
+    if request.param == "inner":
+        interface._flash_attn_fwd = inner
+    return request.param
+
+
+def problem(**more):
+    values = {"seq_q": 24, "seq_k": 24, "head_dim": 16, "batch": 2, "heads": 4, "kv_heads": 2, "dtype": "float16"}
+    return Attention.problem(**{**values, **more})
+
+
+COMPUTED = [
+    problem(),
+    problem(causal=True),
+    problem(causal=True, window=5),
+    problem(causal=True, softcap=True, sinks=True, window=7),
+    problem(seq_q=6, seq_k=40, causal=True, alignment="bottom_right"),
+    problem(seq_q=1, seq_k=40, causal=True, alignment="bottom_right", lengths=True),
+    problem(lengths=True, seq_k=40),
+]
+REFUSED = [
+    problem(causal=True, lengths=True),
+    problem(starts=True),
+    problem(seq_q=6, seq_k=40, causal=True),
+    problem(seq_q=40, seq_k=6, causal=True, alignment="bottom_right"),
+]
+ONLY_FLEX = [problem(causal=True, lengths=True, window=9), problem(causal=True, starts=True, softcap=True, sinks=True)]
+
+
+@pytest.mark.parametrize("asked", COMPUTED, ids=str)
+def test_flash_attention_4_computes_what_it_can(cuda, flash_4, asked) -> None:  # noqa: F811
+    rows = cell([METHODS["flash_attention_4"]], problem=asked)
+    assert rows["flash_attention_4"].status == "ok"
+    assert 0 < rows["flash_attention_4"].rel_err < 1e-3
+
+
+@pytest.mark.parametrize("asked", REFUSED, ids=str)
+def test_and_refuses_the_rest_as_a_status(cuda, flash_4, asked) -> None:  # noqa: F811
+    rows = cell([METHODS["flash_attention_4"]], problem=asked)
+    assert rows["flash_attention_4"].status.startswith("not served: FlashAttention-4 ")
+    assert rows["flash_attention_4"].median_us is None
+    assert "flash_attention_4" not in attention_rivals.rivals(asked)
+
+
+def test_as_a_rival_it_reads_any_strides_and_answers_in_those_of_q(flash_4) -> None:
+    p = problem(causal=True)
+    call = attention_rivals.rivals(p, 0.3)["flash_attention_4"]
+    q, k, v = (torch.randn(2, heads, 24, 16, dtype=torch.float16) for heads in (4, 2, 2))
+    want = attend(*(each.transpose(1, 2) for each in (q, k, v)), 0.3, True).transpose(1, 2)
+    for given in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
+        out = call(given, k, v)
+        torch.testing.assert_close(out.float(), want, rtol=2e-3, atol=2e-3)
+        assert out.stride() == given.stride()
+
+
+def test_without_it_it_is_no_rival(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert not attention_rivals.flash_4_installed()
+    assert "flash_attention_4" not in attention_rivals.rivals(problem())
+    with pytest.raises(UnsupportedError, match="cannot be imported"):
+        attention_rivals.flash_4_function(problem())
+    assert METHODS["flash_attention_4"].refusal(problem(), 1 << 30) == "not installed: flash_attn.cute"
+
+
+# torch
+
+
+@pytest.mark.parametrize("name", attention_rivals.BACKENDS)
+def test_a_backend_of_torchs_is_called_by_its_own_operator(monkeypatch, name) -> None:
+    """They run on GPUs only: here the arguments must be what torch's schema says."""
+    schema = [each.name for each in attention_rivals.torch_operator(attention_rivals.BACKENDS[name])._schema.arguments]
+    called = []
+    monkeypatch.setattr(
+        attention_rivals, "torch_operator", lambda word: lambda *a, **k: called.append((a, k)) or ["out"]
+    )
+    q = torch.zeros(1)
+    assert attention_rivals.torch_backend(problem(causal=True, kv_heads=4), name, 0.3)(q, q, q) == "out"
+    ((given, named),) = called
+    said = dict(zip(schema, given, strict=False)) | named
+    assert said["is_causal"] is True
+    assert (said["scale"], said["dropout_p"]) == (0.3, 0.0)
+    assert said.get("attn_bias") is None
+    assert not said.get("compute_log_sumexp")
+
+
+def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
+    def named(**more) -> set[str]:
+        return set(attention_rivals.rivals(problem(kv_heads=4, **more))) & set(attention_rivals.BACKENDS)
+
+    every = set(attention_rivals.BACKENDS)
+    assert named() == named(causal=True) == named(seq_k=40) == every
+    assert named(seq_k=40, causal=True) == every - {"torch_flash"}  # which aligns at the bottom right
+    assert named(seq_k=40, causal=True, alignment="bottom_right") == {"torch_flash"}
+    assert named(seq_q=1, causal=True, alignment="bottom_right") == every  # the mask hides nothing
+    assert named(seq_q=40, causal=True, alignment="bottom_right") == set()
+    assert named(lse=True) == named(causal=True, window=4) == named(lengths=True) == set()
+    assert "torch_efficient" not in attention_rivals.rivals(problem())  # grouped heads
+
+
+@pytest.mark.parametrize("asked", [*COMPUTED[2:4], COMPUTED[-1], *ONLY_FLEX], ids=str)
+def test_flex_attention_and_masks_compute_what_is_asked_for(monkeypatch, asked) -> None:
+    from torch.nn.attention import flex_attention as flex
+
+    from tiledsched.attention.beside import NAMES, Beside, attend_beside
+    from tiledsched.studies.rivals.attention import AttentionArrays
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    monkeypatch.setattr(flex, "create_block_mask", partial(flex.create_block_mask, _compile=False))
+    keys = (asked.batch, asked.kv_heads, asked.seq_k, 16)
+    q, k, v = (torch.randn(shape) for shape in ((asked.batch, asked.heads, asked.seq_q, 16), keys, keys))
+    beside = [torch.randn(4)] if asked.sinks else []
+    beside += [torch.tensor([0, 5])] if asked.starts else []
+    beside += [torch.tensor([24, 17])] if asked.lengths else []
+    arrays = AttentionArrays(torch=torch, problem=asked, tensors=(q, k, v, *beside))
+    alignment = asked.alignment if asked.causal else None
+    given = Beside(*(arrays.named.get(name) or default for name, default in zip(NAMES, Beside(), strict=True) if name in
+                     ("window", "softcap")), *(arrays.named.get(name) for name in NAMES[2:]))  # fmt: skip
+    want, _ = attend_beside(q, k, v, None, 0.0, alignment, None, given)
+    torch.testing.assert_close(METHODS["torch_flex"].make(arrays)(), want, rtol=1e-4, atol=1e-5)
+    if asked.softcap or asked.sinks:
+        with pytest.raises(UnsupportedError, match="it knows no softcap, sinks"):
+            METHODS["torch_auto"].make(arrays)
+    else:
+        torch.testing.assert_close(METHODS["torch_auto"].make(arrays)(), want, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UnsupportedError, match="it knows no "):
+        METHODS["eager"].make(arrays)
+
+
+def test_flex_attention_is_not_compiled_where_nothing_is_asked_for() -> None:
+    arrays = types.SimpleNamespace(problem=problem())
+    with pytest.raises(UnsupportedError, match="compiled for windows"):
+        METHODS["torch_flex"].make(arrays)
+
+
+def test_two_processes_on_a_made_up_gpu_race_our_winner_and_its_rivals(monkeypatch) -> None:
+    from test_measure_gpu import PROBLEM, candidate
+
+    from tiledsched.measure.gpu import GpuRunner
+
+    folder = Path(__file__).parent
+    monkeypatch.setattr("tiledsched.measure.rivals.ROUNDS", {"burst": 6})
+    runner = GpuRunner(Attention, worker_command=(sys.executable, str(folder / "fake_worker.py"), "ready"))
+    races = RivalRaces(
+        Attention, runner, regime="burst", command=(sys.executable, str(folder / "fake_rival_worker.py"))
+    )
+    try:
+        runner.begin(PROBLEM)
+        found = {each.name: each for each in races.race(PROBLEM, candidate(100.0))}
+        assert found["torch_cudnn"].failure == "RuntimeError: cuDNN is not here"
+        flash = found["torch_flash"]
+        assert (flash.failure, flash.samples, flash.capturable) == ("", 6, True)
+        assert (flash.median_us, flash.ours_us, flash.ratio) == pytest.approx((80.0, 100.0, 0.8))
+        assert flash.version == f"torch {torch.__version__}"
+        assert runner.sample([candidate(100.0)], rounds=2, regime="burst")[0].samples_us == pytest.approx(
+            (100.0, 100.0)
+        )
+    finally:
+        races.close()
+        runner.close()

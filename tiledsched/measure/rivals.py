@@ -1,0 +1,158 @@
+"""Times rivals beside the winner of a race, through a process of their own.
+
+What decides between schedules is measured by a process that holds neither torch nor a compiler. Rivals need torch, so that they
+are timed by another one, which is started when the first is to be timed and takes part in nothing else: it launches our winner's
+cubin as the first does, and rivals as a program would call them, in turn. The first process is idle meanwhile.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiledsched.errors import Failure
+from tiledsched.kernel import Kernel, KernelClass
+from tiledsched.measure.gpu import GpuRunner, Timeouts, Worker, WorkerDiedError
+from tiledsched.measure.launch import launch_of
+from tiledsched.measure.runner import Candidate, RivalTime
+from tiledsched.measure.statistics import median_interval
+from tiledsched.measure.timing import BURST_GAP_S
+from tiledsched.problem import Problem
+
+log = logging.getLogger("tiledsched")
+RIVAL_COMMAND = (sys.executable, "-m", "tiledsched.measure.rival_worker")
+ROUNDS = {"burst": 30, "sustained": 200}
+"""Samples of each, by regime."""
+LEAST_ROUNDS = 6
+"""Of a rival that is told apart: below it there is no 95% interval."""
+CONFIDENCE = 0.95
+RACE_S = 600.0
+"""How long a race of rivals may take: some compile themselves, for minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalSamples:
+    """What the process of the rivals tells of one of them."""
+
+    name: str
+    """As the kernel names it."""
+    failure: str = ""
+    """Why it was not timed; empty where it was."""
+    samples_us: tuple[float, ...] = ()
+    """Its samples; NaN where the host was late."""
+    ours_us: tuple[float, ...] = ()
+    """Our winner's of the same rounds."""
+    host_us: float = 0.0
+    """What a call costs the host."""
+    capturable: bool = False
+    """Whether it was captured in a CUDA graph and replayed."""
+    version: str = ""
+    """Of what computes."""
+
+
+def rival_time(told: RivalSamples) -> RivalTime:
+    """Medians, and the interval of the ratio by round."""
+    pairs = [(theirs, ours) for theirs, ours in zip(told.samples_us, told.ours_us, strict=True)
+             if not (math.isnan(theirs) or math.isnan(ours))]  # fmt: skip
+    failure = told.failure
+    if not failure and len(pairs) < LEAST_ROUNDS:
+        failure = "host too slow: the GPU waited for it nearly every time"
+    if failure:
+        return RivalTime(name=told.name, failure=failure, host_us=round(told.host_us, 1), version=told.version)
+    ratios = [theirs / ours for theirs, ours in pairs]
+    low, high = median_interval(ratios, CONFIDENCE)
+    return RivalTime(name=told.name, median_us=statistics.median(theirs for theirs, _ in pairs),
+                     ours_us=statistics.median(ours for _, ours in pairs), ratio=statistics.median(ratios), ratio_low=low,
+                     ratio_high=high, samples=len(pairs), host_us=round(told.host_us, 1), capturable=told.capturable,
+                     version=told.version)  # fmt: skip
+
+
+class RivalRaces:
+    """The process of the rivals, and what it is asked. What goes wrong costs the rivals of a problem, never its tune.
+
+    Args:
+        kernel: whose rivals.
+        runner: measures our own; both hold one GPU.
+        regime: burst or sustained.
+        command: how to start the process; tests start another.
+        timeouts: when it is taken for hung.
+    """
+
+    def __init__(self, kernel: KernelClass, runner: GpuRunner, *, regime: str, command: Sequence[str] = RIVAL_COMMAND,
+                 timeouts: Timeouts | None = None) -> None:  # fmt: skip
+        self._kernel, self._runner, self._regime = kernel, runner, regime
+        self._command, self._timeouts = tuple(command), timeouts or Timeouts()
+        self._worker: Worker | None = None
+        self._problem: Problem | None = None
+        self._unable = ""
+
+    def race(self, problem: Problem, candidate: Candidate) -> list[RivalTime] | None:
+        """Time every rival of `problem` beside `candidate`; None where that cannot be done, which the log says once."""
+        if self._unable:
+            return None
+        try:
+            told = self._ask(problem, candidate)
+        except WorkerDiedError as error:
+            told = error.failure
+        if isinstance(told, Failure):
+            log.warning("%s: its rivals were not timed: %s", problem, told.message)
+            self._problem = None
+            return None
+        return None if told is None else [rival_time(each) for each in told]
+
+    def _ask(self, problem: Problem, candidate: Candidate) -> list[RivalSamples] | Failure | None:
+        worker = self._ready()
+        if worker is None:
+            return None
+        limits, artifact = self._timeouts, candidate.artifact
+        if self._problem != problem:
+            begun = worker.ask(limits.begin_s, "begin", self._kernel.locator(), problem, self._runner.seed)
+            if isinstance(begun, Failure):
+                return begun
+            self._problem = problem
+        if artifact.fingerprint not in worker.loaded:
+            loaded = worker.ask(limits.load_s, "load", artifact.fingerprint, artifact.cubin)
+            if isinstance(loaded, Failure):
+                return loaded
+            worker.loaded.add(artifact.fingerprint)
+        mine = worker.ask(limits.load_s, "meet", self._runner.meet(frozenset()))
+        self._runner.meet(mine)
+        launch = launch_of(self._kernel, problem, candidate.schedule, self._runner.device, artifact.fingerprint)
+        answer: list[RivalSamples] | Failure = worker.ask(
+            RACE_S, "rivals", launch, ROUNDS[self._regime], self._regime, self._runner.seed, BURST_GAP_S * 1e3
+        )
+        return answer
+
+    def _ready(self) -> Worker | None:
+        """The process, started where it is not; None where it cannot be."""
+        if self._worker is not None and self._worker.alive():
+            return self._worker
+        self.close()
+        self._problem = None
+        worker = self._worker = Worker(self._command, self._runner.lock)
+        try:
+            kind, value = worker.receive(self._timeouts.start_s, "start")
+        except WorkerDiedError as error:
+            kind, value = "fatal", error
+        if kind != "ready":
+            self._unable = str(value)
+            log.warning("rivals are not timed: %s", value)
+            self.close()
+            return None
+        return worker
+
+    def close(self) -> None:
+        """End the process. Safe to call twice."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+
+def can_race(kernel: KernelClass) -> bool:
+    """Whether the kernel names rivals, and torch is there to call them."""
+    return kernel.rivals is not Kernel.rivals and importlib.util.find_spec("torch") is not None

@@ -1,0 +1,143 @@
+"""Which rivals are faster than our kernel, by what was measured, and whether one of them is handed a problem's calls.
+
+Evidence is a tune's: each rival's time over ours, paired by round in one interleaved run, with what its call costs the host.
+It decides when a plan is made, never in a call. A problem that was measured goes by its own evidence. Any other goes by that of
+near problems, with what our own schedule is expected to lose there: it was tuned for none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiledsched.measure.runner import RivalTime
+from tiledsched.problem import Problem
+from tiledsched.store.records import EntryRecord
+
+log = logging.getLogger("tiledsched")
+ELSEWHERE = -2
+"""No index of a CUDA device, nor what stands for the CPU."""
+SAME = 0.003
+"""A part of the time that does not matter: a rival must be faster by more, beyond doubt. As in a race."""
+HOST_ROOM = 4.0
+"""How many times its own time on the GPU a rival's call may cost the host. Such a call is seldom more than a quarter of a model's
+step: beyond that calls in a row wait for the host, and what the GPU gains is lost."""
+NEAR_MARGIN = 0.01
+"""What a rival is to gain, at least, where only other problems were measured."""
+NEIGHBOURS = 4
+"""Problems whose evidence is asked, nearest first."""
+REACH = 1.0
+"""Distance over which what a problem says of another falls by e; beyond it nothing is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalOffer:
+    """A rival that may serve a problem."""
+
+    name: str
+    """As the kernel names it."""
+    ratio: float
+    """Its time over that of what we serve, measured or expected; below 1."""
+    capturable: bool
+    """Whether a CUDA graph may hold it."""
+    reason: str
+    """One sentence for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """A rival that serves, ready to be called."""
+
+    offer: RivalOffer
+    """Why."""
+    call: Callable[..., Any]
+    """Outputs of input tensors, in the order declared."""
+
+    @property
+    def name(self) -> str:
+        """As the kernel names it."""
+        return self.offer.name
+
+
+def pays(time: RivalTime) -> bool:
+    """Whether a rival was faster by more than noise, and its host can keep up."""
+    return (not time.failure and time.median_us is not None and time.ratio_high is not None
+            and time.ratio_high < 1 - SAME and time.host_us <= HOST_ROOM * time.median_us)  # fmt: skip
+
+
+def measured_offers(entry: EntryRecord, where: str) -> tuple[RivalOffer, ...]:
+    """What may serve the very problem of an entry, the fastest first.
+
+    Args:
+        entry: the evidence.
+        where: the device, for people.
+    """
+    faster = [each for each in entry.rivals or () if pays(each)]
+    faster.sort(key=lambda each: (each.ratio, each.name))
+    return tuple(RivalOffer(name=each.name, ratio=float(each.ratio or 0), capturable=each.capturable,
+                            reason=f"{_gain(each.ratio)} faster than our kernel on this problem, measured on {where} "
+                                   f"({each.median_us:.1f} against {each.ours_us:.1f} us, {each.version})")
+                 for each in faster)  # fmt: skip
+
+
+def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: float) -> tuple[RivalOffer, ...]:
+    """What is expected to be faster on a problem that was not measured, the fastest first.
+
+    The mean over the near problems that raced a rival of how its time compares with ours there, nearer ones counting for more,
+    lessened by what our own schedule is expected to lose here.
+
+    Args:
+        problem: what is to be computed.
+        entries: of its kind, measured.
+        loss: of our schedule, expected; 0 where that is not known.
+    """
+    distance = problem.declaration.distance
+    raced = [(distance(entry.problem, problem), entry) for entry in entries if entry.rivals]
+    near = sorted((pair for pair in raced if pair[0] <= REACH), key=lambda pair: (pair[0], pair[1].problem))[
+        :NEIGHBOURS
+    ]
+    offers = []
+    for name in dict.fromkeys(each.name for _, entry in near for each in entry.rivals or ()):
+        told = [(apart, entry, each) for apart, entry in near for each in entry.rivals or () if each.name == name]
+        if any(each.failure or each.ratio is None or each.ratio_high is None for _, _, each in told):
+            continue  # where it could not compute a problem like this one
+        if any(each.host_us > HOST_ROOM * (each.median_us or 0.0) for _, _, each in told):
+            continue
+        weights = [math.exp(-apart / REACH) for apart, _, _ in told]
+        # The far end of each interval: noise is no gain.
+        mean = sum(
+            weight * math.log(each.ratio_high or 1.0) for weight, (_, _, each) in zip(weights, told, strict=True)
+        )
+        expected = math.exp(mean / sum(weights)) / (1 + loss)
+        if expected < 1 / (1 + NEAR_MARGIN):
+            words = f", ours losing {loss:.1%} to a tuned one" if loss else ""
+            offers.append(RivalOffer(
+                name=name, ratio=expected, capturable=all(each.capturable for _, _, each in told),
+                reason=f"expected to be {_gain(expected)} faster, by {len(told)} near problems (nearest: {told[0][1].problem})"
+                       f"{words}"))  # fmt: skip
+    return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
+
+
+def _gain(ratio: float | None) -> str:
+    return f"{1 / (ratio or 1.0):.2f}x"
+
+
+def choose_rival(served: Any, make: Callable[[], Mapping[str, Callable[..., Any]]]) -> Rival | None:
+    """The fastest of what may serve that is installed here; None for our own kernel.
+
+    Args:
+        served: the answer of the table.
+        make: the kernel's rivals for the problem, asked only where one may serve.
+    """
+    offers: Sequence[RivalOffer] = served.rivals
+    if not offers:
+        return None
+    try:
+        found = make()
+    except Exception as error:  # of a declaration: it costs the rival, not the call
+        log.warning("no rival can be made, our own kernel is served: %s: %s", type(error).__name__, error)
+        return None
+    return next((Rival(offer=each, call=found[each.name]) for each in offers if each.name in found), None)
