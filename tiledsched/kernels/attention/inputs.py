@@ -10,6 +10,7 @@ probability that matters is lost when P is rounded to float16 (6e-8 and less bec
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -172,7 +173,7 @@ def _sequences(problem: Problem, given: dict[str, Any]) -> list[tuple[slice, sli
     if "CuK" not in given:
         return [(slice(None), slice(None))]
     begins, keys = ([int(each) for each in given[name]] for name in ("CuQ", "CuK"))
-    pairs = zip(zip(begins, begins[1:], strict=False), zip(keys, keys[1:], strict=False), strict=True)
+    pairs = zip(itertools.pairwise(begins), itertools.pairwise(keys), strict=True)
     return [(slice(*rows), slice(*columns)) for rows, columns in pairs if rows[0] < rows[1] and columns[0] < columns[1]]
 
 

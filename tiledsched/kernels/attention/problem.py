@@ -54,7 +54,7 @@ def _check_places(values: dict[str, Value]) -> None:
         )
     if page and not values["lengths"]:
         raise ProblemError(f"page = {page} needs lengths: what a page holds beyond its sequence's keys is not theirs")
-    if (packed or page) and values["starts"] or packed and not page and values["lengths"]:
+    if ((packed or page) and values["starts"]) or (packed and not page and values["lengths"]):
         raise ProblemError("starts and lengths are not for packed sequences, nor starts for pages; leave them out")
     if page % SMALLEST_PAGE:
         raise ProblemError(f"page must be a multiple of {SMALLEST_PAGE}, the narrowest side of a product, got {page}")
