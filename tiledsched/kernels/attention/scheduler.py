@@ -21,8 +21,10 @@ SWIZZLE_PAIRS = 8
 def work_tiles_per_head(Q, asked, const):
     """Work tiles that a head, or a pack of heads, comes to; of packed sequences, places for them."""
     if const.PACKED:
-        return Q.shape[2] // rows_of_work(const) + asked.CuQ.shape[0] - 1
-    return ct.cdiv(Q.shape[2], rows_of_work(const))
+        count = Q.shape[2] // rows_of_work(const) + asked.CuQ.shape[0] - 1
+    else:  # and no return before it: in a flat loop that would be other machine code
+        count = ct.cdiv(Q.shape[2], rows_of_work(const))
+    return count
 
 
 def rows_of_work(const):
