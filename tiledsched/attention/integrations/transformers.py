@@ -178,7 +178,9 @@ def _packed(attention_mask: Any, query: torch.Tensor, key: torch.Tensor, more: d
     if isinstance(attention_mask, SeenKeys) and attention_mask.offsets is not None:
         own = attention_mask.offsets
         return own, own, attention_mask.longest, attention_mask.longest
-    if query.shape[0] != 1 or attention_mask is not None:
+    more_said = attention_mask.starts is not None or attention_mask.lengths is not None if isinstance(
+        attention_mask, SeenKeys) else attention_mask is not None  # fmt: skip
+    if query.shape[0] != 1 or more_said:
         return None
     ends = more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k")
     if not all(isinstance(each, torch.Tensor) for each in ends):
