@@ -54,7 +54,7 @@ class SeenKeys:
     materialize: Callable[[], torch.Tensor]
     """Makes the mask in full."""
     offsets: torch.Tensor | None = None
-    """`[sequences + 1]` int32: where packed sequences begin, counted through the rows of the batch; None where none are packed."""
+    """`[sequences + 1]` int32: where packed sequences begin, counted through all rows; None where none are packed."""
     longest: int = 0
     """Rows of the longest of them."""
 
@@ -173,7 +173,9 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     return out.transpose(1, 2).contiguous(), None
 
 
-def _packed(attention_mask: Any, query: torch.Tensor, key: torch.Tensor, more: dict[str, Any]) -> tuple[Any, ...] | None:
+def _packed(
+    attention_mask: Any, query: torch.Tensor, key: torch.Tensor, more: dict[str, Any]
+) -> tuple[Any, ...] | None:
     """Where packed sequences lie and the longest of them, as `sdpa_varlen` takes it; None where none are packed."""
     if isinstance(attention_mask, SeenKeys) and attention_mask.offsets is not None:
         own = attention_mask.offsets
