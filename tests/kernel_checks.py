@@ -32,7 +32,7 @@ def make_inputs(problem, seed=0, *, amplitude=1.0):
     """q, k and v of normal numbers."""
     rng = np.random.default_rng(seed)
     queries = (problem.batch, problem.heads, problem.seq_q, problem.head_dim)
-    keys = (problem.batch, problem.kv_heads, problem.seq_k, problem.head_dim)
+    keys = (problem.key_entries, problem.kv_heads, problem.key_rows, problem.head_dim)
     values = (*keys[:3], problem.value_columns)
     return tuple((rng.standard_normal(s) * amplitude).astype(NUMPY[problem.dtype]) for s in (queries, keys, values))
 
@@ -60,9 +60,26 @@ def more_inputs(problem, seed=0):
         found["Starts"] = rng.integers(0, problem.seq_k, problem.batch).astype(np.int32)
         found["Starts"][0] = 0
     if problem.lengths:
-        found["Lengths"] = rng.integers(0, problem.seq_k + 1, problem.batch).astype(np.int32)
-        found["Lengths"][-1] = 0 if problem.batch > 1 else found["Lengths"][-1]
+        found["Lengths"] = rng.integers(0, problem.seq_k + 1, problem.sequences).astype(np.int32)
+        found["Lengths"][-1] = 0 if problem.sequences > 1 else found["Lengths"][-1]
+    if problem.packed:
+        found["CuQ"] = random_offsets(rng, problem.seq_q, problem.packed)
+    if problem.packed and not problem.page:
+        found["CuK"] = random_offsets(rng, problem.seq_k, problem.packed)
+    if problem.page:  # beyond a sequence's keys it names nothing
+        found["Table"] = rng.permutation(problem.key_entries).reshape(problem.sequences, -1).astype(np.int32)
+        for table, length in zip(found["Table"], found["Lengths"], strict=True):
+            table[-(-int(length) // problem.page) :] = rng.choice([-1, 2**31 - 1])
     return found
+
+
+def random_offsets(rng, total, sequences):
+    """Where packed sequences begin, and where the last ends: some are empty, some of one row, one is long."""
+    cuts = rng.integers(0, total + 1, sequences - 1)
+    cuts[: len(cuts) // 2] = total // 3  # one after the other, empty
+    if len(cuts) > 2:
+        cuts[0] = min(total // 3 + 1, total)
+    return np.array([0, *np.sort(cuts), total], np.int32)
 
 
 def check(
@@ -76,7 +93,8 @@ def check(
     found = run_outputs(kernel, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order, cap=cap, more=more)
     exact, lse = attention_and_lse(np, q, k, v, causal=problem.causal, scale=scale, alignment=problem.alignment,
                                    window=problem.window, cap=cap, sinks=more.get("Sinks"), starts=more.get("Starts"),
-                                   lengths=more.get("Lengths"))  # fmt: skip
+                                   lengths=more.get("Lengths"), cu_q=more.get("CuQ"), cu_k=more.get("CuK"),
+                                   table=more.get("Table"))  # fmt: skip
     out = found["out"]
     assert np.isfinite(out).all(), "NaN or infinity: unwritten elements, or padding that was used"
     tolerance = TOLERANCE["fp16 accumulator" if schedule["accum_mode"] == "fp16" else problem.dtype]
@@ -145,6 +163,19 @@ def asked_problems(draw, of=problems, **fixed):
     window = draw(st.one_of(st.just(0), st.integers(1, 300)))
     asked = {name: draw(st.booleans()) for name in ("softcap", "sinks", "starts", "lengths")}
     return problem.replace(**asked, **({"window": window, "causal": True} if window else {}))
+
+
+@st.composite
+def placed_problems(draw, of=problems, **fixed):
+    """Packed sequences, or keys in pages, or both; with what some models ask for in one of two."""
+    packed = draw(st.sampled_from([0, 0, 1, 3, 8, 30]))
+    page = draw(st.sampled_from([16, 32, 48, 64, 128])) if not packed else draw(st.sampled_from([0, 0, 16, 64]))
+    problem = draw(of(**{"batch": 1 if packed else draw(st.integers(1, 3)), **fixed}))
+    window = draw(st.sampled_from([0, 0, 1, 20, 100]))
+    seq_k = -(-min(problem.seq_k, 400) // page) * page if page else problem.seq_k
+    asked = {name: draw(st.booleans()) for name in ("softcap", "sinks")}
+    return problem.replace(seq_k=seq_k, packed=packed, page=page, lengths=page > 0, **asked,
+                           **({"window": window, "causal": True} if window else {}))  # fmt: skip
 
 
 @st.composite

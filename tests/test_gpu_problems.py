@@ -207,3 +207,42 @@ def test_a_kernel_of_another_mask_is_refused(runner) -> None:
     failure = runner.check(Candidate(schedule=schedule, artifact=built.artifact))
     assert isinstance(failure, Failure)
     assert "random inputs" in failure.message
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "window": 100, "softcap": 20.0}], ids=str)
+def test_packed_sequences_and_pages(dtype, more) -> None:
+    """As float64 has it, with empty sequences, short ones and a long one; pages in disorder, some of them named by nobody."""
+    from tiledsched import configure, sdpa_paged, sdpa_varlen
+
+    numbers = torch.Generator(device="cuda").manual_seed(0)
+    named = {"causal": bool(more.get("causal")), "alignment": "bottom_right", "window": more.get("window", 0),
+             "cap": more.get("softcap", 0.0), "scale": 128**-0.5}  # fmt: skip
+
+    def draw(*shape):
+        return torch.randn(shape, generator=numbers, device="cuda").to(dtype)
+
+    def agrees(out, exact) -> None:
+        found = out.double().cpu().numpy()
+        limit = LARGEST_ERROR[str(dtype).removeprefix("torch."), "fp32"]
+        assert numpy.linalg.norm(found - exact) < limit * numpy.linalg.norm(exact)
+
+    def host(*arrays):
+        return [each.double().cpu().numpy() for each in arrays]
+
+    rows, keys = numpy.array([0, 1, 1, 130, 1500, 1564]), numpy.array([0, 17, 30, 130, 1700, 1764])
+    q, k, v = draw(1564, 8, 128), draw(1764, 2, 128), draw(1764, 2, 128)
+    cu_q, cu_k = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in (rows, keys))
+    table = torch.randperm(300, generator=numbers, device="cuda")[:256].reshape(4, 64).int()
+    lengths = torch.tensor([1000, 1, 0, 517], dtype=torch.int32, device="cuda")
+    one, k_pool, v_pool = draw(4, 2, 8, 128), draw(300, 16, 2, 128), draw(300, 16, 2, 128)
+    with configure(fallback="error"):
+        packed = sdpa_varlen(q, k, v, cu_q, cu_k, 1370, 1570, **more)
+        paged = sdpa_paged(one, k_pool, v_pool, table, lengths, **{"causal": False, **more})
+    exact, _ = attention_and_lse(
+        numpy, *host(*(each.transpose(0, 1)[None] for each in (q, k, v))), **named, cu_q=rows, cu_k=keys
+    )
+    agrees(packed.transpose(0, 1)[None], exact)
+    exact, _ = attention_and_lse(numpy, *host(*(each.transpose(1, 2) for each in (one, k_pool, v_pool))), **named,
+                                 table=table.cpu().numpy(), lengths=lengths.cpu().numpy())  # fmt: skip
+    agrees(paged.transpose(1, 2), exact)

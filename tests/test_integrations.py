@@ -362,6 +362,42 @@ def test_windows_padding_softcap_and_sinks_are_served(launches, fresh, registere
     torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-2)
 
 
+TEXTS = [[5, 9, 3, 8, 2, 7, 4, 6, 1, 11, 12], [4], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42]]
+
+
+@pytest.mark.parametrize("family", sorted(ASKING))
+@pytest.mark.parametrize("told", ["positions", "FlashAttention's arguments"])
+def test_packed_sequences_are_served(launches, fresh, registered, transformers, monkeypatch, family, told) -> None:
+    """What the collator without padding makes: each text as by itself, without a mask and without torch's attention."""
+    model = make(transformers, family, **ASKING[family]).half()
+    flash = told != "positions"
+    if family == "GptOss" and not flash:
+        pytest.skip("its layers are not told of positions that begin again")
+    collate = transformers.DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=flash)
+    batch = collate([{"input_ids": text} for text in TEXTS])
+    batch.pop("labels")
+    use(model, "eager")
+    with torch.no_grad():
+        wanted = torch.cat([model(input_ids=torch.tensor([text])).logits for text in TEXTS], 1)
+        use(model, "tiledsched")
+        monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
+        found = model(**batch, use_cache=False).logits
+    assert len(launches) == 2
+    torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-2)
+
+
+def test_packed_sequences_in_several_rows_are_served(launches, fresh, registered, transformers) -> None:
+    """Rows of a batch are sequences, too; under gradients torch's operations are told the same."""
+    model = make(transformers).half()
+    positions = torch.tensor([[*range(8), *range(12)], [*range(20)]])
+    given = {"input_ids": PROMPT, "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        wanted = use(model, "eager")(**given).logits
+        found = use(model, "tiledsched")(**given).logits
+    assert len(launches) == 2
+    torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-2)
+
+
 @pytest.mark.parametrize("family", ["Mistral", "GptOss", "Gemma2"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_gives_the_tokens_of_eager(registered, transformers, family, cache) -> None:

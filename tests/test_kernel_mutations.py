@@ -17,6 +17,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import asked as attention_asked
 from tiledsched.kernels.attention import entries as attention_entries
 from tiledsched.kernels.attention import flat as attention_flat
+from tiledsched.kernels.attention import packed as attention_packed
 from tiledsched.kernels.attention import scheduler as attention_scheduler
 from tiledsched.kernels.attention import split as attention_split
 from tiledsched.kernels.attention import tiles as attention_tiles
@@ -45,11 +46,11 @@ MUTATIONS = {
     "ragged tile unmasked": ("first_masked = seq_k // step_n", "first_masked = ct.cdiv(seq_k, step_n)"),
     "causal end too early": ("min((place + 1) * block_rows, seq_k)", "min(place * block_rows + 1, seq_k)"),
     "first value tile only": (
-        "load(keys.V, (keys.batch, keys.kv_head, j, column)",
-        "load(keys.V, (keys.batch, keys.kv_head, 0, column)",
+        "load(keys.V, (entry, keys.kv_head, j, column)",
+        "load(keys.V, (entry, keys.kv_head, 0, column)",
     ),
-    "first key tile only": ("(keys.batch, keys.kv_head, column, j)", "(keys.batch, keys.kv_head, column, 0)"),
-    "query of another head": ("load_queries(Q, (batch, head, tile)", "load_queries(Q, (batch, kv_head, tile)"),
+    "first key tile only": ("(entry, keys.kv_head, column, j)", "(entry, keys.kv_head, column, 0)"),
+    "query of another head": ("load_queries(Q, (entry, head, tile)", "load_queries(Q, (entry, kv_head, tile)"),
     "output of another head": (
         "ct.store(pack_of(Out, work_tile.head, const), (work_tile.batch, place_of(work_tile.head, const),",
         "ct.store(pack_of(Out, work_tile.head, const), (work_tile.batch, place_of(work_tile.head, const) // const.GROUP,",
@@ -204,7 +205,7 @@ MUTATIONS_ASKED = {
     "the first step forgotten": ("i = i + keys.span.first", "i = i"),
     "half a turn skipped": (" // step_n // turn * turn", " // step_n"),
     "no step where nothing is seen": ("steps = max(steps - first, 1)", "steps = steps - first"),
-    "the window beyond the keys": ("min(first_key, seq_k - 1) //", "first_key //"),
+    "the window beyond the keys": ("min(first_key, most) //", "first_key //"),
     "early turns unmasked": ("ct.cdiv(keys.span.left, const.UNROLL) *", "keys.span.left // const.UNROLL *"),
     "backward ends exchanged": ("keys.steps - last, keys.steps - left", "keys.steps - left, keys.steps - last"),
     "a share's first boundary": ("min(max(boundary, begin), end), ", "min(boundary, end), "),
@@ -232,7 +233,48 @@ MUTATIONS_ASKED = {
 }  # fmt: skip
 
 
-MODULES = (attention_scheduler, attention_asked, attention_tiles, attention_split, attention_flat, attention_entries)
+MUTATIONS_PLACED = {
+    "bisection one sequence early": ("block_rows, asked) <= place:", "block_rows, asked) < place:"),
+    "every place the first sequence's": ("while beyond - sequence > 1", "while beyond - sequence > 1000"),
+    "bisection ends early": ("while beyond - sequence > 1", "while beyond - sequence > 2"),
+    "places without one for each sequence": ("return sequence + ct.gather(asked.CuQ", "return ct.gather(asked.CuQ"),
+    "places counted in rows": ("check_bounds=False) // block_rows\n", "check_bounds=False)\n"),
+    "places counted from the head's first": ("max(place - first_place(sequence, block_rows, asked), 0)", "place"),
+    "a head's last place missing": ("rows_of_work(const) + asked.CuQ.shape[0] - 1", "rows_of_work(const) + asked.CuQ.shape[0] - 2"),
+    "a head of no sequences": (" + asked.CuQ.shape[0] - 1", ""),
+    "a place too many is filled": ("place * rows_of_work(const) < Q.shape[2]", "place * rows_of_work(const) <= Q.shape[2]"),
+    "second work tiles are left out": ("place * rows_of_work(const) < Q.shape[2]", "place < 1"),
+    "rows of the next sequence, too": ("min(max(ct.gather(offsets, (sequence + 1,), check_bounds=False), begin), rows)", "rows"),
+    "rows from the first on": ("start=begin, stop=end", "start=0, stop=end"),
+    "keys where queries begin": ("own_rows(K, asked.CuK, sequence), own_rows(V, asked.CuK", "own_rows(K, asked.CuQ, sequence), own_rows(V, asked.CuQ"),
+    "outputs of another sequence": ("return own_rows(Out, asked.CuQ, sequence), Lse", "return own_rows(Out, asked.CuQ, 0), Lse"),
+    "log-sum-exps where they were": ("        Lse = own_rows(Lse, asked.CuQ, sequence)", "        pass"),
+    "even keys unmasked": ("const.CHECK_BOUNDS else ", "False else "),
+    "a step where there are no keys": ("steps = min(steps, ct.cdiv(seq_k,", "steps = min(steps, 1 + ct.cdiv(seq_k,"),
+    "nothing divided by nothing": ("or const.LENGTHS or const.PACKED", "or const.LENGTHS"),
+    "another sequence's sizes": ("entry = 0 if const.PACKED else batch", "entry = batch"),
+    "keys of the first entry": ("batch if const.PAGE else entry", "entry"),
+    "diagonal at the table's end": ("return min(max(length, 0), asked.Table.shape[1] * const.PAGE) - seq_q", "return asked.Table.shape[1] * const.PAGE - seq_q"),
+    "diagonal at the top": (" * const.PAGE) - seq_q", " * const.PAGE)"),
+    "tables of the first sequence": ("(keys.batch, j // tiles)", "(0, j // tiles)"),
+    "always the first page": ("(keys.batch, j // tiles)", "(keys.batch, 0)"),
+    "a page's first keys again": ("keys.K.shape[0] - 1), j % tiles", "keys.K.shape[0] - 1), 0"),
+    "pages as long as a tile": ("const.PAGE // const.TILE_N", "1"),
+    "tables are trusted": ("min(max(page, 0), keys.K.shape[0] - 1)", "page"),
+    "the last tile of a page for all": ("return min(j, max(ct.cdiv(keys.span.end, const.TILE_N) - 1, 0))", "return min(j, 0)"),
+    "keys of a page alone": ("asked.Table.shape[1] * const.PAGE if const.PAGE else K.shape[2]", "K.shape[2]"),
+}  # fmt: skip
+
+
+MODULES = (
+    attention_scheduler,
+    attention_packed,
+    attention_asked,
+    attention_tiles,
+    attention_split,
+    attention_flat,
+    attention_entries,
+)
 """In the order in which they name each other."""
 
 
@@ -429,7 +471,40 @@ def test_mutations_of_what_is_asked_beside_are_noticed(name):
         battery_asked(kernel)
 
 
-@pytest.mark.parametrize("run", [battery, battery_elsewhere, battery_flat, battery_asked])
+def battery_placed(kernel):
+    """Cases that must notice every mutation of packed sequences and pages."""
+    packed = Attention.problem(seq_q=200, seq_k=150, head_dim=16, causal=True, heads=2, kv_heads=1, packed=5, lse=True)
+    paged = Attention.problem(seq_q=5, seq_k=192, head_dim=16, causal=True, alignment="bottom_right", batch=3, heads=2, kv_heads=1,
+                              lengths=True, page=64, lse=True)  # fmt: skip
+    rows, keys = np.array([0, 64, 65, 65, 70, 200], np.int32), np.array([0, 10, 75, 80, 80, 150], np.int32)
+    own = {"CuQ": rows, "CuK": keys}
+    lengths = {"Lengths": np.array([100, 0, 3], np.int32)}
+    table = np.array([[4, 7, -1], [-1, 2**31 - 1, -1], [0, -1, -1]], np.int32)
+    one = {"tile_m": 64, "tile_n": 32}
+    few = {"seq_q": 5, "causal": True, "alignment": "bottom_right"}
+    for problem, knobs, more in (
+        (packed, {}, own),
+        (packed.replace(alignment="bottom_right"), {"loop_split": True, "persistent": "strided"}, own),
+        (packed.replace(causal=False), {"kv_splits": 2, "tma_loads": False}, own),
+        (packed.replace(seq_q=130, packed=2), {}, {"CuQ": np.array([0, 65, 130], np.int32), "CuK": np.array([0, 70, 150], np.int32)}),
+        (paged, {}, lengths | {"Table": table}),
+        (paged, {"kv_subtiles": 2, "unroll": 2, "q_in_registers": True}, lengths | {"Table": table}),
+        (paged.replace(causal=False), {}, lengths | {"Table": table}),
+        (paged.replace(seq_q=70, batch=1, packed=3), {}, lengths | {"Table": table, "CuQ": np.array([0, 30, 31, 70], np.int32)}),
+        (packed.replace(**few, seq_k=64, packed=3), {"tile_m": 16}, {"CuQ": np.array([0, 3, 3, 5], np.int32),
+                                                                    "CuK": np.array([0, 0, 32, 64], np.int32)}),
+    ):  # fmt: skip
+        check(problem, schedule_for(problem, forced=True, **one | knobs), kernel=kernel, more=more, sm_count=1)
+
+
+@pytest.mark.parametrize("name", MUTATIONS_PLACED)
+def test_mutations_of_where_things_lie_are_noticed(name):
+    kernel = mutated(*MUTATIONS_PLACED[name])
+    with pytest.raises((AssertionError, InterpreterError, IndexError)):
+        battery_placed(kernel)
+
+
+@pytest.mark.parametrize("run", [battery, battery_elsewhere, battery_flat, battery_asked, battery_placed])
 def test_the_batteries_pass_the_kernel(run):
     run(Attention)
 

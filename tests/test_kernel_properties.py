@@ -318,18 +318,22 @@ def test_what_is_launched_takes_what_is_said():
     plain = Attention.problem(seq_q=8, seq_k=512, head_dim=64)
     large = plain.replace(seq_q=1 << 20, seq_k=1 << 20, batch=64)
     asked = ["Sinks", "Starts", "Lengths"]
+    placed = [*asked, "CuQ", "CuK", "Table"]
     for problem, knobs, extras in ((plain, {}, []), (plain.replace(lse=True), {}, ["Lse"]), (large, {}, []),
                                    (plain, {"kv_splits": 4, "tile_m": 16}, ["Lse", "Partial", "State", "Counters"]),
                                    (large.replace(lse=True), {}, ["Lse"]), (plain.replace(sinks=True), {}, asked),
                                    (plain.replace(lengths=True, lse=True), {}, ["Lse", *asked]),
                                    (plain.replace(starts=True), {"kv_splits": 4, "tile_m": 16, "tma_loads": False},
-                                    ["Lse", "Partial", "State", "Counters", *asked])):  # fmt: skip
+                                    ["Lse", "Partial", "State", "Counters", *asked]),
+                                   (plain.replace(packed=3), {}, placed), (plain.replace(lengths=True, page=64), {}, placed)):  # fmt: skip
         schedule = schedule_for(problem, **knobs)
         (step,) = launches.steps(Attention, problem, schedule, arch_spec("sm_90"))
         every = [field.name for field in dataclasses.fields(Constants)]
         constants, scalars = every, ["scale_log2", "cap_scale", "window"]
         if not problem.asked:
             constants, scalars = every[: every.index("WINDOW")], ["scale_log2"]
+        elif not problem.placed:
+            constants = every[: every.index("PACKED")]
         assert [each.name for each in step.arguments] == ["Q", "K", "V", "Out", *extras, *scalars, *constants]
         assert list(inspect.signature(step.function).parameters) == [each.name for each in step.arguments]
         assert list(Attention.constants(problem, schedule)) == every

@@ -13,7 +13,8 @@ _HOMES = {
     "explain": "tiledsched.attention.explain", "flag": "tiledsched.fields", "inout": "tiledsched.fields",
     "knob": "tiledsched.fields", "load_kernel": "tiledsched.kernel_names", "load_space": "tiledsched.space_files",
     "op": "tiledsched.serve.op", "out": "tiledsched.fields", "outs": "tiledsched.fields", "scalar": "tiledsched.fields",
-    "sdpa": "tiledsched.attention.sdpa", "sizes": "tiledsched.fields", "space_for": "tiledsched.space_files",
+    "sdpa": "tiledsched.attention.sdpa", "sdpa_paged": "tiledsched.attention.placed",
+    "sdpa_varlen": "tiledsched.attention.placed", "sizes": "tiledsched.fields", "space_for": "tiledsched.space_files",
     "tune": "tiledsched.tuning", "workspace": "tiledsched.fields",
 }  # fmt: skip
 __all__ = [
@@ -42,6 +43,8 @@ __all__ = [
     "outs",
     "scalar",
     "sdpa",
+    "sdpa_paged",
+    "sdpa_varlen",
     "sizes",
     "space_for",
     "tune",
@@ -50,6 +53,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from tiledsched.attention.explain import explain
+    from tiledsched.attention.placed import sdpa_paged, sdpa_varlen
     from tiledsched.attention.sdpa import sdpa
     from tiledsched.config import configure
     from tiledsched.errors import TiledschedError

@@ -23,6 +23,16 @@ class Beside(NamedTuple):
     """`[batch]`."""
     lengths: Any = None
     """`[batch]`."""
+    cu_q: Any = None
+    """`[sequences + 1]`: where packed sequences begin in q."""
+    cu_k: Any = None
+    """The same in k and v."""
+    table: Any = None
+    """`[sequences, pages]`: which entries of k and v hold a sequence's keys."""
+    most_q: int = 0
+    """Rows of the longest packed sequence, for torch's operations; 0 where nobody said."""
+    most_k: int = 0
+    """The same of keys."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -33,20 +43,27 @@ class Beside(NamedTuple):
             self.sinks is not None,
             self.starts is not None,
             self.lengths is not None,
+            None if self.cu_q is None else self.cu_q.shape[0] - 1,
+            None if self.table is None else self.table.shape,
         )
 
     @property
     def fields(self) -> dict[str, Any]:
         """The problem's."""
-        window, softcap, sinks, starts, lengths = self.key
-        return {"window": window, "softcap": softcap > 0, "sinks": sinks, "starts": starts, "lengths": lengths}
+        window, softcap, sinks, starts, lengths, packed, _ = self.key
+        return {"window": window, "softcap": softcap > 0, "sinks": sinks, "starts": starts, "lengths": lengths,
+                "packed": packed or 0}  # fmt: skip
 
-    def for_kernel(self, q: Any) -> tuple[Any, Any, Any]:
-        """Sinks, starts and lengths as arrays of a launch; None for those that are not asked for."""
+    @property
+    def placed(self) -> bool:
+        """Whether sequences are packed or their keys lie in pages."""
+        return self.cu_q is not None or self.table is not None
+
+    def for_kernel(self, q: Any) -> tuple[Any, ...]:
+        """Sinks and the integer arrays of a launch, in its order; None for those that are not asked for."""
         sinks = None if self.sinks is None else self.sinks.detach().to(q.dtype).contiguous()
-        starts = None if self.starts is None else self.starts.to(torch.int32).contiguous()
-        lengths = None if self.lengths is None else self.lengths.to(torch.int32).contiguous()
-        return sinks, starts, lengths
+        whole = (self.starts, self.lengths, self.cu_q, self.cu_k, self.table)
+        return (sinks, *(None if each is None else each.to(torch.int32).contiguous() for each in whole))
 
 
 NOTHING = Beside()
@@ -125,12 +142,17 @@ def attend_beside(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, caus
 
     Products in the dtype of q, as torch's attention makes them, and the softmax in float32.
     """
+    return attend_seen(q, k, v, attn_mask, visible_keys(q, k, causal, beside), dropout_p, scale, beside)
+
+
+def attend_seen(q: Any, k: Any, v: Any, attn_mask: Any, visible: Any, dropout_p: float, scale: float | None,
+                beside: Beside) -> tuple[Any, Any]:  # fmt: skip
+    """The same, with what is visible beside the mask given."""
     if k.ndim > 2 and k.shape[-3] != q.shape[-3] and k.shape[-3] > 1:
         k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], dim=-3) for each in (k, v))
     scores = (q @ k.transpose(-2, -1)).float() * (1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale)
     if beside.softcap:
         scores = beside.softcap * torch.tanh(scores / beside.softcap)
-    visible = visible_keys(q, k, causal, beside)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         visible = attn_mask if visible is None else visible & attn_mask
     elif attn_mask is not None:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from tiledsched.attention.arguments import heads_grouped
-from tiledsched.attention.beside import NOTHING, Beside, attend_beside
+from tiledsched.attention.beside import NOTHING, Beside, attend_beside, attend_seen
 from tiledsched.errors import UnsupportedError
 from tiledsched.serve.process import log, settings
 
@@ -112,8 +112,60 @@ def torch_lse(q: Any, k: Any, attn_mask: Any, causal: str | None, scale: float |
 def attend_in_torch(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, causal: str | None, scale: float | None,
                     return_lse: bool, beside: Beside = NOTHING) -> Any:  # fmt: skip
     """torch's attention, with the log-sum-exp where asked for; of what torch has nothing for, its operations."""
+    if beside.placed:
+        pair = attend_placed(q, k, v, dropout_p, causal, scale, beside)
+        return pair if return_lse else pair[0]
     if beside is not NOTHING and any(beside.key):
         pair = attend_beside(q, k, v, attn_mask, dropout_p, causal, scale, beside)
         return pair if return_lse else pair[0]
     out = torch_sdpa(q, k, v, attn_mask, dropout_p, causal, scale)
     return (out, torch_lse(q, k, attn_mask, causal, scale).expand(out.shape[:-1])) if return_lse else out
+
+
+def attend_placed(q: Any, k: Any, v: Any, dropout_p: float, causal: str | None, scale: float | None,
+                  beside: Beside) -> tuple[Any, Any]:  # fmt: skip
+    """The output and the log-sum-exp of packed sequences or keys in pages, which are padded for it. Differentiable.
+
+    Args:
+        q: `[1, heads, rows of all, head_dim]`, or `[batch, heads, seq_q, head_dim]` where only the keys lie in pages.
+        k, v: `[1, kv_heads, keys of all, ...]` or `[pages, kv_heads, page, ...]`.
+        dropout_p, causal, scale: as for `sdpa`; bottom_right is each sequence's own.
+        beside: where everything lies. The lengths of the longest are read from the device where they are not given.
+    """
+    rows_given = beside.cu_q is not None
+    lengths_q = beside.cu_q.diff() if rows_given else None
+    queries = _padded(q, beside.cu_q, lengths_q, beside.most_q) if rows_given else q
+    if beside.table is None:
+        lengths_k = beside.cu_k.diff()
+        keys, values = (_padded(each, beside.cu_k, lengths_k, beside.most_k) for each in (k, v))
+    else:
+        table = beside.table.long().clamp(0, k.shape[0] - 1)
+        keys, values = (each[table].transpose(1, 2).flatten(2, 3) for each in (k, v))
+        lengths_k = beside.lengths.clamp(0, keys.shape[2])
+    rows, columns = (torch.arange(size, device=q.device) for size in (queries.shape[2], keys.shape[2]))
+    visible = (columns < lengths_k[:, None, None])[:, None]
+    if causal is not None:
+        own_rows = lengths_q if rows_given else queries.shape[2]
+        before = lengths_k - own_rows if causal == "bottom_right" else torch.zeros_like(lengths_k)
+        last = rows[:, None] + before[:, None, None, None]
+        visible = visible & (columns <= last)
+        if beside.window:
+            visible = visible & (columns > last - beside.window)
+    out, lse = attend_seen(queries, keys, values, None, visible, dropout_p, scale, beside)
+    if not rows_given:
+        return out, lse
+    places = torch.arange(q.shape[2], device=q.device)
+    sequence = torch.searchsorted(beside.cu_q[1:].contiguous(), places.to(beside.cu_q.dtype), right=True)
+    sequence = sequence.clamp(max=len(lengths_q) - 1)
+    row = (places - beside.cu_q[sequence]).clamp(0, queries.shape[2] - 1)
+    return out[sequence, :, row].transpose(0, 1)[None], lse[sequence, :, row].transpose(0, 1)[None]
+
+
+def _padded(packed: Any, offsets: Any, lengths: Any, most: int) -> Any:
+    """Packed sequences `[1, heads, rows of all, columns]` as `[sequences, heads, most, columns]`; zeros beyond their ends."""
+    if not most:
+        most = int(lengths.max())
+    rows = torch.arange(max(1, most), device=packed.device)
+    index = (offsets[:-1, None] + rows).clamp(0, packed.shape[2] - 1)
+    found = packed[0].transpose(0, 1)[index.long()].transpose(1, 2)
+    return found.masked_fill((rows >= lengths[:, None])[:, None, :, None], 0.0)

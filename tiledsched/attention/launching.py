@@ -48,7 +48,7 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
     if plan.extra_arrays:
         arrays = (*arrays, *scratch_arrays(plan.extra_arrays, q.device, stream if keep_zeros else None))
         if plan.asked:
-            arrays = with_asked(arrays, q, beside)
+            arrays = with_asked(arrays, plan.asked, q, beside)
     if first:
         key = program_key(plan.kernel, plan.constants, index, arrays)
         refuse_capture(key, "sdpa", plan.problem)
@@ -89,16 +89,17 @@ def _call_rival(plan: Plan, q: Any, k: Any, v: Any, first: bool, beside: Beside)
     return out
 
 
-def with_asked(arrays: tuple[Any, ...], q: Any, beside: Beside) -> tuple[Any, ...]:
-    """The arrays of a launch with its sinks, starts and lengths, the last three, where they are asked for."""
-    given = beside.for_kernel(q)
-    return (*arrays[:-3], *(scratch if own is None else own for own, scratch in zip(given, arrays[-3:], strict=True)))
+def with_asked(arrays: tuple[Any, ...], count: int, q: Any, beside: Beside) -> tuple[Any, ...]:
+    """The arrays of a launch with its sinks, starts, lengths and so on, the last `count`, where they are asked for."""
+    given = beside.for_kernel(q)[:count]
+    last = zip(given, arrays[-count:], strict=True)
+    return (*arrays[:-count], *(scratch if own is None else own for own, scratch in last))
 
 
 def launch_arguments(plan: Plan, q: Any, k: Any, v: Any, beside: Beside = NOTHING) -> tuple[Any, ...]:
     """Everything a launch of `plan` takes."""
     arrays = (q, k, v, empty_output(q, v.shape[3]), *scratch_arrays(plan.extra_arrays, q.device, None))
-    return ((*with_asked(arrays, q, beside), *plan.tail)) if plan.asked else (*arrays, *plan.tail)
+    return ((*with_asked(arrays, plan.asked, q, beside), *plan.tail)) if plan.asked else (*arrays, *plan.tail)
 
 
 def empty_output(q: Any, columns: int) -> Any:

@@ -46,8 +46,8 @@ class Plan:
     """Compile-time arguments."""
     tail: tuple[bool | int | float, ...]
     """Run-time and compile-time arguments, as they end those of a launch."""
-    asked: bool
-    """Whether the last three of `extra_arrays` stand for sinks, starts and lengths."""
+    asked: int
+    """How many of `extra_arrays`, the last ones, stand for sinks, starts, lengths and so on."""
     launch_on: int
     """Index of the CUDA device; `ELSEWHERE` where a rival is served, so that no launch of ours asks whether one is."""
     device: int
@@ -145,7 +145,9 @@ def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool, beside: 
         ProblemError: no problem the kernel has.
     """
     batch, heads, seq_q, head_dim = q.shape
-    return Attention.problem(seq_q=seq_q, seq_k=k.shape[2], head_dim=head_dim, dtype=str(q.dtype).removeprefix("torch."),
+    page = 0 if beside.table is None else k.shape[2]
+    seq_k = page * beside.table.shape[1] if page else k.shape[2]
+    return Attention.problem(seq_q=seq_q, seq_k=seq_k, page=page, head_dim=head_dim, dtype=str(q.dtype).removeprefix("torch."),
                              causal=causal is not None, alignment=causal or "top_left", batch=batch, heads=heads,
                              kv_heads=k.shape[1], value_dim=v.shape[3], lse=lse, **beside.fields)  # fmt: skip
 
@@ -165,11 +167,17 @@ def default_plan(plan: Plan, q: Any, k: Any, v: Any, causal: str | None, scale: 
 def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool,
               served: Served | None = None, beside: Beside = NOTHING) -> Plan | str:  # fmt: skip
     """As :func:`find_plan`, anew, and on what is `served`, which is what the table says unless given."""
-    check_tensors(q, k, v)
-    reason = unserved(q, k, v, None, 0.0)
+    alike = (q, k, v) if beside.table is None else (q[:1], k[:1], v[:1])  # of pages there are any number
+    check_tensors(*alike)
+    reason = unserved(*alike, None, 0.0)
     if reason:
         return reason
-    problem = pose_problem(q, k, v, causal, lse, beside)
+    try:
+        problem = pose_problem(q, k, v, causal, lse, beside)
+    except ProblemError as error:
+        if beside.placed:
+            return str(error)
+        raise
     if not problem.wide and spans((q, k, v)) > LARGEST_INT32:
         return "a tensor that is not contiguous spans more than 2**31 elements"
     facts, table = process.device_facts(q.get_device()), process.table(Attention)
@@ -194,7 +202,7 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
         scale_log2=scaled,
         constants=constants,
         tail=(*(numbers[each.name] for each in step.arguments if each.kind == "scalar"), *constants),
-        asked=problem.asked,
+        asked=6 if problem.placed else 3 if problem.asked else 0,
         launch_on=q.get_device() if rival is None else ELSEWHERE,
         device=q.get_device(),
         rival=rival,

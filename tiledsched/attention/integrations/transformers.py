@@ -4,8 +4,9 @@ The contract is that of the library's own `sdpa` (its `integrations/sdpa_attenti
 mask, one query row sees every key (generation with a cache), more rows are causal from the top left where the module is
 causal (a static cache holds more keys than were written: they are cut off), and any other pattern comes as a mask. Two
 things are added: rows appended to a cache whose keys they all may see up to their own (a prompt in chunks, speculative
-decoding) get no materialised mask but torch's `causal_lower_right`; and a sliding window and padding on the left or right get
-a :class:`SeenKeys`. The kernel serves both.
+decoding) get no materialised mask but torch's `causal_lower_right`; and a sliding window, padding on the left or right, and
+packed sequences get a :class:`SeenKeys`. The kernel serves both. Where a model is called with FlashAttention's arguments
+(`cu_seq_lens_q` and so on), they say where packed sequences lie.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from tiledsched.attention import fallback
 from tiledsched.attention.beside import Beside
+from tiledsched.attention.placed import sdpa_varlen
 from tiledsched.attention.sdpa import sdpa
 from tiledsched.errors import ConfigError, UnsupportedError
 from tiledsched.extras import installing
@@ -51,6 +53,10 @@ class SeenKeys:
     """`[batch]`: the first key of the padding on the right; None where there is none."""
     materialize: Callable[[], torch.Tensor]
     """Makes the mask in full."""
+    offsets: torch.Tensor | None = None
+    """`[sequences + 1]` int32: where packed sequences begin, counted through all rows; None where none are packed."""
+    longest: int = 0
+    """Rows of the longest of them."""
 
     # To models that do not hand it on as it is but reckon with it, it is the mask in full.
 
@@ -81,7 +87,7 @@ class SeenKeys:
 
     def to(self, device: Any, *_: Any, **__: Any) -> SeenKeys:
         """On another device, for models that are spread over several."""
-        moved = {name: getattr(self, name) for name in ("starts", "lengths")}
+        moved = {name: getattr(self, name) for name in ("starts", "lengths", "offsets")}
         moved = {name: each if each is None else each.to(device) for name, each in moved.items()}
         return replace(self, **moved, materialize=lambda: self.materialize().to(device))
 
@@ -117,7 +123,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         dropout: probability; not zero only in training.
         scaling: softmax scale; 1 / sqrt(head_dim) unless given.
         is_causal: overrides the layer's.
-        more: whatever else the model passes; of it `softcap` (Gemma 2) and `s_aux` (GPT-OSS's sinks) are served.
+        more: whatever else the model passes; of it `softcap` (Gemma 2), `s_aux` (GPT-OSS's sinks) and FlashAttention's
+            `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` are served.
 
     Returns:
         `[batch, seq_q, heads, head_dim]`, and no weights.
@@ -144,6 +151,13 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
                          scaling=scaling, is_causal=is_causal, **more)  # fmt: skip
     causal: bool | str = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rows = query.shape[2]
+    packed = _packed(attention_mask, query, key, more)
+    if packed is not None:
+        if isinstance(attention_mask, SeenKeys):
+            causal, scores = attention_mask.causal, scores | {"window": attention_mask.window}
+        q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+        out = sdpa_varlen(q, k, v, *packed, causal=causal, scale=scaling, dropout_p=dropout, **scores)
+        return out.unflatten(0, (query.shape[0], rows)), None
     if isinstance(attention_mask, SeenKeys):
         seen = attention_mask
         key, value = key[:, :, : seen.columns], value[:, :, : seen.columns]
@@ -157,6 +171,24 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         key, value = key[:, :, :rows], value[:, :, :rows]  # of a static cache, the part that is written
     out = sdpa(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, causal=causal, **scores)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _packed(
+    attention_mask: Any, query: torch.Tensor, key: torch.Tensor, more: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """Where packed sequences lie and the longest of them, as `sdpa_varlen` takes it; None where none are packed."""
+    if isinstance(attention_mask, SeenKeys) and attention_mask.offsets is not None:
+        own = attention_mask.offsets
+        return own, own, attention_mask.longest, attention_mask.longest
+    more_said = attention_mask.starts is not None or attention_mask.lengths is not None if isinstance(
+        attention_mask, SeenKeys) else attention_mask is not None  # fmt: skip
+    if query.shape[0] != 1 or more_said:
+        return None
+    ends = more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k")
+    if not all(isinstance(each, torch.Tensor) for each in ends):
+        return None
+    longest = (each if type(each) is int else None for each in (more.get("max_length_q"), more.get("max_length_k")))
+    return (*ends, *longest)
 
 
 def mask(*arguments: Any, **named: Any) -> torch.Tensor | SeenKeys | None:
@@ -202,7 +234,10 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     if torch.compiler.is_compiling() or len(sizes) < 4:
         return None
     rows, columns, before, hidden = sizes
-    causal, window = _pattern(named.get("mask_function"))
+    sequences, function = _unpacked(named.get("mask_function"))
+    if sequences is not None:
+        return _packed_keys(named, sequences, function)
+    causal, window = _pattern(function)
     may_be_left_out = (
         named.get("allow_is_causal_skip", True) if causal else named.get("allow_is_bidirectional_skip", False)
     )
@@ -230,6 +265,37 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     return SeenKeys(columns=columns, causal=causal, window=window, starts=starts, lengths=lengths,
                     materialize=lambda: sdpa_mask(**{**named, "allow_is_causal_skip": False,
                                                      "allow_is_bidirectional_skip": False}))  # fmt: skip
+
+
+def _packed_keys(named: dict[str, Any], sequences: torch.Tensor, function: Any) -> SeenKeys | None:
+    """The mask of packed sequences, whose numbers `[batch, rows]` are given; None where it says more, or there is padding.
+
+    Reads from the GPU where they begin: without that their number is not known.
+    """
+    causal, window = _pattern(function)
+    rows, columns, before, hidden = (named[name] for name in ("q_length", "kv_length", "q_offset", "kv_offset"))
+    if (causal is None or rows != columns or before or hidden or named.get("attention_mask") is not None
+            or named.get("use_vmap") or tuple(sequences.shape) != (named.get("batch_size"), rows)):  # fmt: skip
+        return None
+    begins = torch.ones_like(sequences, dtype=torch.bool)
+    begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+    offsets = torch.nn.functional.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=sequences.numel()).to(torch.int32)
+    from transformers.masking_utils import sdpa_mask
+
+    return SeenKeys(columns=columns, causal=causal, window=window, starts=None, lengths=None, offsets=offsets,
+                    longest=int(offsets.diff().max()), materialize=lambda: sdpa_mask(**named))  # fmt: skip
+
+
+def _unpacked(mask_function: Any) -> tuple[Any, Any]:
+    """The numbers of packed sequences that a mask function of transformers holds, and the function of each of them; None and
+    the function itself where it holds none."""
+    parts = _held(mask_function, "and_masks", "mask_functions")
+    if isinstance(parts, tuple) and len(parts) == 2:
+        sequences = _held(parts[0], "packed_sequence_mask_function", "packed_sequence_mask")
+        function = _held(parts[1], "remap_positions_for_packed_sequence", "mask_function")
+        if isinstance(sequences, torch.Tensor) and function is not None:
+            return sequences, function
+    return None, mask_function
 
 
 def _pattern(mask_function: Any) -> tuple[bool | None, int | None]:
@@ -294,7 +360,7 @@ def _not_served(attention_mask: Any, more: dict[str, Any]) -> str:
     if more.get("output_attentions"):
         return "attention weights are asked for"
     if attention_mask is not None and not isinstance(attention_mask, (CausalBias, SeenKeys)):
-        return "the mask is more than causal, a sliding window and padding at the ends (packed sequences, ...)"
+        return "the mask is more than causal, a sliding window and padding at the ends"
     return ""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.scheduler import BACKWARD, steps_of
+from tiledsched.kernels.attention.scheduler import BACKWARD, rows_of_work, steps_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,12 @@ class Asked:
     """Keys that a row sees at most, its own included."""
     cap_scale: Any
     """The softmax scale, divided by the cap of the scores, times 2 log2(e)."""
+    CuQ: Any = None
+    """`[sequences + 1]`: the first query row of each packed sequence, and the end of the last."""
+    CuK: Any = None
+    """The same of keys and values."""
+    Table: Any = None
+    """`[sequences, pages]`: which page of K and V holds the keys of a sequence from PAGE * i on."""
 
 
 @dataclass(frozen=True)
@@ -49,38 +55,48 @@ class Span:
     """As in `Asked`."""
     cap_scale: Any
     """As in `Asked`."""
+    Table: Any
+    """As in `Asked`."""
 
 
 def rows_see_nothing(const):
     """Whether there may be rows that see no key at all."""
-    return const.BOTTOM_RIGHT or const.WINDOW or const.STARTS or const.LENGTHS
+    return const.BOTTOM_RIGHT or const.WINDOW or const.STARTS or const.LENGTHS or const.PACKED
 
 
 def narrowed(place, batch, offset, K, asked, const):
     """`steps_of` a work tile with all that narrows the keys it sees, counted from the span's first step; and the span."""
-    seq_k = K.shape[2]
-    if not (const.WINDOW or const.SOFTCAP or const.STARTS or const.LENGTHS):
+    seq_k = asked.Table.shape[1] * const.PAGE if const.PAGE else K.shape[2]
+    if not (const.WINDOW or const.SOFTCAP or const.STARTS or const.LENGTHS or const.PACKED):
         first_masked, steps = steps_of(place, offset, seq_k, const)
         return first_masked, steps, None
     start, end = 0, seq_k
     if const.STARTS:
         start = min(max(ct.gather(asked.Starts, (batch,), check_bounds=False), 0), seq_k)
     if const.LENGTHS:
-        end = min(max(ct.gather(asked.Lengths, (batch,), check_bounds=False), 0), seq_k)
+        end = last_key(batch, seq_k, asked)
     first_masked, steps = steps_of(place, offset, end, const)
     first, left = 0, 0
     if const.WINDOW or const.STARTS:
-        block_rows, step_n = const.TILE_M // const.PACK * const.Q_SUBTILES, const.TILE_N * const.KV_SUBTILES
+        block_rows, step_n = rows_of_work(const), const.TILE_N * const.KV_SUBTILES
         first_key, last_first_key = start, start  # of the first row, and of the last
         if const.WINDOW:
             first_key = max(place * block_rows + offset + 1 - asked.window, first_key)
             last_first_key = max((place + 1) * block_rows + offset - asked.window, last_first_key)
+        most = max(seq_k - 1, 0) if const.PACKED else seq_k - 1
         turn = max(const.UNROLL, const.FLAT_STEPS)  # whole turns, which end where the array does if they divide it
-        first = min(first_key, seq_k - 1) // step_n // turn * turn
+        first = min(first_key, most) // step_n // turn * turn
         left = ct.cdiv(last_first_key, step_n) - first
         first_masked = max(first_masked - first, 0)
     steps = max(steps - first, 1)  # one at least: QK_AHEAD makes its scores
-    return first_masked, steps, Span(first, left, start, end, asked.window, asked.cap_scale)
+    if const.PACKED:  # none where there are no keys, and so no tile to load
+        steps = min(steps, ct.cdiv(seq_k, const.TILE_N * const.KV_SUBTILES))
+    return first_masked, steps, Span(first, left, start, end, asked.window, asked.cap_scale, asked.Table)
+
+
+def last_key(batch, seq_k, asked):
+    """The first key of a sequence that does not count any more."""
+    return min(max(ct.gather(asked.Lengths, (batch,), check_bounds=False), 0), seq_k)
 
 
 def unmasked_turns(keys, first_masked, begin, end, const):

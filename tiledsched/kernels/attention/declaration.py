@@ -61,6 +61,10 @@ class Attention(Kernel):
     scaled score (Gemma 2, arXiv:2408.00118, section 2). Sinks are a logit for each head that counts in the denominator and
     the log-sum-exp, and has no value (GPT-OSS, arXiv:2508.10925). Starts and lengths say, for each sequence of a batch, the
     first key that counts and the first that does not any more; the causal diagonal stays where it is without them.
+
+    Of `packed` sequences q, k, v and the outputs hold the rows end to end, seq_q and seq_k of them in all, in a batch of 1, and
+    CuQ and CuK say where each begins (FlashAttention's cu_seqlens). Keys in pages of `page` rows each lie wherever the Table says
+    (vLLM's block_table), up to seq_k for each sequence. Both align a causal diagonal with each sequence's own keys.
     """
 
     name = "attention"
@@ -80,14 +84,19 @@ class Attention(Kernel):
     sinks = ts.flag(omit_default=True)
     starts = ts.flag(omit_default=True)
     lengths = ts.flag(omit_default=True)
+    packed = ts.dim(0, least=0, omit_default=True)
+    page = ts.dim(0, least=0, omit_default=True)
     derived = problem.DERIVED
 
     Q = ts.array("batch heads seq_q head_dim")
-    K = ts.array("batch kv_heads seq_k head_dim")
-    V = ts.array("batch kv_heads seq_k value_columns")
+    K = ts.array("key_entries kv_heads key_rows head_dim")
+    V = ts.array("key_entries kv_heads key_rows value_columns")
     Sinks = ts.array("heads", when="sinks")
     Starts = ts.array("batch", dtype="int32", when="starts", below="seq_k")
-    Lengths = ts.array("batch", dtype="int32", when="lengths", below="past_keys")
+    Lengths = ts.array("sequences", dtype="int32", when="lengths", below="past_keys")
+    CuQ = ts.array("offsets", dtype="int32", when="ends_q")
+    CuK = ts.array("offsets", dtype="int32", when="ends_k")
+    Table = ts.array("sequences pages", dtype="int32", when="paged", below="key_entries")
     Out = ts.out("batch heads seq_q value_columns")
     Lse = ts.out("batch heads seq_q 1", dtype="float32", when="lse", absolute=True)
     Partial = ts.workspace(lambda p, s: (_slots(p, s), s.number("tile_m"), sum(_parts(p.tile_v, p.parts_v, s))))
@@ -126,7 +135,7 @@ class Attention(Kernel):
         """One of the thin entries: they differ in their arrays only."""
         from tiledsched.kernels.attention import entries
 
-        kind = "attention_asked" if p.asked else "attention"
+        kind = "attention_placed" if p.placed else "attention_asked" if p.asked else "attention"
         kind += "_split" if _splits(s) > 1 else "_lse" if p.lse else ""
         found: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return found
@@ -135,16 +144,19 @@ class Attention(Kernel):
     def constants(p: Problem, s: Schedule) -> Mapping[str, bool | int]:
         """The compile-time constants, as the entries name them."""
         step_n = s.number("tile_n") * s.number("kv_subtiles") * max(_unroll(s), _flat(s))
+        tile_n = (
+            math.gcd(s.number("tile_n"), p.page) if p.page else s.number("tile_n")
+        )  # a tile of keys lies in one page
         causal = _needs_mask(p)
         tile_d, rest_d = _parts(p.tile_d, p.parts_d, s)
         tile_v, rest_v = _parts(p.tile_v, p.parts_v, s)
         return {
             "TILE_M": s.number("tile_m"),
-            "TILE_N": s.number("tile_n"),
+            "TILE_N": tile_n,
             "TILE_D": tile_d,
             "GROUP": p.group,
             "CAUSAL": causal,
-            "EVEN": p.seq_k % step_n == 0 and not p.lengths,
+            "EVEN": p.seq_k % step_n == 0 and not p.lengths and not p.packed,
             "FP16_ACCUM": s["accum_mode"] == "fp16",
             "LATENCY_K": s.number("latency_k"),
             "LATENCY_V": s.number("latency_v"),
@@ -153,7 +165,7 @@ class Attention(Kernel):
             "PERSISTENT": PERSISTENT_MODES.index(str(s["persistent"])),
             "KV_DIRECTION": KV_DIRECTIONS.index(str(s["kv_direction"])),
             "Q_SUBTILES": s.number("q_subtiles"),
-            "KV_SUBTILES": s.number("kv_subtiles"),
+            "KV_SUBTILES": s.number("kv_subtiles") * s.number("tile_n") // tile_n,
             "QK_AHEAD": bool(s["qk_ahead"]),
             "PERMUTE_K": s["k_load"] == "permute",
             "TMA_LOADS": bool(s["tma_loads"]),
@@ -179,6 +191,8 @@ class Attention(Kernel):
             "SINKS": p.sinks,
             "STARTS": p.starts,
             "LENGTHS": p.lengths,
+            "PACKED": p.packed > 0,
+            "PAGE": p.page,
         }
 
     @staticmethod
@@ -195,21 +209,32 @@ class Attention(Kernel):
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
-        """Sequences of a padded batch: the longest takes all keys, the others half of them or more."""
-        from tiledsched.kernels.attention.inputs import padded_batch
+        """Where sequences begin and end, and their pages."""
+        from tiledsched.kernels.attention.inputs import places
 
-        return padded_batch(rng, p)
+        return places(rng, p)
 
     @staticmethod
     def reference(
-        xp: Any, Q: Any, K: Any, V: Any, Sinks: Any, Starts: Any, Lengths: Any, p: Problem
+        xp: Any,
+        Q: Any,
+        K: Any,
+        V: Any,
+        Sinks: Any,
+        Starts: Any,
+        Lengths: Any,
+        CuQ: Any,
+        CuK: Any,
+        Table: Any,
+        p: Problem,
     ) -> tuple[Any, Any]:
         """The output and the log-sum-exp of each row, in the precision of the inputs."""
         from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
 
         out, lse = attention_and_lse(xp, Q, K, V, causal=p.causal, scale=default_scale(p), dtype=str(Q.dtype),
                                      alignment=p.alignment, window=p.window, cap=DEFAULT_CAP if p.softcap else 0.0,
-                                     sinks=Sinks, starts=Starts, lengths=Lengths)  # fmt: skip
+                                     sinks=Sinks, starts=Starts, lengths=Lengths, cu_q=CuQ, cu_k=CuK,
+                                     table=Table)  # fmt: skip
         return out, lse[..., None]
 
     @staticmethod
@@ -281,6 +306,7 @@ class Attention(Kernel):
         mask = "full" if not p.causal else "causal" if p.alignment == "top_left" else "bottom-right"
         columns = f"d{p.head_dim}-{p.value_dim}" if p.value_dim else f"d{p.head_dim}"
         more = f"_window{p.window}" if p.window else ""
+        more += (f"_packed{p.packed}" if p.packed else "") + (f"_page{p.page}" if p.page else "")
         more += "".join(f"_{name}" for name in ("softcap", "sinks", "starts", "lengths", "lse") if getattr(p, name))
         return f"{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{more}"
 
@@ -300,7 +326,9 @@ class Attention(Kernel):
                 make(seq_q=33, seq_k=130, head_dim=40, heads=4, kv_heads=2, causal=True, alignment="bottom_right"),
                 make(seq_q=3, seq_k=200, head_dim=64, heads=4, kv_heads=1, lse=True),
                 make(seq_q=90, seq_k=150, head_dim=32, heads=2, causal=True, alignment="bottom_right", window=40, sinks=True),
-                make(seq_q=70, seq_k=90, head_dim=32, batch=2, softcap=True, starts=True, lengths=True)]  # fmt: skip
+                make(seq_q=70, seq_k=90, head_dim=32, batch=2, softcap=True, starts=True, lengths=True),
+                make(seq_q=150, seq_k=150, head_dim=32, heads=2, causal=True, packed=5, lse=True),
+                make(seq_q=1, seq_k=192, head_dim=32, heads=4, kv_heads=2, batch=3, lengths=True, page=64)]  # fmt: skip
 
 
 Attention.suites = {name: make(Attention.problem) for name, (_, make) in SUITES.items()}
@@ -343,7 +371,8 @@ def packs(p: Problem, s: Schedule) -> int:
 
 def _work_tiles(p: Problem, s: Schedule) -> int:
     rows = rows_per_tile(p, s) * s.number("q_subtiles")
-    return int(-(-p.seq_q // rows) * p.batch * packs(p, s))
+    per_head = p.seq_q // rows + p.packed if p.packed else -(-p.seq_q // rows)  # as many as there can be
+    return int(per_head * p.batch * packs(p, s))
 
 
 def _slots(p: Problem, s: Schedule) -> int:

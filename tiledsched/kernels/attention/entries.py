@@ -155,6 +155,69 @@ def attention_asked_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArr
     compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const)
 
 
+def attention_placed(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray,
+                     Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array,
+                     CuQ: ct.Array, CuK: ct.Array, Table: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                     TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+                     LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int, KV_DIRECTION: Int,
+                     Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool, TMA_LOADS: Bool, TMA_STORE: Bool,
+                     CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool, BOTTOM_RIGHT: Bool, REST_D: Int,
+                     TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int, FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool,
+                     STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool,
+                     SINKS: Bool, STARTS: Bool, LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
+    """As `attention_asked`, of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
+    asked = Asked(Sinks, Starts, Lengths, window, cap_scale, CuQ, CuK, Table)
+    schedule_work(Q, K, V, Out, None, scale_log2, asked, const)
+
+
+def attention_placed_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray,
+                         Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array,
+                         CuQ: ct.Array, CuK: ct.Array, Table: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                         TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+                         LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
+                         KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
+                        TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
+                         BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
+                         FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int,
+                        PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                         LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
+    """The same of `attention_lse`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
+    asked = Asked(Sinks, Starts, Lengths, window, cap_scale, CuQ, CuK, Table)
+    schedule_work(Q, K, V, Out, Lse, scale_log2, asked, const)
+
+
+def attention_placed_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray,
+                           Partial: PartialArray, State: StateArray, Counters: CounterArray,
+                           Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array,
+                           CuQ: ct.Array, CuK: ct.Array, Table: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                           TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+                           LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
+                           KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
+                          TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
+                           BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
+                           FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
+                           UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                           LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
+    """The same of `attention_split`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
+    asked = Asked(Sinks, Starts, Lengths, window, cap_scale, CuQ, CuK, Table)
+    compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const)
+
+
 def widened(entry):
     """`entry` with 64-bit indices into q, k, v and out, for arrays of more than 2**31 - 1 elements."""
     wide = FunctionType(entry.__code__, entry.__globals__, f"{entry.__name__}_wide", entry.__defaults__)
@@ -167,4 +230,7 @@ def widened(entry):
 attention_wide, attention_lse_wide, attention_split_wide = map(widened, (attention, attention_lse, attention_split))
 attention_asked_wide, attention_asked_lse_wide, attention_asked_split_wide = map(
     widened, (attention_asked, attention_asked_lse, attention_asked_split)
+)
+attention_placed_wide, attention_placed_lse_wide, attention_placed_split_wide = map(
+    widened, (attention_placed, attention_placed_lse, attention_placed_split)
 )

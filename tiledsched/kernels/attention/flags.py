@@ -35,6 +35,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sinks", action="store_true", help="a logit for each head in the denominators, as in GPT-OSS")
     parser.add_argument("--starts", action="store_true", help="the sequences of a batch start at keys of their own")
     parser.add_argument("--lengths", action="store_true", help="the sequences of a batch end at keys of their own")
+    parser.add_argument("--packed", type=positive, default=0, metavar="N", help="sequences that lie end to end and are as long "
+                        "as --seq-len together (default: each in an entry of its own)")  # fmt: skip
+    parser.add_argument("--page", type=positive, default=0, metavar="N", help="keys lie in pages of N, a multiple of 16 "
+                        "(default: end to end)")  # fmt: skip
     parser.add_argument("--lse", action="store_true", help="return the log-sum-exp of each row, too")
 
 
@@ -49,7 +53,8 @@ def from_flags(make: Any, options: argparse.Namespace) -> list[Problem]:
              for seq_len in options.seq_k)  # fmt: skip
     return [each.replace(seq_q=options.seq_q or each.seq_q, alignment=options.alignment, value_dim=options.value_dim,
                          lse=options.lse, window=options.window, softcap=options.softcap, sinks=options.sinks,
-                         starts=options.starts, lengths=options.lengths) for each in found]  # fmt: skip
+                         starts=options.starts, lengths=options.lengths or options.page > 0, packed=options.packed,
+                         page=options.page, batch=1 if options.packed else each.batch) for each in found]  # fmt: skip
 
 
 def add_likely_flags(parser: argparse.ArgumentParser) -> None:
@@ -71,9 +76,11 @@ def likely(p: Problem, options: argparse.Namespace) -> list[Problem]:
                                                (0, 1) if options.any_length else (0,)):  # fmt: skip
         if p.heads % group:
             continue
-        like = p.replace(dtype=dtype, kv_heads=p.heads // group, seq_q=p.seq_q + odd, seq_k=p.seq_k + odd)
+        like = p.replace(
+            dtype=dtype, kv_heads=p.heads // group, seq_q=p.seq_q + odd, seq_k=p.seq_k + odd * max(1, p.page)
+        )
         found.append(like)
-        if options.decode:
+        if options.decode and not p.packed:
             seen = {"causal": True, "alignment": "bottom_right"} if p.window else {"causal": False}
             found.append(like.replace(seq_q=1, **seen))
     return list(dict.fromkeys(found))

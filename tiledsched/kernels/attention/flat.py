@@ -78,14 +78,14 @@ def run_flat_loop(Q, K, V, Out, Lse, scale_log2, asked, const):
 
 def laps_of(Q, blocks, const):
     """Work tiles that the current block takes."""
-    total = work_tiles_per_head(Q, const) * pack_count(Q, const) * Q.shape[0]
+    total = work_tiles_per_head(Q, None, const) * pack_count(Q, const) * Q.shape[0]
     first = snake(ct.bid(0), blocks, total // blocks) if const.PERSISTENT == SNAKE else ct.bid(0)
     return ct.cdiv(total - first, blocks)
 
 
 def work_tile_of(Q, lap, blocks, const):
     """`coordinates` of what the current block takes in a lap; past its last, of any work tile that exists."""
-    work_tiles, heads, batches = work_tiles_per_head(Q, const), pack_count(Q, const), Q.shape[0]
+    work_tiles, heads, batches = work_tiles_per_head(Q, None, const), pack_count(Q, const), Q.shape[0]
     place = snake(ct.bid(0), blocks, lap) if const.PERSISTENT == SNAKE else ct.bid(0)
     return coordinates(min(lap * blocks + place, work_tiles * heads * batches - 1), work_tiles, heads, batches, const)
 

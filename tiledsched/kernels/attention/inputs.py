@@ -10,6 +10,7 @@ probability that matters is lost when P is rounded to float16 (6e-8 and less bec
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,8 @@ LARGEST_VALUE = 60000.0
 CANCELLING_SUM = 2048.0
 LARGEST_SINK = 4.0
 TILE_SIZES = (16, 32, 64, 128, 256)
+SHORT = (1, 0, 17, 64, 5, 33)
+"""Lengths of packed sequences beside a long one."""
 
 
 def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, Any]], tuple[Any, ...]]) -> Case:
@@ -54,26 +57,73 @@ def _case_of_all(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, A
     """The same where heads of a kind differ, in their sinks or in the keys that count."""
     kinds = kinds_of_heads(p)
     heads = xp.asarray(kinds)
-    index = (heads, heads[:, :: p.group], heads[:, :: p.group])
+    kv_heads = heads[:, :: p.group]
+    if p.page:  # whose first axis is that of sequences, packed or not
+        kv_heads = xp.repeat(kv_heads, p.sequences // p.batch, axis=0)
+    index = (heads, kv_heads, kv_heads)
+    given = places(rng, p, uneven=True)
     inputs = {name: to_storage(xp, xp.ascontiguousarray(array[kind]), p.dtype)
-              for name, array, kind in zip("QKV", adversarial_heads(xp, rng, p), index, strict=True)}  # fmt: skip
+              for name, array, kind in zip("QKV", adversarial_heads(xp, rng, p, given), index, strict=True)}  # fmt: skip
     if p.sinks:  # of much weight and of little, in turn
         logits = xp.where(xp.arange(p.heads) % 2 == 0, LARGEST_SINK, -LARGEST_SINK)
         inputs["Sinks"] = to_storage(xp, logits.astype(numpy.float32), p.dtype)
-    given = padded_batch(rng, p)
+    if p.page:
+        inputs |= {name: in_pages(xp, inputs[name], given["Table"], p.page) for name in "KV"}
     inputs |= {name: to_storage(xp, xp.asarray(array), "int32") for name, array in given.items()}
     return Case([KINDS[kind] for kind in kinds.reshape(-1).tolist()], inputs, reference(inputs))
 
 
-def padded_batch(rng: Any, p: Problem) -> dict[str, Any]:
-    """`Starts` and `Lengths` `[batch]`, where the problem has them: one sequence takes all keys, the others half or more."""
+def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:
+    """Where sequences begin and end, and their pages, by name, of those arrays that the problem has.
+
+    In a padded batch one sequence takes all keys, the others half or more. Packed sequences are about equally long or, where
+    `uneven`, all short but one, some of them empty. The pages of a sequence lie anywhere.
+    """
     found = {}
     for name, wanted in (("Starts", p.starts), ("Lengths", p.lengths)):
         if wanted:
-            padding = rng.integers(0, max(1, p.seq_k // 4), size=(p.batch,))
+            padding = rng.integers(0, max(1, p.seq_k // 4), size=(p.sequences,))
             padding[0] = 0
             found[name] = padding if name == "Starts" else p.seq_k - padding
+    if not p.placed:
+        return found
+    own = numpy.random.default_rng(int(rng.integers(0, 1 << 31)))  # on the host, whatever `rng` is
+    if p.packed:
+        found["CuQ"] = offsets(own, p.seq_q, p.packed, uneven=uneven)
+    if p.packed and not p.page:
+        same = p.seq_q == p.seq_k
+        found["CuK"] = found["CuQ"] if same else offsets(own, p.seq_k, p.packed, uneven=uneven, first=1)
+    if p.page:
+        found["Table"] = own.permutation(p.key_entries).reshape(p.sequences, p.pages)
     return found
+
+
+def offsets(rng: numpy.random.Generator, total: int, sequences: int, *, uneven: bool, first: int = 0) -> numpy.ndarray:
+    """`[sequences + 1]`, int64: where each of some sequences begins that lie end to end, and where the last one ends.
+
+    Args:
+        rng: what lengths are drawn with.
+        total: rows of all.
+        sequences: how many.
+        uneven: one long sequence among short ones, instead of lengths that differ by a factor of three at most.
+        first: of the short lengths, the one to begin with.
+    """
+    if uneven:
+        lengths = numpy.array([min(SHORT[(first + i) % len(SHORT)], total // sequences) for i in range(sequences)])
+        lengths[sequences // 2] += total - lengths.sum()
+        return numpy.concatenate([[0], lengths.cumsum()])
+    weights = rng.uniform(0.5, 1.5, sequences).cumsum()
+    return numpy.concatenate([[0], numpy.rint(weights / weights[-1] * total)]).astype(numpy.int64)
+
+
+def in_pages(xp: Any, array: Any, table: Any, page: int) -> Any:
+    """Keys or values `[sequences, kv_heads, seq_k, columns]` as `[pages, kv_heads, page, columns]`, in the places that a table
+    `[sequences, pages of one]` names."""
+    batch, heads, rows, columns = array.shape
+    cut = array.reshape(batch, heads, rows // page, page, columns).swapaxes(1, 2).reshape(-1, heads, page, columns)
+    pool = xp.empty_like(cut)
+    pool[xp.asarray(table.reshape(-1))] = cut
+    return pool
 
 
 def kinds_of_heads(problem: Problem) -> numpy.ndarray:
@@ -85,7 +135,7 @@ def kinds_of_heads(problem: Problem) -> numpy.ndarray:
     return numpy.repeat(kv_heads % len(KINDS), problem.group, axis=1)
 
 
-def adversarial_heads(xp: Any, rng: Any, problem: Problem) -> tuple[Any, Any, Any]:
+def adversarial_heads(xp: Any, rng: Any, problem: Problem, given: dict[str, Any] | None = None) -> tuple[Any, Any, Any]:
     """One head of queries, keys and values for each kind that `problem` has key/value heads for.
 
     Heads of a kind are the same, so that one reference serves them all: that heads are told apart, the random inputs
@@ -95,6 +145,7 @@ def adversarial_heads(xp: Any, rng: Any, problem: Problem) -> tuple[Any, Any, An
         xp: numpy or cupy.
         rng: a Generator of that module.
         problem: shapes, key count and where the diagonal of a causal mask lies; dtype does not matter.
+        given: what `places` gives.
 
     Returns:
         `[kinds, seq_q, head_dim]`, `[kinds, seq_k, head_dim]` and `[kinds, seq_k, value_columns]`, float32, in the order
@@ -106,13 +157,24 @@ def adversarial_heads(xp: Any, rng: Any, problem: Problem) -> tuple[Any, Any, An
     values = rng.standard_normal((count, problem.seq_k, problem.value_columns), dtype=numpy.float32)
     signs = xp.where(rng.standard_normal((CODES, problem.head_dim), dtype=numpy.float32) < 0, -1.0, 1.0)
     signs = signs.astype(numpy.float32)
-    diagonal = problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0
     for index, kind in enumerate(KINDS[:count]):
-        if kind == "borders":
-            _borders(xp, queries[index], keys[index], signs, diagonal)
-        else:
-            _SHAPE[kind](xp, queries[index], keys[index], values[index], signs)
+        for rows, columns in _sequences(problem, given or {}):
+            q, k, v = queries[index, rows], keys[index, columns], values[index, columns]
+            if kind == "borders":
+                diagonal = k.shape[0] - q.shape[0] if problem.alignment == "bottom_right" else 0
+                _borders(xp, q, k, signs, diagonal)
+            else:
+                _SHAPE[kind](xp, q, k, v, signs)
     return queries, keys, values
+
+
+def _sequences(problem: Problem, given: dict[str, Any]) -> list[tuple[slice, slice]]:
+    """The rows and keys of each packed sequence that has both; or all."""
+    if "CuK" not in given:
+        return [(slice(None), slice(None))]
+    begins, keys = ([int(each) for each in given[name]] for name in ("CuQ", "CuK"))
+    pairs = zip(itertools.pairwise(begins), itertools.pairwise(keys), strict=True)
+    return [(slice(*rows), slice(*columns)) for rows, columns in pairs if rows[0] < rows[1] and columns[0] < columns[1]]
 
 
 def border_keys(seq_k: int) -> list[int]:

@@ -26,12 +26,12 @@ def likeness(p: Any, q: Any) -> float:
     rows = octaves(p.batch * p.heads * p.seq_q, q.batch * q.heads * q.seq_q)
     distance = 0.2 * octaves(p.tile_d, q.tile_d) + 0.1 * (p.causal != q.causal) + 0.1 * rows
     distance += 0.1 * _asked_differently(p, q)
-    return math.exp(-distance - 0.02 * octaves(p.seq_k, q.seq_k) - 0.02 * (p.dtype != q.dtype))
+    return math.exp(-distance - 0.02 * octaves(p.mean_keys, q.mean_keys) - 0.02 * (p.dtype != q.dtype))
 
 
 def kind(p: Any) -> tuple[bool, int, bool]:
     """What a problem must share with another so that its winner says much: mask, padded head dimension, few rows or many."""
-    return p.causal, p.tile_d, p.seq_q <= FEW_ROWS
+    return p.causal, p.tile_d, p.mean_rows <= FEW_ROWS
 
 
 def distance(p: Any, q: Any) -> float:
@@ -39,22 +39,23 @@ def distance(p: Any, q: Any) -> float:
 
     Work per block follows the key length, the number of blocks follows rows and heads; dtype and grouping matter least.
     """
-    octaves = abs(math.log2(p.seq_k / q.seq_k)) + 0.5 * abs(math.log2(p.seq_q / q.seq_q))
-    blocks = abs(math.log2(p.batch * p.heads / (q.batch * q.heads)))
+    octaves = abs(math.log2(p.mean_keys / q.mean_keys)) + 0.5 * abs(math.log2(p.mean_rows / q.mean_rows))
+    blocks = abs(math.log2(p.sequences * p.heads / (q.sequences * q.heads)))
     other = 0.1 * (p.dtype != q.dtype) + 0.1 * (p.group != q.group) + 0.3 * (p.head_dim != q.head_dim)
     return float(octaves + 0.5 * blocks + other + 0.3 * _asked_differently(p, q))
 
 
 def _asked_differently(p: Any, q: Any) -> float:
     """Octaves between the keys that a row sees where a window bounds them, and each of the other things only one asks for."""
-    one, other = (min(each.window or each.seq_k, each.seq_k) for each in (p, q))
+    one, other = (min(each.window or each.mean_keys, each.mean_keys) for each in (p, q))
     octaves = abs(math.log2(one / other)) if p.window or q.window else 0.0
-    return octaves + sum(getattr(p, name) != getattr(q, name) for name in ("softcap", "sinks", "starts", "lengths"))
+    flags = ("softcap", "sinks", "starts", "lengths", "ends_q", "paged")
+    return octaves + sum(getattr(p, name) != getattr(q, name) for name in flags)
 
 
 def only_its_kind(p: Any) -> bool:
     """With few rows, winners of other kinds are of no use."""
-    return bool(p.seq_q <= FEW_ROWS)
+    return bool(p.mean_rows <= FEW_ROWS)
 
 
 def loss_known(p: Any) -> bool:
@@ -69,7 +70,8 @@ def rounded(p: Any) -> Any:
 
     A model that decodes asks for another length with every token; finding an answer anew would cost it milliseconds.
     """
-    return p.replace(seq_q=_about(p.seq_q), seq_k=_about(p.seq_k))
+    keys = p.page * _about(p.pages) if p.page else _about(p.seq_k)
+    return p.replace(seq_q=_about(p.seq_q), seq_k=keys, packed=1 << (p.packed - 1).bit_length() if p.packed else 0)
 
 
 def _about(length: int) -> int:
@@ -88,7 +90,7 @@ def untold(p: Any, default: Schedule, space: Any, estimate: Callable[[Schedule],
 
     With one row and 8 heads the default launches 8 blocks on a GPU of a hundred SMs; the other knobs stay as they are.
     """
-    if p.seq_q > FEW_ROWS:
+    if p.mean_rows > FEW_ROWS:
         return None
     knobs = [name for name in ("kv_splits", "pack_gqa", "tile_m", "tma_loads") if name in space.knobs]
     varied = (default.replace(**dict(zip(knobs, values, strict=True)))

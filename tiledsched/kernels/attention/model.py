@@ -111,9 +111,9 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
         dear = step_cycles(problem, schedule, facts, spec, resident, masked=True)
         extra += max(1, rows // step_n) * (2 if problem.window else 1) * (dear / cycles[resident] - 1.0)
     busy = busy_steps(
-        rows=rows // pack_width(problem, schedule), step_n=step_n, seq_q=problem.seq_q, seq_k=problem.seq_k,
-        causal=problem.causal, first_key=problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0,
-        heads=problem.batch * packs(problem, schedule), splits=splits,
+        rows=rows // pack_width(problem, schedule), step_n=step_n, seq_q=problem.mean_rows, seq_k=problem.mean_keys,
+        causal=problem.causal, first_key=problem.mean_keys - problem.mean_rows if problem.alignment == "bottom_right" else 0,
+        heads=problem.sequences * packs(problem, schedule), splits=splits,
         order=str(schedule["block_order"]), snake=schedule["persistent"] == "snake",
         grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] != "no" else 0,
         sms=max(1, spec.sm_count // facts.num_ctas), resident=resident, extra=round(extra * 4.0) / 4.0, window=problem.window,
@@ -140,8 +140,8 @@ def step_keys(schedule: Schedule) -> int:
 
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
     """Blocks launched, as the template launches them (clusters count once)."""
-    rows = problem.seq_q * pack_width(problem, schedule)
-    blocks = -(-rows // block_rows(schedule)) * problem.batch * packs(problem, schedule)
+    rows = problem.mean_rows * pack_width(problem, schedule)
+    blocks = -(-rows // block_rows(schedule)) * problem.sequences * packs(problem, schedule)
     if schedule["persistent"] == "no":
         return blocks * _number(schedule, "kv_splits")
     return min(blocks, max(1, spec.sm_count * max(1, schedule.number("occupancy")) // schedule.number("num_ctas")))
@@ -279,8 +279,8 @@ def _dram_bytes(problem: Problem, schedule: Schedule, spec: ArchSpec, resident: 
     Otherwise blocks of one head share only some of their reads, as they drift apart: taken as the square root of their
     number.
     """
-    pieces = -(-problem.seq_q // block_rows(schedule))
-    heads = problem.batch * problem.heads
+    pieces = -(-problem.mean_rows // block_rows(schedule))
+    heads = problem.sequences * problem.heads
     slots = min(pieces * heads, spec.sm_count * resident)
     if schedule["block_order"] == "heads_fastest":
         in_flight = heads
@@ -288,12 +288,12 @@ def _dram_bytes(problem: Problem, schedule: Schedule, spec: ArchSpec, resident: 
         in_flight = min(heads, SWIZZLE_PAIRS * -(-slots // (SWIZZLE_PAIRS * pieces)))
     else:
         in_flight = -(-slots // pieces)
-    per_head = problem.seq_k * (problem.head_dim + problem.value_columns) * problem.element_bytes
+    per_head = problem.mean_keys * (problem.head_dim + problem.value_columns) * problem.element_bytes
     if min(in_flight, heads) / problem.group * per_head <= spec.l2_bytes:
         return float(problem.min_bytes)
     reads = pieces / math.sqrt(max(1.0, slots * problem.group / in_flight))
-    reads *= problem.visible_pairs / (problem.seq_q * problem.seq_k)
-    return problem.min_bytes + max(0.0, reads - 1.0) * per_head * problem.batch * problem.kv_heads
+    reads *= problem.visible_pairs / (problem.seq_q * problem.mean_keys)
+    return problem.min_bytes + max(0.0, reads - 1.0) * per_head * problem.sequences * problem.kv_heads
 
 
 def _number(schedule: Schedule, knob: str) -> int:

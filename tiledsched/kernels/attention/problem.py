@@ -11,6 +11,8 @@ from tiledsched.problem import Problem
 DTYPES = ("float16", "bfloat16")
 ALIGNMENTS = ("top_left", "bottom_right")
 MAX_HEAD_DIM = 256
+SMALLEST_PAGE = 16
+"""Keys: what pages are multiples of."""
 TOKENS = 16 * 1024
 """Tokens in the default problem: batch * seq_q. The convention of the FlashAttention papers."""
 HIDDEN = 2048
@@ -23,7 +25,7 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
     difference (no causal mask, or seq_q = seq_k) as top_left. A window that hides nothing is 0.
 
     Raises:
-        ProblemError: heads are not a multiple of kv_heads, or a window has no causal mask.
+        ProblemError: heads are not a multiple of kv_heads, a window has no causal mask, or sequences lie as none can.
     """  # fmt: skip
     heads, kv_heads = int(values["heads"]), int(values["kv_heads"])  # type: ignore[arg-type]
     if heads % kv_heads:
@@ -31,7 +33,9 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
     changed: dict[str, Value] = {}
     if values["value_dim"] == values["head_dim"]:
         changed["value_dim"] = 0
-    if not values["causal"] or values["seq_q"] == values["seq_k"]:
+    _check_places(values)
+    one_length = values["seq_q"] == values["seq_k"] and not values["packed"] and not values["page"]
+    if not values["causal"] or one_length:
         changed["alignment"] = "top_left"
     if values["window"] and not values["causal"]:
         raise ProblemError(f"window = {values['window']} needs causal: row i sees the last keys up to its own")
@@ -41,19 +45,37 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
     return {**values, **changed}
 
 
+def _check_places(values: dict[str, Value]) -> None:
+    """Raise ProblemError where packed sequences or pages do not go with the other fields."""
+    packed, page = int(values["packed"]), int(values["page"])  # type: ignore[arg-type]
+    if packed and values["batch"] != 1:
+        raise ProblemError(
+            f"packed = {packed} sequences lie in a batch of 1, got batch = {values['batch']}; leave it out"
+        )
+    if page and not values["lengths"]:
+        raise ProblemError(f"page = {page} needs lengths: what a page holds beyond its sequence's keys is not theirs")
+    if ((packed or page) and values["starts"]) or (packed and not page and values["lengths"]):
+        raise ProblemError("starts and lengths are not for packed sequences, nor starts for pages; leave them out")
+    if page % SMALLEST_PAGE:
+        raise ProblemError(f"page must be a multiple of {SMALLEST_PAGE}, the narrowest side of a product, got {page}")
+    if page and int(values["seq_k"]) % page:  # type: ignore[arg-type]
+        raise ProblemError(f"seq_k = {values['seq_k']} must be whole pages of {page}; give a multiple of it")
+
+
 def visible_pairs(p: Any) -> float:
     """Query-key pairs that contribute, per head: seq_q * seq_k, the area under the causal diagonal, or that of the band a
-    window leaves of it. Of sequences that start late or end early no more is known.
+    window leaves of it. Of sequences that start late or end early no more is known; packed ones count as equally long.
     """  # fmt: skip
+    rows, keys = p.mean_rows, p.mean_keys
     if not p.causal:
-        return float(p.seq_q * p.seq_k)
-    under = _area_under(p.seq_q, p.seq_k, _diagonal(p))
-    return under - _area_under(p.seq_q, p.seq_k, _diagonal(p) - p.window) if p.window else under
+        return float(p.seq_q * keys)
+    under = _area_under(rows, keys, _diagonal(p))
+    return max(1, p.packed) * (under - _area_under(rows, keys, _diagonal(p) - p.window) if p.window else under)
 
 
 def _diagonal(p: Any) -> int:
     """Keys that the first row sees before its own."""
-    return int(p.seq_k - p.seq_q) if p.alignment == "bottom_right" else 0
+    return int(p.mean_keys - p.mean_rows) if p.alignment == "bottom_right" else 0
 
 
 def _area_under(rows: int, columns: int, diagonal: int) -> float:
@@ -69,18 +91,18 @@ def _area_under(rows: int, columns: int, diagonal: int) -> float:
 
 def hidden_keys(p: Any) -> int:
     """Keys at the beginning that no row sees, because they lie before the first row's window."""
-    return min(int(p.seq_k), max(0, _diagonal(p) + 1 - p.window)) if p.window else 0
+    return min(int(p.mean_keys), max(0, _diagonal(p) + 1 - p.window)) if p.window else 0
 
 
 def bytes_moved(p: Any) -> int:
     """Least device-memory traffic: every input that is seen read once, every output written once."""
-    hidden = hidden_keys(p) * p.batch * p.kv_heads * (p.head_dim + p.value_columns) * p.element_bytes
+    hidden = hidden_keys(p) * p.sequences * p.kv_heads * (p.head_dim + p.value_columns) * p.element_bytes
     return sum(each.bytes for each in p.declaration.arrays(p)) - int(hidden)
 
 
 def is_wide(p: Any) -> bool:
     """Whether some array has elements that a 32-bit index does not reach."""
-    rows = p.batch * max(p.heads * p.seq_q, p.kv_heads * p.seq_k)
+    rows = max(p.batch * p.heads * p.seq_q, p.kv_heads * p.key_entries * p.key_rows)
     return bool(rows * max(p.head_dim, p.value_columns) > LARGEST_INT32)
 
 
@@ -112,8 +134,25 @@ DERIVED = {
     "wide": is_wide,
     "visible_pairs": visible_pairs,
     "past_keys": lambda p: p.seq_k + 1,  # what lengths lie below
-    "asked": lambda p: bool(p.window or p.softcap or p.sinks or p.starts or p.lengths),  # which entries it needs
-    "spanned": lambda p: bool(p.window or p.starts or p.lengths),  # whether masks hide keys beside the causal one
+    "asked": lambda p: bool(
+        p.window or p.softcap or p.sinks or p.starts or p.lengths or p.packed
+    ),  # whether it is more than plain attention
+    "placed": lambda p: bool(p.packed or p.page),  # whether sequences do not lie one in each entry of a batch
+    "spanned": lambda p: bool(
+        p.window or p.starts or p.lengths or p.packed
+    ),  # whether masks hide keys beside the causal one
+    "ends_q": lambda p: bool(p.packed),  # which offsets of packed sequences are given
+    "ends_k": lambda p: bool(p.packed and not p.page),
+    "paged": lambda p: bool(p.page),
+    "sequences": lambda p: p.packed or p.batch,
+    "offsets": lambda p: p.packed + 1,
+    "pages": lambda p: p.seq_k // max(1, p.page),  # of a sequence
+    "key_entries": lambda p: (
+        (p.packed or p.batch) * (p.seq_k // p.page) if p.page else p.batch
+    ),  # first axis of k and v
+    "key_rows": lambda p: p.page or p.seq_k,  # and their third
+    "mean_rows": lambda p: -(-p.seq_q // max(1, p.packed)),  # query rows of a sequence
+    "mean_keys": lambda p: p.seq_k if p.page else -(-p.seq_k // max(1, p.packed)),
 }
 """What constraints, shapes and host code read of a problem beside its fields."""
 
@@ -131,6 +170,8 @@ def describe(p: Any) -> str:
     mask = " causal" if p.causal else ""
     mask += " bottom-right" if p.alignment == "bottom_right" else ""
     more = f" window={p.window}" if p.window else ""
+    more += f" packed={p.packed}" if p.packed else ""
+    more += f" page={p.page}" if p.page else ""
     more += "".join(f" +{name}" for name in ("softcap", "sinks", "starts", "lengths", "lse") if getattr(p, name))
     return f"B={p.batch} {heads} {seq} {columns} {p.dtype}{mask}{more}"
 

@@ -21,7 +21,8 @@ def attention_reference(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale:
 
 def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float, dtype: str = "float64",
                       alignment: str = "top_left", window: int = 0, cap: float = 0.0, sinks: Any = None, starts: Any = None,
-                      lengths: Any = None) -> tuple[Any, Any]:  # fmt: skip
+                      lengths: Any = None, cu_q: Any = None, cu_k: Any = None,
+                      table: Any = None) -> tuple[Any, Any]:  # fmt: skip
     """softmax(scale * q @ k^T, masked) @ v and log(sum(exp(scale * q @ k^T, masked))), computed in `dtype`.
 
     Args:
@@ -37,11 +38,25 @@ def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: f
         cap: of scaled scores, cap * tanh(score / cap); 0 for none.
         sinks: `[heads]`, a logit more in each row's denominator; or None.
         starts, lengths: `[batch]`, the first key that counts and the first that does not any more; or None.
+        cu_q, cu_k: `[sequences + 1]`, where packed sequences begin and end in q and in k and v, whose batch is 1; or None.
+        table: `[sequences, pages]`, which entries of k and v `[entries, kv_heads, page, ...]` hold a sequence's keys, up to
+            its length, where the causal diagonal ends when it is aligned at the bottom right; or None.
 
     Returns:
         `[batch, heads, seq_q, value_columns]` and `[batch, heads, seq_q]` in `dtype`. A row that sees no key gives zeros
         and minus infinity.
     """
+    more = {
+        "causal": causal,
+        "scale": scale,
+        "dtype": dtype,
+        "alignment": alignment,
+        "window": window,
+        "cap": cap,
+        "sinks": sinks,
+    }
+    if cu_q is not None or table is not None:
+        return _one_by_one(xp, q, k, v, cu_q, cu_k, table, lengths, more)
     batch, heads, seq_q, _ = q.shape
     kv_heads, seq_k = k.shape[1], k.shape[2]
     group = heads // kv_heads
@@ -80,6 +95,33 @@ def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: f
                 total = xp.where(seen, total, 1.0)
                 out[b, h, rows] = (scores @ values) / total
                 lse[b, h, rows] = (largest + xp.log(total))[:, 0]
+    return out, lse
+
+
+def _one_by_one(xp: Any, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, table: Any, lengths: Any,
+                more: dict[str, Any]) -> tuple[Any, Any]:  # fmt: skip
+    """The same of sequences that are packed or whose keys lie in pages, each by itself."""
+    out = xp.zeros((*q.shape[:3], v.shape[3]), dtype=more["dtype"])
+    lse = xp.zeros(q.shape[:3], dtype=more["dtype"])
+    for index in range(len(table) if cu_q is None else len(cu_q) - 1):
+        entry, rows = (index, slice(None)) if cu_q is None else (0, slice(int(cu_q[index]), int(cu_q[index + 1])))
+        queries = q[entry : entry + 1, :, rows]
+        if table is None:
+            own = slice(int(cu_k[index]), int(cu_k[index + 1]))
+            keys, values = k[:, :, own], v[:, :, own]
+        else:
+            length, page = int(lengths[index]), k.shape[2]
+            places = [int(each) for each in table[index][: -(-length // page)]]
+            keys, values = (xp.concatenate([each[:0].reshape(each.shape[1], 0, each.shape[3]), *(each[i] for i in places)],
+                                           axis=1)[None, :, :length] for each in (k, v))  # fmt: skip
+        if queries.shape[2] and not keys.shape[2]:  # a key that no row sees stands for none
+            keys, values = (xp.zeros((1, *each.shape[1:2], 1, each.shape[3]), dtype=each.dtype) for each in (k, v))
+            part = attention_and_lse(xp, queries, keys, values, **more, lengths=[0])
+        elif queries.shape[2]:
+            part = attention_and_lse(xp, queries, keys, values, **more)
+        else:
+            continue
+        out[entry, :, rows], lse[entry, :, rows] = part[0][0], part[1][0]
     return out, lse
 
 

@@ -51,7 +51,7 @@ def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> 
     """Name -> what computes `p`, for those that can and are installed.
 
     Args:
-        p: the problem. None returns the log-sum-exp.
+        p: the problem. None returns the log-sum-exp, or takes packed sequences or pages.
         scale: of the softmax; 1 / sqrt(head_dim) unless given.
         cap: of the scores, where the problem has one; the declaration's unless given.
     """
@@ -59,7 +59,7 @@ def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> 
     if flash_4_installed():
         made[FLASH_4] = partial(flash_attention_4, p, scale, cap)
     found = {}
-    for name, make in made.items() if not p.lse else ():
+    for name, make in made.items() if not (p.lse or p.placed) else ():
         try:
             found[name] = make()
         except UnsupportedError:

@@ -18,9 +18,18 @@ SWIZZLE_PAIRS = 8
 """(batch, head) pairs that a swizzled order takes together: as many as have their keys and values in the L2 cache."""
 
 
-def work_tiles_per_head(Q, const):
-    """Work tiles that a head, or a pack of heads, comes to."""
-    return ct.cdiv(Q.shape[2], const.TILE_M // const.PACK * const.Q_SUBTILES)
+def work_tiles_per_head(Q, asked, const):
+    """Work tiles that a head, or a pack of heads, comes to; of packed sequences, places for them."""
+    if const.PACKED:
+        count = Q.shape[2] // rows_of_work(const) + asked.CuQ.shape[0] - 1
+    else:  # and no return before it: in a flat loop that would be other machine code
+        count = ct.cdiv(Q.shape[2], rows_of_work(const))
+    return count
+
+
+def rows_of_work(const):
+    """Query rows of a head that a work tile holds."""
+    return const.TILE_M // const.PACK * const.Q_SUBTILES
 
 
 def pack_count(Q, const):
@@ -74,7 +83,7 @@ def rows_of(tile, offset, const):
 
 def steps_of(place, offset, seq_k, const):
     """(first_masked, steps) of a work tile: steps before the one lie wholly inside the mask, those from the other on outside."""
-    block_rows, step_n = const.TILE_M // const.PACK * const.Q_SUBTILES, const.TILE_N * const.KV_SUBTILES
+    block_rows, step_n = rows_of_work(const), const.TILE_N * const.KV_SUBTILES
     if const.CAUSAL and const.BOTTOM_RIGHT:
         first_masked = min(max(place * block_rows + offset, 0), seq_k) // step_n
         steps = ct.cdiv(min(max((place + 1) * block_rows + offset, 0), seq_k), step_n)

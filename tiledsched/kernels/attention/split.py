@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.packed import is_filled, own_sequence
 from tiledsched.kernels.attention.scheduler import work_tiles_per_head
-from tiledsched.kernels.attention.tiles import Chain, epilogue, fresh_chain, part_of, run_main_loop
+from tiledsched.kernels.attention.tiles import Chain, epilogue, fresh_chain, loop_over_keys, part_of, run_main_loop
 
 REGISTERS_TOGETHER = 16384
 """Registers of a block for shares on their way: a decoding block waits for each load longer than it works on it."""
@@ -31,7 +32,19 @@ def compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked
     tile. Counters `[work tiles, 1]` holds how many shares have arrived: zero before the launch, and zero again after it.
     """
     work, split = ct.bid(0) // const.KV_SPLITS, ct.bid(0) % const.KV_SPLITS
-    work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles_per_head(Q, const), split, asked, const)
+    work_tiles = work_tiles_per_head(Q, asked, const)
+    if const.PACKED:
+        place, head, sequence, Q, K, V = own_sequence(Q, K, V, work, work_tiles, asked, const)
+        if is_filled(place, Q, const):
+            work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, sequence, split, asked, const)
+            hand_in(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, asked, const)
+    else:
+        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, asked, const)
+        hand_in(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, asked, const)
+
+
+def hand_in(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, asked, const):
+    """Keep a share and, if it is the last to arrive, store what all come to."""
     for s in ct.static_iter(range(const.Q_SUBTILES)):
         keep(Partial, State, slot_of(work, s, split, const), chains[s], const)
     arrived = ct.atomic_add(Counters, (work, 0), 1)

@@ -24,6 +24,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.asked import capped, narrowed, rows_see_nothing, seen, unmasked_turns
+from tiledsched.kernels.attention.packed import is_filled, offset_in_pages, own_outputs, own_sequence, page_of
 from tiledsched.kernels.attention.scheduler import (
     BACKWARD,
     FORWARD,
@@ -133,6 +134,11 @@ class Constants:
     """Whether each sequence says where its keys start."""
     LENGTHS: bool = False
     """Whether each sequence says where its keys end."""
+    # What only the entries of `packed` are told.
+    PACKED: bool = False
+    """Whether the sequences lie end to end."""
+    PAGE: int = 0
+    """Keys of a page; 0 where a sequence's keys lie end to end."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class WorkTile:
     """One work tile: Q_SUBTILES query tiles of one head, or of the pack of heads that share their keys."""
 
     batch: Any
-    """First index into all arrays."""
+    """First index into all arrays; of packed sequences, which one."""
     head: Any
     """Second index into Q and the outputs, in units of packs."""
     tiles: Any
@@ -187,7 +193,7 @@ def schedule_work(Q, K, V, Out, Lse, scale_log2, asked, const):
     """All of the current block's work. A block takes one work tile, or, when PERSISTENT, one of every `num_blocks`; a snake
     turns round after each lap over the blocks. `Lse` may be None; `asked`, an `asked.Asked`, too.
     """  # fmt: skip
-    work_tiles = work_tiles_per_head(Q, const)
+    work_tiles = work_tiles_per_head(Q, asked, const)
     if const.STORE_LATE:
         run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, asked, const)
     elif const.PERSISTENT == STRIDED:
@@ -219,7 +225,7 @@ def run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, asked, const):
     and to its keys after them. They should not wait for the output to be stored. A first lap that the compiler can tell from
     the others gets code of its own, and the loads of the second lap wait for its end.
     """
-    work_tiles, blocks = work_tiles_per_head(Q, const), ct.num_blocks(0)
+    work_tiles, blocks = work_tiles_per_head(Q, asked, const), ct.num_blocks(0)
     total = work_tiles * pack_count(Q, const) * Q.shape[0]
     first = snake(ct.bid(0), blocks, total // blocks) if const.PERSISTENT == SNAKE else ct.bid(0)
     work_tile = WorkTile(0, 0, tuple(0 for _ in ct.static_iter(range(const.Q_SUBTILES))))
@@ -236,9 +242,15 @@ def run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, asked, const):
 
 
 def compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, asked, const):
-    """One work tile, start to finish."""
-    work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, asked, const)
-    epilogues(Out, Lse, work_tile, chains, asked, const)
+    """One work tile, start to finish; of packed sequences, if there is one in its place."""
+    if const.PACKED:
+        place, head, sequence, Q, K, V = own_sequence(Q, K, V, work, work_tiles, asked, const)
+        if is_filled(place, Q, const):
+            work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, sequence, 0, asked, const)
+            epilogues(Out, Lse, work_tile, chains, asked, const)
+    else:
+        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, asked, const)
+        epilogues(Out, Lse, work_tile, chains, asked, const)
 
 
 def epilogues(Out, Lse, work_tile, chains, asked, const):
@@ -250,12 +262,20 @@ def epilogues(Out, Lse, work_tile, chains, asked, const):
 def run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, asked, const):
     """The `work`-th work tile, and its chains after the `split`-th of KV_SPLITS shares of its keys."""
     place, head, batch = coordinates(work, work_tiles, pack_count(Q, const), Q.shape[0], const)
+    return loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, asked, const)
+
+
+def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, asked, const):
+    """The same of one that has been found. Packed sequences come by themselves, and their number as `batch`."""
+    entry = 0 if const.PACKED else batch
     kv_head = head // const.GROUP if const.PACK == 1 else head
     seq_q = Q.shape[2]
     offset = K.shape[2] - seq_q if const.BOTTOM_RIGHT else 0
+    if const.PAGE:
+        offset = offset_in_pages(batch, seq_q, asked, const)
     tiles = tuple(query_tile(place, s, seq_q, const) for s in ct.static_iter(range(const.Q_SUBTILES)))
     rows = tuple(rows_of(tile, offset, const) for tile in ct.static_iter(tiles))
-    queries = tuple(load_queries(Q, (batch, head, tile), const) for tile in ct.static_iter(tiles))
+    queries = tuple(load_queries(Q, (entry, head, tile), const) for tile in ct.static_iter(tiles))
     queries = tuple(held(q, scale_log2, const) for q in ct.static_iter(queries))
     chains = tuple(fresh_chain(const) for _ in ct.static_iter(range(const.Q_SUBTILES)))
 
@@ -267,13 +287,16 @@ def run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, asked, const):
     if const.KV_SPLITS > 1:
         begin, end = steps * split // const.KV_SPLITS, steps * (split + 1) // const.KV_SPLITS
     odd = place // TOOTH % 2 if const.KV_DIRECTION == WIDE_SAWTOOTH else place % 2
-    keys = Keys(K, V, batch, kv_head, steps, begin, end, odd, span)
+    keys = Keys(K, V, batch if const.PAGE else entry, kv_head, steps, begin, end, odd, span)
     chains = main_loop(queries, rows, keys, chains, first_masked, scale_log2, const)
     return WorkTile(batch, head, tiles), chains
 
 
 def epilogue(Out, Lse, work_tile, tile, chain, asked, const):
     """Divide a chain by its sum and store it; with `Lse`, its log-sum-exp, too."""
+    if const.PACKED:
+        Out, Lse = own_outputs(Out, Lse, work_tile.batch, asked)
+        work_tile = WorkTile(0, work_tile.head, work_tile.tiles)
     if const.SINKS:
         chain = sunk(chain, asked.Sinks, work_tile.head, const)
     row_sum = chain.row_sum
@@ -442,6 +465,8 @@ def existing_tile(keys, i, t, const):
     j = key_tile(keys, i, t, const)
     if const.EVEN or (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2 and const.UNROLL == 1):
         return j
+    if const.PAGE:
+        return min(j, max(ct.cdiv(keys.span.end, const.TILE_N) - 1, 0))
     return min(j, ct.cdiv(keys.K.shape[2], const.TILE_N) - 1)
 
 
@@ -454,16 +479,18 @@ def products(queries, keys, i, const):
 
 def load_keys(keys, i, t, const):
     """The `t`-th key tile of the `i`-th step in its parts, `[TILE_D, TILE_N]` and `[REST_D, TILE_N]`."""
-    j = existing_tile(keys, i, t, const)
+    entry, j = keys.batch, existing_tile(keys, i, t, const)
+    if const.PAGE:
+        entry, j = page_of(keys, j, const)
     parts = ()
     for part in ct.static_iter(range(2 if const.REST_D else 1)):
         width, column = part_of(part, const.TILE_D, const.REST_D)
         if const.PERMUTE_K:
-            k = load(keys.K, (keys.batch, keys.kv_head, j, column), (1, 1, const.TILE_N, width), "C", const.LATENCY_K,
+            k = load(keys.K, (entry, keys.kv_head, j, column), (1, 1, const.TILE_N, width), "C", const.LATENCY_K,
                      const.TMA_LOADS, const)  # fmt: skip
             k = ct.permute(k.reshape((const.TILE_N, width)), (1, 0))
         else:
-            k = load(keys.K, (keys.batch, keys.kv_head, column, j), (1, 1, width, const.TILE_N), (0, 1, 3, 2),
+            k = load(keys.K, (entry, keys.kv_head, column, j), (1, 1, width, const.TILE_N), (0, 1, 3, 2),
                      const.LATENCY_K, const.TMA_LOADS, const).reshape((width, const.TILE_N))  # fmt: skip
         parts = (*parts, k)
     return parts
@@ -471,11 +498,13 @@ def load_keys(keys, i, t, const):
 
 def load_values(keys, i, t, const):
     """The `t`-th value tile of the `i`-th step in its parts, `[TILE_N, TILE_V]` and `[TILE_N, REST_V]`."""
-    j = existing_tile(keys, i, t, const)
+    entry, j = keys.batch, existing_tile(keys, i, t, const)
+    if const.PAGE:
+        entry, j = page_of(keys, j, const)
     parts = ()
     for part in ct.static_iter(range(2 if const.REST_V else 1)):
         width, column = part_of(part, const.TILE_V, const.REST_V)
-        v = load(keys.V, (keys.batch, keys.kv_head, j, column), (1, 1, const.TILE_N, width), "C", const.LATENCY_V,
+        v = load(keys.V, (entry, keys.kv_head, j, column), (1, 1, const.TILE_N, width), "C", const.LATENCY_V,
                  const.TMA_LOADS, const)  # fmt: skip
         parts = (*parts, v.reshape((const.TILE_N, width)))
     return parts

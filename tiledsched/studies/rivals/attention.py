@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from tiledsched.errors import UnsupportedError
+from tiledsched.errors import ConfigError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.inputs import padded_batch
@@ -311,6 +311,8 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
 
     CuPy has no bfloat16: it is given float32, which holds both types.
     """
+    if problem.placed:
+        raise ConfigError(f"no method here takes packed sequences or pages; leave out {problem}, or time it with tune")
     dtype = getattr(torch, problem.dtype)
     generator = torch.Generator(device="cuda").manual_seed(int(problem.id, 16) % 2**31)
     keys = (problem.batch, problem.kv_heads, problem.seq_k)
