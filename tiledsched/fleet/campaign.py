@@ -142,6 +142,20 @@ class Lease:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the process that does the problems is told first."""
+
+    db: str
+    """URL of the campaign's database, with its password."""
+    campaign: Campaign
+    """What is to be done."""
+    jobs: int
+    """Compile processes of this child."""
+    builds_elsewhere: bool
+    """Whether the worker has builds done for it, on other hosts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failure:
     """A problem that could not be done."""
 

@@ -122,6 +122,12 @@ class Leases:
                 waiting = sa.update(LeaseRow).where(mine, LeaseRow.state == "waiting")
                 session.execute(waiting.values(state="failed", message=why, done_at=now))
             self._expire(session, campaign_id)
+            campaign = session.execute(sa.select(CampaignRow.status, CampaignRow.ends_at).where(CampaignRow.id == campaign_id)).one()
+            if campaign.status == "running" and campaign.ends_at is not None and campaign.ends_at <= self._told(session):
+                spent = sa.update(LeaseRow).where(mine, LeaseRow.state == "waiting")
+                session.execute(spent.values(state="failed", message="the budget was spent before its turn", done_at=now))
+            if campaign.status != "running":
+                return str(campaign.status)
             if session.scalar(sa.select(sa.exists().where(mine, LeaseRow.state.in_(OPEN)))):
                 return "running"
             session.execute(sa.update(CampaignRow).where(CampaignRow.id == campaign_id, CampaignRow.status == "running")
@@ -282,6 +288,23 @@ class Leases:
             for row, of in session.execute(asked)])  # fmt: skip
 
     # Controls
+
+    def time(self) -> datetime:
+        """What the time is, for everybody."""
+        return self._read(self._told)
+
+    def control_problem(self, campaign_id: str, arch: str) -> Problem | None:
+        """The problem whose default schedule is the control program: of middling work, and the same for every GPU of an arch."""
+        mine = LeaseRow.campaign_id == campaign_id, LeaseRow.arch == arch
+
+        def read(session: Session) -> Problem | None:
+            count = session.scalar(sa.select(sa.func.count()).where(*mine)) or 0
+            asked = (sa.select(ProblemRow).join(LeaseRow, LeaseRow.problem_id == ProblemRow.id).where(*mine)
+                     .order_by(LeaseRow.number).offset(count // 2).limit(1))  # fmt: skip
+            row = session.scalars(asked).first()
+            return Problem.from_json({"kernel": row.kernel, **row.dims}) if row is not None else None
+
+        return self._read(read)
 
     def note_control(self, campaign_id: str, worker_id: str, gpu: str, arch: str, told: Mapping[str, Any]) -> None:
         """Store what a GPU took for the control program."""
