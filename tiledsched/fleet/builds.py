@@ -7,6 +7,7 @@ building. On a host the folder is shared by all its GPUs; on a shared file syste
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -62,8 +63,6 @@ class SharedBuilds(BuildPool):
         self._inner = inner
         self._records = (folder or default_cache_folder()) / "builds"
         self._artifacts = ArtifactStore(folder)
-        self._toolchain = installed_toolchain().id
-        self._keys: dict[BuildTask, Path] = {}
         self._ours: dict[Path, None] = {}
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
@@ -111,12 +110,7 @@ class SharedBuilds(BuildPool):
         self._ours.clear()
 
     def _path(self, task: BuildTask) -> Path:
-        if task not in self._keys:
-            kernel = load_kernel(task.kernel)
-            known = problem_class(kernel, task.problem, task.schedule, arch_spec(task.arch)).id
-            name = f"{kernel.source_hash()[:16]}-{task.schedule.id}-{known}.json"
-            self._keys[task] = self._records / self._toolchain / task.arch / name
-        return self._keys[task]
+        return self._records / f"{build_key(task)}.json"
 
     def _known(self, task: BuildTask) -> Built | None:
         """What became of it, if that is known here and its machine code is at hand."""
@@ -159,6 +153,14 @@ class SharedBuilds(BuildPool):
                 write_whole(path, json.dumps({**told, "failure": said}))
         _lock(path).unlink(missing_ok=True)
         self._ours.pop(path, None)
+
+
+@functools.lru_cache(maxsize=4096)
+def build_key(task: BuildTask) -> str:
+    """What a build is known by, as a path: toolchain, arch, the kernel's source, schedule and class of problems."""
+    kernel = load_kernel(task.kernel)
+    known = problem_class(kernel, task.problem, task.schedule, arch_spec(task.arch)).id
+    return f"{installed_toolchain().id}/{task.arch}/{kernel.source_hash()[:16]}-{task.schedule.id}-{known}"
 
 
 def _lock(path: Path) -> Path:

@@ -7,6 +7,7 @@ the second closes, its worker is gone, and it ends with all it started.
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import os
 import signal
@@ -24,7 +25,7 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.config import load_settings
 from tiledsched.errors import DeclarationError, NoValidScheduleError, ProblemError, SpaceError, TiledschedError, UnsupportedError
-from tiledsched.fleet.builds import SharedBuilds
+from tiledsched.fleet.builds import SharedBuilds, build_key
 from tiledsched.fleet.campaign import Lease, Outcome, Setup, check_job
 from tiledsched.fleet.patience import PATIENCE_S, patiently
 from tiledsched.fleet.scratch import Scratch, remove, whole
@@ -36,6 +37,8 @@ THE_PROBLEMS_FAULT = (NoValidScheduleError, ProblemError, SpaceError, Declaratio
 """Errors that any other worker would meet, too."""
 STOPPING_S = 4.0
 """Patience with a database once told to stop."""
+BUILD_NUMBERS = itertools.count()
+"""Of builds that are done elsewhere: none comes twice in a process, so that a late answer is nobody else's."""
 LONGEST = 500
 """Characters of a message."""
 
@@ -171,7 +174,6 @@ class Elsewhere:
     def __init__(self, pipe: Connection, jobs: int) -> None:
         self._pipe, self.jobs = pipe, jobs
         self._running: dict[int, BuildTask] = {}
-        self._number = 0
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """See :meth:`BuildPool.build`."""
@@ -179,10 +181,9 @@ class Elsewhere:
         wanted = set()
         for task in tasks:
             if task not in numbers:
-                self._number += 1
-                self._running[self._number] = task
-                numbers[task] = self._number
-                self._pipe.send(("build", self._number, task))
+                numbers[task] = number = next(BUILD_NUMBERS)
+                self._running[number] = task
+                self._pipe.send(("build", number, build_key(task), task))
             wanted.add(numbers[task])
         while len(wanted & self._running.keys()) > leave:
             verb, number, built = self._pipe.recv()
@@ -194,10 +195,8 @@ class Elsewhere:
         """They are started."""
 
     def close(self) -> None:
-        """What is running goes on, for whoever asks for it next; answers to come are taken in and dropped."""
-        while self._running:
-            _, number, _ = self._pipe.recv()
-            self._running.pop(number, None)
+        """What is running goes on, for whoever asks for it next; its answers are dropped where they come."""
+        self._running.clear()
 
 
 def holds(db: TuningDB, lease: Lease) -> bool:

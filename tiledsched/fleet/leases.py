@@ -112,14 +112,15 @@ class Leases:
 
         return self._read(read)
 
-    def end(self, campaign_id: str, *, why: str = "") -> str:
-        """End a campaign if nothing is left to do; with `why`, even so: what waits fails with it. What it is then."""
+    def end(self, campaign_id: str, *, why: str = "", archs: Collection[str] | None = None) -> str:
+        """End a campaign if nothing is left to do; with `why`, what waits (of some archs) fails with it. What it is then."""
 
         def end(session: Session) -> str:
             now = self._now()
             mine = LeaseRow.campaign_id == campaign_id
             if why:
-                waiting = sa.update(LeaseRow).where(mine, LeaseRow.state == "waiting")
+                of = [] if archs is None else [LeaseRow.arch.in_(list(archs))]
+                waiting = sa.update(LeaseRow).where(mine, LeaseRow.state == "waiting", *of)
                 session.execute(waiting.values(state="failed", message=why, done_at=now))
             self._expire(session, campaign_id)
             campaign = session.execute(sa.select(CampaignRow.status, CampaignRow.ends_at).where(CampaignRow.id == campaign_id)).one()

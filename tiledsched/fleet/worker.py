@@ -47,8 +47,8 @@ log = logging.getLogger("tiledsched")
 class Builds(Protocol):
     """What has builds done on other hosts."""
 
-    def submit(self, number: int, task: BuildTask) -> None:
-        """Have it built."""
+    def submit(self, number: int, key: str, task: BuildTask) -> None:
+        """Have it built; what has the same key is the same build."""
         ...
 
     def finished(self) -> list[tuple[int, Built]]:
