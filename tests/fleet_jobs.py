@@ -42,7 +42,7 @@ def base(number: int):
     return landscape(LANDSCAPES[number % 4]).measurements[0].measurement.problem
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def landscape(path: Path):
     return read_table(path)
 
@@ -57,7 +57,9 @@ class Replay:
         complete = space_for(arch, Attention).complete
         device = dataclasses.replace(table.measurements[0].measurement.device, arch=arch, name=NAMES[arch] + label())
         self.measurements = [
-            dataclasses.replace(each.measurement, problem=problem, device=device, schedule=complete(each.measurement.schedule))
+            dataclasses.replace(
+                each.measurement, problem=problem, device=device, schedule=complete(each.measurement.schedule)
+            )
             for each in table.measurements[:PROGRAMS]
         ]
         self.facts = {each.fingerprint: each.facts for each in table.artifacts}
@@ -90,7 +92,12 @@ class Replay:
 
     def tools(self, *given, **named):
         space = space_for(self.arch, Attention).limited_to(tuple(self.fingerprints))
-        return tuning.Tools(settings=tuning.load_settings({"db": given_db(named)}), space=space, toolchain=self.toolchain, artifacts=self)
+        return tuning.Tools(
+            settings=tuning.load_settings({"db": given_db(named)}),
+            space=space,
+            toolchain=self.toolchain,
+            artifacts=self,
+        )
 
 
 def given_db(named) -> str | None:
@@ -136,7 +143,18 @@ def tune(kernel, problem, arch, *, db, jobs, progress, pause_s=0.0, **options):
         patch.object(tuning, "prepare_tools", replay.tools),
         patch.object(tuning, "open_runner", lambda *given, **named: runner),
     ):
-        result = real.tune(kernel, problem, arch, db=db, jobs=jobs, progress=progress, trials=4, sampler="random", effort="quick", **options)
+        result = real.tune(
+            kernel,
+            problem,
+            arch,
+            db=db,
+            jobs=jobs,
+            progress=progress,
+            trials=4,
+            sampler="random",
+            effort="quick",
+            **options,
+        )
     with open(folder() / "jobs.log", "a") as log:
         log.write(f"{arch} {number} {os.getpid()}\n")
     return result
@@ -147,7 +165,13 @@ def control(kernel, problem, arch, *, db, jobs, **options):
     uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     slow = folder() / f"slow-{uuid}"
     factor = float(slow.read_text()) if slow.exists() else 1.0
-    return {"fingerprint": "c" * 24, "median_us": 100.0 * factor, "ci_low_us": 99.9 * factor, "ci_high_us": 100.1 * factor, "conditions": {}}
+    return {
+        "fingerprint": "c" * 24,
+        "median_us": 100.0 * factor,
+        "ci_low_us": 99.9 * factor,
+        "ci_high_us": 100.1 * factor,
+        "conditions": {},
+    }
 
 
 def gpus():
@@ -155,5 +179,8 @@ def gpus():
     found = []
     for words in os.environ.get("FLEET_GPUS", "sm_90:1").split(","):
         arch, count = words.split(":")
-        found += [Gpu(uuid=f"GPU-{arch}-{os.environ.get('FLEET_HOST', 'here')}-{place}", name=NAMES[arch], arch=arch) for place in range(int(count))]
+        found += [
+            Gpu(uuid=f"GPU-{arch}-{os.environ.get('FLEET_HOST', 'here')}-{place}", name=NAMES[arch], arch=arch)
+            for place in range(int(count))
+        ]
     return found

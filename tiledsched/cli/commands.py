@@ -97,13 +97,8 @@ def refresh(options: argparse.Namespace) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from tiledsched.cli.progress import TuneProgress
     from tiledsched.refresh import refresh as refreshed
-    from tiledsched.serve.entries import load_entries
 
-    entries = load_entries(_settings(options), {options.arch}, options.declaration.name)
-    known = {entry.problem for entry in entries if entry.arch == options.arch and entry.provenance == "measured"}
-    problems = filtered(options, known)
-    if known and not problems:
-        raise ConfigError("nothing that was measured is like that; leave out a filter")
+    problems = _measured(options, options.arch)
     with TuneProgress(0, options.budget) as watcher:
         report = refreshed(
             options.declaration, problems or None, arch=options.arch, db=options.db, effort=options.effort,
@@ -115,6 +110,18 @@ def refresh(options: argparse.Namespace) -> int:
     else:
         output.print_refreshed(report)
     return 0
+
+
+def _measured(options: argparse.Namespace, arch: str) -> list[Problem]:
+    """The measured problems of an arch that the filters of a command let through."""
+    from tiledsched.serve.entries import load_entries
+
+    entries = load_entries(_settings(options), {arch}, options.declaration.name)
+    known = {entry.problem for entry in entries if entry.arch == arch and entry.provenance == "measured"}
+    problems = filtered(options, known)
+    if known and not problems:
+        raise ConfigError("nothing that was measured is like that; leave out a filter")
+    return problems
 
 
 def _next_steps(options: argparse.Namespace, report: TuneReport) -> list[tuple[str, str]]:

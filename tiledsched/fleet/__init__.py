@@ -7,6 +7,19 @@ workers run. Any process may die at any moment: what it had leased is taken by a
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, Lease, Outcome
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
+from tiledsched.fleet.run import Patience, plan, run
 from tiledsched.fleet.status import FleetStatus, read_status
 
-__all__ = ["Campaign", "CampaignPlan", "FleetStatus", "Lease", "Leases", "Outcome", "read_status", "work"]
+__all__ = [
+    "Campaign",
+    "CampaignPlan",
+    "FleetStatus",
+    "Lease",
+    "Leases",
+    "Outcome",
+    "Patience",
+    "plan",
+    "read_status",
+    "run",
+    "work",
+]

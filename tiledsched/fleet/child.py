@@ -24,7 +24,14 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.config import load_settings
-from tiledsched.errors import DeclarationError, NoValidScheduleError, ProblemError, SpaceError, TiledschedError, UnsupportedError
+from tiledsched.errors import (
+    DeclarationError,
+    NoValidScheduleError,
+    ProblemError,
+    SpaceError,
+    TiledschedError,
+    UnsupportedError,
+)
 from tiledsched.fleet.builds import SharedBuilds, build_key
 from tiledsched.fleet.campaign import Lease, Outcome, Setup, check_job
 from tiledsched.fleet.patience import PATIENCE_S, patiently
@@ -93,7 +100,9 @@ class Child:
             return (f"the campaign is for compiler {wanted.compiler}, and here is {here or 'none'}: entries of both would be mixed; "
                     f"install tileiras {wanted.compiler} here")  # fmt: skip
         if wanted.source_hash and wanted.source_hash != self._kernel.source_hash():
-            return f"the source of {wanted.kernel} here is not the one the campaign was opened with; bring it up to date"
+            return (
+                f"the source of {wanted.kernel} here is not the one the campaign was opened with; bring it up to date"
+            )
         return ""
 
     def _home(self) -> TuningDB:
@@ -106,7 +115,9 @@ class Child:
             self._scratch = Scratch(self._cache)
             for path in self._scratch.left_behind():
                 if whole(path):
-                    patiently(lambda path=path: self._scratch.bring_home(path, self._home(), held=False), stop=self._stop)  # type: ignore[misc]
+                    patiently(
+                        lambda path=path: self._scratch.bring_home(path, self._home(), held=False), stop=self._stop
+                    )  # type: ignore[misc]
                 else:
                     remove(path)
         return self._scratch
@@ -115,7 +126,9 @@ class Child:
         """Do one problem and bring home what was found, however it ended: outcome, result and message."""
         try:
             name = f"{lease.campaign_id}-{lease.id}-{lease.attempt}"
-            path = patiently(lambda: self._scratches().database(self._home(), lease.problem, lease.arch, name), stop=self._stop)
+            path = patiently(
+                lambda: self._scratches().database(self._home(), lease.problem, lease.arch, name), stop=self._stop
+            )
         except Exception as error:
             return str(Outcome.ERROR), None, _said(error)
         options = dict(self._setup.campaign.options)
@@ -152,10 +165,15 @@ class Child:
         if control is None:
             control = importlib.import_module("tiledsched.fleet.jobs").control
         try:
-            path = patiently(lambda: self._scratches().database(self._home(), problem, arch, f"control-{problem.id}"), stop=self._stop)
+            path = patiently(
+                lambda: self._scratches().database(self._home(), problem, arch, f"control-{problem.id}"),
+                stop=self._stop,
+            )
             try:
                 self._working = True
-                told = control(self._kernel, problem, arch, db=str(path), jobs=self._setup.jobs, **self._setup.campaign.options)
+                told = control(
+                    self._kernel, problem, arch, db=str(path), jobs=self._setup.jobs, **self._setup.campaign.options
+                )
                 self._working = False
             finally:
                 remove(path)
@@ -205,7 +223,11 @@ def holds(db: TuningDB, lease: Lease) -> bool:
 
     with db.reading() as session:
         row = session.get(LeaseRow, lease.id)
-        return row is not None and (row.worker_id, row.attempts, row.state) == (lease.worker_id, lease.attempt, "leased")
+        return row is not None and (row.worker_id, row.attempts, row.state) == (
+            lease.worker_id,
+            lease.attempt,
+            "leased",
+        )
 
 
 def _said(error: BaseException) -> str:

@@ -49,7 +49,9 @@ def gpus_here(job: str, *, without: int = 0) -> list[Gpu]:
     own = getattr(importlib.import_module(check_job(job).partition(":")[0]), "gpus", None)
     if own is not None:
         return list(own())
-    found = [Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in zip(uuids(), devices(), strict=False)]
+    found = [
+        Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in zip(uuids(), devices(), strict=False)
+    ]
     return visible(found, os.environ)
 
 

@@ -53,7 +53,9 @@ def record(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: i
            **options: Any) -> dict[str, Any]:  # fmt: skip
     """`tiledsched record` of one problem. Its landscape is in the database; who asked for files writes them from there."""
     with tempfile.TemporaryDirectory() as folder:
-        _, (result,) = tuning.record(kernel, [problem], arch=arch, out=folder, db=db, jobs=jobs, progress=progress, **options)
+        _, (result,) = tuning.record(
+            kernel, [problem], arch=arch, out=folder, db=db, jobs=jobs, progress=progress, **options
+        )
     return {
         "schedules": result.schedules, "programs": result.programs, "wanted": result.wanted, "compiled": result.compiled,
         "measured": result.measured, "failed": result.failed, "complete": result.complete,
@@ -64,10 +66,14 @@ def record(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: i
 def refresh(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress,
             **options: Any) -> dict[str, Any]:  # fmt: skip
     """`tiledsched refresh` of one problem."""
-    return refresh_here(kernel, [problem], arch=arch, db=db, jobs=jobs, watcher=StageProgress(progress), **options).to_json()
+    return refresh_here(
+        kernel, [problem], arch=arch, db=db, jobs=jobs, watcher=StageProgress(progress), **options
+    ).to_json()
 
 
-def control(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, **options: Any) -> dict[str, Any]:
+def control(
+    kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, **options: Any
+) -> dict[str, Any]:
     """Time one program, the same on every GPU of an arch: the default schedule of one problem, in the burst regime.
 
     Raises:
@@ -89,11 +95,15 @@ def control(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: 
             builder.build([schedule], problem)
             candidates = builder.candidates(builder.programs([schedule], problem, runner.device))
         if not candidates:
-            raise MeasureError(f"the control program ({schedule.short()} for {problem}) does not build; run: tiledsched doctor")
+            raise MeasureError(
+                f"the control program ({schedule.short()} for {problem}) does not build; run: tiledsched doctor"
+            )
         runner.begin(problem)
         checked = runner.check(candidates[0])
         if isinstance(checked, Failure):
-            raise MeasureError(f"the control program does not run on this GPU: {checked.message}; run: tiledsched doctor")
+            raise MeasureError(
+                f"the control program does not run on this GPU: {checked.message}; run: tiledsched doctor"
+            )
         (batch,) = runner.sample(candidates, rounds=CONTROL_ROUNDS, regime="burst")
     finally:
         runner.close()

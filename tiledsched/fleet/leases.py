@@ -84,7 +84,9 @@ class Leases:
                 return
             failed = sa.update(LeaseRow).where(LeaseRow.campaign_id == plan.id, LeaseRow.state == "failed")
             session.execute(failed.values(state="waiting", attempts=0, message=""))
-            left = session.scalar(sa.select(sa.exists().where(LeaseRow.campaign_id == plan.id, LeaseRow.state.in_(OPEN))))
+            left = session.scalar(
+                sa.select(sa.exists().where(LeaseRow.campaign_id == plan.id, LeaseRow.state.in_(OPEN)))
+            )
             if left:
                 session.execute(sa.update(CampaignRow).where(CampaignRow.id == plan.id).values(**patience))
 
@@ -107,7 +109,9 @@ class Leases:
         wanted = [CampaignRow.status == "running"] if running else []
 
         def read(session: Session) -> list[Campaign]:
-            rows = session.scalars(sa.select(CampaignRow).where(*wanted).order_by(CampaignRow.created_at.desc(), CampaignRow.id))
+            rows = session.scalars(
+                sa.select(CampaignRow).where(*wanted).order_by(CampaignRow.created_at.desc(), CampaignRow.id)
+            )
             return [record_of(Campaign, row) for row in rows]
 
         return self._read(read)
@@ -123,10 +127,18 @@ class Leases:
                 waiting = sa.update(LeaseRow).where(mine, LeaseRow.state == "waiting", *of)
                 session.execute(waiting.values(state="failed", message=why, done_at=now))
             self._expire(session, campaign_id)
-            campaign = session.execute(sa.select(CampaignRow.status, CampaignRow.ends_at).where(CampaignRow.id == campaign_id)).one()
-            if campaign.status == "running" and campaign.ends_at is not None and campaign.ends_at <= self._told(session):
+            campaign = session.execute(
+                sa.select(CampaignRow.status, CampaignRow.ends_at).where(CampaignRow.id == campaign_id)
+            ).one()
+            if (
+                campaign.status == "running"
+                and campaign.ends_at is not None
+                and campaign.ends_at <= self._told(session)
+            ):
                 spent = sa.update(LeaseRow).where(mine, LeaseRow.state == "waiting")
-                session.execute(spent.values(state="failed", message="the budget was spent before its turn", done_at=now))
+                session.execute(
+                    spent.values(state="failed", message="the budget was spent before its turn", done_at=now)
+                )
             if campaign.status != "running":
                 return str(campaign.status)
             if session.scalar(sa.select(sa.exists().where(mine, LeaseRow.state.in_(OPEN)))):
@@ -163,7 +175,9 @@ class Leases:
         def leave(session: Session) -> None:
             session.execute(sa.update(WorkerRow).where(WorkerRow.id == worker_id)
                             .values(state="ended", note=note, seen_at=self._now()))  # fmt: skip
-            held = sa.select(LeaseRow).where(LeaseRow.worker_id == worker_id, LeaseRow.state == "leased").with_for_update()
+            held = (
+                sa.select(LeaseRow).where(LeaseRow.worker_id == worker_id, LeaseRow.state == "leased").with_for_update()
+            )
             for row in session.scalars(held):
                 self._end_attempt(session, row.id, row.attempts, Outcome.EXPIRED, note or "its worker ended")
                 row.state, row.worker_id, row.until = "waiting", None, None
@@ -179,11 +193,15 @@ class Leases:
         mine = LeaseRow.worker_id.in_(list(workers))
 
         def renew(session: Session) -> set[int]:
-            prolonged = sa.update(LeaseRow).where(mine, LeaseRow.state == "leased").values(until=self._now(campaign.lease_s))
+            prolonged = (
+                sa.update(LeaseRow).where(mine, LeaseRow.state == "leased").values(until=self._now(campaign.lease_s))
+            )
             session.execute(prolonged, execution_options={"synchronize_session": False})
             for worker_id, conditions in sorted(workers.items()):
                 said = {"conditions": dict(conditions)} if conditions else {}
-                session.execute(sa.update(WorkerRow).where(WorkerRow.id == worker_id).values(seen_at=self._now(), **said))
+                session.execute(
+                    sa.update(WorkerRow).where(WorkerRow.id == worker_id).values(seen_at=self._now(), **said)
+                )
             return set(session.scalars(sa.select(LeaseRow.id).where(mine, LeaseRow.state == "leased")))
 
         return self._write(renew)
@@ -198,7 +216,9 @@ class Leases:
 
         def take(session: Session) -> Lease | None:
             now = self._told(session)
-            running = session.execute(sa.select(CampaignRow.status, CampaignRow.ends_at).where(CampaignRow.id == campaign.id)).one()
+            running = session.execute(
+                sa.select(CampaignRow.status, CampaignRow.ends_at).where(CampaignRow.id == campaign.id)
+            ).one()
             if running.status != "running" or (running.ends_at is not None and running.ends_at <= now):
                 return None
             wanted = [LeaseRow.campaign_id == campaign.id, LeaseRow.arch.in_(list(archs)),
@@ -255,7 +275,9 @@ class Leases:
             elif outcome in RETRIED and lease.last:
                 ended = Outcome.FAILED
             self._end_attempt(session, lease.id, lease.attempt, ended, message, kept if ended is Outcome.LATE else None)
-            session.execute(sa.update(WorkerRow).where(WorkerRow.id == lease.worker_id).values(state="idle", seen_at=now))
+            session.execute(
+                sa.update(WorkerRow).where(WorkerRow.id == lease.worker_id).values(state="idle", seen_at=now)
+            )
             return ended
 
         return self._write(finish)
@@ -349,12 +371,20 @@ class Leases:
         late = sa.select(LeaseRow).where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == "leased",
                                          LeaseRow.until < self._now(), LeaseRow.attempts >= most).with_for_update()  # fmt: skip
         for row in session.scalars(late):
-            why = f"its worker was not heard of, {row.attempts} times" if row.attempts > 1 else "its worker was not heard of"
+            why = (
+                f"its worker was not heard of, {row.attempts} times"
+                if row.attempts > 1
+                else "its worker was not heard of"
+            )
             self._end_attempt(session, row.id, row.attempts, Outcome.EXPIRED, why)
             row.state, row.message, row.worker_id, row.until = "failed", why, None, None
         # What was waiting after its last attempt (its worker left) has had its tries.
-        spent = sa.update(LeaseRow).where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == "waiting", LeaseRow.attempts >= most)
-        session.execute(spent.values(state="failed", done_at=self._now()), execution_options={"synchronize_session": False})
+        spent = sa.update(LeaseRow).where(
+            LeaseRow.campaign_id == campaign_id, LeaseRow.state == "waiting", LeaseRow.attempts >= most
+        )
+        session.execute(
+            spent.values(state="failed", done_at=self._now()), execution_options={"synchronize_session": False}
+        )
 
     def _end_attempt(self, session: Session, lease_id: int, number: int, outcome: Outcome, message: str,
                      result: Mapping[str, Any] | None = None) -> None:  # fmt: skip
@@ -375,4 +405,8 @@ def _changed(session: Session, statement: Any) -> bool:
 
 def expected(problems: Sequence[Problem]) -> list[Problem]:
     """In the order to begin them: those of most work first, so that none of them is what the others wait for in the end."""
-    return sorted(problems, key=lambda each: (-each.flops, -each.min_bytes, each)) if all(each.known for each in problems) else list(problems)
+    return (
+        sorted(problems, key=lambda each: (-each.flops, -each.min_bytes, each))
+        if all(each.known for each in problems)
+        else list(problems)
+    )

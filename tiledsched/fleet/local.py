@@ -115,4 +115,6 @@ def _run(worker: Worker) -> None:
     try:
         worker.run()
     except Exception as error:
-        worker.note = worker.note or (str(error) if isinstance(error, MeasureError) else f"{type(error).__name__}: {error}")
+        worker.note = worker.note or (
+            str(error) if isinstance(error, MeasureError) else f"{type(error).__name__}: {error}"
+        )

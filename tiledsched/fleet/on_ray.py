@@ -79,7 +79,8 @@ class GpuActor:
         leases = Leases(self._db, stop=self._stop)
         campaign = leases.campaign(campaign_id)
         gpu = _own_gpu(campaign.job, slot)
-        self._worker = Worker(leases, db, campaign, gpu, jobs=jobs or default_jobs(), stop=self._stop,
+        self._said: list[str] = []
+        self._worker = Worker(leases, db, campaign, gpu, jobs=jobs or default_jobs(), stop=self._stop, say=self._said.append,
                               builds=None if builds is None else RayBuilds(builds))  # fmt: skip
         self._heart = Heart(leases, campaign, [self._worker])
         self._heart.start()
@@ -87,10 +88,20 @@ class GpuActor:
     def hello(self) -> dict[str, Any]:
         """Who it is."""
         gpu = self._worker.gpu
-        return {"worker": self._worker.id, "gpu": gpu.uuid, "name": gpu.name, "arch": gpu.arch, "host": socket.gethostname()}
+        return {
+            "worker": self._worker.id,
+            "gpu": gpu.uuid,
+            "name": gpu.name,
+            "arch": gpu.arch,
+            "host": socket.gethostname(),
+        }
 
     def step(self) -> dict[str, Any]:
-        """Do one problem; or wait a little, and say whether there is anything left to wait for."""
+        """Do one problem; or wait a little, and say whether there is anything left to wait for. Tells what happened meanwhile."""
+        self._said.clear()
+        return {**self._step(), "said": list(self._said)}
+
+    def _step(self) -> dict[str, Any]:
         ends, idle_s = time.monotonic() + STEP_S, 0.2
         while True:
             outcome = self._worker.one()
@@ -117,7 +128,9 @@ def _own_gpu(job: str, slot: int | None) -> Gpu:
     """The GPU that Ray gave to this actor."""
     ray = ray_module()
     if slot is not None:
-        return Gpu(uuid=f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}-{slot}", name="", arch="")
+        return Gpu(
+            uuid=f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}-{slot}", name="", arch=""
+        )
     given = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
     own = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # as Ray set it: numbers, of all that this host has
     try:
@@ -236,7 +249,9 @@ class RayBuilds:
 
 def _lost(task: BuildTask, error: Exception) -> Built:
     message = f"its host was lost {BUILD_TRIES} times: {type(error).__name__}"
-    return Built(task=task, artifact=None, failure=Failure(kind=FailureKind.COMPILER_KILLED, message=message), seconds=0.0)
+    return Built(
+        task=task, artifact=None, failure=Failure(kind=FailureKind.COMPILER_KILLED, message=message), seconds=0.0
+    )
 
 
 def _ready(ray: Any, references: dict[Any, Any]) -> list[Any]:
@@ -331,7 +346,9 @@ class Driver:
         gpu = {} if self._without_gpu else {"num_gpus": 1}
         options = {"num_cpus": 0, "max_concurrency": 2, "max_restarts": 0, "max_task_retries": 0, **gpu}
         remote = self._ray.remote(GpuActor).options(**options, scheduling_strategy=_on(seat.node))
-        seat.actor = remote.remote(self._db, self._campaign.id, seat.slot if self._without_gpu else None, self._directory, self._jobs)
+        seat.actor = remote.remote(
+            self._db, self._campaign.id, seat.slot if self._without_gpu else None, self._directory, self._jobs
+        )
         seat.worker, seat.arch, seat.call = "", None, seat.actor.hello.remote()
 
     def _answered(self, seat: _Seat) -> None:
@@ -344,15 +361,18 @@ class Driver:
         if "worker" in answer:
             seat.worker, seat.arch = answer["worker"], answer["arch"]
             self._say(f"{answer['name'] or 'a worker'} {answer['gpu']} on {answer['host']} takes part")
-        elif answer["note"]:
+            seat.call = seat.actor.step.remote()
+            return
+        for line in answer["said"]:
+            self._say(line)
+        if answer["note"]:
             self._notes.append(f"{seat.worker}: {answer['note']}")
             self._say(self._notes[-1])
             self._close(seat)
-            return
         elif answer["finished"]:
             self._close(seat)
-            return
-        seat.call = seat.actor.step.remote()
+        else:
+            seat.call = seat.actor.step.remote()
 
     def _lost(self, seat: _Seat, error: Exception) -> None:
         """Its actor, its host, or Ray's word of them is gone: what it held is taken from it, and another actor started."""
@@ -384,7 +404,9 @@ class Driver:
                 self._missing_s.pop(arch, None)
             elif now - self._missing_s.setdefault(arch, now) > self._nobody_s:
                 said = f"; the last that was heard: {self._notes[-1]}" if self._notes else ""
-                self._leases.end(self._campaign.id, why=f"no GPU of {arch} took part for {self._nobody_s:g} s{said}", archs=[arch])
+                self._leases.end(
+                    self._campaign.id, why=f"no GPU of {arch} took part for {self._nobody_s:g} s{said}", archs=[arch]
+                )
         return self._leases.end(self._campaign.id) != "running"
 
     def _end(self) -> None:
@@ -435,7 +457,9 @@ def run_on_ray(db: str, campaign_id: str, *, address: str | None, without_gpu: i
             local = {"include_dashboard": False} if address == "local" else {}
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"no Ray cluster answers at {address}: {error}; start one with: ray start --head") from error
+            raise ConfigError(
+                f"no Ray cluster answers at {address}: {error}; start one with: ray start --head"
+            ) from error
     try:
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
         with patiently(lambda: TuningDB.open(db), patience_s=patience_s) as opened:

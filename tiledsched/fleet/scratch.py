@@ -95,7 +95,9 @@ def what_is_known(home: TuningDB, problem: Problem, arch: str) -> tuple[list[Sto
         numbers = list(session.scalars(newest))
         reader = Reader()
         alike = [reader.entry(*row) for row in session.execute(select_entries().where(EntryRow.id.in_(numbers)))]
-        uids = {entry.measurement.uid for entry in [*served, *alike] if entry.measurement} - {each.uid for each in evidence}
+        uids = {entry.measurement.uid for entry in [*served, *alike] if entry.measurement} - {
+            each.uid for each in evidence
+        }
         behind = select_measurements().where(MeasurementRow.uid.in_(sorted(uids)))
         evidence += [reader.stored_measurement(*row) for row in session.execute(behind)]
     entries = {entry.key: entry for entry in [*served, *alike]}

@@ -60,7 +60,10 @@ class WorkerStatus:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
-        return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "throttle_reasons": list(self.throttle_reasons)}
+        return {
+            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            "throttle_reasons": list(self.throttle_reasons),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +159,13 @@ def _rate(session: Session, campaign: Campaign, now: datetime) -> float | None:
 
 
 def _workers(session: Session, campaign: Campaign, now: datetime) -> list[WorkerStatus]:
-    rows = session.scalars(sa.select(WorkerRow).where(WorkerRow.campaign_id == campaign.id).order_by(WorkerRow.hostname, WorkerRow.gpu))
+    rows = session.scalars(
+        sa.select(WorkerRow).where(WorkerRow.campaign_id == campaign.id).order_by(WorkerRow.hostname, WorkerRow.gpu)
+    )
     ended: dict[str, Counter[str]] = {}
-    counted = sa.select(AttemptRow.worker_id, AttemptRow.outcome, sa.func.count()).join(WorkerRow, WorkerRow.id == AttemptRow.worker_id)
+    counted = sa.select(AttemptRow.worker_id, AttemptRow.outcome, sa.func.count()).join(
+        WorkerRow, WorkerRow.id == AttemptRow.worker_id
+    )
     for worker_id, outcome, count in session.execute(counted.where(WorkerRow.campaign_id == campaign.id)
                                                      .group_by(AttemptRow.worker_id, AttemptRow.outcome)):  # fmt: skip
         ended.setdefault(worker_id, Counter())[outcome] += count

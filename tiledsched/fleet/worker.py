@@ -126,7 +126,9 @@ class Worker:
             return None
         began = time.monotonic()
         self._doing = f"{lease.problem} ({lease.arch}, attempt {lease.attempt})"
-        outcome, result, message = self._ask("work", lease, self._share_s(), deadline_s=self.campaign.deadline_s, doing=lease)
+        outcome, result, message = self._ask(
+            "work", lease, self._share_s(), deadline_s=self.campaign.deadline_s, doing=lease
+        )
         self._faults = self._faults + 1 if outcome in (Outcome.ERROR, Outcome.HUNG) else 0
         outcome = self._leases.finish(lease, outcome, result=result, message=message)
         self._doing = ""
@@ -155,7 +157,9 @@ class Worker:
         """Whether a child is there, and this GPU has shown what it is; `note` says why not."""
         if self._child is None:
             try:
-                self._child = _Process(self._setup, {**self.gpu.environment(), **({LABEL_VARIABLE: self._label} if self._label else {})})
+                self._child = _Process(
+                    self._setup, {**self.gpu.environment(), **({LABEL_VARIABLE: self._label} if self._label else {})}
+                )
             except ChildLostError as error:
                 self._faults += 1
                 if self._faults > MOST_FAULTS:
@@ -195,7 +199,9 @@ class Worker:
             return self._ready()
         return True
 
-    def _ask(self, verb: str, *arguments: Any, deadline_s: float, doing: Lease | None = None) -> tuple[Outcome, dict[str, Any] | None, str]:
+    def _ask(
+        self, verb: str, *arguments: Any, deadline_s: float, doing: Lease | None = None
+    ) -> tuple[Outcome, dict[str, Any] | None, str]:
         """A child's answer; what its death stands for, if it dies."""
         assert self._child is not None
         try:
@@ -282,7 +288,9 @@ class _Process:
                     raise ChildLostError(Outcome.RELEASED, "stopped, and killed because it did not end in time")
                 if now > deadline:
                     self.kill()
-                    raise ChildLostError(Outcome.HUNG, f"no answer within its deadline of {deadline_s:g} s; its process was killed")
+                    raise ChildLostError(
+                        Outcome.HUNG, f"no answer within its deadline of {deadline_s:g} s; its process was killed"
+                    )
         except (EOFError, OSError) as error:
             code = self._wait(5.0)
             self.kill()

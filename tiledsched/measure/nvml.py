@@ -80,7 +80,9 @@ def state_of(uuid: str) -> dict[str, Any]:
         "sm_clock_mhz": _tell(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
         "temperature_c": _tell(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         "power_w": None if milliwatts is None else milliwatts / 1e3,
-        "throttle_reasons": None if reasons is None else [name for bit, name in THROTTLE_REASONS.items() if reasons & bit],
+        "throttle_reasons": None
+        if reasons is None
+        else [name for bit, name in THROTTLE_REASONS.items() if reasons & bit],
     }
     return {name: value for name, value in told.items() if value is not None}
 
