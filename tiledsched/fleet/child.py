@@ -6,6 +6,8 @@ the second closes, its worker is gone, and it ends with all it started.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import itertools
 import logging
@@ -33,9 +35,10 @@ from tiledsched.errors import (
     UnsupportedError,
 )
 from tiledsched.fleet.builds import SharedBuilds, build_key
-from tiledsched.fleet.campaign import Lease, Outcome, Setup, check_job
+from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup, check_job
 from tiledsched.fleet.patience import PATIENCE_S, patiently
 from tiledsched.fleet.scratch import Scratch, remove, whole
+from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import load_kernel
 from tiledsched.problem import Problem
 from tiledsched.store.db import TuningDB
@@ -81,7 +84,7 @@ class Child:
         pools.opener = lambda jobs: SharedBuilds(
             Elsewhere(self._pipe, self._setup.jobs) if self._setup.builds_elsewhere else BuildPool(jobs or self._setup.jobs),
             self._cache)  # fmt: skip
-        self._pipe.send(("ready", self._wrong()))
+        self._pipe.send(("ready", why_not(self._setup.campaign, self._kernel)))
         while not self._stop.is_set():
             verb, *arguments = self._pipe.recv()
             if verb == "work":
@@ -93,18 +96,6 @@ class Child:
         if self._scratch is not None:
             self._scratch.close()
 
-    def _wrong(self) -> str:
-        """Why this host must not work on the campaign; empty where it may."""
-        wanted, here = self._setup.campaign, compiler_at_hand()
-        if wanted.compiler and wanted.compiler != here:
-            return (f"the campaign is for compiler {wanted.compiler}, and here is {here or 'none'}: entries of both would be mixed; "
-                    f"install tileiras {wanted.compiler} here")  # fmt: skip
-        if wanted.source_hash and wanted.source_hash != self._kernel.source_hash():
-            return (
-                f"the source of {wanted.kernel} here is not the one the campaign was opened with; bring it up to date"
-            )
-        return ""
-
     def _home(self) -> TuningDB:
         if self._db is None:
             self._db = patiently(lambda: TuningDB.open(self._setup.db), stop=self._stop)
@@ -115,9 +106,8 @@ class Child:
             self._scratch = Scratch(self._cache)
             for path in self._scratch.left_behind():
                 if whole(path):
-                    patiently(
-                        lambda path=path: self._scratch.bring_home(path, self._home(), held=False), stop=self._stop
-                    )  # type: ignore[misc]
+                    bring = functools.partial(self._scratch.bring_home, path, self._home(), held=False)
+                    patiently(bring, stop=self._stop)
                 else:
                     remove(path)
         return self._scratch
@@ -217,6 +207,17 @@ class Elsewhere:
         self._running.clear()
 
 
+def why_not(wanted: Campaign, kernel: KernelClass) -> str:
+    """Why this host must not work on a campaign; empty where it may."""
+    here = compiler_at_hand()
+    if wanted.compiler and wanted.compiler != here:
+        return (f"the campaign is for compiler {wanted.compiler}, and here is {here or 'none'}: entries of both would be mixed; "
+                f"install tileiras {wanted.compiler} here")  # fmt: skip
+    if wanted.source_hash and wanted.source_hash != kernel.source_hash():
+        return f"the source of {wanted.kernel} here is not the one the campaign was opened with; bring it up to date"
+    return ""
+
+
 def holds(db: TuningDB, lease: Lease) -> bool:
     """Whether a lease is still its worker's."""
     from tiledsched.store.models import LeaseRow
@@ -251,10 +252,8 @@ def main() -> None:
     pipe, life = Connection(int(sys.argv[1])), int(sys.argv[2])
     _end_with_worker(life)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    try:
+    with contextlib.suppress(EOFError, BrokenPipeError, StoppedError):
         Child(pipe, pipe.recv()).serve()
-    except (EOFError, BrokenPipeError, StoppedError):
-        pass
 
 
 if __name__ == "__main__":

@@ -5,14 +5,16 @@ all of them; only the clock is made up, so that leases run out and dead workers'
 
 What is modelled: how long a problem takes (drawn from recorded landscapes: what their samples took at the distance they were
 launched at, and compiling), that workers die (a share of attempts, at a random moment), and a server of so many cores that serves as
-many questions at once. A question takes what it took here, with the time of the client, which a real server would not spend; what a
-worker reads at the start and sends home at the end is timed on this database a few times, then taken to be the same for all.
+many questions at once. Questions wait for each other by what each took here, client and server on one machine; how busy the
+server is, is told by the processor time of its processes where they run here (PostgreSQL), else by the same. What a worker reads at
+the start and sends home at the end is timed on this database a few times, then taken to be the same for all.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import random
 import statistics
 import tempfile
@@ -24,6 +26,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, TypeVar
+
+import sqlalchemy as sa
 
 from tiledsched import data_files
 from tiledsched.build.cubin import Artifact, ResourceFacts
@@ -92,6 +96,8 @@ class Simulated:
     """Attempts, those of dead workers included."""
     database_busy: float
     """Share of the server's cores."""
+    by_processor: bool
+    """Whether that is told by processor time of a server, or by what questions took, with the client's part."""
     waited_ms: float
     """What a question waited for a free core, at the 99th percentile."""
     questions_ms: dict[str, float]
@@ -117,7 +123,7 @@ class Simulated:
         lines = [
             f"{given.problems} problems of {self.problem_s:.0f} s on {given.gpus} GPUs: {self.hours:.2f} h, {self.over_ideal:+.1%} over ideal",
             f"{self.done} done, {self.failed} given up, {self.attempts} attempts",
-            f"database: {self.database_busy:.1%} of {given.cores} cores busy, 99% of questions wait less than {self.waited_ms:.1f} ms",
+            f"database: {self.database_busy:.1%} of {given.cores} cores busy{'' if self.by_processor else ' (with the client)'}, 99% of questions wait less than {self.waited_ms:.1f} ms",
             *(f"  {kind}: {self.questions[kind]} times {ms:.2f} ms" for kind, ms in self.questions_ms.items()),
             f"first to break: the database, at {self.breaks_at_gpus} GPUs, by: {self.first}",
         ]  # fmt: skip
@@ -134,14 +140,14 @@ class RecordedTime:
     """What would be sent home."""
 
 
-def recorded_times(effort: str = "default") -> list[RecordedTime]:
-    """The burst landscapes that ship, each as a tune of so much effort would measure it.
+def recorded_times(effort: str = "default", count: int | None = None) -> list[RecordedTime]:
+    """The burst landscapes that ship, or the first of them, each as a tune of so much effort would measure it.
 
     Raises:
         ConfigError: none ship.
     """
     found, most = [], EFFORTS[effort].programs
-    for path in sorted((data_files.tuning_db() / "landscapes").glob("*/*_burst_*.json.xz")):
+    for path in sorted((data_files.tuning_db() / "landscapes").glob("*/*_burst_*.json.xz"))[:count]:
         taken = sorted(read_table(path).measurements, key=lambda each: each.measurement.median_us)[:most]
         sampling_s = sum(len(each.measurement.samples_us) * max(each.measurement.conditions.gap_ms, each.measurement.median_us / 1e3)
                          for each in taken) / 1e3  # fmt: skip
@@ -192,6 +198,8 @@ class _Simulation:
         self.attempts = self.done = 0
         self.last_s = 0.0
         self.over = False
+        self.server_s: dict[str, float] = {}
+        """Processor time of the server for a question of a kind, where it is told."""
 
     def run(self) -> Simulated:
         began, options = time.perf_counter(), self.options
@@ -211,11 +219,14 @@ class _Simulation:
         for host in range(0, options.gpus, HOST_GPUS):
             gpus = range(host, min(host + HOST_GPUS, options.gpus))
             self._at(self.rng.uniform(0, options.lease_s / 4), lambda gpus=gpus: self._renew(gpus))  # type: ignore[misc]
+        before = _server_s(self.db)
         while self.events:
             self.now_s, _, event = heapq.heappop(self.events)
             event()
+        after = _server_s(self.db)
+        leases_s = None if before is None or after is None else after - before
         counts = self.leases.counts(self.campaign.id)
-        return self._summary(counts, time.perf_counter() - began)
+        return self._summary(counts, leases_s, time.perf_counter() - began)
 
     def _at(self, seconds: float, event: Callable[[], None]) -> None:
         heapq.heappush(self.events, (seconds, next(self.order), event))
@@ -229,17 +240,25 @@ class _Simulation:
     def _time_evidence(self) -> tuple[float, float]:
         """What reading about a problem and sending home what was found take, on this database."""
         reads, sends = [], []
+        used_s = [_server_s(self.db)]
+        for number in range(TRIED):
+            problem = self.rng.choice(self.times).measurements[0].measurement.problem
+            began = time.perf_counter()
+            what_is_known(self.db, problem, ARCH)
+            reads.append(time.perf_counter() - began)
+        used_s.append(_server_s(self.db))
         for number in range(TRIED):
             taken = self.rng.choice(self.times).measurements
             mine = [replace(each, uid=f"{number:08x}{place:016x}") for place, each in enumerate(taken)]
-            began = time.perf_counter()
-            what_is_known(self.db, taken[0].measurement.problem, ARCH)
-            reads.append(time.perf_counter() - began)
             builds = [_build_of(each, number) for each in mine]
             began = time.perf_counter()
             self.db.merge(mine, [])
             self.db.record_builds(builds)
             sends.append(time.perf_counter() - began)
+        used_s.append(_server_s(self.db))
+        before, between, after = used_s
+        if before is not None and between is not None and after is not None:
+            self.server_s = {"read": (between - before) / TRIED, "send home": (after - between) / TRIED}
         return statistics.median(reads), statistics.median(sends)
 
     def _join(self, gpu: int) -> str:
@@ -302,8 +321,15 @@ class _Simulation:
             self._really("renew", lambda: self.leases.renew(self.campaign, alive))
         self._at(self.now_s + self.campaign.lease_s / 4, lambda: self._renew(gpus))
 
-    def _summary(self, counts: dict[str, int], wall_s: float) -> Simulated:
+    def _summary(self, counts: dict[str, int], leases_s: float | None, wall_s: float) -> Simulated:
         options, server = self.options, self.server
+        if leases_s is not None:  # the real questions by what they took together, the modelled by what each was seen to take
+            really_s = sum(took for kind, took in server.took_s.items() if kind not in self.server_s)
+            for kind in server.took_s:
+                each_s = self.server_s.get(kind)
+                server.took_s[kind] = (server.took_s[kind] * leases_s / really_s if each_s is None
+                                       else server.asked[kind] * each_s)  # type: ignore[assignment]  # fmt: skip
+            server.busy_s = sum(server.took_s.values())
         work_s = sum(self.seconds.values())
         per_problem_s = server.busy_s / max(1, self.done)
         mean_s = work_s / len(self.seconds)
@@ -311,12 +337,26 @@ class _Simulation:
         kinds = sorted(server.took_s, key=lambda kind: -server.took_s[kind])
         return Simulated(
             options=options, hours=self.last_s / 3600, over_ideal=self.last_s / (work_s / options.gpus) - 1, done=counts["done"],
-            failed=counts["failed"], attempts=self.attempts, database_busy=server.busy_s / (self.last_s * options.cores),
+            failed=counts["failed"], attempts=self.attempts, database_busy=server.busy_s / (self.last_s * options.cores), by_processor=leases_s is not None,
             waited_ms=waited[int(0.99 * len(waited))] * 1e3, problem_s=mean_s,
             questions_ms={kind: server.took_s[kind] / server.asked[kind] * 1e3 for kind in kinds},
             questions={kind: server.asked[kind] for kind in kinds},
             breaks_at_gpus=int(options.cores * mean_s / per_problem_s), first=kinds[0], wall_s=wall_s,
         )  # fmt: skip
+
+
+def _server_s(db: TuningDB) -> float | None:
+    """Processor time so far of the server's processes that serve this one; None where they are not here to be seen."""
+    if db.url.startswith("sqlite"):
+        return None
+    asked = "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend' AND usename = current_user"
+    with db.reading() as session:
+        pids = list(session.scalars(sa.text(asked)))
+    try:
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    except OSError:
+        return None
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
 
 def _build_of(stored: StoredMeasurement, number: int) -> BuildRecord:
