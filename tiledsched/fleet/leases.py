@@ -62,8 +62,8 @@ class Leases:
         """
         if not any(plan.problems.values()):
             raise ConfigError("there is no problem to do; name some with --problem or --suite")
-        parents = Parents()
-        rows = [{"campaign_id": plan.id, "number": number, "arch": arch, "problem_id": parents.problem(problem),
+        identity, parents = plan.id, Parents()  # the id is a hash of all problems
+        rows = [{"campaign_id": identity, "number": number, "arch": arch, "problem_id": parents.problem(problem),
                  "state": "waiting", "attempts": 0, "worker_id": None, "until": None, "result": None, "message": "",
                  "done_at": None}
                 for arch, problems in sorted(plan.problems.items()) for number, problem in enumerate(problems)]  # fmt: skip
@@ -73,25 +73,25 @@ class Leases:
             ends_at = None if plan.budget_s is None else now + timedelta(seconds=plan.budget_s)
             patience = {"lease_s": plan.lease_s, "deadline_s": plan.deadline_s, "most_attempts": plan.most_attempts,
                         "status": "running", "ends_at": ends_at, "finished_at": None}  # fmt: skip
-            known = session.get(CampaignRow, plan.id)
+            known = session.get(CampaignRow, identity)
             if known is None:
-                session.add(CampaignRow(id=plan.id, job=plan.job, kernel=plan.kernel, options=dict(plan.options),
+                session.add(CampaignRow(id=identity, job=plan.job, kernel=plan.kernel, options=dict(plan.options),
                                         compiler=plan.compiler, source_hash=plan.source_hash, created_at=now, **patience))  # fmt: skip
                 session.flush()
                 parents.insert(session)
                 for start in range(0, len(rows), AT_ONCE):
                     insert_missing(session, LeaseRow, rows[start : start + AT_ONCE])
                 return
-            failed = sa.update(LeaseRow).where(LeaseRow.campaign_id == plan.id, LeaseRow.state == "failed")
+            failed = sa.update(LeaseRow).where(LeaseRow.campaign_id == identity, LeaseRow.state == "failed")
             session.execute(failed.values(state="waiting", attempts=0, message=""))
             left = session.scalar(
-                sa.select(sa.exists().where(LeaseRow.campaign_id == plan.id, LeaseRow.state.in_(OPEN)))
+                sa.select(sa.exists().where(LeaseRow.campaign_id == identity, LeaseRow.state.in_(OPEN)))
             )
             if left:
-                session.execute(sa.update(CampaignRow).where(CampaignRow.id == plan.id).values(**patience))
+                session.execute(sa.update(CampaignRow).where(CampaignRow.id == identity).values(**patience))
 
         self._write(make)
-        return self.campaign(plan.id)
+        return self.campaign(identity)
 
     def campaign(self, identity: str) -> Campaign:
         """A campaign by its id, or the first letters of it.
