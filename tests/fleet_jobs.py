@@ -58,10 +58,13 @@ class Replay:
         table = landscape(LANDSCAPES[problem.values["heads"] % 4])
         space = space_for(arch, Attention)
         device = dataclasses.replace(table.measurements[0].measurement.device, arch=arch, name=NAMES[arch] + label())
-        taken = [(each.measurement, space.complete(each.measurement.schedule)) for each in table.measurements[: 8 * PROGRAMS]]
+        taken = [
+            (each.measurement, space.complete(each.measurement.schedule)) for each in table.measurements[: 8 * PROGRAMS]
+        ]
         possible = [(one, schedule) for one, schedule in taken if not space.unworkable(schedule, problem)]
         self.measurements = [
-            dataclasses.replace(one, problem=problem, device=device, schedule=schedule) for one, schedule in possible[:PROGRAMS]
+            dataclasses.replace(one, problem=problem, device=device, schedule=schedule)
+            for one, schedule in possible[:PROGRAMS]
         ]
         self.facts = {each.fingerprint: each.facts for each in table.artifacts}
         self.fingerprints = {each.schedule: each.fingerprint for each in self.measurements}

@@ -49,20 +49,23 @@ def home(tmp_path, monkeypatch):
 
 
 def plan(count, archs=("sm_90",), **more) -> CampaignPlan:
-    return CampaignPlan(job="fleet_jobs:tune", kernel="attention", problems={arch: fleet_jobs.problems(count) for arch in archs}, **more)
+    return CampaignPlan(
+        job="fleet_jobs:tune", kernel="attention", problems={arch: fleet_jobs.problems(count) for arch in archs}, **more
+    )
 
 
 def children(folder) -> list[int]:
     """Processes of this test's fleet that run, whoever their parent is."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"FLEET_FOLDER={folder}".encode() in (place / "environ").read_bytes().split(b"\0"):
-                if (place / "stat").read_text().rpartition(")")[2].split()[0] != "Z" and int(place.name) != os.getpid():
-                    found.append(int(place.name))
-        except OSError:
-            continue
-    return found
+    return [int(place.name) for place in Path("/proc").glob("[0-9]*") if _belongs(place, f"FLEET_FOLDER={folder}")]
+
+
+def _belongs(place: Path, variable: str) -> bool:
+    try:
+        told = (place / "environ").read_bytes().split(b"\0")
+        runs = (place / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+    return runs and variable.encode() in told and int(place.name) != os.getpid()
 
 
 def gone(folder) -> bool:
@@ -86,7 +89,9 @@ def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(hom
             (fleet_jobs.problems(6)[3], "no schedule works; relax the constraints")]  # fmt: skip
         with db.reading() as session:
             ends = Counter(session.scalars(sa.select(AttemptRow.outcome)))
-            messages = list(session.scalars(sa.select(AttemptRow.message).where(AttemptRow.outcome.in_(("error", "hung")))))
+            messages = list(
+                session.scalars(sa.select(AttemptRow.message).where(AttemptRow.outcome.in_(("error", "hung"))))
+            )
         assert ends == {"done": 5, "error": 2, "hung": 1, "failed": 1}
         assert any("code -9" in each for each in messages)
         assert any("deadline of 8 s" in each for each in messages)
@@ -109,7 +114,9 @@ def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(hom
 
 def started(home, *words) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tiledsched", "fleet", "work", "--jobs", "1", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
 
 
 def wait_for(answer, seconds=60.0) -> None:
@@ -144,7 +151,9 @@ def test_who_is_told_to_stop_ends_in_ten_seconds_and_loses_nothing(home, number,
         assert gone(home)
 
 
-def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_its_own(home, capsys, monkeypatch) -> None:
+def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_its_own(
+    home, capsys, monkeypatch
+) -> None:
     monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
     mine = "GPU-sm_90-here-0"
     (home / f"slow-{mine}").write_text("1.2")
@@ -155,7 +164,9 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
         leases = Leases(db)
         campaign = leases.open(plan(2))
         for place, us in enumerate((100.0, 100.1, 102.0, 100.2)):  # what others took
-            worker = leases.join(campaign.id, hostname="there", pid=1, gpu=f"GPU-{place}", device_name="NVIDIA Replayed", arch="sm_90")
+            worker = leases.join(
+                campaign.id, hostname="there", pid=1, gpu=f"GPU-{place}", device_name="NVIDIA Replayed", arch="sm_90"
+            )
             told = {"fingerprint": "c" * 24, "median_us": us, "ci_low_us": us - 0.1, "ci_high_us": us + 0.1}
             leases.note_control(campaign.id, worker, f"GPU-{place}", "sm_90", told)
         assert main(["fleet", "work", "--json"]) == 0
@@ -167,7 +178,9 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
     assert main(["fleet", "status", "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert (said["campaign"], said["status"], said["done"], said["failed"]) == (campaign.id, "done", 1, 1)
-    assert [(each["gpu"], each["done"], each["state"]) for each in said["workers"] if each["hostname"] != "there"] == [(mine, 1, "ended")]
+    assert [(each["gpu"], each["done"], each["state"]) for each in said["workers"] if each["hostname"] != "there"] == [
+        (mine, 1, "ended")
+    ]
     assert said["rate_per_hour"] > 0
     odd = {each["gpu"]: each["apart"] for each in said["spread"] if each["named"]}
     assert odd == {mine: True, "GPU-2": False}
@@ -180,7 +193,10 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
     assert main(["fleet", "status", "--all"]) == 0
     assert main(["fleet", "stop", campaign.id]) == 0
     assert main(["fleet", "work", "nonsense"]) == 2
-    assert main(["fleet", "tune", "softmax", "--arch", "sm_90,sm_100", "--problem", "rows=64,columns=64", "--open-only"]) == 0
+    assert (
+        main(["fleet", "tune", "softmax", "--arch", "sm_90,sm_100", "--problem", "rows=64,columns=64", "--open-only"])
+        == 0
+    )
     opened = capsys.readouterr().out.split()[-1]
     with TuningDB.open(home / "x.db") as db:
         leases = Leases(db)
@@ -208,8 +224,12 @@ def test_a_host_with_another_compiler_or_source_takes_nothing(home, monkeypatch)
 @pytest.mark.compiler
 def test_a_real_tune_without_a_gpu_is_the_single_commands(home) -> None:
     """No job of tests takes part: a worker that needs no GPU, and every program compiled once, though each problem has a database."""
-    problems = [dict(rows=4096, columns=256), dict(rows=8192, columns=256)]
-    status = run(plan_campaign("tune", Softmax, problems, ["sm_90"], options={"runner": "none", "trials": 1}), without_gpu=1, jobs=1)
+    problems = [{"rows": 4096, "columns": 256}, {"rows": 8192, "columns": 256}]
+    status = run(
+        plan_campaign("tune", Softmax, problems, ["sm_90"], options={"runner": "none", "trials": 1}),
+        without_gpu=1,
+        jobs=1,
+    )
     assert (status.done, status.failed) == (2, 0)
     with TuningDB.open(home / "x.db") as db:
         assert [each.provenance for each in db.entries()] == ["modelled"] * 2
@@ -230,8 +250,24 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
 
     with new_url(backend, tmp_path) as url, TuningDB.open(url) as home:
         old = stored("a" * 24)
-        home.merge([old], [entry("measured", device_name=old.measurement.device.name, regime="burst").replace(measurement=old.summary)])
-        home.record_failure(None, "attention", "sm_90", "measure", schedule(8, 8), FAILURE, problem=PROBLEM, device=old.measurement.device)
+        home.merge(
+            [old],
+            [
+                entry("measured", device_name=old.measurement.device.name, regime="burst").replace(
+                    measurement=old.summary
+                )
+            ],
+        )
+        home.record_failure(
+            None,
+            "attention",
+            "sm_90",
+            "measure",
+            schedule(8, 8),
+            FAILURE,
+            problem=PROBLEM,
+            device=old.measurement.device,
+        )
         scratch = Scratch(tmp_path / "cache")
         path = scratch.database(home, PROBLEM, "sm_90", "one")
         with TuningDB.open(path) as db:
@@ -240,8 +276,19 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
             assert len(db.failures()) == 1
             number = db.record_measurement(None, "attention", "abc", old.toolchain, measurement(50.0))
             db.record_build(build(artifact()))
-            db.put_entry(entry("measured", device_name=old.measurement.device.name, regime="burst", measurement_id=number))
-            db.record_failure(None, "attention", "sm_90", "measure", schedule(16, 8), FAILURE, problem=PROBLEM, device=old.measurement.device)
+            db.put_entry(
+                entry("measured", device_name=old.measurement.device.name, regime="burst", measurement_id=number)
+            )
+            db.record_failure(
+                None,
+                "attention",
+                "sm_90",
+                "measure",
+                schedule(16, 8),
+                FAILURE,
+                problem=PROBLEM,
+                device=old.measurement.device,
+            )
             uid = db.entries()[0].measurement.uid
         for _ in range(2):  # a second time changes nothing
             bring_home(path, home, held=True)
@@ -290,7 +337,9 @@ def cubin():
     from tiledsched.build.pool import BuildPool
 
     problem = Softmax.problem(rows=64, columns=64)
-    task = BuildTask(kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90")
+    task = BuildTask(
+        kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
+    )
     with BuildPool(1) as pool:
         (built,) = pool.build([task])
     return task, read_artifact(built.artifact.cubin, "sm_90")
@@ -306,7 +355,9 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
     assert first.artifact == second.artifact == code
     assert [len(pool.built) for pool in pools] == [1, 0, 0]
     # Another process of this host claims it, and is gone.
-    other = BuildTask(kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=128), arch="sm_90")
+    other = BuildTask(
+        kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=128), arch="sm_90"
+    )
     claim = builds_module._lock(shared[0]._path(other))
     claim.parent.mkdir(parents=True, exist_ok=True)
     ended = subprocess.Popen(["true"])
@@ -316,13 +367,17 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
     assert built.artifact == code
     assert not claim.exists()
     # One that runs is waited for; where it gives up, the next builds.
-    third = BuildTask(kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=256), arch="sm_90")
+    third = BuildTask(
+        kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=256), arch="sm_90"
+    )
     assert shared[0]._claim(shared[0]._path(third), third)
     assert not shared[1]._claim(shared[1]._path(third), third)
     shared[0].close()
     assert [each.artifact for each in shared[1].build([third])] == [code]
     # What does not build is known, too.
-    fourth = BuildTask(kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=300), arch="sm_90")
+    fourth = BuildTask(
+        kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=300), arch="sm_90"
+    )
     refusing = Pool(None)
     for _ in range(2):
         (built,) = SharedBuilds(refusing, tmp_path).build([fourth])

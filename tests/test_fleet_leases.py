@@ -17,6 +17,7 @@ from tiledsched.fleet import patience
 from tiledsched.fleet.campaign import JOBS, CampaignPlan, Outcome, check_job
 from tiledsched.fleet.gpus import Gpu, illness, visible
 from tiledsched.fleet.leases import Leases, expected
+from tiledsched.fleet.modelled import ModelledLeases
 from tiledsched.fleet.patience import patiently
 from tiledsched.fleet.simulate import SimulationOptions, recorded_times, simulate_fleet
 from tiledsched.fleet.spread import Control, apart, spread_of
@@ -46,7 +47,9 @@ def problems(count):
 
 def plan(count=3, archs=("sm_90",), **more) -> CampaignPlan:
     given = {"lease_s": LEASE_S, "most_attempts": 3, **more}
-    return CampaignPlan(job=JOBS["tune"], kernel="attention", problems={arch: problems(count) for arch in archs}, **given)
+    return CampaignPlan(
+        job=JOBS["tune"], kernel="attention", problems={arch: problems(count) for arch in archs}, **given
+    )
 
 
 @pytest.fixture
@@ -75,7 +78,9 @@ def join(leases, campaign, name="GPU-1", arch="sm_90"):
 
 def attempts(db):
     with db.reading() as session:
-        rows = session.execute(sa.select(AttemptRow.lease_id, AttemptRow.number, AttemptRow.outcome).order_by(AttemptRow.id))
+        rows = session.execute(
+            sa.select(AttemptRow.lease_id, AttemptRow.number, AttemptRow.outcome).order_by(AttemptRow.id)
+        )
         return [tuple(row) for row in rows]
 
 
@@ -105,7 +110,9 @@ def test_an_arch_is_done_where_it_is(leases) -> None:
     assert leases.open_archs(campaign.id) == {"sm_100"}
     leases.end(campaign.id, why="no GPU of sm_100 came", archs=["sm_100"])
     assert leases.end(campaign.id) == "done"
-    assert {(each.arch, each.message, each.attempts) for each in leases.failures(campaign.id)} == {("sm_100", "no GPU of sm_100 came", 0)}
+    assert {(each.arch, each.message, each.attempts) for each in leases.failures(campaign.id)} == {
+        ("sm_100", "no GPU of sm_100 came", 0)
+    }
 
 
 @on_both
@@ -146,7 +153,9 @@ def test_a_renewed_lease_does_not_run_out(leases, clock) -> None:
     held = [leases.take(campaign, worker, ["sm_90"]) for worker in workers]
     for _ in range(5):
         clock.pass_s(LEASE_S / 2)
-        assert leases.renew(campaign, {worker: {"temperature_c": 60} for worker in workers}) == {each.id for each in held}
+        assert leases.renew(campaign, {worker: {"temperature_c": 60} for worker in workers}) == {
+            each.id for each in held
+        }
     assert leases.take(campaign, join(leases, campaign, "GPU-3"), ["sm_90"]) is None
     assert read_status(leases, campaign.id).workers[0].temperature_c == 60
 
@@ -265,7 +274,12 @@ def test_whatever_workers_do_every_problem_ends_once(leases, db, clock) -> None:
             held += [lease] if lease else []
         elif move < 0.75 and held:
             lease = held.pop(rng.randrange(len(held)))
-            leases.finish(lease, rng.choice([Outcome.DONE, Outcome.DONE, Outcome.ERROR, Outcome.RELEASED]), result={}, message="so")
+            leases.finish(
+                lease,
+                rng.choice([Outcome.DONE, Outcome.DONE, Outcome.ERROR, Outcome.RELEASED]),
+                result={},
+                message="so",
+            )
         elif move < 0.85 and workers:
             leases.renew(campaign, {workers[rng.choice(list(workers))]: {}})
         elif move < 0.9 and workers:
@@ -345,7 +359,15 @@ def test_gpus_are_those_that_cuda_would_see() -> None:
 
 
 def control(gpu, us, half=0.1, fingerprint="f", arch="sm_90"):
-    return Control(gpu=gpu, hostname="host", arch=arch, fingerprint=fingerprint, median_us=us, ci_low_us=us - half, ci_high_us=us + half)
+    return Control(
+        gpu=gpu,
+        hostname="host",
+        arch=arch,
+        fingerprint=fingerprint,
+        median_us=us,
+        ci_low_us=us - half,
+        ci_high_us=us + half,
+    )
 
 
 def test_a_gpu_that_differs_by_more_than_noise_is_named_and_by_much_kept_apart() -> None:
@@ -356,7 +378,9 @@ def test_a_gpu_that_differs_by_more_than_noise_is_named_and_by_much_kept_apart()
     noisy = [control("GPU-slow", us, half=2.0) for us in (101.0, 104.0)]
     assert not any(each.named for each in spread_of([*healthy, *noisy]))
     assert not any(each.named for each in spread_of([healthy[0], control("GPU-ill", 109.0)]))  # of two, which is odd?
-    assert not apart([*healthy, control("GPU-b", 50.0, arch="sm_100"), control("GPU-c", 200.0, fingerprint="e")], "GPU-b")
+    assert not apart(
+        [*healthy, control("GPU-b", 50.0, arch="sm_100"), control("GPU-c", 200.0, fingerprint="e")], "GPU-b"
+    )
 
 
 def test_problems_of_most_work_come_first() -> None:
@@ -373,3 +397,33 @@ def test_the_simulator_uses_the_real_leases_and_loses_nothing() -> None:
     assert 0 < found.database_busy < 1
     assert set(found.questions) == {"take", "read", "send home", "finish", "renew", "end"}
     assert "first to break: the database" in str(found)
+    mixed = simulate_fleet(
+        SimulationOptions(gpus=16, problems=60, deaths=0.1, lease_s=30.0, real=20), recorded_times("quick", 2)
+    )
+    assert (mixed.done, mixed.failed) == (60, 0)
+
+
+def test_modelled_leases_answer_as_real_ones_do(tmp_path, clock) -> None:
+    rng = random.Random(3)
+    with TuningDB.open(tmp_path / "x.db") as db:
+        real = Leases(db, clock=clock)
+        campaign = real.open(plan(10))
+        workers = [join(real, campaign, f"GPU-{number}") for number in range(3)]
+        held = {workers[0]: real.take(campaign, workers[0], ["sm_90"])}
+        modelled = ModelledLeases(real, campaign, {each.id: each for each in problems(10)}, clock)
+        for _ in range(120):
+            worker = rng.choice(workers)
+            move = rng.random()
+            if move < 0.4 and not held.get(worker):
+                both = [leases.take(campaign, worker, ["sm_90"]) for leases in (real, modelled)]
+                assert both[0] == both[1]
+                held[worker] = both[0]
+            elif move < 0.6 and held.get(worker):
+                lease = held.pop(worker)
+                assert real.finish(lease, Outcome.DONE) is modelled.finish(lease, Outcome.DONE)
+            elif move < 0.7:
+                assert real.renew(campaign, {worker: {}}) == modelled.renew(campaign, {worker: {}})
+            else:
+                clock.pass_s(rng.uniform(0, LEASE_S / 2))
+                assert real.end(campaign.id) == modelled.end(campaign.id)
+            assert real.counts(campaign.id) == modelled.counts(campaign.id)

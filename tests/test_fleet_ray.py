@@ -19,6 +19,7 @@ from pathlib import Path
 import fleet_jobs
 import pytest
 import sqlalchemy as sa
+from postgres import server
 from store_samples import new_url
 from test_fleet import children, gone
 
@@ -43,10 +44,16 @@ TESTS = str(Path(__file__).parent)
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    for name, value in {"TILEDSCHED_FLEET_JOBS": "fleet_jobs", "FLEET_FOLDER": str(tmp_path), "TILEDSCHED_CACHE": str(tmp_path / "cache"),
-                        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), TESTS]),
-                        "RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4",
-                        "RAY_USAGE_STATS_ENABLED": "0"}.items():  # fmt: skip
+    server()  # before: what is of this fleet is told by its environment
+    for name, value in {
+        "TILEDSCHED_FLEET_JOBS": "fleet_jobs",
+        "FLEET_FOLDER": str(tmp_path),
+        "TILEDSCHED_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), TESTS]),
+        "RAY_health_check_period_ms": "500",
+        "RAY_health_check_failure_threshold": "4",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     return tmp_path
 
@@ -61,7 +68,11 @@ class Killer:
 
     def add(self, name: str, arch: str, gpus: int) -> None:
         told = {"FLEET_HOST": name, "FLEET_GPUS": f"{arch}:{gpus}"}
-        self.nodes[name] = self.cluster.add_node(num_cpus=1, num_gpus=gpus, object_store_memory=10**8, env_vars=told), arch, gpus
+        self.nodes[name] = (
+            self.cluster.add_node(num_cpus=1, num_gpus=gpus, object_store_memory=10**8, env_vars=told),
+            arch,
+            gpus,
+        )
 
     def child(self) -> None:
         """The process that does a problem."""
@@ -130,7 +141,9 @@ def plan() -> CampaignPlan:
     wanted = fleet_jobs.problems(PROBLEMS)
     problems = {"sm_90": wanted[: 3 * PROBLEMS // 4], "sm_100": wanted[3 * PROBLEMS // 4 :]}
     options = {"trials": fleet_jobs.PROGRAMS, "sampler": "exhaustive", "pause_s": 0.0 if KILLS_S else 0.5}
-    return CampaignPlan(job="fleet_jobs:tune", kernel="attention", problems=problems, options=options, lease_s=10.0, most_attempts=20)
+    return CampaignPlan(
+        job="fleet_jobs:tune", kernel="attention", problems=problems, options=options, lease_s=10.0, most_attempts=20
+    )
 
 
 def check_done(db: TuningDB, leases: Leases, campaign_id: str) -> dict[tuple[object, str], str]:
@@ -156,8 +169,6 @@ def test_a_cluster_that_is_shot_at_does_everything_once_and_leases_alone_do_the_
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    from tiledsched.fleet.on_ray import run_on_ray
-
     with new_url("postgresql", home) as url, TuningDB.open(url) as db:
         leases = Leases(db)
         campaign = leases.open(plan())
@@ -182,7 +193,9 @@ def test_a_cluster_that_is_shot_at_does_everything_once_and_leases_alone_do_the_
         assert gone(home), [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(home)]
     with capsys.disabled():
         if KILLS_S:
-            print(f"\n{PROBLEMS} problems in {took_s:.0f} s; killed {dict(killer.killed)}; {status.lost} attempts made again, {status.late} late")
+            print(
+                f"\n{PROBLEMS} problems in {took_s:.0f} s; killed {dict(killer.killed)}; {status.lost} attempts made again, {status.late} late"
+            )
     assert set(killer.killed) == {"child", "actor", "node", "connections", "driver"}
     monkeypatch.setenv("FLEET_GPUS", "sm_90:1,sm_100:1")
     with new_url("postgresql", home) as url, TuningDB.open(url) as db:
@@ -202,7 +215,9 @@ def check_builds(ray) -> None:
     from tiledsched.fleet.on_ray import BuildDirectory, RayBuilds
 
     problem = Softmax.problem(rows=64, columns=64)
-    task = BuildTask(kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90")
+    task = BuildTask(
+        kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
+    )
     directory = ray.remote(BuildDirectory).options(num_cpus=0).remote()
     askers = [RayBuilds(directory) for _ in range(2)]
     for number, asker in enumerate(askers):

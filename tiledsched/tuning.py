@@ -335,10 +335,10 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     )
 
 
-def record(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch: str, out: str | Path | None, db: str | None = None,
-           programs: int = 300, sustained_leaders: int = 24, build_only: bool = False, budget_s: float | None = None,
-           accum_mode: str | None = None, space: str | Path | None = None, seed: int = 0, jobs: int | None = None,
-           compile_timeout_s: float = 120.0, progress: Callable[[str], None] = lambda line: None,
+def record(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch: str, out: str | Path | None,
+           db: str | None = None, programs: int = 300, sustained_leaders: int = 24, build_only: bool = False,
+           budget_s: float | None = None, accum_mode: str | None = None, space: str | Path | None = None, seed: int = 0,
+           jobs: int | None = None, compile_timeout_s: float = 120.0, progress: Callable[[str], None] = lambda line: None,
            on_result: Callable[[RecordResult], None] = lambda result: None,
            command: Mapping[str, Any] | None = None) -> tuple[int, list[RecordResult]]:  # fmt: skip
     """Record landscapes: measure a broad choice of programs of each problem, for replay anywhere.

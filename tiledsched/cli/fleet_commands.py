@@ -19,8 +19,20 @@ if TYPE_CHECKING:
     from tiledsched.fleet.status import FleetStatus
     from tiledsched.store.db import TuningDB
 
-TUNE = ("effort", "trials", "sampler", "neighbours", "seed", "regime", "accum_mode", "runner", "space", "candidates", "storage",
-        "compile_timeout")  # fmt: skip
+TUNE = (
+    "effort",
+    "trials",
+    "sampler",
+    "neighbours",
+    "seed",
+    "regime",
+    "accum_mode",
+    "runner",
+    "space",
+    "candidates",
+    "storage",
+    "compile_timeout",
+)
 RECORD = ("programs", "sustained_leaders", "build_only", "accum_mode", "space", "seed", "compile_timeout")
 REFRESH = ("effort", "neighbours", "runner", "seed", "compile_timeout")
 BENCH = ("methods", "ceiling", "regime", "rounds", "verify")
@@ -80,8 +92,14 @@ def _plan(options: argparse.Namespace, command: str, names: tuple[str, ...], pro
     )
 
 
-def _run(options: argparse.Namespace, planned: CampaignPlan, *, report: str | None = None, landscapes: str | None = None,
-         csv: str | None = None) -> int:  # fmt: skip
+def _run(
+    options: argparse.Namespace,
+    planned: CampaignPlan,
+    *,
+    report: str | None = None,
+    landscapes: str | None = None,
+    csv: str | None = None,
+) -> int:
     """See a campaign through, then write what was asked for; exit code 1 where something could not be done."""
     from tiledsched.fleet.leases import Leases
     from tiledsched.fleet.run import run, where
@@ -95,8 +113,14 @@ def _run(options: argparse.Namespace, planned: CampaignPlan, *, report: str | No
             opened = Leases(db).open(planned)
         _said(options, {"campaign": opened.id}, opened.id)
         return 0
-    status = run(planned, db=url, ray_address=options.ray_address, without_gpu=_places(options), jobs=getattr(options, "jobs", None),
-                 say=output.note)  # fmt: skip
+    status = run(
+        planned,
+        db=url,
+        ray_address=options.ray_address,
+        without_gpu=_places(options),
+        jobs=getattr(options, "jobs", None),
+        say=output.note,
+    )
     with TuningDB.open(url) as db:
         results = Leases(db).results(status.campaign.id)
         files = [str(path) for path in _written_report(options, report)] if report else []
@@ -149,8 +173,14 @@ def work(options: argparse.Namespace) -> int:
     from tiledsched.fleet.run import where
 
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    done = worked(where(options.db), options.campaign, without_gpu=options.workers, jobs=options.jobs, wait_s=options.wait,
-                  say=output.note)  # fmt: skip
+    done = worked(
+        where(options.db),
+        options.campaign,
+        without_gpu=options.workers,
+        jobs=options.jobs,
+        wait_s=options.wait,
+        say=output.note,
+    )
     for note in done.notes:
         output.note(note)
     text = (
@@ -230,7 +260,12 @@ def simulate(options: argparse.Namespace) -> int:
     from tiledsched.fleet.simulate import SimulationOptions, recorded_times, simulate_fleet
 
     given = SimulationOptions(
-        gpus=options.gpus, problems=options.problems, deaths=options.deaths, cores=options.cores, seed=options.seed
+        gpus=options.gpus,
+        problems=options.problems,
+        deaths=options.deaths,
+        cores=options.cores,
+        seed=options.seed,
+        real=options.real,
     )
     found = simulate_fleet(given, recorded_times(), db=options.db, say=output.note)
     _said(options, found.to_json(), str(found))

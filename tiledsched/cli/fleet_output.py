@@ -53,8 +53,16 @@ def headline(status: FleetStatus) -> str:
     words = [
         f"{campaign.id} {campaign.command} {campaign.kernel}: {campaign.status}, {status.done} of {status.total} done"
     ]
-    words += [f"{count} {what}" for count, what in ((status.leased, "running"), (status.failed, "failed"), (status.lost, "attempts made again"),
-                                                    (status.late, "late results kept")) if count]  # fmt: skip
+    words += [
+        f"{count} {what}"
+        for count, what in (
+            (status.leased, "running"),
+            (status.failed, "failed"),
+            (status.lost, "attempts made again"),
+            (status.late, "late results kept"),
+        )
+        if count
+    ]
     if status.rate_per_hour:
         words.append(f"{status.rate_per_hour:.0f} an hour")
     if status.left_s is not None:
@@ -75,8 +83,18 @@ def _workers(status: FleetStatus, shown: Sequence[Any]) -> Table:
         control = over.get(worker.gpu)
         told = "" if control is None else f"{control.over_fleet:+.1%}" + ("*" if control.named else "")
         hot = f" ({', '.join(worker.throttle_reasons)})" if worker.throttle_reasons else ""
-        table.add_row(worker.hostname, f"{worker.device_name} {worker.gpu[-8:]}", worker.state, str(worker.done), str(worker.faults or ""),
-                      _number(worker.sm_clock_mhz), _number(worker.temperature_c), _number(worker.power_w), told, worker.doing + hot)  # fmt: skip
+        table.add_row(
+            worker.hostname,
+            f"{worker.device_name} {worker.gpu[-8:]}",
+            worker.state,
+            str(worker.done),
+            str(worker.faults or ""),
+            _number(worker.sm_clock_mhz),
+            _number(worker.temperature_c),
+            _number(worker.power_w),
+            told,
+            worker.doing + hot,
+        )
     return table
 
 
@@ -115,6 +133,9 @@ def print_results(results: Sequence[tuple[Problem, str, dict[str, Any], str]]) -
 
 def campaigns(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each campaign."""
-    lines = [f"{row['campaign']} {row['command']} {row['kernel']}: {row['status']}, {row['done']} done, {row['failed']} failed, "
-             f"{row['waiting'] + row['leased']} left" for row in rows]  # fmt: skip
+    lines = [
+        f"{row['campaign']} {row['command']} {row['kernel']}: {row['status']}, {row['done']} done, {row['failed']} failed, "
+        f"{row['waiting'] + row['leased']} left"
+        for row in rows
+    ]
     return "\n".join(lines) or "there is no campaign; open one with: tiledsched fleet tune"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiledsched import __version__
-from tiledsched.cli import bench_commands, commands, fleet_commands, search_commands, store_commands
+from tiledsched.cli import bench_commands, commands, fleet_commands, fleet_flags, search_commands, store_commands
 from tiledsched.cli.problems import example, kernel_word
 from tiledsched.device import arch_named
 from tiledsched.errors import ConfigError, FailureKind
@@ -486,7 +486,9 @@ def _add_bundle(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "bundle", store_commands.bundle, "write what the tuned table serves, built, to a file for machines "
                       "without a compiler")  # fmt: skip
     _arch_flag(parser, "e.g. sm_90; no GPU of it is needed", required=True)
-    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="file to write; what it holds is used again")
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="file to write; what it holds is used again. "
+                        "In a folder, it is named by its contents")  # fmt: skip
+    parser.add_argument("--campaign", metavar="CAMPAIGN", help="only what this campaign of a fleet did")
     _prepare_flags(parser, kernel)
 
 
@@ -501,76 +503,14 @@ def _add_fleet(subs: Any, kernel: KernelClass | None) -> None:
     text = "tune, record, refresh or bench on many GPUs and hosts, from leases in the database"
     parser = subs.add_parser(FLEET, help=text, description=text[0].upper() + text[1:] + ".")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    for add, run in ((_add_tune, fleet_commands.tune), (_add_record, fleet_commands.record), (_add_refresh, fleet_commands.refresh),
-                     (_add_bench, fleet_commands.bench)):  # fmt: skip
+    for add, run in ((_add_tune, fleet_commands.tune), (_add_record, fleet_commands.record),
+                     (_add_refresh, fleet_commands.refresh), (_add_bench, fleet_commands.bench)):  # fmt: skip
         add(actions, kernel)
-        _fleet_flags(actions.choices[list(actions.choices)[-1]], run)
-    work = _command(actions, "work", fleet_commands.work, "work on campaigns with the GPUs of this host until nothing is left: what "
-                    "a Slurm array or a Kubernetes job runs")  # fmt: skip
-    work.add_argument("campaign", nargs="?", metavar="CAMPAIGN", help="only this one (default: all that are running)")
-    work.add_argument(
-        "--wait",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="how long to wait for a campaign (default: not at all)",
-    )
-    work.add_argument("--workers", type=count, default=0, metavar="N", help=WORKERS)
-    work.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
-    status = _command(
-        actions, "status", fleet_commands.status, "say how far campaigns are, on which GPUs, and what failed"
-    )
-    status.add_argument("campaign", nargs="?", metavar="CAMPAIGN", help="which (default: the newest; --all lists them)")
-    status.add_argument("--all", action="store_true", help="list all campaigns")
-    status.add_argument("--watch", action="store_true", help="look again every two seconds, until it ends or Ctrl-C")
-    stop = _command(
-        actions, "stop", fleet_commands.stop, "let workers end with what they hold; the same command goes on later"
-    )
-    stop.add_argument("campaign", metavar="CAMPAIGN", help="which")
-    simulate = _command(actions, "simulate", fleet_commands.simulate, "say what a fleet would take, and where it breaks first: the "
-                        "real leases, problems with recorded times", db=False)  # fmt: skip
-    simulate.add_argument("--gpus", type=positive, default=1000, metavar="N", help="GPUs (default: 1000)")
-    simulate.add_argument("--problems", type=positive, default=100_000, metavar="N", help="problems (default: 100000)")
-    simulate.add_argument(
-        "--deaths",
-        type=float,
-        default=0.01,
-        metavar="SHARE",
-        help="share of attempts whose worker dies (default: 0.01)",
-    )
-    simulate.add_argument(
-        "--db", metavar="URL", help="an empty database for the leases (default: SQLite, in a temporary folder)"
-    )
-    simulate.add_argument(
-        "--cores", type=positive, default=8, metavar="N", help="of the database's server (default: 8)"
-    )
-    simulate.add_argument("--seed", type=int, default=0, metavar="N", help="of times and deaths (default: 0)")
-
-
-WORKERS = "work without GPUs, that many problems at a time (on each node): builds and the model's ranking"
-
-
-def _fleet_flags(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
-    """What a fleet adds to a command of one GPU; `--arch` may name several."""
-    flags = parser._option_string_actions
-    if "--arch" in flags:
-        flags["--arch"].type, flags["--arch"].metavar = _archs_named, "ARCH[,ARCH]"
-    else:
-        _arch_flag(parser, usual=False, several=True)
-    parser.set_defaults(run=run, usual_arch=False)
-    flags["--arch"].help = "targets, e.g. sm_90,sm_100 or h200 (default: those of the GPUs here)"
-    group = parser.add_argument_group("of the fleet")
-    group.add_argument("--ray-address", metavar="ADDRESS", help="use every GPU of this Ray cluster: auto, HOST:PORT, or local (default: "
-                       "the GPUs of this host)")  # fmt: skip
-    group.add_argument(
-        "--open-only", action="store_true", help="open the campaign and stop; `tiledsched fleet work` does the rest"
-    )
-    group.add_argument("--workers", type=count, default=0, metavar="N", help=WORKERS)
-    group.add_argument("--lease", type=float, default=120.0, metavar="SECONDS", help="after which a worker that says nothing has lost its "
-                       "problem (default: 120)")  # fmt: skip
-    group.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS", help="after which an attempt is killed as hung "
-                       "(default: 3600)")  # fmt: skip
-    group.add_argument("--attempts", type=positive, default=3, metavar="N", help="at one problem (default: 3)")
+        single = list(actions.choices.values())[-1]
+        if "--arch" not in single._option_string_actions:
+            _arch_flag(single)
+        fleet_flags.of_a_fleet(single, _archs_named, run)
+    fleet_flags.add_others(actions, _command)
 
 
 def _add_doctor(subs: Any) -> None:

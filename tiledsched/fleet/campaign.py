@@ -182,6 +182,8 @@ def check_job(job: str) -> str:
     module, colon, function = job.partition(":")
     allowed = [word.strip() for word in os.environ.get(JOBS_VARIABLE, "").split(",") if word.strip()]
     if not (colon and function.isidentifier()) or not (module in allowed or job in JOBS.values()):
-        raise ConfigError(f"the campaign asks for {job!r}, which is none of this package's jobs ({', '.join(JOBS)}); to run a "
-                          f"module of your own, name it on every worker: {JOBS_VARIABLE}={module}")  # fmt: skip
+        raise ConfigError(
+            f"the campaign asks for {job!r}, which is none of this package's jobs ({', '.join(JOBS)}); to run a "
+            f"module of your own, name it on every worker: {JOBS_VARIABLE}={module}"
+        )
     return job

@@ -1,7 +1,7 @@
 """The process that does one problem after another for a worker, which watches it and may kill it at any moment.
 
-Run as ``python -m tiledsched.fleet.child PIPE LIFE``, two inherited descriptors: over the first come requests and go answers; when
-the second closes, its worker is gone, and it ends with all it started.
+Run as ``python -m tiledsched.fleet.child PIPE LIFE``, two inherited descriptors: over the first come requests and go answers;
+when the second closes, its worker is gone, and it ends with all it started.
 """
 
 from __future__ import annotations
@@ -82,8 +82,11 @@ class Child:
     def serve(self) -> None:
         """Answer requests until the pipe closes or the worker says stop."""
         pools.opener = lambda jobs: SharedBuilds(
-            Elsewhere(self._pipe, self._setup.jobs) if self._setup.builds_elsewhere else BuildPool(jobs or self._setup.jobs),
-            self._cache)  # fmt: skip
+            Elsewhere(self._pipe, self._setup.jobs)
+            if self._setup.builds_elsewhere
+            else BuildPool(jobs or self._setup.jobs),
+            self._cache,
+        )
         self._pipe.send(("ready", why_not(self._setup.campaign, self._kernel)))
         while not self._stop.is_set():
             verb, *arguments = self._pipe.recv()
@@ -211,8 +214,10 @@ def why_not(wanted: Campaign, kernel: KernelClass) -> str:
     """Why this host must not work on a campaign; empty where it may."""
     here = compiler_at_hand()
     if wanted.compiler and wanted.compiler != here:
-        return (f"the campaign is for compiler {wanted.compiler}, and here is {here or 'none'}: entries of both would be mixed; "
-                f"install tileiras {wanted.compiler} here")  # fmt: skip
+        return (
+            f"the campaign is for compiler {wanted.compiler}, and here is {here or 'none'}: entries of both would be mixed; "
+            f"install tileiras {wanted.compiler} here"
+        )
     if wanted.source_hash and wanted.source_hash != kernel.source_hash():
         return f"the source of {wanted.kernel} here is not the one the campaign was opened with; bring it up to date"
     return ""

@@ -1,4 +1,4 @@
-"""The GPUs of this host, as workers take them: by UUID, so that numbers that mean one order here and another there do not matter."""
+"""The GPUs of this host, as workers take them: by UUID, because numbers mean one order here and another there."""
 
 from __future__ import annotations
 

@@ -57,10 +57,15 @@ def record(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: i
             kernel, [problem], arch=arch, out=folder, db=db, jobs=jobs, progress=progress, **options
         )
     return {
-        "schedules": result.schedules, "programs": result.programs, "wanted": result.wanted, "compiled": result.compiled,
-        "measured": result.measured, "failed": result.failed, "complete": result.complete,
+        "schedules": result.schedules,
+        "programs": result.programs,
+        "wanted": result.wanted,
+        "compiled": result.compiled,
+        "measured": result.measured,
+        "failed": result.failed,
+        "complete": result.complete,
         "landscapes": [{"device": each.device_name, "regime": each.regime} for each in result.files],
-    }  # fmt: skip
+    }
 
 
 def refresh(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress,
@@ -111,5 +116,10 @@ def control(
         raise MeasureError(f"the control program does not run on this GPU: {batch.message}; run: tiledsched doctor")
     samples = sorted(batch.samples_us)
     low_us, high_us = median_interval(samples, 0.95)
-    return {"fingerprint": candidates[0].artifact.fingerprint, "median_us": samples[len(samples) // 2], "ci_low_us": low_us,
-            "ci_high_us": high_us, "conditions": batch.conditions.to_json()}  # fmt: skip
+    return {
+        "fingerprint": candidates[0].artifact.fingerprint,
+        "median_us": samples[len(samples) // 2],
+        "ci_low_us": low_us,
+        "ci_high_us": high_us,
+        "conditions": batch.conditions.to_json(),
+    }

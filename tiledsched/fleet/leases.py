@@ -63,10 +63,23 @@ class Leases:
         if not any(plan.problems.values()):
             raise ConfigError("there is no problem to do; name some with --problem or --suite")
         identity, parents = plan.id, Parents()  # the id is a hash of all problems
-        rows = [{"campaign_id": identity, "number": number, "arch": arch, "problem_id": parents.problem(problem),
-                 "state": "waiting", "attempts": 0, "worker_id": None, "until": None, "result": None, "message": "",
-                 "done_at": None}
-                for arch, problems in sorted(plan.problems.items()) for number, problem in enumerate(problems)]  # fmt: skip
+        rows = [
+            {
+                "campaign_id": identity,
+                "number": number,
+                "arch": arch,
+                "problem_id": parents.problem(problem),
+                "state": "waiting",
+                "attempts": 0,
+                "worker_id": None,
+                "until": None,
+                "result": None,
+                "message": "",
+                "done_at": None,
+            }
+            for arch, problems in sorted(plan.problems.items())
+            for number, problem in enumerate(problems)
+        ]
 
         def make(session: Session) -> None:
             now = self._told(session)
@@ -75,8 +88,18 @@ class Leases:
                         "status": "running", "ends_at": ends_at, "finished_at": None}  # fmt: skip
             known = session.get(CampaignRow, identity)
             if known is None:
-                session.add(CampaignRow(id=identity, job=plan.job, kernel=plan.kernel, options=dict(plan.options),
-                                        compiler=plan.compiler, source_hash=plan.source_hash, created_at=now, **patience))  # fmt: skip
+                session.add(
+                    CampaignRow(
+                        id=identity,
+                        job=plan.job,
+                        kernel=plan.kernel,
+                        options=dict(plan.options),
+                        compiler=plan.compiler,
+                        source_hash=plan.source_hash,
+                        created_at=now,
+                        **patience,
+                    )
+                )
                 session.flush()
                 parents.insert(session)
                 for start in range(0, len(rows), AT_ONCE):
@@ -162,9 +185,22 @@ class Leases:
 
         def join(session: Session) -> str:
             now = self._told(session)
-            session.add(WorkerRow(id=identity, campaign_id=campaign_id, hostname=hostname, pid=pid, gpu=gpu,
-                                  device_name=device_name, arch=arch, state="idle", note="", conditions={}, started_at=now,
-                                  seen_at=now))  # fmt: skip
+            session.add(
+                WorkerRow(
+                    id=identity,
+                    campaign_id=campaign_id,
+                    hostname=hostname,
+                    pid=pid,
+                    gpu=gpu,
+                    device_name=device_name,
+                    arch=arch,
+                    state="idle",
+                    note="",
+                    conditions={},
+                    started_at=now,
+                    seen_at=now,
+                )
+            )
             return identity
 
         return self._write(join)
@@ -235,15 +271,38 @@ class Leases:
             if found.state == "leased":
                 self._end_attempt(session, found.id, found.attempts, Outcome.EXPIRED, "its worker was not heard of")
             number = found.attempts + 1
-            session.execute(sa.update(LeaseRow).where(LeaseRow.id == found.id).values(
-                state="leased", attempts=number, worker_id=worker_id, until=now + timedelta(seconds=campaign.lease_s)))  # fmt: skip
-            session.execute(sa.insert(AttemptRow).values(lease_id=found.id, number=number, worker_id=worker_id, started_at=now,
-                                                         outcome=str(Outcome.RUNNING), message=""))  # fmt: skip
+            session.execute(
+                sa.update(LeaseRow)
+                .where(LeaseRow.id == found.id)
+                .values(
+                    state="leased",
+                    attempts=number,
+                    worker_id=worker_id,
+                    until=now + timedelta(seconds=campaign.lease_s),
+                )
+            )
+            session.execute(
+                sa.insert(AttemptRow).values(
+                    lease_id=found.id,
+                    number=number,
+                    worker_id=worker_id,
+                    started_at=now,
+                    outcome=str(Outcome.RUNNING),
+                    message="",
+                )
+            )
             session.execute(sa.update(WorkerRow).where(WorkerRow.id == worker_id).values(state="working", seen_at=now))
             kernel, dims = session.execute(sa.select(ProblemRow.kernel, ProblemRow.dims).where(
                 ProblemRow.id == found.problem_id)).one()  # fmt: skip
-            return Lease(id=found.id, campaign_id=campaign.id, worker_id=worker_id, attempt=number, arch=found.arch,
-                         problem=Problem.from_json({"kernel": kernel, **dims}), last=number >= campaign.most_attempts)  # fmt: skip
+            return Lease(
+                id=found.id,
+                campaign_id=campaign.id,
+                worker_id=worker_id,
+                attempt=number,
+                arch=found.arch,
+                problem=Problem.from_json({"kernel": kernel, **dims}),
+                last=number >= campaign.most_attempts,
+            )
 
         return self._write(take)
 
@@ -286,7 +345,7 @@ class Leases:
         """How many problems are waiting, leased, done and failed."""
         wanted = [LeaseRow.campaign_id == campaign_id, *([] if archs is None else [LeaseRow.arch.in_(list(archs))])]
         asked = sa.select(LeaseRow.state, sa.func.count()).where(*wanted).group_by(LeaseRow.state)
-        found = self._read(lambda session: {state: count for state, count in session.execute(asked)})
+        found = self._read(lambda session: {row[0]: row[1] for row in session.execute(asked)})
         return {state: found.get(state, 0) for state in ("waiting", "leased", "done", "failed")}
 
     def open_archs(self, campaign_id: str) -> set[str]:
@@ -296,16 +355,24 @@ class Leases:
 
     def failures(self, campaign_id: str) -> list[Failure]:
         """What could not be done, and why."""
-        asked = (sa.select(LeaseRow, ProblemRow).join(ProblemRow, ProblemRow.id == LeaseRow.problem_id)
-                 .where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == "failed").order_by(LeaseRow.arch, LeaseRow.number))  # fmt: skip
+        asked = (
+            sa.select(LeaseRow, ProblemRow)
+            .join(ProblemRow, ProblemRow.id == LeaseRow.problem_id)
+            .where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == "failed")
+            .order_by(LeaseRow.arch, LeaseRow.number)
+        )
         return self._read(lambda session: [
             Failure(problem=Problem.from_json({"kernel": of.kernel, **of.dims}), arch=row.arch, attempts=row.attempts,
                     message=row.message) for row, of in session.execute(asked)])  # fmt: skip
 
     def results(self, campaign_id: str) -> list[tuple[Problem, str, dict[str, Any], str]]:
         """What was done: problem, arch, what its job returned, and on which worker."""
-        asked = (sa.select(LeaseRow, ProblemRow).join(ProblemRow, ProblemRow.id == LeaseRow.problem_id)
-                 .where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == "done").order_by(LeaseRow.arch, LeaseRow.number))  # fmt: skip
+        asked = (
+            sa.select(LeaseRow, ProblemRow)
+            .join(ProblemRow, ProblemRow.id == LeaseRow.problem_id)
+            .where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == "done")
+            .order_by(LeaseRow.arch, LeaseRow.number)
+        )
         return self._read(lambda session: [
             (Problem.from_json({"kernel": of.kernel, **of.dims}), row.arch, row.result or {}, row.worker_id or "")
             for row, of in session.execute(asked)])  # fmt: skip
@@ -368,8 +435,16 @@ class Leases:
     def _expire(self, session: Session, campaign_id: str) -> None:
         """Fail what ran out on its last attempt: nobody may take it again."""
         most = sa.select(CampaignRow.most_attempts).where(CampaignRow.id == campaign_id).scalar_subquery()
-        late = sa.select(LeaseRow).where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == "leased",
-                                         LeaseRow.until < self._now(), LeaseRow.attempts >= most).with_for_update()  # fmt: skip
+        late = (
+            sa.select(LeaseRow)
+            .where(
+                LeaseRow.campaign_id == campaign_id,
+                LeaseRow.state == "leased",
+                LeaseRow.until < self._now(),
+                LeaseRow.attempts >= most,
+            )
+            .with_for_update()
+        )
         for row in session.scalars(late):
             why = (
                 f"its worker was not heard of, {row.attempts} times"
@@ -392,8 +467,12 @@ class Leases:
         if result is not None:
             values["result"] = dict(result)
         open_ended = AttemptRow.outcome.in_((str(Outcome.RUNNING), str(Outcome.EXPIRED)))
-        session.execute(sa.update(AttemptRow).where(AttemptRow.lease_id == lease_id, AttemptRow.number == number, open_ended)
-                        .values(**values), execution_options={"synchronize_session": False})  # fmt: skip
+        session.execute(
+            sa.update(AttemptRow)
+            .where(AttemptRow.lease_id == lease_id, AttemptRow.number == number, open_ended)
+            .values(**values),
+            execution_options={"synchronize_session": False},
+        )
 
 
 def _changed(session: Session, statement: Any) -> bool:

@@ -31,9 +31,18 @@ class Worked:
     """Why some of them stopped before the end; empty where all went on."""
 
 
-def work(db: str, campaign: str | None = None, *, gpus: Sequence[Gpu] | None = None, without_gpu: int = 0, jobs: int | None = None,
-         wait_s: float = 0.0, stop: threading.Event | None = None, say: Callable[[str], None] = lambda line: None,
-         patience_s: float = PATIENCE_S) -> Worked:  # fmt: skip
+def work(
+    db: str,
+    campaign: str | None = None,
+    *,
+    gpus: Sequence[Gpu] | None = None,
+    without_gpu: int = 0,
+    jobs: int | None = None,
+    wait_s: float = 0.0,
+    stop: threading.Event | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    patience_s: float = PATIENCE_S,
+) -> Worked:
     """Work on campaigns with the GPUs of this host until nothing is left to do.
 
     Args:
@@ -73,8 +82,16 @@ def work(db: str, campaign: str | None = None, *, gpus: Sequence[Gpu] | None = N
     return Worked(campaigns=tuple(done), gpus=count, notes=tuple(notes))
 
 
-def work_on(leases: Leases, db: str, campaign: Campaign, gpus: Sequence[Gpu], *, jobs: int | None, stop: threading.Event,
-            say: Callable[[str], None]) -> list[str]:  # fmt: skip
+def work_on(
+    leases: Leases,
+    db: str,
+    campaign: Campaign,
+    gpus: Sequence[Gpu],
+    *,
+    jobs: int | None,
+    stop: threading.Event,
+    say: Callable[[str], None],
+) -> list[str]:
     """Work on one campaign, a thread for each GPU that it has something for; why some of them stopped early.
 
     Raises:
@@ -84,8 +101,10 @@ def work_on(leases: Leases, db: str, campaign: Campaign, gpus: Sequence[Gpu], *,
     mine = [gpu for gpu in gpus if gpu.archs(archs)]
     if not mine:
         has = ", ".join(sorted({gpu.arch for gpu in gpus})) or "none"
-        raise ConfigError(f"campaign {campaign.id} is for {', '.join(sorted(archs)) or 'nothing more'}, and the GPUs here are {has}; "
-                          "start workers where such GPUs are, or see: tiledsched doctor")  # fmt: skip
+        raise ConfigError(
+            f"campaign {campaign.id} is for {', '.join(sorted(archs)) or 'nothing more'}, and the GPUs here are {has}; "
+            "start workers where such GPUs are, or see: tiledsched doctor"
+        )
     each_jobs = max(1, (jobs or default_jobs()) // len(mine))
     workers: list[Worker] = []
     heart = Heart(leases, campaign, workers)

@@ -1,7 +1,7 @@
 """Workers on a Ray cluster: Ray says where they run, the leases say what they do.
 
-- One actor for each GPU. It opens no GPU itself: its worker's child does, and dies with it, so that no dead actor keeps memory of a
-  GPU (ray#59872); the GPU is named by UUID and locked, whatever numbers CUDA_VISIBLE_DEVICES holds (ray#44821).
+- One actor for each GPU. It opens no GPU itself: its worker's child does, and dies with it, so that no dead actor keeps a
+  GPU's memory (ray#59872); the GPU is named by UUID and locked, whatever numbers CUDA_VISIBLE_DEVICES holds (ray#44821).
 - No time limit of Ray's is used: those count the time in a queue (ray#18916), and a task that hangs is killed by nobody
   (ray#57152). A lease's deadline kills the child, and the actor lives on.
 - The driver keeps nothing that matters. It may die, and the same command goes on.
@@ -15,21 +15,19 @@ import os
 import socket
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import default_jobs
-from tiledsched.errors import ConfigError, Failure, FailureKind
-from tiledsched.extras import installing
+from tiledsched.errors import ConfigError
 from tiledsched.fleet.campaign import Campaign
 from tiledsched.fleet.gpus import Gpu, gpus_here, visible
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import Worked
 from tiledsched.fleet.patience import PATIENCE_S, patiently
+from tiledsched.fleet.ray_builds import BuildDirectory, RayBuilds, on_node, ray_module
 from tiledsched.fleet.worker import STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
 
@@ -42,24 +40,6 @@ MOST_RESTARTS = 3
 """Of the actor of one GPU."""
 NOBODY_S = 600.0
 """How long problems wait for a GPU of their arch to come, e.g. from an autoscaler."""
-MOST_BUILDS = 20_000
-"""Builds that are kept in the object store: about a gigabyte. Older ones are in the hosts' cache folders."""
-BUILD_TRIES = 3
-"""Hosts that a build is sent to, where they are lost."""
-
-
-def ray_module() -> Any:
-    """Ray.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(f"a fleet on Ray needs Ray ({error}); run: {installing('fleet')}, or use the GPUs of this host without "
-                          "--ray-address") from None  # fmt: skip
-    return ray
 
 
 class GpuActor:
@@ -80,8 +60,16 @@ class GpuActor:
         campaign = leases.campaign(campaign_id)
         gpu = _own_gpu(campaign.job, slot)
         self._said: list[str] = []
-        self._worker = Worker(leases, db, campaign, gpu, jobs=jobs or default_jobs(), stop=self._stop, say=self._said.append,
-                              builds=None if builds is None else RayBuilds(builds))  # fmt: skip
+        self._worker = Worker(
+            leases,
+            db,
+            campaign,
+            gpu,
+            jobs=jobs or default_jobs(),
+            stop=self._stop,
+            say=self._said.append,
+            builds=None if builds is None else RayBuilds(builds),
+        )
         self._heart = Heart(leases, campaign, [self._worker])
         self._heart.start()
 
@@ -139,129 +127,11 @@ def _own_gpu(job: str, slot: int | None) -> Gpu:
         if own is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = own
     if len(found) != 1:
-        raise ConfigError(f"Ray gave GPU {', '.join(given) or 'none'} to this actor, and the driver of {socket.gethostname()} does not "
-                          "list it; run there: tiledsched doctor")  # fmt: skip
+        raise ConfigError(
+            f"Ray gave GPU {', '.join(given) or 'none'} to this actor, and the driver of {socket.gethostname()} does not "
+            "list it; run there: tiledsched doctor"
+        )
     return found[0]
-
-
-class BuildHost:
-    """The compile processes of one host."""
-
-    def __init__(self, jobs: int) -> None:
-        from tiledsched.build.pool import BuildPool
-
-        self._pool = BuildPool(jobs)
-
-    async def build(self, task: BuildTask) -> Built:
-        """One build; what hangs or crashes is killed and told as a failure."""
-        import asyncio
-
-        return await asyncio.wrap_future(self._pool.submit(task))
-
-
-class BuildDirectory:
-    """Which build is where: asked for twice, it is built once.
-
-    It hands out references; the machine code goes from host to host through the object store.
-    """
-
-    def __init__(self) -> None:
-        self._placed: OrderedDict[str, Any] = OrderedDict()
-        self._hosts: dict[str, tuple[Any, int]] = {}
-        self._turn: dict[str, float] = {}
-        self._looked_s = 0.0
-        self.started = 0
-
-    def place(self, key: str, task: BuildTask, lost: bool) -> list[Any]:
-        """The reference of a build, in a list so that nobody waits for it here; with `lost`, of a new one."""
-        if lost:
-            self._placed.pop(key, None)
-        if key not in self._placed:
-            self.started += 1
-            self._placed[key] = self._next_host().build.remote(task)
-            while len(self._placed) > MOST_BUILDS:
-                self._placed.popitem(last=False)
-        self._placed.move_to_end(key)
-        return [self._placed[key]]
-
-    def count(self) -> int:
-        """Builds that were started."""
-        return self.started
-
-    def _next_host(self) -> Any:
-        """The host that had the fewest builds for its CPUs."""
-        ray = ray_module()
-        if not self._hosts or time.monotonic() - self._looked_s > LOOK_EVERY_S:
-            self._looked_s = time.monotonic()
-            alive = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
-            self._hosts = {node: host for node, host in self._hosts.items() if node in alive}
-            for node, cpus in alive.items():
-                if cpus and node not in self._hosts:
-                    host = ray.remote(BuildHost).options(num_cpus=0, scheduling_strategy=_on(node)).remote(cpus)
-                    self._hosts[node] = host, cpus
-                    self._turn[node] = min(self._turn.values(), default=0.0)
-        node = min(self._hosts, key=lambda each: self._turn[each])
-        host, cpus = self._hosts[node]
-        self._turn[node] += 1.0 / cpus
-        return host
-
-
-class RayBuilds:
-    """What a worker has built by the cluster, see :class:`tiledsched.fleet.worker.Builds`."""
-
-    def __init__(self, directory: Any) -> None:
-        self._directory = directory
-        self._asked: dict[Any, tuple[int, str, BuildTask, int]] = {}
-        self._building: dict[Any, tuple[int, str, BuildTask, int]] = {}
-
-    def submit(self, number: int, key: str, task: BuildTask, tries: int = 0) -> None:
-        """Ask for it."""
-        self._asked[self._directory.place.remote(key, task, tries > 0)] = number, key, task, tries
-
-    def finished(self) -> list[tuple[int, Built]]:
-        """What is done since the last question. A build whose host was lost is sent to another."""
-        ray = ray_module()
-        for reference in _ready(ray, self._asked):
-            what = self._asked.pop(reference)
-            try:
-                (building,) = ray.get(reference)
-                self._building[building] = what
-            except ray.exceptions.RayError as error:
-                self._again(what, error)
-        done = []
-        for reference in _ready(ray, self._building):
-            number, key, task, tries = what = self._building.pop(reference)
-            try:
-                done.append((number, ray.get(reference)))
-            except ray.exceptions.RayError as error:
-                if tries + 1 < BUILD_TRIES:
-                    self.submit(number, key, task, tries + 1)
-                else:
-                    done.append((number, _lost(task, error)))
-        return done
-
-    def _again(self, what: tuple[int, str, BuildTask, int], error: Exception) -> None:
-        number, key, task, tries = what
-        if tries + 1 >= BUILD_TRIES:
-            raise error
-        self.submit(number, key, task, tries + 1)
-
-
-def _lost(task: BuildTask, error: Exception) -> Built:
-    message = f"its host was lost {BUILD_TRIES} times: {type(error).__name__}"
-    return Built(
-        task=task, artifact=None, failure=Failure(kind=FailureKind.COMPILER_KILLED, message=message), seconds=0.0
-    )
-
-
-def _ready(ray: Any, references: dict[Any, Any]) -> list[Any]:
-    return list(ray.wait(list(references), num_returns=len(references), timeout=0)[0]) if references else []
-
-
-def _on(node: str) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
 @dataclass
@@ -302,8 +172,18 @@ class Driver:
         nobody_s: how long problems wait for a GPU of their arch.
     """
 
-    def __init__(self, db: str, leases: Leases, campaign: Campaign, *, without_gpu: int = 0, spread_builds: bool = True,
-                 jobs: int | None = None, say: Callable[[str], None] = lambda line: None, nobody_s: float = NOBODY_S) -> None:  # fmt: skip
+    def __init__(
+        self,
+        db: str,
+        leases: Leases,
+        campaign: Campaign,
+        *,
+        without_gpu: int = 0,
+        spread_builds: bool = True,
+        jobs: int | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        nobody_s: float = NOBODY_S,
+    ) -> None:
         self._ray = ray_module()
         self._db, self._leases, self._campaign = db, leases, campaign
         self._without_gpu, self._jobs, self._say, self._nobody_s = without_gpu, jobs, say, nobody_s
@@ -345,7 +225,7 @@ class Driver:
     def _start(self, seat: _Seat) -> None:
         gpu = {} if self._without_gpu else {"num_gpus": 1}
         options = {"num_cpus": 0, "max_concurrency": 2, "max_restarts": 0, "max_task_retries": 0, **gpu}
-        remote = self._ray.remote(GpuActor).options(**options, scheduling_strategy=_on(seat.node))
+        remote = self._ray.remote(GpuActor).options(**options, scheduling_strategy=on_node(seat.node))
         seat.actor = remote.remote(
             self._db, self._campaign.id, seat.slot if self._without_gpu else None, self._directory, self._jobs
         )
@@ -464,11 +344,21 @@ def run_on_ray(db: str, campaign_id: str, *, address: str | None, without_gpu: i
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
         with patiently(lambda: TuningDB.open(db), patience_s=patience_s) as opened:
             if len(hosts) > 1 and opened.url.startswith("sqlite"):
-                raise ConfigError(f"the database is a file, and the cluster has {len(hosts)} hosts, which would each have their own; "
-                                  "pass --db postgresql://HOST/NAME")  # fmt: skip
+                raise ConfigError(
+                    f"the database is a file, and the cluster has {len(hosts)} hosts, which would each have their own; "
+                    "pass --db postgresql://HOST/NAME"
+                )
             leases = Leases(opened, patience_s=patience_s)
-            driver = Driver(db, leases, leases.campaign(campaign_id), without_gpu=without_gpu, spread_builds=jobs is None, jobs=jobs,
-                            say=say, nobody_s=nobody_s)  # fmt: skip
+            driver = Driver(
+                db,
+                leases,
+                leases.campaign(campaign_id),
+                without_gpu=without_gpu,
+                spread_builds=jobs is None,
+                jobs=jobs,
+                say=say,
+                nobody_s=nobody_s,
+            )
             return driver.run()
     finally:
         if ours:

@@ -45,7 +45,7 @@ def plan(command: str, kernel: KernelClass | str, problems: Cases | str | None, 
     """A campaign: each problem for each arch, those of most work first.
 
     Args:
-        command: tune, record, refresh or bench; or `module:function`, a job of your own (`tiledsched.fleet.jobs` says what one is).
+        command: tune, record, refresh or bench; or `module:function`, a job of your own (see `tiledsched.fleet.jobs`).
         kernel: the class, or where it is declared.
         problems: problems, or values by name; the name of a suite; None for all suites.
         archs: e.g. sm_90 and sm_100.
@@ -62,10 +62,17 @@ def plan(command: str, kernel: KernelClass | str, problems: Cases | str | None, 
     given = {name: str(Path(value).resolve()) if name in FILES else value
              for name, value in (options or {}).items() if value is not None}  # fmt: skip
     return CampaignPlan(
-        job=JOBS.get(command, command), kernel=kernel.locator(), problems=dict.fromkeys(archs, wanted), options=given,
-        compiler=compiler_at_hand(), source_hash=kernel.source_hash(), lease_s=patience.lease_s, deadline_s=patience.deadline_s,
-        most_attempts=patience.most_attempts, budget_s=patience.budget_s,
-    )  # fmt: skip
+        job=JOBS.get(command, command),
+        kernel=kernel.locator(),
+        problems=dict.fromkeys(archs, wanted),
+        options=given,
+        compiler=compiler_at_hand(),
+        source_hash=kernel.source_hash(),
+        lease_s=patience.lease_s,
+        deadline_s=patience.deadline_s,
+        most_attempts=patience.most_attempts,
+        budget_s=patience.budget_s,
+    )
 
 
 def where(db: str | None) -> str:

@@ -58,14 +58,25 @@ class Scratch:
         try:
             shutil.copyfile(self._template, path)
         except OSError as error:
-            raise DatabaseError(f"cannot make {path}: {error.strerror}; free some space there, or name another folder with "
-                                "TILEDSCHED_CACHE") from error  # fmt: skip
+            raise DatabaseError(
+                f"cannot make {path}: {error.strerror}; free some space there, or name another folder with "
+                "TILEDSCHED_CACHE"
+            ) from error
         with TuningDB.open(path) as scratch:
             known, entries = what_is_known(home, problem, arch)
             scratch.merge(known, entries)
             for failed in home.failures(arch, problem):
-                scratch.record_failure(None, problem.kernel, arch, failed.stage, failed.schedule, failed.failure, problem=problem,
-                                       fingerprint=failed.fingerprint, device=_device(home, failed.device_name))  # fmt: skip
+                scratch.record_failure(
+                    None,
+                    problem.kernel,
+                    arch,
+                    failed.stage,
+                    failed.schedule,
+                    failed.failure,
+                    problem=problem,
+                    fingerprint=failed.fingerprint,
+                    device=_device(home, failed.device_name),
+                )
         self._brought[path] = {_content(entry) for entry in entries}
         return path
 
@@ -90,8 +101,12 @@ def what_is_known(home: TuningDB, problem: Problem, arch: str) -> tuple[list[Sto
     evidence = home.measurements(problem, arch, disturbed=True)
     served = home.entries(arch, problem.kernel, problem=problem)
     with home.reading() as session:
-        newest = (sa.select(EntryRow.id).where(EntryRow.kernel == problem.kernel, EntryRow.arch == arch,
-                                               EntryRow.provenance == "measured").order_by(EntryRow.id.desc()).limit(MOST_ALIKE))  # fmt: skip
+        newest = (
+            sa.select(EntryRow.id)
+            .where(EntryRow.kernel == problem.kernel, EntryRow.arch == arch, EntryRow.provenance == "measured")
+            .order_by(EntryRow.id.desc())
+            .limit(MOST_ALIKE)
+        )
         numbers = list(session.scalars(newest))
         reader = Reader()
         alike = [reader.entry(*row) for row in session.execute(select_entries().where(EntryRow.id.in_(numbers)))]
@@ -130,10 +145,16 @@ def bring_home(path: Path, home: TuningDB, *, held: bool, known: Collection[Cont
 
         home.write(put, *{entry.kernel for entry in new})
     home.record_builds(builds)
-    there = {(each.problem, each.schedule, each.fingerprint, each.device_name, each.failure) for problem in {each.problem for each in failures}
-             for each in home.failures(problem=problem)}  # fmt: skip
-    fresh = [each for each in failures
-             if (each.problem, each.schedule, each.fingerprint, each.device_name, each.failure) not in there]  # fmt: skip
+    there = {
+        (each.problem, each.schedule, each.fingerprint, each.device_name, each.failure)
+        for problem in {each.problem for each in failures}
+        for each in home.failures(problem=problem)
+    }
+    fresh = [
+        each
+        for each in failures
+        if (each.problem, each.schedule, each.fingerprint, each.device_name, each.failure) not in there
+    ]
     for each in fresh:
         home.record_failure(None, each.kernel, each.arch, each.stage, each.schedule, each.failure, problem=each.problem,
                             fingerprint=each.fingerprint, device=devices[each.device_name])  # fmt: skip
@@ -149,8 +170,15 @@ def _build_keys(scratch: TuningDB) -> list[tuple[Toolchain, str, str, str]]:
     asked = sa.select(ToolchainRow, BuildRow.kernel, BuildRow.source_hash, BuildRow.arch).join(
         BuildRow, BuildRow.toolchain_id == ToolchainRow.id).distinct()  # fmt: skip
     with scratch.reading() as session:
-        return [(Toolchain(cuda_tile=row.cuda_tile, tileiras=row.tileiras, ptxas=row.ptxas, nvvm=row.nvvm), kernel, source, arch)
-                for row, kernel, source, arch in session.execute(asked)]  # fmt: skip
+        return [
+            (
+                Toolchain(cuda_tile=row.cuda_tile, tileiras=row.tileiras, ptxas=row.ptxas, nvvm=row.nvvm),
+                kernel,
+                source,
+                arch,
+            )
+            for row, kernel, source, arch in session.execute(asked)
+        ]
 
 
 def _device(db: TuningDB, name: str) -> Device | None:

@@ -1,13 +1,14 @@
 """A fleet of any size, simulated: how long it takes, how busy the database is, and what breaks first.
 
-What is real: the leases. Every problem is taken, renewed and finished by the code that workers run, in a real database that holds
-all of them; only the clock is made up, so that leases run out and dead workers' problems are taken over as they would.
+What is real: the leases. Problems are taken, renewed and finished by the code that workers run, in a real database that holds
+all of them; only the clock is made up, so that leases run out and dead workers' problems are taken over as they would. After the
+first so many problems the same rules go on in memory, each question costing what a real one of its kind did.
 
-What is modelled: how long a problem takes (drawn from recorded landscapes: what their samples took at the distance they were
-launched at, and compiling), that workers die (a share of attempts, at a random moment), and a server of so many cores that serves as
-many questions at once. Questions wait for each other by what each took here, client and server on one machine; how busy the
-server is, is told by the processor time of its processes where they run here (PostgreSQL), else by the same. What a worker reads at
-the start and sends home at the end is timed on this database a few times, then taken to be the same for all.
+What else is modelled: how long a problem takes (drawn from recorded landscapes: what their samples took at the distance they were
+launched at, and compiling), that workers die (a share of attempts, at a random moment), and a server of so many cores that
+serves as many questions at once. Questions wait for each other by what each took here, client and server on one machine; how
+busy the server is, is told by the processor time of its processes where they run here (PostgreSQL), else by the same. What a
+worker reads at the start and sends home at the end is timed on this database a few times, then taken to be the same for all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.errors import ConfigError
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, Lease, Outcome
 from tiledsched.fleet.leases import Leases
+from tiledsched.fleet.modelled import ModelledLeases
 from tiledsched.fleet.scratch import what_is_known
 from tiledsched.problem import Problem, ProblemClass
 from tiledsched.search.effort import EFFORTS
@@ -74,6 +76,8 @@ class SimulationOptions:
     """Of the database's server."""
     seed: int = 0
     """Of times and deaths."""
+    real: int = 10_000
+    """Problems that real leases serve."""
     lease_s: float = 120.0
     """How long a lease holds unless renewed."""
 
@@ -119,14 +123,16 @@ class Simulated:
         return {**{name: getattr(self.options, name) for name in self.options.__dataclass_fields__}, **told}
 
     def __str__(self) -> str:
-        given = self.options
+        given, client = self.options, "" if self.by_processor else " (with the client)"
         lines = [
-            f"{given.problems} problems of {self.problem_s:.0f} s on {given.gpus} GPUs: {self.hours:.2f} h, {self.over_ideal:+.1%} over ideal",
+            f"{given.problems} problems of {self.problem_s:.0f} s on {given.gpus} GPUs: {self.hours:.2f} h, "
+            f"{self.over_ideal:+.1%} over ideal",
             f"{self.done} done, {self.failed} given up, {self.attempts} attempts",
-            f"database: {self.database_busy:.1%} of {given.cores} cores busy{'' if self.by_processor else ' (with the client)'}, 99% of questions wait less than {self.waited_ms:.1f} ms",
+            f"database: {self.database_busy:.1%} of {given.cores} cores busy{client}, "
+            f"99% of questions wait less than {self.waited_ms:.1f} ms",
             *(f"  {kind}: {self.questions[kind]} times {ms:.2f} ms" for kind, ms in self.questions_ms.items()),
             f"first to break: the database, at {self.breaks_at_gpus} GPUs, by: {self.first}",
-        ]  # fmt: skip
+        ]
         return "\n".join(lines)
 
 
@@ -149,8 +155,14 @@ def recorded_times(effort: str = "default", count: int | None = None) -> list[Re
     found, most = [], EFFORTS[effort].programs
     for path in sorted((data_files.tuning_db() / "landscapes").glob("*/*_burst_*.json.xz"))[:count]:
         taken = sorted(read_table(path).measurements, key=lambda each: each.measurement.median_us)[:most]
-        sampling_s = sum(len(each.measurement.samples_us) * max(each.measurement.conditions.gap_ms, each.measurement.median_us / 1e3)
-                         for each in taken) / 1e3  # fmt: skip
+        sampling_s = (
+            sum(
+                len(each.measurement.samples_us)
+                * max(each.measurement.conditions.gap_ms, each.measurement.median_us / 1e3)
+                for each in taken
+            )
+            / 1e3
+        )
         compiling_s = len(taken) * COMPILE_S / (HOST_CPUS / HOST_GPUS)
         found.append(
             RecordedTime(seconds=SETUP_S + compiling_s + len(taken) * CHECK_S + sampling_s, measurements=taken)
@@ -192,7 +204,10 @@ class _Simulation:
         self.options, self.times, self.db, self.say = options, times, db, say
         self.rng, self.now_s = random.Random(options.seed), 0.0
         self.server = _Server(options.cores)
-        self.leases = Leases(db, clock=lambda: START + timedelta(seconds=self.now_s))
+        self.leases: Leases | ModelledLeases = Leases(db, clock=self.time)
+        self.real = True
+        self.costs_s: dict[str, list[float]] = defaultdict(list)
+        """What real questions took, by kind."""
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
         self.attempts = self.done = 0
@@ -201,6 +216,10 @@ class _Simulation:
         self.server_s: dict[str, float] = {}
         """Processor time of the server for a question of a kind, where it is told."""
 
+    def time(self) -> datetime:
+        """The fleet's."""
+        return START + timedelta(seconds=self.now_s)
+
     def run(self) -> Simulated:
         began, options = time.perf_counter(), self.options
         problems = [Problem.from_json({"kernel": "simulated", "number": number}) for number in range(options.problems)]
@@ -208,11 +227,11 @@ class _Simulation:
         plan = CampaignPlan(
             job="tiledsched.fleet.jobs:tune", kernel="simulated", problems={ARCH: problems}, lease_s=options.lease_s
         )
+        assert isinstance(self.leases, Leases)
         self.campaign: Campaign = self.leases.open(plan)
         self.say(f"{options.problems} problems are in the database")
         self.reads_s, self.sends_s = self._time_evidence()
         self.say(f"a problem is read in {self.reads_s * 1e3:.1f} ms and sent home in {self.sends_s * 1e3:.1f} ms")
-        self.holding: dict[int, bool] = dict.fromkeys(range(options.gpus), False)
         self.workers = {gpu: self._join(gpu) for gpu in range(options.gpus)}
         for gpu in range(options.gpus):
             self._at(self.rng.uniform(0, 5.0), lambda gpu=gpu: self._take(gpu, 0.2))  # type: ignore[misc]
@@ -220,10 +239,15 @@ class _Simulation:
             gpus = range(host, min(host + HOST_GPUS, options.gpus))
             self._at(self.rng.uniform(0, options.lease_s / 4), lambda gpus=gpus: self._renew(gpus))  # type: ignore[misc]
         before = _server_s(self.db)
+        after = None
         while self.events:
+            if self.real and self.done >= options.real:
+                after = _server_s(self.db)
+                known = {problem.id: problem for problem in problems}
+                self.leases, self.real = ModelledLeases(self.leases, self.campaign, known, self.time), False  # type: ignore[arg-type]
             self.now_s, _, event = heapq.heappop(self.events)
             event()
-        after = _server_s(self.db)
+        after = _server_s(self.db) if self.real else after
         leases_s = None if before is None or after is None else after - before
         counts = self.leases.counts(self.campaign.id)
         return self._summary(counts, leases_s, time.perf_counter() - began)
@@ -232,16 +256,21 @@ class _Simulation:
         heapq.heappush(self.events, (seconds, next(self.order), event))
 
     def _really(self, kind: str, ask: Callable[[], T]) -> tuple[T, float]:
-        """What the database answers, and when, in the fleet's time."""
+        """What the database answers, or would, and when, in the fleet's time."""
         began = time.perf_counter()
         answer = ask()
-        return answer, self.server.serve(kind, self.now_s, time.perf_counter() - began)
+        took_s = time.perf_counter() - began
+        if self.real:
+            self.costs_s[kind].append(took_s)
+        elif self.costs_s[kind]:
+            took_s = self.rng.choice(self.costs_s[kind])
+        return answer, self.server.serve(kind, self.now_s, took_s)
 
     def _time_evidence(self) -> tuple[float, float]:
         """What reading about a problem and sending home what was found take, on this database."""
         reads, sends = [], []
         used_s = [_server_s(self.db)]
-        for number in range(TRIED):
+        for _ in range(TRIED):
             problem = self.rng.choice(self.times).measurements[0].measurement.problem
             began = time.perf_counter()
             what_is_known(self.db, problem, ARCH)
@@ -279,7 +308,6 @@ class _Simulation:
             return
         self.attempts += 1
         begins = self.server.serve("read", told_s, self.reads_s)
-        self.holding[gpu] = True
         seconds = self.seconds[lease.problem]
         if self.rng.random() < self.options.deaths:
             self._at(begins + self.rng.uniform(0, seconds), lambda: self._die(gpu))
@@ -290,7 +318,6 @@ class _Simulation:
         self._at(self.server.serve("send home", self.now_s, self.sends_s), lambda: self._finish(gpu, lease))
 
     def _finish(self, gpu: int, lease: Lease) -> None:
-        self.holding[gpu] = False
         outcome, told_s = self._really(
             "finish", lambda: self.leases.finish(lease, Outcome.DONE, result={"median_us": 1.0})
         )
@@ -303,7 +330,6 @@ class _Simulation:
 
     def _die(self, gpu: int) -> None:
         """Without a word: its lease runs out. Another worker takes its GPU after a while."""
-        self.holding[gpu] = False
         self.workers[gpu] = ""
 
         def back() -> None:
@@ -323,12 +349,11 @@ class _Simulation:
 
     def _summary(self, counts: dict[str, int], leases_s: float | None, wall_s: float) -> Simulated:
         options, server = self.options, self.server
-        if leases_s is not None:  # the real questions by what they took together, the modelled by what each was seen to take
-            really_s = sum(took for kind, took in server.took_s.items() if kind not in self.server_s)
+        if leases_s is not None:  # by the processor: each kind of real question in proportion to what it took
+            share = leases_s / max(1e-9, sum(map(sum, self.costs_s.values())))
             for kind in server.took_s:
-                each_s = self.server_s.get(kind)
-                server.took_s[kind] = (server.took_s[kind] * leases_s / really_s if each_s is None
-                                       else server.asked[kind] * each_s)  # type: ignore[assignment]  # fmt: skip
+                each_s = self.server_s.get(kind, share * server.took_s[kind] / server.asked[kind])
+                server.took_s[kind] = server.asked[kind] * each_s  # type: ignore[assignment]
             server.busy_s = sum(server.took_s.values())
         work_s = sum(self.seconds.values())
         per_problem_s = server.busy_s / max(1, self.done)
@@ -336,13 +361,22 @@ class _Simulation:
         waited = sorted(server.waited_s)
         kinds = sorted(server.took_s, key=lambda kind: -server.took_s[kind])
         return Simulated(
-            options=options, hours=self.last_s / 3600, over_ideal=self.last_s / (work_s / options.gpus) - 1, done=counts["done"],
-            failed=counts["failed"], attempts=self.attempts, database_busy=server.busy_s / (self.last_s * options.cores), by_processor=leases_s is not None,
-            waited_ms=waited[int(0.99 * len(waited))] * 1e3, problem_s=mean_s,
+            options=options,
+            hours=self.last_s / 3600,
+            over_ideal=self.last_s / (work_s / options.gpus) - 1,
+            done=counts["done"],
+            failed=counts["failed"],
+            attempts=self.attempts,
+            database_busy=server.busy_s / (self.last_s * options.cores),
+            by_processor=leases_s is not None,
+            waited_ms=waited[int(0.99 * len(waited))] * 1e3,
+            problem_s=mean_s,
             questions_ms={kind: server.took_s[kind] / server.asked[kind] * 1e3 for kind in kinds},
             questions={kind: server.asked[kind] for kind in kinds},
-            breaks_at_gpus=int(options.cores * mean_s / per_problem_s), first=kinds[0], wall_s=wall_s,
-        )  # fmt: skip
+            breaks_at_gpus=int(options.cores * mean_s / per_problem_s),
+            first=kinds[0],
+            wall_s=wall_s,
+        )
 
 
 def _server_s(db: TuningDB) -> float | None:
@@ -362,10 +396,20 @@ def _server_s(db: TuningDB) -> float | None:
 def _build_of(stored: StoredMeasurement, number: int) -> BuildRecord:
     """The build behind a measurement, as of another class of problems each time: it is new to the database."""
     taken = stored.measurement
-    facts = ResourceFacts(registers=168, threads=128, shared_bytes=65536, spill_bytes=0, num_ctas=1, code_bytes=20480, ctas_per_sm=2)
+    facts = ResourceFacts(
+        registers=168, threads=128, shared_bytes=65536, spill_bytes=0, num_ctas=1, code_bytes=20480, ctas_per_sm=2
+    )
     made = Artifact(arch=ARCH, fingerprint=taken.fingerprint, facts=facts, cubin=b"")
-    return BuildRecord.of(made, kernel=stored.kernel, source_hash=stored.source_hash, toolchain=stored.toolchain, arch=ARCH,
-                          schedule=taken.schedule, problem_class=ProblemClass({"simulated": number}), seconds=1.0)  # fmt: skip
+    return BuildRecord.of(
+        made,
+        kernel=stored.kernel,
+        source_hash=stored.source_hash,
+        toolchain=stored.toolchain,
+        arch=ARCH,
+        schedule=taken.schedule,
+        problem_class=ProblemClass({"simulated": number}),
+        seconds=1.0,
+    )
 
 
 def simulate_fleet(options: SimulationOptions, times: Sequence[RecordedTime], *, db: str | None = None,

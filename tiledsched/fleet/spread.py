@@ -81,8 +81,19 @@ def spread_of(controls: Iterable[Control]) -> list[GpuSpread]:
         for gpu, own in gpus.items():
             over, noise = middles[gpu] / fleet_us - 1, _noise(own)
             named = len(gpus) >= FEWEST and abs(over) > max(LEAST, NOISES * noise)
-            found.append(GpuSpread(gpu=gpu, hostname=own[-1].hostname, arch=own[-1].arch, timed=len(own), median_us=middles[gpu],
-                                   over_fleet=over, noise=noise, named=named, apart=named and abs(over) > SPREAD))  # fmt: skip
+            found.append(
+                GpuSpread(
+                    gpu=gpu,
+                    hostname=own[-1].hostname,
+                    arch=own[-1].arch,
+                    timed=len(own),
+                    median_us=middles[gpu],
+                    over_fleet=over,
+                    noise=noise,
+                    named=named,
+                    apart=named and abs(over) > SPREAD,
+                )
+            )
     return sorted(found, key=lambda each: (each.arch, -each.over_fleet, each.gpu))
 
 

@@ -121,8 +121,18 @@ def controls_of(db: TuningDB, campaign_id: str) -> list[Control]:
     asked = sa.select(ControlRow, WorkerRow.hostname).join(WorkerRow, WorkerRow.id == ControlRow.worker_id)
     with db.reading() as session:
         rows = session.execute(asked.where(ControlRow.campaign_id == campaign_id).order_by(ControlRow.id))
-        return [Control(gpu=row.gpu, hostname=hostname, arch=row.arch, fingerprint=row.fingerprint, median_us=row.median_us,
-                        ci_low_us=row.ci_low_us, ci_high_us=row.ci_high_us) for row, hostname in rows]  # fmt: skip
+        return [
+            Control(
+                gpu=row.gpu,
+                hostname=hostname,
+                arch=row.arch,
+                fingerprint=row.fingerprint,
+                median_us=row.median_us,
+                ci_low_us=row.ci_low_us,
+                ci_high_us=row.ci_high_us,
+            )
+            for row, hostname in rows
+        ]
 
 
 def read_status(leases: Leases, campaign_id: str) -> FleetStatus:
@@ -132,7 +142,7 @@ def read_status(leases: Leases, campaign_id: str) -> FleetStatus:
     of_campaign = sa.select(LeaseRow.id).where(LeaseRow.campaign_id == campaign.id)
     with leases.db.reading() as session:
         counted = sa.select(AttemptRow.outcome, sa.func.count()).where(AttemptRow.lease_id.in_(of_campaign))
-        ends = {outcome: count for outcome, count in session.execute(counted.group_by(AttemptRow.outcome))}
+        ends = {row[0]: row[1] for row in session.execute(counted.group_by(AttemptRow.outcome))}
         rate = _rate(session, campaign, now)
         workers = _workers(session, campaign, now)
     left = counts["waiting"] + counts["leased"]
@@ -147,13 +157,22 @@ def read_status(leases: Leases, campaign_id: str) -> FleetStatus:
 def _rate(session: Session, campaign: Campaign, now: datetime) -> float | None:
     """Problems a hour, lately: of a campaign that ended, while it ran."""
     until = campaign.finished_at or now
-    first = session.scalar(sa.select(sa.func.min(AttemptRow.started_at)).join(LeaseRow, LeaseRow.id == AttemptRow.lease_id)
-                           .where(LeaseRow.campaign_id == campaign.id))  # fmt: skip
+    first = session.scalar(
+        sa.select(sa.func.min(AttemptRow.started_at))
+        .join(LeaseRow, LeaseRow.id == AttemptRow.lease_id)
+        .where(LeaseRow.campaign_id == campaign.id)
+    )
     if first is None:
         return None
     since = max(first, until - timedelta(seconds=RATE_OVER_S))
-    done = session.scalar(sa.select(sa.func.count()).where(LeaseRow.campaign_id == campaign.id, LeaseRow.state == "done",
-                                                           LeaseRow.done_at > since)) or 0  # fmt: skip
+    done = (
+        session.scalar(
+            sa.select(sa.func.count()).where(
+                LeaseRow.campaign_id == campaign.id, LeaseRow.state == "done", LeaseRow.done_at > since
+            )
+        )
+        or 0
+    )
     seconds = (until - since).total_seconds()
     return done / seconds * 3600 if done and seconds > 0 else None
 
@@ -173,11 +192,23 @@ def _workers(session: Session, campaign: Campaign, now: datetime) -> list[Worker
     for row in rows:
         said, seen_s, ends = row.conditions or {}, (now - row.seen_at).total_seconds(), ended.get(row.id, Counter())
         state = row.state if row.state == "ended" or seen_s <= SILENT * campaign.lease_s else "silent"
-        found.append(WorkerStatus(
-            id=row.id, hostname=row.hostname, pid=row.pid, gpu=row.gpu, device_name=row.device_name, arch=row.arch, state=state,
-            doing=row.note if state == "ended" else str(said.get("doing", "")), done=ends[str(Outcome.DONE)] + ends[str(Outcome.LATE)],
-            faults=sum(ends[str(each)] for each in (Outcome.ERROR, Outcome.HUNG, Outcome.EXPIRED)),
-            sm_clock_mhz=said.get("sm_clock_mhz"), temperature_c=said.get("temperature_c"), power_w=said.get("power_w"),
-            throttle_reasons=tuple(said.get("throttle_reasons", ())), seen_s=round(seen_s, 1),
-        ))  # fmt: skip
+        found.append(
+            WorkerStatus(
+                id=row.id,
+                hostname=row.hostname,
+                pid=row.pid,
+                gpu=row.gpu,
+                device_name=row.device_name,
+                arch=row.arch,
+                state=state,
+                doing=row.note if state == "ended" else str(said.get("doing", "")),
+                done=ends[str(Outcome.DONE)] + ends[str(Outcome.LATE)],
+                faults=sum(ends[str(each)] for each in (Outcome.ERROR, Outcome.HUNG, Outcome.EXPIRED)),
+                sm_clock_mhz=said.get("sm_clock_mhz"),
+                temperature_c=said.get("temperature_c"),
+                power_w=said.get("power_w"),
+                throttle_reasons=tuple(said.get("throttle_reasons", ())),
+                seen_s=round(seen_s, 1),
+            )
+        )
     return sorted(found, key=lambda each: (each.state == "ended", each.hostname, each.gpu))

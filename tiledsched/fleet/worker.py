@@ -87,8 +87,14 @@ class Worker:
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
         self._doing = ""
         self._archs = gpu.archs(leases.open_archs(campaign.id))
-        self.id = leases.join(campaign.id, hostname=socket.gethostname(), pid=os.getpid(), gpu=gpu.uuid, device_name=gpu.name,
-                              arch=gpu.arch)  # fmt: skip
+        self.id = leases.join(
+            campaign.id,
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            gpu=gpu.uuid,
+            device_name=gpu.name,
+            arch=gpu.arch,
+        )
 
     def state(self) -> dict[str, Any]:
         """What is told of it with each renewal."""
@@ -324,8 +330,10 @@ class _Process:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         if self._wait(END_TIMEOUT_S) is None:
-            raise MeasureError("a working process cannot be killed: its GPU is stuck; reset it or restart the machine, then run: "
-                               "tiledsched doctor")  # fmt: skip
+            raise MeasureError(
+                "a working process cannot be killed: its GPU is stuck; reset it or restart the machine, then run: "
+                "tiledsched doctor"
+            )
 
 
 class Heart(threading.Thread):

@@ -11,11 +11,21 @@ from tiledsched.problem import Problem
 from tiledsched.studies.bench.rows import BenchRow, Cell
 
 
-def bench_here(kernel: KernelClass, problems: Sequence[Problem], *, db: str | None = None, methods: Sequence[str] | None = None,
-               ceiling: bool = False, regime: str = "burst", rounds: int = 30, budget_s: float | None = None,
-               verify: bool = False, done: Callable[[Sequence[str]], Collection[Cell]] = lambda methods: (),
-               keep: Callable[[Sequence[BenchRow]], None] = lambda rows: None,
-               progress: Callable[[str], None] = lambda text: None) -> list[BenchRow]:  # fmt: skip
+def bench_here(
+    kernel: KernelClass,
+    problems: Sequence[Problem],
+    *,
+    db: str | None = None,
+    methods: Sequence[str] | None = None,
+    ceiling: bool = False,
+    regime: str = "burst",
+    rounds: int = 30,
+    budget_s: float | None = None,
+    verify: bool = False,
+    done: Callable[[Sequence[str]], Collection[Cell]] = lambda methods: (),
+    keep: Callable[[Sequence[BenchRow]], None] = lambda rows: None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[BenchRow]:
     """Time a kernel beside its rivals on this GPU.
 
     Args:

@@ -44,9 +44,7 @@ def upgrade():
         sa.ForeignKeyConstraint(["worker_id"], ["fleet_workers.id"], name="fk_fleet_leases_worker_id"),
         sa.UniqueConstraint("campaign_id", "arch", "problem_id", name="uq_fleet_leases_key"),
     )  # fmt: skip
-    op.create_index(
-        "ix_fleet_leases_next", "fleet_leases", ["campaign_id", "state", "arch", "attempts", "number"]
-    )
+    op.create_index("ix_fleet_leases_next", "fleet_leases", ["campaign_id", "state", "arch", "attempts", "number"])
     op.create_index("ix_fleet_leases_worker_id", "fleet_leases", ["worker_id"])
     op.create_table(
         "fleet_attempts", key("id", sa.Integer()), key("lease_id", sa.Integer()), key("number", sa.Integer()),
