@@ -44,7 +44,7 @@ def new_url(backend: str, folder: Path) -> Iterator[str]:
         yield ":memory:" if backend == "memory" else str(folder / "tuning.db")
         return
     url, schema = resolve_url(server()), f"test_{uuid.uuid4().hex}"
-    engine = sa.create_engine(url)
+    engine = sa.create_engine(url, pool_pre_ping=True)  # some tests end every connection
     with engine.begin() as connection:
         connection.exec_driver_sql(f"CREATE SCHEMA {schema}")
     inside = url.update_query_dict({"options": f"-csearch_path={schema}"})

@@ -191,20 +191,25 @@ def test_a_cluster_that_is_shot_at_does_everything_once_and_leases_alone_do_the_
             ray.shutdown()
             cluster.shutdown()
         assert gone(home), [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(home)]
-    with capsys.disabled():
-        if KILLS_S:
-            print(
-                f"\n{PROBLEMS} problems in {took_s:.0f} s; killed {dict(killer.killed)}; {status.lost} attempts made again, {status.late} late"
-            )
+    if KILLS_S:
+        with capsys.disabled():
+            said = f"{PROBLEMS} problems in {took_s:.0f} s; killed {dict(killer.killed)}; {status.lost} attempts made again, {status.late} late"
+            print("\n" + said, flush=True)
     assert set(killer.killed) == {"child", "actor", "node", "connections", "driver"}
     monkeypatch.setenv("FLEET_GPUS", "sm_90:1,sm_100:1")
     with new_url("postgresql", home) as url, TuningDB.open(url) as db:
         leases = Leases(db)
         again = leases.open(plan())
         assert again.id == campaign.id
+        began = time.monotonic()
         work(url, again.id)
         alone = check_done(db, leases, again.id)
     same = sum(alone[key] == on_ray[key] for key in alone)
+    if KILLS_S:
+        with capsys.disabled():
+            print(
+                f"leases alone: {time.monotonic() - began:.0f} s, {same} of {len(alone)} winners the same", flush=True
+            )
     assert alone.keys() == on_ray.keys()
     assert same >= 0.9 * len(alone)  # the others are ties: both are within a percent of the best
     assert gone(home)

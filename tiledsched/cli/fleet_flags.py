@@ -63,7 +63,7 @@ def add_others(actions: Any, command: Callable[..., argparse.ArgumentParser]) ->
     add = simulate.add_argument
     add("--gpus", type=positive, default=1000, metavar="N", help="GPUs (default: 1000)")
     add("--problems", type=positive, default=100_000, metavar="N", help="problems (default: 100000)")
-    add("--deaths", type=float, default=0.01, metavar="SHARE", help="of attempts whose worker dies (default: 0.01)")
+    add("--deaths", type=float, default=0.001, metavar="SHARE", help="of attempts whose worker dies (default: 0.001)")
     add("--db", metavar="URL", help="an empty database for the leases (default: SQLite, in a temporary folder)")
     add("--cores", type=positive, default=8, metavar="N", help="of the database's server (default: 8)")
     add("--real", type=positive, default=10_000, metavar="N", help="problems that real leases serve; "

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from tiledsched.cli import output
 from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from tiledsched.fleet.status import FleetStatus
     from tiledsched.problem import Problem
 
@@ -29,6 +28,9 @@ def print_status(status: FleetStatus) -> None:
 
 def view(status: FleetStatus) -> RenderableType:
     """Problems, GPUs, the spread of the control program, and what could not be done."""
+    from rich.console import Group
+    from rich.text import Text
+
     parts: list[RenderableType] = [Text(headline(status))]
     shown = [worker for worker in status.workers if worker.state != "ended" or worker.doing][:MOST_WORKERS]
     if shown:
@@ -71,6 +73,8 @@ def headline(status: FleetStatus) -> str:
 
 
 def _workers(status: FleetStatus, shown: Sequence[Any]) -> Table:
+    from rich.table import Table
+
     over = {each.gpu: each for each in status.spread}
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("host", "GPU", "state", "done", "faults", "MHz", "C", "W", "control", "doing"):

@@ -6,9 +6,9 @@ first so many problems the same rules go on in memory, each question costing wha
 
 What else is modelled: how long a problem takes (drawn from recorded landscapes: what their samples took at the distance they were
 launched at, and compiling), that workers die (a share of attempts, at a random moment), and a server of so many cores that
-serves as many questions at once. Questions wait for each other by what each took here, client and server on one machine; how
-busy the server is, is told by the processor time of its processes where they run here (PostgreSQL), else by the same. What a
-worker reads at the start and sends home at the end is timed on this database a few times, then taken to be the same for all.
+serves as many questions at once. A question keeps a core busy for the processor time of the server's processes, where they run
+here (PostgreSQL), else for all it took, with the client's part; the worker waits for all of it. What a worker reads at the start
+and sends home at the end is timed on this database a few times, then taken to be the same for all.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ BACK_S = 120.0
 """Until a worker that died is there again."""
 TRIED = 20
 """Problems whose reading and sending home are really done, to be timed."""
+LEAST_TOLD_S = 0.1
+"""Of processor time: the system counts it in hundredths of a second."""
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 ARCH = "sm_90"
 
@@ -70,7 +72,7 @@ class SimulationOptions:
     """GPUs, eight to a host."""
     problems: int = 100_000
     """Problems of the campaign."""
-    deaths: float = 0.01
+    deaths: float = 0.001
     """Share of attempts whose worker dies."""
     cores: int = 8
     """Of the database's server."""
@@ -214,7 +216,9 @@ class _Simulation:
         self.last_s = 0.0
         self.over = False
         self.server_s: dict[str, float] = {}
-        """Processor time of the server for a question of a kind, where it is told."""
+        """Processor time of the server for a question that is modelled, by kind, where it is told."""
+        self.share = 1.0
+        """Of what a real question takes, the part that is the server's processor time."""
 
     def time(self) -> datetime:
         """The fleet's."""
@@ -232,25 +236,24 @@ class _Simulation:
         self.say(f"{options.problems} problems are in the database")
         self.reads_s, self.sends_s = self._time_evidence()
         self.say(f"a problem is read in {self.reads_s * 1e3:.1f} ms and sent home in {self.sends_s * 1e3:.1f} ms")
+        before, began_s = _server_s(self.db), time.perf_counter()
         self.workers = {gpu: self._join(gpu) for gpu in range(options.gpus)}
+        after, took_s = _server_s(self.db), time.perf_counter() - began_s
+        if before is not None and after is not None and after - before > LEAST_TOLD_S:
+            self.share = (after - before) / took_s
         for gpu in range(options.gpus):
             self._at(self.rng.uniform(0, 5.0), lambda gpu=gpu: self._take(gpu, 0.2))  # type: ignore[misc]
         for host in range(0, options.gpus, HOST_GPUS):
             gpus = range(host, min(host + HOST_GPUS, options.gpus))
             self._at(self.rng.uniform(0, options.lease_s / 4), lambda gpus=gpus: self._renew(gpus))  # type: ignore[misc]
-        before = _server_s(self.db)
-        after = None
         while self.events:
             if self.real and self.done >= options.real:
-                after = _server_s(self.db)
                 known = {problem.id: problem for problem in problems}
                 self.leases, self.real = ModelledLeases(self.leases, self.campaign, known, self.time), False  # type: ignore[arg-type]
             self.now_s, _, event = heapq.heappop(self.events)
             event()
-        after = _server_s(self.db) if self.real else after
-        leases_s = None if before is None or after is None else after - before
         counts = self.leases.counts(self.campaign.id)
-        return self._summary(counts, leases_s, time.perf_counter() - began)
+        return self._summary(counts, time.perf_counter() - began)
 
     def _at(self, seconds: float, event: Callable[[], None]) -> None:
         heapq.heappush(self.events, (seconds, next(self.order), event))
@@ -264,7 +267,13 @@ class _Simulation:
             self.costs_s[kind].append(took_s)
         elif self.costs_s[kind]:
             took_s = self.rng.choice(self.costs_s[kind])
-        return answer, self.server.serve(kind, self.now_s, took_s)
+        busy_s = self.share * took_s
+        return answer, self.server.serve(kind, self.now_s, busy_s) + took_s - busy_s
+
+    def _modelled(self, kind: str, now_s: float, took_s: float) -> float:
+        """When a question of a modelled kind is answered."""
+        busy_s = self.server_s.get(kind, took_s)
+        return self.server.serve(kind, now_s, busy_s) + max(0.0, took_s - busy_s)
 
     def _time_evidence(self) -> tuple[float, float]:
         """What reading about a problem and sending home what was found take, on this database."""
@@ -307,7 +316,7 @@ class _Simulation:
                 self._at(told_s + idle_s, lambda: self._take(gpu, min(2 * idle_s, 10.0)))
             return
         self.attempts += 1
-        begins = self.server.serve("read", told_s, self.reads_s)
+        begins = self._modelled("read", told_s, self.reads_s)
         seconds = self.seconds[lease.problem]
         if self.rng.random() < self.options.deaths:
             self._at(begins + self.rng.uniform(0, seconds), lambda: self._die(gpu))
@@ -315,7 +324,7 @@ class _Simulation:
             self._at(begins + seconds, lambda: self._send(gpu, lease))
 
     def _send(self, gpu: int, lease: Lease) -> None:
-        self._at(self.server.serve("send home", self.now_s, self.sends_s), lambda: self._finish(gpu, lease))
+        self._at(self._modelled("send home", self.now_s, self.sends_s), lambda: self._finish(gpu, lease))
 
     def _finish(self, gpu: int, lease: Lease) -> None:
         outcome, told_s = self._really(
@@ -347,14 +356,8 @@ class _Simulation:
             self._really("renew", lambda: self.leases.renew(self.campaign, alive))
         self._at(self.now_s + self.campaign.lease_s / 4, lambda: self._renew(gpus))
 
-    def _summary(self, counts: dict[str, int], leases_s: float | None, wall_s: float) -> Simulated:
+    def _summary(self, counts: dict[str, int], wall_s: float) -> Simulated:
         options, server = self.options, self.server
-        if leases_s is not None:  # by the processor: each kind of real question in proportion to what it took
-            share = leases_s / max(1e-9, sum(map(sum, self.costs_s.values())))
-            for kind in server.took_s:
-                each_s = self.server_s.get(kind, share * server.took_s[kind] / server.asked[kind])
-                server.took_s[kind] = server.asked[kind] * each_s  # type: ignore[assignment]
-            server.busy_s = sum(server.took_s.values())
         work_s = sum(self.seconds.values())
         per_problem_s = server.busy_s / max(1, self.done)
         mean_s = work_s / len(self.seconds)
@@ -368,7 +371,7 @@ class _Simulation:
             failed=counts["failed"],
             attempts=self.attempts,
             database_busy=server.busy_s / (self.last_s * options.cores),
-            by_processor=leases_s is not None,
+            by_processor=bool(self.server_s),
             waited_ms=waited[int(0.99 * len(waited))] * 1e3,
             problem_s=mean_s,
             questions_ms={kind: server.took_s[kind] / server.asked[kind] * 1e3 for kind in kinds},
