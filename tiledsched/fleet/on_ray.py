@@ -22,7 +22,7 @@ from typing import Any
 
 from tiledsched.build.pool import default_jobs
 from tiledsched.errors import ConfigError
-from tiledsched.fleet.campaign import Campaign
+from tiledsched.fleet.campaign import Campaign, Outcome
 from tiledsched.fleet.gpus import Gpu, gpus_here, visible
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import Worked
@@ -37,7 +37,7 @@ LOOK_EVERY_S = 2.0
 STEP_S = 15.0
 """How long an actor that finds nothing to do waits before it says so."""
 MOST_RESTARTS = 3
-"""Of the actor of one GPU."""
+"""Of the actor of one GPU, without a problem done between them."""
 NOBODY_S = 600.0
 """How long problems wait for a GPU of their arch to come, e.g. from an autoscaler."""
 
@@ -243,6 +243,8 @@ class Driver:
             self._say(f"{answer['name'] or 'a worker'} {answer['gpu']} on {answer['host']} takes part")
             seat.call = seat.actor.step.remote()
             return
+        if answer["outcome"] == str(Outcome.DONE):
+            seat.restarts = 0  # it works: what killed it before is not this GPU
         for line in answer["said"]:
             self._say(line)
         if answer["note"]:
