@@ -49,7 +49,7 @@ def new_url(backend: str, folder: Path) -> Iterator[str]:
         yield ":memory:" if backend == "memory" else str(folder / "tuning.db")
         return
     url, schema = resolve_url(server()), f"test_{uuid.uuid4().hex}"
-    engine = sa.create_engine(url)
+    engine = sa.create_engine(url, pool_pre_ping=True)  # some tests end every connection
     with engine.begin() as connection:
         connection.exec_driver_sql(f"CREATE SCHEMA {schema}")
     inside = url.update_query_dict({"options": f"-csearch_path={schema}"})
@@ -128,9 +128,26 @@ def fill(db: TuningDB) -> None:
     db.finish_run(run)
 
 
+def fill_fleet(db: TuningDB) -> None:
+    """A row in every table of a fleet's."""
+    from tiledsched.fleet.campaign import JOBS, CampaignPlan, Outcome
+    from tiledsched.fleet.leases import Leases
+
+    leases = Leases(db, clock=lambda: START)
+    campaign = leases.open(CampaignPlan(job=JOBS["tune"], kernel="attention", problems={"sm_90": [PROBLEM]}))
+    worker = leases.join(campaign.id, hostname="host", pid=1, gpu="GPU-1", device_name=DEVICE.name, arch="sm_90")
+    told = {"fingerprint": "f" * 24, "median_us": 100.0, "ci_low_us": 99.0, "ci_high_us": 101.0}
+    leases.note_control(campaign.id, worker, "GPU-1", "sm_90", told)
+    lease = leases.take(campaign, worker, ["sm_90"])
+    assert lease is not None
+    leases.finish(lease, Outcome.DONE, result={"median_us": 100.0})
+    leases.end(campaign.id)
+
+
 if __name__ == "__main__":
     with TuningDB.open(sys.argv[1]) as filled:
         fill(filled)
+        fill_fleet(filled)
     connection = sqlite3.connect(sys.argv[1], isolation_level=None)
     for statement in ("PRAGMA journal_mode=DELETE", "PRAGMA page_size=1024", "VACUUM"):  # small enough to keep in git
         connection.execute(statement)

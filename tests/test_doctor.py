@@ -227,7 +227,7 @@ def test_database_in_order(tmp_path):
         add_modelled(db, plain(128, 64))
     finding = found("database")
     assert finding.status == "ok"
-    assert "schema 0006, 1 entry (1 modelled)" in finding.detail
+    assert "schema 0007, 1 entry (1 modelled)" in finding.detail
 
 
 def test_broken_database(tmp_path):

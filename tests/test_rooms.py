@@ -41,8 +41,9 @@ MAY_IMPORT = {
     "refresh": PROOF | {"search", "serve", "tuning"},
     "functions": PROOF | {"serve"},
     "doctor": PROOF | {"search", "serve", "report"},
+    "fleet": PROOF | {"search", "serve", "tuning", "refresh"},
     "studies": PROOF | {"search", "serve", "report", "attention", "tuning"},
-    "cli": PROOF | {"search", "serve", "report", "attention", "tuning", "refresh", "doctor", "studies"},
+    "cli": PROOF | {"search", "serve", "report", "attention", "tuning", "refresh", "doctor", "fleet", "studies"},
     "root": PROOF | {"search", "serve", "report", "attention", "tuning"},
     "__main__": {"cli"},
 }

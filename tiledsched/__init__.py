@@ -9,6 +9,7 @@ _HOMES = {
     "Kernel": "tiledsched.kernel", "Problem": "tiledsched.problem", "Schedule": "tiledsched.schedule",
     "SearchSpace": "tiledsched.space", "TiledschedError": "tiledsched.errors", "Tolerance": "tiledsched.kernel",
     "array": "tiledsched.fields", "arrays": "tiledsched.fields", "check": "tiledsched.tuning",
+    "check_ranks": "tiledsched.serve.ranks",
     "choice": "tiledsched.fields", "configure": "tiledsched.config", "dim": "tiledsched.fields", "dtype": "tiledsched.fields",
     "explain": "tiledsched.attention.explain", "flag": "tiledsched.fields", "inout": "tiledsched.fields",
     "knob": "tiledsched.fields", "load_kernel": "tiledsched.kernel_names", "load_space": "tiledsched.space_files",
@@ -28,6 +29,7 @@ __all__ = [
     "array",
     "arrays",
     "check",
+    "check_ranks",
     "choice",
     "configure",
     "dim",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from tiledsched.problem import Problem
     from tiledsched.schedule import Schedule
     from tiledsched.serve.op import op
+    from tiledsched.serve.ranks import check_ranks
     from tiledsched.space import SearchSpace
     from tiledsched.space_files import load_space, space_for
     from tiledsched.tuning import check, tune

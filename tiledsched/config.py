@@ -42,7 +42,8 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "log_level": ("debug", "info", "warning", "error"),
 }
 """Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
-OTHER_VARIABLES = ("TILEDSCHED_WORKER_KEY", "TILEDSCHED_TEST_POSTGRESQL", "TILEDSCHED_BUNDLE")
+OTHER_VARIABLES = ("TILEDSCHED_WORKER_KEY", "TILEDSCHED_TEST_POSTGRESQL", "TILEDSCHED_BUNDLE", "TILEDSCHED_GPU_LABEL",
+                   "TILEDSCHED_FLEET_JOBS")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ def refresh(kernel: KernelClass | str, problems: Cases | str | None = None, *, a
     Raises:
         TiledschedError: of a wrong argument or a missing compiler. What was found until then is stored.
     """
-    from tiledsched.build.pool import BuildPool
+    from tiledsched.build.pool import open_pool
     from tiledsched.search.programs import Builder
     from tiledsched.search.tuner import Silent
     from tiledsched.serve.entries import load_entries
@@ -146,7 +146,7 @@ def refresh(kernel: KernelClass | str, problems: Cases | str | None = None, *, a
     measured = [entry for entry in for_compiler(load_entries(settings, {arch}, kernel.name), compiler)
                 if entry.provenance == "measured" and (entry.kernel, entry.arch) == (kernel.name, arch)
                 and (wanted is None or entry.problem in wanted) and entry.problem.known]  # fmt: skip
-    with TuningDB.open(settings.db) as store, BuildPool(jobs) as pool:
+    with TuningDB.open(settings.db) as store, open_pool(jobs) as pool:
         builder = Builder(store, tools.artifacts, kernel, arch, tools.toolchain, pool, timeout_s=compile_timeout_s)
         others = [entry for entry in measured if (entry.compiler, entry.source_hash) != (compiler, builder.source_hash)]
         compiled = 0

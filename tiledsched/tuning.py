@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tiledsched.build.artifacts import ArtifactStore
     from tiledsched.build.toolchain import Toolchain
     from tiledsched.measure.gpu import GpuRunner
+    from tiledsched.search.record import RecordResult
     from tiledsched.search.tuner import TuneResult, Watcher
     from tiledsched.store.db import TuningDB
     from tiledsched.store.records import EntryRecord
@@ -288,7 +289,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     if gpu is None and (sampler != OURS or storage):
         raise ConfigError(f"no GPU of {arch} measures here, and without one nothing is searched: the model ranks what is "
                           "built; leave out --sampler and --storage")  # fmt: skip
-    from tiledsched.build.pool import BuildPool
+    from tiledsched.build.pool import open_pool
     from tiledsched.measure.gpu import GpuRunner
     from tiledsched.measure.rivals import RivalRaces, can_race
     from tiledsched.search.prior import Shipped
@@ -308,7 +309,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
         if isinstance(gpu, GpuRunner) and settings.rivals != "off" and can_race(kernel):
             races = RivalRaces(kernel, gpu, regime=settings.regime)
         kept = open_storage(storage) if storage else None
-        with TuningDB.open(settings.db) as store, BuildPool(jobs) as pool:
+        with TuningDB.open(settings.db) as store, open_pool(jobs) as pool:
             before = load_entries(settings, {arch}, kernel.name)
             table = Table(before, kernel, regime=settings.regime, accum_mode=settings.accum_mode,
                           compiler=tools.toolchain.tileiras)  # fmt: skip
@@ -342,6 +343,65 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     return TuneReport(
         kernel=kernel, arch=arch, run_id=run_id, results=results, entries=entries, measured=gpu is not None
     )
+
+
+def record(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch: str, out: str | Path | None,
+           db: str | None = None, programs: int = 300, sustained_leaders: int = 24, build_only: bool = False,
+           budget_s: float | None = None, accum_mode: str | None = None, space: str | Path | None = None, seed: int = 0,
+           jobs: int | None = None, compile_timeout_s: float = 120.0, progress: Callable[[str], None] = lambda line: None,
+           on_result: Callable[[RecordResult], None] = lambda result: None,
+           command: Mapping[str, Any] | None = None) -> tuple[int, list[RecordResult]]:  # fmt: skip
+    """Record landscapes: measure a broad choice of programs of each problem, for replay anywhere.
+
+    Args:
+        kernel: the class, or where it is declared.
+        problems: as for :func:`tune`.
+        arch: e.g. sm_90.
+        out: folder for the landscape files; None with `build_only`.
+        db: path or URL of the database; None for the user's.
+        programs: distinct programs per problem.
+        sustained_leaders: how many of the fastest are measured in the sustained regime, too.
+        build_only: build the programs and stop; needs no GPU.
+        budget_s: seconds for all problems together.
+        accum_mode: accuracy class, of kernels that have several.
+        space: a search-space file.
+        seed: of the choice of schedules.
+        jobs: compile processes; None for one per CPU.
+        compile_timeout_s: per schedule.
+        progress: told a line now and then.
+        on_result: given each problem's result as it is known.
+        command: what to note as the run's command.
+
+    Returns:
+        The run's number, and a result for each problem.
+
+    Raises:
+        TiledschedError: of a wrong argument, a missing compiler or GPU, or a problem that no schedule works for.
+    """
+    from tiledsched.build.pool import open_pool
+    from tiledsched.search.record import Recorder, RecordOptions
+    from tiledsched.store.db import TuningDB
+
+    kernel = kernel_of(kernel)
+    wanted = problems_of(kernel, problems)
+    settings = load_settings({"db": db, "accum_mode": accum_mode})
+    tools = prepare_tools(kernel, arch, settings=settings, space=space)
+    options = RecordOptions(accum_mode=settings.accum_mode, programs=programs, seed=seed, sustained_leaders=sustained_leaders,
+                            budget_s=budget_s, compile_timeout_s=compile_timeout_s)  # fmt: skip
+    said = command or {"kernel": kernel.name, "problems": [each.to_json() for each in wanted], "programs": programs}
+    runner = open_runner(kernel, arch, runner="none" if build_only else "gpu", seed=seed, without="--build-only")
+    results = []
+    try:
+        with TuningDB.open(settings.db) as store, open_pool(jobs) as pool, noted_run(store, said, arch) as run_id:
+            recorder = Recorder(store, tools.artifacts, tools.space, kernel, tools.toolchain, options, pool=pool, run_id=run_id,
+                                runner=runner, progress=progress)  # fmt: skip
+            for result in recorder.record(wanted, Path(out) if out else Path()):
+                results.append(result)
+                on_result(result)
+    finally:
+        if runner is not None:
+            runner.close()
+    return run_id, results
 
 
 def winners_nearby(kernel: KernelClass, problem: Problem, entries: Iterable[EntryRecord]) -> list[Schedule]:

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -105,6 +105,20 @@ class BuildPool:
             wanted.add(future)
         return wanted
 
+    def submit(self, task: BuildTask) -> concurrent.futures.Future[Built]:
+        """Start one build beside others; its outcome, for who does not wait in :meth:`build`. May be called by any thread."""
+        outcome: concurrent.futures.Future[Built] = concurrent.futures.Future()
+
+        def tell(future: concurrent.futures.Future[Built]) -> None:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                try:
+                    outcome.set_result(_outcome(task, future))
+                except BaseException as error:
+                    outcome.set_exception(error)
+
+        self._started().schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S).add_done_callback(tell)
+        return outcome
+
     def start(self) -> None:
         """Start the processes in the background, ahead of the first task. Safe to call again."""
         if self._pool is None:
@@ -138,6 +152,15 @@ class BuildPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+opener: Callable[[int | None], BuildPool] | None = None
+"""What `open_pool` asks in place of making a pool here: in a fleet builds are shared."""
+
+
+def open_pool(jobs: int | None = None) -> BuildPool:
+    """The compile processes of a run, to be used in a `with`."""
+    return BuildPool(jobs) if opener is None else opener(jobs)
 
 
 def _outcome(task: BuildTask, future: concurrent.futures.Future[Built]) -> Built:

@@ -28,28 +28,21 @@ def bench(options: argparse.Namespace) -> int:
     """Time a kernel beside its rivals; or sum up rows that were measured before."""
     if options.summary:
         return _bench_summary(options)
-    if options.db:
-        os.environ["TILEDSCHED_DB"] = options.db  # what is launched reads its own settings
-    from tiledsched.measure.lock import holding_current_gpu
-    from tiledsched.studies.bench.harness import TorchHarness
-    from tiledsched.studies.bench.methods import choose_methods
+    from tiledsched.studies.bench.job import bench_here
     from tiledsched.studies.bench.rows import append_rows, finished_cells
-    from tiledsched.studies.bench.run import BenchOptions, run_bench
     from tiledsched.studies.bench.summary import summarise, to_markdown
 
-    problems = _problems(options)
-    methods = choose_methods(options.declaration, options.methods, problems, ceiling=options.ceiling)
-    regimes = ("burst", "sustained") if options.regime == "both" else (options.regime,)
     path = Path(options.csv) if options.csv else None
     if options.resume and path is None:
         raise ConfigError("--resume goes on with a file; pass --csv FILE, too")
     if path is not None and path.exists() and not options.resume:
         raise ConfigError(f"{path} is there already; go on with it with --resume, or choose another file")
-    done = finished_cells(path, [method.name for method in methods]) if path else set()
-    how = BenchOptions(methods=tuple(methods), regimes=regimes, rounds=options.rounds, budget_s=options.budget)
-    with holding_current_gpu():
-        rows = run_bench(problems, how, TorchHarness(verify=options.verify), done=done,
-                         keep=lambda found: append_rows(found, path) if path else None, progress=output.note)  # fmt: skip
+    rows = bench_here(
+        options.declaration, _problems(options), db=options.db, methods=options.methods, ceiling=options.ceiling,
+        regime=options.regime, rounds=options.rounds, budget_s=options.budget, verify=options.verify,
+        done=lambda methods: finished_cells(path, methods) if path else set(),
+        keep=lambda found: append_rows(found, path) if path else None, progress=output.note,
+    )  # fmt: skip
     summaries = summarise(rows)
     if options.json:
         _print_json({"rows": [row.to_json() for row in rows], "summary": [each.to_json() for each in summaries]})

@@ -97,13 +97,8 @@ def refresh(options: argparse.Namespace) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from tiledsched.cli.progress import TuneProgress
     from tiledsched.refresh import refresh as refreshed
-    from tiledsched.serve.entries import load_entries
 
-    entries = load_entries(_settings(options), {options.arch}, options.declaration.name)
-    known = {entry.problem for entry in entries if entry.arch == options.arch and entry.provenance == "measured"}
-    problems = filtered(options, known)
-    if known and not problems:
-        raise ConfigError("nothing that was measured is like that; leave out a filter")
+    problems = _measured(options, options.arch)
     with TuneProgress(0, options.budget) as watcher:
         report = refreshed(
             options.declaration, problems or None, arch=options.arch, db=options.db, effort=options.effort,
@@ -115,6 +110,18 @@ def refresh(options: argparse.Namespace) -> int:
     else:
         output.print_refreshed(report)
     return 0
+
+
+def _measured(options: argparse.Namespace, arch: str) -> list[Problem]:
+    """The measured problems of an arch that the filters of a command let through."""
+    from tiledsched.serve.entries import load_entries
+
+    entries = load_entries(_settings(options), {arch}, options.declaration.name)
+    known = {entry.problem for entry in entries if entry.arch == arch and entry.provenance == "measured"}
+    problems = filtered(options, known)
+    if known and not problems:
+        raise ConfigError("nothing that was measured is like that; leave out a filter")
+    return problems
 
 
 def _next_steps(options: argparse.Namespace, report: TuneReport) -> list[tuple[str, str]]:
@@ -171,32 +178,18 @@ def _folder(path: str) -> Path:
 
 def record(options: argparse.Namespace) -> int:
     """Record landscapes, a line for each file as it is written."""
-    from tiledsched.build.pool import BuildPool
-    from tiledsched.search.record import Recorder, RecordOptions
-    from tiledsched.tuning import noted_run, open_runner
+    from tiledsched import tuning
 
     if not options.build_only and not options.out:
         raise ConfigError("record needs a folder for the landscapes; pass --out DIR, or --build-only")
-    tools, problems = _tools(options), _problems(options)
-    record_options = RecordOptions(accum_mode=tools.settings.accum_mode, programs=options.programs, seed=options.seed,
-                                   sustained_leaders=options.sustained_leaders, budget_s=options.budget,
-                                   compile_timeout_s=options.compile_timeout)  # fmt: skip
-    folder = _folder(options.out) if options.out else Path()
-    runner = open_runner(options.declaration, options.arch, runner="none" if options.build_only else "gpu", seed=options.seed,
-                         without="--build-only")  # fmt: skip
-    results = []
-    with _open(options) as db, BuildPool(options.jobs) as pool:
-        try:
-            with noted_run(db, _command(options), options.arch) as run_id:
-                recorder = Recorder(db, tools.artifacts, tools.space, options.declaration, tools.toolchain, record_options,
-                                    pool=pool, run_id=run_id, runner=runner, progress=output.note)  # fmt: skip
-                for result in recorder.record(problems, folder):
-                    results.append(result)
-                    if not options.json:
-                        output.print_recorded(result)
-        finally:
-            if runner is not None:
-                runner.close()
+    problems, folder = _problems(options), _folder(options.out) if options.out else None
+    run_id, results = tuning.record(
+        options.declaration, problems, arch=options.arch, out=folder, db=options.db, programs=options.programs,
+        sustained_leaders=options.sustained_leaders, build_only=options.build_only, budget_s=options.budget,
+        accum_mode=options.accum_mode, space=options.space, seed=options.seed, jobs=options.jobs,
+        compile_timeout_s=options.compile_timeout, progress=output.note,
+        on_result=(lambda result: None) if options.json else output.print_recorded, command=_command(options),
+    )  # fmt: skip
     if options.json:
         _print_json({"run": run_id, "problems": [output.recorded_json(result) for result in results]})
     return 0

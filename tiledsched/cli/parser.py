@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiledsched import __version__
-from tiledsched.cli import bench_commands, commands, search_commands, store_commands
+from tiledsched.cli import bench_commands, commands, fleet_commands, fleet_flags, search_commands, store_commands
 from tiledsched.cli.problems import example, kernel_word
 from tiledsched.device import arch_named
 from tiledsched.errors import ConfigError, FailureKind
@@ -31,6 +31,8 @@ USUAL = "attention"
 """The kernel of a command that names none."""
 USUAL_ARCH = "sm_121"
 """The arch of a command that names none, where there is no GPU."""
+FLEET = "fleet"
+"""The command whose own commands are those of one GPU."""
 KERNEL = "which kernel: a shipped name (attention, matmul, ...), package.module:Class or path/file.py:Class"
 
 
@@ -45,6 +47,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     arguments = arguments or ["--help"]
     commands = _subparsers(_make(None))
     place = next((place for place, word in enumerate(arguments) if word in commands), None)
+    if place is not None and arguments[place] == FLEET:
+        commands, above = _subparsers(commands[FLEET]), place
+        place = next((each for each, word in enumerate(arguments) if each > above and word in commands), None)
     actions = commands[arguments[place]]._actions if place is not None else []
     word = None
     dests = {action.dest for action in actions}
@@ -54,8 +59,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = make_parser(_known(word, any_name="listed" in dests) if word else None)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        command = arguments[place or 0]
-        raise ConfigError(_unknown(unknown[0], command, _subparsers(parser)[command], options.declaration))
+        command, found = arguments[place or 0], _subparsers(parser)
+        of = found if FLEET not in arguments[: place or 0] else _subparsers(found[FLEET])
+        raise ConfigError(_unknown(unknown[0], command, of[command], options.declaration))
     options.words = list(arguments)
     if options.usual_arch and options.arch is None:
         options.arch = next((device.arch for device in devices()), USUAL_ARCH)
@@ -109,6 +115,7 @@ def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
                 _add_repeatability, _add_landscapes, _add_dashboard, _add_refresh, _add_warmup,
                 _add_bundle):  # fmt: skip
         add(subs, kernel)
+    _add_fleet(subs, kernel)
     _add_doctor(subs)
     _add_db(subs)
     _add_completion(subs)
@@ -481,7 +488,9 @@ def _add_bundle(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "bundle", store_commands.bundle, "write what the tuned table serves, built, to a file for machines "
                       "without a compiler")  # fmt: skip
     _arch_flag(parser, "e.g. sm_90; no GPU of it is needed", required=True)
-    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="file to write; what it holds is used again")
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="file to write; what it holds is used again. "
+                        "In a folder, it is named by its contents")  # fmt: skip
+    parser.add_argument("--campaign", metavar="CAMPAIGN", help="only what this campaign of a fleet did")
     _prepare_flags(parser, kernel)
 
 
@@ -490,6 +499,20 @@ def _prepare_flags(parser: argparse.ArgumentParser, kernel: KernelClass | None) 
     parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
     if kernel is not None and kernel.add_likely_flags is not None:
         kernel.add_likely_flags(parser.add_argument_group(f"beside what is tuned of {kernel.name}"))
+
+
+def _add_fleet(subs: Any, kernel: KernelClass | None) -> None:
+    text = "tune, record, refresh or bench on many GPUs and hosts, from leases in the database"
+    parser = subs.add_parser(FLEET, help=text, description=text[0].upper() + text[1:] + ".")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    for add, run in ((_add_tune, fleet_commands.tune), (_add_record, fleet_commands.record),
+                     (_add_refresh, fleet_commands.refresh), (_add_bench, fleet_commands.bench)):  # fmt: skip
+        add(actions, kernel)
+        single = list(actions.choices.values())[-1]
+        if "--arch" not in single._option_string_actions:
+            _arch_flag(single)
+        fleet_flags.of_a_fleet(single, _archs_named, run)
+    fleet_flags.add_others(actions, _command)
 
 
 def _add_doctor(subs: Any) -> None:

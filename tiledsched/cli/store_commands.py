@@ -6,6 +6,7 @@ import argparse
 import csv
 import itertools
 import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from tiledsched.errors import ConfigError
 
 if TYPE_CHECKING:
     from tiledsched.serve.entries import Layer
-    from tiledsched.store.records import MergeResult
+    from tiledsched.store.records import EntryRecord, MergeResult
 
 
 FORMS = {"tiledsched": ".json.xz", "csv": ".csv"}
@@ -150,28 +151,41 @@ def warmup(options: argparse.Namespace) -> int:
 
 
 def bundle(options: argparse.Namespace) -> int:
-    """Build what an arch is served, into a file to take elsewhere."""
-    return _prepare(options, [(options.arch, Path(options.out))])
+    """Build what an arch is served, into a file to take elsewhere; into a folder, under a name that tells its contents."""
+    return _prepare(options, [(options.arch, Path(options.out))], options.campaign)
 
 
-def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]]) -> int:
+def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]], campaign: str | None = None) -> int:
     from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
-    from tiledsched.serve.warmup import prepare
+    from tiledsched.serve.warmup import prepare, renamed_by_contents
     from tiledsched.tuning import prepare_tools
 
     settings, kernel = _settings(options), options.declaration
     entries, table = load_entries(settings), load_table(settings, kernel=kernel)
+    if campaign:
+        entries = _of_campaign(options, entries, campaign)
     results = []
     for arch, path in targets:
         tools = prepare_tools(kernel, arch, settings=settings)
-        results.append(prepare(
-            arch, path, entries, table, kernel, tools.artifacts, tools.toolchain.compiler,
-            likely=lambda problem: kernel.likely(problem, options) if kernel.likely else (),
+        done = prepare(
+            arch, path / f".{os.getpid()}.zip" if path.is_dir() else path, entries, table, kernel, tools.artifacts,
+            tools.toolchain.compiler, likely=lambda problem: kernel.likely(problem, options) if kernel.likely else (),
             others=[warm_path(arch, settings, kernel.name)], jobs=options.jobs, progress=output.note,
-        ))  # fmt: skip
+        )  # fmt: skip
+        results.append(renamed_by_contents(done, kernel.name) if path.is_dir() else done)
     _said(options, {"bundles": [result.to_json() for result in results]}, "\n".join(map(str, results)))
     return 1 if any(result.failures for result in results) else 0
+
+
+def _of_campaign(options: argparse.Namespace, entries: list[EntryRecord], campaign: str) -> list[EntryRecord]:
+    """Entries of the problems that a campaign did."""
+    from tiledsched.fleet.leases import Leases
+
+    with _open(options, read_only=True) as db:
+        leases = Leases(db)
+        done = {(problem, arch) for problem, arch, _, _ in leases.results(leases.campaign(campaign).id)}
+    return [entry for entry in entries if (entry.problem, entry.arch) in done]
 
 
 def db_export(options: argparse.Namespace) -> int:

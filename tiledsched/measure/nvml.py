@@ -24,6 +24,11 @@ THROTTLE_REASONS = {
 }
 """Bits of nvmlDeviceGetCurrentClocksEventReasons, without 0x1 (idle), which pacing causes on purpose."""
 
+LABEL_VARIABLE = "TILEDSCHED_GPU_LABEL"
+"""Added to the names of this process's GPUs: the evidence of one that differs from its like is kept apart from theirs."""
+HELD_DOWN = ("hardware slowdown", "software thermal", "hardware thermal", "power brake")
+"""Throttle reasons of a GPU that is ill or hot, and not just busy."""
+
 BUSY_PERCENT = 5
 """Of the time, below which another process's kernels are borne by the median: a desktop that draws is at one or two."""
 
@@ -38,6 +43,48 @@ def _tell(question: Callable[..., Any], *about: Any) -> Any:
         return question(*about)
     except Exception:
         return None
+
+
+def _labelled(name: str) -> str:
+    label = os.environ.get(LABEL_VARIABLE, "")
+    return f"{name} ({label})" if label else name
+
+
+def uuids() -> list[str]:
+    """UUIDs of the GPUs of :func:`devices`, in its order, which is that of CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:
+        return []
+    return [_text(_tell(pynvml.nvmlDeviceGetUUID, each) or "") for each in handles
+            if _tell(pynvml.nvmlDeviceGetCudaComputeCapability, each) is not None]  # fmt: skip
+
+
+def state_of(uuid: str) -> dict[str, Any]:
+    """Clock (MHz), temperature (C), power (W) and throttle reasons of a GPU now, without opening it; what is not told is left
+    out.
+    """
+    try:
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+    except Exception:
+        return {}
+    reasons = _tell(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    milliwatts = _tell(nvml.nvmlDeviceGetPowerUsage, handle)
+    told = {
+        "sm_clock_mhz": _tell(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        "temperature_c": _tell(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        "power_w": None if milliwatts is None else milliwatts / 1e3,
+        "throttle_reasons": None
+        if reasons is None
+        else [name for bit, name in THROTTLE_REASONS.items() if reasons & bit],
+    }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def devices() -> list[Device]:
@@ -59,7 +106,7 @@ def devices() -> list[Device]:
         if capability is None:
             continue  # listed, but lost or in a mode that computes nothing
         memory = _tell(pynvml.nvmlDeviceGetMemoryInfo, handle)
-        found.append(Device(name=_text(_tell(pynvml.nvmlDeviceGetName, handle) or "unnamed GPU"),
+        found.append(Device(name=_labelled(_text(_tell(pynvml.nvmlDeviceGetName, handle) or "unnamed GPU")),
                             arch=f"sm_{capability[0]}{capability[1]}", sm_count=0,
                             memory_bytes=int(memory.total) if memory else 0, driver=driver))  # fmt: skip
     return found
@@ -136,7 +183,7 @@ def current_device() -> Device:
         driver = _text(pynvml.nvmlSystemGetDriverVersion())
     except Exception:
         driver = f"CUDA {cupy.cuda.runtime.driverGetVersion()}"
-    return Device(name=_text(properties["name"]), arch=f"sm_{properties['major']}{properties['minor']}",
+    return Device(name=_labelled(_text(properties["name"])), arch=f"sm_{properties['major']}{properties['minor']}",
                   sm_count=int(properties["multiProcessorCount"]), memory_bytes=int(properties["totalGlobalMem"]),
                   l2_bytes=int(properties["l2CacheSize"]), driver=driver)  # fmt: skip
 

@@ -6,10 +6,13 @@ bundle: in the cache folder for this machine (`warmup`), or to a file for machin
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
 from tiledsched.device import arch_spec
 from tiledsched.errors import ConfigError, Failure, TiledschedError
+from tiledsched.files import read_bounded
 from tiledsched.kernel import KernelClass
 from tiledsched.launches import problem_class
 from tiledsched.problem import Problem
@@ -124,6 +128,14 @@ def prepare(arch: str, path: Path, entries: Sequence[EntryRecord], table: Table,
     return Prepared(arch=arch, path=path, programs=len(programs), problems=len(problems), reused=reused,
                     compiled=len(programs) - reused, failures=tuple(failures), size_bytes=size,
                     seconds=time.perf_counter() - started)  # fmt: skip
+
+
+def renamed_by_contents(done: Prepared, name: str) -> Prepared:
+    """A bundle under a name that holds a hash of its contents: whoever has the name has the same schedules and machine code."""
+    digest = hashlib.sha256(read_bounded(done.path)).hexdigest()[:16]
+    path = done.path.with_name(f"{re.sub(r'[^A-Za-z0-9]', '_', name)}-{done.arch}-{digest}.zip")
+    os.replace(done.path, path)
+    return replace(done, path=path)
 
 
 def _key(kernel: KernelClass, arch: str, problem: Problem, schedule: Schedule) -> Key:

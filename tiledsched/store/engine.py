@@ -24,7 +24,7 @@ from tiledsched import data_files
 from tiledsched.errors import DatabaseError, TiledschedError
 from tiledsched.store.location import location
 
-HEAD = "0006"
+HEAD = "0007"
 """Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
 that is up to date reads no migration."""
 VERSION_TABLE = "tiledsched_alembic_version"

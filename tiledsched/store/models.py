@@ -256,3 +256,99 @@ class EntryRow(Base):
     source_hash: Mapped[str] = mapped_column(String(64))
     run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))
     updated_at: Mapped[datetime]
+
+
+class CampaignRow(Base):
+    """Problems to be done by many GPUs, and how. `job` is the function, `kernel` where it is declared."""
+
+    __tablename__ = "fleet_campaigns"
+
+    id: Mapped[str] = mapped_column(String(12), primary_key=True)
+    job: Mapped[str] = mapped_column(String(200))
+    kernel: Mapped[str] = mapped_column(String(400))
+    options: Mapped[dict[str, Any]]
+    compiler: Mapped[str] = mapped_column(String(64))
+    source_hash: Mapped[str] = mapped_column(String(64))
+    lease_s: Mapped[float]
+    deadline_s: Mapped[float]
+    most_attempts: Mapped[int]
+    status: Mapped[str] = mapped_column(String(16))
+    created_at: Mapped[datetime]
+    ends_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None]
+
+
+class WorkerRow(Base):
+    """One GPU of a fleet, while one process works with it: when it was last heard of, and in what state."""
+
+    __tablename__ = "fleet_workers"
+
+    id: Mapped[str] = mapped_column(String(12), primary_key=True)
+    campaign_id: Mapped[str] = mapped_column(ForeignKey("fleet_campaigns.id"), index=True)
+    hostname: Mapped[str] = mapped_column(String(255))
+    pid: Mapped[int]
+    gpu: Mapped[str] = mapped_column(String(64))
+    device_name: Mapped[str] = mapped_column(String(128))
+    arch: Mapped[str] = mapped_column(String(16))
+    state: Mapped[str] = mapped_column(String(16))
+    note: Mapped[str] = mapped_column(Text)
+    conditions: Mapped[dict[str, Any]]
+    started_at: Mapped[datetime]
+    seen_at: Mapped[datetime]
+
+
+class LeaseRow(Base):
+    """One problem of a campaign: waiting, leased to a worker until a time, done or failed."""
+
+    __tablename__ = "fleet_leases"
+    __table_args__ = (
+        UniqueConstraint("campaign_id", "arch", "problem_id", name="uq_fleet_leases_key"),
+        Index("ix_fleet_leases_next", "campaign_id", "state", "arch", "attempts", "number"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    campaign_id: Mapped[str] = mapped_column(ForeignKey("fleet_campaigns.id"))
+    number: Mapped[int]
+    arch: Mapped[str] = mapped_column(String(16))
+    problem_id: Mapped[str] = mapped_column(ForeignKey("problems.id"))
+    state: Mapped[str] = mapped_column(String(16))
+    attempts: Mapped[int]
+    worker_id: Mapped[str | None] = mapped_column(ForeignKey("fleet_workers.id"), index=True)
+    until: Mapped[datetime | None]
+    result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    message: Mapped[str] = mapped_column(Text)
+    done_at: Mapped[datetime | None]
+
+
+class AttemptRow(Base):
+    """One worker's attempt at one problem, and how it ended; what came too late is kept as it came."""
+
+    __tablename__ = "fleet_attempts"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    lease_id: Mapped[int] = mapped_column(ForeignKey("fleet_leases.id"), index=True)
+    number: Mapped[int]
+    worker_id: Mapped[str] = mapped_column(ForeignKey("fleet_workers.id"), index=True)
+    started_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
+    outcome: Mapped[str] = mapped_column(String(16))
+    message: Mapped[str] = mapped_column(Text)
+    result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
+class ControlRow(Base):
+    """The control program of a campaign, timed on one GPU."""
+
+    __tablename__ = "fleet_controls"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    campaign_id: Mapped[str] = mapped_column(ForeignKey("fleet_campaigns.id"), index=True)
+    worker_id: Mapped[str] = mapped_column(ForeignKey("fleet_workers.id"))
+    gpu: Mapped[str] = mapped_column(String(64))
+    arch: Mapped[str] = mapped_column(String(16))
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    median_us: Mapped[float]
+    ci_low_us: Mapped[float]
+    ci_high_us: Mapped[float]
+    conditions: Mapped[dict[str, Any]]
+    taken_at: Mapped[datetime]

@@ -11,7 +11,7 @@ import numpy
 from tiledsched.errors import ConfigError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import DEFAULT_CAP
-from tiledsched.kernels.attention.inputs import padded_batch
+from tiledsched.kernels.attention.inputs import places
 from tiledsched.kernels.attention.reference import default_scale
 from tiledsched.kernels.attention.rivals import FLASH_4, FLASH_4_MODULE, flash_4_function
 from tiledsched.problem import Problem
@@ -319,7 +319,7 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
     shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
               (*keys, problem.value_columns))  # fmt: skip
     q, k, v = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
-    padded = padded_batch(numpy.random.default_rng(int(problem.id, 16) % 2**31), problem)
+    padded = places(numpy.random.default_rng(int(problem.id, 16) % 2**31), problem)
     asked = [torch.randn((problem.heads,), generator=generator, device="cuda").to(dtype)] if problem.sinks else []
     asked += [torch.as_tensor(each, dtype=torch.int32, device=q.device) for each in padded.values()]
     pairs, expected = compared_pairs(problem), []

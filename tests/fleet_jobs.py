@@ -1,0 +1,182 @@
+"""A job for fleets of made-up GPUs: the whole of `tune`, on recorded landscapes, with faults at will.
+
+Its problems are those of the landscapes with other numbers of heads: each is searched, raced and stored as on a GPU, and takes
+a fraction of a second. What happens is told by the environment, which workers on a made-up cluster inherit:
+FLEET_GPUS (`sm_90:4,sm_100:2`) and FLEET_FOLDER, where each job notes itself, and where files named after heads say what
+goes wrong: `crash-7`, `hang-7`, `error-7` once, `fail-7` always.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+from tiledsched import data_files, tuning
+from tiledsched.build import pool
+from tiledsched.build.compiler import Built
+from tiledsched.build.cubin import Artifact
+from tiledsched.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
+from tiledsched.fleet import jobs as real
+from tiledsched.fleet.gpus import Gpu
+from tiledsched.kernels.attention import Attention
+from tiledsched.measure.replay import ReplayRunner
+from tiledsched.search.prior import Shipped
+from tiledsched.serve import entries
+from tiledsched.space_files import space_for
+from tiledsched.store.exchange import read_table
+
+LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
+PROGRAMS = 8
+NAMES = {"sm_90": "NVIDIA Replayed", "sm_100": "NVIDIA Replayed B"}
+
+
+def problems(count: int, first: int = 1):
+    """So many problems, of as many landscapes as there are."""
+    return [base(number).replace(heads=number, kv_heads=number) for number in range(first, first + count)]
+
+
+def base(number: int):
+    return landscape(LANDSCAPES[number % 4]).measurements[0].measurement.problem
+
+
+@functools.cache
+def landscape(path: Path):
+    return read_table(path)
+
+
+class Replay:
+    """Builds, machine code and times of one problem, from a landscape."""
+
+    jobs = 1
+
+    def __init__(self, problem, arch: str) -> None:
+        table = landscape(LANDSCAPES[problem.values["heads"] % 4])
+        space = space_for(arch, Attention)
+        device = dataclasses.replace(table.measurements[0].measurement.device, arch=arch, name=NAMES[arch] + label())
+        taken = [
+            (each.measurement, space.complete(each.measurement.schedule)) for each in table.measurements[: 8 * PROGRAMS]
+        ]
+        possible = [(one, schedule) for one, schedule in taken if not space.unworkable(schedule, problem)]
+        self.measurements = [
+            dataclasses.replace(one, problem=problem, device=device, schedule=schedule)
+            for one, schedule in possible[:PROGRAMS]
+        ]
+        self.facts = {each.fingerprint: each.facts for each in table.artifacts}
+        self.fingerprints = {each.schedule: each.fingerprint for each in self.measurements}
+        self.toolchain, self.arch = table.measurements[0].toolchain, arch
+        self.best = min(self.measurements, key=lambda each: each.median_us)
+
+    def build(self, tasks, *, leave=0):
+        for task in tasks:
+            found = self.fingerprints.get(task.schedule)
+            failure = None if found else Failure(kind=FailureKind.COMPILE_ERROR, message="not recorded")
+            yield Built(task=task, artifact=self.get(self.arch, found) if found else None, failure=failure, seconds=0.1)
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception) -> None: ...
+
+    def has(self, arch, fingerprint) -> bool:
+        return True
+
+    def put(self, artifact) -> None: ...
+
+    def get(self, arch, fingerprint) -> Artifact:
+        return Artifact(arch=arch, fingerprint=fingerprint, facts=self.facts[fingerprint], cubin=b"")
+
+    def tools(self, *given, **named):
+        space = space_for(self.arch, Attention).limited_to(tuple(self.fingerprints))
+        return tuning.Tools(
+            settings=tuning.load_settings({"db": given_db(named)}),
+            space=space,
+            toolchain=self.toolchain,
+            artifacts=self,
+        )
+
+
+def given_db(named) -> str | None:
+    return named["settings"].db if "settings" in named else None
+
+
+def label() -> str:
+    said = os.environ.get("TILEDSCHED_GPU_LABEL", "")
+    return f" ({said})" if said else ""
+
+
+def folder() -> Path:
+    return Path(os.environ["FLEET_FOLDER"])
+
+
+def once(word: str) -> bool:
+    """Whether that is to go wrong now: the file is removed, so that the next attempt goes well."""
+    try:
+        (folder() / word).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def tune(kernel, problem, arch, *, db, jobs, progress, pause_s=0.0, **options):
+    """`tune` of one problem, replayed."""
+    number = problem.values["heads"]
+    progress("replaying")
+    if once(f"crash-{number}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if once(f"hang-{number}"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    if once(f"error-{number}"):
+        raise MeasureError("the GPU has fallen off the bus; run: tiledsched doctor")
+    if (folder() / f"fail-{number}").exists():
+        raise NoValidScheduleError("no schedule works; relax the constraints")
+    time.sleep(pause_s)
+    replay = Replay(problem, arch)
+    runner = ReplayRunner(Attention, replay.measurements, seed=number)
+    with (
+        patch.object(pool, "open_pool", lambda jobs: replay),
+        patch.object(tuning, "prepare_tools", replay.tools),
+        patch.object(tuning, "open_runner", lambda *given, **named: runner),
+        patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())),
+        patch.object(Shipped, "winners", ()),  # reading what ships takes longer than such a tune
+    ):
+        how = {"trials": 4, "sampler": "random", "effort": "quick", **options}
+        result = real.tune(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **how)
+    with open(folder() / "jobs.log", "a") as log:
+        log.write(f"{arch} {number} {os.getpid()}\n")
+    return result
+
+
+def control(kernel, problem, arch, *, db, jobs, **options):
+    """Every GPU takes what it is told to, by a file `slow-UUID` that holds a factor."""
+    uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    slow = folder() / f"slow-{uuid}"
+    factor = float(slow.read_text()) if slow.exists() else 1.0
+    return {
+        "fingerprint": "c" * 24,
+        "median_us": 100.0 * factor,
+        "ci_low_us": 99.9 * factor,
+        "ci_high_us": 100.1 * factor,
+        "conditions": {},
+    }
+
+
+def gpus():
+    """As FLEET_GPUS says."""
+    found = []
+    for words in os.environ.get("FLEET_GPUS", "sm_90:1").split(","):
+        arch, count = words.split(":")
+        found += [
+            Gpu(uuid=f"GPU-{arch}-{os.environ.get('FLEET_HOST', 'here')}-{place}", name=NAMES[arch], arch=arch)
+            for place in range(int(count))
+        ]
+    return found

@@ -1,0 +1,385 @@
+"""A fleet of made-up GPUs on this machine, from the leases alone: replayed tunes in real processes that crash, hang and are stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import fleet_jobs
+import pytest
+import sqlalchemy as sa
+from store_samples import PROBLEM, entry, new_url
+
+from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.build.cubin import read_artifact
+from tiledsched.cli import main
+from tiledsched.errors import Failure, FailureKind
+from tiledsched.fleet import builds as builds_module
+from tiledsched.fleet.builds import SharedBuilds
+from tiledsched.fleet.campaign import CampaignPlan
+from tiledsched.fleet.child import why_not
+from tiledsched.fleet.leases import Leases
+from tiledsched.fleet.local import work
+from tiledsched.fleet.run import plan as plan_campaign
+from tiledsched.fleet.run import run
+from tiledsched.fleet.scratch import Scratch, bring_home, whole
+from tiledsched.fleet.status import read_status
+from tiledsched.kernels.softmax import Softmax
+from tiledsched.space_files import space_for
+from tiledsched.store.db import TuningDB
+from tiledsched.store.models import AttemptRow
+
+TESTS = str(Path(__file__).parent)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder for everything; workers inherit the environment."""
+    for name, value in {"TILEDSCHED_FLEET_JOBS": "fleet_jobs", "FLEET_FOLDER": str(tmp_path), "FLEET_GPUS": "sm_90:2",
+                        "TILEDSCHED_CACHE": str(tmp_path / "cache"), "TILEDSCHED_DB": str(tmp_path / "x.db"),
+                        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), TESTS])}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def plan(count, archs=("sm_90",), **more) -> CampaignPlan:
+    return CampaignPlan(
+        job="fleet_jobs:tune", kernel="attention", problems={arch: fleet_jobs.problems(count) for arch in archs}, **more
+    )
+
+
+def children(folder) -> list[int]:
+    """Processes of this test's fleet that run, whoever their parent is."""
+    return [int(place.name) for place in Path("/proc").glob("[0-9]*") if _belongs(place, f"FLEET_FOLDER={folder}")]
+
+
+def _belongs(place: Path, variable: str) -> bool:
+    try:
+        told = (place / "environ").read_bytes().split(b"\0")
+        runs = (place / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+    return runs and variable.encode() in told and int(place.name) != os.getpid()
+
+
+def gone(folder) -> bool:
+    deadline = time.monotonic() + 10
+    while children(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return children(folder) == []
+
+
+def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(home) -> None:
+    for word in ("crash-1", "hang-2", "error-3", "fail-4"):
+        (home / word).touch()
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(6, deadline_s=8.0, lease_s=20.0))
+        worked = work(str(home / "x.db"), campaign.id)
+        assert (worked.gpus, worked.notes) == (2, ())
+        status = read_status(leases, campaign.id)
+        assert (status.campaign.status, status.done, status.failed) == ("done", 5, 1)
+        assert [(each.problem, each.message) for each in status.failures] == [
+            (fleet_jobs.problems(6)[3], "no schedule works; relax the constraints")]  # fmt: skip
+        with db.reading() as session:
+            ends = Counter(session.scalars(sa.select(AttemptRow.outcome)))
+            messages = list(
+                session.scalars(sa.select(AttemptRow.message).where(AttemptRow.outcome.in_(("error", "hung"))))
+            )
+        assert ends == {"done": 5, "error": 2, "hung": 1, "failed": 1}
+        assert any("code -9" in each for each in messages)
+        assert any("deadline of 8 s" in each for each in messages)
+        assert any("off the bus" in each for each in messages)
+        entries = {each.problem: each for each in db.entries()}
+        assert set(entries) == set(fleet_jobs.problems(6)) - {fleet_jobs.problems(6)[3]}
+        for problem, found in entries.items():
+            assert found.provenance == "measured"
+            replay = fleet_jobs.Replay(problem, "sm_90")
+            assert found.fingerprint in replay.facts
+        assert len(db.measurements()) >= 5 * 4
+        assert db.find_builds("attention", entries[fleet_jobs.problems(1)[0]].source_hash, replay.toolchain, "sm_90")
+        assert db.check() == []
+        assert leases.end(campaign.id) == "done"
+        assert {each.timed for each in status.spread} <= {1, 2}
+        assert len(status.spread) == 2
+    assert gone(home)
+    assert list((home / "cache" / "fleet").glob("*/*.db")) == []  # all was brought home
+
+
+def started(home, *words) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tiledsched", "fleet", "work", "--jobs", "1", *words]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def wait_for(answer, seconds=60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not answer():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_who_is_told_to_stop_ends_in_ten_seconds_and_loses_nothing(home, number, monkeypatch) -> None:
+    """And who is killed takes all it started with it, and the next goes on once the lease has run out."""
+    monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(1, lease_s=3.0, options={"pause_s": 1.0}))
+        child = started(home)
+        wait_for(lambda: leases.counts(campaign.id)["leased"] == 1)
+        began = time.monotonic()
+        child.send_signal(number)
+        out = child.communicate(timeout=20)[0]
+        assert time.monotonic() - began < 10
+        assert gone(home)
+        if number == signal.SIGINT:
+            assert child.returncode == 130, out
+            assert "everything finished so far is stored" in out
+            assert leases.counts(campaign.id)["leased"] == 0  # given back, or done at the last moment
+        assert db.check() == []
+        assert main(["fleet", "work", campaign.id]) == 0
+        status = read_status(leases, campaign.id)
+        assert (status.done, status.failed) == (1, 0)
+        assert gone(home)
+
+
+def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_its_own(
+    home, capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
+    mine = "GPU-sm_90-here-0"
+    (home / f"slow-{mine}").write_text("1.2")
+    (home / "fail-2").touch()
+    assert main(["fleet", "status"]) == 2  # there is no database yet
+    assert "there is no database" in capsys.readouterr().err
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(2))
+        for place, us in enumerate((100.0, 100.1, 102.0, 100.2)):  # what others took
+            worker = leases.join(
+                campaign.id, hostname="there", pid=1, gpu=f"GPU-{place}", device_name="NVIDIA Replayed", arch="sm_90"
+            )
+            told = {"fingerprint": "c" * 24, "median_us": us, "ci_low_us": us - 0.1, "ci_high_us": us + 0.1}
+            leases.note_control(campaign.id, worker, f"GPU-{place}", "sm_90", told)
+        assert main(["fleet", "work", "--json"]) == 0
+        said = capsys.readouterr()
+        assert json.loads(said.out)["gpus"] == 1
+        assert "its evidence is kept apart" in said.err
+        assert [each.device_name for each in db.entries()] == ["NVIDIA Replayed (GPU-sm_90-he)"]
+        assert len(leases.results(campaign.id)) == 1
+    assert main(["fleet", "status", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["campaign"], said["status"], said["done"], said["failed"]) == (campaign.id, "done", 1, 1)
+    assert [(each["gpu"], each["done"], each["state"]) for each in said["workers"] if each["hostname"] != "there"] == [
+        (mine, 1, "ended")
+    ]
+    assert said["rate_per_hour"] > 0
+    odd = {each["gpu"]: each["apart"] for each in said["spread"] if each["named"]}
+    assert odd == {mine: True, "GPU-2": False}
+    assert main(["fleet", "status"]) == 1
+    out = capsys.readouterr().out
+    assert "1 of 2 done, 1 failed" in out
+    assert "no schedule works; relax the constraints" in out
+    assert f"{mine} on" in out
+    assert main(["fleet", "status", "--watch"]) == 1
+    assert main(["fleet", "status", "--all"]) == 0
+    assert main(["fleet", "stop", campaign.id]) == 0
+    assert main(["fleet", "work", "nonsense"]) == 2
+    assert (
+        main(["fleet", "tune", "softmax", "--arch", "sm_90,sm_100", "--problem", "rows=64,columns=64", "--open-only"])
+        == 0
+    )
+    opened = capsys.readouterr().out.split()[-1]
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        assert leases.open_archs(opened) == {"sm_90", "sm_100"}
+        told = leases.campaign(opened)
+        assert (told.command, told.options["effort"], told.source_hash) == ("tune", "default", Softmax.source_hash())
+    assert main(["fleet", "tune", "softmax", "--arch", "sm_90", "--problm", "x"]) == 2
+    assert "did you mean --problem" in capsys.readouterr().err
+
+
+def test_a_host_with_another_compiler_or_source_takes_nothing(home, monkeypatch) -> None:
+    monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(1, compiler="1.2.3"))
+        worked = work(str(home / "x.db"), campaign.id)
+        assert len(worked.notes) == 1
+        assert "install tileiras 1.2.3 here" in worked.notes[0]
+        assert leases.counts(campaign.id)["waiting"] == 1
+        other = leases.open(plan(1, source_hash="other"))
+        assert "bring it up to date" in why_not(other, Softmax)
+        assert why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax) == ""
+
+
+@pytest.mark.compiler
+def test_a_real_tune_without_a_gpu_is_the_single_commands(home) -> None:
+    """No job of tests takes part: a worker that needs no GPU, and every program compiled once, though each problem has a database."""
+    problems = [{"rows": 4096, "columns": 256}, {"rows": 8192, "columns": 256}]
+    status = run(
+        plan_campaign("tune", Softmax, problems, ["sm_90"], options={"runner": "none", "trials": 1}),
+        without_gpu=1,
+        jobs=1,
+    )
+    assert (status.done, status.failed) == (2, 0)
+    with TuningDB.open(home / "x.db") as db:
+        assert [each.provenance for each in db.entries()] == ["modelled"] * 2
+        results = [result for _, _, result, _ in Leases(db).results(status.campaign.id)]
+        assert [result["provenance"] for result in results] == ["modelled"] * 2
+        made = list((home / "cache" / "builds").rglob("*.json"))
+        assert 0 < len(made) == len(list((home / "cache" / "artifacts").rglob("*.xz")))
+        assert list((home / "cache" / "builds").rglob("*.building")) == []
+    assert gone(home)
+
+
+# Scratch databases and shared builds
+
+
+@pytest.mark.parametrize("backend", ["file", "postgresql"])
+def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> None:
+    from store_samples import FAILURE, artifact, build, measurement, schedule, stored
+
+    with new_url(backend, tmp_path) as url, TuningDB.open(url) as home:
+        old = stored("a" * 24)
+        home.merge(
+            [old],
+            [
+                entry("measured", device_name=old.measurement.device.name, regime="burst").replace(
+                    measurement=old.summary
+                )
+            ],
+        )
+        home.record_failure(
+            None,
+            "attention",
+            "sm_90",
+            "measure",
+            schedule(8, 8),
+            FAILURE,
+            problem=PROBLEM,
+            device=old.measurement.device,
+        )
+        scratch = Scratch(tmp_path / "cache")
+        path = scratch.database(home, PROBLEM, "sm_90", "one")
+        with TuningDB.open(path) as db:
+            assert [each.uid for each in db.measurements()] == [old.uid]
+            assert db.entries()[0].measurement.uid == old.uid
+            assert len(db.failures()) == 1
+            number = db.record_measurement(None, "attention", "abc", old.toolchain, measurement(50.0))
+            db.record_build(build(artifact()))
+            db.put_entry(
+                entry("measured", device_name=old.measurement.device.name, regime="burst", measurement_id=number)
+            )
+            db.record_failure(
+                None,
+                "attention",
+                "sm_90",
+                "measure",
+                schedule(16, 8),
+                FAILURE,
+                problem=PROBLEM,
+                device=old.measurement.device,
+            )
+            uid = db.entries()[0].measurement.uid
+        for _ in range(2):  # a second time changes nothing
+            bring_home(path, home, held=True)
+            assert {each.uid for each in home.measurements()} == {old.uid, uid}
+            assert home.entries()[0].measurement.uid == uid
+            assert len(home.failures()) == 2
+            assert len(home.find_builds("attention", "abc", old.toolchain, "sm_90")) == 1
+        assert home.check() == []
+        scratch.bring_home(path, home, held=False)
+        assert not path.exists()
+        left = scratch.database(home, PROBLEM, "sm_90", "two")
+        assert scratch.left_behind() == []
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        left.rename(left.with_name(f"two-{ended.pid}.db"))
+        assert [path.name for path in scratch.left_behind()] == [f"two-{ended.pid}.db"]
+        assert whole(scratch.left_behind()[0])
+        scratch.left_behind()[0].write_bytes(b"torn")
+        assert not whole(scratch.left_behind()[0])
+        scratch.close()
+
+
+class Pool:
+    """Compiles nothing: every task comes to one program, and is counted."""
+
+    jobs = 2
+
+    def __init__(self, cubin) -> None:
+        self.built: list[BuildTask] = []
+        self._cubin = cubin
+
+    def build(self, tasks, *, leave=0):
+        for task in tasks:
+            self.built.append(task)
+            failure = None if self._cubin else Failure(kind=FailureKind.COMPILE_ERROR, message="no")
+            yield Built(task=task, artifact=self._cubin, failure=failure, seconds=1.0)
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def cubin():
+    """Machine code of one softmax."""
+    from tiledsched.build.pool import BuildPool
+
+    problem = Softmax.problem(rows=64, columns=64)
+    task = BuildTask(
+        kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
+    )
+    with BuildPool(1) as pool:
+        (built,) = pool.build([task])
+    return task, read_artifact(built.artifact.cubin, "sm_90")
+
+
+@pytest.mark.compiler
+def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
+    task, code = cubin
+    pools = [Pool(code) for _ in range(3)]
+    shared = [SharedBuilds(pool, tmp_path) for pool in pools]
+    (first,) = shared[0].build([task])
+    (second,) = shared[1].build([task])
+    assert first.artifact == second.artifact == code
+    assert [len(pool.built) for pool in pools] == [1, 0, 0]
+    # Another process of this host claims it, and is gone.
+    other = BuildTask(
+        kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=128), arch="sm_90"
+    )
+    claim = builds_module._lock(shared[0]._path(other))
+    claim.parent.mkdir(parents=True, exist_ok=True)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    claim.write_text(f"{builds_module.socket.gethostname()} {ended.pid}")
+    (built,) = shared[2].build([other])
+    assert built.artifact == code
+    assert not claim.exists()
+    # One that runs is waited for; where it gives up, the next builds.
+    third = BuildTask(
+        kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=256), arch="sm_90"
+    )
+    assert shared[0]._claim(shared[0]._path(third), third)
+    assert not shared[1]._claim(shared[1]._path(third), third)
+    shared[0].close()
+    assert [each.artifact for each in shared[1].build([third])] == [code]
+    # What does not build is known, too.
+    fourth = BuildTask(
+        kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=300), arch="sm_90"
+    )
+    refusing = Pool(None)
+    for _ in range(2):
+        (built,) = SharedBuilds(refusing, tmp_path).build([fourth])
+        assert built.failure.message == "no"
+    assert len(refusing.built) == 1

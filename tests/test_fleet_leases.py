@@ -1,0 +1,429 @@
+"""Leases: who has what until when, on both kinds of database, whoever dies, comes late or asks at once."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+
+import pytest
+import sqlalchemy as sa
+from store_samples import BACKENDS, PROBLEM, new_url
+
+from tiledsched.errors import ConfigError, DatabaseError
+from tiledsched.fleet import patience
+from tiledsched.fleet.campaign import JOBS, CampaignPlan, Outcome, check_job
+from tiledsched.fleet.gpus import Gpu, illness, visible
+from tiledsched.fleet.leases import Leases, expected
+from tiledsched.fleet.modelled import ModelledLeases
+from tiledsched.fleet.patience import patiently
+from tiledsched.fleet.simulate import SimulationOptions, recorded_times, simulate_fleet
+from tiledsched.fleet.spread import Control, apart, spread_of
+from tiledsched.fleet.status import read_status
+from tiledsched.store.db import TuningDB
+from tiledsched.store.models import AttemptRow, LeaseRow, WorkerRow
+
+LEASE_S = 60.0
+
+
+class Clock:
+    """A time that tests move."""
+
+    def __init__(self) -> None:
+        self.now = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def pass_s(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+
+def problems(count):
+    return [PROBLEM.replace(heads=number, kv_heads=number) for number in range(1, count + 1)]
+
+
+def plan(count=3, archs=("sm_90",), **more) -> CampaignPlan:
+    given = {"lease_s": LEASE_S, "most_attempts": 3, **more}
+    return CampaignPlan(
+        job=JOBS["tune"], kernel="attention", problems={arch: problems(count) for arch in archs}, **given
+    )
+
+
+@pytest.fixture
+def db(request, tmp_path):
+    """SQLite; of tests marked so both, each with a database of its own, which takes PostgreSQL half a second."""
+    with new_url(getattr(request, "param", "file"), tmp_path) as url, TuningDB.open(url) as opened:
+        yield opened
+
+
+on_both = pytest.mark.parametrize("db", BACKENDS, indirect=True)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def leases(db, clock):
+    return Leases(db, clock=clock, patience_s=0.0)
+
+
+def join(leases, campaign, name="GPU-1", arch="sm_90"):
+    return leases.join(campaign.id, hostname="host", pid=1, gpu=name, device_name="NVIDIA Sample", arch=arch)
+
+
+def attempts(db):
+    with db.reading() as session:
+        rows = session.execute(
+            sa.select(AttemptRow.lease_id, AttemptRow.number, AttemptRow.outcome).order_by(AttemptRow.id)
+        )
+        return [tuple(row) for row in rows]
+
+
+def test_every_problem_is_taken_once_and_the_campaign_ends(leases, db) -> None:
+    campaign = leases.open(plan(3))
+    worker = join(leases, campaign)
+    taken = []
+    while lease := leases.take(campaign, worker, ["sm_90"]):
+        taken.append(lease.problem)
+        assert leases.finish(lease, Outcome.DONE, result={"us": 1.0}) is Outcome.DONE
+    assert taken == problems(3)
+    assert leases.counts(campaign.id) == {"waiting": 0, "leased": 0, "done": 3, "failed": 0}
+    assert leases.end(campaign.id) == "done"
+    assert [(problem, arch, result, by) for problem, arch, result, by in leases.results(campaign.id)] == [
+        (each, "sm_90", {"us": 1.0}, worker) for each in problems(3)]  # fmt: skip
+    assert {outcome for *_, outcome in attempts(db)} == {"done"}
+
+
+def test_an_arch_is_done_where_it_is(leases) -> None:
+    campaign = leases.open(plan(2, archs=("sm_90", "sm_100")))
+    hopper = join(leases, campaign)
+    for _ in range(2):
+        lease = leases.take(campaign, hopper, ["sm_90"])
+        assert lease.arch == "sm_90"
+        leases.finish(lease, Outcome.DONE)
+    assert leases.take(campaign, hopper, ["sm_90"]) is None
+    assert leases.open_archs(campaign.id) == {"sm_100"}
+    leases.end(campaign.id, why="no GPU of sm_100 came", archs=["sm_100"])
+    assert leases.end(campaign.id) == "done"
+    assert {(each.arch, each.message, each.attempts) for each in leases.failures(campaign.id)} == {
+        ("sm_100", "no GPU of sm_100 came", 0)
+    }
+
+
+@on_both
+def test_a_lease_that_runs_out_is_taken_by_another_and_the_late_result_is_evidence(leases, db, clock) -> None:
+    campaign = leases.open(plan(1))
+    slow, quick = join(leases, campaign, "GPU-1"), join(leases, campaign, "GPU-2")
+    first = leases.take(campaign, slow, ["sm_90"])
+    clock.pass_s(LEASE_S - 1)
+    assert leases.take(campaign, quick, ["sm_90"]) is None
+    clock.pass_s(2)
+    second = leases.take(campaign, quick, ["sm_90"])
+    assert (second.id, second.attempt) == (first.id, 2)
+    assert leases.finish(first, Outcome.DONE, result={"us": 2.0}) is Outcome.LATE
+    assert leases.counts(campaign.id)["leased"] == 1  # whoever has it goes on
+    assert leases.finish(second, Outcome.DONE, result={"us": 1.0}) is Outcome.DONE
+    ((_, _, result, by),) = leases.results(campaign.id)
+    assert (result, by) == ({"us": 1.0}, quick)
+    assert [outcome for *_, outcome in attempts(db)] == ["late", "done"]
+    with db.reading() as session:
+        assert session.scalar(sa.select(AttemptRow.result).where(AttemptRow.outcome == "late")) == {"us": 2.0}
+
+
+def test_a_late_result_of_what_nobody_has_is_as_good_as_any(leases, clock) -> None:
+    campaign = leases.open(plan(1, most_attempts=1))
+    worker = join(leases, campaign)
+    lease = leases.take(campaign, worker, ["sm_90"])
+    clock.pass_s(LEASE_S + 1)
+    assert leases.end(campaign.id) == "done"
+    (given_up,) = leases.failures(campaign.id)
+    assert "not heard of" in given_up.message
+    assert leases.finish(lease, Outcome.DONE, result={"us": 1.0}) is Outcome.DONE
+    assert leases.failures(campaign.id) == []
+
+
+def test_a_renewed_lease_does_not_run_out(leases, clock) -> None:
+    campaign = leases.open(plan(2))
+    workers = [join(leases, campaign, f"GPU-{number}") for number in range(2)]
+    held = [leases.take(campaign, worker, ["sm_90"]) for worker in workers]
+    for _ in range(5):
+        clock.pass_s(LEASE_S / 2)
+        assert leases.renew(campaign, {worker: {"temperature_c": 60} for worker in workers}) == {
+            each.id for each in held
+        }
+    assert leases.take(campaign, join(leases, campaign, "GPU-3"), ["sm_90"]) is None
+    assert read_status(leases, campaign.id).workers[0].temperature_c == 60
+
+
+@pytest.mark.parametrize("outcome", [Outcome.ERROR, Outcome.HUNG])
+def test_attempts_are_bounded_and_the_reason_is_kept(leases, db, outcome) -> None:
+    campaign = leases.open(plan(1))
+    worker = join(leases, campaign)
+    ends = []
+    while lease := leases.take(campaign, worker, ["sm_90"]):
+        ends.append(leases.finish(lease, outcome, message=f"attempt {lease.attempt} went wrong"))
+    assert ends == [outcome, outcome, Outcome.FAILED]
+    assert leases.end(campaign.id) == "done"
+    (failure,) = leases.failures(campaign.id)
+    assert (failure.attempts, failure.message) == (3, "attempt 3 went wrong")
+
+
+def test_what_is_given_back_was_no_attempt(leases) -> None:
+    campaign = leases.open(plan(1, most_attempts=1))
+    worker = join(leases, campaign)
+    for _ in range(4):
+        lease = leases.take(campaign, worker, ["sm_90"])
+        assert (lease.attempt, lease.last) == (1, True)
+        assert leases.finish(lease, Outcome.RELEASED) is Outcome.RELEASED
+    assert leases.counts(campaign.id)["waiting"] == 1
+
+
+def test_the_problems_own_fault_is_not_tried_again(leases) -> None:
+    campaign = leases.open(plan(1))
+    lease = leases.take(campaign, join(leases, campaign), ["sm_90"])
+    assert leases.finish(lease, Outcome.FAILED, message="no schedule works") is Outcome.FAILED
+    assert leases.end(campaign.id) == "done"
+
+
+@on_both
+def test_a_worker_that_leaves_gives_up_what_it_held_at_once(leases, db) -> None:
+    campaign = leases.open(plan(1, most_attempts=2))
+    for left in (1, 0):
+        worker = join(leases, campaign)
+        assert leases.take(campaign, worker, ["sm_90"])
+        leases.leave(worker, "its GPU fell off the bus")
+        assert leases.end(campaign.id) == ("running" if left else "done")
+    (failure,) = leases.failures(campaign.id)
+    assert failure.message == "its GPU fell off the bus"
+    with db.reading() as session:
+        assert set(session.scalars(sa.select(WorkerRow.state))) == {"ended"}
+
+
+@on_both
+def test_the_same_plan_goes_on_where_it_stopped(leases) -> None:
+    campaign = leases.open(plan(3))
+    worker = join(leases, campaign)
+    leases.finish(leases.take(campaign, worker, ["sm_90"]), Outcome.DONE)
+    leases.finish(leases.take(campaign, worker, ["sm_90"]), Outcome.FAILED, message="no")
+    leases.stop(campaign.id)
+    assert leases.take(campaign, worker, ["sm_90"]) is None
+    again = leases.open(plan(3, lease_s=5.0))  # how patient it is, is no part of what it is
+    assert (again.id, again.status, again.lease_s) == (campaign.id, "running", 5.0)
+    assert leases.counts(campaign.id) == {"waiting": 2, "leased": 0, "done": 1, "failed": 0}
+    assert leases.open(plan(3, options={"effort": "quick"})).id != campaign.id
+    assert leases.campaign(campaign.id[:6]).id == campaign.id
+    with pytest.raises(ConfigError, match="fleet status"):
+        leases.campaign("nonsense")
+    with pytest.raises(ConfigError, match="no problem"):
+        leases.open(plan(0))
+
+
+@on_both
+def test_nothing_is_begun_once_the_budget_is_spent(leases, clock) -> None:
+    campaign = leases.open(plan(2, budget_s=100.0))
+    worker = join(leases, campaign)
+    lease = leases.take(campaign, worker, ["sm_90"])
+    clock.pass_s(101)
+    assert leases.take(campaign, worker, ["sm_90"]) is None
+    leases.renew(campaign, {worker: {}})
+    assert leases.end(campaign.id) == "running"
+    leases.finish(lease, Outcome.DONE)
+    assert leases.end(campaign.id) == "done"
+    assert [each.message for each in leases.failures(campaign.id)] == ["the budget was spent before its turn"]
+
+
+@on_both
+def test_workers_that_ask_at_once_get_different_problems(db) -> None:
+    """The time is the database's here."""
+    leases, count = Leases(db), 40
+    campaign = leases.open(plan(count))
+    taken = Counter()
+
+    def work(name: str) -> None:
+        worker = join(leases, campaign, name)
+        while lease := leases.take(campaign, worker, ["sm_90"]):
+            taken[lease.problem] += 1
+            leases.finish(lease, Outcome.DONE)
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, [f"GPU-{number}" for number in range(6)]))
+    assert dict(taken) == dict.fromkeys(problems(count), 1)
+    assert leases.end(campaign.id) == "done"
+    assert db.check() == []
+
+
+@on_both
+def test_whatever_workers_do_every_problem_ends_once(leases, db, clock) -> None:
+    """Random takes, ends, deaths, renewals and lapses of time, against what must always hold."""
+    rng, count = random.Random(db.url[:8]), 12
+    campaign = leases.open(plan(count))
+    held: list = []
+    workers = {}
+    for _ in range(150):
+        move = rng.random()
+        if move < 0.45:
+            name = f"GPU-{rng.randrange(5)}"
+            if name not in workers:
+                workers[name] = join(leases, campaign, name)
+            lease = leases.take(campaign, workers[name], ["sm_90"])
+            held += [lease] if lease else []
+        elif move < 0.75 and held:
+            lease = held.pop(rng.randrange(len(held)))
+            leases.finish(
+                lease,
+                rng.choice([Outcome.DONE, Outcome.DONE, Outcome.ERROR, Outcome.RELEASED]),
+                result={},
+                message="so",
+            )
+        elif move < 0.85 and workers:
+            leases.renew(campaign, {workers[rng.choice(list(workers))]: {}})
+        elif move < 0.9 and workers:
+            leases.leave(workers.pop(rng.choice(list(workers))), "killed")
+        else:
+            clock.pass_s(rng.uniform(0, LEASE_S))
+        counts = leases.counts(campaign.id)
+        assert sum(counts.values()) == count
+    clock.pass_s(10 * LEASE_S)
+    last = join(leases, campaign, "GPU-last")
+    while leases.end(campaign.id) == "running":
+        lease = leases.take(campaign, last, ["sm_90"])
+        leases.finish(lease, Outcome.DONE, result={})
+    counts = leases.counts(campaign.id)
+    assert counts["done"] + counts["failed"] == count
+    with db.reading() as session:
+        done = set(session.scalars(sa.select(LeaseRow.id).where(LeaseRow.state == "done")))
+    assert {lease for lease, _, outcome in attempts(db) if outcome == "done"} == done
+    assert max(Counter(lease for lease, _, outcome in attempts(db) if outcome == "done").values()) == 1
+
+
+# A database that is away
+
+
+def away(message="connection refused"):
+    error = DatabaseError(message)
+    error.__cause__ = sa.exc.OperationalError("SELECT", None, Exception(message))
+    return error
+
+
+def test_a_database_that_is_away_is_waited_for_and_one_that_refuses_is_not(monkeypatch) -> None:
+    monkeypatch.setattr(patience, "FIRST_S", 0.001)
+    tries = iter([away(), away(), None])
+
+    def ask():
+        error = next(tries)
+        if error:
+            raise error
+        return 7
+
+    assert patiently(ask) == 7
+    with pytest.raises(DatabaseError, match="refused"):
+        patiently(lambda: (_ for _ in ()).throw(away()), patience_s=0.05)
+    asked = []
+    with pytest.raises(DatabaseError, match="read-only"):
+        patiently(lambda: asked.append(1) or (_ for _ in ()).throw(DatabaseError("it was opened read-only; no")))
+    assert asked == [1]
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(DatabaseError):
+        patiently(lambda: (_ for _ in ()).throw(away()), patience_s=60, stop=stop)
+
+
+# Jobs, GPUs, the spread
+
+
+def test_a_database_does_not_choose_code(monkeypatch) -> None:
+    for job in JOBS.values():
+        assert check_job(job) == job
+    for job in ("os:system", "tiledsched.fleet.jobs:control", "fleet_jobs:tune", "nonsense"):
+        with pytest.raises(ConfigError, match="TILEDSCHED_FLEET_JOBS"):
+            check_job(job)
+    monkeypatch.setenv("TILEDSCHED_FLEET_JOBS", "other, fleet_jobs")
+    assert check_job("fleet_jobs:tune") == "fleet_jobs:tune"
+
+
+def test_gpus_are_those_that_cuda_would_see() -> None:
+    found = [Gpu(uuid=f"GPU-{name}", name="H100", arch="sm_90") for name in ("aa", "bb", "cc")]
+    assert visible(found, {}) == found
+    assert visible(found, {"CUDA_VISIBLE_DEVICES": "2,0"}) == [found[2], found[0]]
+    assert visible(found, {"CUDA_VISIBLE_DEVICES": "GPU-b"}) == [found[1]]
+    assert visible(found, {"CUDA_VISIBLE_DEVICES": "1,7,2"}) == [found[1]]
+    assert visible(found, {"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert found[0].environment() == {"CUDA_VISIBLE_DEVICES": "GPU-aa"}
+    assert illness({"throttle_reasons": ["power cap"]}) == ""
+    assert illness({"throttle_reasons": ["power cap", "hardware thermal"]}) == "hardware thermal"
+
+
+def control(gpu, us, half=0.1, fingerprint="f", arch="sm_90"):
+    return Control(
+        gpu=gpu,
+        hostname="host",
+        arch=arch,
+        fingerprint=fingerprint,
+        median_us=us,
+        ci_low_us=us - half,
+        ci_high_us=us + half,
+    )
+
+
+def test_a_gpu_that_differs_by_more_than_noise_is_named_and_by_much_kept_apart() -> None:
+    healthy = [control(f"GPU-{number}", 100.0 + 0.2 * number) for number in range(4)]
+    found = {each.gpu: each for each in spread_of([*healthy, control("GPU-slow", 102.5), control("GPU-ill", 109.0)])}
+    assert {gpu for gpu, each in found.items() if each.named} == {"GPU-slow", "GPU-ill"}
+    assert {gpu for gpu, each in found.items() if each.apart} == {"GPU-ill"}
+    noisy = [control("GPU-slow", us, half=2.0) for us in (101.0, 104.0)]
+    assert not any(each.named for each in spread_of([*healthy, *noisy]))
+    assert not any(each.named for each in spread_of([healthy[0], control("GPU-ill", 109.0)]))  # of two, which is odd?
+    assert not apart(
+        [*healthy, control("GPU-b", 50.0, arch="sm_100"), control("GPU-c", 200.0, fingerprint="e")], "GPU-b"
+    )
+
+
+def test_problems_of_most_work_come_first() -> None:
+    small, large = PROBLEM, PROBLEM.replace(batch=64)
+    assert expected([small, large]) == [large, small]
+
+
+def test_the_simulator_uses_the_real_leases_and_loses_nothing() -> None:
+    given = SimulationOptions(gpus=16, problems=60, deaths=0.1, lease_s=30.0)
+    found = simulate_fleet(given, recorded_times("quick", 2))
+    assert (found.done, found.failed) == (60, 0)
+    assert found.attempts > 60
+    assert 0 < found.over_ideal < 10
+    assert 0 < found.database_busy < 1
+    assert set(found.questions) == {"take", "read", "send home", "finish", "renew", "end"}
+    assert "first to break: the database" in str(found)
+    mixed = simulate_fleet(
+        SimulationOptions(gpus=16, problems=60, deaths=0.1, lease_s=30.0, real=20), recorded_times("quick", 2)
+    )
+    assert (mixed.done, mixed.failed) == (60, 0)
+
+
+def test_modelled_leases_answer_as_real_ones_do(tmp_path, clock) -> None:
+    rng = random.Random(3)
+    with TuningDB.open(tmp_path / "x.db") as db:
+        real = Leases(db, clock=clock)
+        campaign = real.open(plan(10))
+        workers = [join(real, campaign, f"GPU-{number}") for number in range(3)]
+        held = {workers[0]: real.take(campaign, workers[0], ["sm_90"])}
+        modelled = ModelledLeases(real, campaign, {each.id: each for each in problems(10)}, clock)
+        for _ in range(120):
+            worker = rng.choice(workers)
+            move = rng.random()
+            if move < 0.4 and not held.get(worker):
+                both = [leases.take(campaign, worker, ["sm_90"]) for leases in (real, modelled)]
+                assert both[0] == both[1]
+                held[worker] = both[0]
+            elif move < 0.6 and held.get(worker):
+                lease = held.pop(worker)
+                assert real.finish(lease, Outcome.DONE) is modelled.finish(lease, Outcome.DONE)
+            elif move < 0.7:
+                assert real.renew(campaign, {worker: {}}) == modelled.renew(campaign, {worker: {}})
+            else:
+                clock.pass_s(rng.uniform(0, LEASE_S / 2))
+                assert real.end(campaign.id) == modelled.end(campaign.id)
+            assert real.counts(campaign.id) == modelled.counts(campaign.id)

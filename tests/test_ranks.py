@@ -1,0 +1,115 @@
+"""The same choice everywhere: what decides it, what a rank that differs is told, and bundles named by their contents."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from store_samples import DEVICE, entry
+
+import tiledsched as ts
+from tiledsched.cli import main
+from tiledsched.errors import ConfigError
+from tiledsched.fleet.campaign import JOBS, CampaignPlan, Outcome
+from tiledsched.fleet.leases import Leases
+from tiledsched.kernels.softmax import Softmax
+from tiledsched.serve.ranks import choice_digest, differ
+from tiledsched.store.db import TuningDB
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_the_digest_changes_with_what_would_be_served_and_with_nothing_else(home) -> None:
+    first = choice_digest()
+    with TuningDB.open(home / "x.db") as db:
+        assert choice_digest() == first
+        db.put_entry(entry("modelled", device_name=DEVICE.name))
+    second = choice_digest()
+    assert second != first
+    with ts.configure(regime="sustained"):
+        assert choice_digest() not in (first, second)
+    (home / "cache" / "bundles").mkdir(parents=True)
+    (home / "cache" / "bundles" / "attention-sm_90.zip").write_bytes(b"machine code")
+    third = choice_digest()
+    assert third not in (first, second)
+    (home / "cache" / "bundles" / "attention-sm_90.zip").write_bytes(b"other code")
+    assert choice_digest() != third
+
+
+def test_ranks_that_differ_are_named(home, monkeypatch) -> None:
+    differ(["a", "a", "a"])
+    with pytest.raises(ConfigError, match=r"1 differ from the other 3; .*TILEDSCHED_BUNDLE"):
+        differ(["a", "b", "a", "a"])
+    asked = []
+
+    def gather(found, mine, group):
+        asked.append(group)
+        found[:] = [mine, "another", mine]
+
+    torch = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: bool(asked) or alone[0], get_world_size=lambda group: 3,
+                            all_gather_object=gather)  # fmt: skip
+    alone = [False]
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(distributed=torch))
+    monkeypatch.setitem(sys.modules, "torch.distributed", torch)
+    assert ts.check_ranks() == choice_digest()
+    assert asked == []  # no process group: nobody is asked
+    alone[0] = True
+    with pytest.raises(ConfigError, match="1 differ from the other 2"):
+        ts.check_ranks(group="mine")
+    assert asked == ["mine"]
+
+
+@pytest.mark.compiler
+def test_a_campaigns_bundle_is_named_by_its_contents(home, capsys) -> None:
+    problems = [Softmax.problem(rows=64, columns=columns) for columns in (64, 128)]
+    assert (
+        main(
+            [
+                "tune",
+                "softmax",
+                "--arch",
+                "sm_90",
+                "--problem",
+                "rows=64,columns=64:128",
+                "--runner",
+                "none",
+                "--trials",
+                "1",
+            ]
+        )
+        == 0
+    )
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(CampaignPlan(job=JOBS["tune"], kernel=Softmax.locator(), problems={"sm_90": problems}))
+        worker = leases.join(campaign.id, hostname="here", pid=1, gpu="GPU", device_name="", arch="sm_90")
+        leases.finish(leases.take(campaign, worker, ["sm_90"]), Outcome.DONE, result={})
+    names = []
+    for folder in ("one", "two"):
+        (home / folder).mkdir()
+        capsys.readouterr()
+        words = [
+            "bundle",
+            "softmax",
+            "--arch",
+            "sm_90",
+            "--campaign",
+            campaign.id[:8],
+            "--out",
+            str(home / folder),
+            "--json",
+        ]
+        assert main(words) == 0
+        (made,) = json.loads(capsys.readouterr().out)["bundles"]
+        assert made["problems"] == 1  # of two, the one that was done
+        names += [path.name for path in (home / folder).iterdir()]
+    assert len(names) == 2
+    assert names[0] == names[1]
+    assert names[0].startswith("softmax-sm_90-")

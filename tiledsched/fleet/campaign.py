@@ -1,0 +1,189 @@
+"""What a fleet is asked to do: a campaign, the leases on its problems, and how attempts end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import Enum
+from typing import Any
+
+from tiledsched.errors import ConfigError
+from tiledsched.problem import Problem, stable_id
+
+JOBS = {
+    "tune": "tiledsched.fleet.jobs:tune",
+    "record": "tiledsched.fleet.jobs:record",
+    "refresh": "tiledsched.fleet.jobs:refresh",
+    "bench": "tiledsched.studies.bench.job:bench",
+}
+"""Commands of a fleet, and the function that does one problem of each: found by name, as kernels are."""
+JOBS_VARIABLE = "TILEDSCHED_FLEET_JOBS"
+"""Modules, with commas between them, whose functions a worker runs beside those of this package: a database names functions,
+and whoever can write to it must not thereby choose code."""
+LEASE_S = 120.0
+"""How long a lease holds unless renewed: what a dead host costs its problem."""
+DEADLINE_S = 3600.0
+"""How long one attempt may take before its process is killed, as hung."""
+MOST_ATTEMPTS = 3
+"""Of one problem, those that were taken away included."""
+
+
+class Outcome(str, Enum):
+    """How an attempt ended."""
+
+    RUNNING = "running"
+    DONE = "done"
+    LATE = "late"
+    """Done after the lease had run out and another had it: kept as evidence."""
+    FAILED = "failed"
+    """By the problem's own fault, or once too often: not tried again."""
+    ERROR = "error"
+    """By the GPU's or the host's: tried again elsewhere."""
+    HUNG = "hung"
+    """Past its deadline, and killed."""
+    EXPIRED = "expired"
+    """The worker was not heard of."""
+    RELEASED = "released"
+    """Given back, because the worker was told to stop. Not counted."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class CampaignPlan:
+    """A campaign that is to be opened. The same plan is the same campaign: opened again, it goes on."""
+
+    job: str
+    """Name of a function, `package.module:function`."""
+    kernel: str
+    """Where the kernel is declared, as `KernelClass.locator()` tells."""
+    problems: Mapping[str, Sequence[Problem]]
+    """What is to be done for each arch."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the job: JSON."""
+    compiler: str = ""
+    """Version that every worker must have; empty for any."""
+    source_hash: str = ""
+    """Of the kernel, which every worker must have; empty for any."""
+    lease_s: float = LEASE_S
+    """How long a lease holds unless renewed."""
+    deadline_s: float = DEADLINE_S
+    """How long one attempt may take."""
+    most_attempts: int = MOST_ATTEMPTS
+    """Of one problem."""
+    budget_s: float | None = None
+    """Seconds after which nothing more is begun; None for no limit."""
+
+    @property
+    def id(self) -> str:
+        """Of its contents; how patient it is, is no part of them."""
+        problems = {arch: sorted(each.id for each in some) for arch, some in sorted(self.problems.items())}
+        return stable_id([self.job, self.kernel, problems, dict(self.options), self.compiler, self.source_hash])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Campaign:
+    """A campaign as the database has it."""
+
+    id: str
+    """Hash of its plan."""
+    job: str
+    """Name of the function that does one problem."""
+    kernel: str
+    """Where the kernel is declared."""
+    options: Mapping[str, Any]
+    """Keyword arguments of the job."""
+    compiler: str
+    """Version that every worker must have; empty for any."""
+    source_hash: str
+    """Of the kernel; empty for any."""
+    lease_s: float
+    """How long a lease holds unless renewed."""
+    deadline_s: float
+    """How long one attempt may take."""
+    most_attempts: int
+    """Of one problem."""
+    status: str
+    """running, done or stopped."""
+    created_at: datetime
+    """When it was opened first."""
+    ends_at: datetime | None
+    """When nothing more is begun; None for no limit."""
+    finished_at: datetime | None
+    """When it ended."""
+
+    @property
+    def command(self) -> str:
+        """tune, record, refresh or bench; another job's own name."""
+        return next((name for name, job in JOBS.items() if job == self.job), self.job)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """One problem, held by one worker until a time."""
+
+    id: int
+    """Number in the database."""
+    campaign_id: str
+    """Of which campaign."""
+    worker_id: str
+    """Whose."""
+    attempt: int
+    """Which attempt at this problem, from 1."""
+    arch: str
+    """For which arch."""
+    problem: Problem
+    """What is to be done."""
+    last: bool
+    """Whether it is the last attempt that is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the process that does the problems is told first."""
+
+    db: str
+    """URL of the campaign's database, with its password."""
+    campaign: Campaign
+    """What is to be done."""
+    jobs: int
+    """Compile processes of this child."""
+    builds_elsewhere: bool
+    """Whether the worker has builds done for it, on other hosts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A problem that could not be done."""
+
+    problem: Problem
+    """Which."""
+    arch: str
+    """For which arch."""
+    attempts: int
+    """How often it was tried."""
+    message: str
+    """Why not."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        return {"problem": self.problem.to_json(), "arch": self.arch, "attempts": self.attempts, "why": self.message}
+
+
+def check_job(job: str) -> str:
+    """`job`, if this process may run it.
+
+    Raises:
+        ConfigError: it is no function of this package, nor of a module that the environment allows.
+    """
+    module, colon, function = job.partition(":")
+    allowed = [word.strip() for word in os.environ.get(JOBS_VARIABLE, "").split(",") if word.strip()]
+    if not (colon and function.isidentifier()) or not (module in allowed or job in JOBS.values()):
+        raise ConfigError(
+            f"the campaign asks for {job!r}, which is none of this package's jobs ({', '.join(JOBS)}); to run a "
+            f"module of your own, name it on every worker: {JOBS_VARIABLE}={module}"
+        )
+    return job

@@ -1,0 +1,265 @@
+"""The process that does one problem after another for a worker, which watches it and may kill it at any moment.
+
+Run as ``python -m tiledsched.fleet.child PIPE LIFE``, two inherited descriptors: over the first come requests and go answers;
+when the second closes, its worker is gone, and it ends with all it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tiledsched.build import pool as pools
+from tiledsched.build.artifacts import default_cache_folder
+from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.build.pool import BuildPool
+from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.config import load_settings
+from tiledsched.errors import (
+    DeclarationError,
+    NoValidScheduleError,
+    ProblemError,
+    SpaceError,
+    TiledschedError,
+    UnsupportedError,
+)
+from tiledsched.fleet.builds import SharedBuilds, build_key
+from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup, check_job
+from tiledsched.fleet.patience import PATIENCE_S, patiently
+from tiledsched.fleet.scratch import Scratch, remove, whole
+from tiledsched.kernel import KernelClass
+from tiledsched.kernel_names import load_kernel
+from tiledsched.problem import Problem
+from tiledsched.store.db import TuningDB
+
+THE_PROBLEMS_FAULT = (NoValidScheduleError, ProblemError, SpaceError, DeclarationError, UnsupportedError)
+"""Errors that any other worker would meet, too."""
+STOPPING_S = 4.0
+"""Patience with a database once told to stop."""
+BUILD_NUMBERS = itertools.count()
+"""Of builds that are done elsewhere: none comes twice in a process, so that a late answer is nobody else's."""
+LONGEST = 500
+"""Characters of a message."""
+
+
+class StoppedError(KeyboardInterrupt):
+    """The worker says stop: jobs end as they do after Ctrl-C."""
+
+
+class Child:
+    """Serves one worker until it is told to end."""
+
+    def __init__(self, pipe: Connection, setup: Setup) -> None:
+        self._pipe, self._setup = pipe, setup
+        self._stop, self._working = threading.Event(), False
+        signal.signal(signal.SIGTERM, self._told_to_stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the worker, which tells us
+        job = check_job(setup.campaign.job)
+        self._module = importlib.import_module(job.partition(":")[0])
+        self._job = getattr(self._module, job.partition(":")[2])
+        self._kernel = load_kernel(setup.campaign.kernel)
+        self._db: TuningDB | None = None
+        self._scratch: Scratch | None = None
+        self._cache = Path(load_settings().cache or default_cache_folder())
+
+    def _told_to_stop(self, *_: object) -> None:
+        self._stop.set()
+        if self._working:
+            self._working = False
+            raise StoppedError
+
+    def serve(self) -> None:
+        """Answer requests until the pipe closes or the worker says stop."""
+        pools.opener = lambda jobs: SharedBuilds(
+            Elsewhere(self._pipe, self._setup.jobs)
+            if self._setup.builds_elsewhere
+            else BuildPool(jobs or self._setup.jobs),
+            self._cache,
+        )
+        self._pipe.send(("ready", why_not(self._setup.campaign, self._kernel)))
+        while not self._stop.is_set():
+            verb, *arguments = self._pipe.recv()
+            if verb == "work":
+                self._pipe.send(("answer", *self.work(*arguments)))
+            elif verb == "control":
+                self._pipe.send(("answer", *self.control(*arguments)))
+            elif verb == "end":
+                break
+        if self._scratch is not None:
+            self._scratch.close()
+
+    def _home(self) -> TuningDB:
+        if self._db is None:
+            self._db = patiently(lambda: TuningDB.open(self._setup.db), stop=self._stop)
+        return self._db
+
+    def _scratches(self) -> Scratch:
+        if self._scratch is None:
+            self._scratch = Scratch(self._cache)
+            for path in self._scratch.left_behind():
+                if whole(path):
+                    bring = functools.partial(self._scratch.bring_home, path, self._home(), held=False)
+                    patiently(bring, stop=self._stop)
+                else:
+                    remove(path)
+        return self._scratch
+
+    def work(self, lease: Lease, budget_s: float | None) -> tuple[str, dict[str, Any] | None, str]:
+        """Do one problem and bring home what was found, however it ended: outcome, result and message."""
+        try:
+            name = f"{lease.campaign_id}-{lease.id}-{lease.attempt}"
+            path = patiently(
+                lambda: self._scratches().database(self._home(), lease.problem, lease.arch, name), stop=self._stop
+            )
+        except Exception as error:
+            return str(Outcome.ERROR), None, _said(error)
+        options = dict(self._setup.campaign.options)
+        if budget_s is not None:
+            options["budget_s"] = budget_s
+        outcome, result, message = Outcome.ERROR, None, ""
+        try:
+            self._working = True
+            result = self._job(self._kernel, lease.problem, lease.arch, db=str(path), jobs=self._setup.jobs,
+                               progress=lambda text: self._pipe.send(("say", text)), **options)  # fmt: skip
+            self._working = False
+            outcome = Outcome.DONE
+        except THE_PROBLEMS_FAULT as error:
+            outcome, message = Outcome.FAILED, _said(error)
+        except StoppedError:
+            outcome = Outcome.RELEASED
+        except Exception as error:  # whatever it is costs this attempt; another GPU or host may do better
+            message = _said(error)
+        self._working = False
+        try:
+            held = patiently(lambda: holds(self._home(), lease), patience_s=self._patience(), stop=self._stop)
+            patiently(lambda: self._scratches().bring_home(path, self._home(), held=held), patience_s=self._patience(),
+                      stop=self._stop)  # fmt: skip
+        except Exception as error:  # the file stays, for the next one here
+            return str(Outcome.ERROR if outcome is Outcome.DONE else outcome), None, message or _said(error)
+        return str(outcome), result, message
+
+    def _patience(self) -> float:
+        return STOPPING_S if self._stop.is_set() else PATIENCE_S
+
+    def control(self, problem: Problem, arch: str) -> tuple[str, dict[str, Any] | None, str]:
+        """Time the control program."""
+        control = getattr(self._module, "control", None)
+        if control is None:
+            control = importlib.import_module("tiledsched.fleet.jobs").control
+        try:
+            path = patiently(
+                lambda: self._scratches().database(self._home(), problem, arch, f"control-{problem.id}"),
+                stop=self._stop,
+            )
+            try:
+                self._working = True
+                told = control(
+                    self._kernel, problem, arch, db=str(path), jobs=self._setup.jobs, **self._setup.campaign.options
+                )
+                self._working = False
+            finally:
+                remove(path)
+        except StoppedError:
+            return str(Outcome.RELEASED), None, ""
+        except Exception as error:
+            return str(Outcome.ERROR), None, _said(error)
+        finally:
+            self._working = False
+        return str(Outcome.DONE), told, ""
+
+
+class Elsewhere:
+    """A pool whose builds are done where the worker has them done."""
+
+    def __init__(self, pipe: Connection, jobs: int) -> None:
+        self._pipe, self.jobs = pipe, jobs
+        self._running: dict[int, BuildTask] = {}
+
+    def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
+        """See :meth:`BuildPool.build`."""
+        numbers = {task: number for number, task in self._running.items()}
+        wanted = set()
+        for task in tasks:
+            if task not in numbers:
+                numbers[task] = number = next(BUILD_NUMBERS)
+                self._running[number] = task
+                self._pipe.send(("build", number, build_key(task), task))
+            wanted.add(numbers[task])
+        while len(wanted & self._running.keys()) > leave:
+            verb, number, built = self._pipe.recv()
+            assert verb == "built"
+            if self._running.pop(number, None) is not None:
+                yield built
+
+    def start(self) -> None:
+        """They are started."""
+
+    def close(self) -> None:
+        """What is running goes on, for whoever asks for it next; its answers are dropped where they come."""
+        self._running.clear()
+
+
+def why_not(wanted: Campaign, kernel: KernelClass) -> str:
+    """Why this host must not work on a campaign; empty where it may."""
+    here = compiler_at_hand()
+    if wanted.compiler and wanted.compiler != here:
+        return (
+            f"the campaign is for compiler {wanted.compiler}, and here is {here or 'none'}: entries of both would be mixed; "
+            f"install tileiras {wanted.compiler} here"
+        )
+    if wanted.source_hash and wanted.source_hash != kernel.source_hash():
+        return f"the source of {wanted.kernel} here is not the one the campaign was opened with; bring it up to date"
+    return ""
+
+
+def holds(db: TuningDB, lease: Lease) -> bool:
+    """Whether a lease is still its worker's."""
+    from tiledsched.store.models import LeaseRow
+
+    with db.reading() as session:
+        row = session.get(LeaseRow, lease.id)
+        return row is not None and (row.worker_id, row.attempts, row.state) == (
+            lease.worker_id,
+            lease.attempt,
+            "leased",
+        )
+
+
+def _said(error: BaseException) -> str:
+    text = str(error) if isinstance(error, TiledschedError) else f"{type(error).__name__}: {error}"
+    return text[:LONGEST]
+
+
+def _end_with_worker(life: int) -> None:
+    """End this process and its group once nobody holds the other end."""
+
+    def watch() -> None:
+        while os.read(life, 1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """Serve; see the module."""
+    pipe, life = Connection(int(sys.argv[1])), int(sys.argv[2])
+    _end_with_worker(life)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    with contextlib.suppress(EOFError, BrokenPipeError, StoppedError):
+        Child(pipe, pipe.recv()).serve()
+
+
+if __name__ == "__main__":
+    main()

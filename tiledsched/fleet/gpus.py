@@ -1,0 +1,75 @@
+"""The GPUs of this host, as workers take them: by UUID, because numbers mean one order here and another there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiledsched.fleet.campaign import check_job
+from tiledsched.measure.nvml import HELD_DOWN, devices, state_of, uuids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU, or, without one, a place to build and rank."""
+
+    uuid: str
+    """As the driver gives it; unique in a fleet."""
+    name: str
+    """Marketing name; empty without a GPU."""
+    arch: str
+    """e.g. sm_90; empty for a place that takes every arch."""
+
+    def archs(self, wanted: Collection[str]) -> set[str]:
+        """Those of `wanted` that it can do."""
+        return set(wanted) if not self.arch else {self.arch} & set(wanted)
+
+    def environment(self) -> dict[str, str]:
+        """What makes CUDA see this GPU alone."""
+        return {"CUDA_VISIBLE_DEVICES": self.uuid} if self.uuid.startswith(("GPU-", "MIG-")) else {}
+
+    def state(self) -> dict[str, Any]:
+        """Clock, temperature, power and throttle reasons now; empty where they are not told."""
+        return state_of(self.uuid)
+
+
+def gpus_here(job: str, *, without: int = 0) -> list[Gpu]:
+    """The GPUs that a job may take here: those the driver lists and CUDA_VISIBLE_DEVICES leaves.
+
+    Args:
+        job: of the campaign. Its module may stand for GPUs of its own (`gpus()`), as replays do.
+        without: places for work that needs no GPU, in place of GPUs.
+    """
+    if without:
+        return [Gpu(uuid=f"{socket.gethostname()}-{os.getpid()}-{place}", name="", arch="") for place in range(without)]
+    own = getattr(importlib.import_module(check_job(job).partition(":")[0]), "gpus", None)
+    if own is not None:
+        return list(own())
+    found = [
+        Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in zip(uuids(), devices(), strict=False)
+    ]
+    return visible(found, os.environ)
+
+
+def visible(found: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES names, by number (in the order of the PCI bus) or UUID, up to the first that is none."""
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return found
+    chosen = []
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        named = found[int(word)] if word.isdigit() and int(word) < len(found) else None
+        named = named or next((gpu for gpu in found if word.startswith("GPU-") and gpu.uuid.startswith(word)), None)
+        if named is None:
+            break
+        chosen.append(named)
+    return chosen
+
+
+def illness(state: Mapping[str, Any]) -> str:
+    """Why a GPU in this state is slow, and not by its load; empty where it is not."""
+    return ", ".join(reason for reason in state.get("throttle_reasons", ()) if reason in HELD_DOWN)

@@ -1,0 +1,125 @@
+"""What a worker does with one problem: the functions behind the single commands, on one problem, and the control program.
+
+A job is `job(kernel, problem, arch, *, db, jobs, progress, **options) -> dict`: what it measures goes to `db`, what it returns
+is kept with the lease. It may be killed at any moment and called again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from tiledsched import tuning
+from tiledsched.errors import Failure, MeasureError
+from tiledsched.kernel import KernelClass
+from tiledsched.problem import Problem
+from tiledsched.refresh import refresh as refresh_here
+from tiledsched.schedule import Schedule
+
+Progress = Callable[[str], None]
+CONTROL_ROUNDS = 30
+"""Samples of the control program, each time."""
+
+
+class StageProgress:
+    """Tells the stages of a tune as lines."""
+
+    def __init__(self, say: Progress) -> None:
+        self._say, self._what, self._total = say, "", 0
+
+    def stage(self, problem: Problem, what: str, total: int) -> None:
+        """A stage begins."""
+        self._what, self._total = what, total
+        self._say(f"{what} {total}" if total else what)
+
+    def step(self, done: int) -> None:
+        """So much of it is done."""
+        self._say(f"{self._what} {done}/{self._total}")
+
+    def best(self, us: float, schedule: Schedule) -> None:
+        """Nothing: the result says it."""
+
+
+def tune(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress,
+         **options: Any) -> dict[str, Any]:  # fmt: skip
+    """`tiledsched tune` of one problem."""
+    report = tuning.tune(kernel, [problem], arch=arch, db=db, jobs=jobs, watcher=StageProgress(progress), **options)
+    (row,) = report.rows
+    return row
+
+
+def record(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress,
+           **options: Any) -> dict[str, Any]:  # fmt: skip
+    """`tiledsched record` of one problem. Its landscape is in the database; who asked for files writes them from there."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, (result,) = tuning.record(
+            kernel, [problem], arch=arch, out=folder, db=db, jobs=jobs, progress=progress, **options
+        )
+    return {
+        "schedules": result.schedules,
+        "programs": result.programs,
+        "wanted": result.wanted,
+        "compiled": result.compiled,
+        "measured": result.measured,
+        "failed": result.failed,
+        "complete": result.complete,
+        "landscapes": [{"device": each.device_name, "regime": each.regime} for each in result.files],
+    }
+
+
+def refresh(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress,
+            **options: Any) -> dict[str, Any]:  # fmt: skip
+    """`tiledsched refresh` of one problem."""
+    return refresh_here(
+        kernel, [problem], arch=arch, db=db, jobs=jobs, watcher=StageProgress(progress), **options
+    ).to_json()
+
+
+def control(
+    kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, **options: Any
+) -> dict[str, Any]:
+    """Time one program, the same on every GPU of an arch: the default schedule of one problem, in the burst regime.
+
+    Raises:
+        MeasureError: it does not build or run here.
+    """
+    from tiledsched.build.pool import open_pool
+    from tiledsched.config import load_settings
+    from tiledsched.measure.statistics import median_interval
+    from tiledsched.search.programs import Builder
+    from tiledsched.store.db import TuningDB
+
+    tools = tuning.prepare_tools(kernel, arch, settings=load_settings({"db": db}), space=options.get("space"))
+    runner = tuning.open_runner(kernel, arch, runner="gpu")
+    assert runner is not None
+    try:
+        with TuningDB.open(db) as store, open_pool(jobs) as pool:
+            builder = Builder(store, tools.artifacts, kernel, arch, tools.toolchain, pool)
+            schedule = tools.space.default(problem)
+            builder.build([schedule], problem)
+            candidates = builder.candidates(builder.programs([schedule], problem, runner.device))
+        if not candidates:
+            raise MeasureError(
+                f"the control program ({schedule.short()} for {problem}) does not build; run: tiledsched doctor"
+            )
+        runner.begin(problem)
+        checked = runner.check(candidates[0])
+        if isinstance(checked, Failure):
+            raise MeasureError(
+                f"the control program does not run on this GPU: {checked.message}; run: tiledsched doctor"
+            )
+        (batch,) = runner.sample(candidates, rounds=CONTROL_ROUNDS, regime="burst")
+    finally:
+        runner.close()
+    if isinstance(batch, Failure):
+        raise MeasureError(f"the control program does not run on this GPU: {batch.message}; run: tiledsched doctor")
+    samples = sorted(batch.samples_us)
+    low_us, high_us = median_interval(samples, 0.95)
+    return {
+        "fingerprint": candidates[0].artifact.fingerprint,
+        "median_us": samples[len(samples) // 2],
+        "ci_low_us": low_us,
+        "ci_high_us": high_us,
+        "conditions": batch.conditions.to_json(),
+    }

@@ -1,0 +1,139 @@
+"""Workers for the GPUs of this host, from the leases alone: what a Slurm array, a Kubernetes job and a single host run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tiledsched.build.pool import default_jobs
+from tiledsched.errors import ConfigError, MeasureError
+from tiledsched.fleet.campaign import Campaign
+from tiledsched.fleet.gpus import Gpu, gpus_here
+from tiledsched.fleet.leases import Leases
+from tiledsched.fleet.patience import PATIENCE_S, patiently
+from tiledsched.fleet.worker import STOP_S, Heart, Worker
+from tiledsched.store.db import TuningDB
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worked:
+    """What the workers of one process came to."""
+
+    campaigns: tuple[str, ...]
+    """Ids of those they worked on."""
+    gpus: int
+    """GPUs that took part."""
+    notes: tuple[str, ...]
+    """Why some of them stopped before the end; empty where all went on."""
+
+
+def work(
+    db: str,
+    campaign: str | None = None,
+    *,
+    gpus: Sequence[Gpu] | None = None,
+    without_gpu: int = 0,
+    jobs: int | None = None,
+    wait_s: float = 0.0,
+    stop: threading.Event | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    patience_s: float = PATIENCE_S,
+) -> Worked:
+    """Work on campaigns with the GPUs of this host until nothing is left to do.
+
+    Args:
+        db: URL of the database that holds the leases.
+        campaign: id of one; None for all that are running, the oldest first.
+        gpus: which; None for all that CUDA_VISIBLE_DEVICES leaves.
+        without_gpu: so many workers that need none, in place of GPUs: they build and rank.
+        jobs: compile processes of all together; None for one per CPU.
+        wait_s: how long to wait for a campaign where none is running.
+        stop: ends it, within ten seconds. Ctrl-C does, too.
+        say: told what happens, a line each.
+        patience_s: how long the database may be away.
+
+    Raises:
+        ConfigError: there is no such campaign, or no GPU here.
+        KeyboardInterrupt: after Ctrl-C, once everything is ended.
+    """
+    stop = stop or threading.Event()
+    done: list[str] = []
+    count, notes = 0, list[str]()
+    with patiently(lambda: TuningDB.open(db), patience_s=patience_s, stop=stop) as opened:
+        leases = Leases(opened, patience_s=patience_s, stop=stop)
+        gives_up = time.monotonic() + wait_s
+        while not stop.is_set():
+            found = [leases.campaign(campaign)] if campaign else leases.campaigns(running=True)[::-1]
+            left = [each for each in found if each.id not in done]
+            if left:
+                done.append(left[0].id)
+                if leases.end(left[0].id) == "running":
+                    here = list(gpus) if gpus is not None else gpus_here(left[0].job, without=without_gpu)
+                    count = max(count, len(here))
+                    notes += work_on(leases, db, left[0], here, jobs=jobs, stop=stop, say=say)
+            elif done or time.monotonic() >= gives_up:
+                break
+            else:
+                stop.wait(min(5.0, max(0.0, gives_up - time.monotonic())))
+    return Worked(campaigns=tuple(done), gpus=count, notes=tuple(notes))
+
+
+def work_on(
+    leases: Leases,
+    db: str,
+    campaign: Campaign,
+    gpus: Sequence[Gpu],
+    *,
+    jobs: int | None,
+    stop: threading.Event,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Work on one campaign, a thread for each GPU that it has something for; why some of them stopped early.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    archs = leases.open_archs(campaign.id)
+    mine = [gpu for gpu in gpus if gpu.archs(archs)]
+    if not mine:
+        has = ", ".join(sorted({gpu.arch for gpu in gpus})) or "none"
+        raise ConfigError(
+            f"campaign {campaign.id} is for {', '.join(sorted(archs)) or 'nothing more'}, and the GPUs here are {has}; "
+            "start workers where such GPUs are, or see: tiledsched doctor"
+        )
+    each_jobs = max(1, (jobs or default_jobs()) // len(mine))
+    workers: list[Worker] = []
+    heart = Heart(leases, campaign, workers)
+    threads: list[threading.Thread] = []
+    try:
+        for gpu in mine:
+            workers.append(Worker(leases, db, campaign, gpu, jobs=each_jobs, stop=stop, say=say))
+            threads.append(threading.Thread(target=_run, args=(workers[-1],), daemon=True))
+        heart.start()
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(POLL_S)
+    finally:
+        stop_all = any(thread.is_alive() for thread in threads)
+        if stop_all:
+            stop.set()
+            gives_up = time.monotonic() + STOP_S + 2.0
+            for thread in threads:
+                thread.join(max(0.0, gives_up - time.monotonic()))
+        heart.end()
+    return [f"{worker.gpu.name or worker.gpu.uuid}: {worker.note}" for worker in workers if worker.note]
+
+
+def _run(worker: Worker) -> None:
+    """A worker's thread. A GPU that is stuck beyond help, or a database that stays away, ends this worker and no other."""
+    try:
+        worker.run()
+    except Exception as error:
+        worker.note = worker.note or (
+            str(error) if isinstance(error, MeasureError) else f"{type(error).__name__}: {error}"
+        )

@@ -1,0 +1,367 @@
+"""Workers on a Ray cluster: Ray says where they run, the leases say what they do.
+
+- One actor for each GPU. It opens no GPU itself: its worker's child does, and dies with it, so that no dead actor keeps a
+  GPU's memory (ray#59872); the GPU is named by UUID and locked, whatever numbers CUDA_VISIBLE_DEVICES holds (ray#44821).
+- No time limit of Ray's is used: those count the time in a queue (ray#18916), and a task that hangs is killed by nobody
+  (ray#57152). A lease's deadline kills the child, and the actor lives on.
+- The driver keeps nothing that matters. It may die, and the same command goes on.
+- Builds run on the CPUs of all hosts, one compile pool for each, and are shared through the object store.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiledsched.build.pool import default_jobs
+from tiledsched.errors import ConfigError
+from tiledsched.fleet.campaign import Campaign, Outcome
+from tiledsched.fleet.gpus import Gpu, gpus_here, visible
+from tiledsched.fleet.leases import Leases
+from tiledsched.fleet.local import Worked
+from tiledsched.fleet.patience import PATIENCE_S, patiently
+from tiledsched.fleet.ray_builds import BuildDirectory, RayBuilds, on_node, ray_module
+from tiledsched.fleet.worker import STOP_S, Heart, Worker
+from tiledsched.store.db import TuningDB
+
+log = logging.getLogger("tiledsched")
+LOOK_EVERY_S = 2.0
+"""Between two looks at the nodes and at the campaign."""
+STEP_S = 15.0
+"""How long an actor that finds nothing to do waits before it says so."""
+MOST_RESTARTS = 3
+"""Of the actor of one GPU, without a problem done between them."""
+NOBODY_S = 600.0
+"""How long problems wait for a GPU of their arch to come, e.g. from an autoscaler."""
+
+
+class GpuActor:
+    """Runs one worker on the GPU that Ray gave this actor, a problem a call.
+
+    Args:
+        db: URL of the database.
+        campaign_id: what to work on.
+        slot: place on its node, for work that needs no GPU; None where it has one.
+        builds: handle of the cluster's builds; None to compile here.
+        jobs: compile processes, where it compiles here.
+    """
+
+    def __init__(self, db: str, campaign_id: str, slot: int | None, builds: Any, jobs: int | None) -> None:
+        self._stop = threading.Event()
+        self._db = patiently(lambda: TuningDB.open(db), stop=self._stop)
+        leases = Leases(self._db, stop=self._stop)
+        campaign = leases.campaign(campaign_id)
+        gpu = _own_gpu(campaign.job, slot)
+        self._said: list[str] = []
+        self._worker = Worker(
+            leases,
+            db,
+            campaign,
+            gpu,
+            jobs=jobs or default_jobs(),
+            stop=self._stop,
+            say=self._said.append,
+            builds=None if builds is None else RayBuilds(builds),
+        )
+        self._heart = Heart(leases, campaign, [self._worker])
+        self._heart.start()
+
+    def hello(self) -> dict[str, Any]:
+        """Who it is."""
+        gpu = self._worker.gpu
+        return {
+            "worker": self._worker.id,
+            "gpu": gpu.uuid,
+            "name": gpu.name,
+            "arch": gpu.arch,
+            "host": socket.gethostname(),
+        }
+
+    def step(self) -> dict[str, Any]:
+        """Do one problem; or wait a little, and say whether there is anything left to wait for. Tells what happened meanwhile."""
+        self._said.clear()
+        return {**self._step(), "said": list(self._said)}
+
+    def _step(self) -> dict[str, Any]:
+        ends, idle_s = time.monotonic() + STEP_S, 0.2
+        while True:
+            outcome = self._worker.one()
+            if outcome is not None or self._worker.note or self._stop.is_set():
+                return {"outcome": outcome and str(outcome), "note": self._worker.note, "finished": self._stop.is_set()}
+            if self._worker.finished():
+                return {"outcome": None, "note": "", "finished": True}
+            if time.monotonic() > ends or self._stop.wait(idle_s):
+                return {"outcome": None, "note": "", "finished": False}
+            idle_s = min(2 * idle_s, 5.0)
+
+    def stop(self) -> None:
+        """Stop what is going on, give its lease back, and leave."""
+        self._stop.set()
+
+    def end(self) -> None:
+        """Leave the campaign."""
+        self._heart.end()
+        self._worker.end()
+        self._db.close()
+
+
+def _own_gpu(job: str, slot: int | None) -> Gpu:
+    """The GPU that Ray gave to this actor."""
+    ray = ray_module()
+    if slot is not None:
+        return Gpu(
+            uuid=f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}-{slot}", name="", arch=""
+        )
+    given = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+    own = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # as Ray set it: numbers, of all that this host has
+    try:
+        found = visible(gpus_here(job), {"CUDA_VISIBLE_DEVICES": ",".join(given)})
+    finally:
+        if own is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = own
+    if len(found) != 1:
+        raise ConfigError(
+            f"Ray gave GPU {', '.join(given) or 'none'} to this actor, and the driver of {socket.gethostname()} does not "
+            "list it; run there: tiledsched doctor"
+        )
+    return found[0]
+
+
+@dataclass
+class _Seat:
+    """One GPU of the cluster, as the driver knows it."""
+
+    node: str
+    """Id of its node."""
+    slot: int
+    """Its number there."""
+    actor: Any = None
+    """Handle; None before the first and after the last."""
+    call: Any = None
+    """What it was asked last."""
+    worker: str = ""
+    """Id of its worker, once it has said it."""
+    arch: str | None = None
+    """Its arch; empty for any, None while it is not known."""
+    restarts: int = 0
+    """How often its actor was started again."""
+    closed: bool = False
+    """Whether it takes no more part."""
+    asked: list[Any] = field(default_factory=list)
+    """Calls whose answers nobody waits for."""
+
+
+class Driver:
+    """Keeps an actor on every GPU of a cluster until a campaign ends.
+
+    Args:
+        db: URL of the database, as every node reaches it.
+        leases: the same database.
+        campaign: what is to be done.
+        without_gpu: so many workers on each node that need no GPU, in place of those that do.
+        spread_builds: compile on all hosts' CPUs; else each actor on its own host's.
+        jobs: compile processes of an actor that compiles itself.
+        say: told what happens, a line each.
+        nobody_s: how long problems wait for a GPU of their arch.
+    """
+
+    def __init__(
+        self,
+        db: str,
+        leases: Leases,
+        campaign: Campaign,
+        *,
+        without_gpu: int = 0,
+        spread_builds: bool = True,
+        jobs: int | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        nobody_s: float = NOBODY_S,
+    ) -> None:
+        self._ray = ray_module()
+        self._db, self._leases, self._campaign = db, leases, campaign
+        self._without_gpu, self._jobs, self._say, self._nobody_s = without_gpu, jobs, say, nobody_s
+        self._seats: dict[tuple[str, int], _Seat] = {}
+        self._directory = self._ray.remote(BuildDirectory).options(num_cpus=0).remote() if spread_builds else None
+        self._notes: list[str] = []
+        self._missing_s: dict[str, float] = {}
+
+    def run(self) -> Worked:
+        """Until the campaign ends; whatever dies meanwhile is replaced."""
+        looked_s = 0.0
+        try:
+            while True:
+                if time.monotonic() - looked_s > LOOK_EVERY_S:
+                    looked_s = time.monotonic()
+                    if self._leases.end(self._campaign.id) != "running" or self._hopeless():
+                        break
+                    self._look_at_nodes()
+                calls = {seat.call: seat for seat in self._seats.values() if seat.call is not None}
+                if not calls:
+                    time.sleep(0.2)
+                    continue
+                ready, _ = self._ray.wait(list(calls), num_returns=1, timeout=1.0)
+                for call in ready:
+                    self._answered(calls[call])
+        finally:
+            self._end()
+        return Worked(campaigns=(self._campaign.id,), gpus=len(self._seats), notes=tuple(self._notes))
+
+    def _look_at_nodes(self) -> None:
+        """A seat for every GPU of every node that is alive."""
+        for node in self._ray.nodes():
+            count = self._without_gpu or int(node["Resources"].get("GPU", 0))
+            for slot in range(count if node["Alive"] else 0):
+                seat = self._seats.setdefault((node["NodeID"], slot), _Seat(node["NodeID"], slot))
+                if seat.actor is None and not seat.closed:
+                    self._start(seat)
+
+    def _start(self, seat: _Seat) -> None:
+        gpu = {} if self._without_gpu else {"num_gpus": 1}
+        options = {"num_cpus": 0, "max_concurrency": 2, "max_restarts": 0, "max_task_retries": 0, **gpu}
+        remote = self._ray.remote(GpuActor).options(**options, scheduling_strategy=on_node(seat.node))
+        seat.actor = remote.remote(
+            self._db, self._campaign.id, seat.slot if self._without_gpu else None, self._directory, self._jobs
+        )
+        seat.worker, seat.arch, seat.call = "", None, seat.actor.hello.remote()
+
+    def _answered(self, seat: _Seat) -> None:
+        call, seat.call = seat.call, None
+        try:
+            answer = self._ray.get(call)
+        except self._ray.exceptions.RayError as error:
+            self._lost(seat, error)
+            return
+        if "worker" in answer:
+            seat.worker, seat.arch = answer["worker"], answer["arch"]
+            self._say(f"{answer['name'] or 'a worker'} {answer['gpu']} on {answer['host']} takes part")
+            seat.call = seat.actor.step.remote()
+            return
+        if answer["outcome"] == str(Outcome.DONE):
+            seat.restarts = 0  # it works: what killed it before is not this GPU
+        for line in answer["said"]:
+            self._say(line)
+        if answer["note"]:
+            self._notes.append(f"{seat.worker}: {answer['note']}")
+            self._say(self._notes[-1])
+            self._close(seat)
+        elif answer["finished"]:
+            self._close(seat)
+        else:
+            seat.call = seat.actor.step.remote()
+
+    def _lost(self, seat: _Seat, error: Exception) -> None:
+        """Its actor, its host, or Ray's word of them is gone: what it held is taken from it, and another actor started."""
+        if isinstance(error, self._ray.exceptions.RayTaskError):  # it lives, and says why it cannot
+            why = str(error.cause)
+        else:
+            why = f"its actor was lost ({type(error).__name__})"
+        self._say(f"{seat.worker or 'a worker'}: {why}")
+        if seat.worker:
+            self._leases.leave(seat.worker, why)
+        with suppress(Exception):
+            self._ray.kill(seat.actor)
+        seat.actor, seat.arch, seat.restarts = None, None, seat.restarts + 1
+        if seat.restarts > MOST_RESTARTS:
+            seat.closed = True
+            self._notes.append(f"GPU {seat.slot} of node {seat.node[:8]}: {why}, {seat.restarts} times")
+
+    def _close(self, seat: _Seat) -> None:
+        seat.closed, seat.arch = True, None
+        seat.asked.append(seat.actor.end.remote())
+
+    def _hopeless(self) -> bool:
+        """Give up on what no GPU is there for, for long enough; whether nothing else is left."""
+        now, open_archs = time.monotonic(), self._leases.open_archs(self._campaign.id)
+        served = {seat.arch for seat in self._seats.values() if seat.arch is not None}
+        coming = any(seat.call is not None and seat.arch is None for seat in self._seats.values())
+        for arch in open_archs:
+            if coming or "" in served or arch in served:
+                self._missing_s.pop(arch, None)
+            elif now - self._missing_s.setdefault(arch, now) > self._nobody_s:
+                said = f"; the last that was heard: {self._notes[-1]}" if self._notes else ""
+                self._leases.end(
+                    self._campaign.id, why=f"no GPU of {arch} took part for {self._nobody_s:g} s{said}", archs=[arch]
+                )
+        return self._leases.end(self._campaign.id) != "running"
+
+    def _end(self) -> None:
+        """Let every actor stop what it does and leave, for as long as that may take; then end it."""
+        seats = [seat for seat in self._seats.values() if seat.actor is not None]
+        for seat in seats:
+            with suppress(Exception):
+                seat.asked.append(seat.actor.stop.remote())
+        calls = [seat.call for seat in seats if seat.call is not None]
+        if calls:
+            with suppress(Exception):
+                self._ray.wait(calls, num_returns=len(calls), timeout=STOP_S)
+        ends = []
+        for seat in seats:
+            with suppress(Exception):
+                ends.append(seat.actor.end.remote() if not seat.closed else seat.asked[0])
+        if ends:
+            with suppress(Exception):
+                self._ray.wait(ends, num_returns=len(ends), timeout=2.0)
+        for handle in [*(seat.actor for seat in seats), *([self._directory] if self._directory is not None else [])]:
+            with suppress(Exception):
+                self._ray.kill(handle)
+
+
+def run_on_ray(db: str, campaign_id: str, *, address: str | None, without_gpu: int = 0, jobs: int | None = None,
+               say: Callable[[str], None] = lambda line: None, patience_s: float = PATIENCE_S,
+               nobody_s: float = NOBODY_S) -> Worked:  # fmt: skip
+    """Work on a campaign with every GPU of a Ray cluster, until it ends.
+
+    Args:
+        db: URL of the database, as every node reaches it.
+        campaign_id: which.
+        address: of the cluster: `auto`, `HOST:PORT` or `ray://...`; `local` starts one on this machine.
+        without_gpu: so many workers on each node that need no GPU.
+        jobs: compile processes; None to use every CPU of the cluster.
+        say: told what happens, a line each.
+        patience_s: how long the database may be away.
+        nobody_s: how long problems wait for a GPU of their arch to come.
+
+    Raises:
+        ConfigError: Ray is not installed, there is no cluster, or the database is a file on a cluster of several hosts.
+        KeyboardInterrupt: after Ctrl-C, once everything is ended.
+    """
+    ray = ray_module()
+    ours = not ray.is_initialized()
+    if ours:
+        try:
+            local = {"include_dashboard": False} if address == "local" else {}
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"no Ray cluster answers at {address}: {error}; start one with: ray start --head"
+            ) from error
+    try:
+        hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+        with patiently(lambda: TuningDB.open(db), patience_s=patience_s) as opened:
+            if len(hosts) > 1 and opened.url.startswith("sqlite"):
+                raise ConfigError(
+                    f"the database is a file, and the cluster has {len(hosts)} hosts, which would each have their own; "
+                    "pass --db postgresql://HOST/NAME"
+                )
+            leases = Leases(opened, patience_s=patience_s)
+            driver = Driver(
+                db,
+                leases,
+                leases.campaign(campaign_id),
+                without_gpu=without_gpu,
+                spread_builds=jobs is None,
+                jobs=jobs,
+                say=say,
+                nobody_s=nobody_s,
+            )
+            return driver.run()
+    finally:
+        if ours:
+            ray.shutdown()

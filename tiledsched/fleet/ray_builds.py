@@ -1,0 +1,155 @@
+"""Builds on the CPUs of all hosts of a Ray cluster, shared through its object store: what is asked for twice is built once."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Any
+
+from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.errors import ConfigError, Failure, FailureKind
+from tiledsched.extras import installing
+
+LOOK_EVERY_S = 2.0
+"""Between two looks at the nodes."""
+MOST_BUILDS = 20_000
+"""Builds that are kept in the object store: about a gigabyte. Older ones are in the hosts' cache folders."""
+BUILD_TRIES = 3
+"""Hosts that a build is sent to, where they are lost."""
+
+
+def ray_module() -> Any:
+    """Ray.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            f"a fleet on Ray needs Ray ({error}); run: {installing('fleet')}, or use the GPUs of this host without "
+            "--ray-address"
+        ) from None
+    return ray
+
+
+class BuildHost:
+    """The compile processes of one host."""
+
+    def __init__(self, jobs: int) -> None:
+        from tiledsched.build.pool import BuildPool
+
+        self._pool = BuildPool(jobs)
+
+    async def build(self, task: BuildTask) -> Built:
+        """One build; what hangs or crashes is killed and told as a failure."""
+        import asyncio
+
+        return await asyncio.wrap_future(self._pool.submit(task))
+
+
+class BuildDirectory:
+    """Which build is where: asked for twice, it is built once.
+
+    It hands out references; the machine code goes from host to host through the object store.
+    """
+
+    def __init__(self) -> None:
+        self._placed: OrderedDict[str, Any] = OrderedDict()
+        self._hosts: dict[str, tuple[Any, int]] = {}
+        self._turn: dict[str, float] = {}
+        self._looked_s = 0.0
+        self.started = 0
+
+    def place(self, key: str, task: BuildTask, lost: bool) -> list[Any]:
+        """The reference of a build, in a list so that nobody waits for it here; with `lost`, of a new one."""
+        if lost:
+            self._placed.pop(key, None)
+        if key not in self._placed:
+            self.started += 1
+            self._placed[key] = self._next_host().build.remote(task)
+            while len(self._placed) > MOST_BUILDS:
+                self._placed.popitem(last=False)
+        self._placed.move_to_end(key)
+        return [self._placed[key]]
+
+    def count(self) -> int:
+        """Builds that were started."""
+        return self.started
+
+    def _next_host(self) -> Any:
+        """The host that had the fewest builds for its CPUs."""
+        ray = ray_module()
+        if not self._hosts or time.monotonic() - self._looked_s > LOOK_EVERY_S:
+            self._looked_s = time.monotonic()
+            alive = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
+            self._hosts = {node: host for node, host in self._hosts.items() if node in alive}
+            for node, cpus in alive.items():
+                if cpus and node not in self._hosts:
+                    host = ray.remote(BuildHost).options(num_cpus=0, scheduling_strategy=on_node(node)).remote(cpus)
+                    self._hosts[node] = host, cpus
+                    self._turn[node] = min(self._turn.values(), default=0.0)
+        node = min(self._hosts, key=lambda each: self._turn[each])
+        host, cpus = self._hosts[node]
+        self._turn[node] += 1.0 / cpus
+        return host
+
+
+class RayBuilds:
+    """What a worker has built by the cluster, see :class:`tiledsched.fleet.worker.Builds`."""
+
+    def __init__(self, directory: Any) -> None:
+        self._directory = directory
+        self._asked: dict[Any, tuple[int, str, BuildTask, int]] = {}
+        self._building: dict[Any, tuple[int, str, BuildTask, int]] = {}
+
+    def submit(self, number: int, key: str, task: BuildTask, tries: int = 0) -> None:
+        """Ask for it."""
+        self._asked[self._directory.place.remote(key, task, tries > 0)] = number, key, task, tries
+
+    def finished(self) -> list[tuple[int, Built]]:
+        """What is done since the last question. A build whose host was lost is sent to another."""
+        ray = ray_module()
+        for reference in _ready(ray, self._asked):
+            what = self._asked.pop(reference)
+            try:
+                (building,) = ray.get(reference)
+                self._building[building] = what
+            except ray.exceptions.RayError as error:
+                self._again(what, error)
+        done = []
+        for reference in _ready(ray, self._building):
+            number, key, task, tries = what = self._building.pop(reference)
+            try:
+                done.append((number, ray.get(reference)))
+            except ray.exceptions.RayError as error:
+                if tries + 1 < BUILD_TRIES:
+                    self.submit(number, key, task, tries + 1)
+                else:
+                    done.append((number, _lost(task, error)))
+        return done
+
+    def _again(self, what: tuple[int, str, BuildTask, int], error: Exception) -> None:
+        number, key, task, tries = what
+        if tries + 1 >= BUILD_TRIES:
+            raise error
+        self.submit(number, key, task, tries + 1)
+
+
+def _lost(task: BuildTask, error: Exception) -> Built:
+    message = f"its host was lost {BUILD_TRIES} times: {type(error).__name__}"
+    return Built(
+        task=task, artifact=None, failure=Failure(kind=FailureKind.COMPILER_KILLED, message=message), seconds=0.0
+    )
+
+
+def _ready(ray: Any, references: dict[Any, Any]) -> list[Any]:
+    return list(ray.wait(list(references), num_returns=len(references), timeout=0)[0]) if references else []
+
+
+def on_node(node: str) -> Any:
+    """Ray's word for: there, or nowhere."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)

@@ -1,0 +1,127 @@
+"""Plan a campaign, and see it through with the GPUs of this host or of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.config import load_settings
+from tiledsched.errors import ConfigError
+from tiledsched.fleet.campaign import DEADLINE_S, JOBS, LEASE_S, MOST_ATTEMPTS, CampaignPlan
+from tiledsched.fleet.gpus import gpus_here
+from tiledsched.fleet.leases import Leases, expected
+from tiledsched.fleet.local import Worked, work
+from tiledsched.fleet.patience import patiently
+from tiledsched.fleet.status import FleetStatus, read_status
+from tiledsched.kernel import KernelClass
+from tiledsched.problem import Problem
+from tiledsched.store.db import TuningDB
+from tiledsched.store.location import location
+from tiledsched.tuning import Cases, kernel_of, problems_of
+
+FILES = ("space", "candidates")
+"""Options that name files: every host must have them, in the same place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How patient a campaign is. It is no part of what the campaign is: the same work opened with another patience goes on."""
+
+    lease_s: float = LEASE_S
+    """How long a lease holds unless renewed: what a dead host costs."""
+    deadline_s: float = DEADLINE_S
+    """How long one attempt may take, before it is killed as hung."""
+    most_attempts: int = MOST_ATTEMPTS
+    """Of one problem."""
+    budget_s: float | None = None
+    """Seconds after which nothing more is begun; None for no limit."""
+
+
+def plan(command: str, kernel: KernelClass | str, problems: Cases | str | None, archs: Collection[str], *,
+         options: Mapping[str, Any] | None = None, patience: Patience | None = None) -> CampaignPlan:  # fmt: skip
+    """A campaign: each problem for each arch, those of most work first.
+
+    Args:
+        command: tune, record, refresh or bench; or `module:function`, a job of your own (see `tiledsched.fleet.jobs`).
+        kernel: the class, or where it is declared.
+        problems: problems, or values by name; the name of a suite; None for all suites.
+        archs: e.g. sm_90 and sm_100.
+        options: keyword arguments of the function of that name (`tiledsched.tune`, ...), as JSON has them.
+        patience: with what dies.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
+    kernel, patience = kernel_of(kernel), patience or Patience()
+    if command not in JOBS and ":" not in command:
+        raise ConfigError(f"a fleet does {', '.join(JOBS)}, not {command!r}; name one of them")
+    wanted: Sequence[Problem] = expected(problems_of(kernel, problems))
+    given = {name: str(Path(value).resolve()) if name in FILES else value
+             for name, value in (options or {}).items() if value is not None}  # fmt: skip
+    return CampaignPlan(
+        job=JOBS.get(command, command),
+        kernel=kernel.locator(),
+        problems=dict.fromkeys(archs, wanted),
+        options=given,
+        compiler=compiler_at_hand(),
+        source_hash=kernel.source_hash(),
+        lease_s=patience.lease_s,
+        deadline_s=patience.deadline_s,
+        most_attempts=patience.most_attempts,
+        budget_s=patience.budget_s,
+    )
+
+
+def where(db: str | None) -> str:
+    """The database of a fleet, as workers take it: by a flag, the environment or the user's own."""
+    return location(db or load_settings().db)
+
+
+def run(planned: CampaignPlan, *, db: str | None = None, ray_address: str | None = None, without_gpu: int = 0,
+        jobs: int | None = None, say: Callable[[str], None] = lambda line: None) -> FleetStatus:  # fmt: skip
+    """Open a campaign, or one that is there again, and work until it ends. What could not be done is listed in what is returned.
+
+    Args:
+        planned: what :func:`plan` made.
+        db: path or URL of the database; None for the user's.
+        ray_address: of a Ray cluster; None for the GPUs of this host.
+        without_gpu: so many workers (on each node) that need no GPU, in place of those that do.
+        jobs: compile processes of this host, or of each actor; None for all CPUs.
+        say: told what happens, a line each.
+
+    Raises:
+        TiledschedError: there is no GPU here, no cluster, or the database stays away.
+        KeyboardInterrupt: after Ctrl-C, once everything is ended; what was done is stored, and the same plan goes on.
+    """
+    url = where(db)
+    with patiently(lambda: TuningDB.open(url)) as opened:
+        leases = Leases(opened)
+        campaign = leases.open(planned)
+        say(f"campaign {campaign.id}: see it with: tiledsched fleet status {campaign.id}")
+        worked = Worked(campaigns=(), gpus=0, notes=())
+        if leases.end(campaign.id) == "running":
+            if ray_address is not None:
+                from tiledsched.fleet.on_ray import run_on_ray
+
+                worked = run_on_ray(url, campaign.id, address=ray_address, without_gpu=without_gpu, jobs=jobs, say=say)
+            else:
+                gpus = gpus_here(campaign.job, without=without_gpu)
+                worked = work(url, campaign.id, gpus=gpus, jobs=jobs, say=say)
+                _give_up(leases, campaign.id, worked, gpus={gpu.arch for gpu in gpus})
+        for note in worked.notes:
+            say(note)
+        return read_status(leases, campaign.id)
+
+
+def _give_up(leases: Leases, campaign_id: str, worked: Worked, *, gpus: Collection[str]) -> None:
+    """What is left when every worker here has ended, and no other works on it, could not be done: say so, and end."""
+    others = [each for each in read_status(leases, campaign_id).workers if each.state in ("working", "idle")]
+    if leases.end(campaign_id) == "running" and not others:
+        why = (
+            "; ".join(dict.fromkeys(worked.notes))
+            or f"no GPU of its arch took part (here: {', '.join(sorted(gpus)) or 'none'})"
+        )
+        leases.end(campaign_id, why=why)

@@ -1,0 +1,214 @@
+"""What a fleet is doing, read from the database alone: from any machine, whatever has died."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from tiledsched.fleet.campaign import Campaign, Failure, Outcome
+from tiledsched.fleet.leases import Leases
+from tiledsched.fleet.spread import Control, GpuSpread, spread_of
+from tiledsched.store.db import TuningDB
+from tiledsched.store.models import AttemptRow, ControlRow, LeaseRow, WorkerRow
+
+RATE_OVER_S = 600.0
+"""The rate is of the last ten minutes, or of the whole campaign where that is younger."""
+SILENT = 1.0
+"""Leases' lengths after which a worker that says nothing is called silent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """One GPU, as long as one process worked with it."""
+
+    id: str
+    """The worker's."""
+    hostname: str
+    """Where."""
+    pid: int
+    """Of the process."""
+    gpu: str
+    """UUID."""
+    device_name: str
+    """Marketing name; empty without a GPU."""
+    arch: str
+    """Its arch; empty for any."""
+    state: str
+    """working, idle, silent or ended."""
+    doing: str
+    """The problem, and the stage of it; or why it ended."""
+    done: int
+    """Problems it finished."""
+    faults: int
+    """Attempts that ended by its fault, or without a word of it."""
+    sm_clock_mhz: int | None
+    """SM clock when last heard of; None where that is not told."""
+    temperature_c: int | None
+    """Temperature."""
+    power_w: float | None
+    """Board power."""
+    throttle_reasons: tuple[str, ...]
+    """Why its clock is held down, if it is."""
+    seen_s: float
+    """Seconds since it was last heard of."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        return {
+            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            "throttle_reasons": list(self.throttle_reasons),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetStatus:
+    """One campaign, now."""
+
+    campaign: Campaign
+    """Which."""
+    waiting: int
+    """Problems that nobody has."""
+    leased: int
+    """Problems that somebody has."""
+    done: int
+    """Problems done."""
+    failed: int
+    """Problems that could not be done."""
+    late: int
+    """Results that came after another worker's, kept as evidence."""
+    lost: int
+    """Attempts that were taken away, hung or failed, and were made again."""
+    rate_per_hour: float | None
+    """Problems a hour, lately; None before the first."""
+    left_s: float | None
+    """Seconds until all is done at that rate; None where it is not known."""
+    workers: Sequence[WorkerStatus]
+    """Those that are, then those that ended."""
+    spread: Sequence[GpuSpread]
+    """The control program on every GPU."""
+    failures: Sequence[Failure]
+    """What could not be done, and why."""
+
+    @property
+    def total(self) -> int:
+        """Problems of the campaign."""
+        return self.waiting + self.leased + self.done + self.failed
+
+    @property
+    def odd(self) -> list[GpuSpread]:
+        """GPUs that differ from their like by more than noise."""
+        return [each for each in self.spread if each.named]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        numbers = ("total", "waiting", "leased", "done", "failed", "late", "lost", "rate_per_hour", "left_s")
+        return {
+            "campaign": self.campaign.id, "command": self.campaign.command, "kernel": self.campaign.kernel,
+            "status": self.campaign.status, **{name: getattr(self, name) for name in numbers},
+            "workers": [each.to_json() for each in self.workers], "spread": [each.to_json() for each in self.spread],
+            "failures": [each.to_json() for each in self.failures],
+        }  # fmt: skip
+
+
+def controls_of(db: TuningDB, campaign_id: str) -> list[Control]:
+    """Every timing of a campaign's control program."""
+    asked = sa.select(ControlRow, WorkerRow.hostname).join(WorkerRow, WorkerRow.id == ControlRow.worker_id)
+    with db.reading() as session:
+        rows = session.execute(asked.where(ControlRow.campaign_id == campaign_id).order_by(ControlRow.id))
+        return [
+            Control(
+                gpu=row.gpu,
+                hostname=hostname,
+                arch=row.arch,
+                fingerprint=row.fingerprint,
+                median_us=row.median_us,
+                ci_low_us=row.ci_low_us,
+                ci_high_us=row.ci_high_us,
+            )
+            for row, hostname in rows
+        ]
+
+
+def read_status(leases: Leases, campaign_id: str) -> FleetStatus:
+    """How far a campaign is."""
+    campaign, now = leases.campaign(campaign_id), leases.time()
+    counts = leases.counts(campaign.id)
+    of_campaign = sa.select(LeaseRow.id).where(LeaseRow.campaign_id == campaign.id)
+    with leases.db.reading() as session:
+        counted = sa.select(AttemptRow.outcome, sa.func.count()).where(AttemptRow.lease_id.in_(of_campaign))
+        ends = {row[0]: row[1] for row in session.execute(counted.group_by(AttemptRow.outcome))}
+        rate = _rate(session, campaign, now)
+        workers = _workers(session, campaign, now)
+    left = counts["waiting"] + counts["leased"]
+    left_s = left / rate * 3600 if rate and left and campaign.status == "running" else None
+    lost = sum(ends.get(str(each), 0) for each in (Outcome.EXPIRED, Outcome.HUNG, Outcome.ERROR))
+    return FleetStatus(
+        campaign=campaign, **counts, late=ends.get(str(Outcome.LATE), 0), lost=lost, rate_per_hour=rate, left_s=left_s,
+        workers=workers, spread=spread_of(controls_of(leases.db, campaign.id)), failures=leases.failures(campaign.id),
+    )  # fmt: skip
+
+
+def _rate(session: Session, campaign: Campaign, now: datetime) -> float | None:
+    """Problems a hour, lately: of a campaign that ended, while it ran."""
+    until = campaign.finished_at or now
+    first = session.scalar(
+        sa.select(sa.func.min(AttemptRow.started_at))
+        .join(LeaseRow, LeaseRow.id == AttemptRow.lease_id)
+        .where(LeaseRow.campaign_id == campaign.id)
+    )
+    if first is None:
+        return None
+    since = max(first, until - timedelta(seconds=RATE_OVER_S))
+    done = (
+        session.scalar(
+            sa.select(sa.func.count()).where(
+                LeaseRow.campaign_id == campaign.id, LeaseRow.state == "done", LeaseRow.done_at > since
+            )
+        )
+        or 0
+    )
+    seconds = (until - since).total_seconds()
+    return done / seconds * 3600 if done and seconds > 0 else None
+
+
+def _workers(session: Session, campaign: Campaign, now: datetime) -> list[WorkerStatus]:
+    rows = session.scalars(
+        sa.select(WorkerRow).where(WorkerRow.campaign_id == campaign.id).order_by(WorkerRow.hostname, WorkerRow.gpu)
+    )
+    ended: dict[str, Counter[str]] = {}
+    counted = sa.select(AttemptRow.worker_id, AttemptRow.outcome, sa.func.count()).join(
+        WorkerRow, WorkerRow.id == AttemptRow.worker_id
+    )
+    for worker_id, outcome, count in session.execute(counted.where(WorkerRow.campaign_id == campaign.id)
+                                                     .group_by(AttemptRow.worker_id, AttemptRow.outcome)):  # fmt: skip
+        ended.setdefault(worker_id, Counter())[outcome] += count
+    found = []
+    for row in rows:
+        said, seen_s, ends = row.conditions or {}, (now - row.seen_at).total_seconds(), ended.get(row.id, Counter())
+        state = row.state if row.state == "ended" or seen_s <= SILENT * campaign.lease_s else "silent"
+        found.append(
+            WorkerStatus(
+                id=row.id,
+                hostname=row.hostname,
+                pid=row.pid,
+                gpu=row.gpu,
+                device_name=row.device_name,
+                arch=row.arch,
+                state=state,
+                doing=row.note if state == "ended" else str(said.get("doing", "")),
+                done=ends[str(Outcome.DONE)] + ends[str(Outcome.LATE)],
+                faults=sum(ends[str(each)] for each in (Outcome.ERROR, Outcome.HUNG, Outcome.EXPIRED)),
+                sm_clock_mhz=said.get("sm_clock_mhz"),
+                temperature_c=said.get("temperature_c"),
+                power_w=said.get("power_w"),
+                throttle_reasons=tuple(said.get("throttle_reasons", ())),
+                seen_s=round(seen_s, 1),
+            )
+        )
+    return sorted(found, key=lambda each: (each.state == "ended", each.hostname, each.gpu))

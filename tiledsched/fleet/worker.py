@@ -1,0 +1,363 @@
+"""A worker: it takes one lease after another for one GPU, lets a child process do the problem, and outlives whatever that does.
+
+It opens no GPU and loads no kernel itself, so that it can always renew its lease, note what happened, and kill: a hung GPU takes
+down the child alone. That is also why no timeout of a scheduler is needed, which would count the time in a queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from typing import Any, Protocol
+
+from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.errors import DatabaseError, MeasureError
+from tiledsched.fleet.campaign import JOBS_VARIABLE, Campaign, Lease, Outcome, Setup
+from tiledsched.fleet.gpus import Gpu, illness
+from tiledsched.fleet.leases import Leases
+from tiledsched.fleet.spread import apart, label_of
+from tiledsched.fleet.status import controls_of
+from tiledsched.measure.gpu import END_TIMEOUT_S
+from tiledsched.measure.nvml import LABEL_VARIABLE
+
+START_S = 120.0
+"""Until a child is ready: imports, on a cold file system."""
+STOP_S = 7.0
+"""For a child to end its job and bring home what it found, once told to stop; then it is killed."""
+POLL_S = 0.2
+MOST_FAULTS = 2
+"""Attempts in a row that end by the GPU's or the host's fault, after which it has to prove itself by the control program."""
+CONTROL_EVERY = 20
+"""Problems between two timings of the control program."""
+COOLING_S = 60.0
+"""How long a GPU that is throttled by heat is left to cool before it goes on."""
+
+log = logging.getLogger("tiledsched")
+
+
+class Builds(Protocol):
+    """What has builds done on other hosts."""
+
+    def submit(self, number: int, key: str, task: BuildTask) -> None:
+        """Have it built; what has the same key is the same build."""
+        ...
+
+    def finished(self) -> list[tuple[int, Built]]:
+        """What is done since the last question."""
+        ...
+
+
+class ChildLostError(Exception):
+    """The child ended or was killed before it answered."""
+
+    def __init__(self, outcome: Outcome, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+class Worker:
+    """One GPU's.
+
+    Args:
+        leases: what to ask for work; shared by the threads of a process.
+        db: URL of the same database, for the child.
+        campaign: what to work on.
+        gpu: with what.
+        jobs: compile processes.
+        stop: ends it, within ten seconds.
+        builds: has builds done elsewhere; None to compile here.
+        say: told what happens, a line each.
+    """
+
+    def __init__(self, leases: Leases, db: str, campaign: Campaign, gpu: Gpu, *, jobs: int, stop: threading.Event,
+                 builds: Builds | None = None, say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
+        self.gpu, self.campaign, self.note = gpu, campaign, ""
+        self._leases, self._stop, self._builds, self._say = leases, stop, builds, say
+        self._setup = Setup(db=db, campaign=campaign, jobs=jobs, builds_elsewhere=builds is not None)
+        self._child: _Process | None = None
+        self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
+        self._doing = ""
+        self._archs = gpu.archs(leases.open_archs(campaign.id))
+        self.id = leases.join(
+            campaign.id,
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            gpu=gpu.uuid,
+            device_name=gpu.name,
+            arch=gpu.arch,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What is told of it with each renewal."""
+        return {**self.gpu.state(), "doing": self._doing, "label": self._label}
+
+    def run(self) -> None:
+        """Work until nothing is left to do, the campaign is stopped, or this GPU cannot go on."""
+        try:
+            idle_s = 0.2
+            while not self._stop.is_set() and not self.note:
+                if self.one() is not None:
+                    idle_s = 0.2
+                    continue
+                if self._stop.is_set() or self.note or self.finished():
+                    break
+                self._stop.wait(idle_s)
+                idle_s = min(2 * idle_s, self.campaign.lease_s / 4, 10.0)
+        finally:
+            self.end()
+
+    def finished(self) -> bool:
+        """Whether there is nothing to wait for: all is done, or what is left is of other archs."""
+        if self._leases.end(self.campaign.id) != "running":
+            return True
+        self._archs = self.gpu.archs(self._leases.open_archs(self.campaign.id))
+        return not self._archs
+
+    def one(self) -> Outcome | None:
+        """Take one problem and do it; how it ended, or None where there was none, or the GPU cannot go on (`note` says why)."""
+        self._cool_down()
+        if self._stop.is_set() or not self._ready():
+            return None
+        lease = self._leases.take(self.campaign, self.id, self._archs)
+        if lease is None:
+            return None
+        began = time.monotonic()
+        self._doing = f"{lease.problem} ({lease.arch}, attempt {lease.attempt})"
+        outcome, result, message = self._ask(
+            "work", lease, self._share_s(), deadline_s=self.campaign.deadline_s, doing=lease
+        )
+        self._faults = self._faults + 1 if outcome in (Outcome.ERROR, Outcome.HUNG) else 0
+        outcome = self._leases.finish(lease, outcome, result=result, message=message)
+        self._doing = ""
+        self._say(f"{lease.problem} on {self.gpu.name or self.gpu.uuid}: {outcome}, {time.monotonic() - began:.1f} s"
+                  + (f": {message}" if message else ""))  # fmt: skip
+        self._since_control += 1
+        return outcome
+
+    def _share_s(self) -> float | None:
+        """Of a budget, what the next problem may take: an even share of what is left."""
+        if self.campaign.ends_at is None:
+            return None
+        left_s = (self.campaign.ends_at - self._leases.time()).total_seconds()
+        counts = self._leases.counts(self.campaign.id)
+        workers = max(1, counts["leased"])
+        return max(1.0, min(left_s, left_s * workers / max(1, counts["waiting"] + counts["leased"])))
+
+    def _cool_down(self) -> None:
+        """Wait while the GPU is throttled by heat: what it measured so would be worth little."""
+        gives_up = time.monotonic() + COOLING_S
+        while (ill := illness(self.gpu.state())) and time.monotonic() < gives_up and not self._stop.wait(1.0):
+            self._doing = f"cooling: {ill}"
+        self._doing = ""
+
+    def _ready(self) -> bool:
+        """Whether a child is there, and this GPU has shown what it is; `note` says why not."""
+        if self._child is None:
+            try:
+                self._child = _Process(
+                    self._setup, {**self.gpu.environment(), **({LABEL_VARIABLE: self._label} if self._label else {})}
+                )
+            except ChildLostError as error:
+                self._faults += 1
+                if self._faults > MOST_FAULTS:
+                    self.note = str(error)
+                return False
+            if self._child.wrong:
+                self.note = self._child.wrong
+                return False
+        if self.gpu.arch and (self._since_control >= CONTROL_EVERY or self._faults >= MOST_FAULTS):
+            return self._control()
+        if self._faults > MOST_FAULTS:
+            self.note = f"{self._faults} attempts in a row failed here"
+        return not self.note
+
+    def _control(self) -> bool:
+        """Time the control program. A GPU that cannot takes no work; one that differs from its like keeps its evidence apart."""
+        problem = self._leases.control_problem(self.campaign.id, self.gpu.arch)
+        self._since_control, probing = 0, self._faults >= MOST_FAULTS
+        if problem is None:
+            return True
+        self._doing = "control program"
+        outcome, told, message = self._ask("control", problem, self.gpu.arch, deadline_s=self.campaign.deadline_s)
+        self._doing = ""
+        if told is None:
+            if outcome is not Outcome.RELEASED:
+                self.note = f"cannot run the control program: {message}"
+            return False
+        if probing:
+            self._faults = 0
+        self._leases.note_control(self.campaign.id, self.id, self.gpu.uuid, self.gpu.arch, told)
+        label = label_of(self.gpu.uuid) if apart(controls_of(self._leases.db, self.campaign.id), self.gpu.uuid) else ""
+        if label != self._label:
+            self._label = label
+            self._say(f"{self.gpu.name} {self.gpu.uuid} differs from its like: its evidence is kept apart" if label else
+                      f"{self.gpu.name} {self.gpu.uuid} is as its like again")  # fmt: skip
+            self._end_child()  # a new one names its GPU so
+            return self._ready()
+        return True
+
+    def _ask(
+        self, verb: str, *arguments: Any, deadline_s: float, doing: Lease | None = None
+    ) -> tuple[Outcome, dict[str, Any] | None, str]:
+        """A child's answer; what its death stands for, if it dies."""
+        assert self._child is not None
+        try:
+            return self._child.ask((verb, *arguments), deadline_s=deadline_s, stop=self._stop, builds=self._builds,
+                                   told=lambda text: self._note_stage(doing, text))  # fmt: skip
+        except ChildLostError as error:
+            self._end_child()
+            return error.outcome, None, str(error)
+
+    def _note_stage(self, lease: Lease | None, text: str) -> None:
+        if lease is not None:
+            self._doing = f"{lease.problem} ({lease.arch}): {text}"
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+
+    def end(self) -> None:
+        """End the child and leave the campaign. Safe to call twice."""
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+        with suppress(DatabaseError):  # who does not hear it learns it from the lease
+            self._leases.leave(self.id, self.note)
+
+
+class _Process:
+    """A child process, the pipe to it, and a descriptor whose closing ends it, however this process ends."""
+
+    def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
+        self._pipe, theirs = Pipe()
+        life, self._life = os.pipe()
+        places = dict.fromkeys(os.path.abspath(place) for place in sys.path)
+        told = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment, "PYTHONPATH": os.pathsep.join(places),
+                JOBS_VARIABLE: os.environ.get(JOBS_VARIABLE, "")}  # fmt: skip
+        command = [sys.executable, "-m", "tiledsched.fleet.child", str(theirs.fileno()), str(life)]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno(), life], env=told, stdin=subprocess.DEVNULL,
+                                         stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+        theirs.close()
+        os.close(life)
+        self._stopped = False
+        try:
+            self._pipe.send(setup)
+            if not self._pipe.poll(START_S):
+                raise ChildLostError(Outcome.ERROR, f"the working process was not ready within {START_S:g} s")
+            self.wrong: str = self._pipe.recv()[1]
+        except (EOFError, OSError) as error:
+            code = self._wait(5.0)
+            self.kill()
+            raise ChildLostError(Outcome.ERROR, f"the working process ended with code {code} as it started") from error
+        except ChildLostError:
+            self.kill()
+            raise
+
+    def ask(self, request: Sequence[Any], *, deadline_s: float, stop: threading.Event, builds: Builds | None,
+            told: Callable[[str], None]) -> tuple[Outcome, dict[str, Any] | None, str]:  # fmt: skip
+        """Its answer to one request; builds that it asks for meanwhile are passed on.
+
+        Raises:
+            ChildLostError: it ended, was killed past its deadline, or did not stop in time.
+        """
+        deadline, stopping = time.monotonic() + deadline_s, None
+        try:
+            self._pipe.send(request)
+            while True:
+                for number, built in builds.finished() if builds is not None else ():
+                    self._pipe.send(("built", number, built))
+                if self._pipe.poll(POLL_S if builds is None else POLL_S / 4):
+                    verb, *values = self._pipe.recv()
+                    if verb == "answer":
+                        return Outcome(values[0]), values[1], values[2]
+                    if verb == "build" and builds is not None:
+                        builds.submit(*values)
+                    elif verb == "say":
+                        told(*values)
+                    continue
+                now = time.monotonic()
+                if stop.is_set() and stopping is None:
+                    stopping = now + STOP_S
+                    self._process.send_signal(signal.SIGTERM)
+                if stopping is not None and now > stopping:
+                    self.kill()
+                    raise ChildLostError(Outcome.RELEASED, "stopped, and killed because it did not end in time")
+                if now > deadline:
+                    self.kill()
+                    raise ChildLostError(
+                        Outcome.HUNG, f"no answer within its deadline of {deadline_s:g} s; its process was killed"
+                    )
+        except (EOFError, OSError) as error:
+            code = self._wait(5.0)
+            self.kill()
+            if stop.is_set():
+                raise ChildLostError(Outcome.RELEASED, "") from error
+            raise ChildLostError(Outcome.ERROR, f"the working process ended with code {code}") from error
+
+    def _wait(self, seconds: float) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def end(self) -> None:
+        """Let it end by itself, and see to it that it does."""
+        with suppress(OSError):
+            self._pipe.send(("end",))
+        self._wait(2.0)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and its group now. Safe to call twice.
+
+        Raises:
+            MeasureError: it cannot be ended: the driver is stuck.
+        """
+        self._pipe.close()
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._wait(END_TIMEOUT_S) is None:
+            raise MeasureError(
+                "a working process cannot be killed: its GPU is stuck; reset it or restart the machine, then run: "
+                "tiledsched doctor"
+            )
+
+
+class Heart(threading.Thread):
+    """Renews the leases of all workers of a process, four times as often as they run out.
+
+    Args:
+        leases: what to renew with.
+        campaign: whose leases.
+        workers: whose; the list may grow.
+    """
+
+    def __init__(self, leases: Leases, campaign: Campaign, workers: list[Worker]) -> None:
+        super().__init__(daemon=True)
+        self._leases, self._campaign, self._workers = leases, campaign, workers
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Until told to end."""
+        while not self._ended.wait(min(self._campaign.lease_s / 4, 30.0)):
+            try:
+                self._leases.renew(self._campaign, {worker.id: worker.state() for worker in list(self._workers)})
+            except DatabaseError as error:  # it was away for longer than anybody waits; workers will meet that, too
+                log.warning("leases could not be renewed: %s", error)
+
+    def end(self) -> None:
+        """Renew no more."""
+        self._ended.set()

@@ -1,0 +1,85 @@
+"""The same choice everywhere: ranks of one job must run the same schedules, or some wait for the others at every collective."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from tiledsched import __version__
+from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.config import Settings, load_settings
+from tiledsched.errors import ConfigError
+from tiledsched.files import read_bounded
+from tiledsched.problem import stable_id
+from tiledsched.serve.bundle import bundle_paths
+from tiledsched.serve.entries import load_entries
+
+MOST_NAMED = 8
+"""Ranks of a message."""
+
+
+def choice_digest(settings: Settings | None = None) -> str:
+    """A hash of all that decides what this process is served: entries of every layer, machine code in bundles, forced knobs,
+    regime, accuracy class, compiler and version. Equal digests choose alike.
+
+    Raises:
+        TiledschedError: something that would be served from cannot be read.
+    """
+    settings = settings or load_settings()
+    bundles = sorted(hashlib.sha256(read_bounded(path)).hexdigest() for path in bundle_paths(settings))
+    entries = sorted(
+        [*entry.key, entry.provenance, entry.schedule.id, entry.fingerprint or ""] for entry in load_entries(settings)
+    )
+    decides = [
+        __version__,
+        compiler_at_hand(),
+        settings.regime,
+        settings.accum_mode,
+        dict(settings.knobs),
+        bundles,
+        entries,
+    ]
+    return stable_id(decides, 24)
+
+
+def check_ranks(group: Any = None) -> str:
+    """Compare :func:`choice_digest` over the ranks of a job; every rank calls it, once, after `init_process_group`.
+
+    Args:
+        group: of `torch.distributed`; None for all ranks.
+
+    Returns:
+        The digest, which all ranks share. Where `torch.distributed` is not initialised, this process's own.
+
+    Raises:
+        ConfigError: on every rank, where some differ; the message names them.
+    """
+    mine = choice_digest()
+    try:
+        from torch import distributed
+    except ImportError:
+        return mine
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return mine
+    all_of_them: list[str | None] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(all_of_them, mine, group=group)
+    differ(all_of_them)
+    return mine
+
+
+def differ(digests: Iterable[str | None]) -> None:
+    """Raise ConfigError unless all are the same; the ranks of the rarer ones are named."""
+    ranks: dict[str | None, list[int]] = defaultdict(list)
+    for rank, digest in enumerate(digests):
+        ranks[digest].append(rank)
+    if len(ranks) < 2:
+        return
+    usual = max(ranks.values(), key=len)
+    odd = sorted(rank for some in ranks.values() if some is not usual for rank in some)
+    named = ", ".join(map(str, odd[:MOST_NAMED])) + (", ..." if len(odd) > MOST_NAMED else "")
+    raise ConfigError(
+        f"ranks would run different schedules: {named} differ from the other {len(usual)}; give all of them one bundle: "
+        "TILEDSCHED_BUNDLE=FILE, made with tiledsched bundle"
+    )
