@@ -156,7 +156,7 @@ def attend_placed(q: Any, k: Any, v: Any, dropout_p: float, causal: str | None, 
         return out, lse
     places = torch.arange(q.shape[2], device=q.device)
     sequence = torch.searchsorted(beside.cu_q[1:].contiguous(), places.to(beside.cu_q.dtype), right=True)
-    sequence = sequence.clamp(max=len(lengths_q) - 1)
+    sequence = sequence.clamp(max=beside.cu_q.shape[0] - 2)
     row = (places - beside.cu_q[sequence]).clamp(0, queries.shape[2] - 1)
     return out[sequence, :, row].transpose(0, 1)[None], lse[sequence, :, row].transpose(0, 1)[None]
 
