@@ -211,7 +211,7 @@ def test_a_cluster_that_is_shot_at_does_everything_once_and_leases_alone_do_the_
                 f"leases alone: {time.monotonic() - began:.0f} s, {same} of {len(alone)} winners the same", flush=True
             )
     assert alone.keys() == on_ray.keys()
-    assert same >= 0.9 * len(alone)  # the others are ties: both are within a percent of the best
+    assert len(alone) - same <= max(1, 0.1 * len(alone))  # the others are ties: both are within a percent of the best
     assert gone(home)
 
 

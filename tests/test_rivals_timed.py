@@ -450,7 +450,7 @@ def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
 def test_flex_attention_and_masks_compute_what_is_asked_for(monkeypatch, asked) -> None:
     from torch.nn.attention import flex_attention as flex
 
-    from tiledsched.attention.beside import NAMES, Beside, attend_beside
+    from tiledsched.attention.beside import Beside, attend_beside
     from tiledsched.studies.rivals.attention import AttentionArrays
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -463,8 +463,7 @@ def test_flex_attention_and_masks_compute_what_is_asked_for(monkeypatch, asked) 
     beside += [torch.tensor([24, 17])] if asked.lengths else []
     arrays = AttentionArrays(torch=torch, problem=asked, tensors=(q, k, v, *beside))
     alignment = asked.alignment if asked.causal else None
-    given = Beside(*(arrays.named.get(name) or default for name, default in zip(NAMES, Beside(), strict=True) if name in
-                     ("window", "softcap")), *(arrays.named.get(name) for name in NAMES[2:]))  # fmt: skip
+    given = Beside(**{name.removeprefix("key_"): value for name, value in arrays.named.items()})
     want, _ = attend_beside(q, k, v, None, 0.0, alignment, None, given)
     torch.testing.assert_close(METHODS["torch_flex"].make(arrays)(), want, rtol=1e-4, atol=1e-5)
     if asked.softcap or asked.sinks:
