@@ -107,7 +107,7 @@ def structures(arch: str) -> list[dict]:
 
     Each value of each knob is built for sm_90 below. What is inert is built wherever it is.
     """
-    own = {"sm_80": STRUCTURE[::2], "sm_121": STRUCTURE[1::2], "sm_90": [each for each in STRUCTURE if len(each) > 1]}
+    own = {"sm_80": STRUCTURE[::4], "sm_121": STRUCTURE[2::4], "sm_90": [each for each in STRUCTURE if len(each) > 1]}
     return [each for each in STRUCTURE if each in own[arch] or (len(each) == 1 and set(each) <= {*INERT[arch]})]
 
 
@@ -198,14 +198,15 @@ ASKED = {
 @pytest.mark.parametrize("arch", ["sm_90", "sm_121"])
 def test_what_is_asked_for_beside_builds(arch: str) -> None:
     fingerprints = set()
-    for name, (problem, knobs) in ASKED.items():
+    asked = ASKED if arch == "sm_90" else dict([*ASKED.items()][::2])
+    for name, (problem, knobs) in asked.items():
         schedule = (
             space_for(arch, Attention).default(problem).replace(**{"tile_m": 64, "tile_n": 64, "occupancy": 1, **knobs})
         )
         built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch))
         assert built.failure is None, (name, built.failure)
         fingerprints.add(built.artifact.fingerprint)
-    assert len(fingerprints) == len(ASKED)
+    assert len(fingerprints) == len(asked)
 
 
 @pytest.mark.compiler
@@ -219,7 +220,7 @@ def test_shipped_machine_code_is_what_was_measured() -> None:
     structure = ("persistent", "flat_steps", "kv_splits", "pack_gqa", "loop_split", "kv_direction", "unroll", "store_late",
                  "column_parts", "q_subtiles")  # fmt: skip
     kinds = {(*(each.schedule.get(name) for name in structure), each.problem.causal): each for each in entries}
-    for each in random.Random(0).sample([*kinds.values()], min(20, len(kinds))):
+    for each in random.Random(0).sample([*kinds.values()], min(12, len(kinds))):
         built = compile_task(BuildTask(kernel="attention", schedule=each.schedule, problem=each.problem, arch="sm_90"))
         assert built.artifact is not None, (each.problem, built.failure)
         assert built.artifact.fingerprint == each.fingerprint, (each.problem, each.schedule)

@@ -84,6 +84,8 @@ def test_cpu_only_machine():
 
 def test_everything_works(machine, monkeypatch, tmp_path):
     with_gpu(machine, monkeypatch, tmp_path)
+    machine.tools = dict.fromkeys(machine.tools, "13.5.37")  # of which every problem of the shipped tables has evidence
+    machine.packages["nvidia-nvvm"] = "13.5.37"
     findings = doctor.examine()
     assert [finding.name for finding in findings if finding.status != "ok"] == []
     assert all(part.works for part in doctor.overall(findings))
