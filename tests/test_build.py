@@ -103,7 +103,7 @@ INERT = {
 
 
 def structures(arch: str) -> list[dict]:
-    """Those that `arch` builds: sm_80 and sm_121 every other one each, sm_90 those of several knobs.
+    """Those that `arch` builds: sm_80 and sm_121 every fourth one each, sm_90 those of several knobs.
 
     Each value of each knob is built for sm_90 below. What is inert is built wherever it is.
     """
