@@ -53,7 +53,7 @@ def test_output_matches_the_reference(case, seed, sm_count):
 ORDERS = st.one_of(st.sampled_from(["forward", "reversed"]), st.integers(0, 100))
 
 
-@settings(DRAWN, max_examples=100)
+@settings(DRAWN, max_examples=70)
 @given(case=cases(decoding_problems), seed=st.integers(0, 1000), order=ORDERS)
 def test_few_rows_and_many_keys(case, seed, order):
     """Where split keys, packed heads and small tiles are used; blocks run in whatever order."""
@@ -72,7 +72,7 @@ def test_split_keys_under_any_structure(case, kv_splits, order):
 
 
 @pytest.mark.parametrize("of", [problems, decoding_problems])
-@settings(DRAWN, max_examples=120)
+@settings(DRAWN, max_examples=80)
 @given(data=st.data(), arch=st.sampled_from(ARCHS), seed=st.integers(0, 2**32 - 1))
 def test_what_is_not_explored_is_right_where_it_can_work(of, data, arch, seed):
     """Where a search by neighbours may go: from the default schedule by one knob after the other."""
