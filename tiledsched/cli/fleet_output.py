@@ -36,7 +36,9 @@ def view(status: FleetStatus) -> RenderableType:
     if shown:
         parts.append(_workers(status, shown))
     if len(status.workers) > len(shown):
-        parts.append(Text(f"workers not shown: {len(status.workers) - len(shown)}, most of them ended; --json lists them"))
+        parts.append(
+            Text(f"workers not shown: {len(status.workers) - len(shown)}, most of them ended; --json lists them")
+        )
     parts += [Text(line) for line in spread_lines(status)]
     reasons = Counter((each.message, each.arch) for each in status.failures)
     for each in status.failures[:MOST_FAILURES]:
