@@ -401,7 +401,7 @@ def test_what_ships_is_built_by_this_compiler(tmp_path, monkeypatch, capsys) -> 
     assert (found["kept"] + found["current"], found["to_race"]) == (2, 0)
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert ("2 of tileiras" in said) == (found["kept"] == 2)
+    assert "2 of tileiras" in said  # once kept, current
     assert said.count("its machine code is another") == found["to_race"]
     with TuningDB.open(tmp_path / "x.db") as db:
         assert len(db.entries()) == len(db.measurements()) == found["kept"]
