@@ -1,8 +1,4 @@
-"""The report's charts as Vega-Lite, one description for the page, SVG and PNG. Nothing is drawn here: see :mod:`document`.
-
-Colours are Okabe and Ito's (2008) and viridis, which the colour-blind can tell apart. Text and axes have no colour of their own,
-so that they follow the page, light or dark.
-"""
+"""The report's charts but those of rates, of what :mod:`vega` gives. Heat maps are viridis, which the colour-blind can read."""
 
 from __future__ import annotations
 

@@ -64,8 +64,11 @@ class Rival:
 
 def pays(time: RivalTime) -> bool:
     """Whether a rival was faster by more than noise, and its host can keep up."""
-    return (not time.failure and time.median_us is not None and time.ratio_high is not None
-            and time.ratio_high < 1 - SAME and time.host_us <= HOST_ROOM * time.median_us)  # fmt: skip
+    return not time.failure and time.ratio_high is not None and time.ratio_high < 1 - SAME and _host_keeps_up(time)
+
+
+def _host_keeps_up(time: RivalTime) -> bool:
+    return time.median_us is not None and time.host_us <= HOST_ROOM * time.median_us
 
 
 def measured_offers(entry: EntryRecord, where: str) -> tuple[RivalOffer, ...]:
@@ -104,7 +107,7 @@ def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: floa
         told = [(apart, entry, each) for apart, entry in near for each in entry.rivals or () if each.name == name]
         if any(each.failure or each.ratio is None or each.ratio_high is None for _, _, each in told):
             continue  # where it could not compute a problem like this one
-        if any(each.host_us > HOST_ROOM * (each.median_us or 0.0) for _, _, each in told):
+        if not all(_host_keeps_up(each) for _, _, each in told):
             continue
         weights = [math.exp(-apart / REACH) for apart, _, _ in told]
         # The far end of each interval: noise is no gain.
