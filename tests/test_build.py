@@ -147,6 +147,10 @@ ELSEWHERE = {
     ),
     "packed sevens": (DECODE.replace(heads=14), {"tile_m": 16, "pack_gqa": True}),
     "packed sevens, split": (DECODE.replace(heads=14), {"tile_m": 16, "pack_gqa": True, "kv_splits": 8}),
+    "split, combined later": (
+        DECODE.replace(heads=14),
+        {"tile_m": 16, "pack_gqa": True, "kv_splits": 8, "kv_combine": "launch", "column_parts": 2},
+    ),
     "wide": (PROBLEM.replace(seq_k=1 << 20, seq_q=1 << 20, batch=64), {}),
     "wide, lse": (PROBLEM.replace(seq_k=1 << 20, seq_q=1 << 20, batch=64, lse=True), {"block_order": "swizzled"}),
 }

@@ -22,7 +22,7 @@ KNOBS = {
     "tile_m", "tile_n", "latency_k", "latency_v", "occupancy", "opt_level", "accum_mode", "num_ctas",
     "num_worker_warps", "loop_split", "block_order", "persistent", "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead",
     "k_load", "tma_loads", "tma_store", "check_bounds", "division", "lazy_rescale", "flat_steps", "reload_q",
-    "q_ahead", "store_late", "q_in_registers", "unroll", "peel_first", "kv_splits", "pack_gqa", "column_parts",
+    "q_ahead", "store_late", "q_in_registers", "unroll", "peel_first", "kv_splits", "kv_combine", "pack_gqa", "column_parts",
 }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_what_only_a_measurement_shows_is_marked() -> None:
     assert set(pins) == {
         "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead", "k_load", "tma_loads", "tma_store", "check_bounds",
         "division", "lazy_rescale", "flat_steps", "reload_q", "q_ahead", "store_late", "q_in_registers", "unroll",
-        "peel_first", "kv_splits", "pack_gqa", "column_parts",
+        "peel_first", "kv_splits", "kv_combine", "pack_gqa", "column_parts",
     }  # fmt: skip
     assert all(space.knobs[name].measured_only and space.knobs[name].default == value for name, value in pins.items())
     problem = Attention.standard(seq_len=1024, head_dim=64)
@@ -141,7 +141,11 @@ def test_knobs_for_other_problems_rest_on_ordinary_ones(arch: str) -> None:
     decode = Attention.problem(
         seq_q=2, seq_k=4096, head_dim=96, causal=True, alignment="bottom_right", heads=8, kv_heads=2
     )
-    for name, values in {"kv_splits": {1, 2, 4, 8, 16, 32}, "pack_gqa": {False, True}, "column_parts": {1, 2}}.items():
+    for name, values in {
+        "kv_splits": {1, 2, 4, 8, 16, 32, 64},
+        "pack_gqa": {False, True},
+        "column_parts": {1, 2},
+    }.items():
         for value in values:
             assert next(space.schedules(decode, pinned={name: value}), None) is not None, (name, value)
     assert next(space.schedules(decode, pinned={"tile_m": 16}), None) is not None

@@ -45,6 +45,12 @@ CASES = [
     (LONG, {"tile_m": 16, "tile_n": 128, "pack_gqa": True, "kv_splits": 32}),
     (LONG, {"tile_m": 16, "tile_n": 128, "pack_gqa": True, "kv_splits": 4, "tma_loads": False}),
     (LONG, {"tile_m": 16, "tile_n": 64, "pack_gqa": True, "kv_splits": 8, "tma_loads": False, "occupancy": 2}),
+    (DECODE, {"tile_m": 16, "pack_gqa": True, "kv_splits": 32, "kv_combine": "launch"}),
+    (DECODE.replace(heads=14, seq_q=3), {"pack_gqa": True, "kv_splits": 8, "kv_combine": "launch", "occupancy": 2}),
+    (DECODE.replace(head_dim=96, heads=2), {"tile_m": 16, "kv_splits": 64, "kv_combine": "launch", "column_parts": 2}),
+    (RIGHT, {"kv_splits": 4, "kv_combine": "launch", "q_subtiles": 2}),
+    (LONG, {"tile_n": 128, "pack_gqa": True, "kv_splits": 16, "kv_combine": "launch", "latency_k": 4}),
+    (LONG, {"tile_n": 64, "pack_gqa": True, "kv_splits": 8, "kv_combine": "launch", "occupancy": 2}),
 ]
 
 
@@ -65,21 +71,22 @@ class Launcher:
         self.out = torch.full((*q.shape[:3], problem.value_columns), float("nan"), dtype=q.dtype, device="cuda")
         properties = torch.cuda.get_device_properties(0)
         device = SmallDevice(sm_count=properties.multi_processor_count, arch=arch())
-        (step,) = launches.steps(Attention, problem, schedule, device)
+        steps = launches.steps(Attention, problem, schedule, device)
         self.extras = {}
-        for extra in launches.scratch(Attention, problem, schedule, [step]):
+        for extra in launches.scratch(Attention, problem, schedule, steps):
             self.extras[extra.name] = torch.zeros(extra.shape, dtype=getattr(torch, extra.dtype), device="cuda")
         if problem.lse:
             self.extras["Lse"] = torch.zeros((*q.shape[:3], 1), dtype=torch.float32, device="cuda")
-        (self.kernel,) = make_kernel(Attention, {arch(): schedule}, problem, load_settings())
-        self.grid = step.grid
+        kernels = make_kernel(Attention, {arch(): schedule}, problem, load_settings())
         arrays = {"Q": q, "K": k, "V": v, "Out": self.out, **self.extras}
-        self.arguments = tuple(arrays.get(each.name, each.value) for each in step.arguments)
+        self.launches = [(step.grid, kernel, tuple(arrays.get(each.name, each.value) for each in step.arguments))
+                         for step, kernel in zip(steps, kernels, strict=True)]  # fmt: skip
 
     def launch(self):
         import cuda.tile as ct
 
-        ct.launch(torch.cuda.current_stream(), self.grid, self.kernel, self.arguments)
+        for grid, kernel, arguments in self.launches:
+            ct.launch(torch.cuda.current_stream(), grid, kernel, arguments)
         return self.out
 
 

@@ -150,10 +150,11 @@ def test_masks_that_are_no_tensors(serve) -> None:
         serve.sdpa(q, k, v, torch.ones(100, 164, dtype=torch.bool, device="cuda"))
 
 
-def test_split_keys(serve) -> None:
+@pytest.mark.parametrize("kv_combine", ["last_block", "launch"])
+def test_split_keys(serve, kv_combine) -> None:
     """The counters are zero again after each launch: the second and the third come out the same."""
     q, k, v = tensors(rows=5, keys=4096)
-    with configure(kv_splits=4, tile_m=16, tile_n=64, tma_loads=False):
+    with configure(kv_splits=4, kv_combine=kv_combine, tile_m=16, tile_n=64, tma_loads=False):
         first = serve.sdpa(q, k, v)
         assert serve.plan_for(q, k, v).served.schedule["kv_splits"] == 4
         assert_right(first, q, k, v)

@@ -55,10 +55,15 @@ def test_few_rows_and_many_keys(case, seed, order):
 
 
 @settings(DRAWN, max_examples=40)
-@given(case=cases(asked_problems), kv_splits=st.sampled_from([2, 4, 8]), order=ORDERS)
-def test_split_keys_under_any_structure(case, kv_splits, order):
+@given(
+    case=cases(asked_problems),
+    kv_splits=st.sampled_from([2, 4, 8]),
+    kv_combine=st.sampled_from(["last_block", "launch"]),
+    order=ORDERS,
+)
+def test_split_keys_under_any_structure(case, kv_splits, kv_combine, order):
     problem, schedule = case
-    schedule = schedule.replace(kv_splits=kv_splits, persistent="no", qk_ahead=False, num_ctas=1, flat_steps=0, unroll=1,
+    schedule = schedule.replace(kv_splits=kv_splits, kv_combine=kv_combine, persistent="no", qk_ahead=False, num_ctas=1, flat_steps=0, unroll=1,
                                 store_late=False)  # fmt: skip
     np.testing.assert_array_equal(check(problem, schedule, order=order), check(problem, schedule))
 

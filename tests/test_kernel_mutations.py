@@ -162,6 +162,17 @@ MUTATIONS_ELSEWHERE = {
     "shares of one group": ("range(const.KV_SPLITS // together(const))", "range(1)"),
     "every group the first": ("group * together(const) + each", "each"),
     "one share of each group": ("ct.static_iter(range(together(const)))", "ct.static_iter(range(1))"),
+    "shares by the order of blocks": ("slot_of((batch * packs + head) * work_tiles + place, s,", "slot_of(work, s,"),
+    "rows of the first head": ("pack, member = head // const.TILE_HEADS, head % const.TILE_HEADS",
+                               "pack, member = head // const.TILE_HEADS, 0"),
+    "shares of the first pack": ("+ pack) * work_tiles + tile", ") * work_tiles + tile"),
+    "shares of the first tile": ("* work_tiles + tile // const.Q_SUBTILES\n", "* work_tiles\n"),
+    "shares of one subtile": ("place = work * const.Q_SUBTILES + tile % const.Q_SUBTILES", "place = work * const.Q_SUBTILES"),
+    "states of the first row": ("(member * const.TILE_ROWS + row) // const.TILE_M", "member * const.TILE_ROWS // const.TILE_M"),
+    "rows of the first block": ("(place, member, row // const.TILE_M, column)", "(place, member, 0, column)"),
+    "maxima not told apart": ("weights = weight(maxima, row_max)", "weights = weight(row_max, row_max)"),
+    "sums of the maxima": ("sums = ct.load(State, (place, 1, part), shares", "sums = ct.load(State, (place, 0, part), shares"),
+    "found shares not rescaled": ("found * weights.reshape((const.KV_SPLITS, const.TILE_M, 1))", "found"),
     "states of the first query tile": ("place, shares = work * const.Q_SUBTILES + s,", "place, shares = 0,"),
     "share of another maximum": (
         "ct.store(State, (slot, 0, 0), chain.row_max",
@@ -290,8 +301,9 @@ def mutated(old, new):
     class Mutated(Attention):
         name = "attention with a fault"
 
-        def entry(p, s):
-            return getattr(copies[attention_entries.__name__], Attention.entry(p, s).__name__)
+        def launches(p, s, device):
+            entries = copies[attention_entries.__name__]
+            return [(getattr(entries, entry.__name__), grid) for entry, grid in Attention.launches(p, s, device)]
 
     return Mutated
 
@@ -363,6 +375,7 @@ def battery_elsewhere(kernel):
     right = causal.replace(alignment="bottom_right", lse=True)
     tall, few = right.replace(seq_k=90), right.replace(seq_q=5, seq_k=330)
     split: dict = {"kv_splits": 4, "tma_loads": False}
+    later: dict = {"kv_splits": 4, "kv_combine": "launch"}
     for problem, knobs in (
         (right, {}),
         (right.replace(seq_q=90), {"loop_split": True}),
@@ -378,6 +391,11 @@ def battery_elsewhere(kernel):
         (few, split | {"tile_m": 16, "pack_gqa": True}),
         (few.replace(value_dim=100), split),
         (causal, split | {"kv_splits": 2, "loop_split": True, "tile_m": 128, "tile_n": 32}),
+        (few.replace(heads=6), later | {"tile_m": 16, "pack_gqa": True}),
+        (
+            causal.replace(seq_k=300, lse=True),
+            later | {"kv_splits": 8, "tile_n": 32, "q_subtiles": 2, "block_order": "heads_fastest"},
+        ),
     ):
         for order in ("forward", "reversed") if "kv_splits" in knobs else ("forward",):
             schedule = schedule_for(problem, forced="kv_splits" in knobs, **tiles | knobs)

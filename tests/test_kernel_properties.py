@@ -50,6 +50,7 @@ def test_output_matches_the_reference(case, seed, sm_count):
     check(problem, schedule, make_inputs(problem, seed), sm_count=sm_count)
 
 
+COMBINE = ["last_block", "launch"]
 ORDERS = st.one_of(st.sampled_from(["forward", "reversed"]), st.integers(0, 100))
 
 
@@ -62,11 +63,11 @@ def test_few_rows_and_many_keys(case, seed, order):
 
 
 @settings(DRAWN, max_examples=40)
-@given(case=cases(), kv_splits=st.sampled_from([2, 4, 8]), order=ORDERS)
-def test_split_keys_under_any_structure(case, kv_splits, order):
+@given(case=cases(), kv_splits=st.sampled_from([2, 4, 8]), kv_combine=st.sampled_from(COMBINE), order=ORDERS)
+def test_split_keys_under_any_structure(case, kv_splits, kv_combine, order):
     """Splitting is explored on the plain kernel, and yet right on every other one it is allowed with."""
     problem, schedule = case
-    schedule = schedule.replace(kv_splits=kv_splits, persistent="no", qk_ahead=False, num_ctas=1)
+    schedule = schedule.replace(kv_splits=kv_splits, kv_combine=kv_combine, persistent="no", qk_ahead=False, num_ctas=1)
     forward = check(problem, schedule)
     np.testing.assert_array_equal(check(problem, schedule, order=order), forward)
 
@@ -121,9 +122,9 @@ SWEPT = [
 ]
 SWEPT += [
     Attention.problem(
-        seq_q=seq_q, seq_k=2100, head_dim=96, causal=causal, alignment="bottom_right", heads=2, kv_heads=1
+        seq_q=seq_q, seq_k=seq_k, head_dim=96, causal=causal, alignment="bottom_right", heads=2, kv_heads=1
     )
-    for seq_q, causal in itertools.product((1, 5), (True, False))
+    for (seq_q, seq_k), causal in itertools.product(((1, 4200), (5, 2100)), (True, False))
 ]
 
 
@@ -249,7 +250,11 @@ def structures(*more):
             {"qk_ahead": True, "loop_split": True}, {"lazy_rescale": True}, *more]  # fmt: skip
 
 
-@pytest.mark.parametrize("knobs", structures({"kv_splits": 2, "loop_split": True, "tma_loads": False}), ids=str)
+@pytest.mark.parametrize(
+    "knobs",
+    structures({"kv_splits": 2, "loop_split": True, "tma_loads": False}, {"kv_splits": 2, "kv_combine": "launch"}),
+    ids=str,
+)
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(70, 190), (190, 70), (129, 64), (64, 129), (1, 100), (100, 1)])
 def test_a_mask_aligned_at_the_bottom_right(seq_q, seq_k, knobs):
     problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=24, causal=True, alignment="bottom_right", heads=4, kv_heads=2,
@@ -279,12 +284,12 @@ def test_columns_in_one_part_and_in_two(head_dim, value_dim, knobs):
 @pytest.mark.parametrize(("seq_q", "group", "tile_m"), [(1, 8, 16), (3, 4, 16), (5, 2, 32), (20, 8, 64), (16, 16, 64),
                                                       (1, 7, 16), (5, 3, 16), (20, 5, 64), (2, 71, 128)])  # fmt: skip
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kv_splits", [1, 4])
-def test_packed_heads(seq_q, group, tile_m, causal, kv_splits):
+@pytest.mark.parametrize(("kv_splits", "kv_combine"), [(1, "last_block"), (4, "last_block"), (4, "launch")])
+def test_packed_heads(seq_q, group, tile_m, causal, kv_splits, kv_combine):
     problem = Attention.problem(seq_q=seq_q, seq_k=300, head_dim=32, causal=causal, alignment="bottom_right", batch=2, lse=True,
                       heads=2 * group, kv_heads=2)  # fmt: skip
     schedule = schedule_for(problem, forced=True, tile_m=tile_m, tile_n=32, pack_gqa=True, kv_splits=kv_splits,
-                            tma_loads=kv_splits == 1)  # fmt: skip
+                            kv_combine=kv_combine, tma_loads=kv_splits == 1 or kv_combine == "launch")  # fmt: skip
     rows = rows_per_tile(problem, schedule)
     assert rows == tile_m // problem.group_rows  # a group of 7 takes rows for 8
     assert Attention.grid(problem, schedule, SmallDevice(sm_count=8))[0] == -(-seq_q // rows) * 4 * kv_splits
@@ -338,6 +343,22 @@ def test_what_is_launched_takes_what_is_said():
         assert list(inspect.signature(step.function).parameters) == [each.name for each in step.arguments]
         assert list(Attention.constants(problem, schedule)) == every
         assert {each.kind for each in step.arguments if each.name in constants} == {"constant"}
+
+
+def test_a_launch_that_combines_takes_the_shares_alone():
+    """Of heads and rows that there are: a tile of 16 rows has one of each of seven heads, in decoding."""
+    problem = Attention.problem(seq_q=1, seq_k=512, head_dim=96, batch=3, heads=14, kv_heads=2, lse=True)
+    schedule = schedule_for(
+        problem, forced=True, tile_m=16, pack_gqa=True, kv_splits=8, kv_combine="launch", column_parts=2
+    )
+    share, combine = launches.steps(Attention, problem, schedule, arch_spec("sm_90"))
+    arrays = [[each.name for each in step.arguments if each.kind == "array"] for step in (share, combine)]
+    assert arrays == [["Q", "K", "V", "Shares", "State"], ["Out", "Lse", "Shares", "State"]]
+    assert (share.grid[0], combine.grid[0]) == (3 * 2 * 8, 3 * 14)
+    found = scratch_of(problem, schedule)
+    assert {name: spec.shape for name, spec in found.items()} == {"Shares": (6 * 8, 7, 1, 96), "State": (6 * 8, 2, 16)}
+    many = problem.replace(seq_q=100, heads=2)
+    assert scratch_of(many, schedule.replace(tile_m=32, pack_gqa=False))["Shares"].shape == (4 * 3 * 2 * 8, 1, 32, 96)
 
 
 def test_a_workspace_is_as_large_as_the_shares_need():

@@ -206,6 +206,24 @@ def test_workspace_of_split_keys(launches, monkeypatch) -> None:
     assert first.data_ptr() not in (operators.data_ptr(), captured.data_ptr())
 
 
+def test_shares_that_a_second_launch_combines(launches) -> None:
+    """Both get the arrays they name, whatever else the call has."""
+    q, k, v = tensors(rows=4, keys=200)
+    sinks = torch.randn(q.shape[1], dtype=q.dtype)
+    with configure(kv_splits=2, kv_combine="launch", tile_m=16, tile_n=64):
+        torch.testing.assert_close(serve.sdpa(q, k, v), expected(q, k, v), **TOLERANCE[q.dtype])
+        assert [len(launch[3]) - len(plan.tail) for launch, plan in zip(launches[-2:], plans.plan_for(q, k, v).in_turn, strict=True)] \
+            == [5, 4]  # fmt: skip
+        share, combine = (launch[3] for launch in launches[-2:])
+        assert share[3].data_ptr() == combine[2].data_ptr()
+        out, lse = serve.sdpa(q, k, v, return_lse=True)
+        assert lse.shape == q.shape[:3]
+        torch.testing.assert_close(out, expected(q, k, v), **TOLERANCE[q.dtype])
+        with_sinks, sunk_lse = serve.sdpa(q, k, v, sinks=sinks, return_lse=True)
+        kept = torch.exp(lse - sunk_lse)[..., None].to(out.dtype)
+        torch.testing.assert_close(with_sinks, out * kept, **TOLERANCE[q.dtype])
+
+
 # Plans
 
 

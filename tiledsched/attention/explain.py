@@ -25,15 +25,18 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool |
     """
     from tiledsched.attention.arguments import CAUSAL
     from tiledsched.attention.beside import NAMES, read_beside
-    from tiledsched.attention.launching import launch_arguments
+    from tiledsched.attention.launching import all_arguments
     from tiledsched.attention.plans import plan_for
     from tiledsched.serve.process import device_facts, settings
 
     plan = plan_for(q, k, v, causal=causal, **asked)
     beside = read_beside(q, k, CAUSAL[causal], *(asked.get(name) for name in NAMES))
     facts = device_facts(plan.device)
+    launches = all_arguments(plan, q, k, v, beside) if verify else []
     fingerprint = (
-        launched_fingerprint([plan.kernel], [launch_arguments(plan, q, k, v, beside)], facts.arch) if verify else ""
+        launched_fingerprint([each[0] for each in launches], [each[1] for each in launches], facts.arch)
+        if verify
+        else ""
     )
     return Explanation(problem=plan.problem, arch=facts.arch, device_name=facts.name, served=plan.served,
                        rival=plan.rival.name if plan.rival else "",

@@ -1,4 +1,4 @@
-"""One launch of a plan: on the tensors' device, on its current stream, with the arrays the kernel needs beside them."""
+"""The launches of a plan: on the tensors' device, on its current stream, with the arrays the kernel needs beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tiledsched.attention.beside import NOTHING, Beside
-from tiledsched.attention.plans import Plan
+from tiledsched.attention.plans import Launch, Plan
 from tiledsched.errors import LaunchError
 from tiledsched.serve import launching
 from tiledsched.serve.launching import (
@@ -53,7 +53,11 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
         key = program_key(plan.kernel, plan.constants, index, arrays)
         refuse_capture(key, "sdpa", plan.problem)
     try:
-        plan.launch(stream, plan.grid, plan.kernel, arrays + plan.tail)
+        if plan.in_turn:
+            for each in plan.in_turn:
+                plan.launch(stream, each.grid, each.kernel, arguments_of(each, arrays))
+        else:
+            plan.launch(stream, plan.grid, plan.kernel, arrays + plan.tail)
         if plan.sync and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(index)
     except Exception as error:
@@ -96,10 +100,19 @@ def with_asked(arrays: tuple[Any, ...], count: int, q: Any, beside: Beside) -> t
     return (*arrays[:-count], *(scratch if own is None else own for own, scratch in last))
 
 
-def launch_arguments(plan: Plan, q: Any, k: Any, v: Any, beside: Beside = NOTHING) -> tuple[Any, ...]:
-    """Everything a launch of `plan` takes."""
+def arguments_of(launch: Launch, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What one of several launches takes of the arrays of all, and its numbers."""
+    return (*(arrays[place] for place in launch.places), *launch.tail)
+
+
+def all_arguments(plan: Plan, q: Any, k: Any, v: Any, beside: Beside = NOTHING) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The kernel object of each launch of `plan`, and everything it takes."""
     arrays = (q, k, v, empty_output(q, v.shape[3]), *scratch_arrays(plan.extra_arrays, q.device, None))
-    return ((*with_asked(arrays, plan.asked, q, beside), *plan.tail)) if plan.asked else (*arrays, *plan.tail)
+    if plan.asked:
+        arrays = with_asked(arrays, plan.asked, q, beside)
+    if plan.in_turn:
+        return [(each.kernel, arguments_of(each, arrays)) for each in plan.in_turn]
+    return [(plan.kernel, (*arrays, *plan.tail))]
 
 
 def empty_output(q: Any, columns: int) -> Any:

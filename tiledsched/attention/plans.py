@@ -6,6 +6,7 @@ layouts that need other machine code. What the table says is looked up when a pl
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,17 +30,33 @@ from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rival
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One of several launches in a row."""
+
+    kernel: Any
+    """The cuTile kernel object."""
+    grid: tuple[int, int, int]
+    """Blocks."""
+    places: tuple[int, ...]
+    """Which of the plan's arrays it takes, in order: of q, k, v, out and the extra ones."""
+    tail: tuple[bool | int | float, ...]
+    """Its run-time and compile-time arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything one launch needs except the arrays."""
+    """Everything one call needs except the arrays."""
 
     launch: Any
     """`cuda.tile.launch`."""
     kernel: Any
-    """The cuTile kernel object, shared by every plan with the same entry and hints."""
+    """The cuTile kernel object, shared by every plan with the same entry and hints; of several launches, the first."""
     grid: tuple[int, int, int]
-    """Blocks."""
+    """Blocks of its launch."""
+    in_turn: tuple[Launch, ...]
+    """All launches, where there are several; else none, and a single one takes all arrays and `tail`."""
     extra_arrays: tuple[Scratch, ...]
-    """Arrays a launch takes after q, k, v and out."""
+    """Arrays that launches take after q, k, v and out."""
     scale_log2: float
     """The run-time argument: the softmax scale times log2(e); of capped scores, their cap."""
     constants: tuple[bool | int | float, ...]
@@ -190,18 +207,25 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
     served = served or table.resolve(problem, facts.arch, facts.name)
     rival = choose_rival(served, lambda: rivals(problem, scale, beside.softcap or None))
     process.tell(Attention.name, problem, facts, served, rival)
-    (step,) = steps(Attention, problem, served.schedule, facts)
-    extra = [each.name for each in step.arguments if each.kind == "array"][4:]  # after Q, K, V and Out
-    constants = tuple(each.value for each in step.arguments if each.kind == "constant")
+    wanted = steps(Attention, problem, served.schedule, facts)
+    objects = process.kernel_objects(Attention, problem, served.schedule, facts)
+    taken = [[each.name for each in step.arguments if each.kind == "array"] for step in wanted]
+    every = dict.fromkeys(itertools.chain(*taken))
+    arrays = list(dict.fromkeys([*(name for name in ("Q", "K", "V", "Out", "Lse") if name in every), *every]))
     numbers = {"scale_log2": scaled, "cap_scale": cap_scale, "window": problem.window}
+    tails = [tuple(numbers[each.name] if each.kind == "scalar" else each.value for each in step.arguments if each.kind != "array")
+             for step in wanted]  # fmt: skip
+    launches = [Launch(kernel=kernel, grid=step.grid, places=tuple(map(arrays.index, names)), tail=tail)
+                for kernel, step, names, tail in zip(objects, wanted, taken, tails, strict=True)]  # fmt: skip
     return Plan(
         launch=ct.launch,
-        kernel=process.kernel_objects(Attention, problem, served.schedule, facts)[0],
-        grid=step.grid,
-        extra_arrays=scratch_of(Attention.array_spec(name, problem, served.schedule) for name in extra),
+        kernel=objects[0],
+        grid=wanted[0].grid,
+        in_turn=tuple(launches) if len(launches) > 1 else (),
+        extra_arrays=scratch_of(Attention.array_spec(name, problem, served.schedule) for name in arrays[4:]),
         scale_log2=scaled,
-        constants=constants,
-        tail=(*(numbers[each.name] for each in step.arguments if each.kind == "scalar"), *constants),
+        constants=tuple(each.value for each in wanted[0].arguments if each.kind == "constant"),
+        tail=tails[0],
         asked=6 if problem.placed else 3 if problem.asked else 0,
         launch_on=q.get_device() if rival is None else ELSEWHERE,
         device=q.get_device(),

@@ -33,6 +33,8 @@ BLOCK_ORDERS = ("natural", "reversed", "heads_fastest", "swizzled")
 PERSISTENT_MODES = ("no", "strided", "snake")
 KV_DIRECTIONS = ("forward", "backward", "sawtooth", "wide_sawtooth")
 """The kernel sees the index into each of these three."""
+COMBINED_ELEMENTS = 8192
+"""Of all shares together: what a block of the launch that combines them holds."""
 LARGEST_ERROR = {("float16", "fp32"): 4e-3, ("bfloat16", "fp32"): 2e-2, ("float16", "fp16"): 5e-2,
                  ("bfloat16", "fp16"): 2e-2}  # fmt: skip
 """Largest relative Frobenius error of a tile that passes, by (dtype, accum_mode).
@@ -100,6 +102,8 @@ class Attention(Kernel):
     Out = ts.out("batch heads seq_q value_columns")
     Lse = ts.out("batch heads seq_q 1", dtype="float32", when="lse", absolute=True)
     Partial = ts.workspace(lambda p, s: (_slots(p, s), s.number("tile_m"), sum(_parts(p.tile_v, p.parts_v, s))))
+    Shares = ts.workspace(lambda p, s: (_slots(p, s), _tile_heads(p, s), _kept_rows(p, s),
+                                        sum(_parts(p.tile_v, p.parts_v, s))))  # fmt: skip
     State = ts.workspace(lambda p, s: (_slots(p, s), 2, s.number("tile_m")))
     Counters = ts.workspace(lambda p, s: (_work_tiles(p, s), 1), dtype="int32", zeroed=True)
     scale_log2 = ts.scalar(lambda p: scales(p)[0], dtype="float32")
@@ -108,8 +112,8 @@ class Attention(Kernel):
     label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
     axes = ("seq_k", "head_dim", "causal", "dtype")
     plain = {"accum_mode": "fp32", "block_order": "natural", "check_bounds": True, "column_parts": 1,
-             "division": "approximate", "k_load": "order", "kv_direction": "forward", "kv_splits": 1, "kv_subtiles": 1,
-             "peel_first": True, "persistent": "no", "q_subtiles": 1, "tma_loads": True, "tma_store": True,
+             "division": "approximate", "k_load": "order", "kv_combine": "last_block", "kv_direction": "forward", "kv_splits": 1,
+             "kv_subtiles": 1, "peel_first": True, "persistent": "no", "q_subtiles": 1, "tma_loads": True, "tma_store": True,
              "unroll": 1}  # fmt: skip
     former_values = {("persistent", False): "no", ("persistent", True): "strided"}
     weights = {"tile_m": 1.0, "q_subtiles": 1.0, "num_worker_warps": 1.0, "tile_n": 0.4, "kv_subtiles": 0.4, "occupancy": 0.4,
@@ -136,9 +140,21 @@ class Attention(Kernel):
         from tiledsched.kernels.attention import entries
 
         kind = "attention_placed" if p.placed else "attention_asked" if p.asked else "attention"
-        kind += "_split" if _splits(s) > 1 else "_lse" if p.lse else ""
+        kind += "_share" if _combines_later(s) else "_split" if _splits(s) > 1 else "_lse" if p.lse else ""
         found: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return found
+
+    @staticmethod
+    def launches(p: Problem, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
+        """One, or a second one that combines the shares of split keys, a few rows of the output to a block."""
+        first = Attention.entry(p, s), Attention.grid(p, s, device)
+        if not _combines_later(s):
+            return [first]
+        from tiledsched.kernels.attention import entries
+
+        kind = "attention_asked_combine" if p.asked or p.placed else "attention_combine"
+        combine: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
+        return [first, (combine, (p.batch * p.heads * -(-p.seq_q // _combined_rows(p, s)),))]
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, bool | int]:
@@ -193,7 +209,7 @@ class Attention(Kernel):
             "LENGTHS": p.lengths,
             "PACKED": p.packed > 0,
             "PAGE": p.page,
-        }
+        } | (_combining(p, s) if _combines_later(s) else {})
 
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
@@ -272,13 +288,13 @@ class Attention(Kernel):
 
     @staticmethod
     def unsound(p: Problem, s: Schedule, facts: ResourceFacts, arch: str) -> str | None:
-        """Split keys whose tiles share a place in shared memory.
+        """Split keys that a block counts, and whose tiles share a place in shared memory.
 
         The release that counts a share as done orders all loads before it, and the compiler (13.4 on sm_90) then has the TMA
         unit load a tile before it waits for the one in the same place to be read. The search space lets a share take one step,
         or two where all programs built so far have room for both; this is for those to come.
         """
-        if _splits(s) == 1 or not s["tma_loads"] or not arch_spec(arch).producer_warps:
+        if _splits(s) == 1 or _combines_later(s) or not s["tma_loads"] or not arch_spec(arch).producer_warps:
             return None
         columns = _parts(p.tile_d, p.parts_d, s) + _parts(p.tile_v, p.parts_v, s)
         pair = s.number("tile_n") * s.number("kv_subtiles") * sum(columns) * p.element_bytes
@@ -390,6 +406,32 @@ def _needs_mask(p: Problem) -> bool:
 def _splits(s: Schedule) -> int:
     """Blocks that share the keys of one work tile."""
     return int(s.get("kv_splits", 1))
+
+
+def _combines_later(s: Schedule) -> bool:
+    """Whether a launch of its own combines the shares."""
+    return _splits(s) > 1 and s.get("kv_combine", "last_block") == "launch"
+
+
+def _combining(p: Problem, s: Schedule) -> dict[str, int]:
+    """What it is told."""
+    return {"COMBINE_ROWS": _combined_rows(p, s), "TILE_ROWS": rows_per_tile(p, s), "TILE_HEADS": _tile_heads(p, s)}
+
+
+def _combined_rows(p: Problem, s: Schedule) -> int:
+    """Query rows of one of its blocks: few, so that there are many of these, and as many as a block of shares holds."""
+    most = max(1, COMBINED_ELEMENTS // (_splits(s) * p.tile_v))
+    return min(_kept_rows(p, s), 1 << (most.bit_length() - 1))
+
+
+def _tile_heads(p: Problem, s: Schedule) -> int:
+    """Query heads of a query tile."""
+    return int(p.group) if s.get("pack_gqa", False) else 1
+
+
+def _kept_rows(p: Problem, s: Schedule) -> int:
+    """Query rows of a head in a tile that there are, rounded up to a power of two; in decoding one, and the rest is not kept."""
+    return min(rows_per_tile(p, s), 1 << (int(p.seq_q) - 1).bit_length())
 
 
 def _flat(s: Schedule) -> int:

@@ -16,7 +16,7 @@ import cuda.tile as ct
 
 from tiledsched.kernels.attention.asked import Asked
 from tiledsched.kernels.attention.flat import run_flat_loop
-from tiledsched.kernels.attention.split import compute_split
+from tiledsched.kernels.attention.split import Combining, combine_shares, compute_share, compute_split
 from tiledsched.kernels.attention.tiles import Constants, schedule_work
 
 # The head dimension is a compile-time constant. Saying so also keeps cuTile from making a size-one batch axis static,
@@ -29,6 +29,7 @@ RowArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,), static
 # compiler (13.4 on sm_90) loads four at an address of one (see `launches.assumed`).
 PartialArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2), static_stride_dims=(0, 1, 2))]
 StateArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2))]
+ShareArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2, 3), static_stride_dims=(0, 1, 2, 3))]
 CounterArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1,), static_stride_dims=(1,))]
 Int = ct.Constant[int]
 Bool = ct.Constant[bool]
@@ -87,6 +88,23 @@ def attention_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Ls
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
     compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, None, const)
+
+
+def attention_share(Q: HeadArray, K: HeadArray, V: HeadArray,
+                    Shares: ShareArray, State: StateArray, scale_log2: float,
+                    TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+                    LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
+                    KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
+                    TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
+                    BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
+                    FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
+                    UNROLL: Int, PEEL_FIRST: Bool):  # fmt: skip
+    """The shares alone, for a launch of `attention_combine`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST)  # fmt: skip
+    compute_share(Q, K, V, Shares, State, scale_log2, None, const)
 
 
 def attention_asked(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray,
@@ -155,6 +173,27 @@ def attention_asked_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArr
     compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const)
 
 
+def attention_asked_share(Q: HeadArray, K: HeadArray, V: HeadArray,
+                          Shares: ShareArray, State: StateArray,
+                          Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                          TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+                          LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
+                          KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
+                          TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
+                          BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
+                          FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
+                          UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                          LENGTHS: Bool):  # fmt: skip
+    """The same of `attention_share`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      SOFTCAP, SINKS, STARTS, LENGTHS)  # fmt: skip
+    asked = Asked(Sinks, Starts, Lengths, window, cap_scale)
+    compute_share(Q, K, V, Shares, State, scale_log2, asked, const)
+
+
 def attention_placed(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray,
                      Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array,
                      CuQ: ct.Array, CuK: ct.Array, Table: ct.Array, scale_log2: float, cap_scale: float, window: int,
@@ -218,6 +257,48 @@ def attention_placed_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadAr
     compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const)
 
 
+def attention_placed_share(Q: HeadArray, K: HeadArray, V: HeadArray,
+                           Shares: ShareArray, State: StateArray,
+                           Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array,
+                           CuQ: ct.Array, CuK: ct.Array, Table: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                           TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
+                           LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
+                           KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
+                          TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
+                           BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
+                           FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
+                           UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                           LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
+    """The same of `attention_share`."""
+    const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
+                      BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
+                      TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
+                      KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
+    asked = Asked(Sinks, Starts, Lengths, window, cap_scale, CuQ, CuK, Table)
+    compute_share(Q, K, V, Shares, State, scale_log2, asked, const)
+
+
+def attention_combine(Out: HeadArray, Lse: RowArray, Shares: ShareArray, State: StateArray,
+                      COMBINE_ROWS: Int, TILE_ROWS: Int, TILE_HEADS: Int, Q_SUBTILES: Int, KV_SPLITS: Int,
+                      TILE_V: Int, REST_V: Int, IEEE_DIVISION: Bool, BOTTOM_RIGHT: Bool):  # fmt: skip
+    """Out and Lse from the shares of an `attention_share`; see :func:`tiledsched.kernels.attention.split.combine_shares`."""
+    const = Combining(
+        COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
+    )
+    combine_shares(Out, Lse, Shares, State, None, const)
+
+
+def attention_asked_combine(Out: HeadArray, Lse: RowArray, Shares: ShareArray, State: StateArray, Sinks: ct.Array,
+                            COMBINE_ROWS: Int, TILE_ROWS: Int, TILE_HEADS: Int, Q_SUBTILES: Int, KV_SPLITS: Int,
+                            TILE_V: Int, REST_V: Int, IEEE_DIVISION: Bool, BOTTOM_RIGHT: Bool, WINDOW: Bool, SINKS: Bool,
+                            STARTS: Bool, LENGTHS: Bool):  # fmt: skip
+    """The same of `attention_asked_share` and `attention_placed_share`."""
+    const = Combining(COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT,
+                      WINDOW, SINKS, STARTS, LENGTHS)  # fmt: skip
+    combine_shares(Out, Lse, Shares, State, Asked(Sinks, None, None, 0, 0.0), const)
+
+
 def widened(entry):
     """`entry` with 64-bit indices into q, k, v and out, for arrays of more than 2**31 - 1 elements."""
     wide = FunctionType(entry.__code__, entry.__globals__, f"{entry.__name__}_wide", entry.__defaults__)
@@ -227,10 +308,7 @@ def widened(entry):
     return wide
 
 
-attention_wide, attention_lse_wide, attention_split_wide = map(widened, (attention, attention_lse, attention_split))
-attention_asked_wide, attention_asked_lse_wide, attention_asked_split_wide = map(
-    widened, (attention_asked, attention_asked_lse, attention_asked_split)
-)
-attention_placed_wide, attention_placed_lse_wide, attention_placed_split_wide = map(
-    widened, (attention_placed, attention_placed_lse, attention_placed_split)
-)
+for _kind in ("attention", "attention_asked", "attention_placed"):
+    for _entry in (_kind, f"{_kind}_lse", f"{_kind}_split", f"{_kind}_share", f"{_kind}_combine"):
+        if _entry in globals():
+            globals()[f"{_entry}_wide"] = widened(globals()[_entry])

@@ -1,10 +1,10 @@
-"""Several blocks for one work tile: each loops over a share of the keys, and the last to arrive combines the shares.
+"""Several blocks for one work tile: each loops over a share of the keys; then the shares are combined.
 
 For few query rows and many keys, as in decoding, where one block for each query tile would leave most of the GPU idle.
-Split keys after Dao et al., Flash-Decoding (https://pytorch.org/blog/flash-decoding/); there a second kernel combines
-the shares, here the block that finds by an atomic counter that all others are done.
+Split keys after Dao et al., Flash-Decoding (https://pytorch.org/blog/flash-decoding/). What combines the shares is a second
+launch, with a block for every few rows of the output, or the block that finds by an atomic counter that all others are done.
 
-That is sound by cuTile's memory model: `ct.atomic_add` acquires and releases on the device by default. cuTile orders
+The latter is sound by cuTile's memory model: `ct.atomic_add` acquires and releases on the device by default. cuTile orders
 every earlier access of the block before a release and every later one behind an acquire, across arrays and branches
 (the token order pass of cuda-tile 1.7). So the shares that others stored before they counted are seen by the block that
 counts last. Shares are combined in the order of their keys: the sum does not depend on which block came last.
@@ -15,11 +15,22 @@ counts last. Shares are combined in the order of their keys: the sum does not de
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.packed import is_filled, own_sequence
-from tiledsched.kernels.attention.scheduler import work_tiles_per_head
-from tiledsched.kernels.attention.tiles import Chain, epilogue, fresh_chain, loop_over_keys, part_of, run_main_loop
+from tiledsched.kernels.attention.scheduler import coordinates, pack_count, work_tiles_per_head
+from tiledsched.kernels.attention.tiles import (
+    Chain,
+    WorkTile,
+    block_shape,
+    epilogue,
+    fresh_chain,
+    loop_over_keys,
+    part_of,
+    run_main_loop,
+)
 
 REGISTERS_TOGETHER = 16384
 """Registers of a block for shares on their way: a decoding block waits for each load longer than it works on it."""
@@ -66,6 +77,11 @@ def keep(Partial, State, slot, chain, const):
         width, column = part_of(part, const.TILE_V, const.REST_V)
         ct.store(Partial, (slot, 0, column), chain.acc[part].astype(ct.float32).reshape((1, const.TILE_M, width)),
                  check_bounds=False, allow_tma=False)  # fmt: skip
+    keep_state(State, slot, chain, const)
+
+
+def keep_state(State, slot, chain, const):
+    """Store a chain's row maxima and sums."""
     ct.store(State, (slot, 0, 0), chain.row_max.reshape((1, 1, const.TILE_M)), check_bounds=False, allow_tma=False)
     ct.store(State, (slot, 1, 0), chain.row_sum.reshape((1, 1, const.TILE_M)), check_bounds=False, allow_tma=False)
 
@@ -113,3 +129,81 @@ def empty_total(const):
     """An accumulator over nothing, in its parts, that sums in float32 whatever the shares' did."""
     acc = fresh_chain(const).acc
     return tuple(part.astype(ct.float32) for part in ct.static_iter(acc))
+
+
+def compute_share(Q, K, V, Shares, State, scale_log2, asked, const):
+    """The current block's share of a work tile, for a launch of `combine_shares`.
+
+    Shares `[slots, heads of a tile, rows, TILE_V + REST_V]` and State `[slots, 2, TILE_M]` hold the chains of each share of each
+    query tile; of Shares only the rows that there are. A slot's place does not depend on the order of blocks.
+    """
+    work, split = ct.bid(0) // const.KV_SPLITS, ct.bid(0) % const.KV_SPLITS
+    work_tiles, packs = work_tiles_per_head(Q, asked, const), pack_count(Q, const)
+    place, head, batch = coordinates(work, work_tiles, packs, Q.shape[0], const)
+    _, chains = loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, asked, const)
+    for s in ct.static_iter(range(const.Q_SUBTILES)):
+        slot = slot_of((batch * packs + head) * work_tiles + place, s, split, const)
+        for part in ct.static_iter(range(2 if const.REST_V else 1)):
+            width, column = part_of(part, const.TILE_V, const.REST_V)
+            ct.store(Shares, (slot, 0, 0, column), chains[s].acc[part].astype(ct.float32).reshape(block_shape(width, const)),
+                     allow_tma=False)  # fmt: skip
+        keep_state(State, slot, chains[s], const)
+
+
+@dataclass(frozen=True)
+class Combining:
+    """What a launch of `combine_shares` is told; beside its own what `tiles.epilogue` asks of its constants."""
+
+    TILE_M: int
+    """Query rows of a block, all of one head."""
+    TILE_ROWS: int
+    """Query rows of a head in a query tile of the launch before."""
+    TILE_HEADS: int
+    """Query heads in one."""
+    Q_SUBTILES: int
+    """Query tiles of its blocks."""
+    KV_SPLITS: int
+    """Shares of each."""
+    TILE_V: int
+    """This and the rest as in `tiles.Constants`."""
+    REST_V: int
+    IEEE_DIVISION: bool
+    BOTTOM_RIGHT: bool
+    WINDOW: bool = False
+    SINKS: bool = False
+    STARTS: bool = False
+    LENGTHS: bool = False
+    GROUP: int = 1
+    PACK: int = 1
+    PACKED: bool = False
+    CHECK_BOUNDS: bool = True
+    TMA_STORE: bool = False
+
+
+def combine_shares(Out, Lse, Shares, State, asked, const):
+    """TILE_M rows of the outputs, from their shares. They lie in one query tile of the launch before."""
+    seq_q, heads = Out.shape[2], Out.shape[1]
+    chunks = ct.cdiv(seq_q, const.TILE_M)
+    chunk = ct.bid(0) % chunks
+    head = ct.bid(0) // chunks % heads
+    batch = ct.bid(0) // chunks // heads
+    tile, row = chunk * const.TILE_M // const.TILE_ROWS, chunk * const.TILE_M % const.TILE_ROWS
+    work_tiles = ct.cdiv(seq_q, const.TILE_ROWS * const.Q_SUBTILES)
+    pack, member = head // const.TILE_HEADS, head % const.TILE_HEADS
+    work = (batch * (heads // const.TILE_HEADS) + pack) * work_tiles + tile // const.Q_SUBTILES
+    place = work * const.Q_SUBTILES + tile % const.Q_SUBTILES
+
+    shares, part = (const.KV_SPLITS, 1, const.TILE_M), (member * const.TILE_ROWS + row) // const.TILE_M
+    maxima = ct.load(State, (place, 0, part), shares, check_bounds=False, allow_tma=False)
+    sums = ct.load(State, (place, 1, part), shares, check_bounds=False, allow_tma=False)
+    row_max = ct.max(maxima, axis=0, keepdims=True)
+    weights = weight(maxima, row_max)
+    row_sum = ct.sum(sums * weights, axis=0)
+    acc = ()
+    for p in ct.static_iter(range(2 if const.REST_V else 1)):
+        width, column = part_of(p, const.TILE_V, const.REST_V)
+        found = ct.load(Shares, (place, member, row // const.TILE_M, column), (const.KV_SPLITS, 1, const.TILE_M, width),
+                        check_bounds=False, allow_tma=False).reshape((const.KV_SPLITS, const.TILE_M, width))  # fmt: skip
+        acc = (*acc, ct.sum(found * weights.reshape((const.KV_SPLITS, const.TILE_M, 1)), axis=0))
+    chain = Chain(acc, row_max.reshape((const.TILE_M, 1)), row_sum.reshape((const.TILE_M, 1)))
+    epilogue(Out, Lse, WorkTile(batch, head, (chunk,)), chunk, chain, asked, const)
