@@ -21,6 +21,7 @@ from tiledsched.attention.beside import NAMES, NOTHING, read_beside
 from tiledsched.attention.fallback import attend_in_torch, attend_nested, forget_warnings, report
 from tiledsched.attention.launching import launch_plan
 from tiledsched.attention.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
+from tiledsched.attention.padding import hidden_ends
 from tiledsched.attention.plans import Plan, find_ready, plan_for
 from tiledsched.errors import UnsupportedError
 from tiledsched.serve.launching import is_plain_call
@@ -45,7 +46,8 @@ def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = No
             `[heads, seq_q, head_dim]`, and k and v alike.
         k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device; heads a multiple of kv_heads.
         v: `[batch, kv_heads, seq_k, value_dim]`; value_dim up to 256.
-        attn_mask: a mask tensor (left to torch), `torch.nn.attention.bias.CausalBias`, or True or False for `causal`.
+        attn_mask: a mask tensor (left to torch, unless it is `[batch or 1, 1, 1, seq_k]`, hides padding at the ends only and
+            was seen before), `torch.nn.attention.bias.CausalBias`, or True or False for `causal`.
         dropout_p: probability of dropout; other than 0 left to torch.
         is_causal: torch's word for `causal=True`.
         scale: positive softmax scale; 1 / sqrt(head_dim) unless given.
@@ -121,6 +123,10 @@ def _attend(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, is_causal:
         result = sdpa(q[None], k[None], v[None], None, dropout_p, scale=scale, causal=alignment or False,
                       return_lse=return_lse, **dict(zip(NAMES, asked, strict=True)))  # fmt: skip
         return (result[0][0], result[1][0]) if return_lse else result[0]
+    if isinstance(mask, Tensor) and mask.ndim == 4 and beside is NOTHING and not unserved(q, k, v, None, dropout_p):
+        ends = hidden_ends(mask, q, k, at_once=settings().fallback == "error")
+        if ends is not None:
+            mask, beside = None, read_beside(q, k, None, None, None, None, *ends)
     reason = unserved(q, k, v, mask, dropout_p)
     if reason:
         report(reason)

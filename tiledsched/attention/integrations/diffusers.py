@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tiledsched.attention.padding import hidden_ends
 from tiledsched.attention.sdpa import sdpa
 from tiledsched.errors import ConfigError, UnsupportedError
 from tiledsched.extras import installing
@@ -51,7 +52,8 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_
         query: `[batch, seq_q, heads, head_dim]`, as everywhere in diffusers.
         key: `[batch, seq_k, kv_heads, head_dim]`.
         value: like key.
-        attn_mask: None, `[batch, seq_k]`, or what torch's attention takes; with one, torch computes.
+        attn_mask: None, `[batch, seq_k]`, or what torch's attention takes. One that hides no more than padding at the ends of the
+            keys is served (its values are read once, from the GPU); with any other torch computes.
         dropout_p: probability.
         is_causal: limit query row i to key columns 0..i.
         scale: softmax scale; 1 / sqrt(head_dim) unless given.
@@ -69,7 +71,12 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_
     if return_lse or _parallel_config is not None:
         raise UnsupportedError("diffusers asks for the log-sum-exp or context parallelism, which the tiledsched backend "
                                "does not serve; use set_attention_backend('native')")  # fmt: skip
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    ends = None if attn_mask is None or is_causal else hidden_ends(attn_mask, q, k, at_once=True)
+    if ends is not None:
+        return sdpa(
+            q, k, v, None, dropout_p, False, scale, enable_gqa, key_starts=ends[0], key_lengths=ends[1]
+        ).transpose(1, 2)
     if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
-    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa).transpose(1, 2)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from tiledsched.attention import fallback
 from tiledsched.attention.beside import Beside
+from tiledsched.attention.padding import edges
 from tiledsched.attention.placed import sdpa_varlen
 from tiledsched.attention.sdpa import sdpa
 from tiledsched.errors import ConfigError, UnsupportedError
@@ -254,10 +255,10 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     if padding is not None:
         if padding.ndim != 2 or padding.shape[1] < hidden + columns:
             return None
-        edges = _edges(padding[:, hidden : hidden + columns].bool())
-        if edges is None:
+        found = edges(padding[:, hidden : hidden + columns].bool())
+        if found is None:
             return None
-        starts, lengths = edges
+        starts, lengths = found
     if not slides and starts is None and lengths is None:
         return None  # transformers knows best what it calls with no mask
     from transformers.masking_utils import sdpa_mask
@@ -325,23 +326,6 @@ def _held(function: Any, maker: str, name: str) -> Any:
         return None
     names, cells = function.__code__.co_freevars, function.__closure__ or ()
     return dict(zip(names, (cell.cell_contents for cell in cells), strict=True)).get(name)
-
-
-def _edges(padding: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-    """Where the keys of each sequence start and end, `[batch]` int32 each, or None where all start or end with the array.
-
-    None where a sequence has padding between its keys. Reads from the GPU, as transformers does to know whether there is any.
-    """
-    columns = padding.shape[1]
-    places = torch.arange(columns, device=padding.device)
-    lengths = torch.where(padding, places + 1, 0).amax(1)
-    starts = torch.where(padding, places, columns).amin(1).minimum(lengths)
-    whole, left, right = torch.stack([
-        (padding.sum(1) == lengths - starts).all(), (starts > 0).any(), (lengths < columns).any()
-    ]).tolist()  # fmt: skip
-    if not whole:
-        return None
-    return starts.to(torch.int32) if left else None, lengths.to(torch.int32) if right else None
 
 
 def _rows_and_seen(named: dict[str, Any]) -> tuple[int, int]:
