@@ -28,13 +28,23 @@ def rows():
 def test_ours_is_compared_with_the_best_of_torch_in_each_cell() -> None:
     burst, sustained = summarise(rows())
     first, second = burst.cells
-    assert (first.problem, first.torch_method, first.ratio) == (PROBLEM, "torch_cudnn", pytest.approx(0.8))
-    assert (second.problem, second.torch_method, second.ratio) == (OTHER, "torch_flash", pytest.approx(1.25))
+    assert (first.problem, first.rival_method, first.ratio) == (PROBLEM, "torch_cudnn", pytest.approx(0.8))
+    assert (second.problem, second.rival_method, second.ratio) == (OTHER, "torch_flash", pytest.approx(1.25))
     assert burst.ratio == pytest.approx(1.0)  # sqrt(0.8 * 1.25)
     assert (burst.below, burst.without) == (1, 1)
     assert [cell.problem for cell in burst.worst] == [PROBLEM, OTHER]
     assert first.ours_tflops == pytest.approx(PROBLEM.tflops(100.0))
     assert (sustained.ratio, sustained.below, sustained.without) == (pytest.approx(1.5), 0, 0)
+
+
+def test_flash_attention_4_counts_as_a_rival() -> None:
+    from tiledsched.kernels.attention.rivals import FLASH_4
+
+    found = [*rows(), *sample_rows(**{FLASH_4: 70.0})]
+    burst, _ = summarise(found)
+    assert (burst.cells[0].rival_method, burst.cells[0].ratio) == (FLASH_4, pytest.approx(0.7))
+    assert "the fastest of torch's backends and FlashAttention-4 takes" in to_markdown([burst])
+    assert "FlashAttention-4" not in to_markdown(summarise(rows()))
 
 
 def test_every_other_method_has_its_mean_and_its_failures() -> None:

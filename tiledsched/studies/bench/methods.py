@@ -23,6 +23,8 @@ OURS = "tiledsched"
 """Our kernel, always."""
 SERVED = "served"
 """What a call runs: our kernel, or the rival that is served in its place."""
+FLASH_4 = "flash_attention_4"
+"""The rival that is none of torch's own backends, and that torch can be told to use."""
 MATMUL = "matmul"
 MATMUL_SIZE = 8192
 """Rows and columns of the matrices whose product is the practical ceiling."""

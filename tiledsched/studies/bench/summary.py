@@ -1,4 +1,4 @@
-"""What the rows of a bench come to: ours against the best of torch cell by cell, and against every method on average."""
+"""What the rows of a bench come to: ours against the fastest rival cell by cell, and against every method on average."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiledsched.problem import Problem, rate_of, unit_of
-from tiledsched.studies.bench.methods import MATMUL, OURS
+from tiledsched.studies.bench.methods import FLASH_4, MATMUL, OURS
 from tiledsched.studies.bench.rows import BenchRow
 
 WORST = 5
@@ -18,15 +18,15 @@ WORST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class CellSummary:
-    """Ours and the best of torch on one problem."""
+    """Ours and the fastest rival on one problem."""
 
     problem: Problem
     """What was computed."""
     ours_us: float
     """Our time."""
-    torch_us: float
-    """The time of torch's fastest method here."""
-    torch_method: str
+    rival_us: float
+    """The time of the fastest rival here: of torch's backends and FlashAttention-4, which torch can be told to use."""
+    rival_method: str
     """Which that is."""
     ratio: float
     """Its time over ours: above 1 we are faster."""
@@ -41,14 +41,14 @@ class CellSummary:
         return self.problem.tflops(self.ours_us)
 
     @property
-    def torch_tflops(self) -> float:
-        """That of torch's fastest method."""
-        return self.problem.tflops(self.torch_us)
+    def rival_tflops(self) -> float:
+        """That of the fastest rival."""
+        return self.problem.tflops(self.rival_us)
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
         return {**asdict(self), "problem": self.problem.to_json(), "ours_tflops": self.ours_tflops,
-                "torch_tflops": self.torch_tflops, "ours_gbps": self.problem.gbps(self.ours_us)}  # fmt: skip
+                "rival_tflops": self.rival_tflops, "ours_gbps": self.problem.gbps(self.ours_us)}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class RegimeSummary:
     regime: str
     """burst or sustained."""
     cells: tuple[CellSummary, ...]
-    """Those where both ours and some torch backend have a time, in the order of the rows."""
+    """Those where both ours and some rival have a time, in the order of the rows."""
     without: int
     """Cells where one of the two has none."""
     methods: tuple[MethodSummary, ...]
@@ -82,12 +82,12 @@ class RegimeSummary:
 
     @property
     def ratio(self) -> float | None:
-        """Geometric mean of torch's best time over ours; None without cells."""
+        """Geometric mean of the fastest rival's time over ours; None without cells."""
         return geometric_mean([cell.ratio for cell in self.cells])
 
     @property
     def below(self) -> int:
-        """Cells where torch's best is faster than ours."""
+        """Cells where a rival is faster than ours."""
         return sum(cell.ratio < 1 for cell in self.cells)
 
     @property
@@ -130,12 +130,12 @@ def _regime(regime: str, rows: Sequence[BenchRow]) -> RegimeSummary:
 
 def _cell(problem: Problem, found: dict[str, BenchRow]) -> CellSummary | None:
     ours = found.get(OURS)
-    torch = [row for name, row in found.items() if name.startswith("torch") and row.median_us]
-    if ours is None or not ours.median_us or not torch:
+    rivals = [row for name, row in found.items() if (name.startswith("torch") or name == FLASH_4) and row.median_us]
+    if ours is None or not ours.median_us or not rivals:
         return None
-    best = min(torch, key=lambda row: row.median_us or math.inf)
+    best = min(rivals, key=lambda row: row.median_us or math.inf)
     assert best.median_us
-    return CellSummary(problem=problem, ours_us=ours.median_us, torch_us=best.median_us, torch_method=best.method,
+    return CellSummary(problem=problem, ours_us=ours.median_us, rival_us=best.median_us, rival_method=best.method,
                        ratio=best.median_us / ours.median_us, ceiling_ratio=ours.ceiling_ratio,
                        provenance=ours.provenance)  # fmt: skip
 
@@ -163,14 +163,14 @@ def _regime_markdown(summary: RegimeSummary) -> str:
     if summary.cells:
         with_ceiling = any(cell.ceiling_ratio for cell in summary.cells)
         unit = unit_of(summary.cells[0].problem)
-        titles = ["problem", f"tiledsched {unit}", "best of torch", "backend", "time over ours"]
+        titles = ["problem", f"tiledsched {unit}", "fastest rival", "which", "time over ours"]
         blocks.append(_table(titles + (["of the matmul"] if with_ceiling else []),
                              [_cell_texts(cell, with_ceiling) for cell in summary.cells]))  # fmt: skip
     if summary.methods:
         blocks.append(_table(["method", "cells", "time over ours (geometric mean)", "faster than ours", "no time"],
                              [_method_texts(method) for method in summary.methods]))  # fmt: skip
     if len(summary.cells) > 1:
-        worst = (f"{cell.problem} {cell.ratio:.2f}x ({cell.torch_method})" for cell in summary.worst)
+        worst = (f"{cell.problem} {cell.ratio:.2f}x ({cell.rival_method})" for cell in summary.worst)
         blocks.append("Worst cells: " + "; ".join(worst) + ".")
     if summary.elsewhere:
         named = (f"{cell.problem} ({cell.provenance})" for cell in summary.elsewhere[:WORST])
@@ -183,16 +183,21 @@ def _regime_markdown(summary: RegimeSummary) -> str:
 
 def _totals(summary: RegimeSummary) -> str:
     if summary.ratio is None:
-        return f"no cell has both a time of ours and of a torch backend ({summary.without} without)."
+        return f"no cell has both a time of ours and of a rival ({summary.without} without)."
     count = len(summary.cells)
     without = f" {summary.without} more without a time of one of the two." if summary.without else ""
-    return (f"torch's best backend takes {summary.ratio:.3f}x our time (geometric mean of {count} cells); in "
+    return (f"the fastest of {_rivals(summary)} takes {summary.ratio:.3f}x our time (geometric mean of {count} cells); in "
             f"{summary.below} of them it is faster.{without}")  # fmt: skip
 
 
+def _rivals(summary: RegimeSummary) -> str:
+    there = any(each.method == FLASH_4 and each.cells for each in summary.methods)
+    return "torch's backends and FlashAttention-4" if there else "torch's backends"
+
+
 def _cell_texts(cell: CellSummary, with_ceiling: bool) -> list[str]:
-    texts = [str(cell.problem), f"{rate_of(cell.problem, cell.ours_us):.1f}", f"{rate_of(cell.problem, cell.torch_us):.1f}",
-             cell.torch_method.removeprefix("torch_"), f"{cell.ratio:.2f}x"]  # fmt: skip
+    texts = [str(cell.problem), f"{rate_of(cell.problem, cell.ours_us):.1f}", f"{rate_of(cell.problem, cell.rival_us):.1f}",
+             cell.rival_method.removeprefix("torch_"), f"{cell.ratio:.2f}x"]  # fmt: skip
     return texts + ([f"{cell.ceiling_ratio:.0%}" if cell.ceiling_ratio else "-"] if with_ceiling else [])
 
 
