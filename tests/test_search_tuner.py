@@ -245,7 +245,7 @@ def test_neighbours_of_the_fastest_are_found_outside_what_is_explored(db) -> Non
     without = tune(recorded, db, space=listed)
     assert without.entry.schedule == start
     found = tune(recorded, db, space=listed, neighbours=True, effort="thorough")
-    assert recorded.key(found.entry.schedule) == recorded.key(best)
+    assert recorded.times[recorded.key(found.entry.schedule)] <= 1.003 * recorded.best_us  # ties are within that
     assert found.measured <= EFFORTS["thorough"].programs
 
 
@@ -309,16 +309,19 @@ def test_a_failed_candidate_is_a_row_and_not_tried_again(db) -> None:
 
     class Faulty(ReplayRunner):
         def check(self, candidate):
-            if candidate.schedule["occupancy"] == 2:
+            if planted(candidate.schedule):
                 return Failure(kind=FailureKind.WRONG_RESULT, message="planted")
             return super().check(candidate)
+
+    def planted(schedule) -> bool:
+        return int(schedule.id, 16) % 2 == 1
 
     runner = Faulty(Attention, recorded.measurements)
     first = tune(recorded, db, runner=runner, trials=32)
     failures = db.failures("sm_90", recorded.problem, stage="measure")
     assert failures
     assert first.failed >= len(failures)
-    assert first.entry.schedule["occupancy"] != 2
+    assert not planted(first.entry.schedule)
     tune(recorded, db, runner=Faulty(Attention, recorded.measurements), trials=32)
     again = db.failures("sm_90", recorded.problem, stage="measure")
     assert len({failure.schedule for failure in again}) == len(again)
@@ -456,8 +459,8 @@ def test_what_ships_says_where_to_look_first(db) -> None:
     recorded = Recorded(path)
     shipped = Shipped("attention", "sm_90")
     shipped.recorded = {key: each for key, each in shipped.recorded.items() if key[0] != recorded.problem}
-    # 173 problems under each of two compilers, and 45 under the newer alone.
-    assert len(shipped.winners) == 2 * 173 + 45
+    # 173 problems under each of two compilers, and 94 under the newer alone.
+    assert len(shipped.winners) == 2 * 173 + 94
     assert len(shipped.recorded) == 38  # burst and sustained, and what was held out
     shipped.winners = [entry for entry in shipped.winners if entry.problem != recorded.problem]
     found = tune(recorded, db, shipped=shipped, trials=8)
