@@ -92,7 +92,7 @@ def untold(p: Any, default: Schedule, space: Any, estimate: Callable[[Schedule],
     """
     if p.mean_rows > FEW_ROWS:
         return None
-    knobs = [name for name in ("kv_splits", "pack_gqa", "tile_m", "tma_loads") if name in space.knobs]
+    knobs = [name for name in ("kv_splits", "kv_combine", "pack_gqa", "tile_m", "tma_loads") if name in space.knobs]
     varied = (default.replace(**dict(zip(knobs, values, strict=True)))
               for values in itertools.product(*(space.knobs[name].choices for name in knobs)))  # fmt: skip
     valid = [default, *(each for each in varied if not space.violations(each, p))]

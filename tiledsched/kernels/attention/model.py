@@ -94,6 +94,8 @@ OVERLAP_SHARPNESS = 3.0
 """Exponent of the smooth maximum of computation and device-memory time."""
 LAUNCH_US = 3.0
 """Start and end of a kernel, microseconds."""
+COMBINE_US = 2.0
+"""What a second launch that combines shares takes, microseconds: by the H200's times of 8 and 16 shares."""
 EXACT_BLOCKS = 32768
 """Up to this many blocks of unequal length are placed one by one; beyond it the load is taken as level."""
 
@@ -120,7 +122,13 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     )  # fmt: skip
     compute_us = float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     memory_us = _dram_bytes(problem, schedule, spec, resident) / (spec.dram_gbps * 1e3)
-    return LAUNCH_US + _smooth_max(compute_us, memory_us, OVERLAP_SHARPNESS)
+    launches_us = LAUNCH_US + (COMBINE_US if combines_later(schedule) else 0.0)
+    return launches_us + _smooth_max(compute_us, memory_us, OVERLAP_SHARPNESS)
+
+
+def combines_later(schedule: Schedule) -> bool:
+    """Whether a launch of its own combines the shares of split keys."""
+    return _number(schedule, "kv_splits") > 1 and schedule.get("kv_combine") == "launch"
 
 
 def resident_blocks(facts: ResourceFacts, spec: ArchSpec) -> int:
@@ -152,7 +160,7 @@ def block_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts) -> 
     per_element = BLOCK_CYCLES_PER_ELEMENT
     if schedule["division"] == "ieee":
         per_element += IEEE_CYCLES_PER_ELEMENT
-    if _number(schedule, "kv_splits") > 1:
+    if _number(schedule, "kv_splits") > 1 and not combines_later(schedule):
         per_element += PARTIAL_CYCLES_PER_ELEMENT
     cycles = BLOCK_LATENCY + per_element * block_rows(schedule) * problem.tile_v / facts.num_ctas
     return cycles * (PERSISTENT_SHARE if schedule["persistent"] != "no" else 1.0)
