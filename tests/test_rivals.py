@@ -106,6 +106,12 @@ def test_the_table_offers_rivals_only_where_they_may_serve() -> None:
     untuned = Table(known, Attention, rivals=True).resolve(PROBLEM.replace(batch=PROBLEM.batch + 1), "sm_90", GPU)
     assert untuned.provenance == "transferred"
     assert [each.name for each in untuned.rivals] == ["flash_attention_4"]
+    beside = PROBLEM.replace(dtype="bfloat16" if PROBLEM.dtype == "float16" else "float16")
+    unraced = Table([*known, an_entry(beside, None)], Attention, rivals=True).resolve(beside, "sm_90", GPU)
+    assert (unraced.provenance, [each.name for each in unraced.rivals]) == ("measured", ["flash_attention_4"])
+    assert "by 1 near problems" in unraced.rivals[0].reason
+    lost = an_entry(beside, (a_rival(1.2),))  # its own evidence goes before that of its like
+    assert Table([*known, lost], Attention, rivals=True).resolve(beside, "sm_90", GPU).rivals == ()
     forced = Table(known, Attention, rivals=True, forced={"tile_n": 32}).resolve(PROBLEM, "sm_90", GPU)
     assert forced.rivals == ()  # who forces knobs wants to see them
     text = str(explain_problem(Table(known, Attention, rivals=True), PROBLEM, "sm_90", GPU))

@@ -149,10 +149,19 @@ class Table:
         entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
         here = entry.provenance == "measured" and device_name in ("", entry.device_name)
         where = "this device" if device_name and here else entry.device_name or entry.arch
-        offers = () if not self._rivals else (measured_offers(entry, where) if here
-                                              else expected_offers(entry.problem, [entry], 0.0))  # fmt: skip
+        offers = self._offers(entry, space, where if here else "") if self._rivals else ()
         return Served(schedule=entry.schedule, provenance="measured" if here else "transferred", entry=entry, forced={},
                       reason=f"this problem was measured on {where}", stale=self._stale(entry), rivals=offers)  # fmt: skip
+
+    def _offers(self, entry: EntryRecord, space: SearchSpace, where: str) -> tuple[RivalOffer, ...]:
+        """What may serve the very problem of an entry, which was measured here where that is said: by its own evidence of
+        rivals, or, where it has none, by that of its like.
+        """  # fmt: skip
+        if entry.rivals is not None:
+            return measured_offers(entry, where) if where else expected_offers(entry.problem, [entry], 0.0)
+        kind = self.kernel.kind
+        alike = (each for each in self._known(space) if each.rivals and kind(each.problem) == kind(entry.problem))
+        return expected_offers(entry.problem, alike, 0.0)
 
     def _stale(self, entry: EntryRecord) -> str:
         if not stale(entry, self.compiler) or entry.fingerprint in self._at_hand():

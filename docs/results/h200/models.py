@@ -1,0 +1,40 @@
+"""What the shipped table knows of rivals, a line for each: python docs/results/h200/models.py > models.csv."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+from tiledsched.kernels.attention import Attention
+from tiledsched.serve.rivals import pays
+from tiledsched.store.reading import read_rivals
+
+TABLE = Path(__file__).parents[3] / "tuning_db" / "tables" / "attention" / "sm_90.json"
+COLUMNS = ("suite", "problem", "left_out", "rival", "ours_us", "rival_us", "ratio", "ratio_low", "ratio_high", "ours_gbps",
+           "serves", "versions")  # fmt: skip
+
+
+def main() -> None:
+    """Write the lines to stdout."""
+    suites: dict[str, str] = {}
+    for name, problems in Attention.suites.items():
+        if name != "models":
+            suites |= {problem.id: name for problem in problems if problem.id not in suites}
+    lines = csv.writer(sys.stdout, lineterminator="\n")
+    lines.writerow(COLUMNS)
+    for entry in json.loads(TABLE.read_text())["entries"]:
+        for each in read_rivals(entry.get("rivals")) or ():
+            if each.ours_us:
+                problem = Attention.problem(
+                    **{name: value for name, value in entry["problem"].items() if name != "kernel"}
+                )
+                lines.writerow([suites.get(problem.id, ""), problem, "no", each.name, round(each.ours_us, 2),
+                                round(each.median_us or 0, 2), round(each.ratio or 0, 4), round(each.ratio_low or 0, 4),
+                                round(each.ratio_high or 0, 4), round(problem.gbps(each.ours_us)), "yes" if pays(each) else "no",
+                                f"{each.version} tileiras {entry['toolchain']['tileiras']}"])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
