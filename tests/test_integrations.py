@@ -330,6 +330,43 @@ ENDS = PADDED.clone()
 ENDS[1, 15:] = 0
 
 
+@pytest.mark.parametrize("family", ["Mistral", "Gemma2", "GptOss"])
+def test_windows_softcap_and_sinks_stay_what_they_are_in_compiled_code(
+    family, registered, transformers, monkeypatch
+) -> None:
+    """Not masks of all scores: neither kernel nor torch's attention is given one."""
+    model = use(make(transformers, family, **ASKING[family]), "tiledsched")
+    asked = []
+    serving = registered.sdpa
+    monkeypatch.setattr(registered, "sdpa", lambda *given, **named: asked.append(named) or serving(*given, **named))
+    monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
+    with torch.no_grad():
+        expected = model(input_ids=PROMPT).logits
+        eagerly = [each.get("window") for each in asked]
+        asked.clear()
+        torch._dynamo.reset()
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=PROMPT).logits
+    torch.testing.assert_close(found, expected)
+    assert [each.get("window") for each in asked] == eagerly
+    assert 8 in eagerly
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"attention_chunk_size": 8}, {"sliding_window": 4}, {"allow_is_causal_skip": False}, {"attention_mask": PADDED == 1},
+])  # fmt: skip
+def test_what_is_told_of_a_window_while_it_is_traced(change, registered, transformers, monkeypatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    config = SimpleNamespace(
+        sliding_window=change.pop("sliding_window", 8), attention_chunk_size=change.pop("attention_chunk_size", None)
+    )
+    named = {"q_length": 20, "kv_length": 20, "q_offset": 0, "kv_offset": 0, "local_size": 8, "config": config,
+             "allow_is_causal_skip": True, "attention_mask": None, "batch_size": 2} | change  # fmt: skip
+    seen = registered._seen_keys(named)
+    usual = config.sliding_window == 8 and config.attention_chunk_size is None and not change
+    assert (seen is not None) is usual
+    assert seen is None or (seen.causal, seen.window, seen.columns) == (True, 8, 20)
+
+
 def logits_of(model, method, padding, chunks=None):
     """Of the rows that are no padding; in chunks on a cache where they are given."""
     use(model, method)

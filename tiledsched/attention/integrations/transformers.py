@@ -229,16 +229,21 @@ def _lower_right(named: dict[str, Any]) -> CausalBias | None:
 def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     """The mask where it says no more than causal or not, a sliding window, and padding on the left and right; and no less.
 
-    None, too, for versions of transformers that tell other things, and while it is traced, when no values can be read.
+    None, too, for versions of transformers that tell other things; and while it is traced, when no values can be read, where
+    there is a mask of padding.
     """
     sizes = [size for size in map(named.get, ("q_length", "kv_length", "q_offset", "kv_offset")) if type(size) is int]
-    if torch.compiler.is_compiling() or len(sizes) < 4:
+    traced = torch.compiler.is_compiling()
+    if len(sizes) < 4 or (traced and named.get("attention_mask") is not None):
         return None
     rows, columns, before, hidden = sizes
-    sequences, function = _unpacked(named.get("mask_function"))
-    if sequences is not None:
-        return _packed_keys(named, sequences, function)
-    causal, window = _pattern(function)
+    if traced:  # when closures cannot be looked into
+        causal, window = _told_pattern(named)
+    else:
+        sequences, function = _unpacked(named.get("mask_function"))
+        if sequences is not None:
+            return _packed_keys(named, sequences, function)
+        causal, window = _pattern(function)
     may_be_left_out = (
         named.get("allow_is_causal_skip", True) if causal else named.get("allow_is_bidirectional_skip", False)
     )
@@ -315,6 +320,16 @@ def _pattern(mask_function: Any) -> tuple[bool | None, int | None]:
         window = _held(parts[0], "sliding_window_overlay", "sliding_window")
         if type(window) is int and window > 0:
             return True, window
+    return None, None
+
+
+def _told_pattern(named: dict[str, Any]) -> tuple[bool | None, int | None]:
+    """The same by the other arguments: of a causal mask that may be left out nothing but its window is left to say, unless it is
+    one of chunks."""
+    config, window = named.get("config"), named.get("local_size")
+    sliding = window is not None and window == getattr(config, "sliding_window", None)
+    if sliding and named.get("allow_is_causal_skip") and getattr(config, "attention_chunk_size", None) is None:
+        return True, window
     return None, None
 
 
