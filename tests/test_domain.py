@@ -43,7 +43,7 @@ def test_every_arch_has_a_space_with_every_knob(arch: str) -> None:
     space = space_for(arch, Attention)
     assert space.arch == arch
     assert set(space.knobs) == KNOBS
-    for head_dim, causal in ((64, False), (128, True), (256, False), (256, True)):
+    for head_dim, causal in ((64, False), (256, True)):
         problem = Attention.standard(seq_len=1024, head_dim=head_dim, causal=causal)
         schedules = list(space.schedules(problem, pinned={"accum_mode": "fp32"}))
         listed = set(schedules)
@@ -51,7 +51,7 @@ def test_every_arch_has_a_space_with_every_knob(arch: str) -> None:
         assert space.default(problem) in listed
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_121"])
+@pytest.mark.parametrize("arch", ["sm_100", "sm_121"])
 def test_enumeration_sampling_and_validation_agree(arch: str) -> None:
     space = space_for(arch, Attention)
     problem = Attention.standard(seq_len=1000, head_dim=96, causal=True)
@@ -379,7 +379,9 @@ def test_shipped_candidates_name_known_knobs_and_values(path) -> None:
     arch = "_".join(path.stem.split("_")[:2]) if path.stem.startswith("sm_") else "sm_100"
     space = space_for(arch, Attention).limited_to(listed)
     assert len(space.candidates) == len(listed)
-    reached = {
-        schedule for name in SUITES for problem in Attention.suite(name) for schedule in space.schedules(problem)
-    }
-    assert len(reached & set(space.candidates)) > 0.8 * len(listed)
+    reached, wanted = set(), set(space.candidates)
+    for problem in dict.fromkeys(problem for name in SUITES for problem in Attention.suite(name)):
+        reached |= wanted & set(space.schedules(problem))
+        if len(reached) > 0.8 * len(listed):
+            return
+    pytest.fail(f"no suite has a problem for {len(wanted) - len(reached)} of {len(listed)}")
