@@ -238,6 +238,55 @@ def test_nothing_is_begun_once_the_budget_is_spent(leases, clock) -> None:
 
 
 @on_both
+@pytest.mark.parametrize("end", ["budget", "nobody"])
+def test_what_the_dead_hold_ends_with_a_campaign_that_nobody_goes_on_with(leases, db, clock, end) -> None:
+    campaign = leases.open(plan(2, budget_s=100.0 if end == "budget" else None))
+    assert leases.take(campaign, join(leases, campaign), ["sm_90"]).attempt == 1
+    why = {} if end == "budget" else {"why": "no GPU of sm_90 came", "archs": ["sm_90"]}
+    leases.end(campaign.id, **why)
+    clock.pass_s(LEASE_S - 1)
+    assert leases.end(campaign.id, **why) == "running"
+    clock.pass_s(101)
+    assert leases.end(campaign.id, **why) == "done"
+    assert len(leases.failures(campaign.id)) == 2
+    assert [outcome for *_, outcome in attempts(db)] == ["expired"]
+
+
+@on_both
+def test_an_answer_that_is_lost_on_the_way_costs_nothing(leases, db, monkeypatch) -> None:
+    """A transaction that was made, and of which nobody heard, is made again: no lease may be held by who does not know of it."""
+    patient, write = Leases(db, patience_s=5.0), db.write
+    monkeypatch.setattr(patience, "FIRST_S", 0.001)
+    lose = []
+
+    def lossy(work, *kernels):
+        done = write(work, *kernels)
+        if lose:
+            lose.pop()
+            raise away("server closed the connection unexpectedly")
+        return done
+
+    monkeypatch.setattr(db, "write", lossy)
+    campaign = patient.open(plan(2))
+    lose.append(1)
+    worker = join(patient, campaign)
+    lose.append(1)
+    first = patient.take(campaign, worker, ["sm_90"])
+    assert patient.counts(campaign.id)["leased"] == 1
+    lose.append(1)
+    patient.finish(first, Outcome.RELEASED)
+    lose.append(1)
+    again = patient.take(campaign, join(patient, campaign, "GPU-2"), ["sm_90"])
+    assert (again.id, again.attempt) == (first.id, 1)
+    patient.finish(first, Outcome.RELEASED)  # late, of the same number: it says nothing of the other's
+    lose.append(1)
+    patient.finish(again, Outcome.DONE)
+    assert not lose
+    assert [outcome for *_, outcome in attempts(db)] == ["released", "done"]
+    assert patient.counts(campaign.id) == {"waiting": 1, "leased": 0, "done": 1, "failed": 0}
+
+
+@on_both
 def test_workers_that_ask_at_once_get_different_problems(db) -> None:
     """The time is the database's here."""
     leases, count = Leases(db), 40
