@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,17 +20,19 @@ from store_samples import PROBLEM, entry, new_url
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.cli import main
-from tiledsched.errors import Failure, FailureKind
+from tiledsched.errors import DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.fleet import builds as builds_module
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import CampaignPlan
 from tiledsched.fleet.child import why_not
+from tiledsched.fleet.gpus import Gpu
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
 from tiledsched.fleet.run import plan as plan_campaign
 from tiledsched.fleet.run import run
 from tiledsched.fleet.scratch import Scratch, bring_home, whole
 from tiledsched.fleet.status import read_status
+from tiledsched.fleet.worker import Heart, Worker
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
@@ -219,6 +222,43 @@ def test_a_host_with_another_compiler_or_source_takes_nothing(home, monkeypatch)
         other = leases.open(plan(1, source_hash="other"))
         assert "bring it up to date" in why_not(other, Softmax)
         assert why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax) == ""
+
+
+class Stuck:
+    """A child whose GPU hangs so that nothing ends it."""
+
+    wrong = ""
+
+    def ask(self, *given, **named):
+        raise MeasureError("a working process cannot be killed: its GPU is stuck")
+
+    end = ask
+
+
+def test_a_gpu_that_is_stuck_beyond_help_holds_nothing_back(home, monkeypatch) -> None:
+    """Nor does a database that is away just then: the process lives on, but renews no lease for a worker that ended."""
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db, patience_s=0.0)
+        campaign = leases.open(plan(2, lease_s=0.4))
+        gpus = [Gpu(uuid=f"GPU-{name}", name="", arch="") for name in ("stuck", "well", "next")]
+        workers = [Worker(leases, "", campaign, gpu, jobs=1, stop=threading.Event()) for gpu in gpus]
+        workers[0]._archs = {"sm_90"}
+        for away in (False, True):
+            workers[0]._child = Stuck()
+            with monkeypatch.context() as patched:
+                if away:
+                    workers[0].note = ""
+                    patched.setattr(leases, "leave", lambda *given: (_ for _ in ()).throw(DatabaseError("away")))
+                with pytest.raises(MeasureError, match="stuck"):
+                    workers[0].run()
+            assert workers[0].note.startswith("a working process cannot be killed")
+            assert leases.counts(campaign.id)["leased"] == int(away)
+        heart = Heart(leases, campaign, workers[:2])
+        heart.start()
+        seen = [leases.take(campaign, workers[1].id, ["sm_90"])]
+        wait_for(lambda: seen.append(leases.take(campaign, workers[2].id, ["sm_90"])) or seen[-1], 5.0)
+        assert seen[-1].id != seen[0].id  # the stuck one's ran out; the other's is renewed
+        heart.end()
 
 
 @pytest.mark.compiler

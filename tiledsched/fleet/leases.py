@@ -141,7 +141,7 @@ class Leases:
         return self._read(read)
 
     def end(self, campaign_id: str, *, why: str = "", archs: Collection[str] | None = None) -> str:
-        """End a campaign if nothing is left to do; with `why`, what nobody does (of some archs) fails with it. What it is then."""
+        """End a campaign if nothing is left to do; with `why`, what nobody does (of some archs) fails so. What it is then."""
 
         def end(session: Session) -> str:
             mine = LeaseRow.campaign_id == campaign_id

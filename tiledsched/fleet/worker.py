@@ -80,7 +80,7 @@ class Worker:
 
     def __init__(self, leases: Leases, db: str, campaign: Campaign, gpu: Gpu, *, jobs: int, stop: threading.Event,
                  builds: Builds | None = None, say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
-        self.gpu, self.campaign, self.note = gpu, campaign, ""
+        self.gpu, self.campaign, self.note, self.ended = gpu, campaign, "", False
         self._leases, self._stop, self._builds, self._say = leases, stop, builds, say
         self._setup = Setup(db=db, campaign=campaign, jobs=jobs, builds_elsewhere=builds is not None)
         self._child: _Process | None = None
@@ -227,12 +227,21 @@ class Worker:
             self._child = None
 
     def end(self) -> None:
-        """End the child and leave the campaign. Safe to call twice."""
-        if self._child is not None:
-            self._child.end()
-            self._child = None
-        with suppress(DatabaseError):  # who does not hear it learns it from the lease
-            self._leases.leave(self.id, self.note)
+        """End the child and leave the campaign. Safe to call twice.
+
+        Raises:
+            MeasureError: the child cannot be ended. What it held is given back all the same.
+        """
+        self.ended, child, self._child = True, self._child, None
+        try:
+            if child is not None:
+                child.end()
+        except MeasureError as error:
+            self.note = self.note or str(error)
+            raise
+        finally:
+            with suppress(DatabaseError):  # who does not hear it learns it from the lease
+                self._leases.leave(self.id, self.note)
 
 
 class _Process:
@@ -353,8 +362,12 @@ class Heart(threading.Thread):
     def run(self) -> None:
         """Until told to end."""
         while not self._ended.wait(min(self._campaign.lease_s / 4, 30.0)):
+            # What a worker that ended could not give back must run out.
+            alive = {worker.id: worker.state() for worker in list(self._workers) if not worker.ended}
+            if not alive:
+                continue
             try:
-                self._leases.renew(self._campaign, {worker.id: worker.state() for worker in list(self._workers)})
+                self._leases.renew(self._campaign, alive)
             except DatabaseError as error:  # it was away for longer than anybody waits; workers will meet that, too
                 log.warning("leases could not be renewed: %s", error)
 
