@@ -308,7 +308,7 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
             problem=PROBLEM,
             device=old.measurement.device,
         )
-        scratch = Scratch(tmp_path / "cache")
+        scratch = Scratch(tmp_path / "cache", str(url))
         path = scratch.database(home, PROBLEM, "sm_90", "one")
         with TuningDB.open(path) as db:
             assert [each.uid for each in db.measurements()] == [old.uid]
@@ -342,12 +342,22 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
         left = scratch.database(home, PROBLEM, "sm_90", "two")
         assert scratch.left_behind() == []
         ended = subprocess.Popen(["true"])
-        ended.wait()
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as where nobody listens
         left.rename(left.with_name(f"two-{ended.pid}.db"))
-        assert [path.name for path in scratch.left_behind()] == [f"two-{ended.pid}.db"]
-        assert whole(scratch.left_behind()[0])
-        scratch.left_behind()[0].write_bytes(b"torn")
-        assert not whole(scratch.left_behind()[0])
+        left.with_name(f"template-{ended.pid}").touch()
+        other = Scratch(tmp_path / "cache", "another database")
+        assert other.left_behind() == []
+        other.close()
+        again = Scratch(tmp_path / "cache", str(url))
+        assert not left.with_name(f"template-{ended.pid}").exists()
+        (path,) = scratch.left_behind()
+        assert path.name == f"two-{ended.pid}.db"
+        assert again.left_behind() == [path]
+        assert again.left_behind() == []  # what could not be brought home once is another process's matter
+        assert whole(path)
+        path.write_bytes(b"torn")
+        assert not whole(path)
+        ended.wait()
         scratch.close()
 
 

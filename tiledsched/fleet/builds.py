@@ -26,6 +26,7 @@ from tiledsched.errors import ConfigError, Failure, FailureKind
 from tiledsched.files import write_whole
 from tiledsched.kernel_names import load_kernel
 from tiledsched.launches import problem_class
+from tiledsched.store.host import is_alive
 
 POLL_S = 0.1
 OF_THE_DAY = (FailureKind.COMPILER_KILLED, FailureKind.COMPILE_TIMEOUT)
@@ -172,10 +173,4 @@ def _is_gone(owner: str) -> bool:
     host, _, pid = owner.partition(" ")
     if host != socket.gethostname() or not pid.isdigit():
         return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+    return not is_alive(int(pid), None)

@@ -106,13 +106,13 @@ class Child:
 
     def _scratches(self) -> Scratch:
         if self._scratch is None:
-            self._scratch = Scratch(self._cache)
-            for path in self._scratch.left_behind():
-                if whole(path):
-                    bring = functools.partial(self._scratch.bring_home, path, self._home(), held=False)
-                    patiently(bring, stop=self._stop)
-                else:
-                    remove(path)
+            self._scratch = Scratch(self._cache, self._setup.db)
+        for path in self._scratch.left_behind():
+            if whole(path):
+                bring = functools.partial(self._scratch.bring_home, path, self._home(), held=False)
+                patiently(bring, stop=self._stop)
+            else:
+                remove(path)
         return self._scratch
 
     def work(self, lease: Lease, budget_s: float | None) -> tuple[str, dict[str, Any] | None, str]:

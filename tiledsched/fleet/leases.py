@@ -444,7 +444,11 @@ class Leases:
 
     def _late(self, *wanted: Any) -> Any:
         """What is held by workers that are not heard of, locked."""
-        return sa.select(LeaseRow).where(*wanted, LeaseRow.state == "leased", LeaseRow.until < self._now()).with_for_update()
+        return (
+            sa.select(LeaseRow)
+            .where(*wanted, LeaseRow.state == "leased", LeaseRow.until < self._now())
+            .with_for_update()
+        )
 
     def _expire(self, session: Session, campaign_id: str) -> None:
         """Fail what ran out on its last attempt: nobody may take it again."""
@@ -475,8 +479,12 @@ class Leases:
         open_ended = AttemptRow.outcome.in_((str(Outcome.RUNNING), str(Outcome.EXPIRED)))
         session.execute(
             sa.update(AttemptRow)
-            .where(AttemptRow.lease_id == lease.id, AttemptRow.number == number,
-                   AttemptRow.worker_id == lease.worker_id, open_ended)
+            .where(
+                AttemptRow.lease_id == lease.id,
+                AttemptRow.number == number,
+                AttemptRow.worker_id == lease.worker_id,
+                open_ended,
+            )
             .values(**values),
             execution_options={"synchronize_session": False},
         )
