@@ -3,12 +3,14 @@
 Its problems are those of the landscapes with other numbers of heads: each is searched, raced and stored as on a GPU, and takes
 a fraction of a second. What happens is told by the environment, which workers on a made-up cluster inherit:
 FLEET_GPUS (`sm_90:4,sm_100:2`) and FLEET_FOLDER, where each job notes itself, and where files named after heads say what
-goes wrong: `crash-7`, `hang-7`, `error-7` once, `fail-7` always; `stay-7` keeps a job from ending while it is there.
+goes wrong: `crash-7`, `hang-7`, `error-7` once, `fail-7` always; `full-7`
+fills the disk of the cache for that process; `stay-7` keeps a job from ending while it is there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import os
 import signal
@@ -19,11 +21,12 @@ from unittest.mock import patch
 
 from tiledsched import config, data_files, tuning
 from tiledsched import refresh as refreshing
-from tiledsched.build import pool
+from tiledsched.build import artifacts, pool
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.fleet import jobs as real
+from tiledsched.fleet import scratch
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
@@ -146,6 +149,11 @@ def once(word: str) -> bool:
     return True
 
 
+def full(*given):
+    """What writing to a full disk comes to."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def begin(problem, progress) -> None:
     """What goes wrong with a problem, where something is to."""
     number = problem.values["heads"]
@@ -157,6 +165,9 @@ def begin(problem, progress) -> None:
         time.sleep(600)
     if once(f"error-{number}"):
         raise MeasureError("the GPU has fallen off the bus; run: tiledsched doctor")
+    if once(f"full-{number}"):
+        scratch.shutil.copyfile = artifacts.write_whole = full
+        artifacts.ArtifactStore().put(Artifact(arch="sm_90", fingerprint="f" * 24, facts=None, cubin=b""))
     if (folder() / f"fail-{number}").exists():
         raise NoValidScheduleError("no schedule works; relax the constraints")
 

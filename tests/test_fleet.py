@@ -32,7 +32,7 @@ from tiledsched.fleet.run import plan as plan_campaign
 from tiledsched.fleet.run import run
 from tiledsched.fleet.scratch import Scratch, bring_home, whole
 from tiledsched.fleet.status import read_status
-from tiledsched.fleet.worker import Heart, Worker
+from tiledsched.fleet.worker import MOST_FAULTS, Heart, Worker
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
@@ -113,6 +113,25 @@ def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(hom
         assert len(status.spread) == 2
     assert gone(home)
     assert list((home / "cache" / "fleet").glob("*/*.db")) == []  # all was brought home
+
+
+def test_a_full_disk_costs_its_attempts_at_once_and_others_go_on(home) -> None:
+    (home / "full-2").touch()
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(5, options={"pause_s": 0.3}))
+        worked = work(str(home / "x.db"), campaign.id)
+        status = read_status(leases, campaign.id)
+        assert (status.campaign.status, status.done, status.failed) == ("done", 5, 0)
+        assert len(worked.notes) == 1
+        assert (
+            "No space left on device; free some space there, or name another folder with TILEDSCHED_CACHE"
+            in worked.notes[0]
+        )
+        with db.reading() as session:
+            ends = Counter(session.scalars(sa.select(AttemptRow.outcome)))
+        assert ends == {"done": 5, "error": MOST_FAULTS}
+    assert gone(home)
 
 
 def started(home, *words) -> subprocess.Popen[str]:

@@ -382,6 +382,23 @@ def test_a_database_that_is_away_is_waited_for_and_one_that_refuses_is_not(monke
         patiently(lambda: (_ for _ in ()).throw(away()), patience_s=60, stop=stop)
 
 
+def test_a_database_whose_disk_is_full_is_waited_for(db, monkeypatch) -> None:
+    monkeypatch.setattr(patience, "FIRST_S", 0.001)
+    pages = iter([1, 1, 1])  # no more than there are
+
+    @sa.event.listens_for(db._engine, "begin")
+    def fill_up(connection: sa.Connection) -> None:
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {next(pages, 1 << 30)}")
+
+    with pytest.raises(DatabaseError, match="full; free some space"):
+        Leases(db, patience_s=0.0).open(plan(200))
+    leases = Leases(db, patience_s=5.0)
+    campaign = leases.open(plan(200))
+    assert next(pages, None) is None
+    assert leases.counts(campaign.id)["waiting"] == 200
+    assert db.check() == []
+
+
 # Jobs, GPUs, the spread
 
 
