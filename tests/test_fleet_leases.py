@@ -160,6 +160,14 @@ def test_a_renewed_lease_does_not_run_out(leases, clock) -> None:
     assert read_status(leases, campaign.id).workers[0].temperature_c == 60
 
 
+def test_the_control_program_is_of_middling_work_and_the_same_for_all(leases) -> None:
+    campaign = leases.open(plan(5, archs=("sm_90", "sm_100")))
+    leases.finish(leases.take(campaign, join(leases, campaign), ["sm_90"]), Outcome.DONE)
+    for arch in ("sm_90", "sm_100"):
+        assert leases.control_problem(campaign.id, arch) == problems(5)[2]
+    assert leases.control_problem(campaign.id, "sm_80") is None
+
+
 @pytest.mark.parametrize("outcome", [Outcome.ERROR, Outcome.HUNG])
 def test_attempts_are_bounded_and_the_reason_is_kept(leases, db, outcome) -> None:
     campaign = leases.open(plan(1))

@@ -28,6 +28,7 @@ from tiledsched.fleet.spread import apart, label_of
 from tiledsched.fleet.status import controls_of
 from tiledsched.measure.gpu import END_TIMEOUT_S
 from tiledsched.measure.nvml import LABEL_VARIABLE
+from tiledsched.problem import Problem
 
 START_S = 120.0
 """Until a child is ready: imports, on a cold file system."""
@@ -86,6 +87,7 @@ class Worker:
         self._child: _Process | None = None
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
         self._doing = ""
+        self._middle: Problem | None = None
         self._archs = gpu.archs(leases.open_archs(campaign.id))
         self.id = leases.join(
             campaign.id,
@@ -182,7 +184,7 @@ class Worker:
 
     def _control(self) -> bool:
         """Time the control program. A GPU that cannot takes no work; one that differs from its like keeps its evidence apart."""
-        problem = self._leases.control_problem(self.campaign.id, self.gpu.arch)
+        problem = self._middle = self._middle or self._leases.control_problem(self.campaign.id, self.gpu.arch)
         self._since_control, probing = 0, self._faults >= MOST_FAULTS
         if problem is None:
             return True
