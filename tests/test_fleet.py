@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from store_samples import PROBLEM, entry, new_url
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.cli import main
-from tiledsched.errors import DatabaseError, Failure, FailureKind, MeasureError
+from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.fleet import builds as builds_module
+from tiledsched.fleet import local
 from tiledsched.fleet.builds import SharedBuilds
-from tiledsched.fleet.campaign import CampaignPlan
-from tiledsched.fleet.child import why_not
+from tiledsched.fleet.campaign import CampaignPlan, Setup
+from tiledsched.fleet.child import Child, why_not
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
@@ -241,6 +243,52 @@ def test_a_host_with_another_compiler_or_source_takes_nothing(home, monkeypatch)
         other = leases.open(plan(1, source_hash="other"))
         assert "bring it up to date" in why_not(other, Softmax)
         assert why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax) == ""
+
+
+def test_a_campaign_for_other_gpus_keeps_nobody_from_the_next(home, monkeypatch) -> None:
+    said, gpus = [], [Gpu(uuid="GPU-1", name="", arch="sm_90")]
+    real = local.work_on
+
+    def ended(leases, db, campaign, here, **more):
+        if "sm_100" in leases.open_archs(campaign.id):
+            return real(leases, db, campaign, here, **more)
+        leases.end(campaign.id, why="so")
+        return []
+
+    monkeypatch.setattr(local, "work_on", ended)
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        other = leases.open(plan(1, archs=("sm_100",)))
+        with pytest.raises(ConfigError, match="start workers where such GPUs are"):
+            work(str(home / "x.db"), gpus=gpus)
+        mine = leases.open(plan(1))
+        worked = work(str(home / "x.db"), gpus=gpus, say=said.append)
+        assert (worked.campaigns, worked.notes) == ((mine.id,), ())
+        assert [other.id in line for line in said] == [True]
+        with pytest.raises(ConfigError, match="sm_100"):
+            work(str(home / "x.db"), other.id, gpus=gpus)
+
+
+def test_a_child_that_is_told_to_stop_too_early_begins_nothing() -> None:
+    ran = []
+    child = Child.__new__(Child)
+    child._stop, child._working, child._job = threading.Event(), False, lambda *given, **named: ran.append(given) or {}
+    child._kernel, child._pipe = None, None
+    child._setup = Setup(db="", campaign=types.SimpleNamespace(options={}), jobs=1, builds_elsewhere=False)
+    child._home = lambda: None
+    lease = types.SimpleNamespace(campaign_id="c", id=1, attempt=1, problem=None, arch="sm_90")
+
+    def away(*given, **named):
+        raise DatabaseError("away")
+
+    child._scratches = lambda: types.SimpleNamespace(database=lambda *given: Path("x"), bring_home=away)
+    child._stop.set()
+    assert child.work(lease, None)[0] == "released"
+    assert ran == []
+    child._scratches = lambda: types.SimpleNamespace(database=away)
+    assert child.work(lease, None)[0] == "released"
+    child._stop.clear()
+    assert child.work(lease, None)[0] == "error"
 
 
 class Stuck:
