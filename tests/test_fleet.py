@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -436,10 +437,12 @@ class Pool:
     def __init__(self, cubin) -> None:
         self.built: list[BuildTask] = []
         self._cubin = cubin
+        self.aside = lambda: None
 
     def build(self, tasks, *, leave=0):
         for task in tasks:
             self.built.append(task)
+            self.aside()
             failure = None if self._cubin else Failure(kind=FailureKind.COMPILE_ERROR, message="no")
             yield Built(task=task, artifact=self._cubin, failure=failure, seconds=1.0)
 
@@ -500,3 +503,11 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
         (built,) = SharedBuilds(refusing, tmp_path).build([fourth])
         assert built.failure.message == "no"
     assert len(refusing.built) == 1
+    # A claim of what waits for its turn holds, however long its turn is in coming.
+    waits = [dataclasses.replace(fourth, problem=Softmax.problem(rows=64, columns=columns)) for columns in (400, 500)]
+    pool = Pool(code)
+    slow = SharedBuilds(pool, tmp_path)
+    pool.aside = lambda: [os.utime(claim, (0, 0)) for claim in (tmp_path / "builds").rglob("*.building")]
+    building = slow.build(waits)
+    next(building)
+    assert not shared[1]._claim(slow._path(waits[1]), waits[1])
