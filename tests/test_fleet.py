@@ -26,7 +26,7 @@ from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind, 
 from tiledsched.fleet import builds as builds_module
 from tiledsched.fleet import local
 from tiledsched.fleet.builds import SharedBuilds
-from tiledsched.fleet.campaign import CampaignPlan, Setup
+from tiledsched.fleet.campaign import CampaignPlan, Outcome, Setup
 from tiledsched.fleet.child import Child, why_not
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.fleet.leases import Leases
@@ -301,6 +301,30 @@ class Stuck:
         raise MeasureError("a working process cannot be killed: its GPU is stuck")
 
     end = ask
+
+
+class Failing:
+    """A child that fails at everything."""
+
+    wrong = ""
+
+    def ask(self, *given, **named):
+        return Outcome.ERROR, None, "cannot keep machine code; free some space there"
+
+    def end(self) -> None: ...
+
+
+def test_who_gives_up_says_what_went_wrong(home) -> None:
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(5))
+        worker = Worker(leases, "", campaign, Gpu(uuid="here-1", name="", arch=""), jobs=1, stop=threading.Event())
+        worker._child = Failing()
+        worker.run()
+        assert (
+            worker.note == "3 attempts in a row failed here, the last: cannot keep machine code; free some space there"
+        )
+        assert leases.counts(campaign.id)["leased"] == 0
 
 
 def test_a_gpu_that_is_stuck_beyond_help_holds_nothing_back(home, monkeypatch) -> None:

@@ -86,7 +86,7 @@ class Worker:
         self._setup = Setup(db=db, campaign=campaign, jobs=jobs, builds_elsewhere=builds is not None)
         self._child: _Process | None = None
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
-        self._doing = ""
+        self._doing = self._fault = ""
         self._middle: Problem | None = None
         self._archs = gpu.archs(leases.open_archs(campaign.id))
         self.id = leases.join(
@@ -138,6 +138,7 @@ class Worker:
             "work", lease, self._share_s(), deadline_s=self.campaign.deadline_s, doing=lease
         )
         self._faults = self._faults + 1 if outcome in (Outcome.ERROR, Outcome.HUNG) else 0
+        self._fault = message
         outcome = self._leases.finish(lease, outcome, result=result, message=message)
         self._doing = ""
         self._say(f"{lease.problem} on {self.gpu.name or self.gpu.uuid}: {outcome}, {time.monotonic() - began:.1f} s"
@@ -179,7 +180,7 @@ class Worker:
         if self.gpu.arch and (self._since_control >= CONTROL_EVERY or self._faults >= MOST_FAULTS):
             return self._control()
         if self._faults > MOST_FAULTS:
-            self.note = f"{self._faults} attempts in a row failed here"
+            self.note = f"{self._faults} attempts in a row failed here, the last: {self._fault}"
         return not self.note
 
     def _control(self) -> bool:
