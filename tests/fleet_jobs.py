@@ -3,25 +3,30 @@
 Its problems are those of the landscapes with other numbers of heads: each is searched, raced and stored as on a GPU, and takes
 a fraction of a second. What happens is told by the environment, which workers on a made-up cluster inherit:
 FLEET_GPUS (`sm_90:4,sm_100:2`) and FLEET_FOLDER, where each job notes itself, and where files named after heads say what
-goes wrong: `crash-7`, `hang-7`, `error-7` once, `fail-7` always.
+goes wrong: `crash-7`, `hang-7`, `error-7` once, `fail-7` always; `full-7`
+fills the disk of the cache for that process; `stay-7` keeps a job from ending while it is there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import os
 import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from tiledsched import data_files, tuning
-from tiledsched.build import pool
+from tiledsched import config, data_files, tuning
+from tiledsched import refresh as refreshing
+from tiledsched.build import artifacts, pool
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.fleet import jobs as real
+from tiledsched.fleet import scratch
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
@@ -32,6 +37,8 @@ from tiledsched.store.exchange import read_table
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 PROGRAMS = 8
+OTHER = "13.4.10"
+"""A compiler of which nothing ships."""
 NAMES = {"sm_90": "NVIDIA Replayed", "sm_100": "NVIDIA Replayed B"}
 
 
@@ -71,6 +78,17 @@ class Replay:
         self.toolchain, self.arch = table.measurements[0].toolchain, arch
         self.best = min(self.measurements, key=lambda each: each.median_us)
 
+    def recompiled(self):
+        """Built by another compiler, which makes other machine code of some schedules."""
+        self.toolchain = dataclasses.replace(self.toolchain, tileiras=OTHER, ptxas=OTHER, nvvm=OTHER)
+        new = {
+            each: each.fingerprint[::-1] if changes(each.schedule) else each.fingerprint for each in self.measurements
+        }
+        self.facts |= {new[each]: self.facts[each.fingerprint] for each in self.measurements}
+        self.measurements = [dataclasses.replace(each, fingerprint=new[each]) for each in self.measurements]
+        self.fingerprints = {each.schedule: each.fingerprint for each in self.measurements}
+        return self
+
     def build(self, tasks, *, leave=0):
         for task in tasks:
             found = self.fingerprints.get(task.schedule)
@@ -104,6 +122,11 @@ class Replay:
         )
 
 
+def changes(schedule) -> bool:
+    """Whether another compiler makes other machine code of it."""
+    return int(schedule.id, 16) % 2 == 0
+
+
 def given_db(named) -> str | None:
     return named["settings"].db if "settings" in named else None
 
@@ -126,8 +149,13 @@ def once(word: str) -> bool:
     return True
 
 
-def tune(kernel, problem, arch, *, db, jobs, progress, pause_s=0.0, **options):
-    """`tune` of one problem, replayed."""
+def full(*given):
+    """What writing to a full disk comes to."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def begin(problem, progress) -> None:
+    """What goes wrong with a problem, where something is to."""
     number = problem.values["heads"]
     progress("replaying")
     if once(f"crash-{number}"):
@@ -137,22 +165,99 @@ def tune(kernel, problem, arch, *, db, jobs, progress, pause_s=0.0, **options):
         time.sleep(600)
     if once(f"error-{number}"):
         raise MeasureError("the GPU has fallen off the bus; run: tiledsched doctor")
+    if once(f"full-{number}"):
+        scratch.shutil.copyfile = artifacts.write_whole = full
+        artifacts.ArtifactStore().put(Artifact(arch="sm_90", fingerprint="f" * 24, facts=None, cubin=b""))
     if (folder() / f"fail-{number}").exists():
         raise NoValidScheduleError("no schedule works; relax the constraints")
-    time.sleep(pause_s)
-    replay = Replay(problem, arch)
-    runner = ReplayRunner(Attention, replay.measurements, seed=number)
+
+
+def end(problem, arch) -> None:
+    """Note that it was done; first stay for as long as is wished, with all that was found still at hand."""
+    number = problem.values["heads"]
+    while (folder() / f"stay-{number}").exists():
+        (folder() / f"stays-{number}").touch()
+        time.sleep(0.05)
+    with open(folder() / "jobs.log", "a") as log:
+        log.write(f"{arch} {number} {os.getpid()}\n")
+
+
+@contextmanager
+def replayed(replay, seed):
+    """What a command needs of this host comes from a landscape."""
+    runner = ReplayRunner(Attention, replay.measurements, seed=seed)
     with (
         patch.object(pool, "open_pool", lambda jobs: replay),
         patch.object(tuning, "prepare_tools", replay.tools),
+        patch.object(refreshing, "prepare_tools", replay.tools),
+        patch.object(refreshing, "devices", lambda: [runner.device]),
         patch.object(tuning, "open_runner", lambda *given, **named: runner),
         patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())),
         patch.object(Shipped, "winners", ()),  # reading what ships takes longer than such a tune
     ):
+        yield
+
+
+def tune(kernel, problem, arch, *, db, jobs, progress, pause_s=0.0, **options):
+    """`tune` of one problem, replayed."""
+    begin(problem, progress)
+    time.sleep(pause_s)
+    with replayed(Replay(problem, arch), problem.values["heads"]):
         how = {"trials": 4, "sampler": "random", "effort": "quick", **options}
         result = real.tune(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **how)
-    with open(folder() / "jobs.log", "a") as log:
-        log.write(f"{arch} {number} {os.getpid()}\n")
+    end(problem, arch)
+    return result
+
+
+def record(kernel, problem, arch, *, db, jobs, progress, **options):
+    """`record` of one problem, replayed."""
+    begin(problem, progress)
+    with replayed(Replay(problem, arch), problem.values["heads"]):
+        result = real.record(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **options)
+    end(problem, arch)
+    return result
+
+
+def refresh(kernel, problem, arch, *, db, jobs, progress, **options):
+    """`refresh` of one problem, replayed under another compiler."""
+    begin(problem, progress)
+    with replayed(Replay(problem, arch).recompiled(), problem.values["heads"]):
+        result = real.refresh(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **options)
+    end(problem, arch)
+    return result
+
+
+@functools.cache
+def settings():
+    """Read once in a process, as operators do."""
+    return tuning.load_settings()
+
+
+config.watchers.append(settings.cache_clear)
+
+
+def bench(kernel, problem, arch, *, db, jobs, progress, **options):
+    """`bench` of one problem, with a stopwatch that runs nothing. What is served is looked up as a launch does it."""
+    from test_bench import Harness, run_module
+
+    from tiledsched.studies.bench.job import bench as real_bench
+
+    class Served(Harness):
+        def prepare(self, problem, methods, regime):
+            found = entries.load_table(settings(), kernel=kernel, archs={arch})
+            answer = found.resolve(problem, arch, NAMES[arch])
+            prepared = super().prepare(problem, methods, regime)
+            prepared.ready[0].details.update(schedule=answer.schedule.short(), provenance=answer.provenance)
+            return prepared
+
+    begin(problem, progress)
+    with (
+        patch.object(run_module, "BURST_GAP_S", 0.0),
+        patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())),
+        patch("tiledsched.studies.bench.harness.TorchHarness", lambda *, verify: Served()),
+    ):
+        result = real_bench(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **options)
+    end(problem, arch)
     return result
 
 

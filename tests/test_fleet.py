@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -19,17 +22,20 @@ from store_samples import PROBLEM, entry, new_url
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.cli import main
-from tiledsched.errors import Failure, FailureKind
+from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.fleet import builds as builds_module
+from tiledsched.fleet import local
 from tiledsched.fleet.builds import SharedBuilds
-from tiledsched.fleet.campaign import CampaignPlan
-from tiledsched.fleet.child import why_not
+from tiledsched.fleet.campaign import CampaignPlan, Outcome, Setup
+from tiledsched.fleet.child import Child, why_not
+from tiledsched.fleet.gpus import Gpu
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
 from tiledsched.fleet.run import plan as plan_campaign
 from tiledsched.fleet.run import run
 from tiledsched.fleet.scratch import Scratch, bring_home, whole
 from tiledsched.fleet.status import read_status
+from tiledsched.fleet.worker import MOST_FAULTS, Heart, Worker
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
@@ -110,6 +116,25 @@ def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(hom
         assert len(status.spread) == 2
     assert gone(home)
     assert list((home / "cache" / "fleet").glob("*/*.db")) == []  # all was brought home
+
+
+def test_a_full_disk_costs_its_attempts_at_once_and_others_go_on(home) -> None:
+    (home / "full-2").touch()
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(4, options={"pause_s": 0.2}))
+        worked = work(str(home / "x.db"), campaign.id)
+        status = read_status(leases, campaign.id)
+        assert (status.campaign.status, status.done, status.failed) == ("done", 4, 0)
+        assert len(worked.notes) == 1
+        assert (
+            "No space left on device; free some space there, or name another folder with TILEDSCHED_CACHE"
+            in worked.notes[0]
+        )
+        with db.reading() as session:
+            ends = Counter(session.scalars(sa.select(AttemptRow.outcome)))
+        assert ends == {"done": 4, "error": MOST_FAULTS}
+    assert gone(home)
 
 
 def started(home, *words) -> subprocess.Popen[str]:
@@ -221,6 +246,113 @@ def test_a_host_with_another_compiler_or_source_takes_nothing(home, monkeypatch)
         assert why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax) == ""
 
 
+def test_a_campaign_for_other_gpus_keeps_nobody_from_the_next(home, monkeypatch) -> None:
+    said, gpus = [], [Gpu(uuid="GPU-1", name="", arch="sm_90")]
+    real = local.work_on
+
+    def ended(leases, db, campaign, here, **more):
+        if "sm_100" in leases.open_archs(campaign.id):
+            return real(leases, db, campaign, here, **more)
+        leases.end(campaign.id, why="so")
+        return []
+
+    monkeypatch.setattr(local, "work_on", ended)
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        other = leases.open(plan(1, archs=("sm_100",)))
+        with pytest.raises(ConfigError, match="start workers where such GPUs are"):
+            work(str(home / "x.db"), gpus=gpus)
+        mine = leases.open(plan(1))
+        worked = work(str(home / "x.db"), gpus=gpus, say=said.append)
+        assert (worked.campaigns, worked.notes) == ((mine.id,), ())
+        assert [other.id in line for line in said] == [True]
+        with pytest.raises(ConfigError, match="sm_100"):
+            work(str(home / "x.db"), other.id, gpus=gpus)
+
+
+def test_a_child_that_is_told_to_stop_too_early_begins_nothing() -> None:
+    ran = []
+    child = Child.__new__(Child)
+    child._stop, child._working, child._job = threading.Event(), False, lambda *given, **named: ran.append(given) or {}
+    child._kernel, child._pipe = None, None
+    child._setup = Setup(db="", campaign=types.SimpleNamespace(options={}), jobs=1, builds_elsewhere=False)
+    child._home = lambda: None
+    lease = types.SimpleNamespace(campaign_id="c", id=1, attempt=1, problem=None, arch="sm_90")
+
+    def away(*given, **named):
+        raise DatabaseError("away")
+
+    child._scratches = lambda: types.SimpleNamespace(database=lambda *given: Path("x"), bring_home=away)
+    child._stop.set()
+    assert child.work(lease, None)[0] == "released"
+    assert ran == []
+    child._scratches = lambda: types.SimpleNamespace(database=away)
+    assert child.work(lease, None)[0] == "released"
+    child._stop.clear()
+    assert child.work(lease, None)[0] == "error"
+
+
+class Stuck:
+    """A child whose GPU hangs so that nothing ends it."""
+
+    wrong = ""
+
+    def ask(self, *given, **named):
+        raise MeasureError("a working process cannot be killed: its GPU is stuck")
+
+    end = ask
+
+
+class Failing:
+    """A child that fails at everything."""
+
+    wrong = ""
+
+    def ask(self, *given, **named):
+        return Outcome.ERROR, None, "cannot keep machine code; free some space there"
+
+    def end(self) -> None: ...
+
+
+def test_who_gives_up_says_what_went_wrong(home) -> None:
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(5))
+        worker = Worker(leases, "", campaign, Gpu(uuid="here-1", name="", arch=""), jobs=1, stop=threading.Event())
+        worker._child = Failing()
+        worker.run()
+        assert (
+            worker.note == "3 attempts in a row failed here, the last: cannot keep machine code; free some space there"
+        )
+        assert leases.counts(campaign.id)["leased"] == 0
+
+
+def test_a_gpu_that_is_stuck_beyond_help_holds_nothing_back(home, monkeypatch) -> None:
+    """Nor does a database that is away just then: the process lives on, but renews no lease for a worker that ended."""
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db, patience_s=0.0)
+        campaign = leases.open(plan(2, lease_s=0.4))
+        gpus = [Gpu(uuid=f"GPU-{name}", name="", arch="") for name in ("stuck", "well", "next")]
+        workers = [Worker(leases, "", campaign, gpu, jobs=1, stop=threading.Event()) for gpu in gpus]
+        workers[0]._archs = {"sm_90"}
+        for away in (False, True):
+            workers[0]._child = Stuck()
+            with monkeypatch.context() as patched:
+                if away:
+                    workers[0].note = ""
+                    patched.setattr(leases, "leave", lambda *given: (_ for _ in ()).throw(DatabaseError("away")))
+                with pytest.raises(MeasureError, match="stuck"):
+                    workers[0].run()
+            assert workers[0].note.startswith("a working process cannot be killed")
+            assert leases.counts(campaign.id)["leased"] == int(away)
+        heart = Heart(leases, campaign, workers[:2])
+        heart.start()
+        seen = [leases.take(campaign, workers[1].id, ["sm_90"])]
+        wait_for(lambda: seen.append(leases.take(campaign, workers[2].id, ["sm_90"])) or seen[-1], 5.0)
+        assert seen[-1].id != seen[0].id  # the stuck one's ran out; the other's is renewed
+        heart.end()
+
+
 @pytest.mark.compiler
 def test_a_real_tune_without_a_gpu_is_the_single_commands(home) -> None:
     """No job of tests takes part: a worker that needs no GPU, and every program compiled once, though each problem has a database."""
@@ -268,7 +400,7 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
             problem=PROBLEM,
             device=old.measurement.device,
         )
-        scratch = Scratch(tmp_path / "cache")
+        scratch = Scratch(tmp_path / "cache", str(url))
         path = scratch.database(home, PROBLEM, "sm_90", "one")
         with TuningDB.open(path) as db:
             assert [each.uid for each in db.measurements()] == [old.uid]
@@ -302,12 +434,22 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
         left = scratch.database(home, PROBLEM, "sm_90", "two")
         assert scratch.left_behind() == []
         ended = subprocess.Popen(["true"])
-        ended.wait()
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as where nobody listens
         left.rename(left.with_name(f"two-{ended.pid}.db"))
-        assert [path.name for path in scratch.left_behind()] == [f"two-{ended.pid}.db"]
-        assert whole(scratch.left_behind()[0])
-        scratch.left_behind()[0].write_bytes(b"torn")
-        assert not whole(scratch.left_behind()[0])
+        left.with_name(f"template-{ended.pid}").touch()
+        other = Scratch(tmp_path / "cache", "another database")
+        assert other.left_behind() == []
+        other.close()
+        again = Scratch(tmp_path / "cache", str(url))
+        assert not left.with_name(f"template-{ended.pid}").exists()
+        (path,) = scratch.left_behind()
+        assert path.name == f"two-{ended.pid}.db"
+        assert again.left_behind() == [path]
+        assert again.left_behind() == []  # what could not be brought home once is another process's matter
+        assert whole(path)
+        path.write_bytes(b"torn")
+        assert not whole(path)
+        ended.wait()
         scratch.close()
 
 
@@ -319,10 +461,12 @@ class Pool:
     def __init__(self, cubin) -> None:
         self.built: list[BuildTask] = []
         self._cubin = cubin
+        self.aside = lambda: None
 
     def build(self, tasks, *, leave=0):
         for task in tasks:
             self.built.append(task)
+            self.aside()
             failure = None if self._cubin else Failure(kind=FailureKind.COMPILE_ERROR, message="no")
             yield Built(task=task, artifact=self._cubin, failure=failure, seconds=1.0)
 
@@ -383,3 +527,11 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
         (built,) = SharedBuilds(refusing, tmp_path).build([fourth])
         assert built.failure.message == "no"
     assert len(refusing.built) == 1
+    # A claim of what waits for its turn holds, however long its turn is in coming.
+    waits = [dataclasses.replace(fourth, problem=Softmax.problem(rows=64, columns=columns)) for columns in (400, 500)]
+    pool = Pool(code)
+    slow = SharedBuilds(pool, tmp_path)
+    pool.aside = lambda: [os.utime(claim, (0, 0)) for claim in (tmp_path / "builds").rglob("*.building")]
+    building = slow.build(waits)
+    next(building)
+    assert not shared[1]._claim(slow._path(waits[1]), waits[1])

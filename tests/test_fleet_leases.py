@@ -160,6 +160,14 @@ def test_a_renewed_lease_does_not_run_out(leases, clock) -> None:
     assert read_status(leases, campaign.id).workers[0].temperature_c == 60
 
 
+def test_the_control_program_is_of_middling_work_and_the_same_for_all(leases) -> None:
+    campaign = leases.open(plan(5, archs=("sm_90", "sm_100")))
+    leases.finish(leases.take(campaign, join(leases, campaign), ["sm_90"]), Outcome.DONE)
+    for arch in ("sm_90", "sm_100"):
+        assert leases.control_problem(campaign.id, arch) == problems(5)[2]
+    assert leases.control_problem(campaign.id, "sm_80") is None
+
+
 @pytest.mark.parametrize("outcome", [Outcome.ERROR, Outcome.HUNG])
 def test_attempts_are_bounded_and_the_reason_is_kept(leases, db, outcome) -> None:
     campaign = leases.open(plan(1))
@@ -235,6 +243,55 @@ def test_nothing_is_begun_once_the_budget_is_spent(leases, clock) -> None:
     leases.finish(lease, Outcome.DONE)
     assert leases.end(campaign.id) == "done"
     assert [each.message for each in leases.failures(campaign.id)] == ["the budget was spent before its turn"]
+
+
+@on_both
+@pytest.mark.parametrize("end", ["budget", "nobody"])
+def test_what_the_dead_hold_ends_with_a_campaign_that_nobody_goes_on_with(leases, db, clock, end) -> None:
+    campaign = leases.open(plan(2, budget_s=100.0 if end == "budget" else None))
+    assert leases.take(campaign, join(leases, campaign), ["sm_90"]).attempt == 1
+    why = {} if end == "budget" else {"why": "no GPU of sm_90 came", "archs": ["sm_90"]}
+    leases.end(campaign.id, **why)
+    clock.pass_s(LEASE_S - 1)
+    assert leases.end(campaign.id, **why) == "running"
+    clock.pass_s(101)
+    assert leases.end(campaign.id, **why) == "done"
+    assert len(leases.failures(campaign.id)) == 2
+    assert [outcome for *_, outcome in attempts(db)] == ["expired"]
+
+
+@on_both
+def test_an_answer_that_is_lost_on_the_way_costs_nothing(leases, db, monkeypatch) -> None:
+    """A transaction that was made, and of which nobody heard, is made again: no lease may be held by who does not know of it."""
+    patient, write = Leases(db, patience_s=5.0), db.write
+    monkeypatch.setattr(patience, "FIRST_S", 0.001)
+    lose = []
+
+    def lossy(work, *kernels):
+        done = write(work, *kernels)
+        if lose:
+            lose.pop()
+            raise away("server closed the connection unexpectedly")
+        return done
+
+    monkeypatch.setattr(db, "write", lossy)
+    campaign = patient.open(plan(2))
+    lose.append(1)
+    worker = join(patient, campaign)
+    lose.append(1)
+    first = patient.take(campaign, worker, ["sm_90"])
+    assert patient.counts(campaign.id)["leased"] == 1
+    lose.append(1)
+    patient.finish(first, Outcome.RELEASED)
+    lose.append(1)
+    again = patient.take(campaign, join(patient, campaign, "GPU-2"), ["sm_90"])
+    assert (again.id, again.attempt) == (first.id, 1)
+    patient.finish(first, Outcome.RELEASED)  # late, of the same number: it says nothing of the other's
+    lose.append(1)
+    patient.finish(again, Outcome.DONE)
+    assert not lose
+    assert [outcome for *_, outcome in attempts(db)] == ["released", "done"]
+    assert patient.counts(campaign.id) == {"waiting": 1, "leased": 0, "done": 1, "failed": 0}
 
 
 @on_both
@@ -331,6 +388,23 @@ def test_a_database_that_is_away_is_waited_for_and_one_that_refuses_is_not(monke
     stop.set()
     with pytest.raises(DatabaseError):
         patiently(lambda: (_ for _ in ()).throw(away()), patience_s=60, stop=stop)
+
+
+def test_a_database_whose_disk_is_full_is_waited_for(db, monkeypatch) -> None:
+    monkeypatch.setattr(patience, "FIRST_S", 0.001)
+    pages = iter([1, 1, 1])  # no more than there are
+
+    @sa.event.listens_for(db._engine, "begin")
+    def fill_up(connection: sa.Connection) -> None:
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {next(pages, 1 << 30)}")
+
+    with pytest.raises(DatabaseError, match="full; free some space"):
+        Leases(db, patience_s=0.0).open(plan(200))
+    leases = Leases(db, patience_s=5.0)
+    campaign = leases.open(plan(200))
+    assert next(pages, None) is None
+    assert leases.counts(campaign.id)["waiting"] == 200
+    assert db.check() == []
 
 
 # Jobs, GPUs, the spread

@@ -217,22 +217,31 @@ def test_a_cluster_that_is_shot_at_does_everything_once_and_leases_alone_do_the_
 
 def check_builds(ray) -> None:
     """Builds asked for by several at once are made once, on any host, and come back through the object store."""
-    from tiledsched.fleet.on_ray import BuildDirectory, RayBuilds
+    from tiledsched.fleet.ray_builds import RayBuilds, open_directory
 
     problem = Softmax.problem(rows=64, columns=64)
     task = BuildTask(
         kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
     )
-    directory = ray.remote(BuildDirectory).options(num_cpus=0).remote()
+    directory = open_directory()
     askers = [RayBuilds(directory) for _ in range(2)]
     for number, asker in enumerate(askers):
         asker.submit(number, "the same", task)
-    found = []
-    deadline = time.monotonic() + 60
-    while len(found) < 2:
-        assert time.monotonic() < deadline
-        found += [built for asker in askers for built in asker.finished()]
-        time.sleep(0.05)
+    found = answers(askers, 2)
     assert {built.artifact.fingerprint for _, built in found} == {found[0][1].artifact.fingerprint}
     assert sorted(number for number, _ in found) == [0, 1]
     assert ray.get(directory.count.remote()) == 1
+    ray.kill(directory, no_restart=False)  # as when its host is lost
+    askers[0].submit(2, "the same", task)
+    ((number, built),) = answers(askers, 1)
+    assert (number, built.artifact.fingerprint) == (2, found[0][1].artifact.fingerprint)
+
+
+def answers(askers, count: int) -> list:
+    found = []
+    deadline = time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        found += [built for asker in askers for built in asker.finished()]
+        time.sleep(0.05)
+    return found

@@ -26,8 +26,11 @@ from tiledsched.errors import ConfigError, Failure, FailureKind
 from tiledsched.files import write_whole
 from tiledsched.kernel_names import load_kernel
 from tiledsched.launches import problem_class
+from tiledsched.store.host import is_alive
 
 POLL_S = 0.1
+RENEW_S = 10.0
+"""Between two renewals of claims."""
 OF_THE_DAY = (FailureKind.COMPILER_KILLED, FailureKind.COMPILE_TIMEOUT)
 """Failures that say more of a host than of a program: no other worker is told of them."""
 
@@ -64,6 +67,7 @@ class SharedBuilds(BuildPool):
         self._records = (folder or default_cache_folder()) / "builds"
         self._artifacts = ArtifactStore(folder)
         self._ours: dict[Path, None] = {}
+        self._renewed_s = 0.0
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """Every outcome as it is known: what is there at once, then what is built here, then what others build."""
@@ -96,7 +100,16 @@ class SharedBuilds(BuildPool):
     def _build_here(self, tasks: list[BuildTask], leave: int) -> Iterator[Built]:
         for built in self._inner.build(tasks, leave=leave):
             self._publish(built)
+            self._renew()
             yield built
+
+    def _renew(self) -> None:
+        """Claims are made of many builds at once, whose turn may come later than one build may take."""
+        if time.monotonic() - self._renewed_s > RENEW_S:
+            self._renewed_s = time.monotonic()
+            for path in self._ours:
+                with suppress(OSError):
+                    os.utime(_lock(path))
 
     def start(self) -> None:
         """Start the compile processes."""
@@ -172,10 +185,4 @@ def _is_gone(owner: str) -> bool:
     host, _, pid = owner.partition(" ")
     if host != socket.gethostname() or not pid.isdigit():
         return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+    return not is_alive(int(pid), None)

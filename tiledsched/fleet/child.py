@@ -106,13 +106,13 @@ class Child:
 
     def _scratches(self) -> Scratch:
         if self._scratch is None:
-            self._scratch = Scratch(self._cache)
-            for path in self._scratch.left_behind():
-                if whole(path):
-                    bring = functools.partial(self._scratch.bring_home, path, self._home(), held=False)
-                    patiently(bring, stop=self._stop)
-                else:
-                    remove(path)
+            self._scratch = Scratch(self._cache, self._setup.db)
+        for path in self._scratch.left_behind():
+            if whole(path):
+                bring = functools.partial(self._scratch.bring_home, path, self._home(), held=False)
+                patiently(bring, stop=self._stop)
+            else:
+                remove(path)
         return self._scratch
 
     def work(self, lease: Lease, budget_s: float | None) -> tuple[str, dict[str, Any] | None, str]:
@@ -123,13 +123,15 @@ class Child:
                 lambda: self._scratches().database(self._home(), lease.problem, lease.arch, name), stop=self._stop
             )
         except Exception as error:
-            return str(Outcome.ERROR), None, _said(error)
+            return str(self._unless_stopped(Outcome.ERROR)), None, _said(error)
         options = dict(self._setup.campaign.options)
         if budget_s is not None:
             options["budget_s"] = budget_s
         outcome, result, message = Outcome.ERROR, None, ""
         try:
             self._working = True
+            if self._stop.is_set():  # told before there was anything to stop
+                raise StoppedError
             result = self._job(self._kernel, lease.problem, lease.arch, db=str(path), jobs=self._setup.jobs,
                                progress=lambda text: self._pipe.send(("say", text)), **options)  # fmt: skip
             self._working = False
@@ -146,8 +148,13 @@ class Child:
             patiently(lambda: self._scratches().bring_home(path, self._home(), held=held), patience_s=self._patience(),
                       stop=self._stop)  # fmt: skip
         except Exception as error:  # the file stays, for the next one here
-            return str(Outcome.ERROR if outcome is Outcome.DONE else outcome), None, message or _said(error)
+            ended = self._unless_stopped(Outcome.ERROR) if outcome is Outcome.DONE else outcome
+            return str(ended), None, message or _said(error)
         return str(outcome), result, message
+
+    def _unless_stopped(self, outcome: Outcome) -> Outcome:
+        """What ends for want of a database because there is no time to wait for it, is no attempt."""
+        return Outcome.RELEASED if self._stop.is_set() else outcome
 
     def _patience(self) -> float:
         return STOPPING_S if self._stop.is_set() else PATIENCE_S
@@ -164,6 +171,8 @@ class Child:
             )
             try:
                 self._working = True
+                if self._stop.is_set():
+                    raise StoppedError
                 told = control(
                     self._kernel, problem, arch, db=str(path), jobs=self._setup.jobs, **self._setup.campaign.options
                 )
@@ -173,7 +182,7 @@ class Child:
         except StoppedError:
             return str(Outcome.RELEASED), None, ""
         except Exception as error:
-            return str(Outcome.ERROR), None, _said(error)
+            return str(self._unless_stopped(Outcome.ERROR)), None, _said(error)
         finally:
             self._working = False
         return str(Outcome.DONE), told, ""

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
@@ -140,15 +141,12 @@ class Leases:
         return self._read(read)
 
     def end(self, campaign_id: str, *, why: str = "", archs: Collection[str] | None = None) -> str:
-        """End a campaign if nothing is left to do; with `why`, what waits (of some archs) fails with it. What it is then."""
+        """End a campaign if nothing is left to do; with `why`, what nobody does (of some archs) fails so. What it is then."""
 
         def end(session: Session) -> str:
-            now = self._now()
             mine = LeaseRow.campaign_id == campaign_id
             if why:
-                of = [] if archs is None else [LeaseRow.arch.in_(list(archs))]
-                waiting = sa.update(LeaseRow).where(mine, LeaseRow.state == "waiting", *of)
-                session.execute(waiting.values(state="failed", message=why, done_at=now))
+                self._give_up(session, campaign_id, why, archs)
             self._expire(session, campaign_id)
             campaign = session.execute(
                 sa.select(CampaignRow.status, CampaignRow.ends_at).where(CampaignRow.id == campaign_id)
@@ -158,16 +156,13 @@ class Leases:
                 and campaign.ends_at is not None
                 and campaign.ends_at <= self._told(session)
             ):
-                spent = sa.update(LeaseRow).where(mine, LeaseRow.state == "waiting")
-                session.execute(
-                    spent.values(state="failed", message="the budget was spent before its turn", done_at=now)
-                )
+                self._give_up(session, campaign_id, "the budget was spent before its turn", None)
             if campaign.status != "running":
                 return str(campaign.status)
             if session.scalar(sa.select(sa.exists().where(mine, LeaseRow.state.in_(OPEN)))):
                 return "running"
             session.execute(sa.update(CampaignRow).where(CampaignRow.id == campaign_id, CampaignRow.status == "running")
-                            .values(status="done", finished_at=now))  # fmt: skip
+                            .values(status="done", finished_at=self._now()))  # fmt: skip
             return "done"
 
         return self._write(end)
@@ -185,6 +180,8 @@ class Leases:
 
         def join(session: Session) -> str:
             now = self._told(session)
+            if session.get(WorkerRow, identity) is not None:  # the answer to a first try was lost
+                return identity
             session.add(
                 WorkerRow(
                     id=identity,
@@ -215,7 +212,7 @@ class Leases:
                 sa.select(LeaseRow).where(LeaseRow.worker_id == worker_id, LeaseRow.state == "leased").with_for_update()
             )
             for row in session.scalars(held):
-                self._end_attempt(session, row.id, row.attempts, Outcome.EXPIRED, note or "its worker ended")
+                self._end_attempt(session, row, Outcome.EXPIRED, note or "its worker ended")
                 row.state, row.worker_id, row.until = "waiting", None, None
                 row.message = note or "its worker ended"
 
@@ -249,9 +246,12 @@ class Leases:
 
         What nobody tried comes first, then what failed elsewhere, then what a worker that is not heard of held.
         """
+        tries = itertools.count()
 
         def take(session: Session) -> Lease | None:
             now = self._told(session)
+            if next(tries) and (had := self._had(session, campaign, worker_id)) is not None:
+                return had
             running = session.execute(
                 sa.select(CampaignRow.status, CampaignRow.ends_at).where(CampaignRow.id == campaign.id)
             ).one()
@@ -269,7 +269,7 @@ class Leases:
             if found is None:
                 return None
             if found.state == "leased":
-                self._end_attempt(session, found.id, found.attempts, Outcome.EXPIRED, "its worker was not heard of")
+                self._end_attempt(session, found, Outcome.EXPIRED, "its worker was not heard of")
             number = found.attempts + 1
             session.execute(
                 sa.update(LeaseRow)
@@ -292,19 +292,15 @@ class Leases:
                 )
             )
             session.execute(sa.update(WorkerRow).where(WorkerRow.id == worker_id).values(state="working", seen_at=now))
-            kernel, dims = session.execute(sa.select(ProblemRow.kernel, ProblemRow.dims).where(
-                ProblemRow.id == found.problem_id)).one()  # fmt: skip
-            return Lease(
-                id=found.id,
-                campaign_id=campaign.id,
-                worker_id=worker_id,
-                attempt=number,
-                arch=found.arch,
-                problem=Problem.from_json({"kernel": kernel, **dims}),
-                last=number >= campaign.most_attempts,
-            )
+            return _lease(session, campaign, worker_id, found, number)
 
         return self._write(take)
+
+    def _had(self, session: Session, campaign: Campaign, worker_id: str) -> Lease | None:
+        """What a first try took where its answer was lost: it would be renewed, and done by nobody."""
+        held = LeaseRow.worker_id == worker_id, LeaseRow.state == "leased", LeaseRow.campaign_id == campaign.id
+        row = session.scalars(sa.select(LeaseRow).where(*held).limit(1)).first()
+        return None if row is None else _lease(session, campaign, worker_id, row, row.attempts)
 
     def finish(self, lease: Lease, outcome: Outcome, *, result: Mapping[str, Any] | None = None,
                message: str = "") -> Outcome:  # fmt: skip
@@ -333,7 +329,7 @@ class Leases:
                     ended = Outcome.LATE if outcome is Outcome.DONE else outcome
             elif outcome in RETRIED and lease.last:
                 ended = Outcome.FAILED
-            self._end_attempt(session, lease.id, lease.attempt, ended, message, kept if ended is Outcome.LATE else None)
+            self._end_attempt(session, lease, ended, message, kept if ended is Outcome.LATE else None)
             session.execute(
                 sa.update(WorkerRow).where(WorkerRow.id == lease.worker_id).values(state="idle", seen_at=now)
             )
@@ -389,8 +385,8 @@ class Leases:
 
         def read(session: Session) -> Problem | None:
             count = session.scalar(sa.select(sa.func.count()).where(*mine)) or 0
-            asked = (sa.select(ProblemRow).join(LeaseRow, LeaseRow.problem_id == ProblemRow.id).where(*mine)
-                     .order_by(LeaseRow.number).offset(count // 2).limit(1))  # fmt: skip
+            middle = sa.select(LeaseRow.problem_id).where(*mine, LeaseRow.number == count // 2).scalar_subquery()
+            asked = sa.select(ProblemRow).where(ProblemRow.id == middle)  # their numbers begin at 0, without a gap
             row = session.scalars(asked).first()
             return Problem.from_json({"kernel": row.kernel, **row.dims}) if row is not None else None
 
@@ -432,26 +428,39 @@ class Leases:
         assert found is not None
         return found
 
+    def _give_up(self, session: Session, campaign_id: str, why: str, archs: Collection[str] | None) -> None:
+        """Fail what waits, and what a worker that is not heard of holds: nobody will take it."""
+        wanted = [LeaseRow.campaign_id == campaign_id, *([] if archs is None else [LeaseRow.arch.in_(list(archs))])]
+        for row in session.scalars(self._late(*wanted)):
+            self._end_attempt(session, row, Outcome.EXPIRED, "its worker was not heard of")
+            row.state, row.worker_id, row.until = "waiting", None, None
+        session.flush()
+        session.execute(
+            sa.update(LeaseRow)
+            .where(*wanted, LeaseRow.state == "waiting")
+            .values(state="failed", message=why, done_at=self._now()),
+            execution_options={"synchronize_session": False},
+        )
+
+    def _late(self, *wanted: Any) -> Any:
+        """What is held by workers that are not heard of, locked."""
+        return (
+            sa.select(LeaseRow)
+            .where(*wanted, LeaseRow.state == "leased", LeaseRow.until < self._now())
+            .with_for_update()
+        )
+
     def _expire(self, session: Session, campaign_id: str) -> None:
         """Fail what ran out on its last attempt: nobody may take it again."""
         most = sa.select(CampaignRow.most_attempts).where(CampaignRow.id == campaign_id).scalar_subquery()
-        late = (
-            sa.select(LeaseRow)
-            .where(
-                LeaseRow.campaign_id == campaign_id,
-                LeaseRow.state == "leased",
-                LeaseRow.until < self._now(),
-                LeaseRow.attempts >= most,
-            )
-            .with_for_update()
-        )
+        late = self._late(LeaseRow.campaign_id == campaign_id, LeaseRow.attempts >= most)
         for row in session.scalars(late):
             why = (
                 f"its worker was not heard of, {row.attempts} times"
                 if row.attempts > 1
                 else "its worker was not heard of"
             )
-            self._end_attempt(session, row.id, row.attempts, Outcome.EXPIRED, why)
+            self._end_attempt(session, row, Outcome.EXPIRED, why)
             row.state, row.message, row.worker_id, row.until = "failed", why, None, None
         # What was waiting after its last attempt (its worker left) has had its tries.
         spent = sa.update(LeaseRow).where(
@@ -461,18 +470,38 @@ class Leases:
             spent.values(state="failed", done_at=self._now()), execution_options={"synchronize_session": False}
         )
 
-    def _end_attempt(self, session: Session, lease_id: int, number: int, outcome: Outcome, message: str,
+    def _end_attempt(self, session: Session, lease: Any, outcome: Outcome, message: str,
                      result: Mapping[str, Any] | None = None) -> None:  # fmt: skip
+        number = lease.attempt if isinstance(lease, Lease) else lease.attempts
         values: dict[str, Any] = {"ended_at": self._now(), "outcome": str(outcome), "message": message}
         if result is not None:
             values["result"] = dict(result)
         open_ended = AttemptRow.outcome.in_((str(Outcome.RUNNING), str(Outcome.EXPIRED)))
         session.execute(
             sa.update(AttemptRow)
-            .where(AttemptRow.lease_id == lease_id, AttemptRow.number == number, open_ended)
+            .where(
+                AttemptRow.lease_id == lease.id,
+                AttemptRow.number == number,
+                AttemptRow.worker_id == lease.worker_id,
+                open_ended,
+            )
             .values(**values),
             execution_options={"synchronize_session": False},
         )
+
+
+def _lease(session: Session, campaign: Campaign, worker_id: str, row: Any, attempt: int) -> Lease:
+    kernel, dims = session.execute(sa.select(ProblemRow.kernel, ProblemRow.dims).where(
+        ProblemRow.id == row.problem_id)).one()  # fmt: skip
+    return Lease(
+        id=row.id,
+        campaign_id=campaign.id,
+        worker_id=worker_id,
+        attempt=attempt,
+        arch=row.arch,
+        problem=Problem.from_json({"kernel": kernel, **dims}),
+        last=attempt >= campaign.most_attempts,
+    )
 
 
 def _changed(session: Session, statement: Any) -> bool:

@@ -47,7 +47,7 @@ def work(
 
     Args:
         db: URL of the database that holds the leases.
-        campaign: id of one; None for all that are running, the oldest first.
+        campaign: id of one; None for all that are running and can be worked on here, the oldest first.
         gpus: which; None for all that CUDA_VISIBLE_DEVICES leaves.
         without_gpu: so many workers that need none, in place of GPUs: they build and rank.
         jobs: compile processes of all together; None for one per CPU.
@@ -61,24 +61,35 @@ def work(
         KeyboardInterrupt: after Ctrl-C, once everything is ended.
     """
     stop = stop or threading.Event()
+    looked_at: list[str] = []
     done: list[str] = []
     count, notes = 0, list[str]()
+    refused: ConfigError | None = None
     with patiently(lambda: TuningDB.open(db), patience_s=patience_s, stop=stop) as opened:
         leases = Leases(opened, patience_s=patience_s, stop=stop)
         gives_up = time.monotonic() + wait_s
         while not stop.is_set():
             found = [leases.campaign(campaign)] if campaign else leases.campaigns(running=True)[::-1]
-            left = [each for each in found if each.id not in done]
+            left = [each for each in found if each.id not in looked_at]
             if left:
-                done.append(left[0].id)
-                if leases.end(left[0].id) == "running":
-                    here = list(gpus) if gpus is not None else gpus_here(left[0].job, without=without_gpu)
-                    count = max(count, len(here))
-                    notes += work_on(leases, db, left[0], here, jobs=jobs, stop=stop, say=say)
+                looked_at.append(left[0].id)
+                try:
+                    if leases.end(left[0].id) == "running":
+                        here = list(gpus) if gpus is not None else gpus_here(left[0].job, without=without_gpu)
+                        notes += work_on(leases, db, left[0], here, jobs=jobs, stop=stop, say=say)
+                        count = max(count, len(here))
+                    done.append(left[0].id)
+                except ConfigError as error:  # another campaign may be for the GPUs that are here
+                    if campaign:
+                        raise
+                    say(str(error))
+                    refused = error
             elif done or time.monotonic() >= gives_up:
                 break
             else:
                 stop.wait(min(5.0, max(0.0, gives_up - time.monotonic())))
+    if refused is not None and not done:
+        raise refused
     return Worked(campaigns=tuple(done), gpus=count, notes=tuple(notes))
 
 

@@ -27,7 +27,7 @@ from tiledsched.fleet.gpus import Gpu, gpus_here, visible
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import Worked
 from tiledsched.fleet.patience import PATIENCE_S, patiently
-from tiledsched.fleet.ray_builds import BuildDirectory, RayBuilds, on_node, ray_module
+from tiledsched.fleet.ray_builds import RayBuilds, on_node, open_directory, ray_module
 from tiledsched.fleet.worker import STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
 
@@ -188,7 +188,7 @@ class Driver:
         self._db, self._leases, self._campaign = db, leases, campaign
         self._without_gpu, self._jobs, self._say, self._nobody_s = without_gpu, jobs, say, nobody_s
         self._seats: dict[tuple[str, int], _Seat] = {}
-        self._directory = self._ray.remote(BuildDirectory).options(num_cpus=0).remote() if spread_builds else None
+        self._directory = open_directory() if spread_builds else None
         self._notes: list[str] = []
         self._missing_s: dict[str, float] = {}
 

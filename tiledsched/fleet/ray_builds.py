@@ -96,6 +96,12 @@ class BuildDirectory:
         return host
 
 
+def open_directory() -> Any:
+    """The one of a cluster. Where its host is lost it begins anew elsewhere, and calls wait for it: all builds go through it."""
+    anew = {"max_restarts": -1, "max_task_retries": -1}
+    return ray_module().remote(BuildDirectory).options(num_cpus=0, **anew).remote()
+
+
 class RayBuilds:
     """What a worker has built by the cluster, see :class:`tiledsched.fleet.worker.Builds`."""
 

@@ -11,8 +11,8 @@ import os
 import shutil
 import socket
 import sqlite3
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -20,8 +20,9 @@ from sqlalchemy.orm import Session
 
 from tiledsched.errors import DatabaseError
 from tiledsched.measure.runner import Device
-from tiledsched.problem import Problem
+from tiledsched.problem import Problem, stable_id
 from tiledsched.store.db import TuningDB
+from tiledsched.store.host import is_alive
 from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, MeasurementRow, ToolchainRow
 from tiledsched.store.reading import Reader, select_entries, select_measurements
 from tiledsched.store.records import EntryRecord, StoredMeasurement, Toolchain
@@ -37,16 +38,25 @@ class Scratch:
     """The folder of scratch databases of one process.
 
     Args:
-        folder: shared with no other host.
+        folder: the cache.
+        home: URL of the database that they are brought home to; others' lie beside them and are left alone.
+
+    Raises:
+        DatabaseError: there is no room.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / "fleet" / socket.gethostname()
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, home: str) -> None:
+        self._folder = folder / "fleet" / f"{socket.gethostname()}-{stable_id(home)}"
         self._template = self._folder / f"template-{os.getpid()}"
-        with TuningDB.open(self._template):  # once: making the schema takes longer than a small tune
-            pass
         self._brought: dict[Path, set[Content]] = {}
+        self._tried: set[Path] = set()
+        with _here(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for path in self._folder.glob("template-*"):
+                if not is_alive(int(path.name.split("-")[1]), None):
+                    remove(path)
+            with TuningDB.open(self._template):  # once: making the schema takes longer than a small tune
+                pass
 
     def database(self, home: TuningDB, problem: Problem, arch: str, name: str) -> Path:
         """A database that knows what `home` does of a problem: the caller's to bring home and to remove.
@@ -55,28 +65,25 @@ class Scratch:
             DatabaseError: `home` cannot be read, or there is no room here.
         """
         path = self._folder / f"{name}-{os.getpid()}.db"
-        try:
+        known, entries = what_is_known(home, problem, arch)
+        failures = home.failures(arch, problem)
+        devices = {failed.device_name: _device(home, failed.device_name) for failed in failures}
+        with _here(self._folder):
             shutil.copyfile(self._template, path)
-        except OSError as error:
-            raise DatabaseError(
-                f"cannot make {path}: {error.strerror}; free some space there, or name another folder with "
-                "TILEDSCHED_CACHE"
-            ) from error
-        with TuningDB.open(path) as scratch:
-            known, entries = what_is_known(home, problem, arch)
-            scratch.merge(known, entries)
-            for failed in home.failures(arch, problem):
-                scratch.record_failure(
-                    None,
-                    problem.kernel,
-                    arch,
-                    failed.stage,
-                    failed.schedule,
-                    failed.failure,
-                    problem=problem,
-                    fingerprint=failed.fingerprint,
-                    device=_device(home, failed.device_name),
-                )
+            with TuningDB.open(path) as scratch:
+                scratch.merge(known, entries)
+                for failed in failures:
+                    scratch.record_failure(
+                        None,
+                        problem.kernel,
+                        arch,
+                        failed.stage,
+                        failed.schedule,
+                        failed.failure,
+                        problem=problem,
+                        fingerprint=failed.fingerprint,
+                        device=devices[failed.device_name],
+                    )
         self._brought[path] = {_content(entry) for entry in entries}
         return path
 
@@ -88,8 +95,11 @@ class Scratch:
         return done
 
     def left_behind(self) -> list[Path]:
-        """Databases of processes of this host that are gone."""
-        return [path for path in sorted(self._folder.glob("*.db")) if not _runs(int(path.stem.rpartition("-")[2]))]
+        """Databases of processes of this host that are gone, each once."""
+        found = [path for path in sorted(self._folder.glob("*.db"))
+                 if path not in self._tried and not is_alive(int(path.stem.rpartition("-")[2]), None)]  # fmt: skip
+        self._tried.update(found)
+        return found
 
     def close(self) -> None:
         """Remove the template. Safe to call twice."""
@@ -129,7 +139,7 @@ def bring_home(path: Path, home: TuningDB, *, held: bool, known: Collection[Cont
             evidence, and what is served changes only if that is stronger.
         known: what was copied there from `home`.
     """
-    with TuningDB.open(path) as scratch:
+    with _here(path.parent), TuningDB.open(path) as scratch:
         measurements, entries = scratch.measurements(disturbed=True), scratch.entries()
         artifacts, failures = list(scratch.artifacts().values()), scratch.failures()
         builds = [record for toolchain, kernel, source, arch in _build_keys(scratch)
@@ -159,6 +169,18 @@ def bring_home(path: Path, home: TuningDB, *, held: bool, known: Collection[Cont
         home.record_failure(None, each.kernel, each.arch, each.stage, each.schedule, each.failure, problem=each.problem,
                             fingerprint=each.fingerprint, device=devices[each.device_name])  # fmt: skip
     return {"measurements": done.measurements_added, "builds": len(builds), "failures": len(fresh)}
+
+
+@contextmanager
+def _here(folder: Path) -> Iterator[None]:
+    """What fails in the block fails at once: unlike a database that is away, a full disk of this host is not waited for."""
+    try:
+        yield
+    except OSError as error:
+        raise DatabaseError(f"cannot use {folder}: {error.strerror or error}; free some space there, or name another folder "
+                            "with TILEDSCHED_CACHE") from error  # fmt: skip
+    except DatabaseError as error:
+        raise DatabaseError(str(error)) from None
 
 
 def _content(entry: EntryRecord) -> Content:
@@ -206,13 +228,3 @@ def whole(path: Path) -> bool:
     except sqlite3.Error:
         pass
     return False
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

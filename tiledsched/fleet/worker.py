@@ -28,6 +28,7 @@ from tiledsched.fleet.spread import apart, label_of
 from tiledsched.fleet.status import controls_of
 from tiledsched.measure.gpu import END_TIMEOUT_S
 from tiledsched.measure.nvml import LABEL_VARIABLE
+from tiledsched.problem import Problem
 
 START_S = 120.0
 """Until a child is ready: imports, on a cold file system."""
@@ -80,12 +81,13 @@ class Worker:
 
     def __init__(self, leases: Leases, db: str, campaign: Campaign, gpu: Gpu, *, jobs: int, stop: threading.Event,
                  builds: Builds | None = None, say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
-        self.gpu, self.campaign, self.note = gpu, campaign, ""
+        self.gpu, self.campaign, self.note, self.ended = gpu, campaign, "", False
         self._leases, self._stop, self._builds, self._say = leases, stop, builds, say
         self._setup = Setup(db=db, campaign=campaign, jobs=jobs, builds_elsewhere=builds is not None)
         self._child: _Process | None = None
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
-        self._doing = ""
+        self._doing = self._fault = ""
+        self._middle: Problem | None = None
         self._archs = gpu.archs(leases.open_archs(campaign.id))
         self.id = leases.join(
             campaign.id,
@@ -136,6 +138,7 @@ class Worker:
             "work", lease, self._share_s(), deadline_s=self.campaign.deadline_s, doing=lease
         )
         self._faults = self._faults + 1 if outcome in (Outcome.ERROR, Outcome.HUNG) else 0
+        self._fault = message
         outcome = self._leases.finish(lease, outcome, result=result, message=message)
         self._doing = ""
         self._say(f"{lease.problem} on {self.gpu.name or self.gpu.uuid}: {outcome}, {time.monotonic() - began:.1f} s"
@@ -177,12 +180,12 @@ class Worker:
         if self.gpu.arch and (self._since_control >= CONTROL_EVERY or self._faults >= MOST_FAULTS):
             return self._control()
         if self._faults > MOST_FAULTS:
-            self.note = f"{self._faults} attempts in a row failed here"
+            self.note = f"{self._faults} attempts in a row failed here, the last: {self._fault}"
         return not self.note
 
     def _control(self) -> bool:
         """Time the control program. A GPU that cannot takes no work; one that differs from its like keeps its evidence apart."""
-        problem = self._leases.control_problem(self.campaign.id, self.gpu.arch)
+        problem = self._middle = self._middle or self._leases.control_problem(self.campaign.id, self.gpu.arch)
         self._since_control, probing = 0, self._faults >= MOST_FAULTS
         if problem is None:
             return True
@@ -227,12 +230,21 @@ class Worker:
             self._child = None
 
     def end(self) -> None:
-        """End the child and leave the campaign. Safe to call twice."""
-        if self._child is not None:
-            self._child.end()
-            self._child = None
-        with suppress(DatabaseError):  # who does not hear it learns it from the lease
-            self._leases.leave(self.id, self.note)
+        """End the child and leave the campaign. Safe to call twice.
+
+        Raises:
+            MeasureError: the child cannot be ended. What it held is given back all the same.
+        """
+        self.ended, child, self._child = True, self._child, None
+        try:
+            if child is not None:
+                child.end()
+        except MeasureError as error:
+            self.note = self.note or str(error)
+            raise
+        finally:
+            with suppress(DatabaseError):  # who does not hear it learns it from the lease
+                self._leases.leave(self.id, self.note)
 
 
 class _Process:
@@ -353,8 +365,12 @@ class Heart(threading.Thread):
     def run(self) -> None:
         """Until told to end."""
         while not self._ended.wait(min(self._campaign.lease_s / 4, 30.0)):
+            # What a worker that ended could not give back must run out.
+            alive = {worker.id: worker.state() for worker in list(self._workers) if not worker.ended}
+            if not alive:
+                continue
             try:
-                self._leases.renew(self._campaign, {worker.id: worker.state() for worker in list(self._workers)})
+                self._leases.renew(self._campaign, alive)
             except DatabaseError as error:  # it was away for longer than anybody waits; workers will meet that, too
                 log.warning("leases could not be renewed: %s", error)
 

@@ -8,6 +8,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
+ENDED = ("Z", "X")
+"""States of a process that ended, and of which its parent has not heard: in a container there may be none that listens."""
+
 
 def facts() -> dict[str, Any]:
     """Name, process and platform, as stored with a run."""
@@ -28,13 +31,20 @@ def is_alive(pid: int, started: int | None) -> bool:
         return False
     except OSError:
         pass  # it lives and belongs to somebody else
-    return started is None or _started(pid) in (None, started)
+    state, began = _stat(pid)
+    return state not in ENDED and (started is None or began in (None, started))
 
 
 def _started(pid: int) -> int | None:
     """Start of the process in clock ticks since boot, which tells it from a later one of the same number (Linux)."""
+    return _stat(pid)[1]
+
+
+def _stat(pid: int) -> tuple[str, int | None]:
+    """State and start of a process; nothing where that cannot be told."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces
+        return "", None
+    fields = stat.rpartition(")")[2].split()  # from field 3; the name before it may hold spaces
+    return fields[0], int(fields[19])

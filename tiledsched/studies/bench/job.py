@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from tiledsched import config
 from tiledsched.kernel import KernelClass
 from tiledsched.problem import Problem
 from tiledsched.studies.bench.rows import BenchRow, Cell
@@ -52,6 +53,8 @@ def bench_here(
 
     if db:
         os.environ["TILEDSCHED_DB"] = db  # what is launched reads its own settings
+        for forget in config.watchers:  # and may have read another database's, in this process
+            forget()
     chosen = choose_methods(kernel, methods, problems, ceiling=ceiling)
     regimes = ("burst", "sustained") if regime == "both" else (regime,)
     left_out = done([method.name for method in chosen])

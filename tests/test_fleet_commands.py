@@ -1,0 +1,142 @@
+"""`fleet record`, `refresh` and `bench`: what the single commands find, though workers die on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+
+import fleet_jobs
+import pytest
+import sqlalchemy as sa
+from store_samples import entry
+from test_fleet import gone, home, started, wait_for
+
+from tiledsched.cli import main
+from tiledsched.fleet.campaign import JOBS
+from tiledsched.fleet.leases import Leases
+from tiledsched.kernel import told
+from tiledsched.kernels.attention import Attention
+from tiledsched.store.db import TuningDB
+from tiledsched.store.exchange import read_table
+from tiledsched.store.models import AttemptRow
+from tiledsched.studies.bench.rows import read_rows
+
+__all__ = ["home"]
+PROBLEMS = fleet_jobs.problems(3)
+STAYS = 2
+"""Heads of the problem in which a worker is killed."""
+
+
+@pytest.fixture
+def run(home, monkeypatch, capsys):
+    """Run a command of a fleet whose first worker is killed with a problem done and not yet brought home; what it printed."""
+    for command in ("record", "refresh", "bench"):
+        monkeypatch.setitem(JOBS, command, f"fleet_jobs:{command}")
+
+    def run(command, *flags):
+        asked = ["fleet", command, "attention", "--arch", "sm_90", "--lease", "1", *flags]
+        assert main([*asked, "--open-only"]) == 0
+        campaign = capsys.readouterr().out.split()[-1]
+        (home / f"stay-{STAYS}").touch()
+        monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
+        worker = started(home)
+        wait_for((home / f"stays-{STAYS}").exists)
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate()
+        assert gone(home)
+        for word in (f"stay-{STAYS}", f"stays-{STAYS}"):
+            (home / word).unlink()
+        assert main([*asked, "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert (said["campaign"], said["command"]) == (campaign, command)
+        assert (said["done"], said["failed"]) == (len(PROBLEMS), 0)
+        with TuningDB.open(home / "x.db") as db:
+            assert db.check() == []
+            assert len(Leases(db).results(campaign)) == len(PROBLEMS)
+            with db.reading() as session:
+                ends = Counter(session.scalars(sa.select(AttemptRow.outcome)))
+        assert ends["done"] == len(PROBLEMS)
+        assert ends["expired"] >= 1
+        assert list((home / "cache" / "fleet").glob("*/*")) == []
+        return said
+
+    return run
+
+
+def alone(home, command, **options):
+    """The single command's function on every problem, in one database."""
+    return [getattr(fleet_jobs, command)(Attention, problem, "sm_90", db=str(home / "alone.db"), jobs=1, progress=lambda text: None,
+                                         **options) for problem in PROBLEMS]  # fmt: skip
+
+
+def fill(path) -> None:
+    """Something measured of every problem under its landscape's compiler; of every second, what another builds differently."""
+    with TuningDB.open(path) as db:
+        for problem in PROBLEMS:
+            replay = fleet_jobs.Replay(problem, "sm_90")
+            alike = [one for one in replay.measurements if fleet_jobs.changes(one.schedule) == (problem.heads % 2 == 0)]
+            taken = max(alike, key=lambda one: one.median_us)
+            number = db.record_measurement(None, "attention", Attention.source_hash(), replay.toolchain, taken)
+            db.put_entry(entry("measured", problem=problem, schedule=taken.schedule, fingerprint=taken.fingerprint, regime="burst",
+                               device_name=taken.device.name, measurement_id=number, toolchain=replay.toolchain,
+                               source_hash=Attention.source_hash()))  # fmt: skip
+
+
+def named() -> list[str]:
+    return [word for problem in PROBLEMS for word in ("--problem", told(problem))]
+
+
+def test_record_writes_the_landscapes_of_the_single_command(run, home) -> None:
+    flags = ["--programs", "8", "--sustained-leaders", "2"]
+    said = run("record", *named(), *flags, "--out", str(home / "fleet"))
+    single = alone(home, "record", programs=8, sustained_leaders=2)
+    told_of = ("schedules", "programs", "wanted", "failed", "complete", "landscapes")
+    both = [[{name: row[name] for name in told_of} for row in rows]
+            for rows in (single, [row["result"] for row in sorted(said["rows"], key=lambda row: row["problem"]["heads"])])]  # fmt: skip
+    assert both[0] == both[1]
+    assert len(said["files"]) == 2 * len(PROBLEMS)
+    with TuningDB.open(home / "alone.db") as db:
+        for file in said["files"]:
+            table = read_table(file)
+            first = table.measurements[0].measurement
+            wanted = db.landscape(first.problem, first.device.name, first.regime)
+            assert samples(table.measurements) == samples(wanted)
+            assert {each.fingerprint for each in table.artifacts} >= {each.measurement.fingerprint for each in wanted}
+
+
+def samples(stored):
+    return {(each.measurement.schedule, each.measurement.fingerprint): each.measurement.samples_us for each in stored}
+
+
+def test_refresh_serves_what_the_single_command_does(run, home, monkeypatch) -> None:
+    for path in ("x.db", "alone.db"):
+        fill(home / path)
+    monkeypatch.setattr("tiledsched.serve.entries._shipped",
+                        lambda *given: fleet_jobs.entries.Layer(name="shipped", where="", entries=()))  # fmt: skip
+    said = run("refresh")
+    single = alone(home, "refresh")
+    assert [(row["kept"], row["raced"]) for row in single] == [(1, 0), (0, 1), (1, 0)]
+    found = []
+    for path in ("x.db", "alone.db"):
+        with TuningDB.open(home / path) as db:
+            found.append({(each.problem, each.compiler): (each.schedule, each.fingerprint, each.median_us, each.provenance)
+                          for each in db.entries()})  # fmt: skip
+    assert found[0] == found[1]
+    assert len(found[0]) == 2 * len(PROBLEMS)
+    assert sum(
+        row["result"]["kept"] + row["result"]["raced"] + row["result"]["current"] for row in said["rows"]
+    ) == len(PROBLEMS)
+
+
+def test_bench_writes_the_rows_of_the_single_command(run, home) -> None:
+    fill(home / "x.db")
+    fill(home / "alone.db")
+    run("bench", *named(), "--methods", "tiledsched,untuned", "--rounds", "8", "--csv", str(home / "rows.csv"))
+    single = [
+        row for result in alone(home, "bench", methods=["tiledsched", "untuned"], rounds=8) for row in result["rows"]
+    ]
+    rows = sorted(read_rows(home / "rows.csv"), key=lambda row: (row.problem.heads, row.method))
+    assert [row.to_csv() for row in rows] == single
+    assert {row.provenance for row in rows if row.method == "tiledsched"} == {"measured"}
+    assert len(rows) == 2 * len(PROBLEMS)
