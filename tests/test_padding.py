@@ -70,6 +70,27 @@ def test_it_is_read_when_it_comes_again_and_once(monkeypatch) -> None:
     assert len(reads) == 2
 
 
+def test_in_transforms_and_modes_a_mask_has_no_memory_to_know_it_by(quiet) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tiledsched import sdpa
+
+    q, k = torch.randn(2, *Q.shape), torch.randn(2, *K.shape)
+    masks = torch.stack([LEFT_AND_RIGHT, LEFT_AND_RIGHT.flip(0)])[:, :, None, None]
+    seen = torch.vmap(lambda q, k, mask: sdpa(q, k, k, mask))(q, k, masks)
+    for each in range(2):
+        wanted = functional.scaled_dot_product_attention(q[each], k[each], k[each], masks[each])
+        torch.testing.assert_close(seen[each], wanted)
+    torch.vmap(lambda mask: q.sum() * 0 if hidden_ends(mask, Q, K, at_once=True) is None else pytest.fail("read"))(
+        masks
+    )
+    with FakeTensorMode():
+        assert (
+            hidden_ends(torch.ones(3, 7, dtype=torch.bool), torch.empty(Q.shape), torch.empty(K.shape), at_once=True)
+            is None
+        )
+
+
 def test_memory_of_a_mask_that_is_gone_is_not_taken_for_it() -> None:
     """What is remembered is kept alive, and little of it."""
     for number in range(3 * padding.KEPT):

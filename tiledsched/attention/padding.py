@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tiledsched.serve.launching import is_transformed
+
 HIDDEN = -1e4
 """What is added to a score that is to count for nothing, at most: diffusers' own, and float16's reach."""
 KEPT = 8
@@ -42,7 +44,7 @@ def hidden_ends(mask: Any, q: Any, k: Any, *, at_once: bool = False) -> Ends | N
         at_once: read a mask that was never seen before.
     """
     if (type(mask) is not torch.Tensor or mask.requires_grad or mask.device != q.device or torch.compiler.is_compiling()
-            or mask.is_inference() or q.ndim != 4 or k.ndim != 4):  # fmt: skip
+            or is_transformed() or mask.is_inference() or q.ndim != 4 or k.ndim != 4):  # fmt: skip
         return None
     shapes = [(batch, 1, 1, k.shape[2]) for batch in (1, q.shape[0])] + [(q.shape[0], k.shape[2])]
     if (

@@ -32,6 +32,11 @@ def is_plain_call() -> bool:
     return not (_dispatch_modes() or torch.is_autocast_enabled() or _trace_state()) and _transform_level() is None
 
 
+def is_transformed() -> bool:
+    """Whether tensors may be stand-ins without memory: in a mode, or in a transform such as `vmap`."""
+    return bool(_dispatch_modes()) or _transform_level() is not None
+
+
 def torch_type(dtype: str) -> Any:
     """torch's element type for cuTile's name of one."""
     return getattr(torch, dtype.rstrip("_"))
