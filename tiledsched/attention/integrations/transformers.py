@@ -198,6 +198,8 @@ def mask(*arguments: Any, **named: Any) -> torch.Tensor | SeenKeys | None:
 
     Takes whatever the installed version passes to its mask functions.
     """
+    if isinstance(named.get("attention_mask"), SeenKeys):
+        return named["attention_mask"]  # made before, by `generate`
     lower_right = _lower_right(named)
     if lower_right is not None:
         return lower_right
@@ -297,10 +299,11 @@ def _unpacked(mask_function: Any) -> tuple[Any, Any]:
     the function itself where it holds none."""
     parts = _held(mask_function, "and_masks", "mask_functions")
     if isinstance(parts, tuple) and len(parts) == 2:
-        sequences = _held(parts[0], "packed_sequence_mask_function", "packed_sequence_mask")
-        function = _held(parts[1], "remap_positions_for_packed_sequence", "mask_function")
-        if isinstance(sequences, torch.Tensor) and function is not None:
-            return sequences, function
+        for first, second in (parts, parts[::-1]):  # versions differ in their order
+            sequences = _held(first, "packed_sequence_mask_function", "packed_sequence_mask")
+            function = _held(second, "remap_positions_for_packed_sequence", "mask_function")
+            if isinstance(sequences, torch.Tensor) and function is not None:
+                return sequences, function
     return None, mask_function
 
 
