@@ -24,7 +24,7 @@ TOLERANCE = {"float16": 1.5e-3, "bfloat16": 1e-2, "fp16 accumulator": 6e-3}
 LSE_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
 """Largest error of a log-sum-exp, beside as much of its size."""
 DRAWN = settings(
-    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], max_examples=140
+    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100
 )
 
 

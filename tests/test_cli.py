@@ -219,11 +219,11 @@ def wait_for_builds(home: Path, process: subprocess.Popen, count: int) -> None:
 
 @pytest.mark.compiler
 def test_a_killed_run_loses_nothing_and_the_next_goes_on(home) -> None:
-    """SIGKILL at six random moments: the database opens clean, what was committed stays, and it ends complete."""
+    """SIGKILL at four random moments: the database opens clean, what was committed stays, and it ends complete."""
     rng = random.Random(7)
     command = [sys.executable, "-m", "tiledsched", *TUNE, "--seq-len", "1024"]
     committed: set[tuple[str, str]] = set()
-    for kill in range(6):
+    for kill in range(4):
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -236,7 +236,7 @@ def test_a_killed_run_loses_nothing_and_the_next_goes_on(home) -> None:
         assert committed <= found
         committed = found
         assert main(["db", "check"]) == 0 if found else True
-    assert len(committed) >= 4
+    assert len(committed) >= 2
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     result = json.loads(done.stdout)["results"][0]
     assert result["schedules"] == valid_schedules()

@@ -442,6 +442,11 @@ def battery_asked(kernel):
     split = {"kv_splits": 2, "tma_loads": False, "loop_split": True}
     flat = {"persistent": "strided", "flat_steps": 1}
     for problem, knobs in (
+        (small.replace(starts=True, causal=False, seq_k=128), {}),
+        (small.replace(lengths=True, causal=False, seq_k=128), {"loop_split": True}),
+        (small.replace(softcap=True), {"loop_split": True}),
+        (small.replace(sinks=True), {}),
+        (small.replace(sinks=True), {"pack_gqa": True}),
         (window, {}),
         (window.replace(window=100), {"loop_split": True}),
         (window.replace(window=100), {"loop_split": True, "tile_n": 64}),
@@ -458,11 +463,6 @@ def battery_asked(kernel):
         (both.replace(causal=False), {"qk_ahead": True, "loop_split": True}),
         (both.replace(causal=False), split),
         (both, flat),
-        (small.replace(starts=True, causal=False, seq_k=128), {}),
-        (small.replace(lengths=True, causal=False, seq_k=128), {"loop_split": True}),
-        (small.replace(softcap=True), {"loop_split": True}),
-        (small.replace(sinks=True), {}),
-        (small.replace(sinks=True), {"pack_gqa": True}),
     ):
         check(
             problem,

@@ -54,7 +54,7 @@ COMBINE = ["last_block", "launch"]
 ORDERS = st.one_of(st.sampled_from(["forward", "reversed"]), st.integers(0, 100))
 
 
-@settings(DRAWN, max_examples=50)
+@settings(DRAWN, max_examples=35)
 @given(case=cases(decoding_problems), seed=st.integers(0, 1000), order=ORDERS)
 def test_few_rows_and_many_keys(case, seed, order):
     """Where split keys, packed heads and small tiles are used; blocks run in whatever order."""
@@ -73,7 +73,7 @@ def test_split_keys_under_any_structure(case, kv_splits, kv_combine, order):
 
 
 @pytest.mark.parametrize("of", [problems, decoding_problems])
-@settings(DRAWN, max_examples=55)
+@settings(DRAWN, max_examples=40)
 @given(data=st.data(), arch=st.sampled_from(ARCHS), seed=st.integers(0, 2**32 - 1))
 def test_what_is_not_explored_is_right_where_it_can_work(of, data, arch, seed):
     """Where a search by neighbours may go: from the default schedule by one knob after the other."""
