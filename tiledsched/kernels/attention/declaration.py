@@ -140,7 +140,7 @@ class Attention(Kernel):
         from tiledsched.kernels.attention import entries
 
         kind = "attention_placed" if p.placed else "attention_asked" if p.asked else "attention"
-        kind += "_share" if _combines_later(s) else "_split" if _splits(s) > 1 else "_lse" if p.lse else ""
+        kind += "_share" if combines_later(s) else "_split" if _splits(s) > 1 else "_lse" if p.lse else ""
         found: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return found
 
@@ -148,7 +148,7 @@ class Attention(Kernel):
     def launches(p: Problem, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
         """One, or a second one that combines the shares of split keys, a few rows of the output to a block."""
         first = Attention.entry(p, s), Attention.grid(p, s, device)
-        if not _combines_later(s):
+        if not combines_later(s):
             return [first]
         from tiledsched.kernels.attention import entries
 
@@ -209,7 +209,7 @@ class Attention(Kernel):
             "LENGTHS": p.lengths,
             "PACKED": p.packed > 0,
             "PAGE": p.page,
-        } | (_combining(p, s) if _combines_later(s) else {})
+        } | (_combining(p, s) if combines_later(s) else {})
 
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
@@ -294,7 +294,7 @@ class Attention(Kernel):
         unit load a tile before it waits for the one in the same place to be read. The search space lets a share take one step,
         or two where all programs built so far have room for both; this is for those to come.
         """
-        if _splits(s) == 1 or _combines_later(s) or not s["tma_loads"] or not arch_spec(arch).producer_warps:
+        if _splits(s) == 1 or combines_later(s) or not s["tma_loads"] or not arch_spec(arch).producer_warps:
             return None
         columns = _parts(p.tile_d, p.parts_d, s) + _parts(p.tile_v, p.parts_v, s)
         pair = s.number("tile_n") * s.number("kv_subtiles") * sum(columns) * p.element_bytes
@@ -408,7 +408,7 @@ def _splits(s: Schedule) -> int:
     return int(s.get("kv_splits", 1))
 
 
-def _combines_later(s: Schedule) -> bool:
+def combines_later(s: Schedule) -> bool:
     """Whether a launch of its own combines the shares."""
     return _splits(s) > 1 and s.get("kv_combine", "last_block") == "launch"
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiledsched.device import ArchSpec
-from tiledsched.kernels.attention.declaration import pack_width, packs
+from tiledsched.kernels.attention.declaration import combines_later, pack_width, packs
 from tiledsched.problem import Problem
 from tiledsched.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.schedule import Schedule
@@ -124,11 +124,6 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     memory_us = _dram_bytes(problem, schedule, spec, resident) / (spec.dram_gbps * 1e3)
     launches_us = LAUNCH_US + (COMBINE_US if combines_later(schedule) else 0.0)
     return launches_us + _smooth_max(compute_us, memory_us, OVERLAP_SHARPNESS)
-
-
-def combines_later(schedule: Schedule) -> bool:
-    """Whether a launch of its own combines the shares of split keys."""
-    return _number(schedule, "kv_splits") > 1 and schedule.get("kv_combine") == "launch"
 
 
 def resident_blocks(facts: ResourceFacts, spec: ArchSpec) -> int:
