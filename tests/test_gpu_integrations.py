@@ -196,8 +196,10 @@ def test_gradients_are_torchs_while_routed() -> None:
 
 
 def small_run(model_run, **more):
-    shape = model_run.ModelShape(family="Llama", hidden=512, layers=2, heads=8, kv_heads=2, head_dim=64, vocabulary=512)
-    return shape, model_run.Workload(**({"batch": 2, "prompt": 256, "new_tokens": 8, "rounds": 2} | more))
+    shape = model_run.ModelShape(family="Llama", hidden=512, intermediate=1536, layers=2, heads=8, kv_heads=2, head_dim=64,
+                                 vocabulary=512)  # fmt: skip
+    usual = {"batch": 2, "prompt": 256, "new_tokens": 8, "rounds": 2, "dtype": torch.float16}
+    return shape, model_run.Workload(**(usual | more))
 
 
 def test_a_model_is_served_in_prompt_and_generation(serving) -> None:
@@ -206,7 +208,7 @@ def test_a_model_is_served_in_prompt_and_generation(serving) -> None:
     from tiledsched.studies import whole_models as model_run
 
     shape, work = small_run(model_run)
-    rows, comparison = model_run.run(shape, work)
+    *rows, comparison = model_run.measure({"llama": shape}, [work])
     print(comparison)
     assert comparison.fallbacks == ()
     assert comparison.prompt_error < 1e-2
@@ -215,6 +217,7 @@ def test_a_model_is_served_in_prompt_and_generation(serving) -> None:
     assert comparison.largest_gap < 0.05
     assert comparison.control_step_error < 1e-2
     assert len(rows) == 4
+    assert {row.fallbacks for row in rows} == {""}
 
 
 def test_a_prompt_in_chunks_is_served(serving) -> None:
