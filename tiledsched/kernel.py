@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tiledsched.resources import ResourceFacts
 
 HINT_KNOBS: Mapping[str, Sequence[int]] = {"num_ctas": (0, 1, 2, 4, 8, 16), "occupancy": range(33), "opt_level": range(4),
-                                           "num_worker_warps": (0, 4, 8)}  # fmt: skip
+                                           "num_worker_warps": (0, 1, 2, 4, 8, 16, 32)}  # fmt: skip
 """Knobs that reach cuTile as kernel hints, and what compilers (13.4) take, 0 for their own choice; the rest are compile-time
 constants of the kernel.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import re
@@ -10,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 from tiledsched.build.cubin import Artifact, join, read_artifact
+from tiledsched.build.toolchain import compiler_at_hand, release
 from tiledsched.device import arch_spec
 from tiledsched.errors import Failure, FailureKind
 from tiledsched.kernel import KernelClass
@@ -65,6 +67,8 @@ def prepare_process() -> None:
     os.environ.setdefault("CUDA_TILE_TEMP_DIR", tempfile.gettempdir())
 
 
+ANY_WORKER_WARPS = (13, 5)
+"""First compiler release that takes `num_worker_warps` beside 4 and 8."""
 NO_ROOM = re.compile(
     "no space left|cannot allocate memory|read-only file system|disk quota|too many open files", re.IGNORECASE
 )
@@ -98,6 +102,7 @@ def compile_schedule(kernel: KernelClass, problem: Problem, schedule: Schedule, 
 
     from tiledsched.launches import signature, steps, tile_kernels
 
+    pass_on_worker_warps()
     device = arch_spec(arch)
     built = []
     objects = tile_kernels(kernel, {arch: schedule}, problem, device)
@@ -107,6 +112,20 @@ def compile_schedule(kernel: KernelClass, problem: Problem, schedule: Schedule, 
                       output_format="cubin")  # fmt: skip
         built.append(read_artifact(output.getvalue(), arch))
     return join(built)
+
+
+@functools.cache
+def pass_on_worker_warps() -> None:
+    """Have cuTile hand on every `num_worker_warps` that the compiler at hand takes.
+
+    cuTile 1.7 asks for bytecode of 13.5, which it does not write yet, where the hint is neither 4 nor 8. The compiler of
+    13.5 takes it in bytecode of 13.4 as well; the one of 13.4 ignores it, so there the error stays.
+    """
+    from cuda.tile import _ir2bytecode
+
+    resolve = getattr(_ir2bytecode, "_resolve_num_worker_warps", None)
+    if resolve is not None and release(compiler_at_hand()) >= ANY_WORKER_WARPS:
+        _ir2bytecode._resolve_num_worker_warps = lambda warps, version: warps  # checked when the hint was given
 
 
 def _of_the_day(error: BaseException) -> bool:
