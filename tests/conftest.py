@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import lru_cache
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,60 @@ import pytest
 # a second thread has begun, and one that waits for work takes a core from another of pytest's processes.
 for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(threads, "1")
+
+MIGRATING = {"test_kills", "test_store_migration", "test_store_schema", "test_store_views"}
+"""The tests whose databases go through the migrations, every one."""
+
+
+@lru_cache(maxsize=1)
+def new_schema() -> tuple[str, ...]:
+    """What the migrations and the views of what ships make of an empty SQLite file, as statements."""
+    from tiledsched.store.database import Database
+
+    with Database.open(":memory:") as db, db._engine.connect() as connection:
+        statements = tuple(connection.connection.driver_connection.iterdump())
+    return tuple(each for each in statements if each not in ("BEGIN TRANSACTION;", "COMMIT;"))
+
+
+@pytest.fixture(autouse=True)
+def schema_at_hand(request, monkeypatch):
+    """New SQLite files get their schema as one script: hundreds of tests make them."""
+    from tiledsched.kernels import SHIPPED
+    from tiledsched.store.database import Database
+    from tiledsched.store.engine import HEAD
+
+    if request.module.__name__ in MIGRATING:
+        return
+    migrate, script = Database.upgrade, new_schema()
+
+    def upgrade(self: Database) -> str:
+        if self._engine.dialect.name == "sqlite":
+            with self._engine.connect().execution_options(immediate=True) as connection, connection.begin():
+                if not connection.exec_driver_sql("SELECT count(*) FROM sqlite_master").scalar():
+                    for statement in script:
+                        connection.exec_driver_sql(statement)
+                    self._shown.update(SHIPPED)
+                    return HEAD
+        return migrate(self)
+
+    monkeypatch.setattr(Database, "upgrade", upgrade)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shipped_tables_at_hand():
+    """Tables that ship are decoded once: hundreds of tests are served from them."""
+    from tiledsched import data_files
+    from tiledsched.serve import entries
+
+    folder, read = data_files.tuning_db() / "tables", entries.read_entries
+    once = lru_cache(maxsize=None)(lambda path, written_ns: read(path))
+
+    def read_once(path):
+        return list(once(path, os.stat(path).st_mtime_ns)) if folder in Path(path).parents else read(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entries, "read_entries", read_once)
+        yield
 
 
 @pytest.fixture

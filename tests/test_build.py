@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import bad_kernels
@@ -16,7 +17,7 @@ import pytest
 
 from tiledsched.build import toolchain as toolchain_module
 from tiledsched.build.artifacts import ArtifactStore
-from tiledsched.build.compiler import BuildTask, compile_task
+from tiledsched.build.compiler import BuildTask, Built, compile_task
 from tiledsched.build.cubin import is_whole, read_artifact, strip_debug
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain, release
 from tiledsched.config import Settings, load_settings
@@ -36,6 +37,13 @@ PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 NEW_KNOBS = ("kv_splits", "pack_gqa", "column_parts")
 
 
+@lru_cache
+def built(schedule: Schedule, problem: Problem, arch: str) -> Built:
+    """What the compiler makes of it, asked once."""
+    return compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=arch))
+
+
+@lru_cache
 def export(
     schedule: Schedule, problem: Problem, arch: str, *, axes: tuple[int, ...] = (1, 1, 1), name: str = "attention"
 ):
@@ -71,9 +79,9 @@ def class_of(problem: Problem, schedule: Schedule):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_default_schedule_builds_for_every_arch(arch: str) -> None:
     schedule = space_for(arch, Attention).default(PROBLEM)
-    built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch=arch))
-    assert built.failure is None
-    facts = built.artifact.facts
+    default = built(schedule, PROBLEM, arch)
+    assert default.failure is None
+    facts = default.artifact.facts
     assert 32 <= facts.threads <= 1024
     assert facts.threads % 32 == 0
     assert 16 <= facts.registers <= 255
@@ -230,7 +238,7 @@ def test_shipped_machine_code_is_what_was_measured() -> None:
     structure = ("persistent", "flat_steps", "kv_splits", "pack_gqa", "loop_split", "kv_direction", "unroll", "store_late",
                  "column_parts", "q_subtiles")  # fmt: skip
     kinds = {(*(each.schedule.get(name) for name in structure), each.problem.causal): each for each in entries}
-    for each in random.Random(0).sample([*kinds.values()], min(8, len(kinds))):
+    for each in random.Random(0).sample([*kinds.values()], min(6, len(kinds))):
         built = compile_task(BuildTask(kernel="attention", schedule=each.schedule, problem=each.problem, arch="sm_90"))
         assert built.artifact is not None, (each.problem, built.failure)
         assert built.artifact.fingerprint == each.fingerprint, (each.problem, each.schedule)
@@ -313,7 +321,7 @@ def test_what_a_launch_infers_of_axes_does_not_change_the_code(arch: str) -> Non
     """A launch assumes multiples of 16 of whichever axes are; artifacts are built with no such assumption."""
     schedule = space_for(arch, Attention).default(PROBLEM).replace(persistent="strided")
     plain = read_artifact(export(schedule, PROBLEM, arch), arch).fingerprint
-    for axes in ((16, 16, 16), (16, 1, 16), (1, 16, 1)):
+    for axes in ((16, 16, 16), (16, 1, 16), (1, 16, 1))[: 3 if arch == "sm_90" else 1]:
         assert read_artifact(export(schedule, PROBLEM, arch, axes=axes), arch).fingerprint == plain
 
 
@@ -375,10 +383,7 @@ def test_widths_of_one_tile_are_different_programs(arch: str) -> None:
     found = set()
     for head_dim in (40, 48, 64):
         problem = PROBLEM.replace(head_dim=head_dim)
-        task = BuildTask(
-            kernel="attention", schedule=space_for(arch, Attention).default(problem), problem=problem, arch=arch
-        )
-        found.add(compile_task(task).artifact.fingerprint)
+        found.add(built(space_for(arch, Attention).default(problem), problem, arch).artifact.fingerprint)
     assert len(found) == 3
 
 
@@ -427,10 +432,8 @@ def test_hints_reach_the_compiler_by_target() -> None:
     for arch, schedule in schedules.items():
         output = io.BytesIO()
         export_kernel(kernel, [signature_of(schedule, PROBLEM, arch)[0]], output, gpu_code=arch, output_format="cubin")
-        alone = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch=arch))
-        assert read_artifact(output.getvalue(), arch).fingerprint == alone.artifact.fingerprint
-    assert compile_task(BuildTask(kernel="attention", schedule=schedules["sm_90"], problem=PROBLEM, arch="sm_90")
-                        ).artifact.facts.threads > 256  # fmt: skip
+        assert read_artifact(output.getvalue(), arch).fingerprint == built(schedule, PROBLEM, arch).artifact.fingerprint
+    assert built(schedules["sm_90"], PROBLEM, "sm_90").artifact.facts.threads > 256
 
 
 @pytest.mark.compiler
@@ -452,7 +455,7 @@ def test_what_is_not_a_cubin_is_refused() -> None:
 @pytest.mark.compiler
 def test_artifacts_are_kept_by_content(tmp_path) -> None:
     schedule = space_for("sm_121", Attention).default(PROBLEM)
-    artifact = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=PROBLEM, arch="sm_121")).artifact
+    artifact = built(schedule, PROBLEM, "sm_121").artifact
     store = ArtifactStore(tmp_path)
     assert store.get("sm_121", artifact.fingerprint) is None
     store.put(artifact)
@@ -494,7 +497,7 @@ def test_a_compiler_too_old_for_the_arch_is_refused() -> None:
 
 COMPILE_ALONE = """
 import sys, time
-from tiledsched.build.compiler import BuildTask, compile_task
+from tiledsched.build.compiler import BuildTask, Built, compile_task
 from tiledsched.build.pool import start_process
 from tiledsched.kernels.attention import Attention
 from tiledsched.space_files import space_for
@@ -512,11 +515,7 @@ def test_a_compile_process_does_without_torch() -> None:
     """cuTile would load it for its dtypes. Without, the machine code is the same."""
     pytest.importorskip("torch")
     problem = Attention.standard(seq_len=1024, head_dim=64)
-    here = compile_task(
-        BuildTask(
-            kernel="attention", schedule=space_for("sm_90", Attention).default(problem), problem=problem, arch="sm_90"
-        )
-    )
+    here = built(space_for("sm_90", Attention).default(problem), problem, "sm_90")
     there = subprocess.run([sys.executable, "-c", COMPILE_ALONE], capture_output=True, text=True, check=True).stdout
     assert here.artifact is not None
     assert there.split() == [here.artifact.fingerprint, "None"]

@@ -219,15 +219,15 @@ def wait_for_builds(home: Path, process: subprocess.Popen, count: int) -> None:
 
 @pytest.mark.compiler
 def test_a_killed_run_loses_nothing_and_the_next_goes_on(home) -> None:
-    """SIGKILL at four random moments: the database opens clean, what was committed stays, and it ends complete."""
+    """SIGKILL at three random moments: the database opens clean, what was committed stays, and it ends complete."""
     rng = random.Random(7)
     command = [sys.executable, "-m", "tiledsched", *TUNE, "--seq-len", "1024"]
     committed: set[tuple[str, str]] = set()
-    for kill in range(4):
+    for kill in range(3):
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        if kill % 3:  # else before it has built anything
+        if kill:  # else before it has built anything
             wait_for_builds(home, process, len(committed) + rng.randint(1, 2))
         time.sleep(rng.uniform(0.0, 0.5))
         os.killpg(process.pid, signal.SIGKILL)

@@ -93,9 +93,9 @@ SIZES = [(256, 256, "top_left"), (70, 300, "bottom_right"), (200, 70, "top_left"
 @pytest.mark.parametrize("knobs", STRUCTURES, ids=str)
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_every_structure(asked, knobs):
-    for seq_q, seq_k, alignment in SIZES:
-        problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=True, alignment=alignment, batch=3, heads=4,
-                                    kv_heads=2, lse=True, **asked)  # fmt: skip
+    for (seq_q, seq_k, alignment), kv_heads in zip(SIZES, (1, 2, 1, 1), strict=True):
+        problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=True, alignment=alignment, batch=3,
+                                    heads=2 * kv_heads, kv_heads=kv_heads, lse=True, **asked)  # fmt: skip
         check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs), sm_count=1)
 
 

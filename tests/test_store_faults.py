@@ -56,7 +56,12 @@ def test_a_torn_page_is_an_error_that_says_what_to_do(page, tmp_path, capsys, mo
     path.write_bytes(raw)
     mine = users(path)
     assert len(mine.entries) == 2 or (str(path) in mine.error and "db check" in mine.error)
-    for command in (["show"], ["db", "check"], ["db", "export"], ["db", "merge", str(SAMPLE)]):
+    for command in (
+        ["show", "attention", "--arch", "sm_90"],
+        ["db", "check"],
+        ["db", "export"],
+        ["db", "merge", str(SAMPLE)],
+    ):
         said_by(command, path, capsys, monkeypatch)
 
 
@@ -171,7 +176,12 @@ def test_a_stopped_writer_keeps_writers_waiting_once_and_readers_never(tmp_path,
     child.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(engines, "BUSY_TIMEOUT_S", 1)
     try:
-        for command in (["show"], ["db", "check"], ["db", "export"], ["db", "backup", str(tmp_path / "copy.db")]):
+        for command in (
+            ["show", "attention", "--arch", "sm_90"],
+            ["db", "check"],
+            ["db", "export"],
+            ["db", "backup", str(tmp_path / "copy.db")],
+        ):
             started = time.monotonic()
             assert "locked" not in said_by(command, path, capsys, monkeypatch)
             assert time.monotonic() - started < 10

@@ -161,7 +161,7 @@ class SearchSpace:
             problem: what the schedule is for; constraints may read it.
             pinned: knobs held at one value.
         """
-        pinned = dict(pinned or {})
+        pinned = dict(Schedule(pinned or {}))
         values = self.constraint_values(problem)
         if self.candidates:
             listed = dict.fromkeys([self.default(problem, pinned=pinned), *self.candidates])
@@ -194,6 +194,7 @@ class SearchSpace:
 
         if not names:
             yield Schedule({name: values[name] for name in self.knobs})
+        in_order = sorted(self.knobs)
         untried = [iter(choices[name]) for name in names[:1]]
         while untried:
             index = len(untried) - 1
@@ -210,7 +211,7 @@ class SearchSpace:
                     if index + 1 < len(names):
                         untried.append(iter(choices[names[index + 1]]))
                         break
-                    yield Schedule({name: values[name] for name in self.knobs})
+                    yield Schedule.of_checked({name: values[name] for name in in_order})
             else:
                 untried.pop()
 
@@ -361,7 +362,7 @@ def _allowed(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, 
         raise constraint.failed(error) from error
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=1024)
 def _tree(constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...],
           others: tuple[tuple[str, Any], ...]) -> _Tree | None:  # fmt: skip
     """What the knobs that `constraint` reads may be, one after the other: each value leads to those of the next knob with

@@ -35,6 +35,8 @@ SMALLEST_NORMAL = np.finfo(np.float32).tiny
 
 def check_numerics(name: str, dtype: Any, rounding_mode: Any, flush_to_zero: bool) -> None:
     """Refuse rounding and flushing that cuTile does not compile, or that is not imitated here."""
+    if rounding_mode is None and not flush_to_zero:
+        return
     if rounding_mode not in EXACT_ROUNDING:
         raise UnsupportedOperationError(
             f"ct.{name}: the interpreter does not imitate {rounding_mode}; leave it at nearest even",
@@ -47,7 +49,7 @@ def check_numerics(name: str, dtype: Any, rounding_mode: Any, flush_to_zero: boo
 
 def flush(array: Any) -> Any:
     """`array` with subnormal numbers replaced by zero."""
-    return np.where(np.abs(array) < SMALLEST_NORMAL, np.copysign(np.float32(0), array), array)
+    return array * (np.abs(array) >= SMALLEST_NORMAL)
 
 
 def elementwise(name: str, x: Operand, y: Operand, compute: Compute, *, force_float: bool = False,
@@ -80,7 +82,8 @@ def modulo(x: Any, y: Any) -> Any:
 
 def refuse_zero_divisor(y: Any) -> None:
     """Integer division by zero is undefined on the GPU."""
-    if np.asarray(y).dtype.kind in "iu" and np.any(np.asarray(y) == 0):
+    divisor = np.asarray(y)
+    if divisor.dtype.kind in "iu" and not divisor.all():
         raise InterpreterError("integer division by zero")
 
 
@@ -184,7 +187,7 @@ def unary(name: str, x: Operand, compute: Callable[[Any], Any], *, rounding_mode
         array = array.astype(np.float32)
     if flush_to_zero:
         return Tile(flush(compute(flush(array))), dtype)
-    return Tile(compute(array).astype(STORAGE[dtype]), dtype)
+    return Tile(compute(array).astype(STORAGE[dtype], copy=False), dtype)
 
 
 def _unary(name: str, compute: Callable[[Any], Any], *, floats_only: bool = False) -> None:

@@ -47,7 +47,7 @@ def _count(numbers: range, dtype: Any) -> Iterator[Tile]:
 BUILTINS = {**vars(builtins), "min": tile_min, "max": tile_max, "range": tile_range}
 
 
-def with_tile_builtins(function: FunctionType, done: dict[FunctionType, FunctionType] | None = None) -> FunctionType:
+def with_tile_builtins(function: FunctionType, done: dict[Any, Any] | None = None) -> Any:
     """A copy of `function`, and of the functions it names, that sees cuTile's builtins.
 
     Functions reached through a module or an object (`helpers.step`) keep Python's builtins.
@@ -72,9 +72,11 @@ def with_tile_builtins(function: FunctionType, done: dict[FunctionType, Function
     return copy
 
 
-def _copied(value: Any, done: dict[FunctionType, FunctionType]) -> Any:
+def _copied(value: Any, done: dict[Any, Any]) -> Any:
     if value is ct:
-        return _namespace()
+        if ct not in done:
+            done[ct] = _namespace()
+        return done[ct]
     if isinstance(value, ct.DType):
         return TypeInTiles(value)
     if not isinstance(value, FunctionType) or (value.__module__ or "").startswith("cuda.tile"):

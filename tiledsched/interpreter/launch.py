@@ -75,11 +75,11 @@ class Launch(DispatchMode):
     def call_tile_function_from_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a `ct.*` function, or of a user's @ct.function."""
         target = innermost(func)
-        name = f"ct.{getattr(target, '__qualname__', target)}"
         implementation = self._own.get(target) or IMPLEMENTATIONS.get(target)
         if implementation is None:
             if not getattr(target, "__module__", "").startswith("cuda.tile"):
                 return target(*args, **kwargs)
+            name = _name(target)
             raise UnsupportedOperationError(
                 f"{name} is not supported by the interpreter; docs/interpreter.md lists what is", operation=name
             )
@@ -88,7 +88,11 @@ class Launch(DispatchMode):
                 raise TypeError(f"unknown arguments {sorted(kwargs.keys() - KEYWORDS[target])}")
             return implementation(*args, **kwargs)
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise InterpreterError(f"{name}: {error}") from error
+            raise InterpreterError(f"{_name(target)}: {error}") from error
+
+
+def _name(target: Any) -> str:
+    return f"ct.{getattr(target, '__qualname__', target)}"
 
 
 def _axis(axis: int) -> int:

@@ -46,7 +46,8 @@ def mma_wide(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], acc: Tile) -> Til
         raise InterpreterError(
             f"a product of {x.shape} and {y.shape} needs an accumulator {product.shape}, got {acc.shape}"
         )
-    return Tile((product + acc.array.astype(product.dtype)).astype(STORAGE[acc.dtype]), acc.dtype)
+    total = product + acc.array.astype(product.dtype, copy=False)
+    return Tile(total.astype(STORAGE[acc.dtype], copy=False), acc.dtype)
 
 
 @implements("mma_scaled")
@@ -97,4 +98,4 @@ def check_product_types(x: Tile, y: Tile) -> None:
 def widened(x: Tile, y: Tile) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Both operands in the type that their products are summed in: float32, float64 or int32."""
     wide = np.int32 if CATEGORY[x.dtype] == INTEGER else np.float64 if x.dtype == ct.float64 else np.float32
-    return x.array.astype(wide), y.array.astype(wide)
+    return x.array.astype(wide, copy=False), y.array.astype(wide, copy=False)

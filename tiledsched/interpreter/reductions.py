@@ -9,15 +9,19 @@ from typing import Any
 import cuda.tile as ct
 import numpy as np
 
-from tiledsched.interpreter.registry import add, implements
+from tiledsched.interpreter import arithmetic  # noqa: F401  (reductions are made of it)
+from tiledsched.interpreter.registry import IMPLEMENTATIONS, add, implements, innermost
 from tiledsched.interpreter.values import CATEGORY, FLOAT, InterpreterError, Tile, cast, constant_int
 
 
 def reduce_tree(tiles: tuple[Tile, ...], axis: int, combine: Callable[..., Any]) -> tuple[Tile, ...]:
     """Fold tiles along `axis` by halves until one element is left; every partial result is rounded to its type."""
     while tiles[0].shape[axis] > 1:
-        halves = [[Tile(part, tile.dtype) for part in np.split(tile.array, 2, axis)] for tile in tiles]
-        result = combine(*(low for low, _ in halves), *(high for _, high in halves))
+        before, half = (slice(None),) * axis, tiles[0].shape[axis] // 2
+        first, second = (*before, slice(half)), (*before, slice(half, None))
+        low = [Tile(tile.array[first], tile.dtype) for tile in tiles]
+        high = [Tile(tile.array[second], tile.dtype) for tile in tiles]
+        result = combine(*low, *high)
         tiles = result if isinstance(result, tuple) else (result,)
     return tiles
 
@@ -35,6 +39,8 @@ def reduced(tiles: tuple[Tile, ...], axis: Any, keepdims: bool, combine: Callabl
 
 
 def _reduction(name: str, pairwise: Any) -> None:
+    pairwise = IMPLEMENTATIONS[innermost(pairwise)]
+
     def function(x: Tile, /, axis: Any = None, *, keepdims: bool = False, **numerics: Any) -> Tile:
         x = Tile(cast(x, ct.int32), ct.int32) if x.dtype == ct.bool_ else x
         return reduced((x,), axis, keepdims, lambda low, high: pairwise(low, high, **numerics))[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import cuda.tile as ct
@@ -16,6 +17,7 @@ KEYWORDS: dict[Any, frozenset[str]] = {}
 """Parameter names of each function in cuTile itself, so that a misspelt one is refused here as there."""
 
 
+@lru_cache(maxsize=1024)
 def innermost(function: Any) -> Any:
     """`function` without its decorators: cuTile dispatches some functions under one wrapper and some under two."""
     while hasattr(function, "__wrapped__"):

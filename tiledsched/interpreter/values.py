@@ -56,13 +56,17 @@ for _names, _category in ((INTEGERS, INTEGER), (FLOATS, FLOAT), (RESTRICTED, RES
             CATEGORY[getattr(ct, _name)] = _category
 TILE_TYPE = {numpy: dtype for dtype, numpy in STORAGE.items() if dtype is not ct.tfloat32}
 """The cuTile type of a NumPy array's elements."""
+LIMITS = {dtype: (int(np.iinfo(numpy).min), int(np.iinfo(numpy).max))
+          for dtype, numpy in STORAGE.items() if CATEGORY[dtype] == INTEGER}  # fmt: skip
+"""The smallest and the largest number of each integer type."""
 
 
 class Tile(ct.Tile):
     """A tile's value. Its operators are cuTile's own: they call `ct.add` and the like, which dispatch back here."""
 
     def __init__(self, array: Any, dtype: Any) -> None:
-        self.array = np.asarray(array, STORAGE[dtype])
+        stored = STORAGE[dtype]
+        self.array = array if type(array) is np.ndarray and array.dtype is stored else np.asarray(array, stored)
         self._dtype = dtype
 
     @property
@@ -141,8 +145,8 @@ def scalar_dtype(value: Scalar) -> Any:
 
 def in_range(value: int, dtype: Any) -> bool:
     """Whether the integer type `dtype` holds `value`."""
-    limits = np.iinfo(STORAGE[dtype])
-    return int(limits.min) <= value <= int(limits.max)
+    lowest, highest = LIMITS[dtype]
+    return lowest <= value <= highest
 
 
 def type_of(value: Tile | Scalar) -> Any:
@@ -190,6 +194,8 @@ def cast(value: Tile | Scalar, dtype: Any) -> np.ndarray[Any, Any]:
     Raises:
         InterpreterError: a type the interpreter cannot hold.
     """
+    if isinstance(value, Tile) and value._dtype is dtype:
+        return value.array
     if dtype not in STORAGE:
         raise UnsupportedOperationError(
             f"the interpreter cannot hold {dtype}; it knows {', '.join(str(known) for known in STORAGE)}",
