@@ -24,7 +24,7 @@ from tiledsched.build.cubin import read_artifact
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.fleet import builds as builds_module
-from tiledsched.fleet import local
+from tiledsched.fleet import gpus, local
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import CampaignPlan, Outcome, Setup
 from tiledsched.fleet.child import Child, why_not
@@ -350,6 +350,62 @@ def test_a_gpu_that_is_stuck_beyond_help_holds_nothing_back(home, monkeypatch) -
         seen = [leases.take(campaign, workers[1].id, ["sm_90"])]
         wait_for(lambda: seen.append(leases.take(campaign, workers[2].id, ["sm_90"])) or seen[-1], 5.0)
         assert seen[-1].id != seen[0].id  # the stuck one's ran out; the other's is renewed
+        heart.end()
+
+
+def hanging_nvml(well: threading.Event) -> types.SimpleNamespace:
+    """NVML of a host where no question about the GPU of that name comes back unless it is well."""
+
+    def ask(handle: str, *about: int) -> int:
+        if handle == "GPU-stuck":
+            well.wait()
+        return 50_000
+
+    told = ("ClockInfo", "Temperature", "PowerUsage", "CurrentClocksThrottleReasons", "CudaComputeCapability")
+    return types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: "GPU-stuck",
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid.decode(),
+        **dict.fromkeys((f"nvmlDeviceGet{what}" for what in told), ask),
+        **dict.fromkeys(("NVML_CLOCK_SM", "NVML_TEMPERATURE_GPU"), 0),
+    )
+
+
+def test_a_gpu_whose_driver_hangs_holds_up_no_heartbeat(home, monkeypatch) -> None:
+    """What it told last is told again, with its age; a list of GPUs that does not come ends with an error."""
+    well = threading.Event()
+    well.set()
+    monkeypatch.setitem(sys.modules, "pynvml", hanging_nvml(well))
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(2, lease_s=1.0))
+        workers = [
+            Worker(leases, "", campaign, Gpu(uuid=uuid, name="", arch="sm_90"), jobs=1, stop=threading.Event())
+            for uuid in ("GPU-stuck", "GPU-well")
+        ]
+        held = {leases.take(campaign, worker.id, ["sm_90"]).id for worker in workers}
+        heart = Heart(leases, campaign, workers)
+        heart.start()
+
+        def told() -> dict[str, tuple[int | None, float]]:
+            return {each.gpu: (each.sm_clock_mhz, each.age_s) for each in read_status(leases, campaign.id).workers}
+
+        wait_for(lambda: told() == {"GPU-stuck": (50_000, 0.0), "GPU-well": (50_000, 0.0)}, 5.0)
+        well.clear()
+        try:
+            wait_for(lambda: told()["GPU-stuck"][1] > 1.5 * campaign.lease_s, 10.0)
+            assert told()["GPU-stuck"][0] == 50_000
+            assert told()["GPU-well"] == (50_000, 0.0)
+            other = leases.join(campaign.id, hostname="there", pid=1, gpu="GPU-2", device_name="", arch="sm_90")
+            assert leases.take(campaign, other, ["sm_90"]) is None
+            assert leases.renew(campaign, {worker.id: {} for worker in workers}) == held
+            monkeypatch.setattr(gpus, "LISTED_S", 0.05)
+            with pytest.raises(MeasureError, match="one of them is stuck"):
+                gpus.gpus_here("tiledsched.fleet.jobs:tune")
+        finally:
+            well.set()
+        wait_for(lambda: told()["GPU-stuck"] == (50_000, 0.0), 5.0)
         heart.end()
 
 

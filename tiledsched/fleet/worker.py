@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.errors import DatabaseError, MeasureError
 from tiledsched.fleet.campaign import JOBS_VARIABLE, Campaign, Lease, Outcome, Setup
-from tiledsched.fleet.gpus import Gpu, illness
+from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.spread import apart, label_of
 from tiledsched.fleet.status import controls_of
@@ -82,6 +82,7 @@ class Worker:
     def __init__(self, leases: Leases, db: str, campaign: Campaign, gpu: Gpu, *, jobs: int, stop: threading.Event,
                  builds: Builds | None = None, say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
         self.gpu, self.campaign, self.note, self.ended = gpu, campaign, "", False
+        self.gpu_state = GpuState(gpu)
         self._leases, self._stop, self._builds, self._say = leases, stop, builds, say
         self._setup = Setup(db=db, campaign=campaign, jobs=jobs, builds_elsewhere=builds is not None)
         self._child: _Process | None = None
@@ -98,9 +99,9 @@ class Worker:
             arch=gpu.arch,
         )
 
-    def state(self) -> dict[str, Any]:
-        """What is told of it with each renewal."""
-        return {**self.gpu.state(), "doing": self._doing, "label": self._label}
+    def state(self, within_s: float) -> dict[str, Any]:
+        """What is told of it with each renewal, which waits so long for its GPU."""
+        return {**self.gpu_state.read(within_s), "doing": self._doing, "label": self._label}
 
     def run(self) -> None:
         """Work until nothing is left to do, the campaign is stopped, or this GPU cannot go on."""
@@ -158,7 +159,7 @@ class Worker:
     def _cool_down(self) -> None:
         """Wait while the GPU is throttled by heat: what it measured so would be worth little."""
         gives_up = time.monotonic() + COOLING_S
-        while (ill := illness(self.gpu.state())) and time.monotonic() < gives_up and not self._stop.wait(1.0):
+        while (ill := illness(self.gpu_state.read())) and time.monotonic() < gives_up and not self._stop.wait(1.0):
             self._doing = f"cooling: {ill}"
         self._doing = ""
 
@@ -364,11 +365,15 @@ class Heart(threading.Thread):
 
     def run(self) -> None:
         """Until told to end."""
+        within_s = min(self._campaign.lease_s / 8, ANSWER_S)
         while not self._ended.wait(min(self._campaign.lease_s / 4, 30.0)):
             # What a worker that ended could not give back must run out.
-            alive = {worker.id: worker.state() for worker in list(self._workers) if not worker.ended}
-            if not alive:
+            workers = [worker for worker in list(self._workers) if not worker.ended]
+            if not workers:
                 continue
+            for worker in workers:
+                worker.gpu_state.ask()
+            alive = {worker.id: worker.state(within_s) for worker in workers}
             try:
                 self._leases.renew(self._campaign, alive)
             except DatabaseError as error:  # it was away for longer than anybody waits; workers will meet that, too
