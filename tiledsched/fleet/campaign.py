@@ -46,7 +46,9 @@ class Outcome(str, Enum):
     EXPIRED = "expired"
     """The worker was not heard of."""
     RELEASED = "released"
-    """Given back, because the worker was told to stop. Not counted."""
+    """Given back, because the worker was told to stop, or waits for room on its disk. Not counted."""
+    FULL = "full"
+    """A disk of the host was full: released while the worker waits for room, an error after that. Never stored."""
 
     def __str__(self) -> str:
         return self.value

@@ -41,6 +41,8 @@ CONTROL_EVERY = 20
 """Problems between two timings of the control program."""
 COOLING_S = 60.0
 """How long a GPU that is throttled by heat is left to cool before it goes on."""
+ROOM_S = 60.0
+"""How long, in all, a worker waits for room on a full disk before that counts as a fault."""
 
 log = logging.getLogger("tiledsched")
 
@@ -88,6 +90,7 @@ class Worker:
         self._child: _Process | None = None
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
         self._doing = self._fault = ""
+        self._waited_s = 0.0
         self._middle: Problem | None = None
         self._archs = gpu.archs(leases.open_archs(campaign.id))
         self.id = leases.join(
@@ -138,14 +141,30 @@ class Worker:
         outcome, result, message = self._ask(
             "work", lease, self._share_s(), deadline_s=self.campaign.deadline_s, doing=lease
         )
+        waits = outcome is Outcome.FULL and self._waited_s < ROOM_S
+        if outcome is Outcome.FULL:
+            outcome = Outcome.RELEASED if waits else Outcome.ERROR
+        elif outcome is Outcome.DONE:
+            self._waited_s = 0.0
         self._faults = self._faults + 1 if outcome in (Outcome.ERROR, Outcome.HUNG) else 0
         self._fault = message
         outcome = self._leases.finish(lease, outcome, result=result, message=message)
         self._doing = ""
         self._say(f"{lease.problem} on {self.gpu.name or self.gpu.uuid}: {outcome}, {time.monotonic() - began:.1f} s"
                   + (f": {message}" if message else ""))  # fmt: skip
+        if waits:
+            self._wait_for_room(message)
         self._since_control += 1
         return outcome
+
+    def _wait_for_room(self, message: str) -> None:
+        """A pause, twice as long each time, after which the disk may have room again; meanwhile others have its problem."""
+        pause_s = min(max(1.0, self._waited_s), 10.0, ROOM_S)
+        self._doing = f"waits for room on its disk: {message}"
+        self._say(f"{self.gpu.name or self.gpu.uuid} {self._doing}")
+        self._stop.wait(pause_s)
+        self._waited_s += pause_s
+        self._doing = ""
 
     def _share_s(self) -> float | None:
         """Of a budget, what the next problem may take: an even share of what is left."""
@@ -194,7 +213,10 @@ class Worker:
         outcome, told, message = self._ask("control", problem, self.gpu.arch, deadline_s=self.campaign.deadline_s)
         self._doing = ""
         if told is None:
-            if outcome is not Outcome.RELEASED:
+            if outcome is Outcome.FULL and self._waited_s < ROOM_S:
+                self._since_control = CONTROL_EVERY
+                self._wait_for_room(message)
+            elif outcome is not Outcome.RELEASED:
                 self.note = f"cannot run the control program: {message}"
             return False
         if probing:
