@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
@@ -347,6 +348,22 @@ class Leases:
     def open_archs(self, campaign_id: str) -> set[str]:
         """The archs for which something is left to do."""
         asked = sa.select(LeaseRow.arch).where(LeaseRow.campaign_id == campaign_id, LeaseRow.state.in_(OPEN)).distinct()
+        return self._read(lambda session: set(session.scalars(asked)))
+
+    def takeable(self, campaign: Campaign) -> Counter[str]:
+        """How many problems of each arch a worker that asked now could take."""
+
+        def read(session: Session) -> Counter[str]:
+            mine = LeaseRow.campaign_id == campaign.id, LeaseRow.attempts < campaign.most_attempts
+            late = sa.and_(LeaseRow.state == "leased", LeaseRow.until < self._told(session))
+            asked = sa.select(LeaseRow.arch, sa.func.count()).where(*mine, (LeaseRow.state == "waiting") | late)
+            return Counter({row[0]: row[1] for row in session.execute(asked.group_by(LeaseRow.arch))})
+
+        return self._read(read)
+
+    def idle(self, campaign_id: str) -> set[str]:
+        """Ids of workers that have joined, and have nothing now."""
+        asked = sa.select(WorkerRow.id).where(WorkerRow.campaign_id == campaign_id, WorkerRow.state == "idle")
         return self._read(lambda session: set(session.scalars(asked)))
 
     def failures(self, campaign_id: str) -> list[Failure]:
