@@ -4,7 +4,8 @@
   another transaction holds (FOR UPDATE SKIP LOCKED), SQLite lets one write at a time.
 - Time is the database's, never a host's: hosts' clocks differ, and a lease must not run out for one and hold for another.
   SQLite has one host, whose clock that is.
-- A lease that ran out is anybody's. Whoever finishes it late finds it done, and what it found is kept as evidence.
+- A lease that ran out is anybody's, and so is, where nothing else is left, one that was not renewed twice. Whoever finishes it
+  late finds it done, and what it found is kept as evidence.
 - Every problem ends as done or failed: attempts are counted when they begin, so that what kills its worker ends, too.
 """
 
@@ -265,7 +266,7 @@ class Leases:
             order = LeaseRow.attempts, LeaseRow.number
             found = session.execute(free.where(*wanted, LeaseRow.state == "waiting").order_by(*order)).first()
             if found is None:
-                late = LeaseRow.state == "leased", LeaseRow.until < now
+                late = LeaseRow.state == "leased", LeaseRow.until < campaign.silent_until(now)
                 found = session.execute(free.where(*wanted, *late).order_by(*order)).first()
             if found is None:
                 return None
@@ -355,7 +356,8 @@ class Leases:
 
         def read(session: Session) -> Counter[str]:
             mine = LeaseRow.campaign_id == campaign.id, LeaseRow.attempts < campaign.most_attempts
-            late = sa.and_(LeaseRow.state == "leased", LeaseRow.until < self._told(session))
+            silent = LeaseRow.until < campaign.silent_until(self._told(session))
+            late = sa.and_(LeaseRow.state == "leased", silent)
             asked = sa.select(LeaseRow.arch, sa.func.count()).where(*mine, (LeaseRow.state == "waiting") | late)
             return Counter({row[0]: row[1] for row in session.execute(asked.group_by(LeaseRow.arch))})
 
