@@ -5,7 +5,9 @@ from __future__ import annotations
 import types
 
 import fleet_jobs
+import pytest
 
+from tiledsched.errors import ConfigError
 from tiledsched.fleet import on_ray
 from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome
 from tiledsched.fleet.leases import Leases
@@ -125,6 +127,44 @@ def test_an_actor_with_nothing_left_gives_its_gpu_back_and_comes_again_where_it_
         assert len(ray.started) == 4
         assert ray.started[3] != died
         assert (ray.actors, worked.notes) == ([], ())
+
+
+def test_an_actor_that_cannot_begin_says_why(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(on_ray, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(on_ray, "on_node", lambda node: node)
+    with TuningDB.open(tmp_path / "x.db") as db:
+        leases = Leases(db)
+        plan = CampaignPlan(job="j:j", kernel="attention", problems={"sm_90": fleet_jobs.problems(1)})
+        ray = MadeUpRay(leases, leases.open(plan))
+        monkeypatch.setattr(on_ray, "ray_module", lambda: ray)
+
+        def get(call: Call) -> object:
+            raise RayError("an error raised in its creation task, x\nTraceback:\n  at y\nConfigError: no GPU 0 here\n")
+
+        ray.get = get
+        worked = Driver("", leases, ray.campaign, spread_builds=False, nobody_s=0.0).run()
+        assert worked.notes
+        assert all("ConfigError: no GPU 0 here, 4 times" in note for note in worked.notes)
+        assert "ConfigError: no GPU 0 here" in leases.failures(ray.campaign.id)[0].message
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RayError("no authentication token was found"), "lets nobody in: no authentication token was found"),
+        (ConnectionError("failed to connect"), "no Ray cluster answers at head:6379: failed to connect"),
+    ],
+)
+def test_a_cluster_that_lets_nobody_in_ends_with_what_to_do(monkeypatch, error, said) -> None:
+    """Ray tells a token that is missing as an error of its own, and one that is wrong, or not sent, as no answer."""
+
+    def init(**given: object) -> None:
+        raise error
+
+    ray = types.SimpleNamespace(is_initialized=lambda: False, init=init, exceptions=MadeUpRay.exceptions)
+    monkeypatch.setattr(on_ray, "ray_module", lambda: ray)
+    with pytest.raises(ConfigError, match=f"{said}.*RAY_AUTH_MODE=token"):
+        on_ray.run_on_ray("x.db", "c", address="head:6379")
 
 
 def test_what_can_be_taken_is_counted_by_arch(tmp_path) -> None:

@@ -41,6 +41,8 @@ MOST_RESTARTS = 3
 """Of the actor of one GPU, without a problem done between them."""
 NOBODY_S = 600.0
 """How long problems wait for a GPU of their arch to come, e.g. from an autoscaler."""
+TOKEN = "where it wants a token (Ray 2.52 and later), set RAY_AUTH_MODE=token, and keep the token in ~/.ray/auth_token"
+"""What Ray does not do by itself for an address that is given, and what it does not tell apart from no answer."""
 
 
 class GpuActor:
@@ -289,6 +291,8 @@ class Driver:
         """Its actor, its host, or Ray's word of them is gone: what it held is taken from it, and another actor started."""
         if isinstance(error, self._ray.exceptions.RayTaskError):  # it lives, and says why it cannot
             why = str(error.cause)
+        elif "creation task" in str(error):  # it never began, and its traceback says why
+            why = str(error).strip().splitlines()[-1]
         else:
             why = f"its actor was lost ({type(error).__name__})"
         self._say(f"{seat.worker or 'a worker'}: {why}")
@@ -334,7 +338,7 @@ class Driver:
     def _end(self) -> None:
         """Let every actor stop what it does and leave, for as long as that may take; then end it."""
         seats = [seat for seat in self._seats.values() if seat.actor is not None]
-        asked = []
+        asked, gives_up = [], time.monotonic() + STOP_S + 2.0
         for seat in seats:
             with suppress(Exception):
                 asked.append(seat.actor.stop.remote())  # its answer is not waited for, and not dropped either
@@ -348,7 +352,7 @@ class Driver:
                 ends.append(seat.call if seat.leaving else seat.actor.end.remote())
         if ends:
             with suppress(Exception):
-                self._ray.wait(ends, num_returns=len(ends), timeout=2.0)
+                self._ray.wait(ends, num_returns=len(ends), timeout=max(2.0, gives_up - time.monotonic()))
         for handle in [*(seat.actor for seat in seats), *([self._directory] if self._directory is not None else [])]:
             with suppress(Exception):
                 self._ray.kill(handle)
@@ -379,9 +383,11 @@ def run_on_ray(db: str, campaign_id: str, *, address: str | None, without_gpu: i
         try:
             local = {"include_dashboard": False} if address == "local" else {}
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+        except ray.exceptions.RayError as error:
+            raise ConfigError(f"the Ray cluster at {address} lets nobody in: {error}; {TOKEN}") from error
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"no Ray cluster answers at {address}: {error}; start one with: ray start --head"
+                f"no Ray cluster answers at {address}: {error}; start one with: ray start --head; {TOKEN}"
             ) from error
     try:
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
