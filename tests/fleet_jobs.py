@@ -3,8 +3,8 @@
 Its problems are those of the landscapes with other numbers of heads: each is searched, raced and stored as on a GPU, and takes
 a fraction of a second. What happens is told by the environment, which workers on a made-up cluster inherit:
 FLEET_GPUS (`sm_90:4,sm_100:2`) and FLEET_FOLDER, where each job notes itself, and where files named after heads say what
-goes wrong: `crash-7`, `hang-7`, `error-7` once, `fail-7` always; `full-7`
-fills the disk of the cache for that process; `stay-7` keeps a job from ending while it is there.
+goes wrong: `crash-7`, `hang-7`, `error-7` once, `fail-7` always; while `full-UUID` is there, that GPU's process
+finds the disk of the cache full; `stay-7` keeps a job from ending while it is there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import functools
 import os
+import shutil
 import signal
 import time
 from contextlib import contextmanager
@@ -149,9 +150,21 @@ def once(word: str) -> bool:
     return True
 
 
-def full(*given):
-    """What writing to a full disk comes to."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def full() -> Path:
+    """While it is there, this process finds the disk full."""
+    return folder() / f"full-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+
+
+def on_a_disk_that_may_be_full(write):
+    def written(*given):
+        if full().exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*given)
+
+    return written
+
+
+copy, write_whole = shutil.copyfile, artifacts.write_whole
 
 
 def begin(problem, progress) -> None:
@@ -165,8 +178,8 @@ def begin(problem, progress) -> None:
         time.sleep(600)
     if once(f"error-{number}"):
         raise MeasureError("the GPU has fallen off the bus; run: tiledsched doctor")
-    if once(f"full-{number}"):
-        scratch.shutil.copyfile = artifacts.write_whole = full
+    if full().exists():
+        scratch.shutil.copyfile, artifacts.write_whole = map(on_a_disk_that_may_be_full, (copy, write_whole))
         artifacts.ArtifactStore().put(Artifact(arch="sm_90", fingerprint="f" * 24, facts=None, cubin=b""))
     if (folder() / f"fail-{number}").exists():
         raise NoValidScheduleError("no schedule works; relax the constraints")

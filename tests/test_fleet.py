@@ -24,7 +24,8 @@ from tiledsched.build.cubin import read_artifact
 from tiledsched.cli import main
 from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.fleet import builds as builds_module
-from tiledsched.fleet import local
+from tiledsched.fleet import gpus, local
+from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import CampaignPlan, Outcome, Setup
 from tiledsched.fleet.child import Child, why_not
@@ -35,7 +36,7 @@ from tiledsched.fleet.run import plan as plan_campaign
 from tiledsched.fleet.run import run
 from tiledsched.fleet.scratch import Scratch, bring_home, whole
 from tiledsched.fleet.status import read_status
-from tiledsched.fleet.worker import MOST_FAULTS, Heart, Worker
+from tiledsched.fleet.worker import Heart, Worker
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
@@ -118,22 +119,37 @@ def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(hom
     assert list((home / "cache" / "fleet").glob("*/*.db")) == []  # all was brought home
 
 
-def test_a_full_disk_costs_its_attempts_at_once_and_others_go_on(home) -> None:
-    (home / "full-2").touch()
+def test_a_full_disk_is_waited_for_and_after_that_the_list_names_it(home, monkeypatch) -> None:
+    """Briefly full, it costs no attempt, though it is all a campaign has; others go on meanwhile."""
+    full = home / "full-GPU-sm_90-here-0"
+    full.touch()
+    (home / "stay-2").touch()
+    said = []
+
+    def hear(line: str) -> None:
+        said.append(line)
+        if "waits for room" in line and full.exists():
+            wait_for((home / "stays-2").exists)  # the other GPU has what was given back, or the next
+            full.unlink()
+        if leases.counts(campaign.id)["done"] == 2:
+            (home / "stay-2").unlink(missing_ok=True)
+
     with TuningDB.open(home / "x.db") as db:
         leases = Leases(db)
-        campaign = leases.open(plan(4, options={"pause_s": 0.2}))
-        worked = work(str(home / "x.db"), campaign.id)
-        status = read_status(leases, campaign.id)
-        assert (status.campaign.status, status.done, status.failed) == ("done", 4, 0)
-        assert len(worked.notes) == 1
-        assert (
-            "No space left on device; free some space there, or name another folder with TILEDSCHED_CACHE"
-            in worked.notes[0]
-        )
+        campaign = leases.open(plan(3))
+        worked = work(str(home / "x.db"), campaign.id, say=hear)
+        assert worked.notes == ()
         with db.reading() as session:
             ends = Counter(session.scalars(sa.select(AttemptRow.outcome)))
-        assert ends == {"done": 4, "error": MOST_FAULTS}
+        assert ends == {"done": 3, "released": 1}
+        full.touch()
+        monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
+        monkeypatch.setattr(worker_module, "ROOM_S", 0.2)
+        status = run(plan(2), db=str(home / "x.db"), say=said.append)
+        assert (status.done, status.failed) == (0, 2)
+        why = "No space left on device; free some space there, or name another folder with TILEDSCHED_CACHE"
+        assert [why in each.message for each in status.failures] == [True] * 2
+        assert sum("waits for room on its disk" in line and why in line for line in said) == 2
     assert gone(home)
 
 
@@ -350,6 +366,62 @@ def test_a_gpu_that_is_stuck_beyond_help_holds_nothing_back(home, monkeypatch) -
         seen = [leases.take(campaign, workers[1].id, ["sm_90"])]
         wait_for(lambda: seen.append(leases.take(campaign, workers[2].id, ["sm_90"])) or seen[-1], 5.0)
         assert seen[-1].id != seen[0].id  # the stuck one's ran out; the other's is renewed
+        heart.end()
+
+
+def hanging_nvml(well: threading.Event) -> types.SimpleNamespace:
+    """NVML of a host where no question about the GPU of that name comes back unless it is well."""
+
+    def ask(handle: str, *about: int) -> int:
+        if handle == "GPU-stuck":
+            well.wait()
+        return 50_000
+
+    told = ("ClockInfo", "Temperature", "PowerUsage", "CurrentClocksThrottleReasons", "CudaComputeCapability")
+    return types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: "GPU-stuck",
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid.decode(),
+        **dict.fromkeys((f"nvmlDeviceGet{what}" for what in told), ask),
+        **dict.fromkeys(("NVML_CLOCK_SM", "NVML_TEMPERATURE_GPU"), 0),
+    )
+
+
+def test_a_gpu_whose_driver_hangs_holds_up_no_heartbeat(home, monkeypatch) -> None:
+    """What it told last is told again, with its age; a list of GPUs that does not come ends with an error."""
+    well = threading.Event()
+    well.set()
+    monkeypatch.setitem(sys.modules, "pynvml", hanging_nvml(well))
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(2, lease_s=1.0))
+        workers = [
+            Worker(leases, "", campaign, Gpu(uuid=uuid, name="", arch="sm_90"), jobs=1, stop=threading.Event())
+            for uuid in ("GPU-stuck", "GPU-well")
+        ]
+        held = {leases.take(campaign, worker.id, ["sm_90"]).id for worker in workers}
+        heart = Heart(leases, campaign, workers)
+        heart.start()
+
+        def told() -> dict[str, tuple[int | None, float]]:
+            return {each.gpu: (each.sm_clock_mhz, each.age_s) for each in read_status(leases, campaign.id).workers}
+
+        wait_for(lambda: told() == {"GPU-stuck": (50_000, 0.0), "GPU-well": (50_000, 0.0)}, 5.0)
+        well.clear()
+        try:
+            wait_for(lambda: told()["GPU-stuck"][1] > 1.5 * campaign.lease_s, 10.0)
+            assert told()["GPU-stuck"][0] == 50_000
+            assert told()["GPU-well"] == (50_000, 0.0)
+            other = leases.join(campaign.id, hostname="there", pid=1, gpu="GPU-2", device_name="", arch="sm_90")
+            assert leases.take(campaign, other, ["sm_90"]) is None
+            assert leases.renew(campaign, {worker.id: {} for worker in workers}) == held
+            monkeypatch.setattr(gpus, "LISTED_S", 0.05)
+            with pytest.raises(MeasureError, match="one of them is stuck"):
+                gpus.gpus_here("tiledsched.fleet.jobs:tune")
+        finally:
+            well.set()
+        wait_for(lambda: told()["GPU-stuck"] == (50_000, 0.0), 5.0)
         heart.end()
 
 

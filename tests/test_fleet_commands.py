@@ -115,6 +115,8 @@ def test_refresh_serves_what_the_single_command_does(run, home, monkeypatch) -> 
     monkeypatch.setattr("tiledsched.serve.entries._shipped",
                         lambda *given: fleet_jobs.entries.Layer(name="shipped", where="", entries=()))  # fmt: skip
     said = run("refresh")
+    order = [row["problem"]["heads"] for row in said["rows"]]
+    assert order == [each.heads for each in sorted(PROBLEMS, key=lambda each: -each.flops)] != sorted(order)
     single = alone(home, "refresh")
     assert [(row["kept"], row["raced"]) for row in single] == [(1, 0), (0, 1), (1, 0)]
     found = []

@@ -14,7 +14,7 @@ from store_samples import BACKENDS, PROBLEM, new_url
 
 from tiledsched.errors import ConfigError, DatabaseError
 from tiledsched.fleet import patience
-from tiledsched.fleet.campaign import JOBS, CampaignPlan, Outcome, check_job
+from tiledsched.fleet.campaign import JOBS, MISSED, CampaignPlan, Outcome, check_job
 from tiledsched.fleet.gpus import Gpu, illness, visible
 from tiledsched.fleet.leases import Leases, expected
 from tiledsched.fleet.modelled import ModelledLeases
@@ -120,9 +120,10 @@ def test_a_lease_that_runs_out_is_taken_by_another_and_the_late_result_is_eviden
     campaign = leases.open(plan(1))
     slow, quick = join(leases, campaign, "GPU-1"), join(leases, campaign, "GPU-2")
     first = leases.take(campaign, slow, ["sm_90"])
-    clock.pass_s(LEASE_S - 1)
-    assert leases.take(campaign, quick, ["sm_90"]) is None
+    clock.pass_s(MISSED * LEASE_S - 1)
+    assert (leases.take(campaign, quick, ["sm_90"]), leases.takeable(campaign)) == (None, {})
     clock.pass_s(2)
+    assert leases.takeable(campaign) == {"sm_90": 1}
     second = leases.take(campaign, quick, ["sm_90"])
     assert (second.id, second.attempt) == (first.id, 2)
     assert leases.finish(first, Outcome.DONE, result={"us": 2.0}) is Outcome.LATE
@@ -133,6 +134,23 @@ def test_a_lease_that_runs_out_is_taken_by_another_and_the_late_result_is_eviden
     assert [outcome for *_, outcome in attempts(db)] == ["late", "done"]
     with db.reading() as session:
         assert session.scalar(sa.select(AttemptRow.result).where(AttemptRow.outcome == "late")) == {"us": 2.0}
+
+
+def test_who_misses_renewals_is_taken_over_only_by_who_has_nothing_else_to_do(leases, clock) -> None:
+    campaign = leases.open(plan(3, most_attempts=2))
+    workers = [join(leases, campaign, f"GPU-{number}") for number in range(3)]
+    silent, _ = (leases.take(campaign, worker, ["sm_90"]) for worker in workers[:2])
+    clock.pass_s(MISSED * LEASE_S + 1)
+    leases.renew(campaign, {workers[1]: {}})
+    assert leases.takeable(campaign) == {"sm_90": 2}
+    other, again = (leases.take(campaign, workers[2], ["sm_90"]) for _ in range(2))
+    assert (other.problem, other.attempt) == (problems(3)[2], 1)
+    assert (again.id, again.attempt, again.last) == (silent.id, 2, True)
+    clock.pass_s(MISSED * LEASE_S + 1)
+    leases.renew(campaign, {worker: {} for worker in workers[:2]})
+    leases.finish(other, Outcome.DONE)
+    assert leases.take(campaign, workers[0], ["sm_90"]) is None  # it was the last attempt, which has its whole lease
+    assert leases.end(campaign.id) == "running"
 
 
 def test_a_late_result_of_what_nobody_has_is_as_good_as_any(leases, clock) -> None:

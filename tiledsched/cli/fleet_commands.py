@@ -54,9 +54,11 @@ def record(options: argparse.Namespace) -> int:
 
 def refresh(options: argparse.Namespace) -> int:
     """`refresh` over a fleet."""
+    from tiledsched.fleet.leases import expected
+
     archs = _archs(options)
     planned = _plan(options, "refresh", REFRESH, problems=[each for arch in archs for each in _measured(options, arch)])
-    by_arch = {arch: _measured(options, arch) for arch in archs}
+    by_arch = {arch: expected(_measured(options, arch)) for arch in archs}  # what there is differs from arch to arch
     return _run(options, dataclasses.replace(planned, problems=by_arch))
 
 

@@ -99,7 +99,7 @@ def _workers(status: FleetStatus, shown: Sequence[Any]) -> Table:
             _number(worker.temperature_c),
             _number(worker.power_w),
             told,
-            worker.doing + hot,
+            worker.doing + hot + (f" (no answer of its GPU for {worker.age_s:.0f} s)" if worker.age_s else ""),
         )
     return table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
 
@@ -24,6 +24,9 @@ JOBS_VARIABLE = "TILEDSCHED_FLEET_JOBS"
 and whoever can write to it must not thereby choose code."""
 LEASE_S = 120.0
 """How long a lease holds unless renewed: what a dead host costs its problem."""
+MISSED = 0.5
+"""Part of a lease (which is renewed four times as often as it runs out) without a word, after which a worker that has nothing
+else to do takes the problem over. Where its worker lives after all, that costs what was idle anyway."""
 DEADLINE_S = 3600.0
 """How long one attempt may take before its process is killed, as hung."""
 MOST_ATTEMPTS = 3
@@ -46,7 +49,9 @@ class Outcome(str, Enum):
     EXPIRED = "expired"
     """The worker was not heard of."""
     RELEASED = "released"
-    """Given back, because the worker was told to stop. Not counted."""
+    """Given back, because the worker was told to stop, or waits for room on its disk. Not counted."""
+    FULL = "full"
+    """A disk of the host was full: released while the worker waits for room, an error after that. Never stored."""
 
     def __str__(self) -> str:
         return self.value
@@ -114,6 +119,10 @@ class Campaign:
     """When nothing more is begun; None for no limit."""
     finished_at: datetime | None
     """When it ended."""
+
+    def silent_until(self, now: datetime) -> datetime:
+        """Leases that hold until then, or less long, were not renewed for too long to wait for their workers."""
+        return now + timedelta(seconds=(1.0 - MISSED) * self.lease_s)
 
     @property
     def command(self) -> str:

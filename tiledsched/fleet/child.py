@@ -36,7 +36,7 @@ from tiledsched.errors import (
 )
 from tiledsched.fleet.builds import SharedBuilds, build_key
 from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup, check_job
-from tiledsched.fleet.patience import PATIENCE_S, patiently
+from tiledsched.fleet.patience import PATIENCE_S, is_full, patiently
 from tiledsched.fleet.scratch import Scratch, remove, whole
 from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import load_kernel
@@ -123,7 +123,7 @@ class Child:
                 lambda: self._scratches().database(self._home(), lease.problem, lease.arch, name), stop=self._stop
             )
         except Exception as error:
-            return str(self._unless_stopped(Outcome.ERROR)), None, _said(error)
+            return str(self._unless_stopped(_ended_by(error))), None, _said(error)
         options = dict(self._setup.campaign.options)
         if budget_s is not None:
             options["budget_s"] = budget_s
@@ -141,14 +141,14 @@ class Child:
         except StoppedError:
             outcome = Outcome.RELEASED
         except Exception as error:  # whatever it is costs this attempt; another GPU or host may do better
-            message = _said(error)
+            outcome, message = _ended_by(error), _said(error)
         self._working = False
         try:
             held = patiently(lambda: holds(self._home(), lease), patience_s=self._patience(), stop=self._stop)
             patiently(lambda: self._scratches().bring_home(path, self._home(), held=held), patience_s=self._patience(),
                       stop=self._stop)  # fmt: skip
         except Exception as error:  # the file stays, for the next one here
-            ended = self._unless_stopped(Outcome.ERROR) if outcome is Outcome.DONE else outcome
+            ended = self._unless_stopped(_ended_by(error)) if outcome is Outcome.DONE else outcome
             return str(ended), None, message or _said(error)
         return str(outcome), result, message
 
@@ -182,7 +182,7 @@ class Child:
         except StoppedError:
             return str(Outcome.RELEASED), None, ""
         except Exception as error:
-            return str(self._unless_stopped(Outcome.ERROR)), None, _said(error)
+            return str(self._unless_stopped(_ended_by(error))), None, _said(error)
         finally:
             self._working = False
         return str(Outcome.DONE), told, ""
@@ -243,6 +243,10 @@ def holds(db: TuningDB, lease: Lease) -> bool:
             lease.attempt,
             "leased",
         )
+
+
+def _ended_by(error: BaseException) -> Outcome:
+    return Outcome.FULL if is_full(error) else Outcome.ERROR
 
 
 def _said(error: BaseException) -> str:

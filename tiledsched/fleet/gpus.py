@@ -5,12 +5,22 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import threading
+import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDoneError
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.errors import MeasureError
 from tiledsched.fleet.campaign import check_job
 from tiledsched.measure.nvml import HELD_DOWN, devices, state_of, uuids
+
+ANSWER_S = 1.0
+"""How long the state of a GPU is waited for: it takes a millisecond, unless the driver is stuck."""
+LISTED_S = 60.0
+"""How long the list of GPUs is waited for, which may load the driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +47,80 @@ class Gpu:
         return state_of(self.uuid)
 
 
+class GpuState:
+    """What a GPU tells of itself, asked in a thread of its own: the driver of one that is stuck may never answer.
+
+    Args:
+        gpu: which.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._told = gpu, dict[str, Any]()
+        self._asked_s = self._told_s = time.monotonic()
+        self._asking: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def ask(self) -> None:
+        """Begin to ask, unless a question is open: of many GPUs all are asked before any is waited for."""
+        with self._lock:
+            if self._asking is None or not self._asking.is_alive():
+                self._asked_s = time.monotonic()
+                self._asking = threading.Thread(target=self._keep, daemon=True)
+                self._asking.start()
+
+    def _keep(self) -> None:
+        self._told, self._told_s = self._gpu.state(), time.monotonic()
+
+    def read(self, within_s: float = ANSWER_S) -> dict[str, Any]:
+        """Its state; where it does not answer in time, what it told last, and how old that is (`age_s`)."""
+        self.ask()
+        assert self._asking is not None
+        self._asking.join(max(0.0, self._asked_s + within_s - time.monotonic()))
+        silent = {"age_s": round(time.monotonic() - self._told_s, 1)} if self._asking.is_alive() else {}
+        return {**self._told, **silent}
+
+
 def gpus_here(job: str, *, without: int = 0) -> list[Gpu]:
     """The GPUs that a job may take here: those the driver lists and CUDA_VISIBLE_DEVICES leaves.
 
     Args:
         job: of the campaign. Its module may stand for GPUs of its own (`gpus()`), as replays do.
         without: places for work that needs no GPU, in place of GPUs.
+
+    Raises:
+        MeasureError: the driver does not answer.
     """
     if without:
         return [Gpu(uuid=f"{socket.gethostname()}-{os.getpid()}-{place}", name="", arch="") for place in range(without)]
     own = getattr(importlib.import_module(check_job(job).partition(":")[0]), "gpus", None)
     if own is not None:
         return list(own())
-    found = [
-        Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in zip(uuids(), devices(), strict=False)
-    ]
-    return visible(found, os.environ)
+    return visible(_listed(), os.environ)
+
+
+def _listed() -> list[Gpu]:
+    """Those the driver lists.
+
+    Raises:
+        MeasureError: it does not answer.
+    """
+    listed: Future[list[Gpu]] = Future()
+
+    def ask() -> None:
+        try:
+            pairs = zip(uuids(), devices(), strict=False)
+            listed.set_result([Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in pairs])
+        except Exception as error:
+            listed.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return listed.result(LISTED_S)
+    except NotDoneError as error:
+        raise MeasureError(
+            f"the driver of {socket.gethostname()} has not listed its GPUs within {LISTED_S:g} s: one of them is stuck; "
+            "reset it or restart the machine, then run: tiledsched doctor"
+        ) from error
 
 
 def visible(found: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:

@@ -4,7 +4,8 @@
   another transaction holds (FOR UPDATE SKIP LOCKED), SQLite lets one write at a time.
 - Time is the database's, never a host's: hosts' clocks differ, and a lease must not run out for one and hold for another.
   SQLite has one host, whose clock that is.
-- A lease that ran out is anybody's. Whoever finishes it late finds it done, and what it found is kept as evidence.
+- A lease that ran out is anybody's, and so is, where nothing else is left, one that was not renewed twice. Whoever finishes it
+  late finds it done, and what it found is kept as evidence.
 - Every problem ends as done or failed: attempts are counted when they begin, so that what kills its worker ends, too.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
@@ -264,7 +266,7 @@ class Leases:
             order = LeaseRow.attempts, LeaseRow.number
             found = session.execute(free.where(*wanted, LeaseRow.state == "waiting").order_by(*order)).first()
             if found is None:
-                late = LeaseRow.state == "leased", LeaseRow.until < now
+                late = LeaseRow.state == "leased", LeaseRow.until < campaign.silent_until(now)
                 found = session.execute(free.where(*wanted, *late).order_by(*order)).first()
             if found is None:
                 return None
@@ -347,6 +349,23 @@ class Leases:
     def open_archs(self, campaign_id: str) -> set[str]:
         """The archs for which something is left to do."""
         asked = sa.select(LeaseRow.arch).where(LeaseRow.campaign_id == campaign_id, LeaseRow.state.in_(OPEN)).distinct()
+        return self._read(lambda session: set(session.scalars(asked)))
+
+    def takeable(self, campaign: Campaign) -> Counter[str]:
+        """How many problems of each arch a worker that asked now could take."""
+
+        def read(session: Session) -> Counter[str]:
+            mine = LeaseRow.campaign_id == campaign.id, LeaseRow.attempts < campaign.most_attempts
+            silent = LeaseRow.until < campaign.silent_until(self._told(session))
+            late = sa.and_(LeaseRow.state == "leased", silent)
+            asked = sa.select(LeaseRow.arch, sa.func.count()).where(*mine, (LeaseRow.state == "waiting") | late)
+            return Counter({row[0]: row[1] for row in session.execute(asked.group_by(LeaseRow.arch))})
+
+        return self._read(read)
+
+    def idle(self, campaign_id: str) -> set[str]:
+        """Ids of workers that have joined, and have nothing now."""
+        asked = sa.select(WorkerRow.id).where(WorkerRow.campaign_id == campaign_id, WorkerRow.state == "idle")
         return self._read(lambda session: set(session.scalars(asked)))
 
     def failures(self, campaign_id: str) -> list[Failure]:

@@ -54,13 +54,13 @@ class ModelledLeases:
         return f"modelled{self._joined}"
 
     def take(self, campaign: Campaign, worker_id: str, archs: Collection[str]) -> Lease | None:
-        """The next problem: one that waits, else one whose lease has run out."""
+        """The next problem: one that waits, else one whose worker is silent."""
         now = self._clock()
         if self._waiting:
             attempts, _, number = heapq.heappop(self._waiting)
         else:
             late = [(attempts, self._what[number][0], number) for number, (_, attempts, until) in self._held.items()
-                    if until < now and attempts < campaign.most_attempts]  # fmt: skip
+                    if until < campaign.silent_until(now) and attempts < campaign.most_attempts]  # fmt: skip
             if not late:
                 return None
             attempts, _, number = min(late)

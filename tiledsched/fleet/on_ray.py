@@ -4,6 +4,7 @@
   GPU's memory (ray#59872); the GPU is named by UUID and locked, whatever numbers CUDA_VISIBLE_DEVICES holds (ray#44821).
 - No time limit of Ray's is used: those count the time in a queue (ray#18916), and a task that hangs is killed by nobody
   (ray#57152). A lease's deadline kills the child, and the actor lives on.
+- An actor for which nothing is left gives its GPU back, and another is started when there is something again.
 - The driver keeps nothing that matters. It may die, and the same command goes on.
 - Builds run on the CPUs of all hosts, one compile pool for each, and are shared through the object store.
 """
@@ -15,9 +16,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.build.pool import default_jobs
@@ -40,6 +41,8 @@ MOST_RESTARTS = 3
 """Of the actor of one GPU, without a problem done between them."""
 NOBODY_S = 600.0
 """How long problems wait for a GPU of their arch to come, e.g. from an autoscaler."""
+TOKEN = "where it wants a token (Ray 2.52 and later), set RAY_AUTH_MODE=token, and keep the token in ~/.ray/auth_token"
+"""What Ray does not do by itself for an address that is given, and what it does not tell apart from no answer."""
 
 
 class GpuActor:
@@ -149,13 +152,15 @@ class _Seat:
     worker: str = ""
     """Id of its worker, once it has said it."""
     arch: str | None = None
-    """Its arch; empty for any, None while it is not known."""
+    """Its arch; empty for any, None while it is not known, or nobody serves it."""
     restarts: int = 0
     """How often its actor was started again."""
+    leaving: bool = False
+    """Whether its actor was told to end, and is let go once it has."""
+    resting: bool = False
+    """Whether its actor was let go because there was nothing for it: another comes when there is."""
     closed: bool = False
     """Whether it takes no more part."""
-    asked: list[Any] = field(default_factory=list)
-    """Calls whose answers nobody waits for."""
 
 
 class Driver:
@@ -215,12 +220,33 @@ class Driver:
 
     def _look_at_nodes(self) -> None:
         """A seat for every GPU of every node that is alive."""
+        here = set()
         for node in self._ray.nodes():
             count = self._without_gpu or int(node["Resources"].get("GPU", 0))
             for slot in range(count if node["Alive"] else 0):
+                here.add((node["NodeID"], slot))
                 seat = self._seats.setdefault((node["NodeID"], slot), _Seat(node["NodeID"], slot))
-                if seat.actor is None and not seat.closed:
+                if seat.actor is None and not seat.closed and not seat.resting:
                     self._start(seat)
+        resting = {place: seat for place, seat in self._seats.items() if seat.resting and seat.actor is None}
+        for place, seat in resting.items():
+            if place not in here:
+                seat.resting, seat.closed, seat.arch = False, True, None
+        self._wake([seat for seat in resting.values() if seat.resting])
+
+    def _wake(self, resting: Sequence[_Seat]) -> None:
+        """Start an actor for each problem that there is again: one failed elsewhere, or its worker was lost."""
+        if not resting or not (left := self._leases.takeable(self._campaign)):
+            return
+        idle = self._leases.idle(self._campaign.id)
+        awake = [seat for seat in self._seats.values() if seat.actor is not None and not seat.leaving]
+        coming = [seat.arch for seat in awake if not seat.worker or seat.worker in idle]
+        for seat in resting:
+            free = sum(left.values()) if not seat.arch else left[seat.arch]
+            if free > sum(arch in (seat.arch, "", None) for arch in coming):
+                seat.resting = False
+                self._start(seat)
+                coming.append(seat.arch)
 
     def _start(self, seat: _Seat) -> None:
         gpu = {} if self._without_gpu else {"num_gpus": 1}
@@ -229,7 +255,7 @@ class Driver:
         seat.actor = remote.remote(
             self._db, self._campaign.id, seat.slot if self._without_gpu else None, self._directory, self._jobs
         )
-        seat.worker, seat.arch, seat.call = "", None, seat.actor.hello.remote()
+        seat.worker, seat.call = "", seat.actor.hello.remote()
 
     def _answered(self, seat: _Seat) -> None:
         call, seat.call = seat.call, None
@@ -237,6 +263,9 @@ class Driver:
             answer = self._ray.get(call)
         except self._ray.exceptions.RayError as error:
             self._lost(seat, error)
+            return
+        if seat.leaving:
+            self._let_go(seat)
             return
         if "worker" in answer:
             seat.worker, seat.arch = answer["worker"], answer["arch"]
@@ -250,9 +279,11 @@ class Driver:
         if answer["note"]:
             self._notes.append(f"{seat.worker}: {answer['note']}")
             self._say(self._notes[-1])
-            self._close(seat)
-        elif answer["finished"]:
-            self._close(seat)
+            seat.closed, seat.arch = True, None
+            self._leave(seat)
+        elif answer["finished"] or (answer["outcome"] is None and not self._has_work(seat)):
+            seat.resting = True
+            self._leave(seat)
         else:
             seat.call = seat.actor.step.remote()
 
@@ -260,21 +291,34 @@ class Driver:
         """Its actor, its host, or Ray's word of them is gone: what it held is taken from it, and another actor started."""
         if isinstance(error, self._ray.exceptions.RayTaskError):  # it lives, and says why it cannot
             why = str(error.cause)
+        elif "creation task" in str(error):  # it never began, and its traceback says why
+            why = str(error).strip().splitlines()[-1]
         else:
             why = f"its actor was lost ({type(error).__name__})"
         self._say(f"{seat.worker or 'a worker'}: {why}")
         if seat.worker:
             self._leases.leave(seat.worker, why)
-        with suppress(Exception):
-            self._ray.kill(seat.actor)
-        seat.actor, seat.arch, seat.restarts = None, None, seat.restarts + 1
+        self._let_go(seat)
+        seat.restarts += 1
+        if not seat.resting:
+            seat.arch = None
         if seat.restarts > MOST_RESTARTS:
-            seat.closed = True
+            seat.closed, seat.resting, seat.arch = True, False, None
             self._notes.append(f"GPU {seat.slot} of node {seat.node[:8]}: {why}, {seat.restarts} times")
 
-    def _close(self, seat: _Seat) -> None:
-        seat.closed, seat.arch = True, None
-        seat.asked.append(seat.actor.end.remote())
+    def _has_work(self, seat: _Seat) -> bool:
+        """Whether there is a problem that it could take now."""
+        left = self._leases.takeable(self._campaign)
+        return any(left.values()) if not seat.arch else left[seat.arch] > 0
+
+    def _leave(self, seat: _Seat) -> None:
+        """Have its actor leave the campaign; its GPU is another's then."""
+        seat.leaving, seat.call = True, seat.actor.end.remote()
+
+    def _let_go(self, seat: _Seat) -> None:
+        with suppress(Exception):
+            self._ray.kill(seat.actor)
+        seat.actor, seat.leaving = None, False
 
     def _hopeless(self) -> bool:
         """Give up on what no GPU is there for, for long enough; whether nothing else is left."""
@@ -294,9 +338,10 @@ class Driver:
     def _end(self) -> None:
         """Let every actor stop what it does and leave, for as long as that may take; then end it."""
         seats = [seat for seat in self._seats.values() if seat.actor is not None]
+        asked, gives_up = [], time.monotonic() + STOP_S + 2.0
         for seat in seats:
             with suppress(Exception):
-                seat.asked.append(seat.actor.stop.remote())
+                asked.append(seat.actor.stop.remote())  # its answer is not waited for, and not dropped either
         calls = [seat.call for seat in seats if seat.call is not None]
         if calls:
             with suppress(Exception):
@@ -304,10 +349,10 @@ class Driver:
         ends = []
         for seat in seats:
             with suppress(Exception):
-                ends.append(seat.actor.end.remote() if not seat.closed else seat.asked[0])
+                ends.append(seat.call if seat.leaving else seat.actor.end.remote())
         if ends:
             with suppress(Exception):
-                self._ray.wait(ends, num_returns=len(ends), timeout=2.0)
+                self._ray.wait(ends, num_returns=len(ends), timeout=max(2.0, gives_up - time.monotonic()))
         for handle in [*(seat.actor for seat in seats), *([self._directory] if self._directory is not None else [])]:
             with suppress(Exception):
                 self._ray.kill(handle)
@@ -338,9 +383,11 @@ def run_on_ray(db: str, campaign_id: str, *, address: str | None, without_gpu: i
         try:
             local = {"include_dashboard": False} if address == "local" else {}
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+        except ray.exceptions.RayError as error:
+            raise ConfigError(f"the Ray cluster at {address} lets nobody in: {error}; {TOKEN}") from error
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"no Ray cluster answers at {address}: {error}; start one with: ray start --head"
+                f"no Ray cluster answers at {address}: {error}; start one with: ray start --head; {TOKEN}"
             ) from error
     try:
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +29,17 @@ def is_away(error: BaseException) -> bool:
     """Whether the database could not be reached, or was in no state to answer: another try may find it well."""
     cause = error.__cause__
     return isinstance(error, DatabaseError) and isinstance(cause, (sa.exc.OperationalError, sa.exc.InterfaceError))
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a disk of this host had no room."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def patiently(ask: Callable[[], T], *, patience_s: float = PATIENCE_S, stop: threading.Event | None = None) -> T:

@@ -147,6 +147,11 @@ class RecordedTime:
     measurements: Sequence[StoredMeasurement]
     """What would be sent home."""
 
+    @property
+    def problem(self) -> Problem:
+        """What was measured."""
+        return self.measurements[0].measurement.problem
+
 
 def recorded_times(effort: str = "default", count: int | None = None) -> list[RecordedTime]:
     """The burst landscapes that ship, or the first of them, each as a tune of so much effort would measure it.
@@ -227,7 +232,9 @@ class _Simulation:
     def run(self) -> Simulated:
         began, options = time.perf_counter(), self.options
         problems = [Problem.from_json({"kernel": "simulated", "number": number}) for number in range(options.problems)]
-        self.seconds = {problem: self.rng.choice(self.times).seconds for problem in problems}
+        drawn = [self.rng.choice(self.times) for _ in problems]
+        drawn.sort(key=lambda each: -each.problem.flops)  # as a plan has them, which does not know their times
+        self.seconds = {problem: each.seconds for problem, each in zip(problems, drawn, strict=True)}
         plan = CampaignPlan(
             job="tiledsched.fleet.jobs:tune", kernel="simulated", problems={ARCH: problems}, lease_s=options.lease_s
         )
@@ -280,7 +287,7 @@ class _Simulation:
         reads, sends = [], []
         used_s = [_server_s(self.db)]
         for _ in range(TRIED):
-            problem = self.rng.choice(self.times).measurements[0].measurement.problem
+            problem = self.rng.choice(self.times).problem
             began = time.perf_counter()
             what_is_known(self.db, problem, ARCH)
             reads.append(time.perf_counter() - began)

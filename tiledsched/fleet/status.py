@@ -55,6 +55,8 @@ class WorkerStatus:
     """Board power."""
     throttle_reasons: tuple[str, ...]
     """Why its clock is held down, if it is."""
+    age_s: float
+    """Seconds for which its GPU had not answered when it was last heard of: clock to throttle reasons are as old."""
     seen_s: float
     """Seconds since it was last heard of."""
 
@@ -208,6 +210,7 @@ def _workers(session: Session, campaign: Campaign, now: datetime) -> list[Worker
                 temperature_c=said.get("temperature_c"),
                 power_w=said.get("power_w"),
                 throttle_reasons=tuple(said.get("throttle_reasons", ())),
+                age_s=said.get("age_s", 0.0),
                 seen_s=round(seen_s, 1),
             )
         )

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.errors import DatabaseError, MeasureError
 from tiledsched.fleet.campaign import JOBS_VARIABLE, Campaign, Lease, Outcome, Setup
-from tiledsched.fleet.gpus import Gpu, illness
+from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.spread import apart, label_of
 from tiledsched.fleet.status import controls_of
@@ -41,6 +41,8 @@ CONTROL_EVERY = 20
 """Problems between two timings of the control program."""
 COOLING_S = 60.0
 """How long a GPU that is throttled by heat is left to cool before it goes on."""
+ROOM_S = 60.0
+"""How long, in all, a worker waits for room on a full disk before that counts as a fault."""
 
 log = logging.getLogger("tiledsched")
 
@@ -82,11 +84,13 @@ class Worker:
     def __init__(self, leases: Leases, db: str, campaign: Campaign, gpu: Gpu, *, jobs: int, stop: threading.Event,
                  builds: Builds | None = None, say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
         self.gpu, self.campaign, self.note, self.ended = gpu, campaign, "", False
+        self.gpu_state = GpuState(gpu)
         self._leases, self._stop, self._builds, self._say = leases, stop, builds, say
         self._setup = Setup(db=db, campaign=campaign, jobs=jobs, builds_elsewhere=builds is not None)
         self._child: _Process | None = None
         self._label, self._faults, self._since_control = "", 0, CONTROL_EVERY
         self._doing = self._fault = ""
+        self._waited_s = 0.0
         self._middle: Problem | None = None
         self._archs = gpu.archs(leases.open_archs(campaign.id))
         self.id = leases.join(
@@ -98,9 +102,9 @@ class Worker:
             arch=gpu.arch,
         )
 
-    def state(self) -> dict[str, Any]:
-        """What is told of it with each renewal."""
-        return {**self.gpu.state(), "doing": self._doing, "label": self._label}
+    def state(self, within_s: float) -> dict[str, Any]:
+        """What is told of it with each renewal, which waits so long for its GPU."""
+        return {**self.gpu_state.read(within_s), "doing": self._doing, "label": self._label}
 
     def run(self) -> None:
         """Work until nothing is left to do, the campaign is stopped, or this GPU cannot go on."""
@@ -137,14 +141,30 @@ class Worker:
         outcome, result, message = self._ask(
             "work", lease, self._share_s(), deadline_s=self.campaign.deadline_s, doing=lease
         )
+        waits = outcome is Outcome.FULL and self._waited_s < ROOM_S
+        if outcome is Outcome.FULL:
+            outcome = Outcome.RELEASED if waits else Outcome.ERROR
+        elif outcome is Outcome.DONE:
+            self._waited_s = 0.0
         self._faults = self._faults + 1 if outcome in (Outcome.ERROR, Outcome.HUNG) else 0
         self._fault = message
         outcome = self._leases.finish(lease, outcome, result=result, message=message)
         self._doing = ""
         self._say(f"{lease.problem} on {self.gpu.name or self.gpu.uuid}: {outcome}, {time.monotonic() - began:.1f} s"
                   + (f": {message}" if message else ""))  # fmt: skip
+        if waits:
+            self._wait_for_room(message)
         self._since_control += 1
         return outcome
+
+    def _wait_for_room(self, message: str) -> None:
+        """A pause, twice as long each time, after which the disk may have room again; meanwhile others have its problem."""
+        pause_s = min(max(1.0, self._waited_s), 10.0, ROOM_S)
+        self._doing = f"waits for room on its disk: {message}"
+        self._say(f"{self.gpu.name or self.gpu.uuid} {self._doing}")
+        self._stop.wait(pause_s)
+        self._waited_s += pause_s
+        self._doing = ""
 
     def _share_s(self) -> float | None:
         """Of a budget, what the next problem may take: an even share of what is left."""
@@ -158,7 +178,7 @@ class Worker:
     def _cool_down(self) -> None:
         """Wait while the GPU is throttled by heat: what it measured so would be worth little."""
         gives_up = time.monotonic() + COOLING_S
-        while (ill := illness(self.gpu.state())) and time.monotonic() < gives_up and not self._stop.wait(1.0):
+        while (ill := illness(self.gpu_state.read())) and time.monotonic() < gives_up and not self._stop.wait(1.0):
             self._doing = f"cooling: {ill}"
         self._doing = ""
 
@@ -193,7 +213,10 @@ class Worker:
         outcome, told, message = self._ask("control", problem, self.gpu.arch, deadline_s=self.campaign.deadline_s)
         self._doing = ""
         if told is None:
-            if outcome is not Outcome.RELEASED:
+            if outcome is Outcome.FULL and self._waited_s < ROOM_S:
+                self._since_control = CONTROL_EVERY
+                self._wait_for_room(message)
+            elif outcome is not Outcome.RELEASED:
                 self.note = f"cannot run the control program: {message}"
             return False
         if probing:
@@ -364,11 +387,15 @@ class Heart(threading.Thread):
 
     def run(self) -> None:
         """Until told to end."""
+        within_s = min(self._campaign.lease_s / 8, ANSWER_S)
         while not self._ended.wait(min(self._campaign.lease_s / 4, 30.0)):
             # What a worker that ended could not give back must run out.
-            alive = {worker.id: worker.state() for worker in list(self._workers) if not worker.ended}
-            if not alive:
+            workers = [worker for worker in list(self._workers) if not worker.ended]
+            if not workers:
                 continue
+            for worker in workers:
+                worker.gpu_state.ask()
+            alive = {worker.id: worker.state(within_s) for worker in workers}
             try:
                 self._leases.renew(self._campaign, alive)
             except DatabaseError as error:  # it was away for longer than anybody waits; workers will meet that, too
