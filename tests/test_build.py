@@ -228,6 +228,17 @@ def test_what_is_asked_for_beside_builds(arch: str) -> None:
 
 
 @pytest.mark.compiler
+def test_sixteen_worker_warps_reach_a_compiler_that_takes_them() -> None:
+    """Four of them load; the compiler of 13.4 would build another program than was asked for, so there it is a failure."""
+    schedule = space_for("sm_90", Attention).default(PROBLEM).replace(tile_m=256, num_worker_warps=16)
+    made = built(schedule, PROBLEM, "sm_90")
+    if release(installed_toolchain().tileiras) >= (13, 5):
+        assert made.artifact is not None and made.artifact.facts.threads == 32 * (16 + 4)
+    else:
+        assert made.failure is not None and "requires tileiras 13.5" in made.failure.message
+
+
+@pytest.mark.compiler
 def test_shipped_machine_code_is_what_was_measured() -> None:
     """Every kind of schedule that ships, of this compiler: what was added since left no trace in it."""
     here = installed_toolchain().compiler

@@ -184,7 +184,7 @@ def test_forced_knobs_that_do_not_go_with_what_is_tuned_go_with_the_default() ->
 
 @pytest.mark.parametrize(("forced", "words"), [
     ({"tile_m": 48}, "tile_m = 48; sides of tiles are powers of two, such as"),
-    ({"num_worker_warps": 3}, "num_worker_warps = 3 is no such hint; compilers take 0, 4, 8"),
+    ({"num_worker_warps": 3}, "num_worker_warps = 3 is no such hint; compilers take 0, 1, 2, 4, 8, 16, 32"),
     ({"occupancy": -1}, "occupancy = -1 is no such hint"),
     ({"accum_mode": "fp8"}, "allowed on sm_90: ['fp32', 'fp16']"),
 ])  # fmt: skip
