@@ -19,6 +19,8 @@ import pytest
 import sqlalchemy as sa
 from store_samples import PROBLEM, entry, new_url
 
+from tiledsched import tuning
+from tiledsched.build import pool as pools
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.cli import main
@@ -30,6 +32,7 @@ from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import CampaignPlan, Outcome, Setup
 from tiledsched.fleet.child import Child, why_not
 from tiledsched.fleet.gpus import Gpu
+from tiledsched.fleet.kept import Kept
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
 from tiledsched.fleet.run import plan as plan_campaign
@@ -38,6 +41,9 @@ from tiledsched.fleet.scratch import Scratch, bring_home, whole
 from tiledsched.fleet.status import read_status
 from tiledsched.fleet.worker import Heart, Worker
 from tiledsched.kernels.softmax import Softmax
+from tiledsched.measure import nvml, rivals
+from tiledsched.measure.gpu import GpuRunner
+from tiledsched.measure.rivals import RivalRaces
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow
@@ -607,3 +613,46 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
     building = slow.build(waits)
     next(building)
     assert not shared[1]._claim(slow._path(waits[1]), waits[1])
+
+
+@pytest.mark.compiler
+def test_processes_stay_from_one_problem_to_the_next(tmp_path, cubin, monkeypatch) -> None:
+    task, code = cubin
+    ended: list[str] = []
+    monkeypatch.setattr(GpuRunner, "__init__", lambda self, kernel, **options: None)
+    monkeypatch.setattr(GpuRunner, "close", lambda self: ended.append("runner"))
+    monkeypatch.setattr(RivalRaces, "close", lambda self: ended.append("rivals"))
+    monkeypatch.setattr(Pool, "close", lambda self: ended.append("builds"))
+    monkeypatch.setattr(nvml, "devices", lambda: [types.SimpleNamespace(arch="sm_90")])
+    monkeypatch.setattr(nvml, "only_gpu", lambda: None)
+    for module, name in ((pools, "opener"), (rivals, "opener"), (tuning, "runner_opener")):
+        monkeypatch.setattr(module, name, None)
+    kept = Kept(lambda jobs: Pool(code), tmp_path)
+    kept.install()
+
+    def one_problem(columns: int):
+        runner = tuning.open_runner(Softmax, "sm_90")
+        races = rivals.open_races(Softmax, runner, "burst")
+        with pools.open_pool(2) as pool:
+            wanted = [
+                dataclasses.replace(task, problem=Softmax.problem(rows=64, columns=columns + i)) for i in range(2)
+            ]
+            building = pool.build(wanted)
+            next(building)
+            if columns != 128:  # else the second stays claimed
+                next(building)
+        races.close()
+        runner.close()
+        return runner, races, pool
+
+    first = one_problem(64)
+    assert one_problem(66) == first
+    assert ended == []
+    # A claim that nobody works on would be waited for: it is given up, and with it what was running.
+    assert one_problem(128) == first
+    assert ended == ["builds"]
+    assert not [*(tmp_path / "builds").rglob("*.building")]
+    # After a failure all of it starts anew, the rivals' process first: it runs under the runner's hold of the GPU.
+    kept.end()
+    assert ended[1:] == ["builds", "rivals", "runner"]
+    assert not set(map(id, one_problem(64))) & set(map(id, first))

@@ -215,7 +215,11 @@ def open_runner(kernel: KernelClass, arch: str, *, runner: str = "auto", seed: i
         return None
     from tiledsched.measure.gpu import GpuRunner
 
-    return GpuRunner(kernel, seed=seed, gpu=only_gpu())
+    return (runner_opener or GpuRunner)(kernel, seed=seed, gpu=only_gpu())
+
+
+runner_opener: Callable[..., GpuRunner] | None = None
+"""What `open_runner` asks in place of making a runner: in a fleet it stays from one problem to the next."""
 
 
 @contextmanager
@@ -291,7 +295,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
                           "built; leave out --sampler and --storage")  # fmt: skip
     from tiledsched.build.pool import open_pool
     from tiledsched.measure.gpu import GpuRunner
-    from tiledsched.measure.rivals import RivalRaces, can_race
+    from tiledsched.measure.rivals import can_race, open_races
     from tiledsched.search.prior import Shipped
     from tiledsched.search.study_storage import open_storage
     from tiledsched.search.tuner import TuneOptions, Tuner
@@ -307,7 +311,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     races = None
     try:
         if isinstance(gpu, GpuRunner) and settings.rivals != "off" and can_race(kernel):
-            races = RivalRaces(kernel, gpu, regime=settings.regime)
+            races = open_races(kernel, gpu, settings.regime)
         kept = open_storage(storage) if storage else None
         with TuningDB.open(settings.db) as store, open_pool(jobs) as pool:
             before = load_entries(settings, {arch}, kernel.name)

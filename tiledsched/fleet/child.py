@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tiledsched.build import pool as pools
 from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
@@ -34,8 +33,9 @@ from tiledsched.errors import (
     TiledschedError,
     UnsupportedError,
 )
-from tiledsched.fleet.builds import SharedBuilds, build_key
+from tiledsched.fleet.builds import Pool, build_key
 from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup, check_job
+from tiledsched.fleet.kept import Kept
 from tiledsched.fleet.patience import PATIENCE_S, is_full, patiently
 from tiledsched.fleet.scratch import Scratch, remove, whole
 from tiledsched.kernel import KernelClass
@@ -72,6 +72,7 @@ class Child:
         self._db: TuningDB | None = None
         self._scratch: Scratch | None = None
         self._cache = Path(load_settings().cache or default_cache_folder())
+        self._kept = Kept(self._pool, self._cache)
 
     def _told_to_stop(self, *_: object) -> None:
         self._stop.set()
@@ -81,23 +82,24 @@ class Child:
 
     def serve(self) -> None:
         """Answer requests until the pipe closes or the worker says stop."""
-        pools.opener = lambda jobs: SharedBuilds(
-            Elsewhere(self._pipe, self._setup.jobs)
-            if self._setup.builds_elsewhere
-            else BuildPool(jobs or self._setup.jobs),
-            self._cache,
-        )
+        self._kept.install()
         self._pipe.send(("ready", why_not(self._setup.campaign, self._kernel)))
         while not self._stop.is_set():
             verb, *arguments = self._pipe.recv()
-            if verb == "work":
-                self._pipe.send(("answer", *self.work(*arguments)))
-            elif verb == "control":
-                self._pipe.send(("answer", *self.control(*arguments)))
-            elif verb == "end":
+            if verb == "end":
                 break
+            answer = self.work(*arguments) if verb == "work" else self.control(*arguments)
+            self._pipe.send(("answer", *answer))
+            if answer[0] != Outcome.DONE:
+                self._kept.end()
+        self._kept.end()
         if self._scratch is not None:
             self._scratch.close()
+
+    def _pool(self, jobs: int | None) -> Pool:
+        if self._setup.builds_elsewhere:
+            return Elsewhere(self._pipe, self._setup.jobs)
+        return BuildPool(jobs or self._setup.jobs)
 
     def _home(self) -> TuningDB:
         if self._db is None:

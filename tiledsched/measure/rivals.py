@@ -12,7 +12,7 @@ import logging
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiledsched.errors import Failure
@@ -151,6 +151,15 @@ class RivalRaces:
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
+
+
+opener: Callable[[KernelClass, GpuRunner, str], RivalRaces] | None = None
+"""What `open_races` asks in place of starting a process: in a fleet it stays from one problem to the next."""
+
+
+def open_races(kernel: KernelClass, runner: GpuRunner, regime: str) -> RivalRaces:
+    """The process of the rivals of a run."""
+    return RivalRaces(kernel, runner, regime=regime) if opener is None else opener(kernel, runner, regime)
 
 
 def can_race(kernel: KernelClass) -> bool:
