@@ -92,7 +92,7 @@ def check(
     cap = cap or (DEFAULT_CAP if problem.softcap else 0.0)
     found = run_outputs(kernel, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order, cap=cap, more=more)
     exact, lse = attention_and_lse(np, q, k, v, causal=problem.causal, scale=scale, alignment=problem.alignment,
-                                   window=problem.window, cap=cap, sinks=more.get("Sinks"), starts=more.get("Starts"),
+                                   window=problem.window, window_right=problem.window_right, cap=cap, sinks=more.get("Sinks"), starts=more.get("Starts"),
                                    lengths=more.get("Lengths"), cu_q=more.get("CuQ"), cu_k=more.get("CuK"),
                                    table=more.get("Table"))  # fmt: skip
     out = found["out"]
@@ -161,8 +161,11 @@ def asked_problems(draw, of=problems, **fixed):
     """What some models ask for beside: each of it in one problem of two."""
     problem = draw(of(**fixed))
     window = draw(st.one_of(st.just(0), st.integers(1, 300)))
+    right = draw(st.one_of(st.just(0), st.integers(1, 300)))
     asked = {name: draw(st.booleans()) for name in ("softcap", "sinks", "starts", "lengths")}
-    return problem.replace(**asked, **({"window": window, "causal": True} if window else {}))
+    return problem.replace(
+        **asked, **({"window": window, "window_right": right, "causal": True} if window or right else {})
+    )
 
 
 @st.composite
@@ -171,11 +174,11 @@ def placed_problems(draw, of=problems, **fixed):
     packed = draw(st.sampled_from([0, 0, 1, 3, 8, 30]))
     page = draw(st.sampled_from([16, 32, 48, 64, 128])) if not packed else draw(st.sampled_from([0, 0, 16, 64]))
     problem = draw(of(**{"batch": 1 if packed else draw(st.integers(1, 3)), **fixed}))
-    window = draw(st.sampled_from([0, 0, 1, 20, 100]))
+    window, right = draw(st.sampled_from([(0, 0), (0, 0), (1, 0), (20, 30), (100, 0), (0, 40)]))
     seq_k = -(-min(problem.seq_k, 400) // page) * page if page else problem.seq_k
     asked = {name: draw(st.booleans()) for name in ("softcap", "sinks")}
     return problem.replace(seq_k=seq_k, packed=packed, page=page, lengths=page > 0, **asked,
-                           **({"window": window, "causal": True} if window else {}))  # fmt: skip
+                           **({"window": window, "window_right": right, "causal": True} if window or right else {}))  # fmt: skip
 
 
 @st.composite

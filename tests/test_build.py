@@ -191,7 +191,7 @@ def test_other_problems_build(arch: str) -> None:
 
 SQUARE, CACHE = PROBLEM.replace(causal=True), DECODE.replace(lse=False)
 ASKED = {
-    "window": (SQUARE.replace(window=128), {}),
+    "window": (SQUARE.replace(window=128, window_right=64), {}),
     "window, in three loops": (SQUARE.replace(window=128, dtype="bfloat16", sinks=True), {"loop_split": True}),
     "softcap": (SQUARE.replace(softcap=True, head_dim=128), {"loop_split": True}),
     "window, flat": (

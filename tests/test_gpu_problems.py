@@ -217,14 +217,16 @@ def test_a_kernel_of_another_mask_is_refused(runner) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "window": 100, "softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "window": 100, "softcap": 20.0},
+                                  {"window": (80, 60)}], ids=str)  # fmt: skip
 def test_packed_sequences_and_pages(dtype, more) -> None:
     """As float64 has it, with empty sequences, short ones and a long one; pages in disorder, some of them named by nobody."""
     from tiledsched import configure, sdpa_paged, sdpa_varlen
 
     numbers = torch.Generator(device="cuda").manual_seed(0)
+    sides = {"window": 81, "window_right": 60, "causal": True} if "causal" not in more and more else {}
     named = {"causal": bool(more.get("causal")), "alignment": "bottom_right", "window": more.get("window", 0),
-             "cap": more.get("softcap", 0.0), "scale": 128**-0.5}  # fmt: skip
+             "cap": more.get("softcap", 0.0), "scale": 128**-0.5, **sides}  # fmt: skip
 
     def draw(*shape):
         return torch.randn(shape, generator=numbers, device="cuda").to(dtype)

@@ -84,8 +84,9 @@ STRUCTURES = [
     {"kv_splits": 2, "tma_loads": False, "kv_direction": "backward", "loop_split": True},
 ]  # fmt: skip
 ASKED = [
-    {"window": 1}, {"window": 40}, {"window": 64}, {"window": 150, "sinks": True}, {"softcap": True}, {"sinks": True},
-    {"lengths": True}, {"starts": True}, {"starts": True, "lengths": True, "window": 50, "softcap": True, "sinks": True},
+    {"window": 1}, {"window": 40, "window_right": 30}, {"window": 64}, {"window": 150, "sinks": True}, {"softcap": True},
+    {"window_right": 50}, {"sinks": True}, {"lengths": True}, {"starts": True},
+    {"starts": True, "lengths": True, "window": 50, "window_right": 90, "softcap": True, "sinks": True},
 ]  # fmt: skip
 SIZES = [(256, 256, "top_left"), (70, 300, "bottom_right"), (200, 70, "top_left"), (190, 130, "bottom_right")]
 
@@ -205,7 +206,7 @@ def torch_attention(torch, problem, q, k, v, more, cap):
     last = rows + (problem.seq_k - problem.seq_q if problem.alignment == "bottom_right" else 0)
     visible = torch.ones(problem.batch, 1, problem.seq_q, problem.seq_k, dtype=torch.bool)
     if problem.causal:
-        visible &= columns <= last
+        visible &= columns <= last + problem.window_right
     if problem.window:
         visible &= columns > last - problem.window
     if problem.starts:
@@ -233,7 +234,8 @@ def test_the_reference_is_what_torch_makes(asked):
                                     kv_heads=2, **asked)  # fmt: skip
         (q, k, v), more, cap = make_inputs(problem), more_inputs(problem), 5.0 if problem.softcap else 0.0
         found, _ = attention_and_lse(np, q, k, v, causal=True, scale=problem.head_dim**-0.5, alignment=alignment,
-                                     window=problem.window, cap=cap, sinks=more.get("Sinks"), starts=more.get("Starts"),
+                                     window=problem.window, window_right=problem.window_right, cap=cap,
+                                     sinks=more.get("Sinks"), starts=more.get("Starts"),
                                      lengths=more.get("Lengths"))  # fmt: skip
         np.testing.assert_allclose(found, torch_attention(torch, problem, q, k, v, more, cap).numpy(), atol=1e-12)
 
@@ -245,6 +247,13 @@ def test_a_window_that_hides_nothing_is_none():
     chunk = Attention.problem(seq_q=10, seq_k=100, head_dim=64, **CAUSAL)
     assert chunk.replace(window=100) == chunk
     assert chunk.replace(window=10).window == 10
+    assert plain.replace(window_right=99) == plain.replace(causal=False) == plain.replace(window_right=5000)
+    assert plain.replace(window_right=98).window_right == 98
+    assert plain.replace(window=10, window_right=500).window_right == 99
+    assert chunk.replace(window_right=9) == chunk.replace(causal=False)
+    assert chunk.replace(window_right=8).window_right == 8
+    with pytest.raises(ProblemError, match="window_right = 5 needs causal"):
+        plain.replace(causal=False, window_right=5)
     with pytest.raises(ProblemError, match="window = 5 needs causal"):
         plain.replace(causal=False, window=5)
     with pytest.raises(ProblemError, match="window must be an integer of 0 or more"):
@@ -252,19 +261,22 @@ def test_a_window_that_hides_nothing_is_none():
 
 
 @pytest.mark.parametrize(("seq_q", "seq_k", "alignment"), [*SIZES, (1, 300, "bottom_right"), (300, 1, "top_left")])
-@pytest.mark.parametrize("window", [1, 10, 64, 100])
-def test_work_in_a_window(seq_q, seq_k, alignment, window):
+@pytest.mark.parametrize(("window", "right"), [(1, 0), (10, 30), (64, 0), (100, 100)])
+def test_work_in_a_window(seq_q, seq_k, alignment, window, right):
     """Pairs as an area, within half a key per row of their number; bytes of what is seen; steps that the kernel takes."""
-    problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=True, alignment=alignment, window=window)
+    problem = Attention.problem(
+        seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=True, alignment=alignment, window=window, window_right=right
+    )
     offset = seq_k - seq_q if alignment == "bottom_right" else 0
     rows, columns = np.arange(seq_q)[:, None] + offset, np.arange(seq_k)[None]
-    seen = (columns <= rows) & (columns > rows - window) if problem.window else columns <= rows
+    seen = (columns <= rows + right) & (columns > rows - window) if problem.window else columns <= rows + right
     assert abs(problem.visible_pairs - seen.sum()) <= 0.5 * seq_q
     keys = seen.any(0)
     hidden = int(keys.argmax()) if keys.any() else seq_k
     total = sum(each.bytes for each in Attention.arrays(problem))
     assert problem.min_bytes == total - (hidden * 2 * 16 * 2 if problem.window else 0)
-    steps = tile_steps(64, 32, seq_q, seq_k, True, 1, "natural", offset, problem.window)
+    both = problem.window + problem.window_right if problem.window else 0
+    steps = tile_steps(64, 32, seq_q, seq_k, True, 1, "natural", offset + problem.window_right, both)
     for tile, taken in enumerate(steps):
         tiles = [seen[tile * 64 : tile * 64 + 64, start : start + 32].any() for start in range(0, seq_k, 32)]
         assert taken >= sum(tiles) or not problem.window
@@ -275,11 +287,16 @@ def test_what_is_asked_for_is_said():
     asked = plain.replace(window=10, softcap=True, sinks=True, starts=True, lengths=True)
     assert Attention.describe(asked).endswith("causal window=10 +softcap +sinks +starts +lengths")
     assert Attention.file_words(asked).endswith("_h1_window10_softcap_sinks_starts_lengths")
+    sides = plain.replace(window=10, window_right=5)
+    assert Attention.describe(sides).endswith("causal window=10 right=5")
+    assert Attention.file_words(sides).endswith("_h1_window10_right5")
     assert asked.id != plain.id
     assert not set(plain.to_json()) & {"window", "softcap", "sinks", "starts", "lengths"}
     assert asked.from_json(asked.to_json()) == asked
     assert Attention.likeness(asked, asked) == 1.0
-    for first, second in itertools.combinations([plain, plain.replace(window=10), plain.replace(window=50), asked], 2):
+    for first, second in itertools.combinations(
+        [plain, plain.replace(window=10), plain.replace(window=50), sides, asked], 2
+    ):
         assert Attention.likeness(first, second) < 1.0
         assert Attention.distance(first, second) > 0.0
 

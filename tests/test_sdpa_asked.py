@@ -21,7 +21,8 @@ SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])
 STARTS, LENGTHS = torch.tensor([3, 0, 40]), torch.tensor([40, 20, 40])
 ASKED = [
     {"window": 7, "causal": True}, {"window": 1, "causal": "bottom_right"}, {"window": 30, "causal": "bottom_right"},
-    {"softcap": 2.0}, {"softcap": 5, "causal": True}, {"sinks": SINKS}, {"sinks": SINKS.half(), "causal": True},
+    {"window": (6, 5)}, {"window": (-1, 3)}, {"window": [4, None], "sinks": SINKS}, {"window": (5, 9), "causal": True},
+    {"window": (2, 0), "key_starts": STARTS}, {"softcap": 2.0}, {"softcap": 5, "causal": True}, {"sinks": SINKS}, {"sinks": SINKS.half(), "causal": True},
     {"key_lengths": LENGTHS}, {"key_starts": STARTS.int()}, {"key_starts": STARTS, "key_lengths": LENGTHS.to(torch.int16)},
     {"key_starts": STARTS, "key_lengths": LENGTHS, "causal": "bottom_right", "window": 9, "softcap": 3.0, "sinks": SINKS},
 ]  # fmt: skip
@@ -54,7 +55,13 @@ def exact(
     for b in range(batch):
         for i in range(rows):
             last = i + (keys - rows if causal == "bottom_right" else 0) if causal else keys - 1
-            first = max(last - window + 1, 0) if window else 0
+            first = max(last - window + 1, 0) if isinstance(window, int) and window else 0
+            if isinstance(
+                window, (tuple, list)
+            ):  # FlashAttention's, aligned at the bottom right unless causal says otherwise
+                own = last if causal else i + keys - rows
+                before, after = (keys if each in (-1, None) else each for each in window)
+                first, last = max(own - before, 0), min(own + (0 if causal else after), keys - 1)
             first = max(first, 0 if key_starts is None else int(key_starts[b]))
             end = min(last + 1, keys if key_lengths is None else int(key_lengths[b]))
             seen = [j for j in range(first, end) if mask is None or mask[i, j]]
@@ -131,12 +138,15 @@ def test_lengths_and_sinks_are_read_where_they_lie(launches) -> None:
 def test_a_window_that_hides_nothing_needs_no_other_kernel(launches) -> None:
     q, k, v = tensors(rows=24)
     assert torch.equal(serve.sdpa(q, k, v, causal=True, window=24), serve.sdpa(q, k, v, causal=True))
+    assert torch.equal(serve.sdpa(q, k, v, window=(-1, -1)), serve.sdpa(q, k, v))
+    assert torch.equal(serve.sdpa(q, k, v, window=(-1, 0)), serve.sdpa(q, k, v, causal="bottom_right"))
+    assert torch.equal(serve.sdpa(q, k, v, window=(99, 99)), serve.sdpa(q, k, v))
     assert launches[0][2] is launches[1][2]
 
 
 def test_three_axes_have_a_batch_of_one(launches) -> None:
     q, k, v = tensors(heads=4, rows=24, keys=40)
-    more = {"sinks": SINKS, "key_lengths": LENGTHS[:1] - 7}
+    more = {"sinks": SINKS, "key_lengths": LENGTHS[:1] - 7, "window": (9, 2)}
     agree(serve.sdpa(q[0], k[0], v[0], **more), exact(q, k, v, **more)[0][0])
     assert len(launches) == 1
 
@@ -146,6 +156,9 @@ def test_three_axes_have_a_batch_of_one(launches) -> None:
     [
         ({"window": 4}, "window = 4 needs causal = True or 'bottom_right'"),
         ({"window": 0, "causal": True}, "window must be a positive integer"),
+        ({"window": (1, 2, 3)}, "or a pair of keys before and after a row's own"),
+        ({"window": (1.5, 2)}, "or a pair of keys before and after a row's own"),
+        ({"window": (-2, 2)}, "or a pair of keys before and after a row's own"),
         ({"window": True, "causal": True}, "window must be a positive integer"),
         ({"window": 2.5, "causal": True}, "window must be a positive integer"),
         ({"softcap": -1.0}, "softcap must be a positive number"),

@@ -25,6 +25,7 @@ ROWS, KEYS = torch.tensor([0, 9, 9, 10, 40]), torch.tensor([0, 4, 37, 37, 67])
 """Of four sequences: a few rows of fewer keys; no rows; a row that has no keys; as many of both."""
 ASKED = [
     {}, {"causal": True}, {"causal": "top_left"}, {"causal": True, "window": 7, "sinks": SINKS}, {"softcap": 2.0, "scale": 0.3},
+    {"window": (8, 4)},
 ]  # fmt: skip
 
 
@@ -111,7 +112,8 @@ def test_one_plan_for_all_lengths(launches) -> None:
 
 @pytest.mark.parametrize("page", [16, 48, 64])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("asked", [{}, {"causal": False}, {"window": 20, "sinks": SINKS, "softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("asked", [{}, {"causal": False, "window": (20, 1)}, {"window": 20, "sinks": SINKS, "softcap": 3.0}],
+                         ids=str)  # fmt: skip
 def test_pages_are_served(launches, quiet, page, rows, asked) -> None:
     lengths = [100, 0, 64, 1]
     q = torch.randn(4, rows, 4, 16, generator=torch.Generator().manual_seed(2)).half()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -14,7 +14,7 @@ class Beside(NamedTuple):
     """What is asked for beside; each at its default where it is not."""
 
     window: int = 0
-    """Keys that a row sees at most, its own included; 0 for all."""
+    """Keys that a row sees up to its own, which is one of them; 0 for all."""
     softcap: float = 0.0
     """Cap of the scaled scores; 0 for none."""
     sinks: Any = None
@@ -33,6 +33,8 @@ class Beside(NamedTuple):
     """Rows of the longest packed sequence, for torch's operations; 0 where nobody said."""
     most_k: int = 0
     """The same of keys."""
+    window_right: int = 0
+    """Keys that a row sees after its own."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -45,13 +47,15 @@ class Beside(NamedTuple):
             self.lengths is not None,
             None if self.cu_q is None else self.cu_q.shape[0] - 1,
             None if self.table is None else self.table.shape,
+            self.window_right,
         )
 
     @property
     def fields(self) -> dict[str, Any]:
         """The problem's."""
-        window, softcap, sinks, starts, lengths, packed, _ = self.key
-        return {"window": window, "softcap": softcap > 0, "sinks": sinks, "starts": starts, "lengths": lengths,
+        window, softcap, sinks, starts, lengths, packed, _, window_right = self.key
+        return {"window": window, "window_right": window_right, "softcap": softcap > 0, "sinks": sinks, "starts": starts,
+        "lengths": lengths,
                 "packed": packed or 0}  # fmt: skip
 
     @property
@@ -67,30 +71,41 @@ class Beside(NamedTuple):
 
 
 NOTHING = Beside()
+Window: TypeAlias = "int | tuple[int, int] | None"
+"""What `sdpa` takes for a window."""
+ALL_KEYS = 1 << 30
+"""After a row's own: more than there are, and in 32 bits when added to a row."""
 NAMES = ("window", "softcap", "sinks", "key_starts", "key_lengths")
 """Of the arguments of `sdpa`, in that order."""
 
 
-def read_beside(q: Any, k: Any, causal: Any, window: Any, softcap: Any, sinks: Any, key_starts: Any,
-                key_lengths: Any) -> Beside:  # fmt: skip
-    """The arguments of `sdpa` by these names, checked.
+def read_beside(q: Any, k: Any, alignment: str | None, window: Any, softcap: Any, sinks: Any, key_starts: Any,
+                key_lengths: Any) -> tuple[str | None, Beside]:  # fmt: skip
+    """What the arguments of `sdpa` by these names ask for, checked, and where the causal mask is aligned, which a window of two
+    sides needs.
 
     Args:
         q, k: tensors that fit together.
-        causal: where the causal mask is aligned; None for no mask.
+        alignment: of the causal mask that is asked for; None for no mask.
         window, softcap, sinks, key_starts, key_lengths: as they were given; None for what was not.
 
     Raises:
         ProblemError: one has a value that is not allowed, or does not fit q and k.
     """
     if window is None and softcap is None and sinks is None and key_starts is None and key_lengths is None:
-        return NOTHING
+        return alignment, NOTHING
+    right = 0
+    if isinstance(window, (tuple, list)):
+        window, alignment, right = _two_sides(window, alignment)
+        if window is None and not right:
+            return read_beside(q, k, alignment, None, softcap, sinks, key_starts, key_lengths)
     if window is not None:
         if not isinstance(window, (int, torch.SymInt)) or isinstance(window, bool) or window < 1:
             raise ProblemError(
-                f"window must be a positive integer, the keys that a row sees up to its own, got {window!r}"
+                f"window must be a positive integer, the keys that a row sees up to its own, or a pair of keys before and after "
+                f"it, got {window!r}"
             )
-        if causal is None:
+        if alignment is None:
             raise ProblemError(
                 f"window = {window} needs causal = True or 'bottom_right': row i sees the last keys up to its own"
             )
@@ -101,7 +116,21 @@ def read_beside(q: Any, k: Any, causal: Any, window: Any, softcap: Any, sinks: A
     _check(sinks, "sinks", "heads", heads, q, whole=False)
     _check(key_starts, "key_starts", "batch", batch, q, whole=True)
     _check(key_lengths, "key_lengths", "batch", batch, q, whole=True)
-    return Beside(window or 0, float(softcap or 0.0), sinks, key_starts, key_lengths)
+    return alignment, Beside(window or 0, float(softcap or 0.0), sinks, key_starts, key_lengths, window_right=right)
+
+
+def _two_sides(window: Any, alignment: str | None) -> tuple[int | None, str | None, int]:
+    """Of FlashAttention's pair: the keys up to a row's own, the mask that is needed, and the keys after a row's own."""
+    pair = [-1 if each is None else each for each in window]
+    if len(pair) != 2 or any(not isinstance(each, int) or isinstance(each, bool) or each < -1 for each in pair):
+        raise ProblemError(f"window must be a positive integer, or a pair of keys before and after a row's own, -1 for all, "
+                           f"got {window!r}")  # fmt: skip
+    before, after = (min(each, ALL_KEYS) for each in pair)
+    if alignment is not None:
+        after = 0
+    elif before >= 0 or after >= 0:
+        alignment = "bottom_right"
+    return before + 1 or None, alignment, (ALL_KEYS if after < 0 else after) if alignment else 0
 
 
 def _check(given: Any, name: str, axis: str, size: int, q: Any, *, whole: bool) -> None:
@@ -125,7 +154,7 @@ def visible_keys(q: Any, k: Any, causal: str | None, beside: Beside) -> Any:
     keys = torch.arange(columns, device=q.device)[None]
     visible = None
     if causal is not None:
-        visible = keys <= last
+        visible = keys <= last + beside.window_right
         if beside.window:
             visible = visible & (keys > last - beside.window)
         visible = visible[None, None]

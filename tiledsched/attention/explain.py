@@ -30,7 +30,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool |
     from tiledsched.serve.process import device_facts, settings
 
     plan = plan_for(q, k, v, causal=causal, **asked)
-    beside = read_beside(q, k, CAUSAL[causal], *(asked.get(name) for name in NAMES))
+    _, beside = read_beside(q, k, CAUSAL[causal], *(asked.get(name) for name in NAMES))
     facts = device_facts(plan.device)
     launches = all_arguments(plan, q, k, v, beside) if verify else []
     fingerprint = (

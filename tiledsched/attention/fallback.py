@@ -148,7 +148,7 @@ def attend_placed(q: Any, k: Any, v: Any, dropout_p: float, causal: str | None, 
         own_rows = lengths_q if rows_given else queries.shape[2]
         before = lengths_k - own_rows if causal == "bottom_right" else torch.zeros_like(lengths_k)
         last = rows[:, None] + before[:, None, None, None]
-        visible = visible & (columns <= last)
+        visible = visible & (columns <= last + beside.window_right)
         if beside.window:
             visible = visible & (columns > last - beside.window)
     out, lse = attend_seen(queries, keys, values, None, visible, dropout_p, scale, beside)

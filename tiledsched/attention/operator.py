@@ -21,7 +21,8 @@ from tiledsched.serve.launching import is_plain_call
 NO_BACKWARD = "gradients are required and the kernel is forward only"
 ARGUMENTS = ("Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, SymInt window=0, float softcap=0.0, "
              "Tensor? sinks=None, Tensor? key_starts=None, Tensor? key_lengths=None, Tensor? cu_seqlens_q=None, "
-             "Tensor? cu_seqlens_k=None, Tensor? block_table=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0")  # fmt: skip
+             "Tensor? cu_seqlens_k=None, Tensor? block_table=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
+             "SymInt window_right=0")  # fmt: skip
 _library = torch.library.Library("tiledsched", "FRAGMENT")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tiledsched.attention.arguments import CAUSAL, check_tensors, odd_scale, read_scale, unserved
-from tiledsched.attention.beside import Beside, read_beside
+from tiledsched.attention.beside import Beside, Window, read_beside
 from tiledsched.attention.fallback import attend_in_torch, report
 from tiledsched.attention.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
 from tiledsched.errors import ProblemError
@@ -23,7 +23,7 @@ OWN_CAUSAL: dict[Any, str | None] = {**CAUSAL, True: "bottom_right"}
 
 def sdpa_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
                 max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, *, causal: bool | str = False,
-                scale: float | None = None, window: int | None = None, softcap: float | None = None,
+                scale: float | None = None, window: Window = None, softcap: float | None = None,
                 sinks: Tensor | None = None, dropout_p: float = 0.0, return_lse: bool = False,
                 block_table: Tensor | None = None, seqused_k: Tensor | None = None) -> Any:  # fmt: skip
     """Attention of sequences that lie end to end, each over its own keys, as FlashAttention's `flash_attn_varlen_func`.
@@ -67,7 +67,7 @@ def sdpa_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlen
             raise ProblemError("cu_seqlens_k and block_table are both given; keys lie end to end or in pages")
         _check_pages(block_table, seqused_k, "seqused_k", sequences, q)
     alignment = _read_causal(causal)
-    beside = read_beside(q.transpose(0, 1)[None], k, alignment, window, softcap, sinks, None, None)
+    alignment, beside = read_beside(q.transpose(0, 1)[None], k, alignment, window, softcap, sinks, None, None)
     beside = beside._replace(lengths=seqused_k, cu_q=cu_seqlens_q, cu_k=None if block_table is not None else cu_seqlens_k,
                              table=block_table, most_q=max_seqlen_q or 0, most_k=max_seqlen_k or 0)  # fmt: skip
     q, k, v = (each.transpose(-3, -2) for each in tensors)
@@ -79,7 +79,7 @@ def sdpa_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlen
 
 
 def sdpa_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, key_lengths: Tensor, *,
-               causal: bool | str = True, scale: float | None = None, window: int | None = None,
+               causal: bool | str = True, scale: float | None = None, window: Window = None,
                softcap: float | None = None, sinks: Tensor | None = None, return_lse: bool = False) -> Any:  # fmt: skip
     """Attention over keys and values that lie in pages, as FlashAttention's `flash_attn_with_kvcache` and vLLM keep them.
 
@@ -106,7 +106,8 @@ def sdpa_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
     _check_pages(block_table, key_lengths, "key_lengths", q.shape[0], q)
     alignment = _read_causal(causal)
     q, k, v = (each.transpose(1, 2) for each in tensors)
-    beside = read_beside(q, k, alignment, window, softcap, sinks, None, key_lengths)._replace(table=block_table)
+    alignment, beside = read_beside(q, k, alignment, window, softcap, sinks, None, key_lengths)
+    beside = beside._replace(table=block_table)
     result = _attend(q, k, v, alignment, scale, 0.0, return_lse, beside)
     out = (result[0] if return_lse else result).transpose(1, 2)
     return (out, result[1]) if return_lse else out

@@ -14,7 +14,7 @@ import cuda.tile as ct  # half of what the first call would take, were it import
 import torch
 
 from tiledsched.attention.arguments import CAUSAL, check_tensors, unserved
-from tiledsched.attention.beside import NOTHING, Beside, read_beside
+from tiledsched.attention.beside import NOTHING, Beside, Window, read_beside
 from tiledsched.errors import ProblemError, UnsupportedError
 from tiledsched.kernel import LARGEST_INT32
 from tiledsched.kernels.attention import Attention
@@ -139,7 +139,7 @@ def find_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
 
 
 def plan_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
-             scale: float | None = None, return_lse: bool = False, window: int | None = None, softcap: float | None = None,
+             scale: float | None = None, return_lse: bool = False, window: Window = None, softcap: float | None = None,
              sinks: torch.Tensor | None = None, key_starts: torch.Tensor | None = None,
              key_lengths: torch.Tensor | None = None) -> Plan:  # fmt: skip
     """The plan `sdpa` uses for these tensors: `own` of it is our kernel's, where a rival is served.
@@ -148,8 +148,8 @@ def plan_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool 
         UnsupportedError: the kernel cannot serve them.
         ProblemError: they do not fit together.
     """
-    beside = read_beside(q, k, CAUSAL[causal], window, softcap, sinks, key_starts, key_lengths)
-    found = find_plan(q, k, v, CAUSAL[causal], scale, return_lse, beside)
+    alignment, beside = read_beside(q, k, CAUSAL[causal], window, softcap, sinks, key_starts, key_lengths)
+    found = find_plan(q, k, v, alignment, scale, return_lse, beside)
     if isinstance(found, str):
         raise UnsupportedError(f"{found}; sdpa leaves this call to torch's attention")
     return found
@@ -212,7 +212,12 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
     taken = [[each.name for each in step.arguments if each.kind == "array"] for step in wanted]
     every = dict.fromkeys(itertools.chain(*taken))
     arrays = list(dict.fromkeys([*(name for name in ("Q", "K", "V", "Out", "Lse") if name in every), *every]))
-    numbers = {"scale_log2": scaled, "cap_scale": cap_scale, "window": problem.window}
+    numbers = {
+        "scale_log2": scaled,
+        "cap_scale": cap_scale,
+        "window": problem.window,
+        "window_right": problem.window_right,
+    }
     tails = [tuple(numbers[each.name] if each.kind == "scalar" else each.value for each in step.arguments if each.kind != "array")
              for step in wanted]  # fmt: skip
     launches = [Launch(kernel=kernel, grid=step.grid, places=tuple(map(arrays.index, names)), tail=tail)

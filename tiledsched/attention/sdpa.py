@@ -17,7 +17,7 @@ except ImportError as missing:
     raise ImportError(f"sdpa works on PyTorch's tensors; run: {installing('gpu')}") from missing
 
 from tiledsched.attention.arguments import check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
-from tiledsched.attention.beside import NAMES, NOTHING, read_beside
+from tiledsched.attention.beside import NAMES, NOTHING, Window, read_beside
 from tiledsched.attention.fallback import attend_in_torch, attend_nested, forget_warnings, report
 from tiledsched.attention.launching import launch_plan
 from tiledsched.attention.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
@@ -35,7 +35,7 @@ def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = No
          attn_mask: Tensor | bool | None = None, dropout_p: float = 0.0, is_causal: bool = False,
          scale: float | None = None, enable_gqa: bool = False, *, causal: bool | str | None = None,
          return_lse: bool = False, query: Tensor | None = None, key: Tensor | None = None,
-         value: Tensor | None = None, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+         value: Tensor | None = None, window: Window = None, softcap: float | None = None, sinks: Tensor | None = None,
          key_starts: Tensor | None = None, key_lengths: Tensor | None = None) -> Any:  # fmt: skip
     """Scaled dot-product attention, softmax(scale * q @ k^T, masked) @ v, on the tuned schedule.
 
@@ -57,8 +57,9 @@ def sdpa(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = No
         return_lse: return the log-sum-exp of each row's scaled, masked scores, too: natural, float32
             `[batch, heads, seq_q]`.
         query, key, value: torch's names of q, k and v.
-        window: keys that a row sees at most, its own included, under a causal mask: transformers' `sliding_window`, and 1 more
-            than the left part of FlashAttention's `window_size`.
+        window: keys that a row sees at most, its own included, under a causal mask: transformers' `sliding_window`. Or
+            FlashAttention's `window_size`: a pair of the keys before and after a row's own, -1 for all, aligned at the bottom
+            right; with `causal` none after, aligned as that says.
         softcap: each scaled score becomes softcap * tanh(score / softcap), before masks; 0 or None for none.
         sinks: `[heads]`, a logit more in each row's denominator and log-sum-exp, without a value; rounded to q's dtype.
         key_starts, key_lengths: `[batch]` integers: row b sees keys key_starts[b] to key_lengths[b] - 1 only, as if a mask hid
@@ -114,19 +115,19 @@ def _attend(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, is_causal:
         return attend_nested(q, k, v, attn_mask, dropout_p, is_causal if causal is None else causal, scale, return_lse)
     check_tensors(q, k, v)
     mask, alignment = read_mask(attn_mask, is_causal, causal, q, k)
-    beside = read_beside(q, k, alignment, *asked)
+    given, (alignment, beside) = alignment, read_beside(q, k, alignment, *asked)
     odd = odd_scale(scale)
     if odd and (q.ndim == 4 or (q.ndim == 3 and q.shape[0] == k.shape[0] == v.shape[0])):
         report(odd)  # with the axes that there are: of what is no number torch makes other things with four
         return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse, beside)
     if q.ndim == k.ndim == v.ndim == 3 and mask is None:
-        result = sdpa(q[None], k[None], v[None], None, dropout_p, scale=scale, causal=alignment or False,
+        result = sdpa(q[None], k[None], v[None], None, dropout_p, scale=scale, causal=given or False,
                       return_lse=return_lse, **dict(zip(NAMES, asked, strict=True)))  # fmt: skip
         return (result[0][0], result[1][0]) if return_lse else result[0]
     if isinstance(mask, Tensor) and mask.ndim == 4 and beside is NOTHING and not unserved(q, k, v, None, dropout_p):
         ends = hidden_ends(mask, q, k, at_once=settings().fallback == "error")
         if ends is not None:
-            mask, beside = None, read_beside(q, k, None, None, None, None, *ends)
+            mask, beside = None, read_beside(q, k, None, None, None, None, *ends)[1]
     reason = unserved(q, k, v, mask, dropout_p)
     if reason:
         report(reason)

@@ -28,7 +28,9 @@ class Asked:
     Lengths: Any
     """`[batch]`: the first key of each sequence that does not count any more."""
     window: Any
-    """Keys that a row sees at most, its own included."""
+    """Keys that a row sees up to its own, which is one of them."""
+    window_right: Any
+    """Keys that it sees after its own."""
     cap_scale: Any
     """The softmax scale, divided by the cap of the scores, times 2 log2(e)."""
     CuQ: Any = None
@@ -52,7 +54,7 @@ class Span:
     end: Any
     """First that does not any more."""
     window: Any
-    """As in `Asked`."""
+    """Keys that a row sees at most."""
     cap_scale: Any
     """As in `Asked`."""
     Table: Any
@@ -67,7 +69,7 @@ def rows_see_nothing(const):
 def narrowed(place, batch, offset, K, asked, const):
     """`steps_of` a work tile with all that narrows the keys it sees, counted from the span's first step; and the span."""
     seq_k = asked.Table.shape[1] * const.PAGE if const.PAGE else K.shape[2]
-    if not (const.WINDOW or const.SOFTCAP or const.STARTS or const.LENGTHS or const.PACKED):
+    if not (const.WINDOW or const.WINDOW_RIGHT or const.SOFTCAP or const.STARTS or const.LENGTHS or const.PACKED):
         first_masked, steps = steps_of(place, offset, seq_k, const)
         return first_masked, steps, None
     start, end = 0, seq_k
@@ -77,12 +79,13 @@ def narrowed(place, batch, offset, K, asked, const):
         end = last_key(batch, seq_k, asked)
     first_masked, steps = steps_of(place, offset, end, const)
     first, left = 0, 0
+    window = asked.window + asked.window_right if const.WINDOW_RIGHT else asked.window
     if const.WINDOW or const.STARTS:
         block_rows, step_n = rows_of_work(const), const.TILE_N * const.KV_SUBTILES
         first_key, last_first_key = start, start  # of the first row, and of the last
         if const.WINDOW:
-            first_key = max(place * block_rows + offset + 1 - asked.window, first_key)
-            last_first_key = max((place + 1) * block_rows + offset - asked.window, last_first_key)
+            first_key = max(place * block_rows + offset + 1 - window, first_key)
+            last_first_key = max((place + 1) * block_rows + offset - window, last_first_key)
         most = max(seq_k - 1, 0) if const.PACKED else seq_k - 1
         turn = max(const.UNROLL, const.FLAT_STEPS)  # whole turns, which end where the array does if they divide it
         first = min(first_key, most) // step_n // turn * turn
@@ -91,7 +94,7 @@ def narrowed(place, batch, offset, K, asked, const):
     steps = max(steps - first, 1)  # one at least: QK_AHEAD makes its scores
     if const.PACKED:  # none where there are no keys, and so no tile to load
         steps = min(steps, ct.cdiv(seq_k, const.TILE_N * const.KV_SUBTILES))
-    return first_masked, steps, Span(first, left, start, end, asked.window, asked.cap_scale, asked.Table)
+    return first_masked, steps, Span(first, left, start, end, window, asked.cap_scale, asked.Table)
 
 
 def last_key(batch, seq_k, asked):

@@ -59,7 +59,8 @@ class Attention(Kernel):
     minus infinity, so that it weighs nothing when parts are merged.
 
     With a window, row i sees the last `window` keys of those, its own included: the `sliding_window` of Mistral, Gemma and
-    GPT-OSS in transformers, and FlashAttention's `window_size=(window - 1, 0)`. Softcap makes cap * tanh(score / cap) of each
+    GPT-OSS in transformers, and FlashAttention's `window_size=(window - 1, window_right)`: of a causal mask whose diagonal lies
+    `window_right` keys further to the right. Softcap makes cap * tanh(score / cap) of each
     scaled score (Gemma 2, arXiv:2408.00118, section 2). Sinks are a logit for each head that counts in the denominator and
     the log-sum-exp, and has no value (GPT-OSS, arXiv:2508.10925). Starts and lengths say, for each sequence of a batch, the
     first key that counts and the first that does not any more; the causal diagonal stays where it is without them.
@@ -82,6 +83,7 @@ class Attention(Kernel):
     value_dim = ts.dim(0, constant=True, least=0, most=problem.MAX_HEAD_DIM, omit_default=True)
     lse = ts.flag(omit_default=True)
     window = ts.dim(0, least=0, omit_default=True)
+    window_right = ts.dim(0, least=0, omit_default=True)
     softcap = ts.flag(omit_default=True)
     sinks = ts.flag(omit_default=True)
     starts = ts.flag(omit_default=True)
@@ -203,6 +205,7 @@ class Attention(Kernel):
             "UNROLL": _unroll(s),
             "PEEL_FIRST": bool(s.get("peel_first", True)),
             "WINDOW": p.window > 0,
+            "WINDOW_RIGHT": p.window_right > 0,
             "SOFTCAP": p.softcap,
             "SINKS": p.sinks,
             "STARTS": p.starts,
@@ -248,7 +251,8 @@ class Attention(Kernel):
         from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
 
         out, lse = attention_and_lse(xp, Q, K, V, causal=p.causal, scale=default_scale(p), dtype=str(Q.dtype),
-                                     alignment=p.alignment, window=p.window, cap=DEFAULT_CAP if p.softcap else 0.0,
+                                     alignment=p.alignment, window=p.window, window_right=p.window_right,
+                                     cap=DEFAULT_CAP if p.softcap else 0.0,
                                      sinks=Sinks, starts=Starts, lengths=Lengths, cu_q=CuQ, cu_k=CuK,
                                      table=Table)  # fmt: skip
         return out, lse[..., None]
@@ -321,7 +325,7 @@ class Attention(Kernel):
         heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
         mask = "full" if not p.causal else "causal" if p.alignment == "top_left" else "bottom-right"
         columns = f"d{p.head_dim}-{p.value_dim}" if p.value_dim else f"d{p.head_dim}"
-        more = f"_window{p.window}" if p.window else ""
+        more = (f"_window{p.window}" if p.window else "") + (f"_right{p.window_right}" if p.window_right else "")
         more += (f"_packed{p.packed}" if p.packed else "") + (f"_page{p.page}" if p.page else "")
         more += "".join(f"_{name}" for name in ("softcap", "sinks", "starts", "lengths", "lse") if getattr(p, name))
         return f"{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{more}"
@@ -342,6 +346,7 @@ class Attention(Kernel):
                 make(seq_q=33, seq_k=130, head_dim=40, heads=4, kv_heads=2, causal=True, alignment="bottom_right"),
                 make(seq_q=3, seq_k=200, head_dim=64, heads=4, kv_heads=1, lse=True),
                 make(seq_q=90, seq_k=150, head_dim=32, heads=2, causal=True, alignment="bottom_right", window=40, sinks=True),
+                make(seq_q=140, seq_k=140, head_dim=32, heads=2, causal=True, window=30, window_right=40),
                 make(seq_q=70, seq_k=90, head_dim=32, batch=2, softcap=True, starts=True, lengths=True),
                 make(seq_q=150, seq_k=150, head_dim=32, heads=2, causal=True, packed=5, lse=True),
                 make(seq_q=1, seq_k=192, head_dim=32, heads=4, kv_heads=2, batch=3, lengths=True, page=64)]  # fmt: skip

@@ -109,20 +109,23 @@ def attention_share(Q: HeadArray, K: HeadArray, V: HeadArray,
 
 def attention_asked(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray,
                     Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                    window_right: int,
                     TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
                     LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int, KV_DIRECTION: Int,
                     Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool, TMA_LOADS: Bool, TMA_STORE: Bool,
                     CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool, BOTTOM_RIGHT: Bool, REST_D: Int,
                     TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int, FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool,
-                    STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool,
+                    STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool,
+                    SOFTCAP: Bool,
                     SINKS: Bool, STARTS: Bool, LENGTHS: Bool):  # fmt: skip
     """As `attention`, with what some models ask for beside; see :mod:`tiledsched.kernels.attention.asked`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      WINDOW_RIGHT,
                       SOFTCAP, SINKS, STARTS, LENGTHS)  # fmt: skip
-    asked = Asked(Sinks, Starts, Lengths, window, cap_scale)
+    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale)
     if FLAT_STEPS:
         run_flat_loop(Q, K, V, Out, None, scale_log2, asked, const)
     else:
@@ -130,22 +133,24 @@ def attention_asked(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray,
 
 
 def attention_asked_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray,
-                        Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                        Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array, scale_log2: float, cap_scale: float,
+                        window: int, window_right: int,
                         TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
                         LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
                         KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
                         TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
                         BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
                         FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int,
-                        PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                        PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
                         LENGTHS: Bool):  # fmt: skip
     """The same of `attention_lse`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      WINDOW_RIGHT,
                       SOFTCAP, SINKS, STARTS, LENGTHS)  # fmt: skip
-    asked = Asked(Sinks, Starts, Lengths, window, cap_scale)
+    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale)
     if FLAT_STEPS:
         run_flat_loop(Q, K, V, Out, Lse, scale_log2, asked, const)
     else:
@@ -154,84 +159,95 @@ def attention_asked_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray
 
 def attention_asked_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray,
                           Partial: PartialArray, State: StateArray, Counters: CounterArray,
-                          Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                          Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array, scale_log2: float, cap_scale: float,
+                          window: int, window_right: int,
                           TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
                           LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
                           KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
                           TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
                           BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
                           FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
-                          UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                          UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool, SOFTCAP: Bool, SINKS: Bool,
+                          STARTS: Bool,
                           LENGTHS: Bool):  # fmt: skip
     """The same of `attention_split`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      WINDOW_RIGHT,
                       SOFTCAP, SINKS, STARTS, LENGTHS)  # fmt: skip
-    asked = Asked(Sinks, Starts, Lengths, window, cap_scale)
+    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale)
     compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const)
 
 
 def attention_asked_share(Q: HeadArray, K: HeadArray, V: HeadArray,
                           Shares: ShareArray, State: StateArray,
-                          Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                          Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array, scale_log2: float, cap_scale: float,
+                          window: int, window_right: int,
                           TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
                           LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
                           KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
                           TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
                           BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
                           FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
-                          UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                          UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool, SOFTCAP: Bool, SINKS: Bool,
+                          STARTS: Bool,
                           LENGTHS: Bool):  # fmt: skip
     """The same of `attention_share`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      WINDOW_RIGHT,
                       SOFTCAP, SINKS, STARTS, LENGTHS)  # fmt: skip
-    asked = Asked(Sinks, Starts, Lengths, window, cap_scale)
+    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale)
     compute_share(Q, K, V, Shares, State, scale_log2, asked, const)
 
 
 def attention_placed(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray,
                      Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array,
                      CuQ: ct.Array, CuK: ct.Array, Table: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                     window_right: int,
                      TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
                      LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int, KV_DIRECTION: Int,
                      Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool, TMA_LOADS: Bool, TMA_STORE: Bool,
                      CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool, BOTTOM_RIGHT: Bool, REST_D: Int,
                      TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int, FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool,
-                     STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool,
+                     STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool,
+                     SOFTCAP: Bool,
                      SINKS: Bool, STARTS: Bool, LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
     """As `attention_asked`, of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      WINDOW_RIGHT,
                       SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
-    asked = Asked(Sinks, Starts, Lengths, window, cap_scale, CuQ, CuK, Table)
+    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
     schedule_work(Q, K, V, Out, None, scale_log2, asked, const)
 
 
 def attention_placed_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, Lse: RowArray,
                          Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array,
                          CuQ: ct.Array, CuK: ct.Array, Table: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                         window_right: int,
                          TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
                          LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
                          KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
                         TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
                          BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
                          FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int,
-                        PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                        PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
                          LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
     """The same of `attention_lse`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      WINDOW_RIGHT,
                       SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
-    asked = Asked(Sinks, Starts, Lengths, window, cap_scale, CuQ, CuK, Table)
+    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
     schedule_work(Q, K, V, Out, Lse, scale_log2, asked, const)
 
 
@@ -239,21 +255,24 @@ def attention_placed_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadAr
                            Partial: PartialArray, State: StateArray, Counters: CounterArray,
                            Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array,
                            CuQ: ct.Array, CuK: ct.Array, Table: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                           window_right: int,
                            TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
                            LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
                            KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
                           TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
                            BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
                            FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
-                           UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                           UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool, SOFTCAP: Bool, SINKS: Bool,
+                           STARTS: Bool,
                            LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
     """The same of `attention_split`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      WINDOW_RIGHT,
                       SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
-    asked = Asked(Sinks, Starts, Lengths, window, cap_scale, CuQ, CuK, Table)
+    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
     compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const)
 
 
@@ -261,21 +280,24 @@ def attention_placed_share(Q: HeadArray, K: HeadArray, V: HeadArray,
                            Shares: ShareArray, State: StateArray,
                            Sinks: ct.Array, Starts: ct.Array, Lengths: ct.Array,
                            CuQ: ct.Array, CuK: ct.Array, Table: ct.Array, scale_log2: float, cap_scale: float, window: int,
+                           window_right: int,
                            TILE_M: Int, TILE_N: Int, TILE_D: Int, GROUP: Int, CAUSAL: Bool, EVEN: Bool, FP16_ACCUM: Bool,
                            LATENCY_K: Int, LATENCY_V: Int, LOOP_SPLIT: Bool, BLOCK_ORDER: Int, PERSISTENT: Int,
                            KV_DIRECTION: Int, Q_SUBTILES: Int, KV_SUBTILES: Int, QK_AHEAD: Bool, PERMUTE_K: Bool,
                           TMA_LOADS: Bool, TMA_STORE: Bool, CHECK_BOUNDS: Bool, IEEE_DIVISION: Bool, LAZY_RESCALE: Bool,
                            BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
                            FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
-                           UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
+                           UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool, SOFTCAP: Bool, SINKS: Bool,
+                           STARTS: Bool,
                            LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
     """The same of `attention_share`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
+                      WINDOW_RIGHT,
                       SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
-    asked = Asked(Sinks, Starts, Lengths, window, cap_scale, CuQ, CuK, Table)
+    asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
     compute_share(Q, K, V, Shares, State, scale_log2, asked, const)
 
 
@@ -296,7 +318,7 @@ def attention_asked_combine(Out: HeadArray, Lse: RowArray, Shares: ShareArray, S
     """The same of `attention_asked_share` and `attention_placed_share`."""
     const = Combining(COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT,
                       WINDOW, SINKS, STARTS, LENGTHS)  # fmt: skip
-    combine_shares(Out, Lse, Shares, State, Asked(Sinks, None, None, 0, 0.0), const)
+    combine_shares(Out, Lse, Shares, State, Asked(Sinks, None, None, 0, 0, 0.0), const)
 
 
 def widened(entry):

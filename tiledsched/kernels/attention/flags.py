@@ -31,6 +31,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                         "as the head dimension)")  # fmt: skip
     parser.add_argument("--window", type=positive, default=0, metavar="N", help="keys that a row sees at most, up to its own: "
                         "a sliding window, of causal problems only (default: all)")  # fmt: skip
+    parser.add_argument("--window-right", type=positive, default=0, metavar="N", help="keys that it sees after its own, of "
+                        "causal problems only (default: none)")  # fmt: skip
     parser.add_argument("--softcap", action="store_true", help="cap the scores, as Gemma 2 does")
     parser.add_argument("--sinks", action="store_true", help="a logit for each head in the denominators, as in GPT-OSS")
     parser.add_argument("--starts", action="store_true", help="the sequences of a batch start at keys of their own")
@@ -44,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def from_flags(make: Any, options: argparse.Namespace) -> list[Problem]:
     """The problems that the flags name: `make` makes each."""
-    if options.window and options.causal == "both":
+    if (options.window or options.window_right) and options.causal == "both":
         options.causal = "yes"
     masks = {"yes": (True,), "no": (False,), "both": (False, True)}[options.causal]
     found = (standard(make, seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=options.batch,
@@ -52,7 +54,8 @@ def from_flags(make: Any, options: argparse.Namespace) -> list[Problem]:
              for dtype in options.dtype for head_dim in options.head_dim for causal in masks
              for seq_len in options.seq_k)  # fmt: skip
     return [each.replace(seq_q=options.seq_q or each.seq_q, alignment=options.alignment, value_dim=options.value_dim,
-                         lse=options.lse, window=options.window, softcap=options.softcap, sinks=options.sinks,
+                         lse=options.lse, window=options.window, window_right=options.window_right, softcap=options.softcap,
+                         sinks=options.sinks,
                          starts=options.starts, lengths=options.lengths or options.page > 0, packed=options.packed,
                          page=options.page, batch=1 if options.packed else each.batch) for each in found]  # fmt: skip
 

@@ -41,6 +41,8 @@ def run_flat_loop(Q, K, V, Out, Lse, scale_log2, asked, const):
     """All of the current block's work, FLAT_STEPS steps a turn; a work tile takes whole turns. `Lse` and `asked` may be None."""
     blocks = ct.num_blocks(0)
     offset = K.shape[2] - Q.shape[2] if const.BOTTOM_RIGHT else 0
+    if const.WINDOW_RIGHT:
+        offset = offset + asked.window_right
     turns = 0
     for each in range(laps_of(Q, blocks, const)):
         coming = work_tile_of(Q, each, blocks, const)

@@ -47,7 +47,9 @@ def distance(p: Any, q: Any) -> float:
 
 def _asked_differently(p: Any, q: Any) -> float:
     """Octaves between the keys that a row sees where a window bounds them, and each of the other things only one asks for."""
-    one, other = (min(each.window or each.mean_keys, each.mean_keys) for each in (p, q))
+    one, other = (
+        min(each.window + each.window_right if each.window else each.mean_keys, each.mean_keys) for each in (p, q)
+    )
     octaves = abs(math.log2(one / other)) if p.window or q.window else 0.0
     flags = ("softcap", "sinks", "starts", "lengths", "ends_q", "paged")
     return octaves + sum(getattr(p, name) != getattr(q, name) for name in flags)

@@ -114,11 +114,13 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
         extra += max(1, rows // step_n) * (2 if problem.window else 1) * (dear / cycles[resident] - 1.0)
     busy = busy_steps(
         rows=rows // pack_width(problem, schedule), step_n=step_n, seq_q=problem.mean_rows, seq_k=problem.mean_keys,
-        causal=problem.causal, first_key=problem.mean_keys - problem.mean_rows if problem.alignment == "bottom_right" else 0,
+        causal=problem.causal, first_key=problem.window_right
+        + (problem.mean_keys - problem.mean_rows if problem.alignment == "bottom_right" else 0),
         heads=problem.sequences * packs(problem, schedule), splits=splits,
         order=str(schedule["block_order"]), snake=schedule["persistent"] == "snake",
         grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] != "no" else 0,
-        sms=max(1, spec.sm_count // facts.num_ctas), resident=resident, extra=round(extra * 4.0) / 4.0, window=problem.window,
+        sms=max(1, spec.sm_count // facts.num_ctas), resident=resident, extra=round(extra * 4.0) / 4.0,
+        window=problem.window + problem.window_right if problem.window else 0,
     )  # fmt: skip
     compute_us = float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     memory_us = _dram_bytes(problem, schedule, spec, resident) / (spec.dram_gbps * 1e3)

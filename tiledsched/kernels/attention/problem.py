@@ -22,7 +22,7 @@ LARGEST_INT32 = 2**31 - 1
 
 def canonical(values: dict[str, Value]) -> dict[str, Value]:
     """Two ways to say one problem become one: value_dim = head_dim is stored as 0, and an alignment that makes no
-    difference (no causal mask, or seq_q = seq_k) as top_left. A window that hides nothing is 0.
+    difference (no causal mask, or seq_q = seq_k) as top_left. A window that hides nothing is 0, or no mask.
 
     Raises:
         ProblemError: heads are not a multiple of kv_heads, a window has no causal mask, or sequences lie as none can.
@@ -39,9 +39,18 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
         changed["alignment"] = "top_left"
     if values["window"] and not values["causal"]:
         raise ProblemError(f"window = {values['window']} needs causal: row i sees the last keys up to its own")
+    if values["window_right"] and not values["causal"]:
+        raise ProblemError(
+            f"window_right = {values['window_right']} needs causal: row i sees so many keys after its own"
+        )
     bottom_right = {**values, **changed}["alignment"] == "bottom_right"
     if int(values["window"]) >= int(values["seq_k" if bottom_right else "seq_q"]):  # type: ignore[arg-type]
         changed["window"] = 0
+    most_right = int(values["seq_q" if bottom_right else "seq_k"]) - 1  # type: ignore[arg-type]
+    if values["window_right"] and int(values["window_right"]) >= most_right and not values["packed"]:  # type: ignore[arg-type]
+        changed["window_right"] = most_right
+        if not {**values, **changed}["window"]:  # every row sees every key
+            changed |= {"window_right": 0, "causal": False, "alignment": "top_left"}
     return {**values, **changed}
 
 
@@ -69,7 +78,7 @@ def visible_pairs(p: Any) -> float:
     rows, keys = p.mean_rows, p.mean_keys
     if not p.causal:
         return float(p.seq_q * keys)
-    under = _area_under(rows, keys, _diagonal(p))
+    under = _area_under(rows, keys, _diagonal(p) + p.window_right)
     return max(1, p.packed) * (under - _area_under(rows, keys, _diagonal(p) - p.window) if p.window else under)
 
 
@@ -135,7 +144,7 @@ DERIVED = {
     "visible_pairs": visible_pairs,
     "past_keys": lambda p: p.seq_k + 1,  # what lengths lie below
     "asked": lambda p: bool(
-        p.window or p.softcap or p.sinks or p.starts or p.lengths or p.packed
+        p.window or p.window_right or p.softcap or p.sinks or p.starts or p.lengths or p.packed
     ),  # whether it is more than plain attention
     "placed": lambda p: bool(p.packed or p.page),  # whether sequences do not lie one in each entry of a batch
     "spanned": lambda p: bool(
@@ -170,6 +179,7 @@ def describe(p: Any) -> str:
     mask = " causal" if p.causal else ""
     mask += " bottom-right" if p.alignment == "bottom_right" else ""
     more = f" window={p.window}" if p.window else ""
+    more += f" right={p.window_right}" if p.window_right else ""
     more += f" packed={p.packed}" if p.packed else ""
     more += f" page={p.page}" if p.page else ""
     more += "".join(f" +{name}" for name in ("softcap", "sinks", "starts", "lengths", "lse") if getattr(p, name))

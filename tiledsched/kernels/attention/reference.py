@@ -20,7 +20,8 @@ def attention_reference(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale:
 
 
 def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float, dtype: str = "float64",
-                      alignment: str = "top_left", window: int = 0, cap: float = 0.0, sinks: Any = None, starts: Any = None,
+                      alignment: str = "top_left", window: int = 0, window_right: int = 0, cap: float = 0.0,
+                      sinks: Any = None, starts: Any = None,
                       lengths: Any = None, cu_q: Any = None, cu_k: Any = None,
                       table: Any = None) -> tuple[Any, Any]:  # fmt: skip
     """softmax(scale * q @ k^T, masked) @ v and log(sum(exp(scale * q @ k^T, masked))), computed in `dtype`.
@@ -35,6 +36,7 @@ def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: f
         dtype: float64, or float32 where the GPU's float64 is slow.
         alignment: top_left or bottom_right.
         window: keys that a row sees at most, up to its own; 0 for all.
+        window_right: keys that it sees after its own where `causal`.
         cap: of scaled scores, cap * tanh(score / cap); 0 for none.
         sinks: `[heads]`, a logit more in each row's denominator; or None.
         starts, lengths: `[batch]`, the first key that counts and the first that does not any more; or None.
@@ -52,6 +54,7 @@ def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: f
         "dtype": dtype,
         "alignment": alignment,
         "window": window,
+        "window_right": window_right,
         "cap": cap,
         "sinks": sinks,
     }
@@ -75,7 +78,7 @@ def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: f
                 columns = xp.arange(seq_k)[None, :]
                 if causal:
                     last = xp.arange(rows.start, rows.stop)[:, None] + offset
-                    visible = columns <= last
+                    visible = columns <= last + window_right
                     if window:
                         visible &= columns > last - window
                     scores = xp.where(visible, scores, -xp.inf)

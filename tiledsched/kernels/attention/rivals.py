@@ -160,7 +160,9 @@ def flash_4_options(p: Problem, scale: float | None = None, cap: float | None = 
         raise UnsupportedError("FlashAttention-4 may leave rows that see no key unwritten")
     options: dict[str, Any] = {"softmax_scale": default_scale(p) if scale is None else scale}
     if p.window:
-        options["window_size"] = (p.window - 1, 0)
+        options["window_size"] = (p.window - 1, p.window_right)
+    elif p.window_right:
+        options["window_size"] = (None, p.window_right)
     else:
         options["causal"] = causal
     if p.softcap:

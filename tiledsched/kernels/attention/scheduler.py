@@ -78,13 +78,13 @@ def rows_of(tile, offset, const):
     else:
         rows = const.TILE_M // const.PACK
         last = tile * rows + ct.arange(const.TILE_M, dtype=ct.int32)[:, None] % rows
-    return last + offset if const.BOTTOM_RIGHT else last
+    return last + offset if const.BOTTOM_RIGHT or const.WINDOW_RIGHT else last
 
 
 def steps_of(place, offset, seq_k, const):
     """(first_masked, steps) of a work tile: steps before the one lie wholly inside the mask, those from the other on outside."""
     block_rows, step_n = rows_of_work(const), const.TILE_N * const.KV_SUBTILES
-    if const.CAUSAL and const.BOTTOM_RIGHT:
+    if const.CAUSAL and (const.BOTTOM_RIGHT or const.WINDOW_RIGHT):
         first_masked = min(max(place * block_rows + offset, 0), seq_k) // step_n
         steps = ct.cdiv(min(max((place + 1) * block_rows + offset, 0), seq_k), step_n)
         steps = max(steps, 1)  # one at least: QK_AHEAD makes its scores

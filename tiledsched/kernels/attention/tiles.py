@@ -126,6 +126,8 @@ class Constants:
     # What only the entries of `asked` are told.
     WINDOW: bool = False
     """Whether a row sees its last keys only."""
+    WINDOW_RIGHT: bool = False
+    """Whether a row sees keys after its own, too: the diagonal lies so many further to the right."""
     SOFTCAP: bool = False
     """Whether scores are capped."""
     SINKS: bool = False
@@ -273,6 +275,8 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, asked, const)
     offset = K.shape[2] - seq_q if const.BOTTOM_RIGHT else 0
     if const.PAGE:
         offset = offset_in_pages(batch, seq_q, asked, const)
+    if const.WINDOW_RIGHT:
+        offset = offset + asked.window_right
     tiles = tuple(query_tile(place, s, seq_q, const) for s in ct.static_iter(range(const.Q_SUBTILES)))
     rows = tuple(rows_of(tile, offset, const) for tile in ct.static_iter(tiles))
     queries = tuple(load_queries(Q, (entry, head, tile), const) for tile in ct.static_iter(tiles))

@@ -53,6 +53,10 @@ class AttentionArrays(Arrays):
     def causal(self) -> bool | str:
         """As `sdpa` takes it."""
         p = self.problem
+        if p.window_right:
+            if p.alignment == "top_left" and p.seq_q != p.seq_k:
+                raise UnsupportedError("sdpa aligns a window of two sides at the bottom right")
+            return False
         return bool(p.causal) if p.alignment == "top_left" else str(p.alignment)
 
     @property
@@ -70,7 +74,13 @@ class AttentionArrays(Arrays):
         found: dict[str, Any] = dict(zip(names, self.asked, strict=True))
         return {
             **found,
-            **({"window": p.window} if p.window else {}),
+            **(
+                {"window": (p.window - 1, p.window_right)}
+                if p.window_right
+                else {"window": p.window}
+                if p.window
+                else {}
+            ),
             **({"softcap": DEFAULT_CAP} if p.softcap else {}),
         }
 
@@ -84,7 +94,7 @@ def _ours(arrays: AttentionArrays) -> Call:
 
     q, k, v, named = arrays.q, arrays.k, arrays.v, arrays.named
     plan = plan_for(q, k, v, causal=arrays.causal, **named).own
-    beside = read_beside(q, k, CAUSAL[arrays.causal], *(named.get(name) for name in NAMES))
+    _, beside = read_beside(q, k, CAUSAL[arrays.causal], *(named.get(name) for name in NAMES))
     return lambda: launch_plan(plan, q, k, v, keep_zeros=True, beside=beside)
 
 
@@ -101,7 +111,7 @@ def _refuse_asked(problem: Problem, *, but: tuple[str, ...] = ()) -> None:
     """Raise where a problem asks for what a method does not compute."""
     beyond = [
         name
-        for name in ("window", "softcap", "sinks", "starts", "lengths")
+        for name in ("window", "window_right", "softcap", "sinks", "starts", "lengths")
         if getattr(problem, name) and name not in but
     ]
     if beyond:
@@ -146,14 +156,14 @@ def _untuned(arrays: AttentionArrays) -> Call:
 def _torch_call(arrays: AttentionArrays) -> Call:
     """torch's attention, whichever backend it takes; windows and lengths as a mask of all scores, which is all it knows."""
     torch, problem = arrays.torch, arrays.problem
-    _refuse_asked(problem, but=("window", "starts", "lengths"))
+    _refuse_asked(problem, but=("window", "window_right", "starts", "lengths"))
     more: dict[str, Any] = {"enable_gqa": True} if problem.group > 1 else {}
     if problem.asked:
         from tiledsched.attention.arguments import CAUSAL
         from tiledsched.attention.beside import NAMES, read_beside, visible_keys
 
         causal = CAUSAL[arrays.causal]
-        beside = read_beside(arrays.q, arrays.k, causal, *(arrays.named.get(name) for name in NAMES))
+        causal, beside = read_beside(arrays.q, arrays.k, causal, *(arrays.named.get(name) for name in NAMES))
         more["attn_mask"] = visible_keys(arrays.q, arrays.k, causal, beside)
     elif problem.causal and problem.alignment == "bottom_right":
         from torch.nn.attention.bias import causal_lower_right

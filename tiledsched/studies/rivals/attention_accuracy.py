@@ -46,6 +46,7 @@ def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any, **asked
     """
     out, _ = attention_and_lse(xp, q[None, None], k[None, None], v[None, None], causal=problem.causal,
                                scale=default_scale(problem), alignment=problem.alignment, window=problem.window,
+                               window_right=problem.window_right,
                                cap=DEFAULT_CAP if problem.softcap else 0.0, **asked)  # fmt: skip
     return out[0, 0]
 

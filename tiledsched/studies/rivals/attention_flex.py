@@ -65,7 +65,7 @@ def mask_of(p: Problem, starts: Any, lengths: Any) -> Any:
     def seen(batch: Any, head: Any, row: Any, key: Any) -> Any:
         visible = key >= 0
         if p.causal:
-            visible = visible & (key <= row + offset)
+            visible = visible & (key <= row + offset + p.window_right)
         if p.window:
             visible = visible & (key > row + offset - p.window)
         if starts is not None:
