@@ -399,6 +399,24 @@ def test_windows_padding_softcap_and_sinks_are_served(launches, fresh, registere
     torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-2)
 
 
+@pytest.mark.parametrize("padding", [None, PADDED, RIGHT], ids=["whole", "left", "right"])
+def test_windows_of_two_sides_are_served(launches, fresh, registered, transformers, monkeypatch, padding) -> None:
+    """ModernBERT's local layers, which see as many keys after a row's own as before it."""
+    config = transformers.ModernBertConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, local_attention=8,
+        global_attn_every_n_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.ModernBertModel(config).eval().half()
+    seen = torch.ones_like(PROMPT) if padding is None else padding
+    with torch.no_grad():
+        wanted = use(model, "eager")(input_ids=PROMPT, attention_mask=padding).last_hidden_state[seen.bool()]
+        monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
+        found = use(model, "tiledsched")(input_ids=PROMPT, attention_mask=padding).last_hidden_state[seen.bool()]
+    assert len(launches) == 2
+    torch.testing.assert_close(found, wanted, atol=1e-2, rtol=5e-2)
+
+
 TEXTS = [[5, 9, 3, 8, 2, 7, 4, 6, 1, 11, 12], [4], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42]]
 
 

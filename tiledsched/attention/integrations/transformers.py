@@ -21,7 +21,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._pytree import tree_map_only
 
 from tiledsched.attention import fallback
-from tiledsched.attention.beside import Beside
+from tiledsched.attention.beside import Beside, Window
 from tiledsched.attention.padding import edges
 from tiledsched.attention.placed import sdpa_varlen
 from tiledsched.attention.sdpa import sdpa
@@ -46,8 +46,8 @@ class SeenKeys:
     """Keys from the beginning that count."""
     causal: bool
     """Whether a row sees no keys beyond its own."""
-    window: int | None
-    """Keys that a row sees at most; None for all."""
+    window: Window
+    """Keys that a row sees at most, or a pair of those before and after its own; None for all."""
     starts: torch.Tensor | None
     """`[batch]`: the first key that is no padding; None where there is none on the left."""
     lengths: torch.Tensor | None
@@ -254,7 +254,11 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     slides = window is not None
     if causal:
         columns = min(columns, rows + before - hidden)
-        window = window if window is not None and window < columns else None
+        window = window if isinstance(window, int) and window < columns else None
+    elif isinstance(window, tuple):  # aligned with the last row, which is the first key's where all is there
+        if rows != columns or before or hidden:
+            return None
+        window = window if min(window) < columns - 1 else None
     if rows < 1 or columns < (rows if causal else 1):
         return None
     padding = named.get("attention_mask")
@@ -307,7 +311,7 @@ def _unpacked(mask_function: Any) -> tuple[Any, Any]:
     return None, mask_function
 
 
-def _pattern(mask_function: Any) -> tuple[bool | None, int | None]:
+def _pattern(mask_function: Any) -> tuple[bool | None, Window]:
     """Whether a mask function of transformers is causal, and its window; (None, None) of one that is neither that nor full.
 
     It is a closure over its parts, of which only those are taken that are known by name.
@@ -323,10 +327,18 @@ def _pattern(mask_function: Any) -> tuple[bool | None, int | None]:
         window = _held(parts[0], "sliding_window_overlay", "sliding_window")
         if type(window) is int and window > 0:
             return True, window
+    elif (
+        isinstance(parts, tuple)
+        and len(parts) == 2
+        and parts[1] is getattr(known, "bidirectional_mask_function", known)
+    ):
+        window = _held(parts[0], "sliding_window_bidirectional_overlay", "sliding_window")
+        if type(window) is int and window >= 0:
+            return False, (window, window)
     return None, None
 
 
-def _told_pattern(named: dict[str, Any]) -> tuple[bool | None, int | None]:
+def _told_pattern(named: dict[str, Any]) -> tuple[bool | None, Window]:
     """The same by the other arguments: of a causal mask that may be left out nothing but its window is left to say, unless it is
     one of chunks."""
     config, window = named.get("config"), named.get("local_size")
