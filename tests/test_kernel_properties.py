@@ -334,7 +334,7 @@ def test_what_is_launched_takes_what_is_said():
         schedule = schedule_for(problem, **knobs)
         (step,) = launches.steps(Attention, problem, schedule, arch_spec("sm_90"))
         every = [field.name for field in dataclasses.fields(Constants)]
-        constants, scalars = every, ["scale_log2", "cap_scale", "window"]
+        constants, scalars = every, ["scale_log2", "cap_scale", "window", "window_right"]
         if not problem.asked:
             constants, scalars = every[: every.index("WINDOW")], ["scale_log2"]
         elif not problem.placed:
