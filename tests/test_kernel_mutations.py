@@ -111,7 +111,7 @@ MUTATIONS = {
 
 MUTATIONS_ELSEWHERE = {
     "bottom-right mask off by one": ("return last + offset if", "return last + offset + 1 if"),
-    "bottom-right mask at the top left": ("return last + offset if const.BOTTOM_RIGHT else last", "return last"),
+    "bottom-right mask at the top left": ("return last + offset if const.BOTTOM_RIGHT or const.WINDOW_RIGHT else last", "return last"),
     "bottom-right offset the wrong way": ("K.shape[2] - seq_q if const.BOTTOM_RIGHT", "seq_q - K.shape[2] if const.BOTTOM_RIGHT"),
     "bottom-right end too early": (
         "min(max((place + 1) * block_rows + offset, 0)",
