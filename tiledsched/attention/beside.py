@@ -55,8 +55,7 @@ class Beside(NamedTuple):
         """The problem's."""
         window, softcap, sinks, starts, lengths, packed, _, window_right = self.key
         return {"window": window, "window_right": window_right, "softcap": softcap > 0, "sinks": sinks, "starts": starts,
-        "lengths": lengths,
-                "packed": packed or 0}  # fmt: skip
+                "lengths": lengths, "packed": packed or 0}  # fmt: skip
 
     @property
     def placed(self) -> bool:

@@ -40,6 +40,11 @@ RETRIED = (Outcome.ERROR, Outcome.HUNG)
 """Ends of an attempt after which the problem waits for another one."""
 
 
+def _silent(campaign: Campaign, now: datetime) -> sa.ColumnElement[bool]:
+    """Held by a worker that was not heard of for too long to wait for it."""
+    return sa.and_(LeaseRow.state == "leased", LeaseRow.until < campaign.silent_until(now))
+
+
 class Leases:
     """What a campaign's workers and whoever looks on ask of the database.
 
@@ -266,8 +271,7 @@ class Leases:
             order = LeaseRow.attempts, LeaseRow.number
             found = session.execute(free.where(*wanted, LeaseRow.state == "waiting").order_by(*order)).first()
             if found is None:
-                late = LeaseRow.state == "leased", LeaseRow.until < campaign.silent_until(now)
-                found = session.execute(free.where(*wanted, *late).order_by(*order)).first()
+                found = session.execute(free.where(*wanted, _silent(campaign, now)).order_by(*order)).first()
             if found is None:
                 return None
             if found.state == "leased":
@@ -356,9 +360,8 @@ class Leases:
 
         def read(session: Session) -> Counter[str]:
             mine = LeaseRow.campaign_id == campaign.id, LeaseRow.attempts < campaign.most_attempts
-            silent = LeaseRow.until < campaign.silent_until(self._told(session))
-            late = sa.and_(LeaseRow.state == "leased", silent)
-            asked = sa.select(LeaseRow.arch, sa.func.count()).where(*mine, (LeaseRow.state == "waiting") | late)
+            free = (LeaseRow.state == "waiting") | _silent(campaign, self._told(session))
+            asked = sa.select(LeaseRow.arch, sa.func.count()).where(*mine, free)
             return Counter({row[0]: row[1] for row in session.execute(asked.group_by(LeaseRow.arch))})
 
         return self._read(read)

@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -163,6 +164,11 @@ class _Seat:
     """Whether it takes no more part."""
 
 
+def _for_seat(left: Counter[str], seat: _Seat) -> int:
+    """How many of the problems that are left a seat's GPU could take: those of its arch, or of any."""
+    return left[seat.arch] if seat.arch else left.total()
+
+
 class Driver:
     """Keeps an actor on every GPU of a cluster until a campaign ends.
 
@@ -242,8 +248,7 @@ class Driver:
         awake = [seat for seat in self._seats.values() if seat.actor is not None and not seat.leaving]
         coming = [seat.arch for seat in awake if not seat.worker or seat.worker in idle]
         for seat in resting:
-            free = sum(left.values()) if not seat.arch else left[seat.arch]
-            if free > sum(arch in (seat.arch, "", None) for arch in coming):
+            if _for_seat(left, seat) > sum(arch in (seat.arch, "", None) for arch in coming):
                 seat.resting = False
                 self._start(seat)
                 coming.append(seat.arch)
@@ -308,8 +313,7 @@ class Driver:
 
     def _has_work(self, seat: _Seat) -> bool:
         """Whether there is a problem that it could take now."""
-        left = self._leases.takeable(self._campaign)
-        return any(left.values()) if not seat.arch else left[seat.arch] > 0
+        return _for_seat(self._leases.takeable(self._campaign), seat) > 0
 
     def _leave(self, seat: _Seat) -> None:
         """Have its actor leave the campaign; its GPU is another's then."""

@@ -26,7 +26,7 @@ from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.spread import apart, label_of
 from tiledsched.fleet.status import controls_of
-from tiledsched.measure.gpu import END_TIMEOUT_S
+from tiledsched.measure.gpu import END_TIMEOUT_S, child_environment
 from tiledsched.measure.nvml import LABEL_VARIABLE
 from tiledsched.problem import Problem
 
@@ -276,8 +276,7 @@ class _Process:
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
         self._pipe, theirs = Pipe()
         life, self._life = os.pipe()
-        places = dict.fromkeys(os.path.abspath(place) for place in sys.path)
-        told = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment, "PYTHONPATH": os.pathsep.join(places),
+        told = {**child_environment(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment,
                 JOBS_VARIABLE: os.environ.get(JOBS_VARIABLE, "")}  # fmt: skip
         command = [sys.executable, "-m", "tiledsched.fleet.child", str(theirs.fileno()), str(life)]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno(), life], env=told, stdin=subprocess.DEVNULL,

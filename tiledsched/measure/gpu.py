@@ -92,7 +92,7 @@ class Worker:
             self.process = subprocess.Popen([*command, str(theirs.fileno()), self._folder.path, str(os.getpid())],
                                             pass_fds=[theirs.fileno(), *([lock.descriptor] if lock else [])],
                                             stdin=subprocess.DEVNULL,
-                                            stdout=subprocess.DEVNULL, stderr=errors, env=_environment())  # fmt: skip
+                                            stdout=subprocess.DEVNULL, stderr=errors, env=child_environment())  # fmt: skip
         self.loaded: set[str] = set()
 
     def receive(self, timeout_s: float, what: str) -> tuple[str, Any]:
@@ -175,8 +175,8 @@ class Worker:
         self._folder.close()
 
 
-def _environment() -> dict[str, str]:
-    """That of this process, and its places to look for modules: kernels are declared in any of them."""
+def child_environment() -> dict[str, str]:
+    """That of this process for one that it starts, and its places to look for modules: kernels are declared in any of them."""
     places = dict.fromkeys(os.path.abspath(place) for place in sys.path)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 

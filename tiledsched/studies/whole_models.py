@@ -41,6 +41,7 @@ from tiledsched.errors import ConfigError, TiledschedError
 from tiledsched.extras import installing
 from tiledsched.files import write_whole
 from tiledsched.flags import integers, positive, words
+from tiledsched.measure.gpu import child_environment
 from tiledsched.measure.lock import holding_current_gpu
 from tiledsched.measure.nvml import devices
 
@@ -481,10 +482,8 @@ def in_fresh_processes(runs: int, arguments: Callable[[int], Sequence[str]], *,
         if not left():
             return
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-            kept = {name: value for name, value in os.environ.items() if name not in KEPT_ELSEWHERE}
-            places = dict.fromkeys(os.path.abspath(place) for place in sys.path)
-            environment = {**kept, **{name: os.path.join(home, name.lower()) for name in HOMES},
-                           "PYTHONPATH": os.pathsep.join(places)}  # fmt: skip
+            environment = {name: value for name, value in child_environment().items() if name not in KEPT_ELSEWHERE}
+            environment |= {name: os.path.join(home, name.lower()) for name in HOMES}
             for name in HOMES:
                 os.mkdir(environment[name])
             with subprocess.Popen([*COMMAND, *arguments(run)], env=environment, cwd=home, stdout=subprocess.PIPE,

@@ -72,17 +72,11 @@ class AttentionArrays(Arrays):
             name for name, given in (("sinks", p.sinks), ("key_starts", p.starts), ("key_lengths", p.lengths)) if given
         ]
         found: dict[str, Any] = dict(zip(names, self.asked, strict=True))
-        return {
-            **found,
-            **(
-                {"window": (p.window - 1, p.window_right)}
-                if p.window_right
-                else {"window": p.window}
-                if p.window
-                else {}
-            ),
-            **({"softcap": DEFAULT_CAP} if p.softcap else {}),
-        }
+        if p.window or p.window_right:
+            found["window"] = (p.window - 1, p.window_right) if p.window_right else p.window
+        if p.softcap:
+            found["softcap"] = DEFAULT_CAP
+        return found
 
 
 def _ours(arrays: AttentionArrays) -> Call:
