@@ -338,6 +338,23 @@ def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
     }  # fmt: skip
 
 
+def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, monkeypatch) -> None:
+    """Of a stranger's problem only itself is left out; of a suite's, the suite, and not the union of suites."""
+    from tiledsched.kernels.attention import Attention
+    from tiledsched.studies.bench.methods import LEFT_OUT
+    from tiledsched.studies.rivals import attention_left_out
+    from tiledsched.studies.rivals.attention import METHODS, AttentionArrays, PairCase
+
+    plan = attention.plans.plan_for(attention.q, attention.k, attention.v)
+    monkeypatch.setattr(attention_left_out, "_entries", lambda arch: [plan.served.entry])
+    arrays = AttentionArrays(torch=torch, problem=plan.problem, tensors=(attention.q, attention.k, attention.v))
+    METHODS[LEFT_OUT].make(arrays)()
+    assert (attention.calls, len(attention.launches)) == ([], 2)
+    assert PairCase(arrays, [], [], None).details(LEFT_OUT, verify=False)["provenance"] == "default"
+    assert attention_left_out.left_out(plan.problem) == {plan.problem}
+    assert attention_left_out.left_out(Attention.suite("bert")[0]) == set(Attention.suite("bert"))
+
+
 def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declared(launches, monkeypatch) -> None:
     import op_kernels
 

@@ -143,8 +143,14 @@ def load_table(settings: Settings, *, kernel: KernelClass, archs: Collection[str
 
     Settings force knobs of all kernels; each takes those that it has.
     """
+    return table_of(load_entries(settings, archs, kernel.name), settings, kernel=kernel, spaces=spaces)
+
+
+def table_of(entries: Sequence[EntryRecord], settings: Settings, *, kernel: KernelClass,
+             spaces: Sequence[SearchSpace] = ()) -> Table:  # fmt: skip
+    """The same over some entries only."""
     forced = {name: value for name, value in settings.knobs.items() if name in known_knobs(kernel)}
-    return Table(load_entries(settings, archs, kernel.name), kernel=kernel, regime=settings.regime,
+    return Table(entries, kernel=kernel, regime=settings.regime,
                  accum_mode=settings.accum_mode, forced=forced, spaces=spaces, rivals=settings.rivals == "serve",
                  compiler=compiler_at_hand(),
                  at_hand=lambda: _bundled(kernel, settings))  # fmt: skip

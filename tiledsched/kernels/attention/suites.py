@@ -11,6 +11,8 @@ from tiledsched.problem import Problem
 
 SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = (False, True)
+ALL_MODELS = "models"
+"""The suite that others make up."""
 Make = Callable[..., Problem]
 
 
@@ -57,6 +59,6 @@ SUITES: Mapping[str, tuple[str, Any]] = {
     "decode": ("1 and 8 query rows against 4k to 32k keys", _decode),
     "odd-head-dims": ("D 40 to 256, no power of two but the last", _odd_head_dims),
     **MODELS,
-    "models": ("all of the models above", all_models),
+    ALL_MODELS: ("all of the models above", all_models),
 }
 """Name -> one line for people, and what makes the problems in the order they are tuned and benched."""

@@ -20,7 +20,7 @@ from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, 
 from tiledsched.problem import Problem
 from tiledsched.studies.bench.case import Case, make_case, output_dtype
 from tiledsched.studies.bench.errors import Error
-from tiledsched.studies.bench.methods import MATMUL, OURS, SERVED, Call, Method
+from tiledsched.studies.bench.methods import LEFT_OUT, MATMUL, OURS, SERVED, Call, Method
 from tiledsched.studies.bench.run import Prepared, Ready, first_line
 
 PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
@@ -96,7 +96,7 @@ class TorchHarness:
             ready.append(Ready(
                 method=method, look_us=tried.look_us * max(1, launches), launches=launches, error=tried.error,
                 compared=case.compared if tried.error else "",
-                details=self._details(case, method.name) if method.name in (OURS, SERVED) else {},
+                details=self._details(case, method.name) if method.name in (OURS, SERVED, LEFT_OUT) else {},
             ))  # fmt: skip
         return Prepared(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog())
 

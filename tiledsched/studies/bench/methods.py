@@ -23,6 +23,8 @@ OURS = "tiledsched"
 """Our kernel, always."""
 SERVED = "served"
 """What a call runs: our kernel, or the rival that is served in its place."""
+LEFT_OUT = "left_out"
+"""What a call would run had nobody tuned the problem's suite."""
 FLASH_4 = "flash_attention_4"
 """The rival that is none of torch's own backends, and that torch can be told to use."""
 MATMUL = "matmul"
@@ -67,6 +69,9 @@ class Method:
     """Python package it needs beside torch; where that is missing, the method is left out unless asked for by name."""
     score_bytes: int = 0
     """Of attention: device memory it takes for each element of the whole score matrix; 0 where it never holds that."""
+
+    by_name: bool = False
+    """Whether it takes part only where it is asked for by name."""
 
     @property
     def installed(self) -> bool:
@@ -161,7 +166,7 @@ def _matmul(arrays: Arrays) -> Call:
     return lambda: torch.matmul(left, right)
 
 
-CEILING = Method(name=MATMUL, about="8192^3 matmul through torch, the ceiling", make=_matmul)
+CEILING = Method(name=MATMUL, about="8192^3 matmul through torch, the ceiling", make=_matmul, by_name=True)
 
 
 def methods_of(kernel: KernelClass, problems: Sequence[Problem] = ()) -> Mapping[str, Method]:
@@ -192,7 +197,7 @@ def choose_methods(kernel: KernelClass | str, names: Sequence[str] | None, probl
     unknown = sorted(set(names or ()) - set(methods))
     if unknown:
         raise ConfigError(f"unknown method {unknown[0]!r}; known are {', '.join(methods)}")
-    wanted = set(names) if names else {name for name, method in methods.items() if method.installed} - {MATMUL}
+    wanted = set(names or (name for name, method in methods.items() if method.installed and not method.by_name))
     if ceiling:
         wanted.add(MATMUL)
     return [method for name, method in methods.items() if name in wanted]

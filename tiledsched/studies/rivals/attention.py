@@ -18,7 +18,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.space_files import space_for
 from tiledsched.studies.bench.errors import Error
-from tiledsched.studies.bench.methods import OURS, SERVED, Arrays, Call, Method
+from tiledsched.studies.bench.methods import LEFT_OUT, OURS, SERVED, Arrays, Call, Method
 from tiledsched.studies.rivals.attention_accuracy import Pair, compared_pairs, error_of, reference_of_pair
 from tiledsched.studies.rivals.attention_flex import flex_attention
 
@@ -99,6 +99,31 @@ def _served(arrays: AttentionArrays) -> Call:
     q, k, v, causal, named = arrays.q, arrays.k, arrays.v, arrays.causal, arrays.named
     plan_for(q, k, v, causal=causal, **named)
     return lambda: sdpa(q, k, v, causal=causal, **named)
+
+
+def _left_out(arrays: AttentionArrays) -> Call:
+    """The same by a table without the problem's suites: our kernel on the policy's choice, or the rival expected to be faster."""
+    from tiledsched.attention.launching import launch_plan
+
+    plan, beside = _plan_left_out(arrays)
+    launch_plan(plan, arrays.q, arrays.k, arrays.v, first=True, beside=beside)
+    return lambda: launch_plan(plan, arrays.q, arrays.k, arrays.v, keep_zeros=True, beside=beside)
+
+
+def _plan_left_out(arrays: AttentionArrays) -> tuple[Any, Any]:
+    from tiledsched.attention.arguments import CAUSAL
+    from tiledsched.attention.beside import NAMES, read_beside
+    from tiledsched.attention.plans import make_plan
+    from tiledsched.serve.process import device_facts
+    from tiledsched.studies.rivals.attention_left_out import serve_left_out
+
+    q, k, v, named = arrays.q, arrays.k, arrays.v, arrays.named
+    causal, beside = read_beside(q, k, CAUSAL[arrays.causal], *(named.get(name) for name in NAMES))
+    served = serve_left_out(arrays.problem, device_facts(q.get_device()))
+    plan = make_plan(q, k, v, causal, None, False, served, beside)
+    if isinstance(plan, str):
+        raise UnsupportedError(plan)
+    return plan, beside
 
 
 def _refuse_asked(problem: Problem, *, but: tuple[str, ...] = ()) -> None:
@@ -255,6 +280,7 @@ METHODS: Mapping[str, Method] = {
     for method in (
         Method(name=OURS, about="our kernel on the schedule that the table names", make=_ours),
         Method(name=SERVED, about="sdpa, whatever it runs: our kernel, or a rival that was measured faster", make=_served),
+        Method(name=LEFT_OUT, about="the same, had nobody tuned the problem's suite", make=_left_out, by_name=True),
         Method(name="untuned", about="the same kernel, 64x64 tiles, no hints", make=_untuned),
         Method(name="torch_flash", about="torch SDPA, flash backend", make=_torch_backend("FLASH_ATTENTION")),
         Method(name="torch_cudnn", about="torch SDPA, cuDNN backend", make=_torch_backend("CUDNN_ATTENTION")),
@@ -303,6 +329,11 @@ class PairCase:
         from tiledsched.attention.explain import explain
 
         arrays = self.arrays
+        if method == LEFT_OUT:
+            plan, _ = _plan_left_out(arrays)
+            if plan.rival:
+                return {"schedule": plan.rival.name, "provenance": "rival"}
+            return {"schedule": plan.served.schedule.short(), "provenance": plan.served.provenance}
         found = explain(arrays.q, arrays.k, arrays.v, causal=arrays.causal, verify=verify, **arrays.named)
         if method == SERVED and found.rival:
             return {"schedule": found.rival, "provenance": "rival", "measured_program": None}
