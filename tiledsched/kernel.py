@@ -285,7 +285,11 @@ class Kernel:
 
     @staticmethod
     def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
-        """Name -> what returns the outputs of inputs (torch tensors, in the order declared), which it leaves as they are."""
+        """Name -> what returns the outputs of inputs (torch tensors, in the order declared), which it leaves as they are.
+
+        Where it has a method `bind`, that is given inputs first and returns the call on them: it reads what of their values must
+        be known before, which is not timed.
+        """
         return {}
 
     # What everything else asks.

@@ -111,6 +111,7 @@ def call_rival(rival: Rival, given: Sequence[Any], device: int, name: str, probl
         LaunchError: it failed, or a CUDA graph is captured before its first call; `RivalError` where that failed.
     """
     key = (rival.name, problem, device)
+    first = first or key not in _launched
     if first:
         refuse_capture(key, name, problem)
     try:
