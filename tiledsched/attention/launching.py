@@ -14,6 +14,7 @@ from tiledsched.serve import launching
 from tiledsched.serve.launching import (
     call_rival,
     describe_failure,
+    has_been_called,
     has_run,
     program_key,
     refuse_capture,
@@ -80,7 +81,9 @@ def _call_rival(plan: Plan, q: Any, k: Any, v: Any, first: bool, beside: Beside)
     if lengths is None:
         return launch_plan(plan.own, q, k, v, first=True, beside=beside)
     given = (q, k, v, *(each for each in beside.for_kernel(q) if each is not None), *lengths)
-    if torch.cuda.is_current_stream_capturing() and not rival.offer.capturable:
+    if torch.cuda.is_current_stream_capturing() and not (
+        rival.offer.capturable and (first or has_been_called(rival, plan.problem, plan.device))
+    ):
         return launch_plan(plan.own, q, k, v, beside=beside)
     if first and not rival.offer.capturable:  # so that a capture finds our own program loaded
         launch_plan(plan.own, q, k, v, first=True, beside=beside)

@@ -100,14 +100,14 @@ def longest(p: Problem, tensors: tuple[Any, ...]) -> tuple[int, ...]:
 
 def rows_first(p: Problem, q: Any, k: Any, v: Any) -> list[Any]:
     """Views with the rows before the heads, and packed sequences without an axis for the batch."""
-    turned = [each.transpose(1, 2) for each in (q, k, v)]
-    packed = (p.packed > 0, *[p.packed > 0 and not p.page] * 2)
-    return [each[0] if without else each for each, without in zip(turned, packed, strict=True)]
+    packed = (p.packed, p.ends_k, p.ends_k)
+    return [each[0].transpose(0, 1) if lies_so else each.transpose(1, 2)
+            for each, lies_so in zip((q, k, v), packed, strict=True)]  # fmt: skip
 
 
-def heads_first(p: Problem, out: Any) -> Any:
-    """The other way, of an output."""
-    return (out[None] if p.packed else out).transpose(1, 2)
+def heads_first(out: Any) -> Any:
+    """The other way, of queries or an output; strides are those that `sdpa_varlen` makes."""
+    return out.transpose(0, 1)[None] if out.ndim == 3 else out.transpose(1, 2)
 
 
 def _aligned_below(p: Problem) -> bool:
@@ -186,7 +186,7 @@ def torch_varlen(p: Problem, scale: float | None = None) -> PlacedRival:
 
     def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, most_q: int, most_k: int) -> Any:
         lies = (cu_q, cu_k, most_q, most_k, 0.0, causal, False)  # no dropout, no mask for people to look at
-        return heads_first(p, operator(*rows_first(p, q, k, v), *lies, scale=scale, **sides)[0])
+        return heads_first(operator(*rows_first(p, q, k, v), *lies, scale=scale, **sides)[0])
 
     return PlacedRival(problem=p, attend=attend)
 
@@ -209,7 +209,7 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
             out = torch.empty_like(q)
             attend(*turned, *asked, out=rows_first(p, out, k, v)[0])
             return out
-        made = heads_first(p, attend(*turned, *asked))
+        made = heads_first(attend(*turned, *asked))
         return torch.empty_like(q).copy_(made) if made.shape == q.shape and made.stride() != q.stride() else made
 
     return PlacedRival(problem=p, attend=call) if p.placed else call

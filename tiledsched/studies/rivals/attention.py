@@ -233,9 +233,9 @@ def _eager(arrays: AttentionArrays) -> Call:
 
 
 def _triton(arrays: AttentionArrays) -> Call:
+    _refuse_asked(arrays.problem)
     from tiledsched.studies.rivals.triton_attention import triton_attention
 
-    _refuse_asked(arrays.problem)
     bottom_right = arrays.problem.alignment == "bottom_right"
     return lambda: triton_attention(arrays.q, arrays.k, arrays.v, causal=arrays.problem.causal,
                                     bottom_right=bottom_right)  # fmt: skip
@@ -356,10 +356,7 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
     """
     dtype = getattr(torch, problem.dtype)
     generator = torch.Generator(device="cuda").manual_seed(int(problem.id, 16) % 2**31)
-    keys = (problem.key_entries, problem.kv_heads, problem.key_rows)
-    shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
-              (*keys, problem.value_columns))  # fmt: skip
-    q, k, v = (drawn(torch, problem, shape, generator) for shape in shapes)
+    q, k, v = drawn(torch, problem, generator)
     given = places(numpy.random.default_rng(int(problem.id, 16) % 2**31), problem)
     asked = [torch.randn((problem.heads,), generator=generator, device="cuda").to(dtype)] if problem.sinks else []
     alike = {id(each): torch.as_tensor(each, dtype=torch.int32, device=q.device) for each in given.values()}

@@ -68,19 +68,24 @@ def served_placed(arrays: Any) -> Call:
                             "window": (p.window - 1, p.window_right) if p.window_right else p.window or None,
                             "softcap": beside.softcap or None}  # fmt: skip
     if not p.packed:
-        return lambda: heads_first(p, sdpa_paged(q, k, v, beside.table, beside.lengths, **more))
+        return lambda: heads_first(sdpa_paged(q, k, v, beside.table, beside.lengths, **more))
     if p.page:
         more |= {"block_table": beside.table, "seqused_k": beside.lengths}
     lies = (beside.cu_q, beside.cu_k, beside.most_q, beside.most_k)
-    return lambda: heads_first(p, sdpa_varlen(q, k, v, *lies, **more))
+    return lambda: heads_first(sdpa_varlen(q, k, v, *lies, **more))
 
 
-def drawn(torch: Any, problem: Problem, shape: tuple[int, ...], generator: Any) -> Any:
-    """Standard normal `[entries, heads, rows, columns]`; rows before heads in memory where servers have them so."""
-    entries, heads, rows, columns = shape
-    in_memory = (entries, rows, heads, columns) if problem.placed else shape
-    found = torch.randn(in_memory, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
-    return found.transpose(1, 2) if problem.placed else found
+def drawn(torch: Any, problem: Problem, generator: Any) -> list[Any]:
+    """Standard normal q, k and v as the kernel takes them; rows before heads in memory where servers have them so."""
+    keys = (problem.key_entries, problem.kv_heads, problem.key_rows)
+    shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
+              (*keys, problem.value_columns))  # fmt: skip
+    found = []
+    for (entries, heads, rows, columns), packed in zip(shapes, (problem.packed, *[problem.ends_k] * 2), strict=True):
+        in_memory = (entries, rows, heads, columns) if problem.placed else (entries, heads, rows, columns)
+        one = torch.randn(in_memory, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
+        found.append(heads_first(one[0] if packed else one) if problem.placed else one)
+    return found
 
 
 def rows_of(queries: Any, given: Mapping[str, Any], sequence: int, head: int) -> Any:
