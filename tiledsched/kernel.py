@@ -42,9 +42,9 @@ constants of the kernel.
 """
 LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
-             "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind",
-             "loss_known", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags", "add_likely_flags", "likely",
-             "small", "rivals")  # fmt: skip
+             "check_tile", "adversarial", "model", "expected", "likeness", "kind", "rival_kind", "distance", "rounded",
+             "only_its_kind", "loss_known", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags",
+             "add_likely_flags", "likely", "small", "rivals")  # fmt: skip
 """What a declaration may override."""
 
 
@@ -234,6 +234,11 @@ class Kernel:
     def kind(cls, p: Any) -> tuple[Any, ...]:
         """What a problem must share with another so that its winner says much."""
         return tuple(p.values[name] for name, each in cls.fields.items() if isinstance(each, (Choice, Flag)))
+
+    @staticmethod
+    def rival_kind(p: Any) -> tuple[Any, ...]:
+        """What a problem must share with another, beside that, so that what rivals took there says something of it."""
+        return ()
 
     @classmethod
     def distance(cls, p: Any, q: Any) -> float:
