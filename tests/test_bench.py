@@ -193,7 +193,9 @@ def test_methods_are_chosen_in_their_own_order_and_unknown_ones_refused() -> Non
     torch = {"torch_flash", "torch_cudnn", "torch_efficient", "torch_math", "torch_auto"}
     assert {OURS, "untuned", "eager"} | torch <= set(default)
     assert "matmul" not in default
-    with pytest.raises(ConfigError, match="unknown method 'torch_best'; known are tiledsched, served, left_out, untuned"):
+    with pytest.raises(
+        ConfigError, match="unknown method 'torch_best'; known are tiledsched, served, left_out, untuned"
+    ):
         choose_methods("attention", ["torch_best"])
 
 

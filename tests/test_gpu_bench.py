@@ -47,6 +47,34 @@ def test_every_method_installed_has_a_time_and_is_right(harness, regime) -> None
     assert summarise(rows)[0].without == 0
 
 
+PACKED = {"seq_q": 1000, "seq_k": 1000, "head_dim": 128, "heads": 8, "kv_heads": 2, "dtype": "bfloat16", "packed": 5}
+PAGED = {"seq_q": 1, "seq_k": 1024, "head_dim": 128, "heads": 8, "kv_heads": 2, "dtype": "bfloat16", "batch": 4, "page": 16,
+         "lengths": True, "causal": True, "alignment": "bottom_right"}  # fmt: skip
+PLACED = [
+    Attention.problem(**PACKED),
+    Attention.problem(**PACKED, causal=True),
+    Attention.problem(**{**PACKED, "seq_k": 1600}, causal=True, alignment="bottom_right", window=100),
+    Attention.problem(**PAGED),
+    Attention.problem(**{**PAGED, "page": 128, "seq_q": 100}),
+    Attention.problem(**{**PAGED, "page": 64, "seq_q": 300, "batch": 1, "packed": 4}),
+]
+
+
+@pytest.mark.parametrize("problem", PLACED, ids=str)
+def test_every_method_that_knows_packed_sequences_or_pages_is_right(harness, problem) -> None:
+    rows = run_bench([problem], BenchOptions(methods=tuple(choose_methods(Attention, None)), rounds=6), harness)
+    said = {row.method: row.status for row in rows}
+    must = (
+        {OURS, SERVED}
+        | ({"flash_attention_4"} & set(said))
+        | (set() if problem.page else {"torch_varlen", "torch_flex"})
+    )
+    assert {row.method for row in rows if row.status == "ok"} == must & set(said), said
+    assert all(row.rel_err < 1.5e-2 for row in rows if row.status == "ok")
+    refused = {text for name, text in said.items() if name not in must | {"torch_varlen", "torch_flex"}}
+    assert refused == {"not served: it knows no packed sequences, and no pages"}
+
+
 def test_slow_launches_and_quick_ones_have_the_times_they_have_alone(harness) -> None:
     """A graph replay, an event pair behind a flush and torch's own view of one kernel agree within what a flush costs."""
     problem = Attention.standard(seq_len=4096, head_dim=64)

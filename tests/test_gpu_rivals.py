@@ -77,3 +77,65 @@ def test_each_serves_where_it_is_said_to_be_faster(tuned, monkeypatch, name) -> 
                 out = sdpa(q, k, v, causal=True)
             graph.replay()
             torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
+
+
+ODD_ROWS, ODD_KEYS = [0, 1, 1, 130, 700, 764], [0, 17, 30, 130, 130, 764]
+"""Of five sequences: one row; no rows; more rows than keys; rows without any key; few rows of many keys."""
+
+
+@pytest.mark.parametrize("page", [0, 16, 64, 128])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("name", ["torch_varlen", "flash_attention_4"])
+def test_rivals_of_packed_sequences_and_pages_answer_as_we_do(name, packed, page, window) -> None:
+    """Rows that see no key are zero; what a table says beyond a sequence's keys does not matter; graphs hold the call."""
+    from tiledsched import configure, sdpa_paged, sdpa_varlen
+    from tiledsched.kernels.attention import Attention, rivals
+
+    if not (packed or page):
+        pytest.skip("nothing is placed")
+    if name == "flash_attention_4" and not rivals.flash_4_installed():
+        pytest.skip("it is not installed")
+    if name == "torch_varlen" and page:
+        pytest.skip("it has no pages")
+    numbers = torch.Generator(device="cuda").manual_seed(3)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=numbers, device="cuda").to(torch.bfloat16)
+
+    def whole(values):
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    lengths, most = [500, 0, 1, 129, 640], 640
+    table = torch.randperm(5 * most // (page or most), generator=numbers, device="cuda").reshape(5, -1).int()
+    for index, length in enumerate(lengths if page else ()):
+        table[index, -(-length // page) :] = (-1, 10**6)[index % 2]
+    q = draw(764, 8, 128) if packed else draw(5, 30, 8, 128)
+    k, v = (draw(5 * most // page, page, 2, 128) if page else draw(764, 2, 128) for _ in range(2))
+    more = {"causal": True, "window": window or None}
+    p = Attention.problem(seq_q=764 if packed else 30, seq_k=most if page else 764, head_dim=128, heads=8, kv_heads=2,
+                          dtype="bfloat16", causal=True, alignment="bottom_right", window=window, page=page,
+                          batch=1 if packed else 5, packed=5 if packed else 0, lengths=page > 0)  # fmt: skip
+    with configure(rivals="off", fallback="error"):
+        if not packed:
+            own = sdpa_paged(q, k, v, table, whole(lengths), **more)
+        elif page:
+            own = sdpa_varlen(
+                q, k, v, whole(ODD_ROWS), None, 570, most, block_table=table, seqused_k=whole(lengths), **more
+            )
+        else:
+            own = sdpa_varlen(q, k, v, whole(ODD_ROWS), whole(ODD_KEYS), 570, 634, **more)
+    asked = [whole(lengths)] if page else []
+    asked += [whole(ODD_ROWS)] if packed else []
+    asked += [table] if page else [whole(ODD_KEYS)]
+    heads = [rivals.heads_first(q), *(each.transpose(1, 2) if page else rivals.heads_first(each) for each in (k, v))]
+    call = rivals.rivals(p)[name].bind(*heads, *asked)
+    out = call()
+    assert out.stride()[1:] == heads[0].stride()[1:]
+    torch.testing.assert_close(out, rivals.heads_first(own), rtol=2e-2, atol=2e-2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = call()
+    graph.replay()
+    torch.testing.assert_close(again, out)

@@ -42,9 +42,9 @@ constants of the kernel.
 """
 LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
-             "check_tile", "adversarial", "model", "expected", "likeness", "kind", "distance", "rounded", "only_its_kind",
-             "loss_known", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags", "add_likely_flags", "likely",
-             "small", "rivals")  # fmt: skip
+             "check_tile", "adversarial", "model", "expected", "likeness", "kind", "rival_kind", "distance", "rounded",
+             "only_its_kind", "loss_known", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags",
+             "add_likely_flags", "likely", "small", "rivals")  # fmt: skip
 """What a declaration may override."""
 
 
@@ -235,6 +235,11 @@ class Kernel:
         """What a problem must share with another so that its winner says much."""
         return tuple(p.values[name] for name, each in cls.fields.items() if isinstance(each, (Choice, Flag)))
 
+    @staticmethod
+    def rival_kind(p: Any) -> tuple[Any, ...]:
+        """What a problem must share with another, beside that, so that what rivals took there says something of it."""
+        return ()
+
     @classmethod
     def distance(cls, p: Any, q: Any) -> float:
         """How unlike two problems of one kind are, in octaves of size; of sizes that machine code is made for, twice as much."""
@@ -285,7 +290,11 @@ class Kernel:
 
     @staticmethod
     def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
-        """Name -> what returns the outputs of inputs (torch tensors, in the order declared), which it leaves as they are."""
+        """Name -> what returns the outputs of inputs (torch tensors, in the order declared), which it leaves as they are.
+
+        Where it has a method `bind`, that is given inputs first and returns the call on them: it reads what of their values must
+        be known before, which is not timed.
+        """
         return {}
 
     # What everything else asks.

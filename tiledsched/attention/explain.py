@@ -9,6 +9,9 @@ from tiledsched.serve.explain import Explanation, launched_fingerprint
 if TYPE_CHECKING:
     import torch
 
+    from tiledsched.attention.beside import Beside
+    from tiledsched.attention.plans import Plan
+
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
             verify: bool = False, **asked: Any) -> Explanation:  # fmt: skip
@@ -25,12 +28,20 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool |
     """
     from tiledsched.attention.arguments import CAUSAL
     from tiledsched.attention.beside import NAMES, read_beside
-    from tiledsched.attention.launching import all_arguments
     from tiledsched.attention.plans import plan_for
-    from tiledsched.serve.process import device_facts, settings
 
     plan = plan_for(q, k, v, causal=causal, **asked)
     _, beside = read_beside(q, k, CAUSAL[causal], *(asked.get(name) for name in NAMES))
+    return explain_plan(plan, q, k, v, beside, verify=verify)
+
+
+def explain_plan(
+    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beside: Beside, *, verify: bool
+) -> Explanation:
+    """The same of a plan of q, k and v, with what is asked for beside."""
+    from tiledsched.attention.launching import all_arguments
+    from tiledsched.serve.process import device_facts, settings
+
     facts = device_facts(plan.device)
     launches = all_arguments(plan, q, k, v, beside) if verify else []
     fingerprint = (

@@ -9,10 +9,12 @@ import torch
 from tiledsched.attention.beside import NOTHING, Beside
 from tiledsched.attention.plans import Launch, Plan
 from tiledsched.errors import LaunchError
+from tiledsched.problem import Problem
 from tiledsched.serve import launching
 from tiledsched.serve.launching import (
     call_rival,
     describe_failure,
+    has_been_called,
     has_run,
     program_key,
     refuse_capture,
@@ -75,8 +77,13 @@ def _call_rival(plan: Plan, q: Any, k: Any, v: Any, first: bool, beside: Beside)
     """
     rival = plan.rival
     assert rival is not None
-    given = (q, k, v, *(each for each in beside.for_kernel(q) if each is not None))
-    if torch.cuda.is_current_stream_capturing() and not rival.offer.capturable:
+    lengths = longest(plan.problem, beside)
+    if lengths is None:
+        return launch_plan(plan.own, q, k, v, first=True, beside=beside)
+    given = (q, k, v, *(each for each in beside.for_kernel(q) if each is not None), *lengths)
+    if torch.cuda.is_current_stream_capturing() and not (
+        rival.offer.capturable and (first or has_been_called(rival, plan.problem, plan.device))
+    ):
         return launch_plan(plan.own, q, k, v, beside=beside)
     if first and not rival.offer.capturable:  # so that a capture finds our own program loaded
         launch_plan(plan.own, q, k, v, first=True, beside=beside)
@@ -91,6 +98,21 @@ def _call_rival(plan: Plan, q: Any, k: Any, v: Any, first: bool, beside: Beside)
         wanted = empty_output(q, v.shape[3])
         return out if out.stride() == wanted.stride() else wanted.copy_(out)
     return out
+
+
+def longest(problem: Problem, beside: Beside) -> tuple[int, ...] | None:
+    """What a rival is told beside the tensors: rows and keys of the longest packed sequence, or nothing of those not packed.
+
+    None where no rival can be called: nobody said how long they are, which only the device knows; or rows and keys are packed
+    apart under a mask aligned at the top left, which rivals have for those that are packed alike.
+    """
+    if not problem.packed:
+        return ()
+    alike = beside.table is None and (beside.cu_k is beside.cu_q or beside.cu_k.data_ptr() == beside.cu_q.data_ptr())
+    if problem.causal and problem.alignment == "top_left" and not alike:
+        return None
+    most_k = problem.seq_k if problem.page else beside.most_k or (beside.most_q if alike else 0)
+    return (beside.most_q, most_k) if beside.most_q and most_k else None
 
 
 def with_asked(arrays: tuple[Any, ...], count: int, q: Any, beside: Beside) -> tuple[Any, ...]:

@@ -35,8 +35,8 @@ def sdpa_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlen
         cu_seqlens_q: `[sequences + 1]` integers on q's device: where each sequence begins in q, and where the last one ends. It
             begins with 0 and does not fall. Sequences may be empty.
         cu_seqlens_k: the same of k and v; those of q unless given.
-        max_seqlen_q, max_seqlen_k: rows and keys of the longest sequence. The kernel does not need them; torch's attention reads
-            them from the device where they are missing.
+        max_seqlen_q, max_seqlen_k: rows and keys of the longest sequence, at least. The kernel does not need them; a rival serves
+            only where they are given, and torch's attention reads them from the device where they are missing.
         causal: False; True or "bottom_right", where each sequence's last row sees its last key; or "top_left".
         scale, window, softcap, sinks, dropout_p: as for `sdpa`.
         return_lse: return the log-sum-exp, too: float32 `[heads, total_q]`.

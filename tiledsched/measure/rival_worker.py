@@ -24,7 +24,7 @@ from tiledsched.measure.accuracy import case_errors, wrong_result
 from tiledsched.measure.arrays import ProblemArrays
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.nvml import ConditionsLog
-from tiledsched.measure.rivals import RivalSamples
+from tiledsched.measure.rivals import RivalSamples, call_on
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES, sample_rounds
 from tiledsched.measure.torch_arrays import as_stored, as_tensors
 from tiledsched.measure.torch_timing import SPIN_MARGIN, Call, TorchStopwatch, host_cost_us
@@ -81,13 +81,11 @@ class Rivals:
         if arrays.changed:
             return Failure(kind=FailureKind.LAUNCH_FAILURE, message="it changes arrays in place, which rivals do not")
         named = self._kernel.rivals(problem)
-        tensors = as_tensors(torch, problem, {spec.name: arrays.cases[0].inputs[spec.name]
-                                              for spec in input_specs(self._kernel, problem)})  # fmt: skip
         flush = torch.from_dlpack(state.flush)
         told: list[RivalSamples] = []
         tried: list[Tried] = []
         for name, function in named.items():
-            found = self._try(name, function, tensors, arrays, launch, flush)
+            found = self._try(name, function, arrays, launch, flush)
             if isinstance(found, Tried):
                 tried.append(found)
             else:
@@ -97,25 +95,23 @@ class Rivals:
         order = list(named)
         return sorted(told, key=lambda each: order.index(each.name))
 
-    def _try(self, name: str, function: Callable[..., Any], tensors: tuple[Any, ...], arrays: ProblemArrays, launch: Launch,
+    def _try(self, name: str, function: Callable[..., Any], arrays: ProblemArrays, launch: Launch,
              flush: Any) -> Tried | str:  # fmt: skip
-        """What some calls tell, or why it takes no part.
+        """What some calls tell, or why it takes no part. One that looks at values must be right on the odd ones, too.
 
         Raises:
             RuntimeError: it broke the context.
         """
         torch = self._torch
-
-        def call() -> Any:
-            return function(*tensors)
-
         try:
-            out = call()
-            torch.cuda.synchronize()
-            wrong = self._wrong(out, arrays, launch)
-            del out
-            if wrong:
-                return wrong
+            call = call_on(function, self._tensors(arrays.cases[0]))
+            for case in arrays.cases if hasattr(function, "bind") else arrays.cases[:1]:
+                out = (call if case is arrays.cases[0] else call_on(function, self._tensors(case)))()
+                torch.cuda.synchronize()
+                wrong = self._wrong(out, arrays, launch, case)
+                del out
+                if wrong:
+                    return wrong
             host_us = host_cost_us(torch, call)
             watch = TorchStopwatch(torch, [call], flush, host_us=host_us)
             watch.read(watch.queue(0, paced=True))
@@ -127,7 +123,15 @@ class Rivals:
         version = getattr(function, "version", "") or f"torch {torch.__version__}"
         return Tried(name=name, call=call, host_us=host_us, version=version)
 
-    def _wrong(self, out: Any, arrays: ProblemArrays, launch: Launch) -> str:
+    def _tensors(self, case: Case) -> tuple[Any, ...]:
+        """The inputs of a case, as torch has them."""
+        kernel, problem = self._kernel, self._problem
+        assert kernel is not None
+        assert problem is not None
+        inputs = {spec.name: case.inputs[spec.name] for spec in input_specs(kernel, problem)}
+        return as_tensors(self._torch, problem, inputs)
+
+    def _wrong(self, out: Any, arrays: ProblemArrays, launch: Launch, case: Case) -> str:
         """Why outputs are not what our own must be on the same inputs; empty where they are."""
         specs = arrays.output_specs
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
@@ -141,7 +145,6 @@ class Rivals:
             if [tuple(each.shape) for each in found] != [tuple(shape) for shape in spec.shapes]:
                 return f"its {spec.name} has shape {tuple(found[0].shape)}"
             stored[spec.name] = found if spec.listed else found[0]
-        case: Case = arrays.cases[0]
         failure = wrong_result(case_errors(self._cupy, specs, stored, case, launch.tolerance, launch.tile), case)
         return f"wrong result: {failure.message}" if failure else ""
 

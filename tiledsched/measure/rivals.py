@@ -14,6 +14,8 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from tiledsched.errors import Failure
 from tiledsched.kernel import Kernel, KernelClass
@@ -53,6 +55,13 @@ class RivalSamples:
     """Whether it was captured in a CUDA graph and replayed."""
     version: str = ""
     """Of what computes."""
+
+
+def call_on(function: Callable[..., Any], tensors: Sequence[Any]) -> Callable[[], Any]:
+    """A rival's call on some inputs, what it reads of their values read already; see `Kernel.rivals`."""
+    bind = getattr(function, "bind", None)
+    call: Callable[[], Any] = bind(*tensors) if bind else partial(function, *tensors)
+    return call
 
 
 def rival_time(told: RivalSamples) -> RivalTime:

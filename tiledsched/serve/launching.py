@@ -103,6 +103,11 @@ def has_run(key: tuple[Any, ...]) -> None:
     _launched.add(key)
 
 
+def has_been_called(rival: Rival, problem: Problem, device: int) -> bool:
+    """Whether a rival has computed a problem there: its first call may compile."""
+    return (rival.name, problem, device) in _launched
+
+
 def call_rival(rival: Rival, given: Sequence[Any], device: int, name: str, problem: Problem, *, first: bool,
                sync: bool) -> Any:  # fmt: skip
     """What a rival makes of tensors, on their device.
@@ -111,6 +116,7 @@ def call_rival(rival: Rival, given: Sequence[Any], device: int, name: str, probl
         LaunchError: it failed, or a CUDA graph is captured before its first call; `RivalError` where that failed.
     """
     key = (rival.name, problem, device)
+    first = first or not has_been_called(rival, problem, device)
     if first:
         refuse_capture(key, name, problem)
     try:

@@ -97,8 +97,9 @@ def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: floa
         entries: of its kind, measured.
         loss: of our schedule, expected; 0 where that is not known.
     """
-    distance = problem.declaration.distance
-    raced = [(distance(entry.problem, problem), entry) for entry in entries if entry.rivals]
+    distance, kind = problem.declaration.distance, problem.declaration.rival_kind
+    raced = [(distance(entry.problem, problem), entry) for entry in entries
+             if entry.rivals and kind(entry.problem) == kind(problem)]  # fmt: skip
     near = sorted((pair for pair in raced if pair[0] <= REACH), key=lambda pair: (pair[0], pair[1].problem))[
         :NEIGHBOURS
     ]

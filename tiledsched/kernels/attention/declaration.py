@@ -127,6 +127,7 @@ class Attention(Kernel):
     describe = staticmethod(problem.describe)
     likeness = staticmethod(alike.likeness)
     kind = staticmethod(alike.kind)
+    rival_kind = staticmethod(alike.rival_kind)
     distance = staticmethod(alike.distance)
     rounded = staticmethod(alike.rounded)
     untold = staticmethod(alike.untold)

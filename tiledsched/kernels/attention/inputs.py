@@ -77,13 +77,17 @@ def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:
     """Where sequences begin and end, and their pages, by name, of those arrays that the problem has.
 
     In a padded batch one sequence takes all keys, the others half or more. Packed sequences are about equally long or, where
-    `uneven`, all short but one, some of them empty. The pages of a sequence lie anywhere.
+    `uneven`, all short but one, some of them empty; the last sequences have one key in pages then, and none. The pages of a
+    sequence lie anywhere.
     """
     found = {}
     for name, wanted in (("Starts", p.starts), ("Lengths", p.lengths)):
         if wanted:
             padding = rng.integers(0, max(1, p.seq_k // 4), size=(p.sequences,))
             padding[0] = 0
+            for sequence, keys in ((1, 0), (2, 1)) if p.page and uneven else ():
+                if sequence < p.sequences:
+                    padding[-sequence] = p.seq_k - keys
             found[name] = padding if name == "Starts" else p.seq_k - padding
     if not p.placed:
         return found
@@ -91,7 +95,7 @@ def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:
     if p.packed:
         found["CuQ"] = offsets(own, p.seq_q, p.packed, uneven=uneven)
     if p.packed and not p.page:
-        same = p.seq_q == p.seq_k
+        same = p.seq_q == p.seq_k and not (uneven and p.alignment == "bottom_right")
         found["CuK"] = found["CuQ"] if same else offsets(own, p.seq_k, p.packed, uneven=uneven, first=1)
     if p.page:
         found["Table"] = own.permutation(p.key_entries).reshape(p.sequences, p.pages)

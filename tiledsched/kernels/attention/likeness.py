@@ -34,6 +34,11 @@ def kind(p: Any) -> tuple[bool, int, bool]:
     return p.causal, p.tile_d, p.mean_rows <= FEW_ROWS
 
 
+def rival_kind(p: Any) -> tuple[bool, bool]:
+    """Whether sequences are packed, and whether keys lie in pages: rivals have functions of their own for either."""
+    return p.ends_q, p.paged
+
+
 def distance(p: Any, q: Any) -> float:
     """How unlike two problems of one kind are: octaves of sequence length, and half as much for everything else.
 

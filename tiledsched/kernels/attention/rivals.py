@@ -1,8 +1,8 @@
 """Other implementations of attention that may serve a problem in our kernel's place: torch's backends and FlashAttention-4.
 
 Each is made for one problem, or refused there. What it takes are tensors as `sdpa` does, of any strides: the inputs in the
-order declared. What it returns lies in memory in the order of axes that q has, as our own output does. torch and
-FlashAttention-4 are imported where one is made.
+order declared, and of packed sequences the rows and keys of the longest after them. What it returns lies in memory in the order
+of axes that q has, as our own output does. torch and FlashAttention-4 are imported where one is made.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,8 @@ BEFORE_CAUSAL: Mapping[str, tuple[Any, ...]] = {
     "torch_efficient": (None, False, 0.0),
 }
 """What each is given between its arrays and whether the mask is causal."""
+TORCH_VARLEN = "torch_varlen"
+"""torch's FlashAttention of packed sequences, as `torch.nn.attention.varlen` calls it."""
 FLASH_4 = "flash_attention_4"
 FLASH_4_MODULE = "flash_attn.cute"
 """Of the package flash-attn-4; older packages called flash_attn have no such part."""
@@ -51,20 +54,65 @@ def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> 
     """Name -> what computes `p`, for those that can and are installed.
 
     Args:
-        p: the problem. None returns the log-sum-exp, or takes packed sequences or pages.
+        p: the problem. None returns the log-sum-exp.
         scale: of the softmax; 1 / sqrt(head_dim) unless given.
         cap: of the scores, where the problem has one; the declaration's unless given.
     """
     made: dict[str, Callable[[], Function]] = {name: partial(torch_backend, p, name, scale) for name in BACKENDS}
+    if p.placed:
+        made = {TORCH_VARLEN: partial(torch_varlen, p, scale)}
     if flash_4_installed():
         made[FLASH_4] = partial(flash_attention_4, p, scale, cap)
     found = {}
-    for name, make in made.items() if not (p.lse or p.placed) else ():
+    for name, make in made.items() if not p.lse else ():
         try:
             found[name] = make()
         except UnsupportedError:
             continue
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedRival:
+    """A rival of packed sequences or of keys in pages."""
+
+    problem: Problem
+    """What it computes."""
+    attend: Function
+    """Of the tensors, and of packed sequences the rows and keys of the longest."""
+
+    def __call__(self, *given: Any) -> Any:
+        """As `attend`."""
+        return self.attend(*given)
+
+    def bind(self, *tensors: Any) -> Function:
+        """The call on these tensors; how long the longest sequence is, is read from them here and not in the call."""
+        return partial(self.attend, *tensors, *longest(self.problem, tensors))
+
+
+def longest(p: Problem, tensors: tuple[Any, ...]) -> tuple[int, ...]:
+    """Rows and keys of the longest packed sequence, read from the device; empty where none are packed."""
+    if not p.packed:
+        return ()
+    begins, last = tensors[-2:]  # CuQ, and CuK or Table
+    return int(begins.diff().max()), int(p.seq_k if p.page else last.diff().max())
+
+
+def rows_first(p: Problem, q: Any, k: Any, v: Any) -> list[Any]:
+    """Views with the rows before the heads, and packed sequences without an axis for the batch."""
+    packed = (p.packed, p.ends_k, p.ends_k)
+    return [each[0].transpose(0, 1) if lies_so else each.transpose(1, 2)
+            for each, lies_so in zip((q, k, v), packed, strict=True)]  # fmt: skip
+
+
+def heads_first(out: Any) -> Any:
+    """The other way, of queries or an output; strides are those that `sdpa_varlen` makes."""
+    return out.transpose(0, 1)[None] if out.ndim == 3 else out.transpose(1, 2)
+
+
+def _aligned_below(p: Problem) -> bool:
+    """Whether a causal mask ends at the last key. Of as many rows as keys, packed alike, both alignments are one."""
+    return bool(p.alignment == "bottom_right" or (p.seq_q == p.seq_k and not p.page))
 
 
 def _last_row_sees_all(p: Problem) -> bool:
@@ -116,6 +164,33 @@ def torch_operator(name: str) -> Function:
     return operator
 
 
+def torch_varlen(p: Problem, scale: float | None = None) -> PlacedRival:
+    """torch's FlashAttention of packed sequences, by its own operator: `varlen_attn` asks the same of it.
+
+    Raises:
+        UnsupportedError: it computes no such problem.
+    """
+    if not p.packed or p.page:
+        raise UnsupportedError("torch's varlen attention is for packed sequences; few of its releases take pages")
+    if p.softcap or p.sinks or p.value_dim or p.head_dim % 8:
+        raise UnsupportedError(
+            "torch's varlen attention takes no softcap, no sinks, one head dimension for all, a multiple of 8"
+        )
+    if p.causal and not _aligned_below(p):
+        raise UnsupportedError("torch's varlen attention aligns the mask at the bottom right")
+    operator = torch_operator("_flash_attention_forward")
+    causal, scale = p.causal, default_scale(p) if scale is None else scale
+    sides: dict[str, int] = {}
+    if p.window or p.window_right:
+        causal, sides = False, {"window_size_left": p.window - 1, "window_size_right": p.window_right}
+
+    def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, most_q: int, most_k: int) -> Any:
+        lies = (cu_q, cu_k, most_q, most_k, 0.0, causal, False)  # no dropout, no mask for people to look at
+        return heads_first(operator(*rows_first(p, q, k, v), *lies, scale=scale, **sides)[0])
+
+    return PlacedRival(problem=p, attend=attend)
+
+
 def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None = None) -> Function:
     """FlashAttention-4 on tensors `[batch, heads, rows, columns]` of any strides, which it reads where they lie.
 
@@ -129,15 +204,15 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
     import torch
 
     def call(q: Any, k: Any, v: Any, *asked: Any) -> Any:
-        turned = [each.transpose(1, 2) for each in (q, k, v)]
+        turned = rows_first(p, q, k, v)
         if into and v.shape[-1] == q.shape[-1]:
             out = torch.empty_like(q)
-            attend(*turned, *asked, out=out.transpose(1, 2))
+            attend(*turned, *asked, out=rows_first(p, out, k, v)[0])
             return out
-        made = attend(*turned, *asked).transpose(1, 2)
+        made = heads_first(attend(*turned, *asked))
         return torch.empty_like(q).copy_(made) if made.shape == q.shape and made.stride() != q.stride() else made
 
-    return call
+    return PlacedRival(problem=p, attend=call) if p.placed else call
 
 
 def flash_4_options(p: Problem, scale: float | None = None, cap: float | None = None) -> dict[str, Any]:
@@ -148,15 +223,14 @@ def flash_4_options(p: Problem, scale: float | None = None, cap: float | None = 
     """
     if p.starts:
         raise UnsupportedError("FlashAttention-4 takes no first keys; it packs such batches")
-    bottom_right = p.alignment == "bottom_right" or p.seq_q == p.seq_k
     causal = p.causal and not _last_row_sees_all(p)
-    if causal and not bottom_right:
+    if causal and not _aligned_below(p):
         raise UnsupportedError("FlashAttention-4 aligns the mask at the bottom right")
-    if causal and p.lengths:
+    if causal and p.lengths and not p.page:
         raise UnsupportedError(
             "FlashAttention-4 moves the mask's diagonal to the end of each length; sdpa leaves it where it is"
         )
-    if causal and p.seq_q > p.seq_k:
+    if causal and p.seq_q > p.seq_k and not p.packed:
         raise UnsupportedError("FlashAttention-4 may leave rows that see no key unwritten")
     options: dict[str, Any] = {"softmax_scale": default_scale(p) if scale is None else scale}
     if p.window:
@@ -173,6 +247,8 @@ def flash_4_options(p: Problem, scale: float | None = None, cap: float | None = 
 def flash_4_function(p: Problem, scale: float | None = None, cap: float | None = None) -> tuple[Function, bool]:
     """What computes `p` on tensors in its own order, `[batch, rows, heads, columns]`, and whether it takes `out`.
 
+    Packed sequences are `[rows, heads, columns]`, and the rows and keys of the longest come last.
+
     Its inner function does without autograd and takes `out`. Few rows are split over their keys as it likes, where it can.
 
     Raises:
@@ -184,23 +260,29 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
         inner = getattr(importlib.import_module(f"{FLASH_4_MODULE}.interface"), "_flash_attn_fwd", None)
     except ImportError as missing:
         raise UnsupportedError(f"FlashAttention-4 cannot be imported: {missing}") from missing
-    if inner is not None and {"out", "window_size_left", "seqused_k"} <= set(inspect.signature(inner).parameters):
+    told = (("learnable_sink", p.sinks), ("seqused_k", p.lengths), ("cu_seqlens_q", p.ends_q), ("cu_seqlens_k", p.ends_k),
+            ("page_table", p.paged))  # fmt: skip
+    arrays = [name for name, given in told if given]
+    needed = {"out", "window_size_left", "seqused_k", *arrays}
+    if inner is not None and needed <= set(inspect.signature(inner).parameters):
         left, right = options.pop("window_size", (None, None))
         options |= {"window_size_left": left, "window_size_right": right}
         function = inner
     else:
-        name = "flash_attn_varlen_func" if p.lengths else "flash_attn_func"
+        name = "flash_attn_varlen_func" if p.lengths or p.placed else "flash_attn_func"
         function = getattr(module, name, None)
         if function is None:
             raise UnsupportedError(f"this FlashAttention-4 has no {name}")
     taken = set(inspect.signature(function).parameters)
-    if not options.keys() <= taken:
-        raise UnsupportedError(f"this FlashAttention-4 does not take {', '.join(sorted(options.keys() - taken))}")
-    arrays = [name for name, given in (("learnable_sink", p.sinks), ("seqused_k", p.lengths)) if given]
-    splits = [{"num_splits": 0}] if p.seq_q * p.group <= FEW_ROWS and "num_splits" in taken else []
+    unknown = {*options, *arrays} - taken
+    if unknown:
+        raise UnsupportedError(f"this FlashAttention-4 does not take {', '.join(sorted(unknown))}")
+    splits = [{"num_splits": 0}] if p.mean_rows * p.group <= FEW_ROWS and "num_splits" in taken else []
+    bounds = ("max_seqlen_q", "max_seqlen_k") if p.packed else ()
 
     def attend(q: Any, k: Any, v: Any, *asked: Any, **more: Any) -> Any:
-        named = dict(zip(arrays, asked, strict=True))
+        named = {name: each for name, each in zip((*arrays, *bounds), asked, strict=True)
+                 if name in taken}  # fmt: skip
         try:
             made = function(q, k, v, **options, **named, **more, **(splits[0] if splits else {}))
         except Exception:

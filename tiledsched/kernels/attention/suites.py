@@ -50,6 +50,22 @@ def _odd_head_dims(make: Make) -> list[Problem]:
     ]  # fmt: skip
 
 
+def _serving(make: Make) -> list[Problem]:
+    """What servers ask for, as `sdpa_varlen` and `sdpa_paged` pose it: prompts and texts end to end, and keys in pages.
+
+    Llama 3 8B (32 query heads over 8) and Qwen2.5 7B (28 over 4) in bfloat16, and BERT base; 16 is vLLM's page on a GPU, and 64
+    FlashMLA's.
+    """
+    llama = {"head_dim": 128, "dtype": "bfloat16", "causal": True, "heads": 32, "kv_heads": 8}
+    prompts = [make(seq_q=tokens, seq_k=tokens, packed=8, **llama) for tokens in (8192, 32768)]
+    qwen = make(seq_q=16384, seq_k=16384, packed=8, **{**llama, "heads": 28, "kv_heads": 4})
+    texts = make(seq_q=8192, seq_k=8192, packed=32, head_dim=64, dtype="float16", heads=12, kv_heads=12)
+    paged = {**llama, "alignment": "bottom_right", "lengths": True}
+    tokens = [make(seq_q=1, seq_k=4096, batch=batch, page=page, **paged)
+              for batch, page in ((8, 16), (32, 16), (32, 64), (128, 16))]  # fmt: skip
+    return [*prompts, qwen, texts, *tokens, make(seq_q=1024, seq_k=8192, page=16, **paged)]
+
+
 SUITES: Mapping[str, tuple[str, Any]] = {
     "attention": (
         "S 512 to 16384, D 64 and 128, causal and full, both dtypes, at 16k tokens and at B=1 H=8",
@@ -58,6 +74,7 @@ SUITES: Mapping[str, tuple[str, Any]] = {
     "gqa": ("32 query heads over 8, 4 and 1 key heads, causal", _gqa),
     "decode": ("1 and 8 query rows against 4k to 32k keys", _decode),
     "odd-head-dims": ("D 40 to 256, no power of two but the last", _odd_head_dims),
+    "serving": ("packed prompts and texts, and decoding and a chunk of a prompt over keys in pages", _serving),
     **MODELS,
     ALL_MODELS: ("all of the models above", all_models),
 }

@@ -16,6 +16,7 @@ from tiledsched.errors import ConfigError, UnsupportedError
 from tiledsched.fields import Flag
 from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import load_kernel
+from tiledsched.measure.rivals import call_on
 from tiledsched.problem import Problem
 from tiledsched.studies.rivals import module_of, rivals_of
 
@@ -25,8 +26,6 @@ SERVED = "served"
 """What a call runs: our kernel, or the rival that is served in its place."""
 LEFT_OUT = "left_out"
 """What a call would run had nobody tuned the problem's suite."""
-FLASH_4 = "flash_attention_4"
-"""The rival that is none of torch's own backends, and that torch can be told to use."""
 MATMUL = "matmul"
 MATMUL_SIZE = 8192
 """Rows and columns of the matrices whose product is the practical ceiling."""
@@ -153,8 +152,7 @@ def _rival(name: str) -> Callable[[Arrays], Call]:
         rivals = rivals_of(arrays.problem.declaration, arrays.problem)
         if name not in rivals:
             raise UnsupportedError(f"the kernel names no {name} for this problem")
-        function, tensors = rivals[name], arrays.tensors
-        return lambda: function(*tensors)
+        return call_on(rivals[name], arrays.tensors)
 
     return make
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tiledsched.kernels.attention.rivals import FLASH_4
 from tiledsched.problem import Problem, rate_of, unit_of
-from tiledsched.studies.bench.methods import FLASH_4, MATMUL, OURS
+from tiledsched.studies.bench.methods import MATMUL, OURS
 from tiledsched.studies.bench.rows import BenchRow
 
 WORST = 5
@@ -197,7 +198,7 @@ def _rivals(summary: RegimeSummary) -> str:
 
 def _cell_texts(cell: CellSummary, with_ceiling: bool) -> list[str]:
     texts = [str(cell.problem), f"{rate_of(cell.problem, cell.ours_us):.1f}", f"{rate_of(cell.problem, cell.rival_us):.1f}",
-             cell.rival_method.removeprefix("torch_"), f"{cell.ratio:.2f}x"]  # fmt: skip
+             cell.rival_method, f"{cell.ratio:.2f}x"]  # fmt: skip
     return texts + ([f"{cell.ceiling_ratio:.0%}" if cell.ceiling_ratio else "-"] if with_ceiling else [])
 
 

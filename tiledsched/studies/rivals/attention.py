@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 
-from tiledsched.errors import ConfigError, UnsupportedError
+from tiledsched.errors import UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.inputs import places
 from tiledsched.kernels.attention.reference import default_scale
-from tiledsched.kernels.attention.rivals import FLASH_4, FLASH_4_MODULE, flash_4_function
+from tiledsched.kernels.attention.rivals import (
+    FLASH_4,
+    FLASH_4_MODULE,
+    TORCH_VARLEN,
+    flash_4_function,
+    flash_attention_4,
+    torch_varlen,
+)
+from tiledsched.measure.rivals import call_on
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.space_files import space_for
@@ -21,6 +29,15 @@ from tiledsched.studies.bench.errors import Error
 from tiledsched.studies.bench.methods import LEFT_OUT, OURS, SERVED, Arrays, Call, Method
 from tiledsched.studies.rivals.attention_accuracy import Pair, compared_pairs, error_of, reference_of_pair
 from tiledsched.studies.rivals.attention_flex import flex_attention
+from tiledsched.studies.rivals.attention_left_out import left_out_call, left_out_plan
+from tiledsched.studies.rivals.attention_placed import (
+    drawn,
+    keys_of,
+    own_placed,
+    placed_plan,
+    rows_of,
+    served_placed,
+)
 
 UNTUNED: dict[str, KnobValue] = {
     "tile_m": 64, "tile_n": 64, "occupancy": 0, "num_worker_warps": 0, "num_ctas": 0, "latency_k": 0, "latency_v": 0,
@@ -32,7 +49,8 @@ UNTUNED: dict[str, KnobValue] = {
 
 
 class AttentionArrays(Arrays):
-    """Q, K and V, contiguous; sinks, starts and lengths after them where the problem asks for them."""
+    """Q, K and V, contiguous, or with rows before heads in memory where sequences are packed or keys lie in pages; after them
+    sinks, starts and lengths and where everything lies, as the problem asks for them."""
 
     @property
     def q(self) -> Any:
@@ -41,12 +59,12 @@ class AttentionArrays(Arrays):
 
     @property
     def k(self) -> Any:
-        """`[batch, kv_heads, seq_k, head_dim]`."""
+        """`[batch, kv_heads, seq_k, head_dim]`, or pages."""
         return self.tensors[1]
 
     @property
     def v(self) -> Any:
-        """`[batch, kv_heads, seq_k, value_dim]`."""
+        """`[batch, kv_heads, seq_k, value_dim]`, or pages."""
         return self.tensors[2]
 
     @property
@@ -61,7 +79,7 @@ class AttentionArrays(Arrays):
 
     @property
     def asked(self) -> tuple[Any, ...]:
-        """Sinks, starts and lengths, those that the problem has."""
+        """What comes after q, k and v, of what the problem has."""
         return self.tensors[3:]
 
     @property
@@ -81,6 +99,8 @@ class AttentionArrays(Arrays):
 
 def _ours(arrays: AttentionArrays) -> Call:
     """Our kernel as `sdpa` launches it, also where a rival is served."""
+    if arrays.problem.placed:
+        return own_placed(arrays)
     from tiledsched.attention.arguments import CAUSAL
     from tiledsched.attention.beside import NAMES, read_beside
     from tiledsched.attention.launching import launch_plan
@@ -94,6 +114,8 @@ def _ours(arrays: AttentionArrays) -> Call:
 
 def _served(arrays: AttentionArrays) -> Call:
     """`sdpa`, whatever it runs, once it is clear that it would not leave the problem to torch."""
+    if arrays.problem.placed:
+        return served_placed(arrays)
     from tiledsched.attention.sdpa import plan_for, sdpa
 
     q, k, v, causal, named = arrays.q, arrays.k, arrays.v, arrays.causal, arrays.named
@@ -101,33 +123,10 @@ def _served(arrays: AttentionArrays) -> Call:
     return lambda: sdpa(q, k, v, causal=causal, **named)
 
 
-def _left_out(arrays: AttentionArrays) -> Call:
-    """The same by a table without the problem's suites: our kernel on the policy's choice, or the rival expected to be faster."""
-    from tiledsched.attention.launching import launch_plan
-
-    plan, beside = _plan_left_out(arrays)
-    launch_plan(plan, arrays.q, arrays.k, arrays.v, first=True, beside=beside)
-    return lambda: launch_plan(plan, arrays.q, arrays.k, arrays.v, keep_zeros=True, beside=beside)
-
-
-def _plan_left_out(arrays: AttentionArrays) -> tuple[Any, Any]:
-    from tiledsched.attention.arguments import CAUSAL
-    from tiledsched.attention.beside import NAMES, read_beside
-    from tiledsched.attention.plans import make_plan
-    from tiledsched.serve.process import device_facts
-    from tiledsched.studies.rivals.attention_left_out import serve_left_out
-
-    q, k, v, named = arrays.q, arrays.k, arrays.v, arrays.named
-    causal, beside = read_beside(q, k, CAUSAL[arrays.causal], *(named.get(name) for name in NAMES))
-    served = serve_left_out(arrays.problem, device_facts(q.get_device()))
-    plan = make_plan(q, k, v, causal, None, False, served, beside)
-    if isinstance(plan, str):
-        raise UnsupportedError(plan)
-    return plan, beside
-
-
 def _refuse_asked(problem: Problem, *, but: tuple[str, ...] = ()) -> None:
     """Raise where a problem asks for what a method does not compute."""
+    if problem.placed:
+        raise UnsupportedError("it knows no packed sequences, and no pages")
     beyond = [
         name
         for name in ("window", "window_right", "softcap", "sinks", "starts", "lengths")
@@ -235,9 +234,9 @@ def _eager(arrays: AttentionArrays) -> Call:
 
 
 def _triton(arrays: AttentionArrays) -> Call:
+    _refuse_asked(arrays.problem)
     from tiledsched.studies.rivals.triton_attention import triton_attention
 
-    _refuse_asked(arrays.problem)
     bottom_right = arrays.problem.alignment == "bottom_right"
     return lambda: triton_attention(arrays.q, arrays.k, arrays.v, causal=arrays.problem.causal,
                                     bottom_right=bottom_right)  # fmt: skip
@@ -269,18 +268,25 @@ def _flash_attn(arrays: AttentionArrays) -> Call:
 
 def _flash_attention_4(arrays: AttentionArrays) -> Call:
     """FlashAttention-4, on arrays in its own layout, `[batch, rows, heads, head_dim]`."""
+    if arrays.problem.placed:
+        return call_on(flash_attention_4(arrays.problem), arrays.tensors)
     attend, _ = flash_4_function(arrays.problem)
     q, k, v = (array.transpose(1, 2).contiguous() for array in (arrays.q, arrays.k, arrays.v))
     asked = arrays.asked
     return lambda: attend(q, k, v, *asked).transpose(1, 2)
 
 
+def _torch_varlen(arrays: AttentionArrays) -> Call:
+    return call_on(torch_varlen(arrays.problem), arrays.tensors)
+
+
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
         Method(name=OURS, about="our kernel on the schedule that the table names", make=_ours),
-        Method(name=SERVED, about="sdpa, whatever it runs: our kernel, or a rival that was measured faster", make=_served),
-        Method(name=LEFT_OUT, about="the same, had nobody tuned the problem's suite", make=_left_out, by_name=True),
+        Method(name=SERVED, about="sdpa, sdpa_varlen or sdpa_paged, whatever they run: our kernel, or a rival measured faster",
+               make=_served),
+        Method(name=LEFT_OUT, about="the same, had nobody tuned the problem's suite", make=left_out_call, by_name=True),
         Method(name="untuned", about="the same kernel, 64x64 tiles, no hints", make=_untuned),
         Method(name="torch_flash", about="torch SDPA, flash backend", make=_torch_backend("FLASH_ATTENTION")),
         Method(name="torch_cudnn", about="torch SDPA, cuDNN backend", make=_torch_backend("CUDNN_ATTENTION")),
@@ -288,6 +294,7 @@ METHODS: Mapping[str, Method] = {
                make=_torch_backend("EFFICIENT_ATTENTION")),
         Method(name="torch_math", about="torch SDPA, math backend", make=_torch_backend("MATH"), score_bytes=16),
         Method(name="torch_auto", about="torch SDPA, whichever backend torch takes", make=_torch_call),
+        Method(name=TORCH_VARLEN, about="torch's FlashAttention of packed sequences", make=_torch_varlen),
         Method(name="eager", about="softmax(QK^T)V in torch operators", make=_eager, score_bytes=12),
         Method(name="triton", about="a flash-attention forward in Triton, autotuned", make=_triton, package="triton"),
         Method(name="tilegym", about="TileGym's cuTile kernel, autotuned", make=_tilegym, package="tilegym"),
@@ -302,7 +309,7 @@ METHODS: Mapping[str, Method] = {
 
 @dataclass(frozen=True)
 class PairCase:
-    """Inputs, and the float64 output of some (batch, head) pairs: all of a long problem would take minutes."""
+    """Inputs, and the float64 output of some (sequence, head) pairs: all of a long problem would take minutes."""
 
     arrays: AttentionArrays
     """What methods are called on."""
@@ -312,29 +319,37 @@ class PairCase:
     """`[seq_q, value_dim]` of each, float64."""
     cupy: Any
     """CuPy, or what stands for it."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Where sequences lie, on the host."""
 
     @property
     def compared(self) -> str:
         """How much of the output that is."""
-        return f"{len(self.pairs)}/{self.arrays.problem.batch * self.arrays.problem.heads}"
+        return f"{len(self.pairs)}/{self.arrays.problem.sequences * self.arrays.problem.heads}"
 
     def error(self, out: Any) -> Error:
         """How far a method's output is from float64."""
         out = out.detach()
-        outputs = [self.cupy.from_dlpack(out[batch, head].float().contiguous()) for batch, head in self.pairs]
+        parts = (rows_of(out, self.given, *pair) for pair in self.pairs)
+        outputs = [self.cupy.from_dlpack(each.float().contiguous()) for each in parts]
         return error_of(self.cupy, outputs, self.expected, finite=bool(self.arrays.torch.isfinite(out).all()))
 
     def details(self, method: str, *, verify: bool) -> dict[str, Any]:
         """What our kernel launched and why; of what is served, the rival in its place."""
-        from tiledsched.attention.explain import explain
+        from tiledsched.attention.explain import explain, explain_plan
 
         arrays = self.arrays
+        q, k, v = arrays.q, arrays.k, arrays.v
         if method == LEFT_OUT:
-            plan, _ = _plan_left_out(arrays)
+            plan, _ = left_out_plan(arrays)
             if plan.rival:
                 return {"schedule": plan.rival.name, "provenance": "rival"}
             return {"schedule": plan.served.schedule.short(), "provenance": plan.served.provenance}
-        found = explain(arrays.q, arrays.k, arrays.v, causal=arrays.causal, verify=verify, **arrays.named)
+        if arrays.problem.placed:
+            plan, beside = placed_plan(arrays)
+            found = explain_plan(plan, q, k, v, beside, verify=verify)
+        else:
+            found = explain(q, k, v, causal=arrays.causal, verify=verify, **arrays.named)
         if method == SERVED and found.rival:
             return {"schedule": found.rival, "provenance": "rival", "measured_program": None}
         return {"schedule": found.served.schedule.short(), "provenance": found.served.provenance,
@@ -346,26 +361,23 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
 
     CuPy has no bfloat16: it is given float32, which holds both types.
     """
-    if problem.placed:
-        raise ConfigError(f"no method here takes packed sequences or pages; leave out {problem}, or time it with tune")
     dtype = getattr(torch, problem.dtype)
     generator = torch.Generator(device="cuda").manual_seed(int(problem.id, 16) % 2**31)
-    keys = (problem.batch, problem.kv_heads, problem.seq_k)
-    shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
-              (*keys, problem.value_columns))  # fmt: skip
-    q, k, v = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
-    padded = places(numpy.random.default_rng(int(problem.id, 16) % 2**31), problem)
+    q, k, v = drawn(torch, problem, generator)
+    given = places(numpy.random.default_rng(int(problem.id, 16) % 2**31), problem)
     asked = [torch.randn((problem.heads,), generator=generator, device="cuda").to(dtype)] if problem.sinks else []
-    asked += [torch.as_tensor(each, dtype=torch.int32, device=q.device) for each in padded.values()]
+    alike = {id(each): torch.as_tensor(each, dtype=torch.int32, device=q.device) for each in given.values()}
+    asked += [alike[id(each)] for each in given.values()]  # rows and keys that lie alike are told by one tensor
     pairs, expected = compared_pairs(problem), []
     arrays = AttentionArrays(torch=torch, problem=problem, tensors=(q, k, v, *asked))
-    for batch, head in pairs:
+    for sequence, head in pairs:
         kv_head = head // problem.group
-        wide = (cupy.from_dlpack(x[batch, h].float()) for x, h in ((q, head), (k, kv_head), (v, kv_head)))
-        own = {name.lower(): each[batch : batch + 1] for name, each in padded.items()}
+        parts = (rows_of(q, given, sequence, head), *(keys_of(each, given, sequence, kv_head) for each in (k, v)))
+        wide = (cupy.from_dlpack(each.float()) for each in parts)
+        own = {} if problem.placed else {name.lower(): each[sequence : sequence + 1] for name, each in given.items()}
         if problem.sinks:
             own["sinks"] = asked[0][head : head + 1].double().cpu().numpy()
         of_head, of_keys, of_values = wide
         expected.append(reference_of_pair(cupy, problem, of_head, of_keys, of_values, **own))
     torch.cuda.synchronize()
-    return PairCase(arrays, pairs, expected, cupy)
+    return PairCase(arrays, pairs, expected, cupy, given)

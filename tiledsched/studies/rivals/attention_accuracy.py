@@ -1,4 +1,4 @@
-"""How far an output is from float64, over as many (batch, head) pairs as a bench has time for."""
+"""How far an output is from float64, over as many (sequence, head) pairs as a bench has time for."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tiledsched.studies.bench.errors import Error
 MOST_SCORES = 1 << 30
 """Scores of the reference in all: four heads of 16384 x 16384, some tens of milliseconds of float64 on an H200."""
 MOST_PAIRS = 64
-"""(batch, head) pairs, at most: each costs some launches."""
+"""(sequence, head) pairs, at most: each costs some launches."""
 
 Pair = tuple[int, int]
-"""(batch, query head)."""
+"""(sequence, query head): of sequences that are not packed, each has an entry of the batch."""
 
 
 def compared_pairs(problem: Problem) -> list[Pair]:
@@ -27,15 +27,15 @@ def compared_pairs(problem: Problem) -> list[Pair]:
     As many as `MOST_SCORES` and `MOST_PAIRS` allow, two at least, all where they allow it. So every run of a problem
     compares the same pairs.
     """
-    total = problem.batch * problem.heads
-    count = min(total, MOST_PAIRS, max(2, MOST_SCORES // (problem.seq_q * problem.seq_k)))
+    total = problem.sequences * problem.heads
+    count = min(total, MOST_PAIRS, max(2, MOST_SCORES // (problem.mean_rows * problem.mean_keys)))
     numbers = {0, total - 1}
     others = random.Random(problem.id).sample(range(1, max(1, total - 1)), max(0, count - len(numbers)))
     return [divmod(number, problem.heads) for number in sorted(numbers.union(others))]
 
 
 def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any, **asked: Any) -> Any:
-    """The float64 output of one (batch, head) pair, `[seq_q, value_dim]`.
+    """The float64 output of one (sequence, head) pair, `[seq_q, value_dim]`.
 
     Args:
         xp: numpy or cupy.

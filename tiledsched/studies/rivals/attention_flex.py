@@ -1,4 +1,4 @@
-"""torch's flex attention, compiled for one problem: windows, capped scores, sinks, and keys that start or end early."""
+"""torch's flex attention, compiled for one problem: windows, capped scores, sinks, keys of their own, and packed sequences."""
 
 from __future__ import annotations
 
@@ -17,17 +17,24 @@ def flex_attention(arrays: Any) -> Any:
     share of the denominator that the keys have.
 
     Raises:
-        UnsupportedError: nothing is asked for that torch's backends do not compute; compiling takes seconds a problem.
+        UnsupportedError: nothing is asked for that torch's backends do not compute (compiling takes seconds a problem), or keys
+            in pages, which it would have to be given gathered.
     """
     p: Problem = arrays.problem
     if not p.asked:
-        raise UnsupportedError("it is compiled for windows, softcap, sinks, starts and lengths only")
+        raise UnsupportedError("it is compiled for windows, softcap, sinks, starts, lengths and packed sequences only")
+    if p.page:
+        raise UnsupportedError("it reads no pages, and keys gathered before are another problem")
     import torch
     from torch.nn.attention import flex_attention as flex
 
-    asked = dict(zip([n for n in ("sinks", "starts", "lengths") if getattr(p, n)], arrays.asked, strict=True))
+    there = {"sinks": p.sinks, "starts": p.starts, "lengths": p.lengths, "cu_q": p.ends_q, "cu_k": p.ends_k}
+    asked = dict(zip([name for name, given in there.items() if given], arrays.asked, strict=True))
     block_mask = None
-    if p.causal or p.starts or p.lengths:
+    if p.packed:
+        seen = documents(p, asked["cu_q"], asked["cu_k"])
+        block_mask = flex.create_block_mask(seen, None, None, p.seq_q, p.seq_k, device=arrays.q.device)
+    elif p.causal or p.starts or p.lengths:
         seen = mask_of(p, asked.get("starts"), asked.get("lengths"))
         each_batch = p.batch if p.starts or p.lengths else None
         block_mask = flex.create_block_mask(seen, each_batch, None, p.seq_q, p.seq_k, device=arrays.q.device)
@@ -72,6 +79,30 @@ def mask_of(p: Problem, starts: Any, lengths: Any) -> Any:
             visible = visible & (key >= starts[batch])
         if lengths is not None:
             visible = visible & (key < lengths[batch])
+        return visible
+
+    return seen
+
+
+def documents(p: Problem, cu_q: Any, cu_k: Any) -> Any:
+    """The same of packed sequences: a row sees keys of its own one, up to where the mask's diagonal lies in it."""
+    import torch
+
+    def sequence_of(offsets: Any, count: int) -> Any:
+        places = torch.arange(count, device=offsets.device)
+        return torch.searchsorted(offsets[1:].contiguous(), places.to(offsets.dtype), right=True)
+
+    of_row, of_key = sequence_of(cu_q, p.seq_q), sequence_of(cu_k, p.seq_k)
+    end = 1 if p.alignment == "bottom_right" else 0  # both ends of a sequence meet there, or both beginnings
+    shift = (cu_k[end : len(cu_k) - 1 + end] - cu_q[end : len(cu_q) - 1 + end])[of_row]
+    last = torch.arange(p.seq_q, device=cu_q.device) + shift
+
+    def seen(batch: Any, head: Any, row: Any, key: Any) -> Any:
+        visible = of_row[row] == of_key[key]
+        if p.causal:
+            visible = visible & (key <= last[row] + p.window_right)
+        if p.window:
+            visible = visible & (key > last[row] - p.window)
         return visible
 
     return seen

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+from tiledsched.errors import UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import ALL_MODELS
 from tiledsched.problem import Problem
@@ -11,6 +13,7 @@ from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries, table_of
 from tiledsched.serve.lookup import Served
 from tiledsched.store.records import EntryRecord
+from tiledsched.studies.bench.methods import Call
 
 
 def left_out(problem: Problem) -> frozenset[Problem]:
@@ -29,3 +32,33 @@ def serve_left_out(problem: Problem, device: process.DeviceFacts) -> Served:
 @functools.cache
 def _entries(arch: str) -> list[EntryRecord]:
     return load_entries(process.settings(), {arch}, Attention.name)
+
+
+def left_out_call(arrays: Any) -> Call:
+    """The call of an `AttentionArrays`: our kernel on the policy's choice, or the rival that is expected to be faster.
+
+    Raises:
+        UnsupportedError: sequences are packed, or keys lie in pages.
+    """
+    from tiledsched.attention.launching import launch_plan
+
+    plan, beside = left_out_plan(arrays)
+    launch_plan(plan, arrays.q, arrays.k, arrays.v, first=True, beside=beside)
+    return lambda: launch_plan(plan, arrays.q, arrays.k, arrays.v, keep_zeros=True, beside=beside)
+
+
+def left_out_plan(arrays: Any) -> tuple[Any, Any]:
+    """Its plan, and what is asked for beside."""
+    from tiledsched.attention.arguments import CAUSAL
+    from tiledsched.attention.beside import NAMES, read_beside
+    from tiledsched.attention.plans import make_plan
+
+    if arrays.problem.placed:
+        raise UnsupportedError("it knows no packed sequences, and no pages")
+    q, k, v, named = arrays.q, arrays.k, arrays.v, arrays.named
+    causal, beside = read_beside(q, k, CAUSAL[arrays.causal], *(named.get(name) for name in NAMES))
+    served = serve_left_out(arrays.problem, process.device_facts(q.get_device()))
+    plan = make_plan(q, k, v, causal, None, False, served, beside)
+    if isinstance(plan, str):
+        raise UnsupportedError(plan)
+    return plan, beside
