@@ -40,4 +40,5 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool |
     )
     return Explanation(problem=plan.problem, arch=facts.arch, device_name=facts.name, served=plan.served,
                        rival=plan.rival.name if plan.rival else "",
-                           launched_fingerprint=fingerprint, controls=settings().sources)  # fmt: skip
+                       in_graphs=plan.in_graphs.name if plan.in_graphs else "",
+                       launched_fingerprint=fingerprint, controls=settings().sources)  # fmt: skip

@@ -298,14 +298,15 @@ class PairCase:
         outputs = [self.cupy.from_dlpack(out[batch, head].float().contiguous()) for batch, head in self.pairs]
         return error_of(self.cupy, outputs, self.expected, finite=bool(self.arrays.torch.isfinite(out).all()))
 
-    def details(self, method: str, *, verify: bool) -> dict[str, Any]:
+    def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
         """What our kernel launched and why; of what is served, the rival in its place."""
         from tiledsched.attention.explain import explain
 
         arrays = self.arrays
         found = explain(arrays.q, arrays.k, arrays.v, causal=arrays.causal, verify=verify, **arrays.named)
-        if method == SERVED and found.rival:
-            return {"schedule": found.rival, "provenance": "rival", "measured_program": None}
+        rival = found.in_graphs if captured else found.rival
+        if method == SERVED and rival:
+            return {"schedule": rival, "provenance": "rival", "measured_program": None}
         return {"schedule": found.served.schedule.short(), "provenance": found.served.provenance,
                 "measured_program": found.is_measured_program if verify else None}  # fmt: skip
 
