@@ -264,3 +264,41 @@ def test_kernels_loads_a_package_that_is_served(serving, tmp_path) -> None:
     q, k, v = tensors(1, 8, 256, 128)
     out = kernels.get_local_kernel(tmp_path).sdpa(q, k, v, causal=True)
     torch.testing.assert_close(out, serving.sdpa(q, k, v, causal=True), atol=0, rtol=0)
+
+
+def test_padding_and_static_caches_of_compiled_models() -> None:
+    """By the default compiler: a padded batch, where a CUDA graph is not captured, and the steps of `generate`, where one is."""
+    transformers = pytest.importorskip("transformers")
+    from tiledsched.attention.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=128, sliding_window=64, bos_token_id=0, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.MistralForCausalLM(config).eval().to("cuda", torch.float16)
+    prompt = 1 + torch.arange(2 * 96, device="cuda").reshape(2, 96) % 120
+    padding = torch.ones_like(prompt)
+    padding[0, :30] = 0
+    holes = padding.clone()
+    holes[1, 40:50] = 0
+    with torch.no_grad():
+        for mode in (None, "reduce-overhead"):
+            torch._dynamo.reset()
+            compiled = torch.compile(model, fullgraph=True, mode=mode)
+            for mask in (padding, padding, padding, holes):
+                given = {"input_ids": prompt, "attention_mask": mask, "use_cache": False}
+                model.set_attn_implementation("eager")
+                wanted = model(**given).logits[mask.bool()]
+                model.set_attn_implementation("tiledsched")
+                found = compiled(**given).logits[mask.bool()]
+                torch.testing.assert_close(found, wanted, atol=2e-2, rtol=5e-2)
+    logits = []
+    for method in ("eager", "tiledsched"):
+        model.set_attn_implementation(method)
+        found = model.generate(input_ids=prompt, attention_mask=padding, max_new_tokens=4, do_sample=False,
+                               cache_implementation="static", output_logits=True, return_dict_in_generate=True,
+                               disable_compile=method == "eager")  # fmt: skip
+        logits.append(torch.stack(found.logits))
+    torch.testing.assert_close(*logits, atol=2e-2, rtol=5e-2)

@@ -139,3 +139,36 @@ def test_rivals_of_packed_sequences_and_pages_answer_as_we_do(name, packed, page
         again = call()
     graph.replay()
     torch.testing.assert_close(again, out)
+
+
+@pytest.mark.parametrize("name", ["torch_cudnn", "flash_attention_4"])
+def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name) -> None:
+    from tiledsched import configure, explain, sdpa
+    from tiledsched.attention import plans
+    from tiledsched.serve import entries
+
+    time = next((each for each in tuned.rivals if each.name == name), None)
+    if time is None or not time.capturable:
+        pytest.skip(f"{name} is not installed, or no graph holds it")
+    q, k, v = tensors()
+    called, made = [], plans.rivals
+
+    def counted(*given):
+        call = made(*given)[name]
+        return {name: lambda *tensors: called.append(torch.cuda.is_current_stream_capturing()) or call(*tensors)}
+
+    monkeypatch.setattr(plans, "rivals", counted)
+    with configure(rivals="off"):
+        own = sdpa(q, k, v, causal=True)
+    late = dataclasses.replace(time, ratio=0.5, ratio_low=0.49, ratio_high=0.51, host_us=1e6)
+    monkeypatch.setattr(entries, "load_entries", lambda *given: [tuned.replace(rivals=(late,))])
+    with configure(rivals="serve"):
+        assert (explain(q, k, v, causal=True).rival, explain(q, k, v, causal=True).in_graphs) == ("", name)
+        for _ in range(3):
+            assert torch.equal(sdpa(q, k, v, causal=True), own)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = sdpa(q, k, v, causal=True)
+        graph.replay()
+        torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
+    assert called == [False, True]

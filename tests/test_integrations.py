@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tiledsched import configure
 from tiledsched.errors import ConfigError, UnsupportedError
 
 torch = pytest.importorskip("torch")
@@ -238,9 +239,9 @@ def test_every_kind_of_cache_gives_the_same_tokens(registered, transformers, cac
     assert torch.equal(ours, theirs)
 
 
-def in_chunks(model):
+def in_chunks(model, cache=None):
     """The prompt in three pieces, each on the cache of those before it."""
-    cache, logits = None, []
+    logits = []
     for piece in PROMPT.split([9, 1, 10], dim=1):
         output = model(input_ids=piece, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
@@ -362,9 +363,10 @@ def test_what_is_told_of_a_window_while_it_is_traced(change, registered, transfo
     named = {"q_length": 20, "kv_length": 20, "q_offset": 0, "kv_offset": 0, "local_size": 8, "config": config,
              "allow_is_causal_skip": True, "attention_mask": None, "batch_size": 2} | change  # fmt: skip
     seen = registered._seen_keys(named)
+    padded = change.pop("attention_mask", None) is not None
     usual = config.sliding_window == 8 and config.attention_chunk_size is None and not change
     assert (seen is not None) is usual
-    assert seen is None or (seen.causal, seen.window, seen.columns) == (True, 8, 20)
+    assert seen is None or (seen.causal, seen.window, seen.columns, seen.told is not None) == (True, 8, 20, padded)
 
 
 def logits_of(model, method, padding, chunks=None):
@@ -463,6 +465,132 @@ def test_generation_gives_the_tokens_of_eager(registered, transformers, family, 
         tokens.append(model.generate(input_ids=PROMPT, attention_mask=PADDED, max_new_tokens=9, do_sample=False,
                                      cache_implementation=cache, disable_compile=True))  # fmt: skip
     assert torch.equal(*tokens)
+
+
+def on_static_cache(model, padding, tokens=9, **more):
+    """Tokens that a model makes on a static cache, which the prompt fills in part."""
+    return model.generate(input_ids=PROMPT, attention_mask=padding, max_new_tokens=tokens, do_sample=False,
+                          cache_implementation="static", disable_compile=True, **more)  # fmt: skip
+
+
+@pytest.fixture
+def no_masks(registered, monkeypatch):
+    """Neither transformers' own attention nor a model may ask for a mask in full."""
+    monkeypatch.setattr(registered, "_theirs", lambda: pytest.fail("a mask was made"))
+    monkeypatch.setattr(registered.SeenKeys, "__getattr__", lambda self, name: pytest.fail(f"a mask was made: {name}"))
+
+
+@pytest.mark.parametrize(
+    ("family", "window"), [("Mistral", 8), ("Mistral", 24), ("Gemma2", 8), ("GptOss", 24), ("Llama", 0)]
+)
+@pytest.mark.parametrize("padding", [None, PADDED], ids=["whole", "left"])
+def test_generation_on_a_static_cache_needs_no_masks(
+    registered, transformers, no_masks, family, window, padding
+) -> None:
+    """Windows that the cache fills before, in, or after the first step."""
+    model = make(transformers, family, **(ASKING[family] | ({"sliding_window": window} if window else {})))
+    wanted = on_static_cache(use(model, "eager"), padding)
+    assert torch.equal(on_static_cache(use(model, "tiledsched"), padding), wanted)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_a_prompt_in_chunks_on_a_static_cache_needs_no_masks(registered, transformers, no_masks, family) -> None:
+    model = make(transformers, family)
+    with torch.no_grad():
+        wanted = use(model, "eager")(input_ids=PROMPT).logits
+        found = in_chunks(use(model, "tiledsched"), transformers.StaticCache(config=model.config, max_cache_len=32))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_steps_on_a_static_cache_compile_once(registered, transformers, no_masks) -> None:
+    """As `generate` compiles them: masks are made before, and no step is another program."""
+    model = make(transformers, num_hidden_layers=1)
+    wanted = on_static_cache(use(model, "eager"), PADDED)
+    use(model, "tiledsched")
+    torch._dynamo.reset()
+    counter = pytest.importorskip("torch._dynamo.testing").CompileCounterWithBackend("eager")
+    eager, compiled = model.forward, torch.compile(model.forward, backend=counter, fullgraph=True)
+    model.forward = lambda *given, **named: (eager if named["input_ids"].shape[1] > 1 else compiled)(*given, **named)
+    assert torch.equal(on_static_cache(model, PADDED), wanted)
+    assert counter.frame_count == 1
+
+
+def test_a_step_is_served_by_the_kernel_and_poses_one_problem(
+    launches, fresh, registered, transformers, no_masks
+) -> None:
+    model = make(transformers, "Gemma2", **ASKING["Gemma2"]).half()
+    logits = []
+    for method in ("eager", "tiledsched"):
+        found = on_static_cache(use(model, method), PADDED, 4, output_logits=True, return_dict_in_generate=True)
+        logits.append(torch.stack(found.logits))
+    torch.testing.assert_close(*logits, atol=5e-3, rtol=5e-2)
+    assert len(launches) == 2 * 4
+    assert len({tuple(each.shape for each in given[:3]) for *_, given in launches[2:]}) == 2  # a window's keys, and all
+
+
+def test_a_step_on_a_static_cache_that_is_traced_whole_needs_no_mask(registered, transformers, no_masks) -> None:
+    """Its place is a tensor, and a compiled model makes its masks itself."""
+    from transformers import masking_utils
+
+    q, k, v = tensors(2, 4, 1, 16, kv_heads=2, columns=20)
+    named = {"batch_size": 2, "q_length": 1, "kv_length": 20, "kv_offset": 0, "allow_is_causal_skip": False, "use_vmap": False,
+             "device": "cpu", "mask_function": masking_utils.causal_mask_function, "attention_mask": None}  # fmt: skip
+    layer = torch.nn.Module()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda place: registered.attention(layer, q, k, v, registered.mask(**named, q_offset=place))[0],
+        backend="eager", fullgraph=True,
+    )  # fmt: skip
+    for place in map(torch.tensor, (3, 19)):
+        seen = masking_utils.sdpa_mask(**named, q_offset=place)
+        wanted = functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+        torch.testing.assert_close(compiled(place), wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "encoder"])
+def test_padding_is_read_where_code_is_compiled(launches, fresh, registered, transformers, kind) -> None:
+    """Padding anywhere at the ends is the kernel's; what hides more is torch's, as values say when they are there."""
+    from transformers import masking_utils as known
+
+    q, k, v = (each.half() for each in tensors(2, 4, 20, 16, kv_heads=2))
+    function = {"causal": known.causal_mask_function, "window": known.sliding_window_causal_mask_function(8),
+                "encoder": known.bidirectional_mask_function}[kind]  # fmt: skip
+    named = {"batch_size": 2, "q_length": 20, "kv_length": 20, "q_offset": 0, "kv_offset": 0, "mask_function": function,
+             "allow_is_causal_skip": kind != "encoder", "allow_is_bidirectional_skip": kind == "encoder", "device": "cpu",
+             "use_vmap": False, "local_size": 8 if kind == "window" else None,
+             "config": SimpleNamespace(sliding_window=8)}  # fmt: skip
+    layer = torch.nn.Module()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda padding: registered.attention(layer, q, k, v, registered.mask(**named, attention_mask=padding))[0],
+        backend="eager", fullgraph=True,
+    )  # fmt: skip
+    holes = PADDED.clone()
+    holes[1, 5:7] = 0
+    for padding, served in ((PADDED, 1), (RIGHT, 1), (torch.ones_like(PADDED), 1), (holes, 0)):
+        launches.clear()
+        with configure(fallback="error" if served else "torch"):
+            found = compiled(padding.bool())
+        assert len(launches) == served
+        seen = known.sdpa_mask(**named | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+                               attention_mask=padding.bool())  # fmt: skip
+        wanted = functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(1, 2)
+        rows = padding.bool() if kind != "encoder" else torch.ones_like(padding, dtype=torch.bool)
+        torch.testing.assert_close(found[rows], wanted[rows], atol=5e-3, rtol=5e-2)
+
+
+def test_a_padded_batch_stays_one_graph(launches, fresh, registered, transformers, no_masks) -> None:
+    model = make(transformers, num_hidden_layers=1).half()
+    torch._dynamo.reset()
+    counter = pytest.importorskip("torch._dynamo.testing").CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for padding in (PADDED, RIGHT):
+        given = {"input_ids": PROMPT, "attention_mask": padding, "use_cache": False}
+        with torch.no_grad():
+            wanted = use(model, "eager")(**given).logits
+            found = use(model, "tiledsched") and compiled(**given).logits
+        torch.testing.assert_close(found[padding.bool()], wanted[padding.bool()], atol=5e-3, rtol=5e-2)
+    assert (len(launches), counter.frame_count) == (2, 1)
 
 
 def test_masks_that_say_more_stay_masks(registered, transformers, monkeypatch) -> None:

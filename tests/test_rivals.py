@@ -74,6 +74,10 @@ def test_the_fastest_is_offered_first_with_what_was_measured() -> None:
         == "1.11x faster than our kernel on this problem, measured on here (90.0 against 100.0 us, torch 2)"
     )
     assert measured_offers(an_entry(rivals=None), "here") == ()
+    late = {"host_us": 500.0, "name": "late"}
+    assert measured_offers(an_entry(rivals=(a_rival(0.8, **late, capturable=False),)), "here") == ()
+    found = measured_offers(an_entry(rivals=(a_rival(0.9), a_rival(0.8, **late))), "here")
+    assert [(each.name, each.only_captured) for each in found] == [("late", True), ("torch_flash", False)]
 
 
 def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_decide() -> None:
@@ -90,7 +94,10 @@ def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_deci
     nearer = expected_offers(of(1040), both, 0.5)[0].ratio
     assert nearer < expected_offers(of(1900), both, 0.5)[0].ratio
     assert expected_offers(asked, [an_entry(near, (a_rival(failure="RuntimeError: no"),))], 0.5) == ()
-    assert expected_offers(asked, [an_entry(near, (a_rival(host_us=500.0),))], 0.5) == ()
+    late = {"host_us": 500.0}
+    assert expected_offers(asked, [an_entry(near, (a_rival(**late, capturable=False),))], 0.5) == ()
+    assert expected_offers(asked, [an_entry(near, (a_rival(**late),))], 0.5)[0].only_captured
+    assert not offer.only_captured
     assert expected_offers(of(16384), [an_entry(near, (a_rival(0.5),))], 0.5) == ()  # too far to say anything
     assert expected_offers(asked, [an_entry(near, None)], 0.5) == ()
     packed = of(1024).replace(batch=1, packed=8, seq_q=8192, seq_k=8192)  # rivals have functions of their own for these
@@ -214,8 +221,11 @@ def attention(launches, monkeypatch):
             self.want = expected(q, k, v)
 
         def known(self, **more) -> None:
+            self.known_times((a_rival(**more),))
+
+        def known_times(self, times) -> None:
             monkeypatch.setattr(process, "load_table", lambda settings, **given: Table(
-                [dataclasses.replace(an_entry(problem, (a_rival(**more),)), device_name="NVIDIA H200")], Attention,
+                [dataclasses.replace(an_entry(problem, times), device_name="NVIDIA H200")], Attention,
                 rivals=settings.rivals == "serve"))  # fmt: skip
             serve.reload()
 
@@ -318,6 +328,111 @@ def test_a_graph_holds_the_rival_only_if_it_can(attention, monkeypatch) -> None:
     assert (len(attention.calls), len(attention.launches)) == (3, 2)
 
 
+class Late:
+    """A rival whose host is too slow for eager calls, and what it was called in: captures, or not."""
+
+    def __init__(self, attention, **more) -> None:
+        self.attention, self.captured = attention, []
+        attention.known(name="flash_attention_4", host_us=500.0, **more)
+
+    def __call__(self, *given):
+        self.captured.append(torch.cuda.is_current_stream_capturing())
+        return self.attention.want.clone()
+
+
+@pytest.fixture
+def late(attention, monkeypatch):
+    made = Late(attention)
+    monkeypatch.setattr(attention.plans, "rivals", lambda p, scale, cap: {"flash_attention_4": made})
+    return made
+
+
+def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention, late, monkeypatch) -> None:
+    from serve_on_cpu import capturing
+
+    from tiledsched import explain
+
+    q, k, v = attention.q, attention.k, attention.v
+    for _ in range(3):
+        attention.sdpa(q, k, v)
+    assert (late.captured, len(attention.launches)) == ([False], 3)  # once, to be compiled where a capture finds it
+    with capturing(monkeypatch):
+        assert torch.equal(attention.sdpa(q, k, v), attention.want)
+    attention.sdpa(q, k, v)
+    assert (late.captured, len(attention.launches)) == ([False, True], 4)
+    found = explain(q, k, v)
+    assert (found.rival, found.in_graphs) == ("", "flash_attention_4")
+    assert "in a captured graph flash_attention_4 is served: 1.11x faster" in str(found)
+    assert "its eager calls would wait for the host" in str(found)
+    for setting in ("record", "off"):
+        with configure(rivals=setting):
+            attention.sdpa(q, k, v)
+            with capturing(monkeypatch):
+                attention.sdpa(q, k, v)
+    assert (len(late.captured), len(attention.launches)) == (2, 8)
+    attention.known(name="flash_attention_4", host_us=500.0, capturable=False)
+    attention.sdpa(q, k, v)
+    plan = attention.plans.plan_for(q, k, v)
+    assert (len(late.captured), plan.in_graphs, plan.launch_on) == (2, None, plan.device)  # eager calls ask nothing
+
+
+def test_what_was_never_called_before_a_capture_does_not_serve_in_it(attention, late, monkeypatch) -> None:
+    from serve_on_cpu import capturing
+
+    q, k, v = attention.q, attention.k, attention.v
+    with configure(rivals="off"):
+        attention.sdpa(q, k, v)  # our program is loaded
+    with capturing(monkeypatch):
+        attention.sdpa(q, k, v)
+    assert (late.captured, len(attention.launches)) == ([], 2)
+    attention.sdpa(q, k, v)  # the first eager call is still to come then
+    with capturing(monkeypatch):
+        attention.sdpa(q, k, v)
+    assert (late.captured, len(attention.launches)) == ([False, True], 3)
+    with capturing(monkeypatch):  # numbers that it may not be compiled for
+        attention.sdpa(q, k, v, scale=0.5)
+    assert (late.captured, len(attention.launches)) == ([False, True], 4)
+
+
+def test_one_that_fails_to_be_made_ready_costs_nothing_but_itself(attention, monkeypatch, caplog) -> None:
+    from serve_on_cpu import capturing
+
+    attention.known(name="flash_attention_4", host_us=500.0)
+    monkeypatch.setattr(attention.plans, "rivals", lambda p, scale, cap: {"flash_attention_4": lambda *given: 1 / 0})
+    q, k, v = attention.q, attention.k, attention.v
+    for _ in range(2):
+        torch.testing.assert_close(attention.sdpa(q, k, v), attention.want, rtol=2e-3, atol=2e-3)
+    with capturing(monkeypatch):
+        attention.sdpa(q, k, v)
+    assert len(attention.launches) == 3
+    plan = attention.plans.plan_for(q, k, v)
+    assert (plan.in_graphs, plan.launch_on) == (None, plan.device)
+    assert caplog.text.count("failed: ZeroDivisionError") == 1
+
+
+def test_one_rival_may_serve_eagerly_and_another_in_graphs(attention, late, monkeypatch) -> None:
+    from serve_on_cpu import capturing
+
+    eager = []
+    offers = {"torch_flash": lambda *given: eager.append(1) or attention.want.clone(), "flash_attention_4": late}
+    monkeypatch.setattr(attention.plans, "rivals", lambda p, scale, cap: offers)
+    for capturable in (True, False):
+        times = (a_rival(capturable=capturable), a_rival(0.8, name="flash_attention_4", host_us=500.0))
+        attention.known_times(times)
+        eager.clear()
+        late.captured.clear()
+        attention.sdpa(attention.q, attention.k, attention.v)
+        with capturing(monkeypatch):
+            attention.sdpa(attention.q, attention.k, attention.v)
+        assert (eager, late.captured, len(attention.launches)) == ([1], [False, True], 0)
+    offers["flash_attention_4"] = lambda *given: 1 / 0
+    attention.known_times((a_rival(), times[1]))
+    attention.sdpa(attention.q, attention.k, attention.v)  # which makes way for the other
+    with capturing(monkeypatch):
+        attention.sdpa(attention.q, attention.k, attention.v)
+    assert (len(eager), len(attention.launches)) == (3, 0)
+
+
 def test_it_is_called_in_compiled_code(attention) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda q, k, v: attention.sdpa(q, k, v) * 1, backend="aot_eager", fullgraph=True)
@@ -337,9 +452,12 @@ def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
     assert (len(attention.calls), len(attention.launches)) == (1, 1)
     case = PairCase(arrays, [], [], None)
     assert case.details(OURS, verify=False)["provenance"] == "measured"
-    assert case.details(SERVED, verify=False) == {
-        "schedule": "torch_flash", "provenance": "rival", "measured_program": None,
-    }  # fmt: skip
+    for captured in (False, True):
+        assert case.details(SERVED, verify=False, captured=captured) == {
+            "schedule": "torch_flash", "provenance": "rival", "measured_program": None,
+        }  # fmt: skip
+    attention.known(capturable=False)
+    assert case.details(SERVED, verify=False, captured=True)["provenance"] == "measured"
 
 
 def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, monkeypatch) -> None:
@@ -361,8 +479,9 @@ def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, m
 
 def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declared(launches, monkeypatch) -> None:
     import op_kernels
+    from serve_on_cpu import capturing
 
-    from tiledsched.serve import process
+    from tiledsched.serve import launching, process
     from tiledsched.serve.op import op
 
     x, w = torch.randn(4, 64, dtype=torch.float16), torch.randn(64, dtype=torch.float16)
@@ -392,5 +511,16 @@ def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declar
     norm(x, w, eps=0.5)
     norm.own(x, w)
     assert (len(calls), len(launches)) == (3, 2)
+    offers = (dataclasses.replace(offers[0], only_captured=True),)
+    process.forget_plans()
+    monkeypatch.setattr(launching, "_launched", set())
+    for _ in range(2):
+        norm(x, w)
+    assert (len(calls), len(launches)) == (4, 4)
+    with capturing(monkeypatch):
+        norm(x, w)
+        norm(x, w, eps=0.5)
+    assert (len(calls), len(launches)) == (5, 5)
+    assert (norm.explain(x, w).rival, norm.explain(x, w).in_graphs) == ("", "torch")
     assert p.columns == 64
     assert rivals_module.ELSEWHERE not in (-1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -157,7 +158,7 @@ def visible_keys(q: Any, k: Any, causal: str | None, beside: Beside) -> Any:
         if beside.window:
             visible = visible & (keys > last - beside.window)
         visible = visible[None, None]
-    for edge, sees in ((beside.starts, torch.Tensor.__ge__), (beside.lengths, torch.Tensor.__lt__)):
+    for edge, sees in ((beside.starts, operator.ge), (beside.lengths, operator.lt)):
         if edge is not None:
             own = sees(keys, edge[:, None])[:, None, None]
             visible = own if visible is None else visible & own

@@ -51,4 +51,5 @@ def explain_plan(
     )
     return Explanation(problem=plan.problem, arch=facts.arch, device_name=facts.name, served=plan.served,
                        rival=plan.rival.name if plan.rival else "",
-                           launched_fingerprint=fingerprint, controls=settings().sources)  # fmt: skip
+                       in_graphs=plan.in_graphs.name if plan.in_graphs else "",
+                       launched_fingerprint=fingerprint, controls=settings().sources)  # fmt: skip

@@ -14,13 +14,14 @@ from tiledsched.serve import launching
 from tiledsched.serve.launching import (
     call_rival,
     describe_failure,
-    has_been_called,
     has_run,
     program_key,
     refuse_capture,
     scratch_arrays,
+    serving_rival,
 )
 from tiledsched.serve.process import warn_once
+from tiledsched.serve.rivals import ELSEWHERE
 
 
 def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep_zeros: bool = False,
@@ -40,8 +41,10 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
     """
     index = plan.launch_on
     if index != launching.current_device():  # cuTile launches on the current device, whatever the tensors say
-        if plan.rival is not None:
-            return _call_rival(plan, q, k, v, first, beside)
+        if index == ELSEWHERE:
+            if first or plan.rival is not None or torch.cuda.is_current_stream_capturing():
+                return _launch_rival(plan, q, k, v, first, keep_zeros, beside)
+            return launch_plan(plan.own, q, k, v, keep_zeros=keep_zeros, beside=beside)  # the rival is for graphs alone
         with torch.cuda.device(index):
             return launch_plan(plan, q, k, v, first=first, keep_zeros=keep_zeros, beside=beside)
     stream = launching.current_stream(index)
@@ -69,26 +72,26 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
     return (out, arrays[4].squeeze(-1)) if plan.lse else out
 
 
-def _call_rival(plan: Plan, q: Any, k: Any, v: Any, first: bool, beside: Beside) -> Any:
-    """What the plan's rival computes, in the layout of our own output; where it fails later, what our own kernel does.
+def _launch_rival(plan: Plan, q: Any, k: Any, v: Any, first: bool, keep_zeros: bool, beside: Beside) -> Any:
+    """What the rival that serves this call computes, in the layout of our own output; where none does, or it fails later, what
+    our own kernel does.
 
     Raises:
-        LaunchError: it failed in a capture, or, `RivalError`, in its first call.
-    """
-    rival = plan.rival
-    assert rival is not None
+        LaunchError: it failed in a capture, or, `RivalError`, in its first call; or of our own kernel.
+    """  # fmt: skip
     lengths = longest(plan.problem, beside)
-    if lengths is None:
-        return launch_plan(plan.own, q, k, v, first=True, beside=beside)
-    given = (q, k, v, *(each for each in beside.for_kernel(q) if each is not None), *lengths)
-    if torch.cuda.is_current_stream_capturing() and not (
-        rival.offer.capturable and (first or has_been_called(rival, plan.problem, plan.device))
-    ):
-        return launch_plan(plan.own, q, k, v, beside=beside)
-    if first and not rival.offer.capturable:  # so that a capture finds our own program loaded
+
+    def given() -> tuple[Any, ...]:
+        return (q, k, v, *(each for each in beside.for_kernel(q) if each is not None), *(lengths or ()))
+
+    rival = None if lengths is None else serving_rival(plan, given, first=first)
+    if rival is None:
+        first = first or lengths is None
+        return launch_plan(plan.own, q, k, v, first=first, keep_zeros=keep_zeros, beside=beside)
+    if first and plan.in_graphs is None:  # so that a capture finds our own program loaded
         launch_plan(plan.own, q, k, v, first=True, beside=beside)
     try:
-        out = call_rival(rival, given, plan.device, "sdpa", plan.problem, first=first, sync=plan.sync)
+        out = call_rival(rival, given(), plan, first=first)
     except LaunchError as error:  # of tensors unlike the first ones, say
         if first or torch.cuda.is_current_stream_capturing():
             raise

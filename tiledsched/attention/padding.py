@@ -69,11 +69,12 @@ def hidden_ends(mask: Any, q: Any, k: Any, *, at_once: bool = False) -> Ends | N
     return found.ends
 
 
-def edges(seen: torch.Tensor) -> Ends | None:
+def edges(seen: torch.Tensor, *, every: bool = False) -> Ends | None:
     """Where the keys of each sequence start and end, `[batch]` int32 each, or None where all start or end with the array.
 
     Args:
         seen: `[batch, keys]`, True for keys that count.
+        every: give both in any case.
 
     Returns:
         None where a sequence has padding between its keys. It waits for the GPU.
@@ -81,7 +82,20 @@ def edges(seen: torch.Tensor) -> Ends | None:
     starts, lengths, whole, left, right, _ = _found(seen)
     if not whole:
         return None
-    return starts.to(torch.int32) if left else None, lengths.to(torch.int32) if right else None
+    return starts.to(torch.int32) if left or every else None, lengths.to(torch.int32) if right or every else None
+
+
+def ends_of(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the keys of each sequence start and end, `[batch]` int32 each, of what has none between that do not count.
+
+    Args:
+        seen: `[batch, keys]`, True for keys that count.
+    """
+    columns = seen.shape[1]
+    places = torch.arange(columns, device=seen.device)
+    lengths = torch.where(seen, places + 1, 0).amax(1)
+    starts = torch.where(seen, places, columns).amin(1).minimum(lengths)
+    return starts.to(torch.int32), lengths.to(torch.int32)
 
 
 def _read(mask: torch.Tensor, batch: int) -> Ends | None:
@@ -97,9 +111,7 @@ def _found(seen: torch.Tensor, plain: torch.Tensor | None = None) -> tuple[Any, 
     """Starts and ends; whether all between counts; whether any starts late or ends early; and whether each sees a key and all is
     `plain`."""  # fmt: skip
     columns = seen.shape[1]
-    places = torch.arange(columns, device=seen.device)
-    lengths = torch.where(seen, places + 1, 0).amax(1)
-    starts = torch.where(seen, places, columns).amin(1).minimum(lengths)
+    starts, lengths = ends_of(seen)
     usual = (lengths > 0).all()
     answers = torch.stack([(seen.sum(1) == lengths - starts).all(), (starts > 0).any(), (lengths < columns).any(),
                            usual if plain is None else usual & plain]).tolist()  # fmt: skip

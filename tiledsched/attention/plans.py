@@ -6,6 +6,7 @@ layouts that need other machine code. What the table says is looked up when a pl
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ from tiledsched.serve import process
 from tiledsched.serve.launching import Scratch, scratch_of, spans
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan_cache import PlanCache
-from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rival
+from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals, fewer_rivals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class Plan:
     asked: int
     """How many of `extra_arrays`, the last ones, stand for sinks, starts, lengths and so on."""
     launch_on: int
-    """Index of the CUDA device; `ELSEWHERE` where a rival is served, so that no launch of ours asks whether one is."""
+    """Index of the CUDA device; `ELSEWHERE` where a rival may be served, so that no launch of ours asks whether one is."""
     device: int
     """The same, in any case."""
     sync: bool
@@ -81,11 +82,18 @@ class Plan:
     """What the plan computes."""
     rival: Rival | None = None
     """What is called instead of the launch."""
+    in_graphs: Rival | None = None
+    """What is while a CUDA graph is captured."""
 
-    @property
+    @functools.cached_property
     def own(self) -> Plan:
         """The same on our own kernel."""
-        return replace(self, launch_on=self.device, rival=None)
+        return replace(self, launch_on=self.device, rival=None, in_graphs=None)
+
+    @property
+    def rival_key(self) -> tuple[Any, ...]:
+        """What a rival may be compiled for, and the device."""
+        return (self.problem, self.device, self.tail)
 
 
 def plan_key(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool,
@@ -171,11 +179,11 @@ def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool, beside: 
 
 def default_plan(plan: Plan, q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool,
                  beside: Beside = NOTHING) -> Plan | None:  # fmt: skip
-    """The plan on our own kernel in place of a rival's that refuses these tensors, on the default schedule in place of one that
-    does not compile for them; None where it is on that.
+    """The plan without a rival that refuses these tensors; on the default schedule in place of one that does not compile for
+    them; None where it is on that.
     """  # fmt: skip
-    if plan.rival is not None:
-        return plan.own
+    if plan.launch_on == ELSEWHERE:
+        return fewer_rivals(plan)
     served = process.table(Attention).instead_of(plan.served, plan.problem, process.device_facts(plan.device).arch)
     found = served and make_plan(q, k, v, causal, scale, lse, served, beside)
     return found if isinstance(found, Plan) else None
@@ -205,8 +213,8 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
     except ProblemError as error:
         return str(error)
     served = served or table.resolve(problem, facts.arch, facts.name)
-    rival = choose_rival(served, lambda: rivals(problem, scale, beside.softcap or None))
-    process.tell(Attention.name, problem, facts, served, rival)
+    rival, in_graphs = choose_rivals(served, lambda: rivals(problem, scale, beside.softcap or None))
+    process.tell(Attention.name, problem, facts, served, rival, in_graphs)
     wanted = steps(Attention, problem, served.schedule, facts)
     objects = process.kernel_objects(Attention, problem, served.schedule, facts)
     taken = [[each.name for each in step.arguments if each.kind == "array"] for step in wanted]
@@ -232,9 +240,10 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
         constants=tuple(each.value for each in wanted[0].arguments if each.kind == "constant"),
         tail=tails[0],
         asked=6 if problem.placed else 3 if problem.asked else 0,
-        launch_on=q.get_device() if rival is None else ELSEWHERE,
+        launch_on=q.get_device() if rival is None and in_graphs is None else ELSEWHERE,
         device=q.get_device(),
         rival=rival,
+        in_graphs=in_graphs,
         sync=process.settings().sync,
         columns=problem.value_dim,
         lse=problem.lse,

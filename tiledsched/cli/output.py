@@ -179,7 +179,9 @@ def _rivals(times: Sequence[RivalTime]) -> str:
     from tiledsched.serve.rivals import pays
 
     faster = [each.name for each in times if pays(each)]
+    held = [each.name for each in times if pays(each, captured=True) and not pays(each)]
     may = f"; may serve in its place (setting rivals): {', '.join(faster)}" if faster else ""
+    may += f"; in captured graphs: {', '.join(held)}" if held else ""
     return f"rivals: {'; '.join(map(rival_text, times))}{may}"
 
 

@@ -11,6 +11,7 @@ from tiledsched.build.cubin import join, read_artifact
 from tiledsched.measure.runner import RivalTime
 from tiledsched.problem import Problem, rate_text
 from tiledsched.serve.lookup import Served, Table
+from tiledsched.serve.rivals import RivalOffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class Explanation:
     """The schedule, its provenance and evidence, and rivals that may serve instead."""
     rival: str = ""
     """The rival that is called instead; empty where none is, or where that depends on what is installed."""
+    in_graphs: str = ""
+    """The one that is while a CUDA graph is captured; empty likewise."""
     launched_fingerprint: str = ""
     """Machine code a launch with these very tensors runs; empty unless asked for."""
 
@@ -59,10 +62,25 @@ class Explanation:
             "tflops": entry.problem.tflops(evidence.median_us) if entry and evidence else None,
             "gbps": entry.problem.gbps(evidence.median_us) if entry and evidence else None,
             "entry": entry.to_json() if entry else None,
-            "rival": self.rival or None, "rivals": [asdict(each) for each in self.served.rivals],
+            "rival": self.rival or None, "in_graphs": self.in_graphs or None,
+            "rivals": [asdict(each) for each in self.served.rivals],
             "controls": dict(self.controls),
             "launched_fingerprint": self.launched_fingerprint or None, "is_measured_program": self.is_measured_program,
         }  # fmt: skip
+
+    def _rival_lines(self) -> list[str]:
+        """What serves instead, eagerly and, where that is another, in captured graphs."""
+        offers, lines = self.served.rivals, []
+        eager = _first([each for each in offers if not each.only_captured], self.rival)
+        held = _first([each for each in offers if each.capturable], self.in_graphs)
+        if eager is not None:
+            how = " is called instead" if self.rival else ", where it is installed"
+            lines.append(f"  rival       {eager.name}{how}: {eager.reason}")
+        if held is not None and held is not eager:
+            how = "" if self.in_graphs else ", where it is installed"
+            why = "; its eager calls would wait for the host" if held.only_captured else ""
+            lines.append(f"  rival       in a captured graph {held.name} is served{how}: {held.reason}{why}")
+        return lines
 
     def __str__(self) -> str:
         served, entry = self.served, self.served.entry
@@ -71,10 +89,7 @@ class Explanation:
                  f"  provenance  {served.provenance}: {served.reason}"]  # fmt: skip
         if self.stale:
             lines.append(f"  stale       {served.stale}")
-        if served.rivals:
-            first = next((each for each in served.rivals if each.name == self.rival), served.rivals[0])
-            lines.append(f"  rival       {first.name}{' is called instead' if self.rival else ', where it is installed'}: "
-                         f"{first.reason}")  # fmt: skip
+        lines += self._rival_lines()
         if served.expected_loss is not None:
             loss = served.expected_loss
             lines.append(f"  expected    loss {loss.mean:.1%} (worst {loss.worst:.1%}) against the best, from {loss.cases} such "
@@ -105,6 +120,11 @@ class Explanation:
                        None: "no measured program to compare with"}[self.is_measured_program]  # fmt: skip
             lines.append(f"  launched    {self.launched_fingerprint}: {verdict}")
         return "\n".join(lines)
+
+
+def _first(offers: Sequence[RivalOffer], name: str) -> RivalOffer | None:
+    """That of the name, or the fastest; None where there is none."""
+    return next((each for each in offers if each.name == name), offers[0] if offers else None)
 
 
 def rival_text(time: RivalTime) -> str:

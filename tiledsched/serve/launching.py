@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -103,30 +103,47 @@ def has_run(key: tuple[Any, ...]) -> None:
     _launched.add(key)
 
 
-def has_been_called(rival: Rival, problem: Problem, device: int) -> bool:
-    """Whether a rival has computed a problem there: its first call may compile."""
-    return (rival.name, problem, device) in _launched
+def serving_rival(plan: Any, given: Callable[[], Sequence[Any]], *, first: bool) -> Rival | None:
+    """The rival that serves this call of a plan that has one; None for our own kernel.
 
+    A capture allows no compilation, and some rivals compile at their first call. So one that serves in graphs alone is called
+    once in the plan's first eager call, which who captures makes to warm up, before our kernel, and its output is dropped: its
+    memory is free again when ours is asked for. Only a rival that has been called serves in a capture.
 
-def call_rival(rival: Rival, given: Sequence[Any], device: int, name: str, problem: Problem, *, first: bool,
-               sync: bool) -> Any:  # fmt: skip
-    """What a rival makes of tensors, on their device.
+    Args:
+        plan: of attention or an operator.
+        given: the tensors that rivals take.
+        first: whether the plan was never launched.
 
     Raises:
-        LaunchError: it failed, or a CUDA graph is captured before its first call; `RivalError` where that failed.
+        RivalError: that call failed.
     """
-    key = (rival.name, problem, device)
-    first = first or not has_been_called(rival, problem, device)
-    if first:
-        refuse_capture(key, name, problem)
+    if torch.cuda.is_current_stream_capturing():
+        rivals = (plan.in_graphs, plan.rival)
+        return next((each for each in rivals if each is not None and each.offer.capturable
+                     and (each.name, *plan.rival_key) in _launched), None)  # fmt: skip
+    if first and plan.in_graphs is not None and plan.in_graphs is not plan.rival:
+        call_rival(plan.in_graphs, given(), plan, first=True)
+    rival: Rival | None = plan.rival
+    return rival
+
+
+def call_rival(rival: Rival, given: Sequence[Any], plan: Any, *, first: bool) -> Any:
+    """What a rival of a plan makes of tensors, on their device.
+
+    Raises:
+        LaunchError: it failed; `RivalError` in its first call.
+    """
+    device, key = plan.device, (rival.name, *plan.rival_key)
+    first = first or key not in _launched
     try:
         with torch.cuda.device(device) if device != current_device() else nullcontext():
             out = rival.call(*given)
-        if sync and not torch.cuda.is_current_stream_capturing():
+        if plan.sync and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(device)
     except Exception as error:
         kind = RivalError if first else LaunchError
-        raise kind(f"{problem}: {rival.name}, which was measured to be faster, failed: {type(error).__name__}: {error}; "
+        raise kind(f"{plan.problem}: {rival.name}, which was measured to be faster, failed: {type(error).__name__}: {error}; "
                    "TILEDSCHED_RIVALS=off serves our own kernel") from error  # fmt: skip
     if first:
         has_run(key)

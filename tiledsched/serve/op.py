@@ -7,6 +7,7 @@ through torch's dispatcher. Nothing is tuned inside a call.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ from tiledsched.serve.launching import (
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.posing import NO_DEFAULT, Form, Output
-from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rival
+from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals, fewer_rivals
 
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _PLAIN = (Tensor, TorchParameter)
@@ -100,7 +101,7 @@ class OpPlan:
     changed: tuple[int, ...]
     """Which of the tensors are changed in place."""
     launch_on: int
-    """Index of the CUDA device; `ELSEWHERE` where a rival is served, so that no launch of ours asks whether one is."""
+    """Index of the CUDA device; `ELSEWHERE` where a rival may be served, so that no launch of ours asks whether one is."""
     device: int
     """The same, in any case."""
     sync: bool
@@ -111,11 +112,18 @@ class OpPlan:
     """What is computed."""
     rival: Rival | None = None
     """What is called instead of the launches."""
+    in_graphs: Rival | None = None
+    """What is while a CUDA graph is captured."""
 
-    @property
+    @functools.cached_property
     def own(self) -> OpPlan:
         """The same on our own kernel."""
-        return replace(self, launch_on=self.device, rival=None)
+        return replace(self, launch_on=self.device, rival=None, in_graphs=None)
+
+    @property
+    def rival_key(self) -> tuple[Any, ...]:
+        """What a rival may be compiled for, and the device."""
+        return (self.problem, self.device)
 
 
 class Operator:
@@ -250,11 +258,11 @@ class Operator:
         return tensors[0].device
 
     def _default_plan(self, plan: OpPlan, given: Sequence[Any], tensors: Sequence[Any]) -> OpPlan | None:
-        """On our own kernel, in place of a rival that refuses these tensors; on the default schedule, in place of one that does
-        not compile for them; None where it is on that.
+        """Without a rival that refuses these tensors; on the default schedule, in place of one that does not compile for them;
+        None where it is on that.
         """  # fmt: skip
-        if plan.rival is not None:
-            return plan.own
+        if plan.launch_on == ELSEWHERE:
+            return fewer_rivals(plan)
         arch = process.device_facts(plan.device).arch
         served = process.table(self.kernel).instead_of(plan.served, plan.problem, arch)  # type: ignore[arg-type]
         found = served and self._make_plan(given, tensors, served)
@@ -277,8 +285,8 @@ class Operator:
             return "a tensor that is not contiguous spans more than 2**31 elements; call .contiguous() on it"
         served = served or table.resolve(p, facts.arch, facts.name)
         plain = not self.form.changed and not self._lists and not any(each.listed for each in results)
-        rival = choose_rival(served, lambda: self.kernel.rivals(p)) if plain else None
-        process.tell(self.name, p, facts, served, rival)
+        rival, in_graphs = choose_rivals(served, lambda: self.kernel.rivals(p)) if plain else (None, None)
+        process.tell(self.name, p, facts, served, rival, in_graphs)
         wanted = steps(self.kernel, p, served.schedule, facts)
         extra = scratch(self.kernel, p, served.schedule, wanted)
         where = self._where(given, results, extra)
@@ -298,9 +306,10 @@ class Operator:
             counts=_counts(results),
             single=_counts(results) == (None,),
             changed=changed,
-            launch_on=index if rival is None else ELSEWHERE,
+            launch_on=index if rival is None and in_graphs is None else ELSEWHERE,
             device=index,
             rival=rival,
+            in_graphs=in_graphs,
             sync=process.settings().sync,
             served=served,
             problem=p,
@@ -326,12 +335,10 @@ class Operator:
         """Queue every launch of a call on the current stream and return the outputs."""
         index = plan.launch_on
         if index != launching.current_device():  # cuTile launches on the current device, whatever the tensors say
-            if plan.rival is not None:
-                usual = scalars is None or all(value in (None, default) for value, default in
-                                               zip(scalars, plan.scalars, strict=True))  # fmt: skip
-                if usual:  # a rival is made for the numbers declared
-                    return self._call_rival(plan, tensors, first)
-                return self._launch(plan.own, tensors, scalars, first=first, keep_zeros=keep_zeros)
+            if index == ELSEWHERE:
+                if first or plan.rival is not None or torch.cuda.is_current_stream_capturing():
+                    return self._launch_rival(plan, tensors, scalars, first, keep_zeros)
+                return self._launch(plan.own, tensors, scalars, keep_zeros=keep_zeros)  # the rival is for graphs alone
             with torch.cuda.device(index):
                 return self._launch(plan, tensors, scalars, first=first, keep_zeros=keep_zeros)
         stream, device = launching.current_stream(index), tensors[0].device
@@ -363,22 +370,23 @@ class Operator:
             torch.autograd.graph.increment_version(tensors[place])
         return made[0] if plan.single else _returned(made, plan.counts)
 
-    def _call_rival(self, plan: OpPlan, tensors: tuple[Any, ...], first: bool) -> Any:
-        """What the plan's rival computes, in the layout of our own outputs; where it fails later, what our own kernel does.
+    def _launch_rival(self, plan: OpPlan, tensors: tuple[Any, ...], scalars: Sequence[Any] | None, first: bool,
+                      keep_zeros: bool) -> Any:  # fmt: skip
+        """What the rival that serves this call computes, in the layout of our own outputs; where none does, or it fails later,
+        what our own kernel does.
 
         Raises:
-            LaunchError: it failed in a capture, or, `RivalError`, in its first call.
-        """
-        rival = plan.rival
-        assert rival is not None
-        if torch.cuda.is_current_stream_capturing() and not rival.offer.capturable:
-            return self._launch(plan.own, tensors, None)
-        if first and not rival.offer.capturable:  # so that a capture finds our own programs loaded
+            LaunchError: it failed in a capture, or, `RivalError`, in its first call; or of our own kernel.
+        """  # fmt: skip
+        rival = launching.serving_rival(plan, lambda: tensors, first=first)
+        usual = scalars is None or all(value in (None, default) for value, default in
+                                       zip(scalars, plan.scalars, strict=True))  # fmt: skip
+        if rival is None or not usual:  # a rival is made for the numbers declared
+            return self._launch(plan.own, tensors, scalars, first=first, keep_zeros=keep_zeros)
+        if first and plan.in_graphs is None:  # so that a capture finds our own programs loaded
             self._launch(plan.own, tensors, None, first=True)
         try:
-            out = launching.call_rival(
-                rival, tensors, plan.device, self.name, plan.problem, first=first, sync=plan.sync
-            )
+            out = launching.call_rival(rival, tensors, plan, first=first)
         except LaunchError as error:  # of tensors unlike the first ones, say
             if first or torch.cuda.is_current_stream_capturing():
                 raise
@@ -429,6 +437,7 @@ class Operator:
             fingerprint = launched_fingerprint([kernel for kernel, _, _ in plan.steps], arguments, facts.arch)
         return Explanation(problem=plan.problem, arch=facts.arch, device_name=facts.name, served=plan.served,
                            rival=plan.rival.name if plan.rival else "",
+                           in_graphs=plan.in_graphs.name if plan.in_graphs else "",
                            launched_fingerprint=fingerprint, controls=process.settings().sources)  # fmt: skip
 
     def register_autograd(self, backward: Callable[..., Any], *,

@@ -113,7 +113,8 @@ class PlanCache(Generic[P]):
                 plan = other
                 with lock:
                     self.plans[key] = plan
-        self.keep_ready(key, plan)
+        if not torch.cuda.is_current_stream_capturing():  # what a capture does without is left to the next eager call
+            self.keep_ready(key, plan)
         return result
 
     def keep_ready(self, key: tuple[Any, ...], plan: P) -> None:

@@ -10,21 +10,23 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from tiledsched.measure.runner import RivalTime
 from tiledsched.problem import Problem
 from tiledsched.store.records import EntryRecord
 
 log = logging.getLogger("tiledsched")
+P = TypeVar("P", bound=Any)
 ELSEWHERE = -2
 """No index of a CUDA device, nor what stands for the CPU."""
 SAME = 0.003
 """A part of the time that does not matter: a rival must be faster by more, beyond doubt. As in a race."""
 HOST_ROOM = 4.0
 """How many times its own time on the GPU a rival's call may cost the host. Such a call is seldom more than a quarter of a model's
-step: beyond that calls in a row wait for the host, and what the GPU gains is lost."""
+step: beyond that calls in a row wait for the host, and what the GPU gains is lost. A captured graph costs the host nothing, so
+that a rival beyond it serves there, and there alone."""
 NEAR_MARGIN = 0.01
 """What a rival is to gain, at least, where only other problems were measured."""
 NEIGHBOURS = 4
@@ -43,6 +45,8 @@ class RivalOffer:
     """Its time over that of what we serve, measured or expected; below 1."""
     capturable: bool
     """Whether a CUDA graph may hold it."""
+    only_captured: bool = False
+    """Whether it serves in captured graphs alone, because its eager calls would wait for the host."""
     reason: str
     """One sentence for people."""
 
@@ -62,9 +66,10 @@ class Rival:
         return self.offer.name
 
 
-def pays(time: RivalTime) -> bool:
-    """Whether a rival was faster by more than noise, and its host can keep up."""
-    return not time.failure and time.ratio_high is not None and time.ratio_high < 1 - SAME and _host_keeps_up(time)
+def pays(time: RivalTime, *, captured: bool = False) -> bool:
+    """Whether a rival was faster by more than noise, and its host can keep up; or, of `captured` calls, a graph can hold it."""
+    faster = not time.failure and time.ratio_high is not None and time.ratio_high < 1 - SAME
+    return faster and (time.capturable if captured else _host_keeps_up(time))
 
 
 def _host_keeps_up(time: RivalTime) -> bool:
@@ -78,9 +83,10 @@ def measured_offers(entry: EntryRecord, where: str) -> tuple[RivalOffer, ...]:
         entry: the evidence.
         where: the device, for people.
     """
-    faster = [each for each in entry.rivals or () if pays(each)]
+    faster = [each for each in entry.rivals or () if pays(each) or pays(each, captured=True)]
     faster.sort(key=lambda each: (each.ratio, each.name))
     return tuple(RivalOffer(name=each.name, ratio=float(each.ratio or 0), capturable=each.capturable,
+                            only_captured=not pays(each),
                             reason=f"{_gain(each.ratio)} faster than our kernel on this problem, measured on {where} "
                                    f"({each.median_us:.1f} against {each.ours_us:.1f} us, {each.version})")
                  for each in faster)  # fmt: skip
@@ -108,7 +114,9 @@ def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: floa
         told = [(apart, entry, each) for apart, entry in near for each in entry.rivals or () if each.name == name]
         if any(each.failure or each.ratio is None or each.ratio_high is None for _, _, each in told):
             continue  # where it could not compute a problem like this one
-        if not all(_host_keeps_up(each) for _, _, each in told):
+        capturable = all(each.capturable for _, _, each in told)
+        keeps_up = all(_host_keeps_up(each) for _, _, each in told)
+        if not (keeps_up or capturable):
             continue
         weights = [math.exp(-apart / REACH) for apart, _, _ in told]
         # The far end of each interval: noise is no gain.
@@ -119,7 +127,7 @@ def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: floa
         if expected < 1 / (1 + NEAR_MARGIN):
             words = f", ours losing {loss:.1%} to a tuned one" if loss else ""
             offers.append(RivalOffer(
-                name=name, ratio=expected, capturable=all(each.capturable for _, _, each in told),
+                name=name, ratio=expected, capturable=capturable, only_captured=not keeps_up,
                 reason=f"expected to be {_gain(expected)} faster, by {len(told)} near problems (nearest: {told[0][1].problem})"
                        f"{words}"))  # fmt: skip
     return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
@@ -129,8 +137,11 @@ def _gain(ratio: float | None) -> str:
     return f"{1 / (ratio or 1.0):.2f}x"
 
 
-def choose_rival(served: Any, make: Callable[[], Mapping[str, Callable[..., Any]]]) -> Rival | None:
-    """The fastest of what may serve that is installed here; None for our own kernel.
+def choose_rivals(
+    served: Any, make: Callable[[], Mapping[str, Callable[..., Any]]]
+) -> tuple[Rival | None, Rival | None]:
+    """The fastest of what may serve that is installed here, of eager calls and of those that a CUDA graph captures, which may be
+    the same one; None for our own kernel.
 
     Args:
         served: the answer of the table.
@@ -138,10 +149,19 @@ def choose_rival(served: Any, make: Callable[[], Mapping[str, Callable[..., Any]
     """
     offers: Sequence[RivalOffer] = served.rivals
     if not offers:
-        return None
+        return None, None
     try:
         found = make()
     except Exception as error:  # of a declaration: it costs the rival, not the call
         log.warning("no rival can be made, our own kernel is served: %s: %s", type(error).__name__, error)
-        return None
-    return next((Rival(offer=each, call=found[each.name]) for each in offers if each.name in found), None)
+        return None, None
+    there = [Rival(offer=each, call=found[each.name]) for each in offers if each.name in found]
+    return (next((each for each in there if not each.offer.only_captured), None),
+            next((each for each in there if each.offer.capturable), None))  # fmt: skip
+
+
+def fewer_rivals(plan: P) -> P:
+    """The plan without the rival that is called first, which refused its first call: that of graphs, where it is another one."""
+    if plan.in_graphs is None or plan.in_graphs is plan.rival or plan.rival is None:
+        return plan.own
+    return replace(plan, in_graphs=plan.rival if plan.rival.offer.capturable else None)

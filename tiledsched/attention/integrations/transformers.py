@@ -4,9 +4,9 @@ The contract is that of the library's own `sdpa` (its `integrations/sdpa_attenti
 mask, one query row sees every key (generation with a cache), more rows are causal from the top left where the module is
 causal (a static cache holds more keys than were written: they are cut off), and any other pattern comes as a mask. Two
 things are added: rows appended to a cache whose keys they all may see up to their own (a prompt in chunks, speculative
-decoding) get no materialised mask but torch's `causal_lower_right`; and a sliding window, padding on the left or right, and
-packed sequences get a :class:`SeenKeys`. The kernel serves both. Where a model is called with FlashAttention's arguments
-(`cu_seq_lens_q` and so on), they say where packed sequences lie.
+decoding) get no materialised mask but torch's `causal_lower_right`; and a sliding window, padding on the left or right, one row
+on a static cache, and packed sequences get a :class:`SeenKeys`. The kernel serves both. Where a model is called with
+FlashAttention's arguments (`cu_seq_lens_q` and so on), they say where packed sequences lie.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._pytree import tree_map_only
 
 from tiledsched.attention import fallback
+from tiledsched.attention.arguments import needs_gradients, unserved
 from tiledsched.attention.beside import Beside, Window
-from tiledsched.attention.padding import edges
+from tiledsched.attention.operator import NO_BACKWARD
+from tiledsched.attention.padded import sdpa_padded, traced_edges
+from tiledsched.attention.padding import edges, ends_of
 from tiledsched.attention.placed import sdpa_varlen
 from tiledsched.attention.sdpa import sdpa
 from tiledsched.errors import ConfigError, UnsupportedError
@@ -58,6 +61,14 @@ class SeenKeys:
     """`[sequences + 1]` int32: where packed sequences begin, counted through all rows; None where none are packed."""
     longest: int = 0
     """Rows of the longest of them."""
+    told: tuple[torch.Tensor, torch.Tensor] | None = None
+    """While traced, when no values are read: `[batch, columns]`, True for keys that are no padding, and which of `starts` and
+    `lengths` say so, which the call finds out."""
+    ndim = 4  # which transformers asks of masks made before
+
+    def contiguous(self) -> SeenKeys:
+        """As it is: `generate` asks it of every mask that it makes before."""
+        return self
 
     # To models that do not hand it on as it is but reckon with it, it is the mask in full.
 
@@ -88,8 +99,10 @@ class SeenKeys:
 
     def to(self, device: Any, *_: Any, **__: Any) -> SeenKeys:
         """On another device, for models that are spread over several."""
-        moved = {name: getattr(self, name) for name in ("starts", "lengths", "offsets")}
-        moved = {name: each if each is None else each.to(device) for name, each in moved.items()}
+        given = {name: getattr(self, name) for name in ("starts", "lengths", "offsets")}
+        moved: dict[str, Any] = {name: each if each is None else each.to(device) for name, each in given.items()}
+        if self.told is not None:
+            moved["told"] = (self.told[0].to(device), self.told[1])
         return replace(self, **moved, materialize=lambda: self.materialize().to(device))
 
 
@@ -141,6 +154,9 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     reason = _not_served(attention_mask, more)
     scores: dict[str, Any] = {"softcap": more.get("softcap"), "sinks": more.get("s_aux", more.get("sinks"))}
     scores = {name: value for name, value in scores.items() if value is not None}
+    if not reason and isinstance(attention_mask, SeenKeys) and attention_mask.told is not None:
+        trained = needs_gradients(query, key, value, scores.get("sinks"))
+        reason = unserved(query, key, value, None, dropout) or (NO_BACKWARD if trained else "")
     if reason and scores:  # which transformers' own does not compute
         fallback.report(reason)
         out = fallback.attend_in_torch(query, key, value, _plain(attention_mask, query.device), dropout, None, scaling, False,
@@ -163,6 +179,10 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         seen = attention_mask
         key, value = key[:, :, : seen.columns], value[:, :, : seen.columns]
         causal = "bottom_right" if seen.causal else False
+        if seen.told is not None:
+            out = sdpa_padded(query, key, value, seen.starts, seen.lengths, seen.told, causal=causal, scale=scaling,
+                              window=seen.window if isinstance(seen.window, int) else None, **scores)  # fmt: skip
+            return out.transpose(1, 2).contiguous(), None
         scores |= {"window": seen.window, "key_starts": seen.starts, "key_lengths": seen.lengths}
     elif isinstance(attention_mask, CausalBias):
         causal = "bottom_right"
@@ -231,12 +251,19 @@ def _lower_right(named: dict[str, Any]) -> CausalBias | None:
 def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     """The mask where it says no more than causal or not, a sliding window, and padding on the left and right; and no less.
 
-    None, too, for versions of transformers that tell other things; and while it is traced, when no values can be read, where
-    there is a mask of padding.
+    None, too, for versions of transformers that tell other things. While it is traced no values can be read: padding is then
+    what an operator finds when the code runs.
     """
-    sizes = [size for size in map(named.get, ("q_length", "kv_length", "q_offset", "kv_offset")) if type(size) is int]
     traced = torch.compiler.is_compiling()
-    if len(sizes) < 4 or (traced and named.get("attention_mask") is not None):
+    kept = not (named.get("allow_is_causal_skip", True) or named.get("allow_is_bidirectional_skip", False))
+    if kept and named.get("q_length") == 1:
+        return _static_row(named, traced=traced)
+    place = named.get("q_offset")
+    on_static = isinstance(place, torch.Tensor)
+    if isinstance(place, torch.Tensor) and not traced and not _is_capturing(place.device):
+        named = named | {"q_offset": int(place)}
+    sizes = [size for size in map(named.get, ("q_length", "kv_length", "q_offset", "kv_offset")) if type(size) is int]
+    if len(sizes) < 4:
         return None
     rows, columns, before, hidden = sizes
     if traced:  # when closures cannot be looked into
@@ -262,21 +289,68 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     if rows < 1 or columns < (rows if causal else 1):
         return None
     padding = named.get("attention_mask")
-    starts, lengths = None, None
-    if padding is not None:
-        if padding.ndim != 2 or padding.shape[1] < hidden + columns:
-            return None
+    starts, lengths, told = None, None, None
+    if padding is not None and (padding.ndim != 2 or padding.shape[1] < hidden + columns):
+        return None
+    if padding is not None and traced:
+        seen = padding[:, hidden : hidden + columns].bool()
+        starts, lengths, which = traced_edges(seen)
+        told = seen, which
+    elif padding is not None:
         found = edges(padding[:, hidden : hidden + columns].bool())
         if found is None:
             return None
         starts, lengths = found
-    if not slides and starts is None and lengths is None:
+    if not slides and starts is None and lengths is None and not on_static:
         return None  # transformers knows best what it calls with no mask
     from transformers.masking_utils import sdpa_mask
 
-    return SeenKeys(columns=columns, causal=causal, window=window, starts=starts, lengths=lengths,
+    return SeenKeys(columns=columns, causal=causal, window=window, starts=starts, lengths=lengths, told=told,
                     materialize=lambda: sdpa_mask(**{**named, "allow_is_causal_skip": False,
                                                      "allow_is_bidirectional_skip": False}))  # fmt: skip
+
+
+def _static_row(named: dict[str, Any], *, traced: bool) -> SeenKeys | None:
+    """The mask of one row on a static cache. Which keys it sees stays on the GPU, so that no step of a generation poses a problem
+    of its own or compiles anew, and a CUDA graph may hold it.
+
+    None where it says more, or where there is padding and values cannot be read.
+    """
+    before, columns, hidden, padding = (
+        named.get(name) for name in ("q_offset", "kv_length", "kv_offset", "attention_mask")
+    )
+    function, device = named.get("mask_function"), torch.device(named.get("device") or "cpu")
+    known = not traced or _is_plain(function)  # closures cannot be looked into
+    causal, window = _pattern(function) if known else (None, None)
+    blind = traced or _is_capturing(device)
+    if (not causal or named.get("use_vmap") or isinstance(window, tuple) or before is None or type(columns) is not int
+            or type(hidden) is not int or (padding is not None and (blind or padding.ndim != 2))):  # fmt: skip
+        return None
+    if isinstance(before, torch.Tensor):
+        before = before.clone()  # the cache counts on in place
+        named = named | {"q_offset": before}
+    keys = torch.arange(hidden, hidden + columns, device=device)
+    seen, slides = keys <= before, window is not None and window < columns
+    if slides:
+        seen = seen & (keys > before - window)
+    seen = seen[None].expand(named["batch_size"], -1)
+    if padding is not None:
+        given = torch.nn.functional.pad(padding.bool(), (0, max(0, hidden + columns - padding.shape[1])))
+        found = edges(seen & given[:, hidden : hidden + columns], every=True)
+    else:
+        found = ends_of(seen)
+        found = found if slides else (None, found[1])
+    if found is None:
+        return None
+    from transformers.masking_utils import sdpa_mask
+
+    return SeenKeys(columns=columns, causal=False, window=None, starts=found[0], lengths=found[1],
+                    materialize=lambda: sdpa_mask(**named))  # fmt: skip
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured, when no values are read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _packed_keys(named: dict[str, Any], sequences: torch.Tensor, function: Any) -> SeenKeys | None:
@@ -338,9 +412,18 @@ def _pattern(mask_function: Any) -> tuple[bool | None, Window]:
     return None, None
 
 
+def _is_plain(mask_function: Any) -> bool:
+    """Whether it is a function of transformers' own and no closure."""
+    from transformers import masking_utils as known
+
+    return mask_function in (known.causal_mask_function, getattr(known, "bidirectional_mask_function", known))
+
+
 def _told_pattern(named: dict[str, Any]) -> tuple[bool | None, Window]:
     """The same by the other arguments: of a causal mask that may be left out nothing but its window is left to say, unless it is
     one of chunks."""
+    if named.get("local_size") is None:
+        return _pattern(named["mask_function"]) if _is_plain(named.get("mask_function")) else (None, None)
     config, window = named.get("config"), named.get("local_size")
     sliding = window is not None and window == getattr(config, "sliding_window", None)
     if sliding and named.get("allow_is_causal_skip") and getattr(config, "attention_chunk_size", None) is None:

@@ -34,8 +34,9 @@ class Case(Protocol):
         """How far a method's output is from float64."""
         ...
 
-    def details(self, method: str, *, verify: bool) -> dict[str, Any]:
-        """Fields of the row of our kernel or of what is served: schedule, provenance, measured_program."""
+    def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
+        """Fields of the row of our kernel or of what is served, in a CUDA graph where it was `captured`: schedule, provenance,
+        measured_program."""  # fmt: skip
         ...
 
 
@@ -89,12 +90,13 @@ class WholeCase:
             norm += float((wanted * wanted).sum())
         return Error(max_abs=largest, relative=math.sqrt(squares / norm) if norm else math.sqrt(squares))
 
-    def details(self, method: str, *, verify: bool) -> dict[str, Any]:
+    def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
         """What the operator launches, and why; of what is served, the rival in its place."""
         operator, given = operator_call(self.arrays)
         found = operator.explain(*given, verify=verify)
-        if method == SERVED and found.rival:
-            return {"schedule": found.rival, "provenance": "rival", "measured_program": None}
+        rival = found.in_graphs if captured else found.rival
+        if method == SERVED and rival:
+            return {"schedule": rival, "provenance": "rival", "measured_program": None}
         return {"schedule": found.served.schedule.short(), "provenance": found.served.provenance,
                 "measured_program": found.is_measured_program if verify else None}  # fmt: skip
 

@@ -96,7 +96,8 @@ class TorchHarness:
             ready.append(Ready(
                 method=method, look_us=tried.look_us * max(1, launches), launches=launches, error=tried.error,
                 compared=case.compared if tried.error else "",
-                details=self._details(case, method.name) if method.name in (OURS, SERVED, LEFT_OUT) else {},
+                details=self._details(case, method.name, captured=bool(launches))
+                if method.name in (OURS, SERVED, LEFT_OUT) else {},
             ))  # fmt: skip
         return Prepared(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog())
 
@@ -145,10 +146,10 @@ class TorchHarness:
                                "without that method with --methods") from broken  # fmt: skip
         self._torch.cuda.empty_cache()
 
-    def _details(self, case: Case, method: str) -> dict[str, Any]:
+    def _details(self, case: Case, method: str, *, captured: bool) -> dict[str, Any]:
         """What our own methods launched and why. That it could not be told is no reason to lose the times."""
         try:
-            return case.details(method, verify=self._verify)
+            return case.details(method, verify=self._verify, captured=captured)
         except Exception as error:
             return {"provenance": f"not known: {first_line(error)}"}
 

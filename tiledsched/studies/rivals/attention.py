@@ -334,7 +334,7 @@ class PairCase:
         outputs = [self.cupy.from_dlpack(each.float().contiguous()) for each in parts]
         return error_of(self.cupy, outputs, self.expected, finite=bool(self.arrays.torch.isfinite(out).all()))
 
-    def details(self, method: str, *, verify: bool) -> dict[str, Any]:
+    def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
         """What our kernel launched and why; of what is served, the rival in its place."""
         from tiledsched.attention.explain import explain, explain_plan
 
@@ -342,16 +342,18 @@ class PairCase:
         q, k, v = arrays.q, arrays.k, arrays.v
         if method == LEFT_OUT:
             plan, _ = left_out_plan(arrays)
-            if plan.rival:
-                return {"schedule": plan.rival.name, "provenance": "rival"}
+            rival = plan.in_graphs if captured else plan.rival
+            if rival:
+                return {"schedule": rival.name, "provenance": "rival"}
             return {"schedule": plan.served.schedule.short(), "provenance": plan.served.provenance}
         if arrays.problem.placed:
             plan, beside = placed_plan(arrays)
             found = explain_plan(plan, q, k, v, beside, verify=verify)
         else:
             found = explain(q, k, v, causal=arrays.causal, verify=verify, **arrays.named)
-        if method == SERVED and found.rival:
-            return {"schedule": found.rival, "provenance": "rival", "measured_program": None}
+        named = found.in_graphs if captured else found.rival
+        if method == SERVED and named:
+            return {"schedule": named, "provenance": "rival", "measured_program": None}
         return {"schedule": found.served.schedule.short(), "provenance": found.served.provenance,
                 "measured_program": found.is_measured_program if verify else None}  # fmt: skip
 
