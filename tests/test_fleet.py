@@ -24,17 +24,18 @@ from tiledsched.build import pool as pools
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.cli import main
-from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
+from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError, NoRoomError
 from tiledsched.fleet import builds as builds_module
-from tiledsched.fleet import gpus, local
+from tiledsched.fleet import gpus, local, ray_builds
 from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import CampaignPlan, Outcome, Setup
-from tiledsched.fleet.child import Child, why_not
+from tiledsched.fleet.child import BUILD_NUMBERS, Child, Elsewhere, why_not
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.fleet.kept import Kept
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
+from tiledsched.fleet.patience import is_full
 from tiledsched.fleet.run import plan as plan_campaign
 from tiledsched.fleet.run import run
 from tiledsched.fleet.scratch import Scratch, bring_home, whole
@@ -157,6 +158,45 @@ def test_a_full_disk_is_waited_for_and_after_that_the_list_names_it(home, monkey
         assert [why in each.message for each in status.failures] == [True] * 2
         assert sum("waits for room on its disk" in line and why in line for line in said) == 2
     assert gone(home)
+
+
+def test_a_host_that_has_no_room_to_compile_sends_the_build_to_another(monkeypatch) -> None:
+    """Where all are full the job ends as on a host whose disk is full; where one has room nobody hears of it."""
+
+    class TaskError(NoRoomError):  # Ray's has the task's type, and RayError's
+        cause = NoRoomError("no room to compile in /tmp of a")
+
+    class Directory:
+        place = types.SimpleNamespace(remote=lambda key, task, lost: lost)
+
+    def get(reference):
+        if isinstance(reference, bool):
+            placed.append(reference)
+            return [f"try {len(placed)}"]
+        if int(reference.split()[-1]) <= full:
+            raise TaskError
+        return "built"
+
+    ray = types.SimpleNamespace(
+        wait=lambda them, **_: (them, []), get=get, exceptions=types.SimpleNamespace(RayError=TaskError)
+    )
+    monkeypatch.setattr(ray_builds, "ray_module", lambda: ray)
+    for full, end in ((1, "built"), (3, "no room to compile in /tmp of a")):
+        placed, found, builds = [], [], ray_builds.RayBuilds(Directory)
+        builds.submit(7, "key", None)
+        while not found:
+            found = builds.finished()
+        assert [(number, str(built)) for number, built in found] == [(7, end)]
+        assert placed == [False, True, True][: full + 1]
+    answers = [("built", next(BUILD_NUMBERS) + 1, found[0][1])]
+    pipe = types.SimpleNamespace(send=lambda message: None, recv=answers.pop)
+    problem = Softmax.problem(rows=64, columns=64)
+    task = BuildTask(
+        kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
+    )
+    with pytest.raises(NoRoomError, match="in /tmp of a") as told:
+        list(Elsewhere(pipe, 1).build([task]))
+    assert is_full(told.value)
 
 
 def started(home, *words) -> subprocess.Popen[str]:

@@ -27,6 +27,7 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.config import load_settings
 from tiledsched.errors import (
     DeclarationError,
+    NoRoomError,
     NoValidScheduleError,
     ProblemError,
     SpaceError,
@@ -211,6 +212,8 @@ class Elsewhere:
             verb, number, built = self._pipe.recv()
             assert verb == "built"
             if self._running.pop(number, None) is not None:
+                if isinstance(built, NoRoomError):
+                    raise built
                 yield built
 
     def start(self) -> None:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import Any
 
 from tiledsched.build.compiler import BuildTask, Built
-from tiledsched.errors import ConfigError, Failure, FailureKind
+from tiledsched.errors import ConfigError, Failure, FailureKind, NoRoomError
 from tiledsched.extras import installing
 
 LOOK_EVERY_S = 2.0
@@ -114,8 +114,8 @@ class RayBuilds:
         """Ask for it."""
         self._asked[self._directory.place.remote(key, task, tries > 0)] = number, key, task, tries
 
-    def finished(self) -> list[tuple[int, Built]]:
-        """What is done since the last question. A build whose host was lost is sent to another."""
+    def finished(self) -> list[tuple[int, Built | NoRoomError]]:
+        """What is done since the last question. A build whose host was lost, or is full, is sent to another."""
         ray = ray_module()
         for reference in _ready(ray, self._asked):
             what = self._asked.pop(reference)
@@ -124,7 +124,7 @@ class RayBuilds:
                 self._building[building] = what
             except ray.exceptions.RayError as error:
                 self._again(what, error)
-        done = []
+        done: list[tuple[int, Built | NoRoomError]] = []
         for reference in _ready(ray, self._building):
             number, key, task, tries = what = self._building.pop(reference)
             try:
@@ -132,6 +132,8 @@ class RayBuilds:
             except ray.exceptions.RayError as error:
                 if tries + 1 < BUILD_TRIES:
                     self.submit(number, key, task, tries + 1)
+                elif isinstance(error, NoRoomError):  # Ray's error is the one of the task, too
+                    done.append((number, NoRoomError(str(getattr(error, "cause", error)))))
                 else:
                     done.append((number, _lost(task, error)))
         return done
