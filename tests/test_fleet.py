@@ -462,8 +462,10 @@ def test_a_gpu_whose_driver_hangs_holds_up_no_heartbeat(home, monkeypatch) -> No
             other = leases.join(campaign.id, hostname="there", pid=1, gpu="GPU-2", device_name="", arch="sm_90")
             assert leases.take(campaign, other, ["sm_90"]) is None
             assert leases.renew(campaign, {worker.id: {} for worker in workers}) == held
-            monkeypatch.setattr(gpus, "LISTED_S", 0.05)
-            with pytest.raises(MeasureError, match="one of them is stuck"):
+            monkeypatch.setattr(nvml, "LISTED_S", 0.05)
+            with pytest.raises(
+                MeasureError, match=r"GPU 0 \(as nvidia-smi counts\) of .*is stuck; see what nvidia-smi says"
+            ):
                 gpus.gpus_here("tiledsched.fleet.jobs:tune")
         finally:
             well.set()

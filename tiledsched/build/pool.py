@@ -167,8 +167,10 @@ class BuildPool:
             )
             return Built(task=task, artifact=None, failure=failure, seconds=0.0)
         except concurrent.futures.process.BrokenProcessPool as error:
-            raise CompilerError("the compile processes end as they start. In a script, which each of them imports, put what tunes "
-                                "under: if __name__ == '__main__':; elsewhere, run: tiledsched doctor") from error  # fmt: skip
+            raise CompilerError(
+                "the compile processes end as they start. In a script, which each of them imports, put what tunes under: "
+                "if __name__ == '__main__':; elsewhere, run: tiledsched doctor"
+            ) from error
         except Exception as error:  # the result could not be sent back, say
             failure = Failure(kind=FailureKind.COMPILE_ERROR, message=f"{type(error).__name__}: {error}"[:500])
             return Built(task=task, artifact=None, failure=failure, seconds=0.0)
