@@ -199,6 +199,41 @@ def test_a_host_that_has_no_room_to_compile_sends_the_build_to_another(monkeypat
     assert is_full(told.value)
 
 
+def test_a_build_that_failed_on_a_host_is_sent_to_another(monkeypatch) -> None:
+    nodes = [{"NodeID": node, "Alive": True, "Resources": {"CPU": cpus}} for node, cpus in (("a", 8), ("b", 1))]
+
+    class Host:
+        def remote(self, *given):
+            return types.SimpleNamespace(build=types.SimpleNamespace(remote=lambda task: (self.node, task)))
+
+        def options(self, *, num_cpus, scheduling_strategy):
+            self.node = scheduling_strategy
+            return self
+
+    ray = types.SimpleNamespace(nodes=lambda: nodes, remote=lambda made: Host())
+    monkeypatch.setattr(ray_builds, "ray_module", lambda: ray)
+    monkeypatch.setattr(ray_builds, "on_node", lambda node: node)
+    directory = ray_builds.BuildDirectory()
+    went = [directory.place("key", "task", lost)[0][0] for lost in (False, False, True, True, True)]
+    assert went == ["a", "a", "b", "a", "b"]
+    nodes.pop()
+    monkeypatch.setattr(ray_builds, "LOOK_EVERY_S", 0.0)
+    assert [directory.place("key", "task", True)[0][0] for _ in range(2)] == ["a", "a"]  # there is no other
+
+
+def test_builds_that_come_after_the_job_that_asked_for_them_are_dropped(home) -> None:
+    """It ended without them, and the next request is the next request."""
+    requests = [("built", 7, None), ("work", "lease", None), ("built", 8, None), ("end",)]
+    child, answers = Child.__new__(Child), []
+    child._pipe = types.SimpleNamespace(recv=lambda: requests.pop(0), send=answers.append)
+    child._stop, child._scratch, child._kernel = threading.Event(), None, Softmax
+    child._setup = types.SimpleNamespace(campaign=types.SimpleNamespace(compiler="", source_hash=""))
+    child._kept = types.SimpleNamespace(install=lambda: None, end=lambda: None)
+    child.work = lambda lease, budget_s: ("done", {}, "")
+    child.serve()
+    assert answers == [("ready", ""), ("answer", "done", {}, "")]
+
+
 def started(home, *words) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tiledsched", "fleet", "work", "--jobs", "1", *words]
     return subprocess.Popen(

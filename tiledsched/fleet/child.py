@@ -89,6 +89,8 @@ class Child:
             verb, *arguments = self._pipe.recv()
             if verb == "end":
                 break
+            if verb == "built":  # asked for by a job that ended without it
+                continue
             answer = self.work(*arguments) if verb == "work" else self.control(*arguments)
             self._pipe.send(("answer", *answer))
             if answer[0] != Outcome.DONE:
