@@ -160,6 +160,21 @@ def test_a_full_disk_is_waited_for_and_after_that_the_list_names_it(home, monkey
     assert gone(home)
 
 
+def test_a_cache_that_cannot_be_written_costs_no_problem_an_attempt(home, monkeypatch) -> None:
+    (home / "file").write_text("")
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(home / "file" / "cache"))
+    monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(2))
+        (note,) = work(str(home / "x.db"), campaign.id).notes
+        assert "cannot keep machine code in" in note
+        assert note.endswith("name another folder with TILEDSCHED_CACHE")
+        assert leases.counts(campaign.id)["waiting"] == 2
+        with db.reading() as session:
+            assert session.scalars(sa.select(AttemptRow.outcome)).all() == []
+
+
 def test_a_host_that_has_no_room_to_compile_sends_the_build_to_another(monkeypatch) -> None:
     """Where all are full the job ends as on a host whose disk is full; where one has room nobody hears of it."""
 
@@ -228,6 +243,7 @@ def test_builds_that_come_after_the_job_that_asked_for_them_are_dropped(home) ->
     child._pipe = types.SimpleNamespace(recv=lambda: requests.pop(0), send=answers.append)
     child._stop, child._scratch, child._kernel = threading.Event(), None, Softmax
     child._setup = types.SimpleNamespace(campaign=types.SimpleNamespace(compiler="", source_hash=""))
+    child._cache = home
     child._kept = types.SimpleNamespace(install=lambda: None, end=lambda: None)
     child.work = lambda lease, budget_s: ("done", {}, "")
     child.serve()
@@ -592,12 +608,18 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as where nobody listens
         left.rename(left.with_name(f"two-{ended.pid}.db"))
         left.with_name(f"template-{ended.pid}").touch()
+        successor = left.with_name(f"three-{os.getpid()}.1.db")  # of a killed container, whose numbers come again
+        successor.touch()
+        left.with_name(f"template-{os.getpid()}.1").touch()
         other = Scratch(tmp_path / "cache", "another database")
         assert other.left_behind() == []
         other.close()
         again = Scratch(tmp_path / "cache", str(url))
         assert not left.with_name(f"template-{ended.pid}").exists()
-        (path,) = scratch.left_behind()
+        assert not left.with_name(f"template-{os.getpid()}.1").exists()
+        three, path = scratch.left_behind()
+        assert three == successor
+        successor.unlink()
         assert path.name == f"two-{ended.pid}.db"
         assert again.left_behind() == [path]
         assert again.left_behind() == []  # what could not be brought home once is another process's matter
@@ -665,6 +687,10 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
     (built,) = shared[2].build([other])
     assert built.artifact == code
     assert not claim.exists()
+    claim.write_text(f"{builds_module.socket.gethostname()} {os.getpid()}.1")  # one that had our number before us
+    assert shared[2]._claim(shared[2]._path(other), other)
+    assert not builds_module._is_gone(claim.read_text())
+    claim.unlink()
     # One that runs is waited for; where it gives up, the next builds.
     third = BuildTask(
         kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=256), arch="sm_90"

@@ -24,6 +24,20 @@ MOST_TYPED = 1 << 22
 """Of a file that people write: settings, a search space, a list of candidates."""
 
 
+NO_HOME = Path("/nonexistent")
+"""The home of who has none, by convention: nothing is found there, and what cannot be written there is told with its remedy."""
+
+
+def user_folder(kind: str) -> Path:
+    """This user's folder for `config`, `cache` or `data`. In a pod a user may have no home, and be in no list of users."""
+    import platformdirs
+
+    try:
+        return Path(getattr(platformdirs, f"user_{kind}_dir")("tiledsched"))
+    except RuntimeError:
+        return NO_HOME / kind / "tiledsched"
+
+
 class TooLargeError(OSError):
     """A file larger than any of its kind."""
 

@@ -26,7 +26,7 @@ from tiledsched.errors import ConfigError, Failure, FailureKind
 from tiledsched.files import write_whole
 from tiledsched.kernel_names import load_kernel
 from tiledsched.launches import problem_class
-from tiledsched.store.host import is_alive
+from tiledsched.store.host import lives, own_word
 
 POLL_S = 0.1
 RENEW_S = 10.0
@@ -146,7 +146,7 @@ class SharedBuilds(BuildPool):
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             with open(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "w") as file:
-                file.write(f"{socket.gethostname()} {os.getpid()}")
+                file.write(f"{socket.gethostname()} {own_word()}")
         except FileExistsError:
             return False
         except OSError:  # a folder that cannot be written to: each builds for itself
@@ -182,7 +182,5 @@ def _lock(path: Path) -> Path:
 
 def _is_gone(owner: str) -> bool:
     """Whether the process that a claim names is of this host and ended."""
-    host, _, pid = owner.partition(" ")
-    if host != socket.gethostname() or not pid.isdigit():
-        return False
-    return not is_alive(int(pid), None)
+    host, _, word = owner.partition(" ")
+    return host == socket.gethostname() and bool(word) and not lives(word)

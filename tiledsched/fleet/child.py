@@ -20,12 +20,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tiledsched.build.artifacts import default_cache_folder
+from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.config import load_settings
 from tiledsched.errors import (
+    ConfigError,
     DeclarationError,
     NoRoomError,
     NoValidScheduleError,
@@ -84,7 +85,7 @@ class Child:
     def serve(self) -> None:
         """Answer requests until the pipe closes or the worker says stop."""
         self._kept.install()
-        self._pipe.send(("ready", why_not(self._setup.campaign, self._kernel)))
+        self._pipe.send(("ready", why_not(self._setup.campaign, self._kernel) or self._no_cache()))
         while not self._stop.is_set():
             verb, *arguments = self._pipe.recv()
             if verb == "end":
@@ -98,6 +99,14 @@ class Child:
         self._kept.end()
         if self._scratch is not None:
             self._scratch.close()
+
+    def _no_cache(self) -> str:
+        """Why nothing can be kept here, whatever is waited for; empty where it can. A full disk may have room again."""
+        try:
+            ArtifactStore(self._cache).ready()
+        except ConfigError as error:
+            return "" if is_full(error) else str(error)
+        return ""
 
     def _pool(self, jobs: int | None) -> Pool:
         if self._setup.builds_elsewhere:
