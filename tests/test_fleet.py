@@ -355,8 +355,24 @@ def test_a_host_with_another_compiler_or_source_takes_nothing(home, monkeypatch)
         assert "install tileiras 1.2.3 here" in worked.notes[0]
         assert leases.counts(campaign.id)["waiting"] == 1
         other = leases.open(plan(1, source_hash="other"))
-        assert "bring it up to date" in why_not(other, Softmax)
-        assert why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax) == ""
+        assert "bring it up to date" in why_not(other, Softmax, fleet_jobs.tune)
+        assert why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax, fleet_jobs.tune) == ""
+
+
+def test_options_of_another_version_cost_no_attempt(home, monkeypatch) -> None:
+    made = plan_campaign("tune", Softmax, [{"rows": 64, "columns": 64}], ["sm_90"], options={"runner": "none"})
+    newer = dataclasses.replace(made, options={**made.options, "seeds": [1, 2]})
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(newer)
+        (note,) = work(str(home / "x.db"), campaign.id, without_gpu=1).notes
+        assert "opened by another version of tiledsched: tune of" in note
+        assert "does not know seeds; bring this host up to date" in note
+        assert leases.counts(campaign.id)["waiting"] == 1
+        with db.reading() as session:
+            assert session.scalars(sa.select(AttemptRow.outcome)).all() == []
+    with pytest.raises(ConfigError, match=r"tune has no option efort; see help\(tiledsched\.tune\)"):
+        plan_campaign("tune", Softmax, "llama", ["sm_90"], options={"efort": "quick"})
 
 
 def test_a_campaign_for_other_gpus_keeps_nobody_from_the_next(home, monkeypatch) -> None:
@@ -696,7 +712,6 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
         kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=256), arch="sm_90"
     )
     assert shared[0]._claim(shared[0]._path(third), third)
-    assert not shared[1]._claim(shared[1]._path(third), third)
     shared[0].close()
     assert [each.artifact for each in shared[1].build([third])] == [code]
     # What does not build is known, too.
@@ -716,6 +731,25 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
     building = slow.build(waits)
     next(building)
     assert not shared[1]._claim(slow._path(waits[1]), waits[1])
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("off_s", [600.0, -600.0])
+def test_a_host_whose_clock_is_off_tells_a_live_claim_from_a_dead_one(tmp_path, monkeypatch, off_s) -> None:
+    """The times of files are those of the server that keeps them."""
+    problem = Softmax.problem(rows=64, columns=64)
+    task = BuildTask(
+        kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
+    )
+    well, off = (SharedBuilds(Pool(None), tmp_path) for _ in range(2))
+    claim = builds_module._lock(well._path(task))
+    assert well._claim(well._path(task), task)
+    claim.write_text("elsewhere 1")
+    clock = types.SimpleNamespace(time=lambda: time.time() + off_s, monotonic=time.monotonic)
+    monkeypatch.setattr(builds_module, "time", clock)
+    assert not off._claim(off._path(task), task)
+    os.utime(claim, (time.time() - 200, time.time() - 200))  # longer than a build may take
+    assert off._claim(off._path(task), task)
 
 
 @pytest.mark.compiler

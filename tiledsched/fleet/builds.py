@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -68,6 +69,7 @@ class SharedBuilds(BuildPool):
         self._artifacts = ArtifactStore(folder)
         self._ours: dict[Path, None] = {}
         self._renewed_s = 0.0
+        self._ahead_s, self._compared_s = 0.0, -RENEW_S
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """Every outcome as it is known: what is there at once, then what is built here, then what others build."""
@@ -141,7 +143,7 @@ class SharedBuilds(BuildPool):
         """Whether this process is the one to build it. A claim that is older than a build may take is another's no more."""
         lock = _lock(path)
         with suppress(OSError):
-            if time.time() - lock.stat().st_mtime > task.timeout_s + 2 * GRACE_S or _is_gone(lock.read_text()):
+            if self._time_there() - lock.stat().st_mtime > task.timeout_s + 2 * GRACE_S or _is_gone(lock.read_text()):
                 lock.unlink(missing_ok=True)
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
@@ -153,6 +155,14 @@ class SharedBuilds(BuildPool):
             pass
         self._ours[path] = None
         return True
+
+    def _time_there(self) -> float:
+        """The time as the folder's files have it: on a shared file system that is its server's, and clocks of hosts differ."""
+        if time.monotonic() - self._compared_s > RENEW_S:
+            self._compared_s = time.monotonic()
+            with suppress(OSError), tempfile.NamedTemporaryFile(dir=self._records) as file:
+                self._ahead_s = os.stat(file.name).st_mtime - time.time()
+        return time.time() + self._ahead_s
 
     def _publish(self, built: Built) -> None:
         path = self._path(built.task)

@@ -15,11 +15,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tiledsched import __version__
 from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
@@ -37,6 +38,7 @@ from tiledsched.errors import (
 )
 from tiledsched.fleet.builds import Pool, build_key
 from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup, check_job
+from tiledsched.fleet.jobs import unknown_options
 from tiledsched.fleet.kept import Kept
 from tiledsched.fleet.patience import PATIENCE_S, is_full, patiently
 from tiledsched.fleet.scratch import Scratch, remove, whole
@@ -85,7 +87,7 @@ class Child:
     def serve(self) -> None:
         """Answer requests until the pipe closes or the worker says stop."""
         self._kept.install()
-        self._pipe.send(("ready", why_not(self._setup.campaign, self._kernel) or self._no_cache()))
+        self._pipe.send(("ready", why_not(self._setup.campaign, self._kernel, self._job) or self._no_cache()))
         while not self._stop.is_set():
             verb, *arguments = self._pipe.recv()
             if verb == "end":
@@ -235,7 +237,7 @@ class Elsewhere:
         self._running.clear()
 
 
-def why_not(wanted: Campaign, kernel: KernelClass) -> str:
+def why_not(wanted: Campaign, kernel: KernelClass, job: Callable[..., Any]) -> str:
     """Why this host must not work on a campaign; empty where it may."""
     here = compiler_at_hand()
     if wanted.compiler and wanted.compiler != here:
@@ -245,6 +247,12 @@ def why_not(wanted: Campaign, kernel: KernelClass) -> str:
         )
     if wanted.source_hash and wanted.source_hash != kernel.source_hash():
         return f"the source of {wanted.kernel} here is not the one the campaign was opened with; bring it up to date"
+    unknown = unknown_options(job, wanted.options)
+    if unknown:
+        return (
+            f"the campaign was opened by another version of tiledsched: {wanted.command} of {__version__} does not know "
+            f"{', '.join(unknown)}; bring this host up to date, or open the campaign again with this version"
+        )
     return ""
 
 
