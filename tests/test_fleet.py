@@ -241,8 +241,8 @@ def test_builds_that_come_after_the_job_that_asked_for_them_are_dropped(home) ->
     requests = [("built", 7, None), ("work", "lease", None), ("built", 8, None), ("end",)]
     child, answers = Child.__new__(Child), []
     child._pipe = types.SimpleNamespace(recv=lambda: requests.pop(0), send=answers.append)
-    child._stop, child._scratch, child._kernel = threading.Event(), None, Softmax
-    child._setup = types.SimpleNamespace(campaign=types.SimpleNamespace(compiler="", source_hash=""))
+    child._stop, child._scratch, child._kernel, child._job = threading.Event(), None, Softmax, fleet_jobs.tune
+    child._setup = types.SimpleNamespace(campaign=types.SimpleNamespace(compiler="", source_hash="", options={}))
     child._cache = home
     child._kept = types.SimpleNamespace(install=lambda: None, end=lambda: None)
     child.work = lambda lease, budget_s: ("done", {}, "")
