@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 
 from store_samples import artifact
 
-from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.build.compiler import BuildTask, Built, no_room
 from tiledsched.errors import Failure, FailureKind
 
 
 def compile_task(task: BuildTask) -> Built:
-    """`do` is fine, error, sleep, exit or kill."""
+    """`do` is fine, error, full, sleep, exit or kill."""
     what = task.schedule["do"]
     if what == "sleep":
         time.sleep(600)
@@ -24,6 +25,8 @@ def compile_task(task: BuildTask) -> Built:
     elif what == "error":
         failure = Failure(kind=FailureKind.COMPILE_ERROR, message="no")
         return Built(task=task, artifact=None, failure=failure, seconds=0.1)
+    elif what == "full":
+        raise no_room(tempfile.gettempdir(), "No space left on device")
     elif what == "slow":
         time.sleep(0.3)
     made = artifact(task.schedule.id * 2, task.arch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pwd
 import re
 from pathlib import Path
 
@@ -163,3 +164,21 @@ def test_a_declared_kernels_knobs_can_be_forced_and_reach_no_other_kernel() -> N
     with configure(TILE_M=64):
         assert load_table(read(), kernel=matmul, archs=("sm_90",)).forced == {"TILE_M": 64}
         assert load_table(read(), kernel=Attention, archs=("sm_90",)).forced == {}
+
+
+def test_a_user_without_a_home_or_a_name_has_folders_that_do_not_exist(monkeypatch) -> None:
+    """As in a pod. What is named is used; what is not is told where it is needed."""
+    from tiledsched.build.artifacts import default_cache_folder
+    from tiledsched.store.location import database_exists, location
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.undo()  # of this file's home, too
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "TILEDSCHED_CACHE", "TILEDSCHED_DB"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert load_settings({"db": "here.db"}, project=Path("/nonexistent/x")).db == "here.db"
+    assert default_cache_folder() == Path("/nonexistent/cache/tiledsched")
+    assert location(None) == "/nonexistent/data/tiledsched/tuning.db"
+    assert not database_exists(None)

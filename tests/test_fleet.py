@@ -24,17 +24,18 @@ from tiledsched.build import pool as pools
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.cli import main
-from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
+from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError, NoRoomError
 from tiledsched.fleet import builds as builds_module
-from tiledsched.fleet import gpus, local
+from tiledsched.fleet import gpus, local, ray_builds
 from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import CampaignPlan, Outcome, Setup
-from tiledsched.fleet.child import Child, why_not
+from tiledsched.fleet.child import BUILD_NUMBERS, Child, Elsewhere, why_not
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.fleet.kept import Kept
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
+from tiledsched.fleet.patience import is_full
 from tiledsched.fleet.run import plan as plan_campaign
 from tiledsched.fleet.run import run
 from tiledsched.fleet.scratch import Scratch, bring_home, whole
@@ -159,6 +160,96 @@ def test_a_full_disk_is_waited_for_and_after_that_the_list_names_it(home, monkey
     assert gone(home)
 
 
+def test_a_cache_that_cannot_be_written_costs_no_problem_an_attempt(home, monkeypatch) -> None:
+    (home / "file").write_text("")
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(home / "file" / "cache"))
+    monkeypatch.setenv("FLEET_GPUS", "sm_90:1")
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(plan(2))
+        (note,) = work(str(home / "x.db"), campaign.id).notes
+        assert "cannot keep machine code in" in note
+        assert note.endswith("name another folder with TILEDSCHED_CACHE")
+        assert leases.counts(campaign.id)["waiting"] == 2
+        with db.reading() as session:
+            assert session.scalars(sa.select(AttemptRow.outcome)).all() == []
+
+
+def test_a_host_that_has_no_room_to_compile_sends_the_build_to_another(monkeypatch) -> None:
+    """Where all are full the job ends as on a host whose disk is full; where one has room nobody hears of it."""
+
+    class TaskError(NoRoomError):  # Ray's has the task's type, and RayError's
+        cause = NoRoomError("no room to compile in /tmp of a")
+
+    class Directory:
+        place = types.SimpleNamespace(remote=lambda key, task, lost: lost)
+
+    def get(reference):
+        if isinstance(reference, bool):
+            placed.append(reference)
+            return [f"try {len(placed)}"]
+        if int(reference.split()[-1]) <= full:
+            raise TaskError
+        return "built"
+
+    ray = types.SimpleNamespace(
+        wait=lambda them, **_: (them, []), get=get, exceptions=types.SimpleNamespace(RayError=TaskError)
+    )
+    monkeypatch.setattr(ray_builds, "ray_module", lambda: ray)
+    for full, end in ((1, "built"), (3, "no room to compile in /tmp of a")):
+        placed, found, builds = [], [], ray_builds.RayBuilds(Directory)
+        builds.submit(7, "key", None)
+        while not found:
+            found = builds.finished()
+        assert [(number, str(built)) for number, built in found] == [(7, end)]
+        assert placed == [False, True, True][: full + 1]
+    answers = [("built", next(BUILD_NUMBERS) + 1, found[0][1])]
+    pipe = types.SimpleNamespace(send=lambda message: None, recv=answers.pop)
+    problem = Softmax.problem(rows=64, columns=64)
+    task = BuildTask(
+        kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
+    )
+    with pytest.raises(NoRoomError, match="in /tmp of a") as told:
+        list(Elsewhere(pipe, 1).build([task]))
+    assert is_full(told.value)
+
+
+def test_a_build_that_failed_on_a_host_is_sent_to_another(monkeypatch) -> None:
+    nodes = [{"NodeID": node, "Alive": True, "Resources": {"CPU": cpus}} for node, cpus in (("a", 8), ("b", 1))]
+
+    class Host:
+        def remote(self, *given):
+            return types.SimpleNamespace(build=types.SimpleNamespace(remote=lambda task: (self.node, task)))
+
+        def options(self, *, num_cpus, scheduling_strategy):
+            self.node = scheduling_strategy
+            return self
+
+    ray = types.SimpleNamespace(nodes=lambda: nodes, remote=lambda made: Host())
+    monkeypatch.setattr(ray_builds, "ray_module", lambda: ray)
+    monkeypatch.setattr(ray_builds, "on_node", lambda node: node)
+    directory = ray_builds.BuildDirectory()
+    went = [directory.place("key", "task", lost)[0][0] for lost in (False, False, True, True, True)]
+    assert went == ["a", "a", "b", "a", "b"]
+    nodes.pop()
+    monkeypatch.setattr(ray_builds, "LOOK_EVERY_S", 0.0)
+    assert [directory.place("key", "task", True)[0][0] for _ in range(2)] == ["a", "a"]  # there is no other
+
+
+def test_builds_that_come_after_the_job_that_asked_for_them_are_dropped(home) -> None:
+    """It ended without them, and the next request is the next request."""
+    requests = [("built", 7, None), ("work", "lease", None), ("built", 8, None), ("end",)]
+    child, answers = Child.__new__(Child), []
+    child._pipe = types.SimpleNamespace(recv=lambda: requests.pop(0), send=answers.append)
+    child._stop, child._scratch, child._kernel, child._job = threading.Event(), None, Softmax, fleet_jobs.tune
+    child._setup = types.SimpleNamespace(campaign=types.SimpleNamespace(compiler="", source_hash="", options={}))
+    child._cache = home
+    child._kept = types.SimpleNamespace(install=lambda: None, end=lambda: None)
+    child.work = lambda lease, budget_s: ("done", {}, "")
+    child.serve()
+    assert answers == [("ready", ""), ("answer", "done", {}, "")]
+
+
 def started(home, *words) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tiledsched", "fleet", "work", "--jobs", "1", *words]
     return subprocess.Popen(
@@ -264,8 +355,24 @@ def test_a_host_with_another_compiler_or_source_takes_nothing(home, monkeypatch)
         assert "install tileiras 1.2.3 here" in worked.notes[0]
         assert leases.counts(campaign.id)["waiting"] == 1
         other = leases.open(plan(1, source_hash="other"))
-        assert "bring it up to date" in why_not(other, Softmax)
-        assert why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax) == ""
+        assert "bring it up to date" in why_not(other, Softmax, fleet_jobs.tune)
+        assert why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax, fleet_jobs.tune) == ""
+
+
+def test_options_of_another_version_cost_no_attempt(home, monkeypatch) -> None:
+    made = plan_campaign("tune", Softmax, [{"rows": 64, "columns": 64}], ["sm_90"], options={"runner": "none"})
+    newer = dataclasses.replace(made, options={**made.options, "seeds": [1, 2]})
+    with TuningDB.open(home / "x.db") as db:
+        leases = Leases(db)
+        campaign = leases.open(newer)
+        (note,) = work(str(home / "x.db"), campaign.id, without_gpu=1).notes
+        assert "opened by another version of tiledsched: tune of" in note
+        assert "does not know seeds; bring this host up to date" in note
+        assert leases.counts(campaign.id)["waiting"] == 1
+        with db.reading() as session:
+            assert session.scalars(sa.select(AttemptRow.outcome)).all() == []
+    with pytest.raises(ConfigError, match=r"tune has no option efort; see help\(tiledsched\.tune\)"):
+        plan_campaign("tune", Softmax, "llama", ["sm_90"], options={"efort": "quick"})
 
 
 def test_a_campaign_for_other_gpus_keeps_nobody_from_the_next(home, monkeypatch) -> None:
@@ -422,8 +529,10 @@ def test_a_gpu_whose_driver_hangs_holds_up_no_heartbeat(home, monkeypatch) -> No
             other = leases.join(campaign.id, hostname="there", pid=1, gpu="GPU-2", device_name="", arch="sm_90")
             assert leases.take(campaign, other, ["sm_90"]) is None
             assert leases.renew(campaign, {worker.id: {} for worker in workers}) == held
-            monkeypatch.setattr(gpus, "LISTED_S", 0.05)
-            with pytest.raises(MeasureError, match="one of them is stuck"):
+            monkeypatch.setattr(nvml, "LISTED_S", 0.05)
+            with pytest.raises(
+                MeasureError, match=r"GPU 0 \(as nvidia-smi counts\) of .*is stuck; see what nvidia-smi says"
+            ):
                 gpus.gpus_here("tiledsched.fleet.jobs:tune")
         finally:
             well.set()
@@ -515,12 +624,18 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as where nobody listens
         left.rename(left.with_name(f"two-{ended.pid}.db"))
         left.with_name(f"template-{ended.pid}").touch()
+        successor = left.with_name(f"three-{os.getpid()}.1.db")  # of a killed container, whose numbers come again
+        successor.touch()
+        left.with_name(f"template-{os.getpid()}.1").touch()
         other = Scratch(tmp_path / "cache", "another database")
         assert other.left_behind() == []
         other.close()
         again = Scratch(tmp_path / "cache", str(url))
         assert not left.with_name(f"template-{ended.pid}").exists()
-        (path,) = scratch.left_behind()
+        assert not left.with_name(f"template-{os.getpid()}.1").exists()
+        three, path = scratch.left_behind()
+        assert three == successor
+        successor.unlink()
         assert path.name == f"two-{ended.pid}.db"
         assert again.left_behind() == [path]
         assert again.left_behind() == []  # what could not be brought home once is another process's matter
@@ -588,12 +703,15 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
     (built,) = shared[2].build([other])
     assert built.artifact == code
     assert not claim.exists()
+    claim.write_text(f"{builds_module.socket.gethostname()} {os.getpid()}.1")  # one that had our number before us
+    assert shared[2]._claim(shared[2]._path(other), other)
+    assert not builds_module._is_gone(claim.read_text())
+    claim.unlink()
     # One that runs is waited for; where it gives up, the next builds.
     third = BuildTask(
         kernel=task.kernel, schedule=task.schedule, problem=Softmax.problem(rows=64, columns=256), arch="sm_90"
     )
     assert shared[0]._claim(shared[0]._path(third), third)
-    assert not shared[1]._claim(shared[1]._path(third), third)
     shared[0].close()
     assert [each.artifact for each in shared[1].build([third])] == [code]
     # What does not build is known, too.
@@ -613,6 +731,25 @@ def test_a_build_is_made_once_by_all_that_see_a_folder(tmp_path, cubin) -> None:
     building = slow.build(waits)
     next(building)
     assert not shared[1]._claim(slow._path(waits[1]), waits[1])
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("off_s", [600.0, -600.0])
+def test_a_host_whose_clock_is_off_tells_a_live_claim_from_a_dead_one(tmp_path, monkeypatch, off_s) -> None:
+    """The times of files are those of the server that keeps them."""
+    problem = Softmax.problem(rows=64, columns=64)
+    task = BuildTask(
+        kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
+    )
+    well, off = (SharedBuilds(Pool(None), tmp_path) for _ in range(2))
+    claim = builds_module._lock(well._path(task))
+    assert well._claim(well._path(task), task)
+    claim.write_text("elsewhere 1")
+    clock = types.SimpleNamespace(time=lambda: time.time() + off_s, monotonic=time.monotonic)
+    monkeypatch.setattr(builds_module, "time", clock)
+    assert not off._claim(off._path(task), task)
+    os.utime(claim, (time.time() - 200, time.time() - 200))  # longer than a build may take
+    assert off._claim(off._path(task), task)
 
 
 @pytest.mark.compiler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import types
 
 import fleet_jobs
@@ -151,7 +152,7 @@ def test_an_actor_that_cannot_begin_says_why(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (RayError("no authentication token was found"), "lets nobody in: no authentication token was found"),
+        (RayError("no token was found. Ensure that"), "lets nobody in: no token was found;"),
         (ConnectionError("failed to connect"), "no Ray cluster answers at head:6379: failed to connect"),
     ],
 )
@@ -165,6 +166,20 @@ def test_a_cluster_that_lets_nobody_in_ends_with_what_to_do(monkeypatch, error, 
     monkeypatch.setattr(on_ray, "ray_module", lambda: ray)
     with pytest.raises(ConfigError, match=f"{said}.*RAY_AUTH_MODE=token"):
         on_ray.run_on_ray("x.db", "c", address="head:6379")
+
+
+def test_a_cluster_that_a_wrong_token_does_not_reach_is_not_taken_for_none(monkeypatch) -> None:
+    def init(**given: object) -> None:
+        raise ConnectionError(f"Failed to connect to Ray cluster at {host}:{port}")
+
+    ray = types.SimpleNamespace(is_initialized=lambda: False, init=init, exceptions=MadeUpRay.exceptions)
+    monkeypatch.setattr(on_ray, "ray_module", lambda: ray)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()
+        with pytest.raises(ConfigError, match=r"something listens, and lets nobody in.*the same on all hosts"):
+            on_ray.run_on_ray("x.db", "c", address="auto")
+    with pytest.raises(ConfigError, match="no Ray cluster answers at auto"):
+        on_ray.run_on_ray("x.db", "c", address="auto")
 
 
 def test_what_can_be_taken_is_counted_by_arch(tmp_path) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import platformdirs
 import pytest
 from test_measure_gpu import PROBLEM, SCRIPT, TIMEOUTS, assert_usable, candidate, command, make_runner, state_of
 from test_rooms import arrows, files_of
@@ -39,7 +40,7 @@ def folder(tmp_path, monkeypatch):
     """Where locks are, for this test."""
     monkeypatch.setattr(lock, "FOLDER", tmp_path)
     monkeypatch.setattr(lock, "POLL_S", 0.02)
-    monkeypatch.setattr(lock.platformdirs, "user_cache_dir", lambda name: str(tmp_path / "own"))
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / "own"))
     yield tmp_path
     assert not lock._held, "a lock was not released"
 
@@ -176,7 +177,7 @@ def test_what_is_planted_is_refused_and_a_file_of_ones_own_taken(plant, folder, 
 def test_where_nothing_can_be_written_nothing_is_locked(folder, caplog, monkeypatch):
     (folder / "file").touch()
     monkeypatch.setattr(lock, "FOLDER", folder / "nowhere")
-    monkeypatch.setattr(lock.platformdirs, "user_cache_dir", lambda name: str(folder / "file" / "own"))
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(folder / "file" / "own"))
     assert lock.hold(UUID, "Made-up GPU") is None
     assert [message.rpartition(": ")[2] for message in caplog.messages] == ["other users are not waited for",
                                                                               "nobody is waited for"]  # fmt: skip

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import types
 
 import pytest
 
-from tiledsched.measure import nvml
+from tiledsched import doctor
+from tiledsched.errors import MeasureError
+from tiledsched.measure import asking, nvml
 from tiledsched.measure.runner import Conditions, Device
 
 
@@ -224,3 +228,76 @@ def test_the_gpu_that_is_open(binding):
     assert nvml.current_gpu() == ("GPU-aa", "NVIDIA GB10")
     binding(nvmlDeviceGetHandleByPciBusId=None)
     assert nvml.current_gpu() == ("", "")
+
+
+@pytest.fixture
+def stuck(binding, monkeypatch):
+    """A driver that answers nothing about the second of two GPUs, until told to."""
+    well = threading.Event()
+    made = binding(nvmlDeviceGetCount=2, nvmlDeviceGetHandleByIndex={0: "first", 1: "second"},
+                   nvmlDeviceGetHandleByUUID={b"GPU-aa": "first"}, nvmlDeviceGetUUID={"first": "GPU-aa"})  # fmt: skip
+    answers = Binding.__getattr__
+
+    def hang(self, name):
+        ask = answers(self, name)
+        return lambda *about: (well.wait(20) if about[:1] == ("second",) else None, ask(*about))[1]
+
+    monkeypatch.setattr(Binding, "__getattr__", hang)
+    monkeypatch.setattr(nvml, "asked", asking.Asker())
+    monkeypatch.setattr(nvml, "LISTED_S", 0.1)
+    monkeypatch.setattr(nvml, "READ_S", 0.1)
+    yield types.SimpleNamespace(binding=made, well=well)
+    well.set()
+
+
+def test_a_gpu_that_is_stuck_is_named_and_waited_for_once(stuck, monkeypatch):
+    threads = threading.active_count()
+    for ask in (nvml.devices, nvml.uuids, nvml.only_gpu):
+        with pytest.raises(
+            MeasureError, match=r"GPU 1 \(as nvidia-smi counts\) of .* CUDA_VISIBLE_DEVICES with its UUID"
+        ):
+            ask()
+        monkeypatch.setattr(nvml, "LISTED_S", 60.0)  # nobody waits for it again
+    assert threading.active_count() == threads + 1
+    stuck.well.set()
+    deadline = time.monotonic() + 5
+    while nvml.asked._unanswered is not None and not nvml.asked._unanswered.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(nvml.devices()) == 2
+    assert threading.active_count() == threads + 1
+
+
+def test_who_names_another_gpu_goes_on_without_the_stuck_one(stuck, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa")
+    assert [device.arch for device in nvml.devices()] == ["sm_121"]
+    assert nvml.uuids() == ["GPU-aa"]
+    assert nvml.only_gpu() == ("GPU-aa", "NVIDIA GB10")
+
+
+def test_doctor_says_that_a_gpu_is_stuck(stuck):
+    found = {each.name: each for each in doctor.examine()}
+    assert (found["gpu"].status, "it is stuck" in found["gpu"].detail) == ("broken", True)
+    assert found["gpu"].remedy.startswith("see what nvidia-smi says")
+
+
+def test_a_gpu_that_gets_stuck_while_it_measures(stuck):
+    """A bench has no other process to watch it: its readings have a deadline. A worker's have none."""
+    log = nvml.ConditionsLog(ask=nvml.asked)
+    log.poll()
+    stuck.binding.answers["nvmlDeviceGetHandleByPciBusId"] = "second"
+    with pytest.raises(MeasureError, match=r"GPU 0000:01:00\.0 of "):
+        nvml.ConditionsLog(ask=nvml.asked)
+    with pytest.raises(MeasureError, match="is stuck"):
+        log.poll()
+    with pytest.raises(MeasureError, match="is stuck"):
+        nvml.current_gpu()
+
+
+def test_an_answer_in_time_is_cheap():
+    """Of a thousand: far below the millisecond that the driver takes."""
+    ask = asking.Asker()
+    began = time.perf_counter()
+    assert [ask(lambda: 7, 10.0) for _ in range(1000)] == [7] * 1000
+    assert time.perf_counter() - began < 1.0
+    with pytest.raises(ZeroDivisionError):
+        ask(lambda: 1 // 0, 10.0)

@@ -19,7 +19,8 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_folder
 from tiledsched.device import arch_spec
-from tiledsched.errors import CompilerError, ConfigError, Failure, FailureKind
+from tiledsched.errors import CompilerError, ConfigError, Failure, FailureKind, NoRoomError
+from tiledsched.fleet.patience import is_full
 from tiledsched.kernels.attention import Attention
 from tiledsched.problem import stable_id
 from tiledsched.schedule import Schedule
@@ -141,7 +142,7 @@ def test_only_what_the_compiler_says_is_a_fact(builder, kind, seconds, again):
     assert later.build([schedule()], PROBLEM) == again
 
 
-@pytest.mark.parametrize("words", ["Return code -9\nkilled", "cannot write: No space left on device"])
+@pytest.mark.parametrize("words", ["Return code -9\nkilled", "cannot open: Too many open files"])
 def test_the_system_is_told_from_the_compiler(monkeypatch, words):
     from tiledsched.build import compiler
 
@@ -155,6 +156,49 @@ def test_the_system_is_told_from_the_compiler(monkeypatch, words):
     assert compiler.compile_task(wanted).failure.kind is FailureKind.COMPILER_KILLED
     monkeypatch.setattr(compiler, "compile_schedule", lambda *_: (_ for _ in ()).throw(ValueError("Return code 5")))
     assert compiler.compile_task(wanted).failure.kind is FailureKind.COMPILE_ERROR
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(122, "Disk quota exceeded"),
+                                   RuntimeError("Return code 1\nerror: No space left on device"),
+                                   RuntimeError("Return code 1")], ids=str)  # fmt: skip
+def test_a_full_disk_is_no_fault_of_what_was_compiled(monkeypatch, tmp_path, error):
+    """The last error says nothing of a disk, which is full all the same."""
+    from tiledsched import files
+    from tiledsched.build import compiler
+
+    class Full:
+        def __init__(self, dir):
+            assert dir == str(tmp_path / "tiledsched-x")
+
+        def __enter__(self):
+            raise OSError(28, "No space left on device")
+
+        def __exit__(self, *exception): ...
+
+    wanted = BuildTask(kernel=Attention.locator(), schedule=schedule(), problem=PROBLEM, arch="sm_90", timeout_s=9)
+    monkeypatch.setattr(compiler, "compile_schedule", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path / "tiledsched-x"))
+    if str(error) == "Return code 1":
+        (tmp_path / "tiledsched-x").mkdir()
+        assert compiler.compile_task(wanted).failure.kind is FailureKind.COMPILE_ERROR
+        monkeypatch.setattr(files.tempfile, "TemporaryFile", Full)
+    with pytest.raises(NoRoomError, match=rf"no room to compile in {tmp_path} of .*Error.* with TMPDIR") as told:
+        compiler.compile_task(wanted)
+    assert is_full(told.value)
+    assert is_full(NoRoomError("as it comes from another process"))
+
+
+def test_a_full_disk_ends_a_run_and_loses_nothing(processes, builder):
+    shop = builder(processes)
+    wanted = [schedule(do=what) for what in ("fine", "full")]
+    shop.build(wanted[:1], PROBLEM)
+    with pytest.raises(NoRoomError, match="no room to compile in"):
+        shop.build(wanted, PROBLEM)
+    later = builder(StubPool())
+    assert later.record(wanted[0], PROBLEM).fingerprint
+    assert later.record(wanted[1], PROBLEM) is None  # no row says that it cannot be compiled
+    with pytest.raises(NoRoomError):
+        processes.submit(task("full")).result(30)
 
 
 def test_a_run_in_which_all_fail_alike_ends(builder):

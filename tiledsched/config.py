@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from tiledsched import data_files
 from tiledsched.errors import ConfigError
-from tiledsched.files import MOST_TYPED, read_bounded
+from tiledsched.files import MOST_TYPED, read_bounded, user_folder
 from tiledsched.schedule import KnobValue
 
 if sys.version_info >= (3, 11):
@@ -126,7 +124,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, environ: Mapping[st
         ConfigError: unknown name or value; the message says where it stands and what is allowed.
     """
     environ = os.environ if environ is None else environ
-    user = user or Path(platformdirs.user_config_dir("tiledsched")) / "config.toml"
+    user = user or user_folder("config") / "config.toml"
     project = project or Path(PROJECT_FILE)
     values: dict[str, Any] = {}
     knobs: dict[str, KnobValue] = {}

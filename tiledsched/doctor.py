@@ -107,11 +107,12 @@ def examine() -> list[Finding]:
     for name, check in CHECKS.items():
         try:
             verdict = check()
-            findings.append(Finding(name=name, status=verdict.status, detail=verdict.detail, remedy=verdict.remedy))
+        except TiledschedError as error:
+            verdict = _of_error(error)
         except Exception as error:
-            what = f"the check itself failed: {type(error).__name__}: {error}"
-            findings.append(Finding(name=name, status="broken", detail=what,
-                                    remedy="report this, with the output of `tiledsched doctor --json`"))  # fmt: skip
+            verdict = Verdict("broken", f"the check itself failed: {type(error).__name__}: {error}",
+                              "report this, with the output of `tiledsched doctor --json`")  # fmt: skip
+        findings.append(Finding(name=name, status=verdict.status, detail=verdict.detail, remedy=verdict.remedy))
     return findings
 
 

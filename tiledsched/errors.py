@@ -36,6 +36,10 @@ class CompilerError(TiledschedError, RuntimeError):
     """The cuTile compiler is missing, mismatched or too old for the arch asked for."""
 
 
+class NoRoomError(CompilerError):
+    """The disk that compilers write to was full; the message names the folder. It says nothing of what was to be compiled."""
+
+
 class DatabaseError(TiledschedError, RuntimeError):
     """The tuning database cannot be opened, is newer than this program, or is damaged."""
 

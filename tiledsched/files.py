@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import lzma
 import os
@@ -17,8 +18,24 @@ FORGOTTEN_S = 60.0
 PREFIX, LOCK = "tiledsched-", "lock"
 MOST_BYTES = 1 << 29
 """Of a file of data: the largest table that ships has a hundredth of it."""
+SMALL_FILE_BYTES = 1 << 18
+"""More than a program and its machine code: a disk that has less left is full to a compiler."""
 MOST_TYPED = 1 << 22
 """Of a file that people write: settings, a search space, a list of candidates."""
+
+
+NO_HOME = Path("/nonexistent")
+"""The home of who has none, by convention: nothing is found there, and what cannot be written there is told with its remedy."""
+
+
+def user_folder(kind: str) -> Path:
+    """This user's folder for `config`, `cache` or `data`. In a pod a user may have no home, and be in no list of users."""
+    import platformdirs
+
+    try:
+        return Path(getattr(platformdirs, f"user_{kind}_dir")("tiledsched"))
+    except RuntimeError:
+        return NO_HOME / kind / "tiledsched"
 
 
 class TooLargeError(OSError):
@@ -96,6 +113,25 @@ def _runs(pid: int) -> bool:
         return False
     except PermissionError:  # another user's
         return True
+    return True
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, says that a disk or a quota was full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def has_room(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder takes one more small file. For who met an error that may or may not come of a full disk."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(SMALL_FILE_BYTES))
+    except OSError as error:
+        return not is_full(error)
     return True
 
 

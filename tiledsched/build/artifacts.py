@@ -8,18 +8,16 @@ import os
 import re
 from pathlib import Path
 
-import platformdirs
-
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.errors import CompilerError, ConfigError, DatabaseError
-from tiledsched.files import read_bounded, unpacked, write_whole
+from tiledsched.files import read_bounded, unpacked, user_folder, write_whole
 
 CACHE_VARIABLE = "TILEDSCHED_CACHE"
 
 
 def default_cache_folder() -> Path:
     """`$TILEDSCHED_CACHE`, or the user's cache directory."""
-    return Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("tiledsched"))
+    return Path(os.environ.get(CACHE_VARIABLE) or user_folder("cache"))
 
 
 class ArtifactStore:

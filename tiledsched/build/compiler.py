@@ -6,14 +6,17 @@ import functools
 import io
 import os
 import re
+import socket
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from tiledsched.build.cubin import Artifact, join, read_artifact
 from tiledsched.build.toolchain import compiler_at_hand, release
 from tiledsched.device import arch_spec
-from tiledsched.errors import Failure, FailureKind
+from tiledsched.errors import Failure, FailureKind, NoRoomError
+from tiledsched.files import PREFIX, has_room, is_full
 from tiledsched.kernel import KernelClass
 from tiledsched.kernel_names import load_kernel
 from tiledsched.problem import Problem
@@ -69,14 +72,18 @@ def prepare_process() -> None:
 
 ANY_WORKER_WARPS = (13, 5)
 """First compiler release that takes `num_worker_warps` beside 4 and 8."""
-NO_ROOM = re.compile(
-    "no space left|cannot allocate memory|read-only file system|disk quota|too many open files", re.IGNORECASE
-)
+NO_MEANS = re.compile("cannot allocate memory|read-only file system|too many open files", re.IGNORECASE)
 """What the system says where a compiler could not write or had no memory."""
+FULL = re.compile("no space left|disk quota", re.IGNORECASE)
+"""What it says where a disk is full."""
 
 
 def compile_task(task: BuildTask) -> Built:
-    """Compile `task`; a compiler error or timeout is a typed failure, not an exception."""
+    """Compile `task`; a compiler error or timeout is a typed failure, not an exception.
+
+    Raises:
+        NoRoomError: the disk for temporary files is full, which is no failure of the candidate.
+    """
     import cuda.tile as ct
 
     started = time.perf_counter()
@@ -91,6 +98,8 @@ def compile_task(task: BuildTask) -> Built:
     except ct.TileCompilerTimeoutError:
         failure = Failure(kind=FailureKind.COMPILE_TIMEOUT, message=f"compiler stopped after {task.timeout_s:g} s")
     except Exception as error:  # whatever a compiler trips over must cost one candidate, not the run
+        if is_full(error) or FULL.search(str(error)) or not has_room(tempfile.gettempdir()):
+            raise no_room(tempfile.gettempdir(), _first_line(error)) from error
         kind = FailureKind.COMPILER_KILLED if _of_the_day(error) else FailureKind.COMPILE_ERROR
         failure = Failure(kind=kind, message=_first_line(error))
     return Built(task=task, artifact=artifact, failure=failure, seconds=time.perf_counter() - started)
@@ -131,7 +140,17 @@ def pass_on_worker_warps() -> None:
 def _of_the_day(error: BaseException) -> bool:
     """Whether it says nothing of the program: the system ended the compiler, or had no file, space or memory for it."""
     words = str(error)
-    return isinstance(error, (OSError, MemoryError)) or words.startswith("Return code -") or bool(NO_ROOM.search(words))
+    return (
+        isinstance(error, (OSError, MemoryError)) or words.startswith("Return code -") or bool(NO_MEANS.search(words))
+    )
+
+
+def no_room(folder: str, why: str) -> NoRoomError:
+    """What is told where a compile had no room in its temporary `folder`."""
+    path = Path(folder)
+    where = path.parent if path.name.startswith(PREFIX) else path
+    return NoRoomError(f"no room to compile in {where} of {socket.gethostname()}: {why}; free some space there, or name another "
+                       "folder with TMPDIR, and run again: what was built and measured is kept")  # fmt: skip
 
 
 def _first_line(error: BaseException) -> str:

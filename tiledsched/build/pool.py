@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from pebble import ProcessExpired, ProcessPool
 
-from tiledsched.build.compiler import BuildTask, Built, compile_task, prepare_process
-from tiledsched.errors import CompilerError, Failure, FailureKind
-from tiledsched.files import OwnFolder
+from tiledsched.build.compiler import BuildTask, Built, compile_task, no_room, prepare_process
+from tiledsched.errors import CompilerError, Failure, FailureKind, NoRoomError
+from tiledsched.files import OwnFolder, has_room, is_full
 
 GRACE_S = 20.0
 """Time beyond a task's own limit before its whole process is killed: the compiler's limit fires first."""
@@ -80,6 +80,7 @@ class BuildPool:
 
         Raises:
             CompilerError: the processes end before they compile anything.
+            NoRoomError: there is no room for what compilers write meanwhile.
         """
         wanted = self._start(tasks)
         ended = False
@@ -87,7 +88,7 @@ class BuildPool:
             while len(wanted & self._running.keys()) > leave:
                 done, _ = concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
                 for future in done:
-                    yield _outcome(self._running.pop(future), future)
+                    yield self._outcome(self._running.pop(future), future)
             ended = True
         finally:
             if not ended:
@@ -112,7 +113,7 @@ class BuildPool:
         def tell(future: concurrent.futures.Future[Built]) -> None:
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 try:
-                    outcome.set_result(_outcome(task, future))
+                    outcome.set_result(self._outcome(task, future))
                 except BaseException as error:
                     outcome.set_exception(error)
 
@@ -129,6 +130,8 @@ class BuildPool:
             try:
                 self._folder = OwnFolder()
             except OSError as error:
+                if is_full(error) or isinstance(error, FileNotFoundError):  # Python tried all the folders that it knows
+                    raise no_room(os.environ.get("TMPDIR", "/tmp"), str(error)) from error
                 raise CompilerError(
                     f"no temporary folder to compile in: {error}; TMPDIR must name a folder with space"
                 ) from error
@@ -147,6 +150,31 @@ class BuildPool:
             self._folder.close()
             self._folder = None
 
+    def _outcome(self, task: BuildTask, future: concurrent.futures.Future[Built]) -> Built:
+        try:
+            return future.result()
+        except concurrent.futures.TimeoutError:
+            failure = Failure(kind=FailureKind.COMPILE_TIMEOUT, message=f"worker killed {GRACE_S:g} s past its limit")
+            return Built(task=task, artifact=None, failure=failure, seconds=task.timeout_s + GRACE_S)
+        except NoRoomError:
+            raise
+        except ProcessExpired as error:
+            # Who writes a file by way of memory is killed where there is no room for it.
+            if self._folder is not None and not has_room(self._folder.path):
+                raise no_room(self._folder.path, str(error)) from error
+            failure = Failure(
+                kind=FailureKind.COMPILER_KILLED, message=f"compile process ended with code {error.exitcode}"
+            )
+            return Built(task=task, artifact=None, failure=failure, seconds=0.0)
+        except concurrent.futures.process.BrokenProcessPool as error:
+            raise CompilerError(
+                "the compile processes end as they start. In a script, which each of them imports, put what tunes under: "
+                "if __name__ == '__main__':; elsewhere, run: tiledsched doctor"
+            ) from error
+        except Exception as error:  # the result could not be sent back, say
+            failure = Failure(kind=FailureKind.COMPILE_ERROR, message=f"{type(error).__name__}: {error}"[:500])
+            return Built(task=task, artifact=None, failure=failure, seconds=0.0)
+
     def __enter__(self) -> BuildPool:
         return self
 
@@ -161,20 +189,3 @@ opener: Callable[[int | None], BuildPool] | None = None
 def open_pool(jobs: int | None = None) -> BuildPool:
     """The compile processes of a run, to be used in a `with`."""
     return BuildPool(jobs) if opener is None else opener(jobs)
-
-
-def _outcome(task: BuildTask, future: concurrent.futures.Future[Built]) -> Built:
-    try:
-        return future.result()
-    except concurrent.futures.TimeoutError:
-        failure = Failure(kind=FailureKind.COMPILE_TIMEOUT, message=f"worker killed {GRACE_S:g} s past its limit")
-        return Built(task=task, artifact=None, failure=failure, seconds=task.timeout_s + GRACE_S)
-    except ProcessExpired as error:
-        failure = Failure(kind=FailureKind.COMPILER_KILLED, message=f"compile process ended with code {error.exitcode}")
-        return Built(task=task, artifact=None, failure=failure, seconds=0.0)
-    except concurrent.futures.process.BrokenProcessPool as error:
-        raise CompilerError("the compile processes end as they start. In a script, which each of them imports, put what tunes "
-                            "under: if __name__ == '__main__':; elsewhere, run: tiledsched doctor") from error  # fmt: skip
-    except Exception as error:  # the result could not be sent back, say
-        failure = Failure(kind=FailureKind.COMPILE_ERROR, message=f"{type(error).__name__}: {error}"[:500])
-        return Built(task=task, artifact=None, failure=failure, seconds=0.0)

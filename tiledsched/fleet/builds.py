@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -26,7 +27,7 @@ from tiledsched.errors import ConfigError, Failure, FailureKind
 from tiledsched.files import write_whole
 from tiledsched.kernel_names import load_kernel
 from tiledsched.launches import problem_class
-from tiledsched.store.host import is_alive
+from tiledsched.store.host import lives, own_word
 
 POLL_S = 0.1
 RENEW_S = 10.0
@@ -68,6 +69,7 @@ class SharedBuilds(BuildPool):
         self._artifacts = ArtifactStore(folder)
         self._ours: dict[Path, None] = {}
         self._renewed_s = 0.0
+        self._ahead_s, self._compared_s = 0.0, -RENEW_S
 
     def build(self, tasks: Iterable[BuildTask], *, leave: int = 0) -> Iterator[Built]:
         """Every outcome as it is known: what is there at once, then what is built here, then what others build."""
@@ -141,18 +143,26 @@ class SharedBuilds(BuildPool):
         """Whether this process is the one to build it. A claim that is older than a build may take is another's no more."""
         lock = _lock(path)
         with suppress(OSError):
-            if time.time() - lock.stat().st_mtime > task.timeout_s + 2 * GRACE_S or _is_gone(lock.read_text()):
+            if self._time_there() - lock.stat().st_mtime > task.timeout_s + 2 * GRACE_S or _is_gone(lock.read_text()):
                 lock.unlink(missing_ok=True)
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             with open(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "w") as file:
-                file.write(f"{socket.gethostname()} {os.getpid()}")
+                file.write(f"{socket.gethostname()} {own_word()}")
         except FileExistsError:
             return False
         except OSError:  # a folder that cannot be written to: each builds for itself
             pass
         self._ours[path] = None
         return True
+
+    def _time_there(self) -> float:
+        """The time as the folder's files have it: on a shared file system that is its server's, and clocks of hosts differ."""
+        if time.monotonic() - self._compared_s > RENEW_S:
+            self._compared_s = time.monotonic()
+            with suppress(OSError), tempfile.NamedTemporaryFile(dir=self._records) as file:
+                self._ahead_s = os.stat(file.name).st_mtime - time.time()
+        return time.time() + self._ahead_s
 
     def _publish(self, built: Built) -> None:
         path = self._path(built.task)
@@ -182,7 +192,5 @@ def _lock(path: Path) -> Path:
 
 def _is_gone(owner: str) -> bool:
     """Whether the process that a claim names is of this host and ended."""
-    host, _, pid = owner.partition(" ")
-    if host != socket.gethostname() or not pid.isdigit():
-        return False
-    return not is_alive(int(pid), None)
+    host, _, word = owner.partition(" ")
+    return host == socket.gethostname() and bool(word) and not lives(word)

@@ -15,18 +15,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tiledsched.build.artifacts import default_cache_folder
+from tiledsched import __version__
+from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.config import load_settings
 from tiledsched.errors import (
+    ConfigError,
     DeclarationError,
+    NoRoomError,
     NoValidScheduleError,
     ProblemError,
     SpaceError,
@@ -35,6 +38,7 @@ from tiledsched.errors import (
 )
 from tiledsched.fleet.builds import Pool, build_key
 from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup, check_job
+from tiledsched.fleet.jobs import unknown_options
 from tiledsched.fleet.kept import Kept
 from tiledsched.fleet.patience import PATIENCE_S, is_full, patiently
 from tiledsched.fleet.scratch import Scratch, remove, whole
@@ -83,11 +87,13 @@ class Child:
     def serve(self) -> None:
         """Answer requests until the pipe closes or the worker says stop."""
         self._kept.install()
-        self._pipe.send(("ready", why_not(self._setup.campaign, self._kernel)))
+        self._pipe.send(("ready", why_not(self._setup.campaign, self._kernel, self._job) or self._no_cache()))
         while not self._stop.is_set():
             verb, *arguments = self._pipe.recv()
             if verb == "end":
                 break
+            if verb == "built":  # asked for by a job that ended without it
+                continue
             answer = self.work(*arguments) if verb == "work" else self.control(*arguments)
             self._pipe.send(("answer", *answer))
             if answer[0] != Outcome.DONE:
@@ -95,6 +101,14 @@ class Child:
         self._kept.end()
         if self._scratch is not None:
             self._scratch.close()
+
+    def _no_cache(self) -> str:
+        """Why nothing can be kept here, whatever is waited for; empty where it can. A full disk may have room again."""
+        try:
+            ArtifactStore(self._cache).ready()
+        except ConfigError as error:
+            return "" if is_full(error) else str(error)
+        return ""
 
     def _pool(self, jobs: int | None) -> Pool:
         if self._setup.builds_elsewhere:
@@ -211,6 +225,8 @@ class Elsewhere:
             verb, number, built = self._pipe.recv()
             assert verb == "built"
             if self._running.pop(number, None) is not None:
+                if isinstance(built, NoRoomError):
+                    raise built
                 yield built
 
     def start(self) -> None:
@@ -221,7 +237,7 @@ class Elsewhere:
         self._running.clear()
 
 
-def why_not(wanted: Campaign, kernel: KernelClass) -> str:
+def why_not(wanted: Campaign, kernel: KernelClass, job: Callable[..., Any]) -> str:
     """Why this host must not work on a campaign; empty where it may."""
     here = compiler_at_hand()
     if wanted.compiler and wanted.compiler != here:
@@ -231,6 +247,12 @@ def why_not(wanted: Campaign, kernel: KernelClass) -> str:
         )
     if wanted.source_hash and wanted.source_hash != kernel.source_hash():
         return f"the source of {wanted.kernel} here is not the one the campaign was opened with; bring it up to date"
+    unknown = unknown_options(job, wanted.options)
+    if unknown:
+        return (
+            f"the campaign was opened by another version of tiledsched: {wanted.command} of {__version__} does not know "
+            f"{', '.join(unknown)}; bring this host up to date, or open the campaign again with this version"
+        )
     return ""
 
 

@@ -8,19 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotDoneError
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.errors import MeasureError
 from tiledsched.fleet.campaign import check_job
 from tiledsched.measure.nvml import HELD_DOWN, devices, state_of, uuids
 
 ANSWER_S = 1.0
 """How long the state of a GPU is waited for: it takes a millisecond, unless the driver is stuck."""
-LISTED_S = 60.0
-"""How long the list of GPUs is waited for, which may load the driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,32 +90,10 @@ def gpus_here(job: str, *, without: int = 0) -> list[Gpu]:
     own = getattr(importlib.import_module(check_job(job).partition(":")[0]), "gpus", None)
     if own is not None:
         return list(own())
-    return visible(_listed(), os.environ)
-
-
-def _listed() -> list[Gpu]:
-    """Those the driver lists.
-
-    Raises:
-        MeasureError: it does not answer.
-    """
-    listed: Future[list[Gpu]] = Future()
-
-    def ask() -> None:
-        try:
-            pairs = zip(uuids(), devices(), strict=False)
-            listed.set_result([Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in pairs])
-        except Exception as error:
-            listed.set_exception(error)
-
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        return listed.result(LISTED_S)
-    except NotDoneError as error:
-        raise MeasureError(
-            f"the driver of {socket.gethostname()} has not listed its GPUs within {LISTED_S:g} s: one of them is stuck; "
-            "reset it or restart the machine, then run: tiledsched doctor"
-        ) from error
+    listed = [
+        Gpu(uuid=uuid, name=device.name, arch=device.arch) for uuid, device in zip(uuids(), devices(), strict=False)
+    ]
+    return visible(listed, os.environ)
 
 
 def visible(found: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:

@@ -6,8 +6,9 @@ is kept with the lease. It may be killed at any moment and called again.
 
 from __future__ import annotations
 
+import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tiledsched import tuning
@@ -74,6 +75,21 @@ def refresh(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: 
     return refresh_here(
         kernel, [problem], arch=arch, db=db, jobs=jobs, watcher=StageProgress(progress), **options
     ).to_json()
+
+
+PASSED_TO: dict[Callable[..., Any], Callable[..., Any]] = {
+    tune: tuning.tune,
+    record: tuning.record,
+    refresh: refresh_here,
+}
+"""What takes the options of a job."""
+
+
+def unknown_options(job: Callable[..., Any], options: Iterable[str]) -> list[str]:
+    """Those that a job does not take: by mistake, or because another version of this package wrote them."""
+    takes = inspect.signature(PASSED_TO.get(job, job)).parameters
+    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+    return [] if anything else sorted(set(options) - set(takes))
 
 
 def control(

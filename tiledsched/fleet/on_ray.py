@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -42,8 +43,21 @@ MOST_RESTARTS = 3
 """Of the actor of one GPU, without a problem done between them."""
 NOBODY_S = 600.0
 """How long problems wait for a GPU of their arch to come, e.g. from an autoscaler."""
-TOKEN = "where it wants a token (Ray 2.52 and later), set RAY_AUTH_MODE=token, and keep the token in ~/.ray/auth_token"
+TOKEN = (
+    "where it wants a token (Ray 2.52 and later), set RAY_AUTH_MODE=token, and have its token, the same on all hosts, in "
+    "~/.ray/auth_token or where RAY_AUTH_TOKEN_PATH says"
+)
 """What Ray does not do by itself for an address that is given, and what it does not tell apart from no answer."""
+
+
+def _listens(text: str) -> bool:
+    """Whether something takes connections at the HOST:PORT that a text names first."""
+    named = re.search(r"([\w.-]+):(\d{2,5})\b", text)
+    if named is None:
+        return False
+    with suppress(OSError, OverflowError), socket.create_connection((named[1], int(named[2])), timeout=2.0):
+        return True
+    return False
 
 
 class GpuActor:
@@ -388,8 +402,11 @@ def run_on_ray(db: str, campaign_id: str, *, address: str | None, without_gpu: i
             local = {"include_dashboard": False} if address == "local" else {}
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
         except ray.exceptions.RayError as error:
-            raise ConfigError(f"the Ray cluster at {address} lets nobody in: {error}; {TOKEN}") from error
+            said = str(error).partition(". ")[0]
+            raise ConfigError(f"the Ray cluster at {address} lets nobody in: {said}; {TOKEN}") from error
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            if _listens(f"{address} {error}"):  # Ray tells a wrong token, or none, from no cluster in its log alone
+                raise ConfigError(f"something listens, and lets nobody in: {error}; {TOKEN}") from error
             raise ConfigError(
                 f"no Ray cluster answers at {address}: {error}; start one with: ray start --head; {TOKEN}"
             ) from error

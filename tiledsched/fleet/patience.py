@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import random
 import sqlite3
@@ -13,7 +12,8 @@ from typing import TypeVar
 
 import sqlalchemy as sa
 
-from tiledsched.errors import DatabaseError
+from tiledsched import files
+from tiledsched.errors import DatabaseError, NoRoomError
 
 T = TypeVar("T")
 PATIENCE_S = 600.0
@@ -33,10 +33,12 @@ def is_away(error: BaseException) -> bool:
 
 def is_full(error: BaseException | None) -> bool:
     """Whether a disk of this host had no room."""
+    if files.is_full(error):
+        return True
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error):
+        if isinstance(error, NoRoomError) or (
+            isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error)
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import Any
 
 from tiledsched.build.compiler import BuildTask, Built
-from tiledsched.errors import ConfigError, Failure, FailureKind
+from tiledsched.errors import ConfigError, Failure, FailureKind, NoRoomError
 from tiledsched.extras import installing
 
 LOOK_EVERY_S = 2.0
@@ -56,30 +56,30 @@ class BuildDirectory:
     """
 
     def __init__(self) -> None:
-        self._placed: OrderedDict[str, Any] = OrderedDict()
+        self._placed: OrderedDict[str, tuple[Any, str]] = OrderedDict()
         self._hosts: dict[str, tuple[Any, int]] = {}
         self._turn: dict[str, float] = {}
         self._looked_s = 0.0
         self.started = 0
 
     def place(self, key: str, task: BuildTask, lost: bool) -> list[Any]:
-        """The reference of a build, in a list so that nobody waits for it here; with `lost`, of a new one."""
-        if lost:
-            self._placed.pop(key, None)
+        """The reference of a build, in a list so that nobody waits for it here; with `lost`, of a new one, on another host."""
+        _, but = self._placed.pop(key, (None, "")) if lost else (None, "")
         if key not in self._placed:
             self.started += 1
-            self._placed[key] = self._next_host().build.remote(task)
+            node = self._next_node(but)
+            self._placed[key] = self._hosts[node][0].build.remote(task), node
             while len(self._placed) > MOST_BUILDS:
                 self._placed.popitem(last=False)
         self._placed.move_to_end(key)
-        return [self._placed[key]]
+        return [self._placed[key][0]]
 
     def count(self) -> int:
         """Builds that were started."""
         return self.started
 
-    def _next_host(self) -> Any:
-        """The host that had the fewest builds for its CPUs."""
+    def _next_node(self, but: str) -> str:
+        """The host that had the fewest builds for its CPUs; another than `but`, where there is one."""
         ray = ray_module()
         if not self._hosts or time.monotonic() - self._looked_s > LOOK_EVERY_S:
             self._looked_s = time.monotonic()
@@ -90,10 +90,9 @@ class BuildDirectory:
                     host = ray.remote(BuildHost).options(num_cpus=0, scheduling_strategy=on_node(node)).remote(cpus)
                     self._hosts[node] = host, cpus
                     self._turn[node] = min(self._turn.values(), default=0.0)
-        node = min(self._hosts, key=lambda each: self._turn[each])
-        host, cpus = self._hosts[node]
-        self._turn[node] += 1.0 / cpus
-        return host
+        node = min(self._hosts, key=lambda each: (each == but, self._turn[each]))
+        self._turn[node] += 1.0 / self._hosts[node][1]
+        return node
 
 
 def open_directory() -> Any:
@@ -114,8 +113,8 @@ class RayBuilds:
         """Ask for it."""
         self._asked[self._directory.place.remote(key, task, tries > 0)] = number, key, task, tries
 
-    def finished(self) -> list[tuple[int, Built]]:
-        """What is done since the last question. A build whose host was lost is sent to another."""
+    def finished(self) -> list[tuple[int, Built | NoRoomError]]:
+        """What is done since the last question. A build whose host was lost, or is full, is sent to another."""
         ray = ray_module()
         for reference in _ready(ray, self._asked):
             what = self._asked.pop(reference)
@@ -124,7 +123,7 @@ class RayBuilds:
                 self._building[building] = what
             except ray.exceptions.RayError as error:
                 self._again(what, error)
-        done = []
+        done: list[tuple[int, Built | NoRoomError]] = []
         for reference in _ready(ray, self._building):
             number, key, task, tries = what = self._building.pop(reference)
             try:
@@ -132,6 +131,8 @@ class RayBuilds:
             except ray.exceptions.RayError as error:
                 if tries + 1 < BUILD_TRIES:
                     self.submit(number, key, task, tries + 1)
+                elif isinstance(error, NoRoomError):  # Ray's error is the one of the task, too
+                    done.append((number, NoRoomError(str(getattr(error, "cause", error)))))
                 else:
                     done.append((number, _lost(task, error)))
         return done

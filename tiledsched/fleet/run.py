@@ -12,6 +12,7 @@ from tiledsched.config import load_settings
 from tiledsched.errors import ConfigError
 from tiledsched.fleet.campaign import DEADLINE_S, JOBS, LEASE_S, MOST_ATTEMPTS, CampaignPlan
 from tiledsched.fleet.gpus import gpus_here
+from tiledsched.fleet.jobs import record, refresh, tune, unknown_options
 from tiledsched.fleet.leases import Leases, expected
 from tiledsched.fleet.local import Worked, work
 from tiledsched.fleet.patience import patiently
@@ -22,6 +23,8 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.location import location
 from tiledsched.tuning import Cases, kernel_of, problems_of
 
+ONE_PROBLEM = {"tune": tune, "record": record, "refresh": refresh}
+"""Commands whose options are known here."""
 FILES = ("space", "candidates")
 """Options that name files: every host must have them, in the same place."""
 
@@ -53,11 +56,14 @@ def plan(command: str, kernel: KernelClass | str, problems: Cases | str | None, 
         patience: with what dies.
 
     Raises:
-        ConfigError: there is no such command.
+        ConfigError: there is no such command, or it has no such option.
     """
     kernel, patience = kernel_of(kernel), patience or Patience()
     if command not in JOBS and ":" not in command:
         raise ConfigError(f"a fleet does {', '.join(JOBS)}, not {command!r}; name one of them")
+    unknown = unknown_options(ONE_PROBLEM[command], options or {}) if command in ONE_PROBLEM else []
+    if unknown:
+        raise ConfigError(f"{command} has no option {', '.join(unknown)}; see help(tiledsched.{command})")
     wanted: Sequence[Problem] = expected(problems_of(kernel, problems))
     given = {name: str(Path(value).resolve()) if name in FILES else value
              for name, value in (options or {}).items() if value is not None}  # fmt: skip

@@ -7,7 +7,6 @@ home what is new when it is done, or when it is told to stop. What a killed work
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import sqlite3
@@ -22,7 +21,7 @@ from tiledsched.errors import DatabaseError
 from tiledsched.measure.runner import Device
 from tiledsched.problem import Problem, stable_id
 from tiledsched.store.db import TuningDB
-from tiledsched.store.host import is_alive
+from tiledsched.store.host import lives, own_word
 from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, MeasurementRow, ToolchainRow
 from tiledsched.store.reading import Reader, select_entries, select_measurements
 from tiledsched.store.records import EntryRecord, StoredMeasurement, Toolchain
@@ -47,13 +46,13 @@ class Scratch:
 
     def __init__(self, folder: Path, home: str) -> None:
         self._folder = folder / "fleet" / f"{socket.gethostname()}-{stable_id(home)}"
-        self._template = self._folder / f"template-{os.getpid()}"
+        self._template = self._folder / f"template-{own_word()}"
         self._brought: dict[Path, set[Content]] = {}
         self._tried: set[Path] = set()
         with _here(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.glob("template-*"):
-                if not is_alive(int(path.name.split("-")[1]), None):
+                if not lives(path.name.split("-")[1]):
                     remove(path)
             with TuningDB.open(self._template):  # once: making the schema takes longer than a small tune
                 pass
@@ -64,7 +63,7 @@ class Scratch:
         Raises:
             DatabaseError: `home` cannot be read, or there is no room here.
         """
-        path = self._folder / f"{name}-{os.getpid()}.db"
+        path = self._folder / f"{name}-{own_word()}.db"
         known, entries = what_is_known(home, problem, arch)
         failures = home.failures(arch, problem)
         devices = {failed.device_name: _device(home, failed.device_name) for failed in failures}
@@ -97,7 +96,7 @@ class Scratch:
     def left_behind(self) -> list[Path]:
         """Databases of processes of this host that are gone, each once."""
         found = [path for path in sorted(self._folder.glob("*.db"))
-                 if path not in self._tried and not is_alive(int(path.stem.rpartition("-")[2]), None)]  # fmt: skip
+                 if path not in self._tried and not lives(path.stem.rpartition("-")[2])]  # fmt: skip
         self._tried.update(found)
         return found
 

@@ -20,7 +20,7 @@ from multiprocessing import Pipe
 from typing import Any, Protocol
 
 from tiledsched.build.compiler import BuildTask, Built
-from tiledsched.errors import DatabaseError, MeasureError
+from tiledsched.errors import DatabaseError, MeasureError, NoRoomError
 from tiledsched.fleet.campaign import JOBS_VARIABLE, Campaign, Lease, Outcome, Setup
 from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
@@ -54,8 +54,8 @@ class Builds(Protocol):
         """Have it built; what has the same key is the same build."""
         ...
 
-    def finished(self) -> list[tuple[int, Built]]:
-        """What is done since the last question."""
+    def finished(self) -> list[tuple[int, Built | NoRoomError]]:
+        """What is done since the last question, or found no host with room."""
         ...
 
 

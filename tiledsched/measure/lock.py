@@ -22,10 +22,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 from tiledsched.config import load_settings
 from tiledsched.errors import MeasureError
+from tiledsched.files import user_folder
 from tiledsched.measure.nvml import current_gpu
 
 FOLDER = Path("/tmp")
@@ -116,7 +115,7 @@ def holding_current_gpu() -> Iterator[None]:
 def _open_file(uuid: str, *, quiet: bool) -> int | None:
     """The lock's file: the one for all users, else one of this user's own; None where there is neither."""
     name = f"tiledsched-{re.sub(r'[^A-Za-z0-9-]', '-', uuid)}.lock"
-    own = Path(platformdirs.user_cache_dir("tiledsched"))
+    own = user_folder("cache")
     for folder, left in ((FOLDER, "other users are not waited for"), (own, "nobody is waited for")):
         try:
             if folder is own:

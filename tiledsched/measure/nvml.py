@@ -7,9 +7,10 @@ import operator
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from tiledsched.measure.asking import LISTED_S, READ_S, asked, unwatched
 from tiledsched.measure.runner import Conditions, Device
 
 THROTTLE_REASONS = {
@@ -50,16 +51,40 @@ def _labelled(name: str) -> str:
     return f"{name} ({label})" if label else name
 
 
+def _handles(nvml: Any) -> Iterator[Any]:
+    """Of the GPUs that CUDA_VISIBLE_DEVICES names by UUID, else of all; None for one that has none. Others are not asked
+    anything: one of them may be stuck. Numbers mean this order or another, and are left to CUDA.
+    """
+    words = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if all(word.startswith("GPU-") for word in words):
+        found = [_tell(nvml.nvmlDeviceGetHandleByUUID, word.encode()) for word in words]
+        if None not in found:  # by the first letters of its UUID CUDA knows a GPU, but NVML does not
+            for word, handle in zip(words, found, strict=True):
+                asked.about = f"GPU {word}"
+                yield handle
+            return
+    for index in range(_tell(nvml.nvmlDeviceGetCount) or 0):
+        asked.about = f"GPU {index} (as nvidia-smi counts)"
+        yield _tell(nvml.nvmlDeviceGetHandleByIndex, index)
+
+
 def uuids() -> list[str]:
-    """UUIDs of the GPUs of :func:`devices`, in its order, which is that of CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    """UUIDs of the GPUs of :func:`devices`, in its order, which is that of CUDA_DEVICE_ORDER=PCI_BUS_ID.
+
+    Raises:
+        MeasureError: the driver does not answer.
+    """
+    return asked(_list_uuids, LISTED_S)
+
+
+def _list_uuids() -> list[str]:
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
     except Exception:
         return []
-    return [_text(_tell(pynvml.nvmlDeviceGetUUID, each) or "") for each in handles
+    return [_text(_tell(pynvml.nvmlDeviceGetUUID, each) or "") for each in _handles(pynvml)
             if _tell(pynvml.nvmlDeviceGetCudaComputeCapability, each) is not None]  # fmt: skip
 
 
@@ -88,10 +113,18 @@ def state_of(uuid: str) -> dict[str, Any]:
 
 
 def devices() -> list[Device]:
-    """GPUs of this machine as NVML lists them; empty where there is no driver or no NVML binding.
+    """GPUs of this machine as NVML lists them; empty where there is no driver or no NVML binding. Where CUDA_VISIBLE_DEVICES
+    names some by UUID, those.
 
     sm_count and l2_bytes are 0 here: NVML does not tell them, and asking CUDA would open a context.
+
+    Raises:
+        MeasureError: the driver does not answer.
     """
+    return asked(_list_devices, LISTED_S)
+
+
+def _list_devices() -> list[Device]:
     try:
         import pynvml
 
@@ -100,8 +133,7 @@ def devices() -> list[Device]:
         return []
     found = []
     driver = _text(_tell(pynvml.nvmlSystemGetDriverVersion) or "")
-    for index in range(_tell(pynvml.nvmlDeviceGetCount) or 0):
-        handle = _tell(pynvml.nvmlDeviceGetHandleByIndex, index)
+    for handle in _handles(pynvml):
         capability = _tell(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
         if capability is None:
             continue  # listed, but lost or in a mode that computes nothing
@@ -113,13 +145,22 @@ def devices() -> list[Device]:
 
 
 def only_gpu() -> tuple[str, str] | None:
-    """UUID and name of the GPU that CUDA will open, before it does; None where there are several to choose from."""
+    """UUID and name of the GPU that CUDA will open, before it does; None where there are several to choose from.
+
+    Raises:
+        MeasureError: the driver does not answer.
+    """
+    return asked(_find_only_gpu, LISTED_S)
+
+
+def _find_only_gpu() -> tuple[str, str] | None:
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        found = [(_text(pynvml.nvmlDeviceGetUUID(each)), _text(pynvml.nvmlDeviceGetName(each))) for each in handles]
+        found = [
+            (_text(pynvml.nvmlDeviceGetUUID(each)), _text(pynvml.nvmlDeviceGetName(each))) for each in _handles(pynvml)
+        ]
     except Exception:
         return None
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
@@ -129,28 +170,47 @@ def only_gpu() -> tuple[str, str] | None:
 
 
 def current_gpu() -> tuple[str, str]:
-    """UUID and name of the current CUDA device; empty where they are not told. That of an instance (MIG) is its GPU's."""
-    nvml, handle = _current()
-    if handle is None:
-        return "", ""
-    return _text(_tell(nvml.nvmlDeviceGetUUID, handle) or ""), _text(_tell(nvml.nvmlDeviceGetName, handle) or "")
+    """UUID and name of the current CUDA device; empty where they are not told. That of an instance (MIG) is its GPU's.
+
+    Raises:
+        MeasureError: the driver does not answer.
+    """
+    bus = _current_bus()
+
+    def ask() -> tuple[str, str]:
+        nvml, handle = _at(bus)
+        if handle is None:
+            return "", ""
+        return _text(_tell(nvml.nvmlDeviceGetUUID, handle) or ""), _text(_tell(nvml.nvmlDeviceGetName, handle) or "")
+
+    return asked(ask, LISTED_S)
 
 
-def _current() -> tuple[Any, Any]:
-    """NVML, and its handle of the current CUDA device; None where there is none."""
+def _current_bus() -> str:
+    """Where the current CUDA device of this thread is on the PCI bus; empty where that is not told."""
     try:
         import cupy
+
+        return str(cupy.cuda.Device().pci_bus_id)
+    except Exception:
+        return ""
+
+
+def _at(bus: str) -> tuple[Any, Any]:
+    """NVML, and its handle of the GPU at that place; None where there is none."""
+    asked.about = f"GPU {bus}"
+    try:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByPciBusId(cupy.cuda.Device().pci_bus_id.encode())
+        return pynvml, pynvml.nvmlDeviceGetHandleByPciBusId(bus.encode()) if bus else None
     except Exception:
         return None, None
 
 
 def current_processes() -> frozenset[int]:
     """The processes that have the current CUDA device open; none where that is not told."""
-    nvml, handle = _current()
+    nvml, handle = _at(_current_bus())
     return _processes(nvml, handle) if handle is not None else frozenset()
 
 
@@ -194,14 +254,20 @@ class ConditionsLog:
     Args:
         ours: what NVML calls the processes whose work on the GPU is the run; this one unless given.
         since_s: `time.time()` from which on others are looked for; now unless given.
+        ask: has each question asked; `asked` in a process that nobody watches.
+
+    Raises (as what is told of it):
+        MeasureError: the driver does not answer.
     """
 
-    def __init__(self, ours: Collection[int] = (), since_s: float | None = None) -> None:
+    def __init__(self, ours: Collection[int] = (), since_s: float | None = None, *,
+                 ask: Callable[[Callable[[], Any], float], Any] = unwatched) -> None:  # fmt: skip
         self._seen: dict[str, list[int]] = {}
-        self._nvml, self._handle = _current()
+        self._ask, bus = ask, _current_bus()
+        self._nvml, self._handle = ask(lambda: _at(bus), LISTED_S)
         self._ours = frozenset(ours or [os.getpid()])
         self._since_s = time.time() if since_s is None else since_s
-        self._listed = self._list()
+        self._listed = ask(self._list, READ_S)
 
     def _list(self) -> frozenset[int]:
         return frozenset() if self._handle is None else _processes(self._nvml, self._handle)
@@ -223,8 +289,10 @@ class ConditionsLog:
 
     def poll(self) -> None:
         """Take one reading."""
-        if self._handle is None:
-            return
+        if self._handle is not None:
+            self._ask(self._read, READ_S)
+
+    def _read(self) -> None:
         nvml, handle = self._nvml, self._handle
         readings = {
             "sm": _tell(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
@@ -240,7 +308,7 @@ class ConditionsLog:
     def summary(self) -> Conditions:
         """Median clocks, highest power and temperature, every throttle reason seen."""
         seen = self._seen
-        listed = self._listed | self._list()
+        listed = self._listed | self._ask(self._list, READ_S)
         told = bool(listed & self._ours)  # else ours could not be told from others'
         others = listed - self._ours if told else frozenset()
         reasons = functools.reduce(operator.or_, seen.get("reasons", []), 0)
@@ -250,4 +318,4 @@ class ConditionsLog:
                           power_w=max(seen.get("milliwatts", [0])) / 1e3,
                           temperature_c=max(seen.get("temperature", [0])),
                           throttle_reasons=throttled, others=tuple(sorted(others)),
-                          beside=self._ran(others) if told else ())  # fmt: skip
+                          beside=self._ask(lambda: self._ran(others), READ_S) if told else ())  # fmt: skip

@@ -382,10 +382,11 @@ def main(
 def _serve(connection: Connection, folder: str, answering: Callable[[State, tuple[Any, ...]], Any]) -> None:
     try:
         state = start(folder)
+        gpu = current_gpu()
     except Exception as error:
         connection.send(("fatal", f"{type(error).__name__}: {error}"))
         return
-    connection.send(("ready", (state.device, current_gpu())))
+    connection.send(("ready", (state.device, gpu)))
     while True:
         request = connection.recv()
         if time.time() - state.answered_s > IDLE_S:

@@ -35,6 +35,17 @@ def is_alive(pid: int, started: int | None) -> bool:
     return state not in ENDED and (started is None or began in (None, started))
 
 
+def own_word() -> str:
+    """This process, for the name of a file: in a container that is started again, its successor may have the same number."""
+    return f"{os.getpid()}.{_started(os.getpid()) or ''}"
+
+
+def lives(word: str) -> bool:
+    """Whether the process of this host that called itself so still runs."""
+    pid, _, started = word.partition(".")
+    return pid.isdigit() and is_alive(int(pid), int(started) if started.isdigit() else None)
+
+
 def _started(pid: int) -> int | None:
     """Start of the process in clock ticks since boot, which tells it from a later one of the same number (Linux)."""
     return _stat(pid)[1]

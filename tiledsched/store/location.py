@@ -11,9 +11,9 @@ def location(url: str | os.PathLike[str] | None) -> str:
     text = os.fspath(url) if url is not None else os.environ.get("TILEDSCHED_DB", "")
     if text:
         return text
-    import platformdirs
+    from tiledsched.files import user_folder
 
-    return str(Path(platformdirs.user_data_dir("tiledsched")) / "tuning.db")
+    return str(user_folder("data") / "tuning.db")
 
 
 def site_location(site: str | None) -> str | None:

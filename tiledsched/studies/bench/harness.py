@@ -14,6 +14,7 @@ from typing import Any
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.errors import MeasureError, UnsupportedError
 from tiledsched.extras import installing
+from tiledsched.measure.asking import asked
 from tiledsched.measure.nvml import ConditionsLog, current_device
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
 from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
@@ -77,7 +78,7 @@ class TorchHarness:
             if not _out_of_memory(torch, error):
                 raise _lost(error) from error
             return Prepared(ready=(), failed={each.name: "out of memory: the inputs" for each in methods},
-                            watch=TorchStopwatch(torch, [], self._flush), log=ConditionsLog())  # fmt: skip
+                            watch=TorchStopwatch(torch, [], self._flush), log=ConditionsLog(ask=asked))  # fmt: skip
         failed: dict[str, str] = {}
         found: list[tuple[Method, Tried]] = []
         for method in methods:
@@ -99,7 +100,7 @@ class TorchHarness:
                 details=self._details(case, method.name, captured=bool(launches))
                 if method.name in (OURS, SERVED, LEFT_OUT) else {},
             ))  # fmt: skip
-        return Prepared(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog())
+        return Prepared(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog(ask=asked))
 
     def check(self) -> None:
         """See `tiledsched.studies.bench.run.Harness`."""
