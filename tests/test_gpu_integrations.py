@@ -267,7 +267,7 @@ def test_kernels_loads_a_package_that_is_served(serving, tmp_path) -> None:
 
 
 def test_padding_and_static_caches_of_compiled_models() -> None:
-    """By the default compiler: a padded batch, where a CUDA graph is not captured, and the steps of `generate`, where one is."""
+    """By the default compiler: a padded batch, whose mask is torch's, with CUDA graphs and without, and the steps of `generate`."""
     transformers = pytest.importorskip("transformers")
     from tiledsched.attention.integrations.transformers import register
 

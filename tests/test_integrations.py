@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tiledsched import configure
 from tiledsched.errors import ConfigError, UnsupportedError
 
 torch = pytest.importorskip("torch")
@@ -363,10 +362,9 @@ def test_what_is_told_of_a_window_while_it_is_traced(change, registered, transfo
     named = {"q_length": 20, "kv_length": 20, "q_offset": 0, "kv_offset": 0, "local_size": 8, "config": config,
              "allow_is_causal_skip": True, "attention_mask": None, "batch_size": 2} | change  # fmt: skip
     seen = registered._seen_keys(named)
-    padded = change.pop("attention_mask", None) is not None
     usual = config.sliding_window == 8 and config.attention_chunk_size is None and not change
     assert (seen is not None) is usual
-    assert seen is None or (seen.causal, seen.window, seen.columns, seen.told is not None) == (True, 8, 20, padded)
+    assert seen is None or (seen.causal, seen.window, seen.columns) == (True, 8, 20)
 
 
 def logits_of(model, method, padding, chunks=None):
@@ -545,52 +543,6 @@ def test_a_step_on_a_static_cache_that_is_traced_whole_needs_no_mask(registered,
         seen = masking_utils.sdpa_mask(**named, q_offset=place)
         wanted = functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
         torch.testing.assert_close(compiled(place), wanted.transpose(1, 2))
-
-
-@pytest.mark.parametrize("kind", ["causal", "window", "encoder"])
-def test_padding_is_read_where_code_is_compiled(launches, fresh, registered, transformers, kind) -> None:
-    """Padding anywhere at the ends is the kernel's; what hides more is torch's, as values say when they are there."""
-    from transformers import masking_utils as known
-
-    q, k, v = (each.half() for each in tensors(2, 4, 20, 16, kv_heads=2))
-    function = {"causal": known.causal_mask_function, "window": known.sliding_window_causal_mask_function(8),
-                "encoder": known.bidirectional_mask_function}[kind]  # fmt: skip
-    named = {"batch_size": 2, "q_length": 20, "kv_length": 20, "q_offset": 0, "kv_offset": 0, "mask_function": function,
-             "allow_is_causal_skip": kind != "encoder", "allow_is_bidirectional_skip": kind == "encoder", "device": "cpu",
-             "use_vmap": False, "local_size": 8 if kind == "window" else None,
-             "config": SimpleNamespace(sliding_window=8)}  # fmt: skip
-    layer = torch.nn.Module()
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda padding: registered.attention(layer, q, k, v, registered.mask(**named, attention_mask=padding))[0],
-        backend="eager", fullgraph=True,
-    )  # fmt: skip
-    holes = PADDED.clone()
-    holes[1, 5:7] = 0
-    for padding, served in ((PADDED, 1), (RIGHT, 1), (torch.ones_like(PADDED), 1), (holes, 0)):
-        launches.clear()
-        with configure(fallback="error" if served else "torch"):
-            found = compiled(padding.bool())
-        assert len(launches) == served
-        seen = known.sdpa_mask(**named | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-                               attention_mask=padding.bool())  # fmt: skip
-        wanted = functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(1, 2)
-        rows = padding.bool() if kind != "encoder" else torch.ones_like(padding, dtype=torch.bool)
-        torch.testing.assert_close(found[rows], wanted[rows], atol=5e-3, rtol=5e-2)
-
-
-def test_a_padded_batch_stays_one_graph(launches, fresh, registered, transformers, no_masks) -> None:
-    model = make(transformers, num_hidden_layers=1).half()
-    torch._dynamo.reset()
-    counter = pytest.importorskip("torch._dynamo.testing").CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for padding in (PADDED, RIGHT):
-        given = {"input_ids": PROMPT, "attention_mask": padding, "use_cache": False}
-        with torch.no_grad():
-            wanted = use(model, "eager")(**given).logits
-            found = use(model, "tiledsched") and compiled(**given).logits
-        torch.testing.assert_close(found[padding.bool()], wanted[padding.bool()], atol=5e-3, rtol=5e-2)
-    assert (len(launches), counter.frame_count) == (2, 1)
 
 
 def test_masks_that_say_more_stay_masks(registered, transformers, monkeypatch) -> None:

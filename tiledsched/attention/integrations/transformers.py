@@ -21,10 +21,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._pytree import tree_map_only
 
 from tiledsched.attention import fallback
-from tiledsched.attention.arguments import needs_gradients, unserved
 from tiledsched.attention.beside import Beside, Window
-from tiledsched.attention.operator import NO_BACKWARD
-from tiledsched.attention.padded import sdpa_padded, traced_edges
 from tiledsched.attention.padding import edges, ends_of
 from tiledsched.attention.placed import sdpa_varlen
 from tiledsched.attention.sdpa import sdpa
@@ -61,9 +58,6 @@ class SeenKeys:
     """`[sequences + 1]` int32: where packed sequences begin, counted through all rows; None where none are packed."""
     longest: int = 0
     """Rows of the longest of them."""
-    told: tuple[torch.Tensor, torch.Tensor] | None = None
-    """While traced, when no values are read: `[batch, columns]`, True for keys that are no padding, and which of `starts` and
-    `lengths` say so, which the call finds out."""
     ndim = 4  # which transformers asks of masks made before
 
     def contiguous(self) -> SeenKeys:
@@ -99,10 +93,8 @@ class SeenKeys:
 
     def to(self, device: Any, *_: Any, **__: Any) -> SeenKeys:
         """On another device, for models that are spread over several."""
-        given = {name: getattr(self, name) for name in ("starts", "lengths", "offsets")}
-        moved: dict[str, Any] = {name: each if each is None else each.to(device) for name, each in given.items()}
-        if self.told is not None:
-            moved["told"] = (self.told[0].to(device), self.told[1])
+        moved = {name: getattr(self, name) for name in ("starts", "lengths", "offsets")}
+        moved = {name: each if each is None else each.to(device) for name, each in moved.items()}
         return replace(self, **moved, materialize=lambda: self.materialize().to(device))
 
 
@@ -154,9 +146,6 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     reason = _not_served(attention_mask, more)
     scores: dict[str, Any] = {"softcap": more.get("softcap"), "sinks": more.get("s_aux", more.get("sinks"))}
     scores = {name: value for name, value in scores.items() if value is not None}
-    if not reason and isinstance(attention_mask, SeenKeys) and attention_mask.told is not None:
-        trained = needs_gradients(query, key, value, scores.get("sinks"))
-        reason = unserved(query, key, value, None, dropout) or (NO_BACKWARD if trained else "")
     if reason and scores:  # which transformers' own does not compute
         fallback.report(reason)
         out = fallback.attend_in_torch(query, key, value, _plain(attention_mask, query.device), dropout, None, scaling, False,
@@ -179,10 +168,6 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         seen = attention_mask
         key, value = key[:, :, : seen.columns], value[:, :, : seen.columns]
         causal = "bottom_right" if seen.causal else False
-        if seen.told is not None:
-            out = sdpa_padded(query, key, value, seen.starts, seen.lengths, seen.told, causal=causal, scale=scaling,
-                              window=seen.window if isinstance(seen.window, int) else None, **scores)  # fmt: skip
-            return out.transpose(1, 2).contiguous(), None
         scores |= {"window": seen.window, "key_starts": seen.starts, "key_lengths": seen.lengths}
     elif isinstance(attention_mask, CausalBias):
         causal = "bottom_right"
@@ -263,7 +248,7 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     if isinstance(place, torch.Tensor) and not traced and not _is_capturing(place.device):
         named = named | {"q_offset": int(place)}
     sizes = [size for size in map(named.get, ("q_length", "kv_length", "q_offset", "kv_offset")) if type(size) is int]
-    if len(sizes) < 4:
+    if len(sizes) < 4 or (traced and named.get("attention_mask") is not None):
         return None
     rows, columns, before, hidden = sizes
     if traced:  # when closures cannot be looked into
@@ -289,14 +274,10 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     if rows < 1 or columns < (rows if causal else 1):
         return None
     padding = named.get("attention_mask")
-    starts, lengths, told = None, None, None
-    if padding is not None and (padding.ndim != 2 or padding.shape[1] < hidden + columns):
-        return None
-    if padding is not None and traced:
-        seen = padding[:, hidden : hidden + columns].bool()
-        starts, lengths, which = traced_edges(seen)
-        told = seen, which
-    elif padding is not None:
+    starts, lengths = None, None
+    if padding is not None:
+        if padding.ndim != 2 or padding.shape[1] < hidden + columns:
+            return None
         found = edges(padding[:, hidden : hidden + columns].bool())
         if found is None:
             return None
@@ -305,7 +286,7 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
         return None  # transformers knows best what it calls with no mask
     from transformers.masking_utils import sdpa_mask
 
-    return SeenKeys(columns=columns, causal=causal, window=window, starts=starts, lengths=lengths, told=told,
+    return SeenKeys(columns=columns, causal=causal, window=window, starts=starts, lengths=lengths,
                     materialize=lambda: sdpa_mask(**{**named, "allow_is_causal_skip": False,
                                                      "allow_is_bidirectional_skip": False}))  # fmt: skip
 
