@@ -17,7 +17,7 @@ import pytest
 
 from tiledsched.build import toolchain as toolchain_module
 from tiledsched.build.artifacts import ArtifactStore
-from tiledsched.build.compiler import BuildTask, Built, compile_task
+from tiledsched.build.compiler import BuildTask, Built, compile_task, pass_on_worker_warps
 from tiledsched.build.cubin import is_whole, read_artifact, strip_debug
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain, release
 from tiledsched.config import Settings, load_settings
@@ -228,9 +228,22 @@ def test_what_is_asked_for_beside_builds(arch: str) -> None:
 
 
 @pytest.mark.compiler
-def test_sixteen_worker_warps_reach_a_compiler_that_takes_them() -> None:
+def test_sixteen_worker_warps_reach_a_compiler_that_takes_them(monkeypatch) -> None:
     """Four of them load; the compiler of 13.4 would build another program than was asked for, so there it is a failure."""
+    from cuda.tile import _ir2bytecode
+    from cuda.tile._cext import default_tile_context
+
+    from tiledsched.serve.prebuilt import make_kernel
+
     schedule = space_for("sm_90", Attention).default(PROBLEM).replace(tile_m=256, num_worker_warps=16)
+    monkeypatch.setattr(_ir2bytecode, "_resolve_num_worker_warps", _ir2bytecode._resolve_num_worker_warps)
+    pass_on_worker_warps.cache_clear()  # as in a process that has built nothing
+    (step,) = steps(Attention, PROBLEM, schedule, arch_spec("sm_90"))
+    (served,) = make_kernel(Attention, {"sm_90": schedule}, PROBLEM, load_settings())
+    asked = signature(Attention, PROBLEM, schedule, step)
+    if release(installed_toolchain().tileiras) >= (13, 5):
+        launched = served._compile(asked, default_tile_context, (9, 0))[0]
+        assert read_artifact(launched, "sm_90").facts.threads == 32 * (16 + 4)
     made = built(schedule, PROBLEM, "sm_90")
     if release(installed_toolchain().tileiras) >= (13, 5):
         assert made.artifact is not None

@@ -65,6 +65,18 @@ def test_an_entry_of_an_earlier_version_is_served_as_the_program_it_was() -> Non
     assert served.schedule == schedule(tile_m=128, persistent="strided")
 
 
+def test_what_this_compiler_cannot_build_is_neither_served_nor_named() -> None:
+    """An entry of a compiler that takes more warps serves under that one, or as a bundle's program, where there is no compiler."""
+    odd, near = entry(knobs={"num_worker_warps": 16}), PROBLEM.replace(seq_q=1280, seq_k=1280)
+    for compiler, served in (("13.4.92", 4), ("13.5.37", 16), ("", 16)):
+        table = table_of([odd], compiler=compiler)
+        assert [table.resolve(each, "sm_90").schedule["num_worker_warps"] for each in (PROBLEM, near)] == [served] * 2
+    plain = entry(runner_up=schedule(num_worker_warps=16), margin=0.0)
+    assert [each.runner_up for each in table_of([plain], compiler="13.4.92")._known(space_for("sm_90", Attention))] == [
+        None
+    ]
+
+
 def test_another_device_of_the_arch_is_transferred() -> None:
     table = table_of([entry(knobs={"tile_m": 128}, device="NVIDIA H100")])
     served = table.resolve(PROBLEM, "sm_90", "NVIDIA H200")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiledsched.build.cubin import Artifact, join, read_artifact
-from tiledsched.build.toolchain import compiler_at_hand, release
+from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, release
 from tiledsched.device import arch_spec
 from tiledsched.errors import Failure, FailureKind, NoRoomError
 from tiledsched.files import PREFIX, has_room, is_full
@@ -70,8 +70,6 @@ def prepare_process() -> None:
     os.environ.setdefault("CUDA_TILE_TEMP_DIR", tempfile.gettempdir())
 
 
-ANY_WORKER_WARPS = (13, 5)
-"""First compiler release that takes `num_worker_warps` beside 4 and 8."""
 NO_MEANS = re.compile("cannot allocate memory|read-only file system|too many open files", re.IGNORECASE)
 """What the system says where a compiler could not write or had no memory."""
 FULL = re.compile("no space left|disk quota", re.IGNORECASE)

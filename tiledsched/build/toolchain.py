@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tiledsched.errors import CompilerError
 from tiledsched.problem import stable_id
+from tiledsched.schedule import Schedule
 
 PARTS = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 RELEASES = ("13.4", "13.5")
@@ -124,6 +125,16 @@ def _installed_toolchain(_path: str) -> Toolchain:
         raise CompilerError(f"compiler parts of different releases: tileiras {toolchain.tileiras}, ptxas "
                             f"{toolchain.ptxas}, nvvm {toolchain.nvvm}; install one release: {INSTALL}")  # fmt: skip
     return toolchain
+
+
+ANY_WORKER_WARPS = (13, 5)
+"""First compiler release that takes `num_worker_warps` beside 4 and 8."""
+
+
+def takes_hints(compiler: str, schedule: Schedule) -> bool:
+    """Whether a compiler takes the hints of a schedule; where there is none, bundles may."""
+    usual = schedule.get("num_worker_warps", 0) in (0, 4, 8)
+    return usual or not compiler or release(compiler) >= ANY_WORKER_WARPS
 
 
 def release(version: str) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tiledsched.build.toolchain import takes_hints
 from tiledsched.device import ARCHS, arch_spec
 from tiledsched.errors import ConfigError, SpaceError
 from tiledsched.kernel import HINT_KNOBS, KernelClass, allowed_hints
@@ -170,11 +171,15 @@ class Table:
                 f"another, and its time, too; run: tiledsched refresh {self.kernel.name} --arch {entry.arch}")  # fmt: skip
 
     def _known(self, space: SearchSpace) -> list[EntryRecord]:
-        """Entries of the arch, with every knob of the space."""
+        """Entries of the arch that the compiler at hand can build, with every knob of the space."""
         if space.arch not in self._completed:
-            self._completed[space.arch] = [replace(entry, schedule=space.complete(entry.schedule))
-                                           for entry in self._by_arch.get(space.arch, [])]  # fmt: skip
+            found = [entry for entry in self._by_arch.get(space.arch, []) if takes_hints(self.compiler, entry.schedule)]
+            self._completed[space.arch] = [replace(entry, schedule=space.complete(entry.schedule),
+                                                   runner_up=self._usable(entry.runner_up)) for entry in found]  # fmt: skip
         return self._completed[space.arch]
+
+    def _usable(self, schedule: Schedule | None) -> Schedule | None:
+        return schedule if schedule is not None and takes_hints(self.compiler, schedule) else None
 
     def _told_of(self, problem: Problem, space: SearchSpace) -> list[EntryRecord]:
         """Entries measured for `problem` itself."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiledsched.build.compiler import pass_on_worker_warps
 from tiledsched.build.cubin import parts
 from tiledsched.config import Settings
 from tiledsched.device import arch_spec
@@ -200,6 +201,7 @@ def _kernel_class() -> type:
                 else:
                     log.info("%s from %s", found.program.fingerprint, found.bundle.path)
                     return parts(code)[self.place], symbol(self.declaration), None, ()
+            pass_on_worker_warps()  # what was measured may have hints that cuTile holds back
             try:
                 wanted = assumed(self.declaration, signature, self.step)
                 return super()._compile(wanted, context, compute_capability, *more)
