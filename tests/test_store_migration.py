@@ -83,7 +83,7 @@ def test_every_measured_entry_comes_through_as_measured(upgraded, tmp_path) -> N
     table = read_table(path)
     one = [entry for entry in table.entries if entry.compiler == "13.4.92"]  # an entry had no compiler in its key
     known = {entry.problem for entry in one}  # nor problems packed sequences
-    timed = tuple(each for each in table.measurements if each.problem in known)
+    timed = tuple(each for each in table.measurements if each.measurement.problem in known)
     table = dataclasses.replace(table, entries=tuple(one), measurements=timed)
     assert Counter(entry.provenance for entry in table.entries) == {"measured": 173}
     db = upgraded(table)
