@@ -35,7 +35,7 @@ CAUSAL = {"causal": True, "alignment": "bottom_right"}
 ORDERS = st.one_of(st.sampled_from(["forward", "reversed"]), st.integers(0, 100))
 
 
-@settings(DRAWN, max_examples=75)
+@settings(DRAWN, max_examples=50)
 @given(case=cases(asked_problems), seed=st.integers(0, 1000), sm_count=st.integers(1, 8))
 def test_output_matches_the_reference(case, seed, sm_count):
     problem, schedule = case
@@ -47,14 +47,14 @@ def decoding(draw, **fixed):
     return draw(asked_problems(of=decoding_problems, **fixed))
 
 
-@settings(DRAWN, max_examples=40)
+@settings(DRAWN, max_examples=25)
 @given(case=cases(decoding), seed=st.integers(0, 1000), order=ORDERS)
 def test_few_rows_and_many_keys(case, seed, order):
     problem, schedule = case
     check(problem, schedule, make_inputs(problem, seed), order=order, more=more_inputs(problem, seed))
 
 
-@settings(DRAWN, max_examples=30)
+@settings(DRAWN, max_examples=25)
 @given(
     case=cases(asked_problems),
     kv_splits=st.sampled_from([2, 4, 8]),

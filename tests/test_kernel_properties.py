@@ -54,7 +54,7 @@ COMBINE = ["last_block", "launch"]
 ORDERS = st.one_of(st.sampled_from(["forward", "reversed"]), st.integers(0, 100))
 
 
-@settings(DRAWN, max_examples=35)
+@settings(DRAWN, max_examples=28)
 @given(case=cases(decoding_problems), seed=st.integers(0, 1000), order=ORDERS)
 def test_few_rows_and_many_keys(case, seed, order):
     """Where split keys, packed heads and small tiles are used; blocks run in whatever order."""
@@ -62,7 +62,7 @@ def test_few_rows_and_many_keys(case, seed, order):
     check(problem, schedule, make_inputs(problem, seed), order=order)
 
 
-@settings(DRAWN, max_examples=40)
+@settings(DRAWN, max_examples=30)
 @given(case=cases(), kv_splits=st.sampled_from([2, 4, 8]), kv_combine=st.sampled_from(COMBINE), order=ORDERS)
 def test_split_keys_under_any_structure(case, kv_splits, kv_combine, order):
     """Splitting is explored on the plain kernel, and yet right on every other one it is allowed with."""
@@ -73,7 +73,7 @@ def test_split_keys_under_any_structure(case, kv_splits, kv_combine, order):
 
 
 @pytest.mark.parametrize("of", [problems, decoding_problems])
-@settings(DRAWN, max_examples=40)
+@settings(DRAWN, max_examples=30)
 @given(data=st.data(), arch=st.sampled_from(ARCHS), seed=st.integers(0, 2**32 - 1))
 def test_what_is_not_explored_is_right_where_it_can_work(of, data, arch, seed):
     """Where a search by neighbours may go: from the default schedule by one knob after the other."""
@@ -400,7 +400,7 @@ def test_wide_indices():
 # ---- adversarial inputs ----------------------------------------------------------------------------------------------
 
 
-@settings(DRAWN, max_examples=40)
+@settings(DRAWN, max_examples=30)
 @given(case=cases(head_dim=128), seed=st.integers(0, 1000))
 def test_one_hot_rows_give_that_row_exactly(case, seed):
     problem, schedule = case
