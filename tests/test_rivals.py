@@ -477,6 +477,23 @@ def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, m
     assert attention_left_out.left_out(Attention.suite("bert")[0]) == set(Attention.suite("bert"))
 
 
+def test_what_is_left_out_is_read_again_under_other_settings(monkeypatch) -> None:
+    """A process of a fleet benches from one database after the other."""
+    from tiledsched.studies.rivals import attention_left_out
+
+    loads = []
+    monkeypatch.setattr(attention_left_out, "load_entries", lambda *given: loads.append(given) or [])
+    attention_left_out._entries.cache_clear()
+    for _ in range(2):
+        attention_left_out._entries("sm_90")
+    assert len(loads) == 1
+    with configure(rivals="off"):
+        attention_left_out._entries("sm_90")
+    attention_left_out._entries("sm_90")
+    assert len(loads) == 3
+    attention_left_out._entries.cache_clear()
+
+
 def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declared(launches, monkeypatch) -> None:
     import op_kernels
     from serve_on_cpu import capturing

@@ -32,13 +32,13 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool |
 
     plan = plan_for(q, k, v, causal=causal, **asked)
     _, beside = read_beside(q, k, CAUSAL[causal], *(asked.get(name) for name in NAMES))
-    return explain_plan(plan, q, k, v, beside, verify=verify)
+    return explain_plan(plan, beside, q, k, v, verify=verify)
 
 
 def explain_plan(
-    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beside: Beside, *, verify: bool
+    plan: Plan, beside: Beside, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, verify: bool
 ) -> Explanation:
-    """The same of a plan of q, k and v, with what is asked for beside."""
+    """The same of a plan, with what is asked for beside, of q, k and v."""
     from tiledsched.attention.launching import all_arguments
     from tiledsched.serve.process import device_facts, settings
 

@@ -236,8 +236,8 @@ def _lower_right(named: dict[str, Any]) -> CausalBias | None:
 def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     """The mask where it says no more than causal or not, a sliding window, and padding on the left and right; and no less.
 
-    None, too, for versions of transformers that tell other things. While it is traced no values can be read: padding is then
-    what an operator finds when the code runs.
+    None, too, for versions of transformers that tell other things; and while it is traced, when no values can be read, where
+    there is a mask of padding.
     """
     traced = torch.compiler.is_compiling()
     kept = not (named.get("allow_is_causal_skip", True) or named.get("allow_is_bidirectional_skip", False))

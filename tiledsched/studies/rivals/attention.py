@@ -96,19 +96,25 @@ class AttentionArrays(Arrays):
             found["softcap"] = DEFAULT_CAP
         return found
 
+    @property
+    def beside(self) -> tuple[str | None, Any]:
+        """Where the causal mask is aligned, None for no mask, and what is asked for beside, as plans take them."""
+        from tiledsched.attention.arguments import CAUSAL
+        from tiledsched.attention.beside import NAMES, read_beside
+
+        named = self.named
+        return read_beside(self.q, self.k, CAUSAL[self.causal], *(named.get(name) for name in NAMES))
+
 
 def _ours(arrays: AttentionArrays) -> Call:
     """Our kernel as `sdpa` launches it, also where a rival is served."""
     if arrays.problem.placed:
         return own_placed(arrays)
-    from tiledsched.attention.arguments import CAUSAL
-    from tiledsched.attention.beside import NAMES, read_beside
     from tiledsched.attention.launching import launch_plan
     from tiledsched.attention.sdpa import plan_for
 
-    q, k, v, named = arrays.q, arrays.k, arrays.v, arrays.named
-    plan = plan_for(q, k, v, causal=arrays.causal, **named).own
-    _, beside = read_beside(q, k, CAUSAL[arrays.causal], *(named.get(name) for name in NAMES))
+    q, k, v = arrays.q, arrays.k, arrays.v
+    plan, (_, beside) = plan_for(q, k, v, causal=arrays.causal, **arrays.named).own, arrays.beside
     return lambda: launch_plan(plan, q, k, v, keep_zeros=True, beside=beside)
 
 
@@ -177,12 +183,9 @@ def _torch_call(arrays: AttentionArrays) -> Call:
     _refuse_asked(problem, but=("window", "window_right", "starts", "lengths"))
     more: dict[str, Any] = {"enable_gqa": True} if problem.group > 1 else {}
     if problem.asked:
-        from tiledsched.attention.arguments import CAUSAL
-        from tiledsched.attention.beside import NAMES, read_beside, visible_keys
+        from tiledsched.attention.beside import visible_keys
 
-        causal = CAUSAL[arrays.causal]
-        causal, beside = read_beside(arrays.q, arrays.k, causal, *(arrays.named.get(name) for name in NAMES))
-        more["attn_mask"] = visible_keys(arrays.q, arrays.k, causal, beside)
+        more["attn_mask"] = visible_keys(arrays.q, arrays.k, *arrays.beside)
     elif problem.causal and problem.alignment == "bottom_right":
         from torch.nn.attention.bias import causal_lower_right
 
@@ -341,19 +344,15 @@ class PairCase:
         arrays = self.arrays
         q, k, v = arrays.q, arrays.k, arrays.v
         if method == LEFT_OUT:
-            plan, _ = left_out_plan(arrays)
-            rival = plan.in_graphs if captured else plan.rival
-            if rival:
-                return {"schedule": rival.name, "provenance": "rival"}
-            return {"schedule": plan.served.schedule.short(), "provenance": plan.served.provenance}
-        if arrays.problem.placed:
-            plan, beside = placed_plan(arrays)
-            found = explain_plan(plan, q, k, v, beside, verify=verify)
+            verify = False  # nothing was measured for it
+            found = explain_plan(*left_out_plan(arrays), q, k, v, verify=verify)
+        elif arrays.problem.placed:
+            found = explain_plan(*placed_plan(arrays), q, k, v, verify=verify)
         else:
             found = explain(q, k, v, causal=arrays.causal, verify=verify, **arrays.named)
-        named = found.in_graphs if captured else found.rival
-        if method == SERVED and named:
-            return {"schedule": named, "provenance": "rival", "measured_program": None}
+        rival = found.in_graphs if captured else found.rival
+        if method != OURS and rival:
+            return {"schedule": rival, "provenance": "rival", "measured_program": None}
         return {"schedule": found.served.schedule.short(), "provenance": found.served.provenance,
                 "measured_program": found.is_measured_program if verify else None}  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from tiledsched import config
 from tiledsched.errors import UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import ALL_MODELS
@@ -34,6 +35,9 @@ def _entries(arch: str) -> list[EntryRecord]:
     return load_entries(process.settings(), {arch}, Attention.name)
 
 
+config.watchers.append(_entries.cache_clear)
+
+
 def left_out_call(arrays: Any) -> Call:
     """The call of an `AttentionArrays`: our kernel on the policy's choice, or the rival that is expected to be faster.
 
@@ -49,16 +53,13 @@ def left_out_call(arrays: Any) -> Call:
 
 def left_out_plan(arrays: Any) -> tuple[Any, Any]:
     """Its plan, and what is asked for beside."""
-    from tiledsched.attention.arguments import CAUSAL
-    from tiledsched.attention.beside import NAMES, read_beside
     from tiledsched.attention.plans import make_plan
 
     if arrays.problem.placed:
         raise UnsupportedError("it knows no packed sequences, and no pages")
-    q, k, v, named = arrays.q, arrays.k, arrays.v, arrays.named
-    causal, beside = read_beside(q, k, CAUSAL[arrays.causal], *(named.get(name) for name in NAMES))
-    served = serve_left_out(arrays.problem, process.device_facts(q.get_device()))
-    plan = make_plan(q, k, v, causal, None, False, served, beside)
+    causal, beside = arrays.beside
+    served = serve_left_out(arrays.problem, process.device_facts(arrays.q.get_device()))
+    plan = make_plan(arrays.q, arrays.k, arrays.v, causal, None, False, served, beside)
     if isinstance(plan, str):
         raise UnsupportedError(plan)
     return plan, beside

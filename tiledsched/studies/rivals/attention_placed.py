@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tiledsched.errors import UnsupportedError
 from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.rivals import heads_first, longest, rows_first
 from tiledsched.problem import Problem
-
-Call = Callable[[], Any]
+from tiledsched.studies.bench.methods import Call
 
 
 def beside_of(arrays: Any) -> Any:
