@@ -163,9 +163,7 @@ class Attention(Kernel):
     def constants(p: Problem, s: Schedule) -> Mapping[str, bool | int]:
         """The compile-time constants, as the entries name them."""
         step_n = s.number("tile_n") * s.number("kv_subtiles") * max(_unroll(s), _flat(s))
-        tile_n = (
-            math.gcd(s.number("tile_n"), p.page) if p.page else s.number("tile_n")
-        )  # a tile of keys lies in one page
+        tile_n = _tile_keys(p, s)
         causal = _needs_mask(p)
         tile_d, rest_d = _parts(p.tile_d, p.parts_d, s)
         tile_v, rest_v = _parts(p.tile_v, p.parts_v, s)
@@ -453,3 +451,9 @@ def _unroll(s: Schedule) -> int:
 def _parts(tile: int, parts: tuple[int, int], s: Schedule) -> tuple[int, int]:
     """Columns of the first and second part of a row as a schedule divides it."""
     return parts if s.get("column_parts", 1) == 2 else (tile, 0)
+
+
+def _tile_keys(p: Problem, s: Schedule) -> int:
+    """Keys of a tile. One load takes whole pages where they are a power of two, as tiles are; else a tile lies in one page."""
+    tile = s.number("tile_n")
+    return math.gcd(tile, p.page) if p.page > tile or p.page & (p.page - 1) else tile

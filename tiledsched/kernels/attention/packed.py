@@ -5,7 +5,7 @@ read as zeros and not written, as at the end of an array. A head has places for 
 b + CuQ[b] // rows on, which are at least as many as it has work tiles, whatever the lengths of the others. So the grid follows
 from sizes alone, a block finds its sequence by bisection, and there is one place too many for each sequence at most. (Counting
 work tiles would waste none, but sums over a tile make the compiler start more warps, and with eight workers it gives up.) A
-page holds a tile of keys or several: where it lies is read from the table.
+tile of keys takes several pages, or lies in one: where they lie is read from the table.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -72,8 +72,22 @@ def offset_in_pages(batch, seq_q, asked, const):
     return 0
 
 
-def page_of(keys, j, const):
-    """(page, place in it) of the `j`-th key tile of a sequence. What the table says beyond the last key is not trusted."""
+def spans_pages(const):
+    """Whether a tile of keys takes several pages, whole."""
+    return 0 < const.PAGE and const.PAGE < const.TILE_N
+
+
+def pages_of(keys, j, const):
+    """(page, place in it) of the `j`-th key tile of a sequence; of several pages, a tile of them.
+
+    What the table says beyond the last key is not trusted, and not followed: another's page may hold what is not finite.
+    """
+    if spans_pages(const):
+        pages = const.TILE_N // const.PAGE
+        last = max(ct.cdiv(keys.span.end, const.PAGE) - 1, 0)
+        places = ct.minimum(j * pages + ct.arange(pages, dtype=ct.int32), last)
+        found = ct.gather(keys.span.Table, (keys.batch, places), check_bounds=False)
+        return ct.minimum(ct.maximum(found, 0), keys.K.shape[0] - 1), 0
     tiles = const.PAGE // const.TILE_N
     page = ct.gather(keys.span.Table, (keys.batch, j // tiles), check_bounds=False)
     return min(max(page, 0), keys.K.shape[0] - 1), j % tiles

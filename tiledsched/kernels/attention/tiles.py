@@ -24,7 +24,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.asked import capped, narrowed, rows_see_nothing, seen, unmasked_turns
-from tiledsched.kernels.attention.packed import is_filled, offset_in_pages, own_outputs, own_sequence, page_of
+from tiledsched.kernels.attention.packed import is_filled, offset_in_pages, own_outputs, own_sequence, pages_of, spans_pages
 from tiledsched.kernels.attention.scheduler import (
     BACKWARD,
     FORWARD,
@@ -366,6 +366,16 @@ def load(array, index, BLOCK, ORDER, LATENCY, MAY_USE_TMA, const):
                    latency=None if LATENCY == 0 else LATENCY, allow_tma=None if MAY_USE_TMA else False)  # fmt: skip
 
 
+def load_pages(array, index, width, LATENCY, const):
+    """The rows of whole pages as one tile `[TILE_N, width]`: a tile of pages, a head, and which columns, counted in tiles."""
+    pages, head, column = index
+    slices = (pages, ct.Slice(head, 1), ct.Slice(0, const.PAGE), ct.Slice(column * width, width))
+    padding = ct.PaddingMode.ZERO if const.CHECK_BOUNDS else ct.PaddingMode.UNDETERMINED
+    rows = ct.load_advanced_indexing(array, slices, padding_mode=padding, latency=None if LATENCY == 0 else LATENCY,
+                                     allow_tma=None if const.TMA_LOADS else False)  # fmt: skip
+    return rows.reshape((const.TILE_N, width))
+
+
 def load_queries(Q, place, const):
     """A query tile in its parts, `[TILE_M, TILE_D]` and `[TILE_M, REST_D]`."""
     parts = ()
@@ -485,11 +495,14 @@ def load_keys(keys, i, t, const):
     """The `t`-th key tile of the `i`-th step in its parts, `[TILE_D, TILE_N]` and `[REST_D, TILE_N]`."""
     entry, j = keys.batch, existing_tile(keys, i, t, const)
     if const.PAGE:
-        entry, j = page_of(keys, j, const)
+        entry, j = pages_of(keys, j, const)
     parts = ()
     for part in ct.static_iter(range(2 if const.REST_D else 1)):
         width, column = part_of(part, const.TILE_D, const.REST_D)
-        if const.PERMUTE_K:
+        if spans_pages(const):
+            k = load_pages(keys.K, (entry, keys.kv_head, column), width, const.LATENCY_K, const)
+            k = ct.permute(k, (1, 0))
+        elif const.PERMUTE_K:
             k = load(keys.K, (entry, keys.kv_head, j, column), (1, 1, const.TILE_N, width), "C", const.LATENCY_K,
                      const.TMA_LOADS, const)  # fmt: skip
             k = ct.permute(k.reshape((const.TILE_N, width)), (1, 0))
@@ -504,12 +517,15 @@ def load_values(keys, i, t, const):
     """The `t`-th value tile of the `i`-th step in its parts, `[TILE_N, TILE_V]` and `[TILE_N, REST_V]`."""
     entry, j = keys.batch, existing_tile(keys, i, t, const)
     if const.PAGE:
-        entry, j = page_of(keys, j, const)
+        entry, j = pages_of(keys, j, const)
     parts = ()
     for part in ct.static_iter(range(2 if const.REST_V else 1)):
         width, column = part_of(part, const.TILE_V, const.REST_V)
-        v = load(keys.V, (entry, keys.kv_head, j, column), (1, 1, const.TILE_N, width), "C", const.LATENCY_V,
-                 const.TMA_LOADS, const)  # fmt: skip
+        if spans_pages(const):
+            v = load_pages(keys.V, (entry, keys.kv_head, column), width, const.LATENCY_V, const)
+        else:
+            v = load(keys.V, (entry, keys.kv_head, j, column), (1, 1, const.TILE_N, width), "C", const.LATENCY_V,
+                     const.TMA_LOADS, const)  # fmt: skip
         parts = (*parts, v.reshape((const.TILE_N, width)))
     return parts
 
