@@ -22,7 +22,7 @@ KNOBS = {
     "tile_m", "tile_n", "latency_k", "latency_v", "occupancy", "opt_level", "accum_mode", "num_ctas",
     "num_worker_warps", "loop_split", "block_order", "persistent", "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead",
     "k_load", "tma_loads", "tma_store", "check_bounds", "division", "lazy_rescale", "flat_steps", "reload_q",
-    "q_ahead", "store_late", "q_in_registers", "unroll", "peel_first", "kv_splits", "kv_combine", "pack_gqa", "column_parts",
+    "q_ahead", "store_late", "q_in_registers", "unroll", "peel_first", "kv_splits", "kv_combine", "page_lookup", "pack_gqa", "column_parts",
 }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_what_only_a_measurement_shows_is_marked() -> None:
     assert set(pins) == {
         "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead", "k_load", "tma_loads", "tma_store", "check_bounds",
         "division", "lazy_rescale", "flat_steps", "reload_q", "q_ahead", "store_late", "q_in_registers", "unroll",
-        "peel_first", "kv_splits", "kv_combine", "pack_gqa", "column_parts",
+        "peel_first", "kv_splits", "kv_combine", "page_lookup", "pack_gqa", "column_parts",
     }  # fmt: skip
     assert all(space.knobs[name].measured_only and space.knobs[name].default == value for name, value in pins.items())
     problem = Attention.standard(seq_len=1024, head_dim=64)

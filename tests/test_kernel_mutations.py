@@ -265,15 +265,25 @@ MUTATIONS_PLACED = {
     "outputs of another sequence": ("return own_rows(Out, asked.CuQ, sequence), Lse", "return own_rows(Out, asked.CuQ, 0), Lse"),
     "log-sum-exps where they were": ("        Lse = own_rows(Lse, asked.CuQ, sequence)", "        pass"),
     "even keys unmasked": ("const.CHECK_BOUNDS else ", "False else "),
-    "a step where there are no keys": ("steps = min(steps, ct.cdiv(seq_k,", "steps = min(steps, 1 + ct.cdiv(seq_k,"),
+    "a step where there are no keys": ("steps = min(steps, ct.cdiv(end,", "steps = min(steps, 1 + ct.cdiv(end,"),
     "nothing divided by nothing": ("or const.LENGTHS or const.PACKED", "or const.LENGTHS"),
     "another sequence's sizes": ("entry = 0 if const.PACKED else batch", "entry = batch"),
     "keys of the first entry": ("batch if const.PAGE else entry", "entry"),
     "diagonal at the table's end": ("return min(max(length, 0), asked.Table.shape[1] * const.PAGE) - seq_q", "return asked.Table.shape[1] * const.PAGE - seq_q"),
     "diagonal at the top": (" * const.PAGE) - seq_q", " * const.PAGE)"),
-    "tables of the first sequence": ("(keys.batch, j // tiles)", "(0, j // tiles)"),
-    "always the first page": ("(keys.batch, j // tiles)", "(keys.batch, 0)"),
-    "a page's first keys again": ("keys.K.shape[0] - 1), j % tiles", "keys.K.shape[0] - 1), 0"),
+    "tables of the first sequence": ("(keys.batch, place)", "(0, place)"),
+    "a page where there are no keys": ("if const.PACKED or const.PAGE:", "if const.PACKED:"),
+    "always the first page": ("page_at(keys, j // tiles)", "page_at(keys, 0)"),
+    "pages beyond the last key": ("(keys.batch, ct.minimum(first + each, last))", "(keys.batch, first + each)"),
+    "pages beyond the last key, one by one": ("page_at(keys, min(first + n, last))", "page_at(keys, first + n)"),
+    "a tile's first page alone": ("(keys.batch, ct.minimum(first + each, last))", "(keys.batch, ct.minimum(first, last))"),
+    "a tile's pages, one late": ("page_at(keys, min(first + n, last))", "page_at(keys, min(first + n + 1, last))"),
+    "a tile's pages in the same place": ("each == n, page_at", "each <= n, page_at"),
+    "every tile's first pages": ("first, last = j * pages,", "first, last = 0 * pages,"),
+    "tiles of pages as of one": ("first, last = j * pages,", "first, last = j,"),
+    "gathered tables are trusted": ("ct.minimum(ct.maximum(found, 0), keys.K.shape[0] - 1), 0", "found, 0"),
+    "pages of another head": ("ct.Slice(head, 1)", "ct.Slice(0, 1)"),
+    "a page's first keys again": ("j // tiles), j % tiles", "j // tiles), 0"),
     "pages as long as a tile": ("const.PAGE // const.TILE_N", "1"),
     "tables are trusted": ("min(max(page, 0), keys.K.shape[0] - 1)", "page"),
     "the last tile of a page for all": ("return min(j, max(ct.cdiv(keys.span.end, const.TILE_N) - 1, 0))", "return min(j, 0)"),
@@ -518,6 +528,23 @@ def battery_placed(kernel):
                                                                     "CuK": np.array([0, 0, 32, 64], np.int32)}),
     ):  # fmt: skip
         check(problem, schedule_for(problem, forced=True, **one | knobs), kernel=kernel, more=more, sm_count=1)
+    thin = paged.replace(page=16, kv_heads=2)
+    q, k, v = make_inputs(thin)
+    table = np.full(
+        (3, 12), 2**31 - 1, np.int32
+    )  # beyond the last key, and so the last page, in which nothing is finite
+    table[0, :7], table[2, 0] = [4, 30, 9, 34, 2, 17, 3], 21
+    k[-1] = v[-1] = np.nan
+    for lookup in ("gather", "scalar"):
+        schedule = schedule_for(thin, forced=True, **one, page_lookup=lookup)
+        check(thin, schedule, (q, k, v), kernel=kernel, more=lengths | {"Table": table}, sm_count=1)
+        late = thin.replace(seq_q=64, window=20, batch=1)  # keys from 83 on: the tile's first page lies before them
+        before = {
+            "Lengths": np.array([166], np.int32),
+            "Table": np.array([[-1] * 5 + [5, 6, 7, 8, 9, 10, -1]], np.int32),
+        }
+        schedule = schedule_for(late, forced=True, **one, page_lookup=lookup, check_bounds=False)
+        check(late, schedule, kernel=kernel, more=before, sm_count=1)
 
 
 @pytest.mark.parametrize("name", MUTATIONS_PLACED)

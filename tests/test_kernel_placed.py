@@ -62,7 +62,7 @@ def test_few_rows_and_many_keys(case, seed, order):
 
 def valid(problem, knobs):
     """The structures that packed sequences and pages have."""
-    left_out = {"flat_steps"} | ({"qk_ahead", "store_late"} if problem.packed else set())
+    left_out = {"flat_steps"} | ({"qk_ahead"} | ({"store_late"} if problem.packed else set()))
     return not left_out & set(knobs)
 
 
@@ -118,12 +118,13 @@ def test_pages_around_the_tile(length, page):
     entries = PAGED.replace(page=page).key_entries
     more["Lengths"] = np.array([length, 192, 1], np.int32)
     more["Table"] = np.random.default_rng(0).permutation(entries).reshape(3, -1).astype(np.int32)
+    thin = {"page_lookup": "scalar"} if page < 32 else {}
     for problem in (
         PAGED.replace(page=page),
         PAGED.replace(page=page, seq_q=1),
         PAGED.replace(page=page, causal=False),
     ):
-        for knobs in ({"kv_splits": 2, "tma_loads": False}, {"pack_gqa": True, "kv_subtiles": 2}):
+        for knobs in ({"kv_splits": 2, "tma_loads": False}, {"pack_gqa": True, "kv_subtiles": 2}, thin):
             check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs), more=more)
 
 
@@ -140,7 +141,16 @@ def test_pages_of_others_are_not_read():
     others = sorted(set(range(problem.key_entries)) - used)
     assert others
     k[others] = v[others] = np.nan
-    check(problem, schedule_for(problem, tile_n=32), (q, k, v), more=more)
+    more["Table"][more["Table"] == 2**31 - 1] = -1
+    more["Lengths"][-1], more["Table"][-1] = 0, others[0]  # a sequence without a key
+    for knobs in (
+        {},
+        {"page_lookup": "scalar"},
+        {"tile_n": 16, "kv_direction": "backward"},
+        {"kv_splits": 2, "kv_combine": "launch", "tile_m": 16},
+    ):
+        schedule = schedule_for(problem, forced=True, **{"tile_n": 32, **knobs})
+        check(problem, schedule, (q, k, v), more=more)
 
 
 def test_adversarial_cases_hold():

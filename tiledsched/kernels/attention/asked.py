@@ -92,8 +92,8 @@ def narrowed(place, batch, offset, K, asked, const):
         left = ct.cdiv(last_first_key, step_n) - first
         first_masked = max(first_masked - first, 0)
     steps = max(steps - first, 1)  # one at least: QK_AHEAD makes its scores
-    if const.PACKED:  # none where there are no keys, and so no tile to load
-        steps = min(steps, ct.cdiv(seq_k, const.TILE_N * const.KV_SUBTILES))
+    if const.PACKED or const.PAGE:  # none where there are no keys, and so no tile to load, or another's page
+        steps = min(steps, ct.cdiv(end, const.TILE_N * const.KV_SUBTILES))
     return first_masked, steps, Span(first, left, start, end, window, asked.cap_scale, asked.Table)
 
 

@@ -115,8 +115,8 @@ class Attention(Kernel):
     axes = ("seq_k", "head_dim", "causal", "dtype")
     plain = {"accum_mode": "fp32", "block_order": "natural", "check_bounds": True, "column_parts": 1,
              "division": "approximate", "k_load": "order", "kv_combine": "last_block", "kv_direction": "forward", "kv_splits": 1,
-             "kv_subtiles": 1, "peel_first": True, "persistent": "no", "q_subtiles": 1, "tma_loads": True, "tma_store": True,
-             "unroll": 1}  # fmt: skip
+             "kv_subtiles": 1, "page_lookup": "gather", "peel_first": True, "persistent": "no", "q_subtiles": 1,
+             "tma_loads": True, "tma_store": True, "unroll": 1}  # fmt: skip
     former_values = {("persistent", False): "no", ("persistent", True): "strided"}
     weights = {"tile_m": 1.0, "q_subtiles": 1.0, "num_worker_warps": 1.0, "tile_n": 0.4, "kv_subtiles": 0.4, "occupancy": 0.4,
                "num_ctas": 5.0, "tma_loads": 5.0}  # fmt: skip
@@ -211,6 +211,7 @@ class Attention(Kernel):
             "LENGTHS": p.lengths,
             "PACKED": p.packed > 0,
             "PAGE": p.page,
+            "PAGE_BY_PAGE": s.get("page_lookup", "gather") == "scalar",
         } | (_combining(p, s) if combines_later(s) else {})
 
     @staticmethod

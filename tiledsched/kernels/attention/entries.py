@@ -216,14 +216,15 @@ def attention_placed(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray,
                      TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int, FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool,
                      STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool,
                      SOFTCAP: Bool,
-                     SINKS: Bool, STARTS: Bool, LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
+                     SINKS: Bool, STARTS: Bool, LENGTHS: Bool, PACKED: Bool, PAGE: Int,
+                     PAGE_BY_PAGE: Bool):  # fmt: skip
     """As `attention_asked`, of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
                       WINDOW_RIGHT,
-                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
+                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE, PAGE_BY_PAGE)  # fmt: skip
     asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
     schedule_work(Q, K, V, Out, None, scale_log2, asked, const)
 
@@ -239,14 +240,15 @@ def attention_placed_lse(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArra
                          BOTTOM_RIGHT: Bool, REST_D: Int, TILE_V: Int, REST_V: Int, PACK: Int, KV_SPLITS: Int,
                          FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool, UNROLL: Int,
                         PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool, SOFTCAP: Bool, SINKS: Bool, STARTS: Bool,
-                         LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
+                         LENGTHS: Bool, PACKED: Bool, PAGE: Int,
+                         PAGE_BY_PAGE: Bool):  # fmt: skip
     """The same of `attention_lse`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
                       WINDOW_RIGHT,
-                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
+                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE, PAGE_BY_PAGE)  # fmt: skip
     asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
     schedule_work(Q, K, V, Out, Lse, scale_log2, asked, const)
 
@@ -264,14 +266,15 @@ def attention_placed_split(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadAr
                            FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
                            UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool, SOFTCAP: Bool, SINKS: Bool,
                            STARTS: Bool,
-                           LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
+                           LENGTHS: Bool, PACKED: Bool, PAGE: Int,
+                           PAGE_BY_PAGE: Bool):  # fmt: skip
     """The same of `attention_split`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
                       WINDOW_RIGHT,
-                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
+                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE, PAGE_BY_PAGE)  # fmt: skip
     asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
     compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, asked, const)
 
@@ -289,14 +292,15 @@ def attention_placed_share(Q: HeadArray, K: HeadArray, V: HeadArray,
                            FLAT_STEPS: Int, RELOAD_Q: Bool, Q_AHEAD: Bool, STORE_LATE: Bool, Q_IN_REGISTERS: Bool,
                            UNROLL: Int, PEEL_FIRST: Bool, WINDOW: Bool, WINDOW_RIGHT: Bool, SOFTCAP: Bool, SINKS: Bool,
                            STARTS: Bool,
-                           LENGTHS: Bool, PACKED: Bool, PAGE: Int):  # fmt: skip
+                           LENGTHS: Bool, PACKED: Bool, PAGE: Int,
+                           PAGE_BY_PAGE: Bool):  # fmt: skip
     """The same of `attention_share`."""
     const = Constants(TILE_M, TILE_N, TILE_D, GROUP, CAUSAL, EVEN, FP16_ACCUM, LATENCY_K, LATENCY_V, LOOP_SPLIT,
                       BLOCK_ORDER, PERSISTENT, KV_DIRECTION, Q_SUBTILES, KV_SUBTILES, QK_AHEAD, PERMUTE_K, TMA_LOADS,
                       TMA_STORE, CHECK_BOUNDS, IEEE_DIVISION, LAZY_RESCALE, BOTTOM_RIGHT, REST_D, TILE_V, REST_V, PACK,
                       KV_SPLITS, FLAT_STEPS, RELOAD_Q, Q_AHEAD, STORE_LATE, Q_IN_REGISTERS, UNROLL, PEEL_FIRST, WINDOW,
                       WINDOW_RIGHT,
-                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE)  # fmt: skip
+                      SOFTCAP, SINKS, STARTS, LENGTHS, PACKED, PAGE, PAGE_BY_PAGE)  # fmt: skip
     asked = Asked(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
     compute_share(Q, K, V, Shares, State, scale_log2, asked, const)
 

@@ -74,7 +74,7 @@ def offset_in_pages(batch, seq_q, asked, const):
 
 def spans_pages(const):
     """Whether a tile of keys takes several pages, whole."""
-    return 0 < const.PAGE and const.PAGE < const.TILE_N
+    return const.PAGE > 0 and const.PAGE < const.TILE_N
 
 
 def pages_of(keys, j, const):
@@ -84,10 +84,20 @@ def pages_of(keys, j, const):
     """
     if spans_pages(const):
         pages = const.TILE_N // const.PAGE
-        last = max(ct.cdiv(keys.span.end, const.PAGE) - 1, 0)
-        places = ct.minimum(j * pages + ct.arange(pages, dtype=ct.int32), last)
-        found = ct.gather(keys.span.Table, (keys.batch, places), check_bounds=False)
+        first, last = j * pages, max(ct.cdiv(keys.span.end, const.PAGE) - 1, 0)
+        each = ct.arange(pages, dtype=ct.int32)
+        if const.PAGE_BY_PAGE:  # scalars are the loading warps' own work
+            found = ct.full((pages,), 0, dtype=ct.int32)
+            for n in ct.static_iter(range(pages)):
+                found = ct.where(each == n, page_at(keys, min(first + n, last)), found)
+            return found, 0
+        found = ct.gather(keys.span.Table, (keys.batch, ct.minimum(first + each, last)), check_bounds=False)
         return ct.minimum(ct.maximum(found, 0), keys.K.shape[0] - 1), 0
     tiles = const.PAGE // const.TILE_N
-    page = ct.gather(keys.span.Table, (keys.batch, j // tiles), check_bounds=False)
-    return min(max(page, 0), keys.K.shape[0] - 1), j % tiles
+    return page_at(keys, j // tiles), j % tiles
+
+
+def page_at(keys, place):
+    """The page in a place of a sequence's row of the table."""
+    page = ct.gather(keys.span.Table, (keys.batch, place), check_bounds=False)
+    return min(max(page, 0), keys.K.shape[0] - 1)

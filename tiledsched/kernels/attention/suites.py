@@ -66,6 +66,28 @@ def _serving(make: Make) -> list[Problem]:
     return [*prompts, qwen, texts, *tokens, make(seq_q=1024, seq_k=8192, page=16, **paged)]
 
 
+def _masks(make: Make) -> list[Problem]:
+    """What layers of real models hide, add or cap, and padded batches; bfloat16 but BERT.
+
+    Windows of Mistral 7B, Gemma 3 (4B and 27B) and GPT-OSS, with its sinks; the softcap of Gemma 2 9B; prompts padded at
+    the right and, as transformers generates, at the left; a token after the latter; and texts.
+    """
+    llama = {"head_dim": 128, "dtype": "bfloat16", "heads": 32, "kv_heads": 8}
+    gemma = {"head_dim": 256, "dtype": "bfloat16", "heads": 16, "kv_heads": 8, "causal": True}
+    oss = {"head_dim": 64, "dtype": "bfloat16", "heads": 64, "kv_heads": 8, "causal": True, "sinks": True}
+    prompt, padded = {"seq_q": 8192, "seq_k": 8192}, {"seq_q": 1024, "seq_k": 1024, "batch": 16}
+    return [
+        make(**prompt, **llama, causal=True, window=4096),
+        make(**prompt, **{**gemma, "heads": 8, "kv_heads": 4}, window=1024),
+        make(**prompt, **{**llama, "kv_heads": 16}, causal=True, window=1024),
+        make(**prompt, **oss, window=128), make(**prompt, **oss),
+        make(seq_q=4096, seq_k=4096, **gemma, softcap=True), make(**prompt, **gemma, softcap=True, window=4096),
+        make(**padded, **llama, causal=True, lengths=True), make(**padded, **llama, causal=True, starts=True),
+        make(seq_q=1, seq_k=4096, batch=16, **llama, starts=True),
+        make(seq_q=384, seq_k=384, batch=64, head_dim=64, dtype="float16", heads=12, kv_heads=12, lengths=True),
+    ]  # fmt: skip
+
+
 SUITES: Mapping[str, tuple[str, Any]] = {
     "attention": (
         "S 512 to 16384, D 64 and 128, causal and full, both dtypes, at 16k tokens and at B=1 H=8",
@@ -74,6 +96,7 @@ SUITES: Mapping[str, tuple[str, Any]] = {
     "gqa": ("32 query heads over 8, 4 and 1 key heads, causal", _gqa),
     "decode": ("1 and 8 query rows against 4k to 32k keys", _decode),
     "odd-head-dims": ("D 40 to 256, no power of two but the last", _odd_head_dims),
+    "masks": ("windows, sinks, softcap and padded batches of real models", _masks),
     "serving": ("packed prompts and texts, and decoding and a chunk of a prompt over keys in pages", _serving),
     **MODELS,
     ALL_MODELS: ("all of the models above", all_models),

@@ -24,7 +24,14 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.asked import capped, narrowed, rows_see_nothing, seen, unmasked_turns
-from tiledsched.kernels.attention.packed import is_filled, offset_in_pages, own_outputs, own_sequence, pages_of, spans_pages
+from tiledsched.kernels.attention.packed import (
+    is_filled,
+    offset_in_pages,
+    own_outputs,
+    own_sequence,
+    pages_of,
+    spans_pages,
+)
 from tiledsched.kernels.attention.scheduler import (
     BACKWARD,
     FORWARD,
@@ -141,6 +148,8 @@ class Constants:
     """Whether the sequences lie end to end."""
     PAGE: int = 0
     """Keys of a page; 0 where a sequence's keys lie end to end."""
+    PAGE_BY_PAGE: bool = False
+    """Whether each page of a tile is looked up by itself."""
 
 
 @dataclass(frozen=True)
