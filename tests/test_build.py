@@ -208,8 +208,28 @@ ASKED = {
         CACHE.replace(seq_q=1, window=512, sinks=True, lengths=True),
         {"tile_m": 16, "pack_gqa": True, "kv_splits": 4, "tma_loads": False},
     ),
+    "decoding over pages of 16": (
+        CACHE.replace(seq_q=1, lengths=True, page=16),
+        {"pack_gqa": True, "kv_splits": 8, "kv_combine": "launch"},
+    ),
+    "a chunk over pages of 16, one by one": (
+        CACHE.replace(seq_q=512, lengths=True, page=16),
+        {"loop_split": True, "page_lookup": "scalar"},
+    ),
+    "pages that no power of two divides": (CACHE.replace(seq_k=4224, lengths=True, page=48), {"tile_n": 32}),
 }
 """What some models ask for beside."""
+
+
+@pytest.mark.compiler
+def test_the_space_knows_what_the_compiler_refuses_of_pages() -> None:
+    """TMA loads of several pages in a kernel that counts."""
+    problem, space = CACHE.replace(seq_q=2, lengths=True, page=16), space_for("sm_90", Attention)
+    schedule = space.default(problem).replace(tile_m=16, tile_n=32, pack_gqa=True, kv_splits=64, occupancy=1)
+    assert "several pages" in " ".join(space.violations(schedule, problem))
+    assert not space.violations(schedule.replace(tma_loads=False), problem)
+    built = compile_task(BuildTask(kernel="attention", schedule=schedule, problem=problem, arch="sm_90"))
+    assert built.failure is not None, "the compiler takes it now: the constraint may go"
 
 
 @pytest.mark.compiler

@@ -104,6 +104,9 @@ def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_deci
     assert Attention.distance(packed, near) < 1
     assert expected_offers(packed, [an_entry(near, (a_rival(0.5),))], 0.5) == ()
     assert expected_offers(packed.replace(packed=7), [an_entry(packed, (a_rival(0.5),))], 0.0)
+    narrow = asked.replace(value_dim=asked.head_dim // 2)  # and programs of their own for each width
+    assert Attention.distance(narrow, asked) == 1
+    assert expected_offers(narrow, [an_entry(asked, (a_rival(0.5),))], 0.5) == ()
 
 
 def test_the_table_offers_rivals_only_where_they_may_serve() -> None:

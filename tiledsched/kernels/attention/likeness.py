@@ -34,17 +34,21 @@ def kind(p: Any) -> tuple[bool, int, bool]:
     return p.causal, p.tile_d, p.mean_rows <= FEW_ROWS
 
 
-def rival_kind(p: Any) -> tuple[bool, bool]:
-    """Whether sequences are packed, and whether keys lie in pages: rivals have functions of their own for either."""
-    return p.ends_q, p.paged
+def rival_kind(p: Any) -> tuple[bool, bool, int, int]:
+    """Whether sequences are packed, whether keys lie in pages, and how wide keys and values are: rivals have functions of their
+    own for the former, and programs for each width."""
+    return p.ends_q, p.paged, p.head_dim, p.value_columns
 
 
 def distance(p: Any, q: Any) -> float:
-    """How unlike two problems of one kind are: octaves of sequence length, and half as much for everything else.
+    """How unlike two problems of one kind are: octaves of sequence length and of the padded width of values, and half as much for
+    everything else.
 
-    Work per block follows the key length, the number of blocks follows rows and heads; dtype and grouping matter least.
+    Work per block follows the key length, the size of accumulators the width of values, the number of blocks rows and heads;
+    dtype and grouping matter least.
     """
     octaves = abs(math.log2(p.mean_keys / q.mean_keys)) + 0.5 * abs(math.log2(p.mean_rows / q.mean_rows))
+    octaves += abs(math.log2(p.tile_v / q.tile_v))
     blocks = abs(math.log2(p.sequences * p.heads / (q.sequences * q.heads)))
     other = 0.1 * (p.dtype != q.dtype) + 0.1 * (p.group != q.group) + 0.3 * (p.head_dim != q.head_dim)
     return float(octaves + 0.5 * blocks + other + 0.3 * _asked_differently(p, q))
