@@ -220,6 +220,7 @@ def wait_for_builds(home: Path, process: subprocess.Popen, count: int) -> None:
 @pytest.mark.compiler
 def test_a_killed_run_loses_nothing_and_the_next_goes_on(home) -> None:
     """SIGKILL at three random moments: the database opens clean, what was committed stays, and it ends complete."""
+    (home / "my.toml").write_text(FEWER)
     rng = random.Random(7)
     command = [sys.executable, "-m", "tiledsched", *TUNE, "--seq-len", "1024"]
     committed: set[tuple[str, str]] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+from functools import lru_cache
 from unittest import mock
 
 import numpy as np
@@ -303,14 +304,25 @@ MODULES = (
 """In the order in which they name each other."""
 
 
+@lru_cache
+def source_of(module):
+    return inspect.getsource(module)
+
+
+@lru_cache(maxsize=64)
+def compiled(source, name):
+    """Most modules are the same for every mutation."""
+    return compile(source, name, "exec")
+
+
 def mutated(old, new):
     """Attention over copies of the kernel's modules with `old` replaced by `new` wherever it stands."""
-    sources = {module.__name__: inspect.getsource(module) for module in MODULES}
+    sources = {module.__name__: source_of(module) for module in MODULES}
     assert any(old in source for source in sources.values()), f"the kernel no longer contains {old!r}: rewrite this"
     copies = {name: types.ModuleType(name) for name in sources}
     with mock.patch.dict(sys.modules, copies):  # so that they import each other
         for name, source in sources.items():
-            exec(compile(source.replace(old, new), f"mutated_{name}", "exec"), copies[name].__dict__)
+            exec(compiled(source.replace(old, new), f"mutated_{name}"), copies[name].__dict__)
 
     class Mutated(Attention):
         name = "attention with a fault"
@@ -323,68 +335,65 @@ def mutated(old, new):
 
 
 def battery(kernel):
-    """Cases that between them must notice every mutation above."""
+    """Cases that between them must notice every mutation above; those come first that notice most in little time."""
     causal = Attention.problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
     lean = causal.replace(batch=1, heads=2, kv_heads=1)
     ragged = lean.replace(causal=False)
     even = Attention.problem(seq_q=256, seq_k=128, head_dim=64, causal=True, heads=2)
     many = Attention.problem(seq_q=130, seq_k=70, head_dim=16, causal=True, batch=3, heads=3, kv_heads=3)
+    wide = lean.replace(head_dim=64)
+    q, k, v = make_inputs(wide)
+    negative: dict = {"inputs": (np.full_like(q, -30), np.full_like(k, 30), v)}
     tiles: dict = {"tile_m": 64, "tile_n": 64}
     in_turns: dict = {"unroll": 2, "q_in_registers": True, "persistent": "snake"}
-    for problem, knobs in (
-        (causal, {}),
-        (lean, {"loop_split": True}),
-        (many, {"persistent": "snake", "block_order": "heads_fastest"}),
-        (many, {"persistent": "snake", "store_late": True}),
-        (lean, in_turns),
-        (lean, in_turns | {"loop_split": True, "kv_direction": "backward"}),
-        (lean.replace(seq_k=64), {"qk_ahead": True, "loop_split": True}),
-        (lean, {"qk_ahead": True}),
-        (many, {"block_order": "swizzled"}),
-        (lean, {"lazy_rescale": True}),
-        (lean, {"kv_direction": "sawtooth"}),
-        (lean, {"loop_split": True, "block_order": "reversed", "persistent": "strided"}),
-        (lean, {"block_order": "heads_fastest", "persistent": "strided"}),
-        (lean.replace(seq_k=40), {"loop_split": True}),
-        (lean, {"tile_m": 128, "tile_n": 32}),
-        (ragged, {}),
-        (ragged, {"loop_split": True}),
-        (ragged.replace(seq_k=192, dtype="bfloat16"), {}),
-        (many, {"persistent": "snake", "store_late": True, "q_in_registers": True}),
-        (lean, in_turns | {"loop_split": True}),
-        (ragged, in_turns | {"persistent": "strided"}),
-        (lean, {"persistent": "strided", "store_late": True, "q_subtiles": 2}),
-        (lean, {"kv_direction": "backward", "tile_m": 128, "tile_n": 32}),
-        (lean, {"kv_direction": "backward", "loop_split": True}),
-        (lean.replace(seq_q=130), {"q_subtiles": 2}),
-        (ragged, {"kv_subtiles": 2}),
-        (ragged.replace(seq_k=40), {"kv_subtiles": 2}),
-        (lean, {"k_load": "permute"}),
-        (even, {"check_bounds": False}),
-        (ragged, {"division": "ieee"}),
+    unexplored: dict = {"forced": True}  # right in these tiles, too, though explored in others only
+    for problem, knobs, more in (
+        (lean, {"persistent": "strided", "store_late": True, "q_subtiles": 2}, {}),
+        (lean, in_turns | {"loop_split": True, "kv_direction": "backward"}, {}),
+        (lean.replace(seq_k=64), {"qk_ahead": True, "loop_split": True}, {}),
+        (wide, {"lazy_rescale": True}, {"inputs": (q * 8, k * 8, v)}),  # maxima that grow by more than 2**8, row by row
+        (lean, {"block_order": "heads_fastest", "persistent": "strided"}, {}),
+        (lean, {"kv_direction": "sawtooth"}, {}),
+        (many, {"block_order": "swizzled"}, {}),
+        (lean.replace(seq_q=130), {"q_subtiles": 2}, {}),
+        (lean, {"qk_ahead": True}, {}),
+        (wide, {}, negative),
+        (lean, {"k_load": "permute"}, {}),
+        (ragged, {"loop_split": True}, {}),
+        (wide, {"tile_m": 128, "tile_n": 32, "kv_direction": "backward"}, negative),
+        (ragged.replace(seq_k=40), {"kv_subtiles": 2}, {}),
+        (lean, {"lazy_rescale": True}, {}),
+        (many, {"persistent": "snake", "block_order": "heads_fastest"}, {}),
+        (many, {"persistent": "snake", "store_late": True, "peel_first": False}, unexplored),
+        (ragged, {"division": "ieee"}, {}),
+        (ragged, {"kv_subtiles": 2}, {}),
+        (ragged.replace(seq_q=300), {"kv_direction": "wide_sawtooth"}, unexplored),
+        (causal, {}, {}),
+        (lean, {"loop_split": True}, {}),
+        (many, {"persistent": "snake", "store_late": True}, {}),
+        (lean, in_turns, {}),
+        (lean, {"loop_split": True, "block_order": "reversed", "persistent": "strided"}, {}),
+        (lean.replace(seq_k=40), {"loop_split": True}, {}),
+        (lean, {"tile_m": 128, "tile_n": 32}, {}),
+        (ragged, {}, {}),
+        (ragged.replace(seq_k=192, dtype="bfloat16"), {}, {}),
+        (many, {"persistent": "snake", "store_late": True, "q_in_registers": True}, {}),
+        (lean, in_turns | {"loop_split": True}, {}),
+        (ragged, in_turns | {"persistent": "strided"}, {}),
+        (lean, {"kv_direction": "backward", "tile_m": 128, "tile_n": 32}, {}),
+        (lean, {"kv_direction": "backward", "loop_split": True}, {}),
+        (even, {"check_bounds": False}, {}),
+        (ragged.replace(seq_q=300), {"q_subtiles": 2, "q_in_registers": True, "persistent": "strided"}, unexplored),
+        (wide, {}, {"inputs": (np.full_like(q, 60), np.full_like(k, 60), v), "scale": 1e-3}),
     ):
-        check(problem, schedule_for(problem, **tiles | knobs), kernel=kernel)
-    for problem, knobs in (  # right in these tiles, too, though explored in others only
-        (many, {"persistent": "snake", "store_late": True, "peel_first": False}),
-        (ragged.replace(seq_q=300), {"kv_direction": "wide_sawtooth"}),
-        (ragged.replace(seq_q=300), {"q_subtiles": 2, "q_in_registers": True, "persistent": "strided"}),
-    ):
-        check(problem, schedule_for(problem, forced=True, **tiles | knobs), kernel=kernel)
-    problem = lean.replace(head_dim=64)
-    schedule = schedule_for(problem, **tiles)
-    inputs, expected = one_hot_inputs(problem)
-    np.testing.assert_array_equal(run_problem(kernel, schedule, problem, *inputs, 1.0), expected)
-    q, k, v = make_inputs(problem)
-    check(problem, schedule, (np.full_like(q, -30), np.full_like(k, 30), v), kernel=kernel)
-    check(problem, schedule, (np.full_like(q, 60), np.full_like(k, 60), v), scale=1e-3, kernel=kernel)
-    backward = schedule_for(problem, tile_m=128, tile_n=32, kv_direction="backward")
-    check(problem, backward, (np.full_like(q, -30), np.full_like(k, 30), v), kernel=kernel)
-    lazy = schedule_for(problem, **tiles, lazy_rescale=True)
-    check(problem, lazy, (q * 8, k * 8, v), kernel=kernel)  # maxima that grow by more than 2**8, row by row
+        forced = more is unexplored
+        check(problem, schedule_for(problem, forced=forced, **tiles | knobs), kernel=kernel, **({} if forced else more))
+    inputs, expected = one_hot_inputs(wide)
+    np.testing.assert_array_equal(run_problem(kernel, schedule_for(wide, **tiles), wide, *inputs, 1.0), expected)
 
 
 def battery_elsewhere(kernel):
-    """Cases that must notice every mutation of what only some problems and schedules use."""
+    """Cases that must notice every mutation of what only some problems and schedules use, in the order of `battery`."""
     causal = Attention.problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=4, kv_heads=2)
     tiles: dict = {"tile_m": 64, "tile_n": 64}
     lean = causal.replace(batch=1, heads=2, kv_heads=1)
@@ -393,24 +402,24 @@ def battery_elsewhere(kernel):
     split: dict = {"kv_splits": 4, "tma_loads": False}
     later: dict = {"kv_splits": 4, "kv_combine": "launch"}
     for problem, knobs in (
+        (few.replace(seq_q=100, heads=2, batch=1), split | {"kv_splits": 2, "loop_split": True}),
+        (right.replace(head_dim=96, value_dim=80), {"column_parts": 2}),
+        (few.replace(heads=6), later | {"tile_m": 16, "pack_gqa": True}),
+        (tall, {"qk_ahead": True, "loop_split": True}),
+        (lean.replace(seq_k=300, lse=True), later | {"kv_splits": 8, "tile_n": 32, "q_subtiles": 2, "block_order": "heads_fastest"}),
+        (lean, split | {"kv_splits": 2, "loop_split": True, "tile_m": 128, "tile_n": 32}),
+        (right.replace(head_dim=96, value_dim=80), {"column_parts": 2, "q_in_registers": True, "persistent": "snake"}),
+        (few.replace(value_dim=100), split),
+        (few.replace(seq_q=16), {"tile_m": 16, "pack_gqa": True}),
+        (few.replace(heads=6), {"tile_m": 16, "pack_gqa": True}),
         (few, split | {"loop_split": True}),
         (right, {}),
-        (few.replace(heads=6), {"tile_m": 16, "pack_gqa": True}),
-        (few.replace(heads=6), later | {"tile_m": 16, "pack_gqa": True}),
-        (lean.replace(seq_k=300, lse=True), later | {"kv_splits": 8, "tile_n": 32, "q_subtiles": 2, "block_order": "heads_fastest"}),
         (few, {"tile_m": 16, "pack_gqa": True}),
-        (few.replace(seq_q=16), {"tile_m": 16, "pack_gqa": True}),
-        (right.replace(head_dim=96, value_dim=80), {"column_parts": 2}),
-        (right.replace(head_dim=96, value_dim=80), {"column_parts": 2, "q_in_registers": True, "persistent": "snake"}),
         (right.replace(seq_q=90), {"loop_split": True}),
-        (tall, {"qk_ahead": True, "loop_split": True}),
         (tall, {"kv_direction": "backward", "loop_split": True}),
-        (few.replace(value_dim=100), split),
-        (few.replace(seq_q=100, heads=2, batch=1), split | {"kv_splits": 2, "loop_split": True}),
         (few, split | {"tile_m": 16, "pack_gqa": True}),
-        (lean, split | {"kv_splits": 2, "loop_split": True, "tile_m": 128, "tile_n": 32}),
     ):  # fmt: skip
-        for order in ("forward", "reversed") if "kv_splits" in knobs else ("forward",):
+        for order in ("reversed", "forward") if "kv_splits" in knobs else ("forward",):
             schedule = schedule_for(problem, forced="kv_splits" in knobs, **tiles | knobs)
             check(problem, schedule, kernel=kernel, order=order)
     narrow = few.replace(causal=False)
@@ -424,14 +433,14 @@ def battery_flat(kernel):
     causal = Attention.problem(seq_q=200, seq_k=170, head_dim=40, causal=True, batch=2, heads=2, kv_heads=1)
     flat: dict = {"tile_m": 64, "tile_n": 64, "persistent": "strided", "flat_steps": 1}
     for problem, knobs in (
+        (causal.replace(seq_k=90, alignment="bottom_right"), {"loop_split": True}),
+        (causal.replace(causal=False, seq_k=192), {"flat_steps": 2, "reload_q": True}),
+        (causal, {"loop_split": True, "q_ahead": True, "persistent": "snake"}),
+        (causal.replace(heads=5, kv_heads=5, batch=1, seq_q=130), {"persistent": "snake", "occupancy": 2}),
         (causal, {}),
         (causal, {"flat_steps": 2, "persistent": "snake", "tile_n": 32}),
         (causal, {"loop_split": True, "reload_q": True}),
-        (causal, {"loop_split": True, "q_ahead": True, "persistent": "snake"}),
-        (causal.replace(heads=5, kv_heads=5, batch=1, seq_q=130), {"persistent": "snake", "occupancy": 2}),
         (causal.replace(causal=False), {"flat_steps": 2}),
-        (causal.replace(causal=False, seq_k=192), {"flat_steps": 2, "reload_q": True}),
-        (causal.replace(seq_k=90, alignment="bottom_right"), {"loop_split": True}),
     ):
         check(problem, schedule_for(problem, **flat | knobs), kernel=kernel)
     q, k, v = make_inputs(causal)
@@ -447,54 +456,53 @@ def test_mutations_of_flat_loops_are_noticed(name):
 
 def battery_asked(kernel):
     """Cases that must notice every mutation of what some models ask for beside."""
-    small = Attention.problem(seq_q=200, seq_k=200, head_dim=16, causal=True, batch=3, heads=2, kv_heads=1, lse=True)
+    small = Attention.problem(seq_q=200, seq_k=200, head_dim=16, causal=True, heads=2, kv_heads=1, lse=True)
     window = small.replace(window=40)
-    both = small.replace(starts=True, lengths=True)
+    several = small.replace(batch=3)
+    both = several.replace(starts=True, lengths=True)
     backward = {"kv_direction": "backward", "loop_split": True}
     in_turns = {"unroll": 2, "q_in_registers": True, "persistent": "snake"}
     split = {"kv_splits": 2, "tma_loads": False, "loop_split": True}
     flat = {"persistent": "strided", "flat_steps": 1}
-    for problem, knobs in (
-        (small.replace(starts=True, causal=False, seq_k=128), {}),
-        (small.replace(sinks=True), {}),
-        (window, {}),
-        (small.replace(lengths=True, causal=False, seq_k=128), {"loop_split": True}),
-        (window.replace(window=100), {"loop_split": True}),
-        (window.replace(window_right=70), {"loop_split": True}),
-        (window.replace(window_right=70), flat),
-        (small.replace(softcap=True), {"loop_split": True}),
-        (small.replace(sinks=True), {"pack_gqa": True}),
-        (window.replace(window=100), {"loop_split": True, "tile_n": 64}),
-        (window.replace(seq_k=90), {"qk_ahead": True}),
-        (window.replace(seq_q=300, seq_k=64), {"loop_split": True, "check_bounds": True}),
-        (window.replace(seq_k=256, seq_q=256), in_turns | {"loop_split": True}),
-        (window.replace(seq_k=256, seq_q=256, window=100), in_turns | {"loop_split": True}),
-        (window.replace(seq_k=256, seq_q=256, window=90), in_turns | {"check_bounds": False}),
-        (window.replace(window=150), backward),
-        (window.replace(window=150), split),
-        (small.replace(starts=True), split),
-        (window.replace(window=150), flat | {"loop_split": True}),
-        (both, {"loop_split": True}),
-        (both.replace(causal=False), {"qk_ahead": True, "loop_split": True}),
-        (both.replace(causal=False), split),
-        (both, flat),
-    ):
-        check(
-            problem,
-            schedule_for(problem, forced=True, **{"tile_m": 64, "tile_n": 32} | knobs),
-            kernel=kernel,
-            sm_count=1,
-        )
-    wild = {"Starts": np.array([-5, 150, 2**31 - 1], np.int32), "Lengths": np.array([2**31 - 1, 190, -7], np.int32)}
-    for knobs in ({}, flat):
-        check(
-            both, schedule_for(both, forced=True, tile_m=64, tile_n=32, **knobs), kernel=kernel, more=wild, sm_count=1
-        )
-    problem = small.replace(sinks=True)
-    check(problem, schedule_for(problem, tile_m=64), kernel=kernel, more={"Sinks": np.array([9, -9], np.float16)})
-    problem = small.replace(softcap=True)
-    q, k, v = make_inputs(problem)
-    check(problem, schedule_for(problem, tile_m=64), (4 * q, 4 * k, v), cap=2.0, kernel=kernel)
+    wild: dict = {
+        "more": {
+            "Starts": np.array([-5, 150, 2**31 - 1], np.int32),
+            "Lengths": np.array([2**31 - 1, 190, -7], np.int32),
+        }
+    }
+    capped = small.replace(softcap=True)
+    q, k, v = make_inputs(capped)
+    for problem, knobs, more in (
+        (window.replace(seq_q=300, seq_k=64), {"loop_split": True, "check_bounds": True}, {}),
+        (both, {}, wild),
+        (small.replace(sinks=True), {"pack_gqa": True}, {}),
+        (both.replace(causal=False), {"qk_ahead": True, "loop_split": True}, {}),
+        (window.replace(window_right=70), {"loop_split": True}, {}),
+        (capped, {}, {"inputs": (4 * q, 4 * k, v), "cap": 2.0}),
+        (both, flat, {}),
+        (small.replace(sinks=True), {}, {"more": {"Sinks": np.array([9, -9], np.float16)}}),
+        (both.replace(causal=False), split, {}),
+        (several.replace(starts=True, causal=False, seq_k=128), {}, {}),
+        (window.replace(window=150), backward, {}),
+        (window.replace(seq_k=256, seq_q=256, window=90), in_turns | {"check_bounds": False}, {}),
+        (window.replace(seq_k=256, seq_q=256, window=100), in_turns | {"loop_split": True}, {}),
+        (window.replace(window=150), flat | {"loop_split": True}, {}),
+        (small.replace(sinks=True), {}, {}),
+        (window, {}, {}),
+        (several.replace(lengths=True, causal=False, seq_k=128), {"loop_split": True}, {}),
+        (window.replace(window=100), {"loop_split": True}, {}),
+        (window.replace(window_right=70), flat, {}),
+        (capped, {"loop_split": True}, {}),
+        (window.replace(window=100), {"loop_split": True, "tile_n": 64}, {}),
+        (window.replace(seq_k=90), {"qk_ahead": True}, {}),
+        (window.replace(seq_k=256, seq_q=256), in_turns | {"loop_split": True}, {}),
+        (window.replace(window=150), split, {}),
+        (several.replace(starts=True), split, {}),
+        (both, {"loop_split": True}, {}),
+        (both, flat, wild),
+    ):  # fmt: skip
+        schedule = schedule_for(problem, forced=True, **{"tile_m": 64, "tile_n": 32} | knobs)
+        check(problem, schedule, kernel=kernel, sm_count=1, **more)
 
 
 @pytest.mark.parametrize("name", MUTATIONS_ASKED)
@@ -516,16 +524,16 @@ def battery_placed(kernel):
     one = {"tile_m": 64, "tile_n": 32}
     few = {"seq_q": 5, "causal": True, "alignment": "bottom_right"}
     for problem, knobs, more in (
+        (packed.replace(**few, seq_k=64, packed=3), {"tile_m": 16}, {"CuQ": np.array([0, 3, 3, 5], np.int32),
+                                                                    "CuK": np.array([0, 0, 32, 64], np.int32)}),
+        (paged.replace(seq_q=70, batch=1, packed=3), {}, lengths | {"Table": table, "CuQ": np.array([0, 30, 31, 70], np.int32)}),
+        (packed.replace(seq_q=130, packed=2), {}, {"CuQ": np.array([0, 65, 130], np.int32), "CuK": np.array([0, 70, 150], np.int32)}),
+        (paged, {"kv_subtiles": 2, "unroll": 2, "q_in_registers": True}, lengths | {"Table": table}),
         (packed, {}, own),
         (packed.replace(alignment="bottom_right"), {"loop_split": True, "persistent": "strided"}, own),
         (packed.replace(causal=False), {"kv_splits": 2, "tma_loads": False}, own),
-        (packed.replace(seq_q=130, packed=2), {}, {"CuQ": np.array([0, 65, 130], np.int32), "CuK": np.array([0, 70, 150], np.int32)}),
         (paged, {}, lengths | {"Table": table}),
-        (paged, {"kv_subtiles": 2, "unroll": 2, "q_in_registers": True}, lengths | {"Table": table}),
         (paged.replace(causal=False), {}, lengths | {"Table": table}),
-        (paged.replace(seq_q=70, batch=1, packed=3), {}, lengths | {"Table": table, "CuQ": np.array([0, 30, 31, 70], np.int32)}),
-        (packed.replace(**few, seq_k=64, packed=3), {"tile_m": 16}, {"CuQ": np.array([0, 3, 3, 5], np.int32),
-                                                                    "CuK": np.array([0, 0, 32, 64], np.int32)}),
     ):  # fmt: skip
         check(problem, schedule_for(problem, forced=True, **one | knobs), kernel=kernel, more=more, sm_count=1)
     thin = paged.replace(page=16, kv_heads=2)

@@ -136,7 +136,7 @@ def test_every_value_of_every_knob(arch, knob, value):
     """Each is taken by some schedule of the space, and that schedule is right."""
     rng = random.Random(zlib.crc32(f"{arch} {knob} {value}".encode()))
     for problem in rng.sample(SWEPT, len(SWEPT)):
-        valid = list(itertools.islice(SPACES[arch].schedules(problem, pinned={knob: value}), 2000))
+        valid = list(itertools.islice(SPACES[arch].schedules(problem, pinned={knob: value}), 300))
         if valid:
             check(problem, rng.choice(valid))
             return

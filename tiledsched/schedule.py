@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
 
 from tiledsched.errors import SpaceError
@@ -54,6 +54,23 @@ class Schedule(Mapping[str, KnobValue]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
+
+    # Those of Mapping, which are made of the two above, take many times as long.
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def keys(self) -> KeysView[str]:
+        """Names of the knobs, in their order."""
+        return self._values.keys()
+
+    def values(self) -> ValuesView[KnobValue]:
+        """Values of the knobs, in the order of their names."""
+        return self._values.values()
+
+    def items(self) -> ItemsView[str, KnobValue]:
+        """Names and values."""
+        return self._values.items()
 
     def __len__(self) -> int:
         return len(self._values)

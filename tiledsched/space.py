@@ -151,7 +151,7 @@ class SearchSpace:
             reasons.append(f"unknown knobs {unknown}; known are {list(self.knobs)}")
         if reasons:
             return reasons
-        values = self.constraint_values(problem) | dict(schedule)
+        values = self.constraint_values(problem) | dict(schedule.items())
         return [f"{c.require}: {c.because}" for c in constraints if not c.holds(values)]
 
     def schedules(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Iterator[Schedule]:

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from tiledsched import __version__
@@ -45,7 +46,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ConfigError: there is no such kernel, or no such flag.
     """
     arguments = arguments or ["--help"]
-    commands = _subparsers(_make(None))
+    commands = _common()
     place = next((place for place, word in enumerate(arguments) if word in commands), None)
     if place is not None and arguments[place] == FLEET:
         commands, above = _subparsers(commands[FLEET]), place
@@ -100,6 +101,12 @@ def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     (action,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     found: dict[str, argparse.ArgumentParser] = action.choices
     return found
+
+
+@cache
+def _common() -> dict[str, argparse.ArgumentParser]:
+    """Every command with the flags that it has for any kernel: to be looked at, not to parse with."""
+    return _subparsers(_make(None))
 
 
 def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
