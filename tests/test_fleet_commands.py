@@ -142,3 +142,10 @@ def test_bench_writes_the_rows_of_the_single_command(run, home) -> None:
     assert [row.to_csv() for row in rows] == single
     assert {row.provenance for row in rows if row.method == "tiledsched"} == {"measured"}
     assert len(rows) == 2 * len(PROBLEMS)
+
+
+def test_a_method_that_there_is_not_opens_no_campaign(tmp_path, capsys) -> None:
+    db = tmp_path / "x.db"
+    assert main(["fleet", "bench", "--arch", "sm_90", "--suite", "llama", "--methods", "servd", "--db", str(db)]) == 2
+    assert "unknown method 'servd'; known are tiledsched, served," in capsys.readouterr().err
+    assert not db.exists()

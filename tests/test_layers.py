@@ -146,7 +146,8 @@ def test_a_layer_that_cannot_be_read_is_left_out_and_the_others_serve_on(both, c
         assert broken in record.message
         assert record.message.endswith("it is left out")
     served = load_table(both, kernel=Attention, archs={"sm_90"}).resolve(SHIPPED.problem, "sm_90", SHIPPED.device_name)
-    assert (served.entry.layer, served.entry.schedule) == ("shipped", SHIPPED.schedule)
+    assert served.entry.layer == "shipped"
+    assert SHIPPED.schedule.items() <= served.schedule.items()  # and a default for each knob that is younger
 
 
 @pytest.mark.parametrize("how", [how for how in HOWS if how != "gone"])

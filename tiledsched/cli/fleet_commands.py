@@ -68,7 +68,14 @@ def bench(options: argparse.Namespace) -> int:
         raise ConfigError("a fleet goes on by itself, and has no summary of files; use tiledsched bench --summary")
     if options.csv and Path(options.csv).exists():
         raise ConfigError(f"{options.csv} is there already; choose another file")
-    return _run(options, _plan(options, "bench", BENCH), csv=options.csv)
+    from tiledsched.studies.bench.methods import choose_methods
+
+    planned = _plan(options, "bench", BENCH)
+    problems = next(iter(planned.problems.values()))
+    choose_methods(
+        options.declaration, options.methods, problems
+    )  # a wrong name would fail every problem, on every host
+    return _run(options, planned, csv=options.csv)
 
 
 def _archs(options: argparse.Namespace) -> list[str]:

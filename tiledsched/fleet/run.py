@@ -21,12 +21,10 @@ from tiledsched.kernel import KernelClass
 from tiledsched.problem import Problem
 from tiledsched.store.db import TuningDB
 from tiledsched.store.location import location
-from tiledsched.studies.bench.job import bench_here
-from tiledsched.studies.bench.methods import choose_methods
 from tiledsched.tuning import Cases, kernel_of, problems_of
 
-OPTIONS_OF: dict[str, Callable[..., Any]] = {"tune": tune, "record": record, "refresh": refresh, "bench": bench_here}
-"""The functions whose keyword arguments a command's options are."""
+ONE_PROBLEM = {"tune": tune, "record": record, "refresh": refresh}
+"""Commands whose options are known here."""
 FILES = ("space", "candidates")
 """Options that name files: every host must have them, in the same place."""
 
@@ -63,13 +61,10 @@ def plan(command: str, kernel: KernelClass | str, problems: Cases | str | None, 
     kernel, patience = kernel_of(kernel), patience or Patience()
     if command not in JOBS and ":" not in command:
         raise ConfigError(f"a fleet does {', '.join(JOBS)}, not {command!r}; name one of them")
-    unknown = unknown_options(OPTIONS_OF[command], options or {}) if command in OPTIONS_OF else []
+    unknown = unknown_options(ONE_PROBLEM[command], options or {}) if command in ONE_PROBLEM else []
     if unknown:
-        takes = f"{OPTIONS_OF[command].__module__}.{OPTIONS_OF[command].__name__}"
-        raise ConfigError(f"{command} has no option {', '.join(unknown)}; see help({takes})")
+        raise ConfigError(f"{command} has no option {', '.join(unknown)}; see help(tiledsched.{command})")
     wanted: Sequence[Problem] = expected(problems_of(kernel, problems))
-    if command == "bench":  # a wrong name would fail every problem, on every host
-        choose_methods(kernel, (options or {}).get("methods"), wanted)
     given = {name: str(Path(value).resolve()) if name in FILES else value
              for name, value in (options or {}).items() if value is not None}  # fmt: skip
     return CampaignPlan(
