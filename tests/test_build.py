@@ -330,8 +330,8 @@ def test_shares_are_ordered_by_the_counter() -> None:
     assert b"ld.global" in after
 
 
-def covering(space: SearchSpace, ordinary: tuple[Problem, ...], other: Problem) -> list[tuple[Problem, Schedule]]:
-    """Few schedules that between them take every value of every knob, for `other` where no ordinary problem has it."""
+def covering(space: SearchSpace, ordinary: tuple[Problem, ...], *others: Problem) -> list[tuple[Problem, Schedule]]:
+    """Few schedules that between them take every value of every knob, for one of `others` where no ordinary problem has it."""
     rng = random.Random(0)
     drawn = [(problem, space.sample(problem, rng)) for problem in ordinary for _ in range(100)]
     missing = {(name, choice) for name, knob in space.knobs.items() for choice in knob.choices}
@@ -340,7 +340,7 @@ def covering(space: SearchSpace, ordinary: tuple[Problem, ...], other: Problem) 
         for choice in knob.choices:
             if (name, choice) in missing:
                 drawn_with = [each for each in drawn if each[1][name] == choice] or [
-                    (problem, schedule) for problem in (*ordinary, other)
+                    (problem, schedule) for problem in (*ordinary, *others)
                     for schedule in itertools.islice(space.schedules(problem, pinned={name: choice}), 1)]  # fmt: skip
                 found.append(max(drawn_with, key=lambda each: len(missing & set(each[1].items()))))
                 missing -= set(found[-1][1].items())
@@ -350,7 +350,7 @@ def covering(space: SearchSpace, ordinary: tuple[Problem, ...], other: Problem) 
 @pytest.mark.compiler
 def test_every_knob_value_builds_on_hopper() -> None:
     space = space_for("sm_90", Attention)
-    cases = covering(space, (PROBLEM.replace(causal=True), PROBLEM), DECODE.replace(lse=False))
+    cases = covering(space, (PROBLEM.replace(causal=True), PROBLEM), CACHE, CACHE.replace(lengths=True, page=16))
     for name, knob in space.knobs.items():
         assert {schedule[name] for _, schedule in cases} == set(knob.choices)
     seen, cases = set(), in_turn(cases)

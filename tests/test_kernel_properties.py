@@ -126,6 +126,11 @@ SWEPT += [
     )
     for (seq_q, seq_k), causal in itertools.product(((1, 4200), (5, 2100)), (True, False))
 ]
+SWEPT += [
+    Attention.problem(
+        seq_q=70, seq_k=192, head_dim=40, causal=True, heads=2, kv_heads=1, batch=2, lengths=True, page=16
+    )
+]
 
 
 @pytest.mark.parametrize(

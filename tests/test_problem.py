@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiledsched.errors import ProblemError
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.inputs import places
 from tiledsched.kernels.attention.problem import two_parts
 from tiledsched.problem import Problem
 
@@ -184,3 +186,16 @@ def test_a_problem_cannot_be_changed_and_says_what_it_has() -> None:
         _ = problem.rows
     assert pickle.loads(pickle.dumps(problem)) == problem
     assert sorted([problem.replace(batch=3), problem]) == [problem, problem.replace(batch=3)]
+
+
+def test_bytes_of_a_padded_batch_are_those_of_what_inputs_draw() -> None:
+    p = Attention.problem(seq_q=1, seq_k=400, head_dim=16, heads=2, kv_heads=2, batch=8, lengths=True)
+    rng = numpy.random.default_rng(0)
+    padding = numpy.mean([p.seq_k - places(rng, p)["Lengths"].mean() for _ in range(1000)])
+    whole = sum(each.bytes for each in Attention.arrays(p))
+    assert p.min_bytes == pytest.approx(whole - padding * 8 * 2 * 32 * 2, rel=0.005)
+    paged = p.replace(page=16, alignment="bottom_right")
+    assert whole - p.min_bytes == pytest.approx(
+        sum(each.bytes for each in Attention.arrays(paged)) - paged.min_bytes, abs=2
+    )
+    assert p.replace(batch=1).min_bytes == sum(each.bytes for each in Attention.arrays(p.replace(batch=1)))
