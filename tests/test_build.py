@@ -216,6 +216,14 @@ ASKED = {
         CACHE.replace(seq_q=512, lengths=True, page=16),
         {"loop_split": True, "page_lookup": "scalar"},
     ),
+    "a pool of more than 2**31 elements, by gather": (
+        CACHE.replace(seq_q=1, seq_k=1 << 20, batch=64, lengths=True, page=16),
+        {},
+    ),
+    "a pool of more than 2**31 elements, one by one": (
+        CACHE.replace(seq_q=1, seq_k=1 << 20, batch=64, lengths=True, page=16),
+        {"page_lookup": "scalar"},
+    ),
     "pages that no power of two divides": (CACHE.replace(seq_k=4224, lengths=True, page=48), {"tile_n": 32}),
 }
 """What some models ask for beside."""

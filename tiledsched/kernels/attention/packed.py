@@ -89,10 +89,10 @@ def pages_of(keys, j, const):
         if const.PAGE_BY_PAGE:  # scalars are the loading warps' own work
             found = ct.full((pages,), 0, dtype=ct.int32)
             for n in ct.static_iter(range(pages)):
-                found = ct.where(each == n, page_at(keys, min(first + n, last)), found)
+                found = ct.where(each == n, ct.astype(page_at(keys, min(first + n, last)), ct.int32), found)
             return found, 0
         found = ct.gather(keys.span.Table, (keys.batch, ct.minimum(first + each, last)), check_bounds=False)
-        return ct.minimum(ct.maximum(found, 0), keys.K.shape[0] - 1), 0
+        return ct.minimum(ct.maximum(found, 0), keys.K.shape[0] - 1).astype(ct.int32), 0
     tiles = const.PAGE // const.TILE_N
     return page_at(keys, j // tiles), j % tiles
 
