@@ -190,6 +190,7 @@ def test_other_problems_build(arch: str) -> None:
 
 
 SQUARE, CACHE = PROBLEM.replace(causal=True), DECODE.replace(lse=False)
+POOL = CACHE.replace(seq_q=1, seq_k=1 << 20, batch=64, lengths=True, page=16)
 ASKED = {
     "window": (SQUARE.replace(window=128, window_right=64), {}),
     "window, in three loops": (SQUARE.replace(window=128, dtype="bfloat16", sinks=True), {"loop_split": True}),
@@ -217,11 +218,11 @@ ASKED = {
         {"loop_split": True, "page_lookup": "scalar"},
     ),
     "a pool of more than 2**31 elements, by gather": (
-        CACHE.replace(seq_q=1, seq_k=1 << 20, batch=64, lengths=True, page=16),
+        POOL,
         {},
     ),
     "a pool of more than 2**31 elements, one by one": (
-        CACHE.replace(seq_q=1, seq_k=1 << 20, batch=64, lengths=True, page=16),
+        POOL,
         {"page_lookup": "scalar"},
     ),
     "pages that no power of two divides": (CACHE.replace(seq_k=4224, lengths=True, page=48), {"tile_n": 32}),

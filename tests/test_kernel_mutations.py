@@ -538,9 +538,8 @@ def battery_placed(kernel):
         check(problem, schedule_for(problem, forced=True, **one | knobs), kernel=kernel, more=more, sm_count=1)
     thin = paged.replace(page=16, kv_heads=2)
     q, k, v = make_inputs(thin)
-    table = np.full(
-        (3, 12), 2**31 - 1, np.int32
-    )  # beyond the last key, and so the last page, in which nothing is finite
+    # Beyond the last key the table names what is taken for the last page, in which nothing is finite.
+    table = np.full((3, 12), 2**31 - 1, np.int32)
     table[0, :7], table[2, 0] = [4, 30, 9, 34, 2, 17, 3], 21
     k[-1] = v[-1] = np.nan
     for lookup in ("gather", "scalar"):

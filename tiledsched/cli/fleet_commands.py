@@ -64,17 +64,16 @@ def refresh(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     """`bench` over a fleet; rows are written here, at the end."""
+    from tiledsched.studies.bench.methods import choose_methods
+
     if options.summary or options.resume:
         raise ConfigError("a fleet goes on by itself, and has no summary of files; use tiledsched bench --summary")
     if options.csv and Path(options.csv).exists():
         raise ConfigError(f"{options.csv} is there already; choose another file")
-    from tiledsched.studies.bench.methods import choose_methods
-
     planned = _plan(options, "bench", BENCH)
     problems = next(iter(planned.problems.values()))
-    choose_methods(
-        options.declaration, options.methods, problems
-    )  # a wrong name would fail every problem, on every host
+    # A wrong name would fail every problem, on every host.
+    choose_methods(options.declaration, options.methods, problems)
     return _run(options, planned, csv=options.csv)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 
 from tiledsched.cases import Case
+from tiledsched.kernels.attention.problem import padding_below
 from tiledsched.problem import Problem
 from tiledsched.storage import to_storage
 
@@ -83,7 +84,7 @@ def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:
     found = {}
     for name, wanted in (("Starts", p.starts), ("Lengths", p.lengths)):
         if wanted:
-            padding = rng.integers(0, max(1, p.seq_k // 4), size=(p.sequences,))
+            padding = rng.integers(0, padding_below(p), size=(p.sequences,))
             padding[0] = 0
             for sequence, keys in ((1, 0), (2, 1)) if p.page and uneven else ():
                 if sequence < p.sequences:

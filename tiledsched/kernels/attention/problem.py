@@ -103,20 +103,21 @@ def hidden_keys(p: Any) -> int:
     return min(int(p.mean_keys), max(0, _diagonal(p) + 1 - p.window)) if p.window else 0
 
 
+def padding_below(p: Any) -> int:
+    """What a problem's own inputs draw of padding, at either end that is given, lies below: a quarter of the keys."""
+    return max(1, int(p.seq_k) // 4)
+
+
 def padding_keys(p: Any) -> float:
-    """Keys of a sequence that do not count, on average, as a problem's own inputs draw them: up to a quarter at either end
-    that is given, and none of the first sequence's.
-    """
-    most = max(1, int(p.seq_k) // 4) - 1
-    return float((p.starts + p.lengths) * most / 2 * (p.sequences - 1) / p.sequences)
+    """Keys of a sequence that do not count, on average, as inputs draw them; the first sequence has no padding."""
+    return float((p.starts + p.lengths) * (padding_below(p) - 1) / 2 * (p.sequences - 1) / p.sequences)
 
 
 def bytes_moved(p: Any) -> int:
     """Least device-memory traffic: every input that is seen read once, every output written once."""
-    hidden = (
-        (hidden_keys(p) + padding_keys(p)) * p.sequences * p.kv_heads * (p.head_dim + p.value_columns) * p.element_bytes
-    )
-    return sum(each.bytes for each in p.declaration.arrays(p)) - int(hidden)
+    key_bytes = p.kv_heads * (p.head_dim + p.value_columns) * p.element_bytes
+    unread = (hidden_keys(p) + padding_keys(p)) * p.sequences * key_bytes
+    return sum(each.bytes for each in p.declaration.arrays(p)) - int(unread)
 
 
 def is_wide(p: Any) -> bool:
