@@ -283,6 +283,30 @@ def test_sixteen_worker_warps_reach_a_compiler_that_takes_them(monkeypatch) -> N
 
 
 @pytest.mark.compiler
+def test_a_program_that_spills_is_refused_where_there_is_another_choice(monkeypatch) -> None:
+    """What fits registers where keys fill tiles spills where the last one is cut off. It is compiled once, and then known."""
+    from cuda.tile._cext import default_tile_context
+
+    from tiledsched.serve import prebuilt
+
+    large = {"tile_m": 128, "tile_n": 128, "num_worker_warps": 8, "q_subtiles": 2, "q_in_registers": True}
+    ragged = Attention.problem(seq_q=749, seq_k=749, head_dim=64, batch=8, heads=16)
+    for may_spill, knobs in ((False, large), (True, large), (False, {})):
+        schedule = space_for("sm_90", Attention).default(ragged).replace(**knobs)
+        (step,) = steps(Attention, ragged, schedule, arch_spec("sm_90"))
+        (served,) = prebuilt.make_kernel(Attention, {"sm_90": schedule}, ragged, load_settings(), may_spill=may_spill)
+        asked = signature(Attention, ragged, schedule, step)
+        if may_spill or not knobs:
+            code = served._compile(asked, default_tile_context, (9, 0))[0]
+            assert (read_artifact(code, "sm_90").facts.spill_bytes > prebuilt.MOST_SPILLED) == bool(knobs)
+            continue
+        for _ in range(2):
+            with pytest.raises(prebuilt.spills_error(), match=r"spills \d+ bytes of registers a thread"):
+                served._compile(asked, default_tile_context, (9, 0))
+            monkeypatch.setattr(served, "_found", None)  # not asked again
+
+
+@pytest.mark.compiler
 def test_shipped_machine_code_is_what_was_measured() -> None:
     """Every kind of schedule that ships, of this compiler: what was added since left no trace in it."""
     here = installed_toolchain().compiler

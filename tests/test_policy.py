@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from datetime import datetime, timezone
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +28,8 @@ from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
 from tiledsched.studies.landscapes import read_landscape
-from tiledsched.studies.policy import Study, bands, summary, write_bands
+from tiledsched.studies.policy import Study, summary
+from tiledsched.studies.policy_losses import all_bands, bench_races, judged, medians, to_json
 
 SPACE, SPEC = space_for("sm_90", Attention), arch_spec("sm_90")
 PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
@@ -73,8 +76,8 @@ def test_what_two_name_beats_what_the_nearest_alone_prefers() -> None:
     alone, shared = schedule(latency_k=2), schedule(latency_v=4)
     near = entry(at(4096), alone, runner_up=shared, margin=0.01)
     others = [entry(at(8192), shared), entry(at(512), shared)]
-    assert choice(PROBLEM, near, model=0.0).schedule == alone
-    assert choice(PROBLEM, near, *others, model=0.0).schedule == shared
+    assert choice(PROBLEM, near, model=0.0, reach=1.0).schedule == alone
+    assert choice(PROBLEM, near, *others, model=0.0, reach=1.0).schedule == shared
 
 
 def test_the_model_tells_what_fits_few_blocks() -> None:
@@ -126,7 +129,7 @@ def test_problems_unlike_all_measured_ones_are_served_within_the_constraints(pro
     served = shipped.resolve(problem, "sm_90", "NVIDIA H200")
     assert SPACE.unworkable(served.schedule, problem) == []
     assert served.provenance in ("transferred", "modelled", "default")
-    assert served.expected_loss is None or problem.head_dim in (64, 128, 256)
+    assert served.expected_loss is None or served.provenance == "transferred"
     assert shipped.resolve(problem, "sm_90", "NVIDIA H200").schedule == served.schedule
 
 
@@ -142,15 +145,17 @@ def test_few_rows_are_a_kind_of_their_own(shipped) -> None:
     assert told.schedule["kv_splits"] > 1
 
 
-def test_expected_losses_grow_with_distance_and_are_given_only_where_measured() -> None:
-    near, far = (choice(PROBLEM, entry(each)) for each in (at(4096), at(1024, batch=4, heads=8, kv_heads=8)))
+def test_expected_losses_are_of_the_group_and_given_only_where_measured() -> None:
+    near, far = (choice(PROBLEM, entry(each)) for each in (PROBLEM.replace(dtype="bfloat16"), at(1024, batch=4, heads=8, kv_heads=8)))
     assert expected_loss(near, PROBLEM).mean < expected_loss(far, PROBLEM).mean
     other = choice(PROBLEM, entry(PROBLEM.replace(causal=True)))
     assert expected_loss(other, PROBLEM).mean > expected_loss(far, PROBLEM).mean
     remote = choice(PROBLEM, entry(at(128, batch=1, heads=1, kv_heads=1)))
     assert expected_loss(remote, PROBLEM) is None
-    ragged = PROBLEM.replace(seq_q=1024)
-    assert expected_loss(choice(ragged, entry(at(4096))), ragged) is None
+    few = PROBLEM.replace(seq_k=256)
+    assert expected_loss(choice(few, entry(few.replace(seq_q=512))), few).mean > expected_loss(far, PROBLEM).mean
+    windowed = PROBLEM.replace(causal=True, window=128)
+    assert expected_loss(choice(windowed, entry(windowed.replace(dtype="bfloat16"))), windowed) is None
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +167,11 @@ def study():
     return Study(landscapes, read_table(TABLE).entries)
 
 
-def test_held_out_problems_lose_two_percent_at_most_on_average(study) -> None:
+def test_held_out_problems_lose_little_on_average(study) -> None:
     one_out, likes_out = study.run(study.policy()), study.run(study.policy(), likes_out=True)
     assert len(one_out) == len(likes_out) == 18
-    assert summary(one_out).mean < 0.02
-    assert summary([one for one in one_out if one.measured]).mean < 0.02
+    assert summary(one_out).mean < 0.025
+    assert summary([one for one in one_out if one.measured]).mean < 0.025
     assert summary(likes_out).mean < 0.025
     nearest = study.run(study.policies()["winner of the nearest problem"], likes_out=True)
     assert summary(likes_out).mean < summary(nearest).mean
@@ -196,15 +201,42 @@ def test_a_choice_is_looked_up_by_its_program(study) -> None:
     assert unknown.loss == 0.0  # one knob away is this program alone
 
 
-def test_the_losses_that_ship_are_those_of_the_study(study, tmp_path) -> None:
-    write_bands(bands(study), tmp_path / "bands.json")
-    fresh = json.loads((tmp_path / "bands.json").read_text())
-    shipped = json.loads((data_files.tuning_db() / "model" / "attention" / "transfer.json").read_text())
-    for mine, its in zip(fresh["bands"], shipped["bands"], strict=True):
-        assert (mine["other_kind"], mine["cases"]) == (its["other_kind"], its["cases"])
-        # Of other kinds, what is repaired depends on the space's constraints, which change now and then.
-        assert mine["mean"] == pytest.approx(its["mean"], abs=0.05 if mine["other_kind"] else 0.002)
-    assert [band.loss.mean for band in loss_bands("attention")] == [row["mean"] for row in shipped["bands"]]
+RESULTS = Path(__file__).parents[1] / "docs" / "results" / "h200"
+
+
+def test_the_losses_that_ship_are_those_of_the_study() -> None:
+    root = data_files.tuning_db()
+    fresh, unknown = all_bands(
+        root / "tables" / "attention" / "sm_90.json", sorted((root / "landscapes" / "attention").glob("h200_burst_*.json.xz")),
+        [RESULTS / "coverage_tuned.csv.xz", RESULTS / "asked_tuned.csv.xz"], [RESULTS / "left_out.csv"],
+    )  # fmt: skip
+    assert json.loads(to_json(fresh)) == json.loads((root / "model" / "attention" / "transfer.json").read_text())
+    assert unknown > 0
+    assert list(loss_bands("attention")) == [replace(band, up_to=round(band.up_to, 3), loss=replace(
+        band.loss, mean=round(band.loss.mean, 4), worst=round(band.loss.worst, 4))) for band in fresh]  # fmt: skip
+
+
+def test_a_choice_loses_what_the_race_says(tmp_path) -> None:
+    """The problem's own entry is hidden; a choice that was not in the race is counted."""
+    here, there = entry(PROBLEM, schedule(occupancy=3)), entry(PROBLEM.replace(dtype="bfloat16"), schedule(occupancy=2))
+    chosen = there.schedule.short()
+    (tmp_path / "m.csv").write_text(f"problem,schedule,median_us\n{PROBLEM},{chosen},110\n{PROBLEM},other,100\n")
+    (race,) = medians(tmp_path / "m.csv").values()
+    (seen,), unknown = judged([here, there], {PROBLEM: [race]})
+    assert (seen.judged.schedule, seen.judged.loss) == (there.schedule, pytest.approx(0.1))
+    assert unknown == 0  # with all of its shape hidden, nothing is chosen
+    assert judged([here, there], {PROBLEM: [{"other": 1.0}]}) == ([], 1)
+
+
+def test_what_a_rival_took_is_no_loss_of_ours(tmp_path) -> None:
+    rows = ["method,provenance,schedule,median_us,problem"]
+    problem = json.dumps(PROBLEM.to_json()).replace('"', '""')
+    for method, provenance, schedule, us in (("tiledsched", "measured", "a", 1), ("left_out", "rival", "torch_cudnn", 2)):
+        rows.append(f'{method},{provenance},{schedule},{us},"{problem}"')
+    (tmp_path / "b.csv").write_text("\n".join(rows))
+    assert bench_races(tmp_path / "b.csv") == {}
+    (tmp_path / "b.csv").write_text("\n".join(rows).replace("rival", "transferred").replace("torch_cudnn", "b"))
+    assert bench_races(tmp_path / "b.csv") == {str(PROBLEM): {"a": 1.0, "b": 2.0}}
 
 
 def test_without_the_file_no_loss_is_promised(tmp_path, monkeypatch) -> None:

@@ -7,6 +7,7 @@ import math
 import threading
 import warnings
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from tiledsched import configure
 from tiledsched.attention import plans
 from tiledsched.attention import sdpa as serve
 from tiledsched.errors import LaunchError, ProblemError, UnsupportedError
-from tiledsched.serve import plan_cache, process
+from tiledsched.serve import plan_cache, policy, process
+from tiledsched.serve.prebuilt import spills_error
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -294,18 +296,27 @@ def test_a_failed_launch_names_the_call(launches, monkeypatch) -> None:
         serve.sdpa(*tensors())
 
 
-def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(launches, monkeypatch, caplog) -> None:
+def refuse(monkeypatch, launches, times, error) -> list:
+    """So many launches fail; the kernels they were of."""
     import cuda.tile
 
-    refused = []
+    refused: list = []
 
     def launch(stream, grid, kernel, arguments) -> None:
-        if not refused:
+        if len(refused) < times:
             refused.append(kernel)
-            raise cuda.tile.TileError("Return code 5")
+            raise error
         launches(stream, grid, kernel, arguments)
 
     monkeypatch.setattr(cuda.tile, "launch", launch)
+    return refused
+
+
+def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(launches, monkeypatch, caplog) -> None:
+    import cuda.tile
+
+    failure = cuda.tile.TileError("Return code 5")
+    refused = refuse(monkeypatch, launches, 1 + policy.OTHERS, failure)
     q, k, v = tensors(rows=200, columns=64)
     assert plans.plan_for(q, k, v).served.provenance == "transferred"
     torch.testing.assert_close(serve.sdpa(q, k, v), expected(q, k, v), **TOLERANCE[torch.float16])
@@ -313,13 +324,47 @@ def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(
     assert served.provenance == "default"
     assert "does not compile for arrays laid out like these" in served.reason
     assert "Return code 5" in caplog.text
-    assert "the default schedule is served instead" in caplog.text
+    assert "the next choice is served instead" in caplog.text
     serve.sdpa(q, k, v)
+    assert len(refused) == 1 + policy.OTHERS
     assert launches[0][2] is launches[1][2] is not refused[0]
 
-    monkeypatch.setattr(cuda.tile, "launch", lambda *given: (_ for _ in ()).throw(cuda.tile.TileError("Return code 5")))
+    refuse(monkeypatch, launches, 9, failure)
     with pytest.raises(LaunchError, match="default"):  # nor does the default
         serve.sdpa(*tensors(rows=201, columns=64))
+
+
+def test_a_choice_that_nobody_measured_and_that_spills_gives_way_to_the_next(launches, monkeypatch, caplog) -> None:
+    refused = refuse(monkeypatch, launches, 1, spills_error()("its program spills 208 bytes of registers a thread"))
+    q, k, v = tensors(rows=200, columns=64)
+    first = plans.plan_for(q, k, v).served
+    assert len({first.schedule, *first.alternatives}) == 1 + policy.OTHERS
+    caplog.set_level("INFO")
+    torch.testing.assert_close(serve.sdpa(q, k, v), expected(q, k, v), **TOLERANCE[torch.float16])
+    assert len(refused) == 1
+    found = plans.plan_for(q, k, v).served
+    assert (found.schedule, found.alternatives) == (first.alternatives[0], first.alternatives[1:])
+    assert (found.provenance, found.expected_loss) == (first.provenance, first.expected_loss)
+    assert f"{first.schedule.short()} spills registers here or does not compile; the next choice: " in found.reason
+    assert first.reason in found.reason
+    (told,) = [each for each in caplog.records if "spills 208 bytes" in each.getMessage()]
+    assert told.levelname == "INFO"  # nothing that anybody should do something about
+
+
+def test_only_where_there_is_another_choice_a_program_must_not_spill(launches, monkeypatch) -> None:
+    asked = []
+    make = process.make_kernel
+
+    def spy(*given, may_spill, **more):
+        asked.append(may_spill)
+        return make(*given, may_spill=may_spill, **more)
+
+    monkeypatch.setattr(process, "make_kernel", spy)
+    monkeypatch.setattr(process, "_kernels", {})
+    served = plans.plan_for(*tensors(rows=200, columns=64)).served
+    last = replace(served, alternatives=())
+    plans.make_plan(*tensors(rows=200, columns=64), None, None, False, last)
+    assert asked == [False, True]
 
 
 def test_sync_waits_for_each_launch(launches, monkeypatch) -> None:

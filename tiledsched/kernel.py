@@ -43,7 +43,7 @@ constants of the kernel.
 LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
              "check_tile", "adversarial", "model", "expected", "likeness", "kind", "rival_kind", "distance", "rounded",
-             "only_its_kind", "loss_known", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags",
+             "only_its_kind", "loss_group", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags",
              "add_likely_flags", "likely", "small", "rivals")  # fmt: skip
 """What a declaration may override."""
 
@@ -257,9 +257,9 @@ class Kernel:
         return False
 
     @staticmethod
-    def loss_known(p: Any) -> bool:
-        """Whether what a transfer loses was measured on problems like this one."""
-        return False
+    def loss_group(p: Any) -> str:
+        """The problems among which what a transfer to this one loses was measured; empty where that was never."""
+        return ""
 
     untold: ClassVar[Any] = None
     """`untold(p, default, space, estimate)`: the schedule where nothing near was measured; None to leave the default.

@@ -179,8 +179,8 @@ def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool, beside: 
 
 def default_plan(plan: Plan, q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool,
                  beside: Beside = NOTHING) -> Plan | None:  # fmt: skip
-    """The plan without a rival that refuses these tensors; on the default schedule in place of one that does not compile for
-    them; None where it is on that.
+    """The plan without a rival that refuses these tensors; on the next choice in place of a schedule that does not compile for
+    them, or spills; None where there is no other.
     """  # fmt: skip
     if plan.launch_on == ELSEWHERE:
         return fewer_rivals(plan)
@@ -216,7 +216,7 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
     rival, in_graphs = choose_rivals(served, lambda: rivals(problem, scale, beside.softcap or None))
     process.tell(Attention.name, problem, facts, served, rival, in_graphs)
     wanted = steps(Attention, problem, served.schedule, facts)
-    objects = process.kernel_objects(Attention, problem, served.schedule, facts)
+    objects = process.kernel_objects(Attention, problem, served, facts)
     taken = [[each.name for each in step.arguments if each.kind == "array"] for step in wanted]
     every = dict.fromkeys(itertools.chain(*taken))
     arrays = list(dict.fromkeys([*(name for name in ("Q", "K", "V", "Out", "Lse") if name in every), *every]))

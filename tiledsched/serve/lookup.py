@@ -59,6 +59,8 @@ class Served:
     """How much slower than the best such choices were where all was measured; None where that is not known."""
     rivals: tuple[RivalOffer, ...] = ()
     """Rivals that are faster, the fastest first: the first that is installed serves in place of the schedule."""
+    alternatives: tuple[Schedule, ...] = ()
+    """Of a choice that was not measured: what is served in turn where the program of the one before spills registers."""
 
 
 class Table:
@@ -135,7 +137,14 @@ class Table:
         return self._with_forced(served, problem, space) if self.forced else served
 
     def instead_of(self, served: Served, problem: Problem, arch: str) -> Served | None:
-        """The default in place of what does not compile for the layouts of a call; None where it is that, or forced."""
+        """The next choice in place of what spills, or does not compile for the layouts of a call, and after those the default;
+        None where it is that, or forced.
+        """  # fmt: skip
+        if served.alternatives:
+            following, *rest = served.alternatives
+            return replace(served, schedule=following, alternatives=tuple(rest),
+                           reason=f"{served.schedule.short()} spills registers here or does not compile; the next choice: "
+                                  + served.reason.rpartition("the next choice: ")[2])  # fmt: skip
         default = self._default(self._space(arch), problem)
         if served.forced or served.schedule == default:
             return None
@@ -239,7 +248,7 @@ class Table:
         said = f"named by the nearest problem{what} ({found.entry.problem}), measured on {where}"
         return Served(schedule=found.schedule, provenance="transferred", entry=found.entry, forced={},
                       reason=said if found.asked == 1 else f"{said}, and best in the opinion of {found.asked} entries",
-                      expected_loss=expected_loss(found, problem))  # fmt: skip
+                      alternatives=found.others, expected_loss=expected_loss(found, problem))  # fmt: skip
 
     def _untold(self, problem: Problem, space: SearchSpace) -> Served:
         """The default, or the kernel's own choice where nothing was measured."""

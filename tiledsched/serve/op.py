@@ -258,8 +258,8 @@ class Operator:
         return tensors[0].device
 
     def _default_plan(self, plan: OpPlan, given: Sequence[Any], tensors: Sequence[Any]) -> OpPlan | None:
-        """Without a rival that refuses these tensors; on the default schedule, in place of one that does not compile for them;
-        None where it is on that.
+        """Without a rival that refuses these tensors; on the next choice, in place of a schedule that does not compile for them,
+        or spills; None where there is no other.
         """  # fmt: skip
         if plan.launch_on == ELSEWHERE:
             return fewer_rivals(plan)
@@ -292,7 +292,7 @@ class Operator:
         where = self._where(given, results, extra)
         places, constants = _places(wanted, where)
         changed = tuple(place for name in self.form.changed if isinstance(place := where[name], int))
-        objects = process.kernel_objects(self.kernel, p, served.schedule, facts)
+        objects = process.kernel_objects(self.kernel, p, served, facts)
         outputs = [(shape, strides, launching.torch_type(each.dtype)) for each in results
                    for shape, strides in zip(each.shapes, each.strides, strict=True)]  # fmt: skip
         return OpPlan(

@@ -17,6 +17,7 @@ import torch
 from cuda.tile import TileError
 
 from tiledsched.errors import LaunchError, RivalError
+from tiledsched.serve.prebuilt import spills_error
 
 log = logging.getLogger("tiledsched")
 MAX_PLANS = 4096
@@ -94,8 +95,9 @@ class PlanCache(Generic[P]):
                      instead: Callable[[P], P | None]) -> Any:  # fmt: skip
         """Launch a plan for the first time and count it as launched; its result.
 
-        Tables hold what compiles for arrays as they are measured. Where that does not compile for the layouts of a call, or a
-        rival refuses it, what `instead` makes of the plan is launched and kept; None for nothing else.
+        Tables hold what compiles for arrays as they are measured. Where that does not compile for the layouts of a call, or was
+        not measured and spills, or a rival refuses it, what `instead` makes of the plan is launched and kept; None for nothing
+        else.
 
         Raises:
             LaunchError: of the plan, where there is nothing else, or of what is launched instead.
@@ -109,7 +111,8 @@ class PlanCache(Generic[P]):
                 other = instead(plan) if refused or isinstance(error.__cause__, TileError) else None
                 if other is None:
                     raise
-                log.warning("%s; %s is served instead", error, "our own kernel" if refused else "the default schedule")
+                level = logging.INFO if isinstance(error.__cause__, spills_error()) else logging.WARNING
+                log.log(level, "%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
                 plan = other
                 with lock:
                     self.plans[key] = plan

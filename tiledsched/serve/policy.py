@@ -6,8 +6,8 @@ problem to this one (waves of blocks, the length of the loop). Where it was not 
 too. The candidate with the least mean loss is served; neighbours count less with distance. Pure functions: no file but
 the expected losses, no GPU, no state but caches.
 
-`python -m tiledsched.studies.policy` measures what this loses and compares it with other policies; the expected
-losses of `tuning_db/model/attention/transfer.json` come from there. docs/results/serving.md has the figures.
+`python -m tiledsched.studies.policy` compares this with other policies; the expected losses of
+`tuning_db/model/attention/transfer.json` come from `tiledsched.studies.policy_losses`. docs/results/serving.md has the figures.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from tiledsched import data_files
 from tiledsched.device import ArchSpec
@@ -25,6 +26,9 @@ from tiledsched.schedule import Schedule
 from tiledsched.space import SearchSpace
 from tiledsched.store.records import EntryRecord
 
+OTHERS = 3
+"""Further choices of a transfer, in case the program of the first spills."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
@@ -32,17 +36,17 @@ class Parameters:
 
     neighbours: int = 4
     """Entries asked, nearest first."""
-    reach: float = 1.0
+    reach: float = 0.3
     """Distance over which an entry's weight falls by e."""
     unnamed: float = 0.05
     """Log of how much slower than its winner a schedule is taken to be, at least, that an entry does not name."""
-    model: float = 1.0
+    model: float = 0.3
     """Share of the model's correction that is believed."""
 
 
 NEAR_KIND = Parameters()
 """Among problems of one kind."""
-OTHER_KIND = Parameters(neighbours=6, unnamed=0.1, model=0.7)
+OTHER_KIND = Parameters(neighbours=6, reach=1.0, unnamed=0.1, model=0.7)
 """Among problems of other kinds, who agree less with each other and with the model."""
 
 
@@ -70,6 +74,8 @@ class Transfer:
     """Of the nearest entry asked."""
     asked: int
     """Entries that had a say."""
+    others: tuple[Schedule, ...] = ()
+    """What comes next, by mean expected loss."""
 
 
 def transfer(problem: Problem, entries: Iterable[EntryRecord], space: SearchSpace, spec: ArchSpec,
@@ -109,9 +115,9 @@ def transfer(problem: Problem, entries: Iterable[EntryRecord], space: SearchSpac
     candidates = {schedule for _, _, losses in opinions for schedule in losses}
     if not candidates:
         return None
-    best = min(candidates, key=lambda schedule: (mean_loss(schedule), schedule.id))
+    best, *others = sorted(candidates, key=lambda schedule: (mean_loss(schedule), schedule.id))[: 1 + OTHERS]
     entry = next(entry for _, entry, losses in opinions if best in losses)
-    return Transfer(schedule=best, entry=entry, distance=closest, asked=len(opinions))
+    return Transfer(schedule=best, entry=entry, distance=closest, asked=len(opinions), others=tuple(others))
 
 
 def named_losses(entry: EntryRecord, problem: Problem, space: SearchSpace) -> dict[Schedule, float]:
@@ -148,15 +154,17 @@ def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedu
 
 
 def expected_loss(found: Transfer, problem: Problem) -> ExpectedLoss | None:
-    """What to expect of a transfer: by kind, and within one kind by distance.
+    """What to expect of a transfer: by kind, and within one kind by the problem's group and distance.
 
     None where that was never measured on problems like this one.
     """
     kernel = problem.declaration
-    if not kernel.loss_known(problem):
+    group = kernel.loss_group(problem)
+    if not group:
         return None
     other = kernel.kind(found.entry.problem) != kernel.kind(problem)
-    bands = (band for band in loss_bands(kernel.name) if band.other_kind == other and found.distance <= band.up_to)
+    bands = (band for band in loss_bands(kernel.name) if band.other_kind == other and found.distance <= band.up_to
+             and band.group in ("", group))  # fmt: skip
     return next((band.loss for band in bands), None)
 
 
@@ -164,6 +172,8 @@ def expected_loss(found: Transfer, problem: Problem) -> ExpectedLoss | None:
 class LossBand:
     """Expected loss within a range of distances."""
 
+    group: str
+    """Problems that it is of, as the kernel names them; empty for any."""
     other_kind: bool
     """Whether the neighbours are of another kind."""
     up_to: float
@@ -178,8 +188,8 @@ def loss_bands(kernel: str) -> tuple[LossBand, ...]:
     path = data_files.tuning_db() / "model" / kernel / "transfer.json"
     if not path.is_file():
         return ()
-    rows: Sequence[Mapping[str, float]] = json.loads(path.read_text(encoding="utf-8"))["bands"]
-    return tuple(LossBand(other_kind=bool(row["other_kind"]), up_to=row["up_to"], loss=ExpectedLoss(
+    rows: Sequence[Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["bands"]
+    return tuple(LossBand(group=row["group"], other_kind=bool(row["other_kind"]), up_to=row["up_to"], loss=ExpectedLoss(
         mean=row["mean"], worst=row["worst"], cases=int(row["cases"]))) for row in rows)  # fmt: skip
 
 

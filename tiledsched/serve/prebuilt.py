@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.build.compiler import pass_on_worker_warps
-from tiledsched.build.cubin import parts
+from tiledsched.build.cubin import parts, read_artifact
 from tiledsched.config import Settings
 from tiledsched.device import arch_spec
 from tiledsched.errors import CompilerError, ConfigError, TiledschedError
@@ -25,6 +25,9 @@ from tiledsched.schedule import Schedule
 from tiledsched.serve.bundle import VARIABLE, Bundle, Program, bundle_paths, named_bundle, read_bundle
 
 log = logging.getLogger("tiledsched")
+MOST_SPILLED = 64
+"""Bytes a thread that a choice which nobody measured may keep in memory: hardly a measured winner keeps more
+(docs/results/serving.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class Prebuilt:
 
 
 def make_kernel(kernel: KernelClass, schedules: Mapping[str, Schedule], problem: Problem, settings: Settings,
-                device: Any = None) -> list[Any]:  # fmt: skip
+                device: Any = None, *, may_spill: bool = True) -> list[Any]:  # fmt: skip
     """The cuTile kernel objects of `launches.tile_kernels`, one for each step, that take their machine code from bundles
     where these hold it, else have it compiled as it was for measuring.
 
@@ -49,6 +52,7 @@ def make_kernel(kernel: KernelClass, schedules: Mapping[str, Schedule], problem:
         settings: say where bundles lie.
         device: anything with `sm_count` and `arch`, for a kernel whose launches ask for it; the first arch's usual one
             unless given.
+        may_spill: whether a program may spill registers. Else a launch that would load one that does raises `Spills`.
 
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
@@ -62,6 +66,7 @@ def make_kernel(kernel: KernelClass, schedules: Mapping[str, Schedule], problem:
     for place, (made, step) in enumerate(zip(objects, wanted, strict=True)):
         made.__class__ = _kernel_class()  # the same object otherwise, with the hints it was given
         made.prebuilt, made.declaration, made.step, made.place = candidates, kernel, step, place
+        made.may_spill, made.refused = may_spill, {}
     return objects
 
 
@@ -175,6 +180,20 @@ def _holds(built: Any, asked: Any) -> bool:
             and all(ours is None or (theirs is not None and theirs >= ours) for ours, theirs in bounds))  # fmt: skip
 
 
+def spilled(code: bytes, arch: str) -> int:
+    """Bytes of registers a thread that a program keeps in memory beyond what costs nothing; else 0."""
+    bytes_each = read_artifact(code, arch).facts.spill_bytes
+    return bytes_each if bytes_each > MOST_SPILLED else 0
+
+
+@functools.cache
+def spills_error() -> type[Exception]:
+    """Of a program that spills where another schedule may be served; cuTile counts it as one that did not compile."""
+    import cuda.tile as ct
+
+    return type("Spills", (ct.TileError,), {"__doc__": "A program that was to be served spills registers."})
+
+
 @functools.cache
 def _kernel_class() -> type:
     """A subclass of `ct.kernel` that looks into bundles first (`_compile` is not public, and pinned by a test)."""
@@ -187,10 +206,21 @@ def _kernel_class() -> type:
         declaration: KernelClass
         step: Any
         place: int
+        may_spill: bool
+        refused: dict[str, str]
 
         def _compile(self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None,
                      *more: Any) -> Any:  # fmt: skip
-            arch = _arch(compute_capability)
+            arch, asked = _arch(compute_capability), str(signature)
+            if asked in self.refused:
+                raise spills_error()(self.refused[asked])
+            found = self._found(signature, context, arch, compute_capability, *more)
+            if not self.may_spill and (bytes_each := spilled(found[0], arch)):
+                self.refused[asked] = f"its program spills {bytes_each} bytes of registers a thread"
+                raise spills_error()(self.refused[asked])
+            return found
+
+        def _found(self, signature: Any, context: Any, arch: str, compute_capability: Any, *more: Any) -> Any:
             candidates = self.prebuilt.get(arch, [])
             found = find_program(candidates, self.declaration, self.place, self.step.function, signature)
             if found is not None:

@@ -31,8 +31,8 @@ NEAR_MARGIN = 0.01
 """What a rival is to gain, at least, where only other problems were measured."""
 NEIGHBOURS = 4
 """Problems whose evidence is asked, nearest first."""
-REACH = 1.0
-"""Distance over which what a problem says of another falls by e; beyond it nothing is known."""
+REACH = 2.0
+"""Distance beyond which nothing is known. What a problem says of another falls by e over 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: floa
         keeps_up = all(_host_keeps_up(each) for _, _, each in told)
         if not (keeps_up or capturable):
             continue
-        weights = [math.exp(-apart / REACH) for apart, _, _ in told]
+        weights = [math.exp(-apart) for apart, _, _ in told]
         # The far end of each interval: noise is no gain.
         mean = sum(
             weight * math.log(each.ratio_high or 1.0) for weight, (_, _, each) in zip(weights, told, strict=True)

@@ -5,14 +5,12 @@ r"""What the serving policy loses on problems held out, beside other policies: t
 
 Every landscape in turn is the problem nobody measured. A policy sees the table without it (*one out*), or without every
 entry of the same sequence lengths, head dimension and mask (*likes out*), and its choice is looked up in the landscape.
-`--out` writes the expected losses that are served, by kind and distance.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +21,6 @@ import numpy as np
 
 from tiledsched.device import ArchSpec, arch_spec
 from tiledsched.errors import ConfigError
-from tiledsched.files import write_whole
 from tiledsched.problem import Problem
 from tiledsched.report.document import Heading, Paragraph, Table, to_markdown
 from tiledsched.schedule import Schedule
@@ -31,7 +28,6 @@ from tiledsched.serve.policy import (
     NEAR_KIND,
     OTHER_KIND,
     ExpectedLoss,
-    LossBand,
     Parameters,
     transfer,
 )
@@ -47,8 +43,6 @@ Policy = Callable[[Problem, Entries], Schedule | None]
 """From a problem and the entries at hand to a schedule; None where it has nothing to offer."""
 ANY = 99.0
 """A distance beyond all."""
-NEAR_DISTANCE = 2.25
-"""Separates the bands: problems one doubling of the sequence length and of the work away, or nearer, and the rest."""
 GRID = tuple(Parameters(neighbours=n, reach=r, unnamed=u, model=m) for n, r, u, m in
              itertools.product((3, 4, 6), (0.5, 1.0, 2.0), (0.05, 0.1, 0.2), (0.3, 0.5, 1.0)))  # fmt: skip
 """From which the parameters are chosen anew for each problem by the others, to see what choosing them on all flatters."""
@@ -242,18 +236,6 @@ def summary(judged: Sequence[Judged]) -> ExpectedLoss:
     )
 
 
-def bands(study: Study) -> list[LossBand]:
-    """The expected losses that are served."""
-    near_and_far = study.run(study.policy()) + study.run(study.policy(), likes_out=True)
-    furthest = max(one.distance for one in near_and_far)
-    crossed = study.run(study.crossings()["any other kind"])
-    split = [[one for one in near_and_far if one.distance <= NEAR_DISTANCE],
-             [one for one in near_and_far if one.distance > NEAR_DISTANCE]]  # fmt: skip
-    found = [LossBand(other_kind=False, up_to=up_to, loss=summary(part))
-             for up_to, part in zip((NEAR_DISTANCE, furthest), split, strict=True) if part]  # fmt: skip
-    return [*found, LossBand(other_kind=True, up_to=ANY, loss=summary(crossed))] if crossed else found
-
-
 def _percent(value: float) -> str:
     return f"{100 * value:.2f}%"
 
@@ -265,11 +247,6 @@ def _row(name: str, one_out: Sequence[Judged], likes_out: Sequence[Judged]) -> t
         cells += [str(len(sure)), _percent(summary(sure).mean) if sure else "-", _percent(summary(sure).worst) if sure else "-",
                   _percent(summary(judged).mean), _percent(summary(judged).worst)]  # fmt: skip
     return tuple(cells)
-
-
-def _band_row(band: LossBand) -> tuple[str, ...]:
-    return ("of another kind" if band.other_kind else "of the kind", "any" if band.up_to == ANY else f"{band.up_to:g}",
-            _percent(band.loss.mean), _percent(band.loss.worst), str(band.loss.cases))  # fmt: skip
 
 
 HEAD = ("policy", "one out: looked up", "mean", "worst", "mean of all", "worst of all",
@@ -300,16 +277,7 @@ def document(study: Study) -> str:
         Heading(text="Crossing kinds"), Table(head=HEAD, rows=tuple(crossed)),
         Heading(text="Each choice"),
         Table(head=("set", "problem", "distance", "schedule", "loss", "measured there"), rows=tuple(choices)),
-        Heading(text="Expected losses"),
-        Table(head=("neighbours", "distance up to", "mean", "worst", "choices"), rows=tuple(map(_band_row, bands(study)))),
     ])  # fmt: skip
-
-
-def write_bands(found: Sequence[LossBand], path: Path) -> None:
-    """The expected losses as JSON."""
-    rows = [{"other_kind": band.other_kind, "up_to": round(band.up_to, 3), "mean": round(band.loss.mean, 4),
-             "worst": round(band.loss.worst, 4), "cases": band.loss.cases} for band in found]  # fmt: skip
-    write_whole(path, json.dumps({"schema_version": 1, "bands": rows}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -317,14 +285,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tiledsched.studies.policy", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="landscape files of one arch and regime")
     parser.add_argument("--table", required=True, type=Path, help="the table of the arch")
-    parser.add_argument(
-        "--out", type=Path, help="also write the expected losses here (tuning_db/model/KERNEL/transfer.json)"
-    )
     arguments = parser.parse_args()
     study = Study([read_landscape(path) for path in arguments.files], read_table(arguments.table).entries)
     print(document(study), end="")
-    if arguments.out:
-        write_bands(bands(study), arguments.out)
 
 
 if __name__ == "__main__":

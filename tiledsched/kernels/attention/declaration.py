@@ -132,7 +132,7 @@ class Attention(Kernel):
     rounded = staticmethod(alike.rounded)
     untold = staticmethod(alike.untold)
     only_its_kind = staticmethod(alike.only_its_kind)
-    loss_known = staticmethod(alike.loss_known)
+    loss_group = staticmethod(alike.loss_group)
     add_flags = staticmethod(flags.add_flags)
     add_likely_flags = staticmethod(flags.add_likely_flags)
     likely = staticmethod(flags.likely)

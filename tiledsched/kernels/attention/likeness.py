@@ -12,6 +12,12 @@ from tiledsched.schedule import Schedule
 FEW_ROWS = 64
 """Up to this many query rows a problem is of another kind: decoding, whose time is the reading of the keys."""
 
+FEW_KEYS = 640
+"""Up to this many keys a block takes so few steps that starting and storing decide."""
+
+WIDE_TILE = 128
+"""Keys of the widest tile that wins."""
+
 
 def likeness(p: Any, q: Any) -> float:
     """How much measurements of one problem say of another: 1 for the same, less for each difference.
@@ -29,9 +35,11 @@ def likeness(p: Any, q: Any) -> float:
     return math.exp(-distance - 0.02 * octaves(p.mean_keys, q.mean_keys) - 0.02 * (p.dtype != q.dtype))
 
 
-def kind(p: Any) -> tuple[bool, int, bool]:
-    """What a problem must share with another so that its winner says much: mask, padded head dimension, few rows or many."""
-    return p.causal, p.tile_d, p.mean_rows <= FEW_ROWS
+def kind(p: Any) -> tuple[bool, int, bool, bool]:
+    """What a problem must share with another so that its winner says much: mask, padded head dimension, few rows or many, and,
+    with many, whether heads are padded: those go in column parts, and leave other tiles room."""
+    few = p.mean_rows <= FEW_ROWS
+    return p.causal, p.tile_d, few, not few and p.head_dim != p.tile_d
 
 
 def rival_kind(p: Any) -> tuple[bool, bool, int, int]:
@@ -44,14 +52,18 @@ def distance(p: Any, q: Any) -> float:
     """How unlike two problems of one kind are: octaves of sequence length and of the padded width of values, and half as much for
     everything else.
 
-    Work per block follows the key length, the size of accumulators the width of values, the number of blocks rows and heads;
-    dtype and grouping matter least.
+    Work per block follows the key length, the size of accumulators the width of values, the number of blocks rows and heads, of
+    few rows key heads; dtype and grouping matter least. Where the last tile of keys is cut off the code is another: it masks, and
+    what just fits registers without that spills.
     """
+    few = p.mean_rows <= FEW_ROWS
     octaves = abs(math.log2(p.mean_keys / q.mean_keys)) + 0.5 * abs(math.log2(p.mean_rows / q.mean_rows))
     octaves += abs(math.log2(p.tile_v / q.tile_v))
-    blocks = abs(math.log2(p.sequences * p.heads / (q.sequences * q.heads)))
+    one, another = (each.sequences * (each.kv_heads if few else each.heads) for each in (p, q))
+    blocks = abs(math.log2(one / another))
     other = 0.1 * (p.dtype != q.dtype) + 0.1 * (p.group != q.group) + 0.3 * (p.head_dim != q.head_dim)
-    return float(octaves + 0.5 * blocks + other + 0.3 * _asked_differently(p, q))
+    ragged = (p.seq_k % WIDE_TILE == 0) != (q.seq_k % WIDE_TILE == 0)
+    return float(octaves + 0.5 * blocks + other + ragged + 0.3 * _asked_differently(p, q))
 
 
 def _asked_differently(p: Any, q: Any) -> float:
@@ -69,11 +81,15 @@ def only_its_kind(p: Any) -> bool:
     return bool(p.mean_rows <= FEW_ROWS)
 
 
-def loss_known(p: Any) -> bool:
-    """All landscapes are of square problems with a head dimension that needs no padding, and as many key/value heads as
-    query heads."""
-    square = p.seq_q == p.seq_k and p.group == 1
-    return bool(square and p.seq_q > FEW_ROWS and p.head_dim == p.tile_d and not p.value_dim and not p.asked)
+def loss_group(p: Any) -> str:
+    """What a transfer loses differs most where there are few keys or heads are padded; of windows and the like it is unknown."""
+    if p.asked:
+        return ""
+    if p.mean_rows <= FEW_ROWS:
+        return "few rows"
+    if p.head_dim != p.tile_d or p.value_dim:
+        return "padded heads"
+    return "few keys" if p.mean_keys <= FEW_KEYS else "many keys"
 
 
 def rounded(p: Any) -> Any:

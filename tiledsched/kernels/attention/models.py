@@ -134,3 +134,43 @@ MODELS: Mapping[str, tuple[str, Callable[[Make], list[Problem]]]] = {
 def all_models(make: Make) -> list[Problem]:
     """Those of every model, each once."""
     return list(dict.fromkeys(problem for _, problems in MODELS.values() for problem in problems(make)))
+
+
+def unseen(make: Make) -> list[Problem]:
+    """Models none of whose problems is in a suite that is tuned: what problems off the table are judged on."""
+    found: list[Problem] = []
+
+    def ask(dtype: str, sizes: Sizes, *cases: tuple[int, int, int], **more: Any) -> None:
+        found.extend(make(batch=batch, seq_q=rows, seq_k=keys, dtype=dtype, **sizes, **more) for batch, rows, keys in cases)
+
+    def heads(number: int, head_dim: int, **more: int) -> Sizes:
+        return _heads(number, number, head_dim, **more)
+
+    half, brain = "float16", "bfloat16"
+    masked: dict[str, Any] = {"causal": True}
+    ask(half, heads(12, 64), (64, 77, 77), **masked)  # CLIP's text
+    ask(half, heads(16, 80), (32, 257, 257), (1, 4096, 4096))  # ViT-H/14; Segment Anything
+    ask(brain, heads(24, 64), (8, 1370, 1370), (2, 4250, 4250))  # DINOv2 giant; Stable Diffusion 3
+    ask(half, heads(8, 40), (2, 4096, 4096), (2, 4096, 77))  # Stable Diffusion 1.5
+    ask(half, heads(8, 80), (2, 1024, 77))
+    ask(half, heads(16, 72), (2, 4096, 120))  # PixArt
+    ask(brain, heads(12, 64), (32, 512, 512))  # T5
+    ask(half, heads(6, 32), (1024, 49, 49))  # Swin
+    ask(half, heads(12, 64), (8, 1500, 1500), (8, 1, 224))  # Whisper small
+    ask(half, heads(16, 64), (8, 749, 749), (4, 300, 300))  # wav2vec 2.0
+    ask(brain, heads(24, 128), (1, 29440, 29440))  # HunyuanVideo
+    ask(brain, _heads(71, 1, 64), (1, 2048, 2048), **masked)  # Falcon 7B
+    ask(brain, heads(32, 80), (1, 1900, 1900), **masked)  # Phi-2
+    ask(brain, heads(32, 96), (2, 4096, 4096), **masked)  # Phi-3
+    ask(brain, heads(16, 256), (4, 700, 700), **masked)  # GPT-J
+    ask(half, heads(16, 256), (12, 1, 900))
+    ask(brain, _heads(56, 8, 128), (1, 3000, 3000), **masked)  # Yi 34B
+    ask(brain, _heads(56, 8, 128), (1, 512, 6000), alignment="bottom_right", **masked)
+    ask(brain, _heads(56, 8, 128), (5, 1, 3000))
+    ask(brain, _heads(36, 4, 128), (6, 1500, 1500), **masked)  # StarCoder2
+    ask(brain, _heads(36, 4, 128), (20, 1, 1500))
+    ask(brain, _heads(128, 8, 128), (1, 4096, 4096), **masked)  # Llama 3.1 405B
+    ask(brain, _heads(128, 8, 128), (1, 1, 20000))
+    ask(brain, heads(40, 96, value_dim=64), (4, 1500, 1500), **masked)  # MiniCPM3
+    ask(brain, _heads(32, 8, 128), (4, 4, 2500))  # four tokens at once, as speculative decoding checks them
+    return found

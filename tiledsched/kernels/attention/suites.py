@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tiledsched.kernels.attention.models import MODELS, all_models
+from tiledsched.kernels.attention.models import MODELS, all_models, unseen
 from tiledsched.kernels.attention.problem import DTYPES, standard
 from tiledsched.problem import Problem
 
@@ -88,6 +88,47 @@ def _masks(make: Make) -> list[Problem]:
     ]  # fmt: skip
 
 
+def _coverage(make: Make) -> list[Problem]:
+    """Sizes between those of the models, so that whatever is asked has a measured problem near it: few keys, keys of another
+    length than the queries, heads that fill the GPU in part, and wide heads."""
+    found: list[Problem] = []
+
+    def add(cases: Iterable[tuple[int, int, int]], heads: int, head_dim: int, kv_heads: int = 0, **more: Any) -> None:
+        found.extend(make(batch=batch, seq_q=rows, seq_k=keys, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, **more)
+                     for batch, rows, keys in cases)  # fmt: skip
+
+    half: dict[str, Any] = {"dtype": "float16"}
+    brain: dict[str, Any] = {"dtype": "bfloat16"}
+    lengths = (96, 160, 256, 320, 640, 1280)
+    add(((batch, length, length) for length in lengths for batch in (2, 64)), 16, 64, **half)
+    add(((256, 64, 64), (64, 256, 256), (2, 2048, 2048)), 8, 32, **half)
+    add(((32, 256, 256),), 12, 40, **half)
+    add(((4, 2048, 2048), (2, 2048, 100)), 8, 40, **half)
+    add(((2, 4096, 256),), 16, 72, **half)
+    add(((16, 256, 256), (2, 2048, 100)), 16, 80, **half)
+    add(((1, 12288, 12288), (1, 24576, 24576)), 32, 64, **brain)
+    add(((2, 1024, 100), (2, 1024, 256), (2, 4096, 64), (2, 4096, 128), (2, 4096, 256), (1, 16384, 128)), 16, 64, **half)
+    add(((1, 4096, 128), (1, 4096, 512), (1, 16384, 256), (1, 16384, 512)), 32, 128, **brain)
+    add(((32, 256, 256), (32, 640, 640), (1, 640, 640), (1, 3072, 3072), (1, 24576, 24576), (1, 49152, 49152)), 32, 128, **brain)
+    masked: dict[str, Any] = {**brain, "causal": True}
+    for heads in (48, 80, 128):
+        add(((1, 1024, 1024),), heads, 128, 8, **masked)
+    add(((1, 512, 512), (1, 2048, 2048)), 64, 128, 8, **masked)
+    add(((1, 1024, 1024), (1, 2048, 2048)), 48, 64, 8, **masked)
+    add(((4, 512, 512), (1, 2048, 2048)), 32, 80, **masked)
+    add(((1, 1024, 1024),), 32, 96, **masked)
+    for batch, heads, rows in ((4, 32, 2048), (1, 64, 2048), (8, 64, 1024)):
+        add(((batch, rows, rows),), heads, 192, value_dim=128, **masked)
+    add(((4, 2048, 2048), (8, 512, 512)), 16, 256, 8, **masked)
+    add(((1, 512, 4096),), 16, 256, 8, alignment="bottom_right", **masked)
+    add(((1, 1, 512), (8, 1, 1024), (32, 1, 512)), 16, 64, **half)
+    add(((4, 1, 1024),), 32, 80, **half)
+    add(((1, 1, 4096),), 32, 96, **half)
+    add(((1, 1, 2048), (16, 1, 1024)), 32, 128, **half)
+    add(((2, 1, 4096), (16, 1, 2048)), 8, 256, 4, **brain)
+    return found
+
+
 SUITES: Mapping[str, tuple[str, Any]] = {
     "attention": (
         "S 512 to 16384, D 64 and 128, causal and full, both dtypes, at 16k tokens and at B=1 H=8",
@@ -100,5 +141,7 @@ SUITES: Mapping[str, tuple[str, Any]] = {
     "serving": ("packed prompts and texts, and decoding and a chunk of a prompt over keys in pages", _serving),
     **MODELS,
     ALL_MODELS: ("all of the models above", all_models),
+    "coverage": ("sizes between those of the models, for problems off the table to go by", _coverage),
+    "unseen": ("models that nobody tunes: what problems off the table get", unseen),
 }
 """Name -> one line for people, and what makes the problems in the order they are tuned and benched."""
