@@ -319,4 +319,4 @@ def test_the_model_knows_what_is_asked_for():
     assert estimate(window=512) < 0.5 * estimate(window=4096) < 0.5 * estimate()
     assert estimate(softcap=True) > estimate()
     assert plain.replace(window=512).flops < plain.flops / 7
-    assert not Attention.loss_known(plain.replace(window=512))
+    assert not Attention.loss_group(plain.replace(window=512))

@@ -215,7 +215,7 @@ def test_what_is_asked_for_is_said():
         assert not {"packed", "page"} & set(plain.to_json())
         assert Attention.likeness(problem, problem) == 1.0 > Attention.likeness(problem, plain)
         assert Attention.distance(problem, plain) > 0.0
-        assert not Attention.loss_known(problem)
+        assert not Attention.loss_group(problem)
         for rounded in (Attention.rounded(problem.replace(seq_q=777)), Attention.rounded(problem)):
             assert rounded.placed
 

@@ -464,6 +464,26 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
         )
 
 
+def test_the_next_choice_of_what_spills_is_prepared_too(tmp_path, pool, monkeypatch) -> None:
+    """Of what was not measured; what was is served whatever it keeps in memory."""
+    first, second = SCHEDULE.replace(occupancy=2), SCHEDULE.replace(occupancy=3)
+    tuned = entry(schedule=first, runner_up=second, margin=0.02, provenance="measured")
+    other = PROBLEM.replace(seq_q=1025, seq_k=1025)
+    build = Pool.build
+
+    def spilling(self, tasks):
+        for each in build(self, tasks):
+            keeps = 128 if each.task.schedule["occupancy"] == 2 else 8
+            yield replace(each, artifact=replace(each.artifact, facts=replace(each.artifact.facts, spill_bytes=keeps)))
+
+    monkeypatch.setattr(Pool, "build", spilling)
+    assert prepare(tmp_path / "a.zip", [tuned]).programs == 1
+    made = prepare(tmp_path / "b.zip", [tuned], likely=lambda problem: [other])
+    assert (made.problems, made.programs) == (2, 3)
+    prepared = {(each.problem, each.schedule["occupancy"]) for each in read_bundle(tmp_path / "b.zip").programs}
+    assert prepared == {(PROBLEM, 2), (other, 2), (other, 3)}
+
+
 # The commands
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from tiledsched.build.compiler import pass_on_worker_warps
 from tiledsched.build.cubin import parts, read_artifact
+from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.config import Settings
 from tiledsched.device import arch_spec
 from tiledsched.errors import CompilerError, ConfigError, TiledschedError
@@ -215,7 +216,8 @@ def _kernel_class() -> type:
             if asked in self.refused:
                 raise spills_error()(self.refused[asked])
             found = self._found(signature, context, arch, compute_capability, *more)
-            if not self.may_spill and (bytes_each := spilled(found[0], arch)):
+            # Without a compiler a bundle has what there is.
+            if not self.may_spill and (bytes_each := spilled(found[0], arch)) and compiler_at_hand():
                 self.refused[asked] = f"its program spills {bytes_each} bytes of registers a thread"
                 raise spills_error()(self.refused[asked])
             return found

@@ -29,6 +29,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.bundle import Program, read_bundle, write_bundle
 from tiledsched.serve.lookup import Table
+from tiledsched.serve.prebuilt import MOST_SPILLED
 from tiledsched.store.records import EntryRecord
 
 Key = tuple[str, str]
@@ -104,22 +105,31 @@ def prepare(arch: str, path: Path, entries: Sequence[EntryRecord], table: Table,
         raise ConfigError(f"nothing is tuned for {arch}; run: tiledsched tune {where} --arch {arch}")
     device = mine[0].device_name
     problems = list(dict.fromkeys(each for entry in mine for each in (entry.problem, *likely(entry.problem))))
-    needed: dict[Key, tuple[Schedule, Problem]] = {}
-    for problem in problems:
-        schedule = table.resolve(problem, arch, device).schedule
-        needed.setdefault(_key(kernel, arch, problem, schedule), (schedule, problem))
     found = _had_before(arch, [path, *others], mine, kernel, artifacts)
-    reused = len(needed.keys() & found.keys())
-    tasks = [BuildTask(kernel=kernel.locator(), schedule=schedule, problem=problem, arch=arch)
-             for key, (schedule, problem) in needed.items() if key not in found]  # fmt: skip
-    progress(f"{arch}: {len(needed)} programs, {len(tasks)} to build")
-    failures = []
-    for key, outcome in _built(tasks, kernel, jobs, progress):
-        if isinstance(outcome, Artifact):
-            artifacts.put(outcome)
-            found[key] = outcome
-        else:
-            failures.append((needed[key][0], outcome))
+    had = set(found)
+    needed: dict[Key, tuple[Schedule, Problem]] = {}
+    failures: list[tuple[Schedule, Failure]] = []
+    waiting = [(problem, table.resolve(problem, arch, device)) for problem in problems]
+    while waiting:
+        keys = [_key(kernel, arch, problem, served.schedule) for problem, served in waiting]
+        fresh = {key: (served.schedule, problem)
+                 for key, (problem, served) in zip(keys, waiting, strict=True) if key not in needed}  # fmt: skip
+        needed |= fresh
+        tasks = [BuildTask(kernel=kernel.locator(), schedule=schedule, problem=problem, arch=arch)
+                 for key, (schedule, problem) in fresh.items() if key not in found]  # fmt: skip
+        progress(f"{arch}: {len(needed)} programs, {len(tasks)} to build")
+        for key, outcome in _built(tasks, kernel, jobs, progress):
+            if isinstance(outcome, Artifact):
+                artifacts.put(outcome)
+                found[key] = outcome
+            else:
+                failures.append((needed[key][0], outcome))
+        # As a call does: what was not measured and spills gives way to the next choice.
+        spilling = [pair for key, pair in zip(keys, waiting, strict=True)
+                    if pair[1].alternatives and key in found and found[key].facts.spill_bytes > MOST_SPILLED]  # fmt: skip
+        following = ((problem, table.instead_of(served, problem, arch)) for problem, served in spilling)
+        waiting = [(problem, served) for problem, served in following if served is not None]
+    reused = len(needed.keys() & had)
     programs = [Program(kernel=kernel.name, arch=arch, schedule=schedule, problem=problem,
                         fingerprint=found[key].fingerprint)
                 for key, (schedule, problem) in needed.items() if key in found]  # fmt: skip

@@ -6,7 +6,7 @@ r"""What a choice made from other problems loses, by how far they are: what `exp
 
 Every problem of which several programs were measured is held out, alone and with all entries of its lengths, width and
 mask. Where the policy's choice was among them its loss is known; a choice that nobody measured is counted, and says
-nothing. `--out` writes the losses.
+nothing. `--out` writes the losses. `--choose` chooses the policy's numbers by every other problem and scores them on the rest.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from tiledsched.files import write_whole
 from tiledsched.problem import Problem
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.schedule import Schedule
-from tiledsched.serve.policy import LossBand, transfer
+from tiledsched.serve.policy import NEAR_KIND, LossBand, Parameters, transfer
 from tiledsched.space_files import space_for
 from tiledsched.store.evidence import for_compiler
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord
-from tiledsched.studies.landscapes import read_landscape, shape_of
+from tiledsched.studies.landscapes import Landscape, read_landscape, shape_of
 from tiledsched.studies.policy import ANY, Judged, Study, summary
 
 Race = Mapping[str, float]
 """Microseconds of each schedule, by its short text."""
 NEAR = 0.15
 """Problems that differ in little more than the element type, and the rest."""
+GRID = tuple(Parameters(reach=reach, model=model) for reach, model in itertools.product((0.3, 0.5, 1.0), (0.3, 0.6, 1.0)))
 FEWEST = 5
 """Choices on which a loss is promised, at least."""
 RACES = ("tiledsched", "left_out")
@@ -75,7 +76,8 @@ def bench_races(path: Path) -> dict[str, dict[str, float]]:
     return {problem: race for problem, race in races.items() if len(race) > 1}
 
 
-def judged(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race]]) -> tuple[list[Seen], int]:
+def judged(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race]],
+           parameters: Parameters = NEAR_KIND) -> tuple[list[Seen], int]:  # fmt: skip
     """The choices that were measured, and how many were not."""
     kernel, arch = entries[0].problem.declaration, entries[0].arch
     space, spec = space_for(arch, kernel), arch_spec(arch)
@@ -85,7 +87,7 @@ def judged(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race
     for problem, likes_out in itertools.product(races, (False, True)):
         seen = [e for e in known if e.problem != problem and kernel.kind(e.problem) == kernel.kind(problem)
                 and not (likes_out and shape_of(e.problem) == shape_of(problem))]  # fmt: skip
-        choice = transfer(problem, seen, space, spec)
+        choice = transfer(problem, seen, space, spec, parameters)
         if choice is None:
             continue
         short = choice.schedule.short()
@@ -117,9 +119,28 @@ def to_json(bands: Sequence[LossBand]) -> str:
     return json.dumps({"schema_version": 1, "bands": rows}, indent=1) + "\n"
 
 
-def all_bands(table: Path, landscapes: Sequence[Path], medians_of: Sequence[Path],
-              left_out: Sequence[Path]) -> tuple[list[LossBand], int]:  # fmt: skip
-    """The expected losses of all files together, and how many choices nobody had measured."""
+def mean_loss(seen: Iterable[Seen]) -> float:
+    """Geometric mean."""
+    return summary([each.judged for each in seen]).mean
+
+
+def chosen(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race]]) -> list[tuple[str, ...]]:
+    """For each half of the problems: what served them best, its loss there and on the other half, and that of what is served."""
+    order = sorted(races)
+    halves = [{problem: races[problem] for problem in order[first::2]} for first in (0, 1)]
+    scores = {parameters: [mean_loss(judged(entries, half, parameters)[0]) for half in halves]
+              for parameters in (NEAR_KIND, *GRID)}  # fmt: skip
+    rows: list[tuple[str, ...]] = []
+    for mine, other in ((0, 1), (1, 0)):
+        best = min(scores, key=lambda each: scores[each][mine])
+        rows.append((f"reach {best.reach:g}, model {best.model:g}", f"{scores[best][mine]:.1%}", f"{scores[best][other]:.1%}",
+                     f"{scores[NEAR_KIND][mine]:.1%}"))  # fmt: skip
+    return rows
+
+
+def read_races(table: Path, landscapes: Sequence[Path], medians_of: Sequence[Path], left_out: Sequence[Path],
+               ) -> tuple[list[EntryRecord], list[Landscape], dict[Problem, list[Race]]]:  # fmt: skip
+    """The table's entries of its newest compiler, the landscapes, and all races of its problems."""
     known = [e for e in read_table(table).entries
              if e.provenance == "measured" and e.accum_mode == "fp32" and e.regime == "burst"]  # fmt: skip
     entries = list(for_compiler(known, max((e.compiler for e in known), key=release)))
@@ -133,6 +154,13 @@ def all_bands(table: Path, landscapes: Sequence[Path], medians_of: Sequence[Path
     for words, race in itertools.chain.from_iterable(each.items() for each in told):
         if words in by_words:
             races[by_words[words]].append(race)
+    return entries, recorded, races
+
+
+def all_bands(table: Path, landscapes: Sequence[Path], medians_of: Sequence[Path],
+              left_out: Sequence[Path]) -> tuple[list[LossBand], int]:  # fmt: skip
+    """The expected losses of all files together, and how many choices nobody had measured."""
+    entries, recorded, races = read_races(table, landscapes, medians_of, left_out)
     seen, unknown = judged(entries, races)
     bands = near_bands(seen)
     if recorded:
@@ -156,7 +184,13 @@ def main() -> None:
                         ("left-out", "CSV files of the bench's method left_out")):  # fmt: skip
         parser.add_argument(f"--{name}", nargs="*", type=Path, default=[], help=words)
     parser.add_argument("--out", type=Path, help="also write them here (tuning_db/model/KERNEL/transfer.json)")
+    parser.add_argument("--choose", action="store_true", help="choose the policy's numbers anew instead")
     asked = parser.parse_args()
+    if asked.choose:
+        entries, _, races = read_races(asked.table, asked.landscapes, asked.medians, asked.left_out)
+        head = ("chosen by one half", "loss there", "on the other", "what is served, there")
+        print(to_markdown([Table(head=head, rows=tuple(chosen(entries, races)))]), end="")
+        return
     bands, unknown = all_bands(asked.table, asked.landscapes, asked.medians, asked.left_out)
     rows = tuple(_row(band) for band in bands)
     print(to_markdown([Table(head=("problems", "distance up to", "mean", "worst", "choices"), rows=rows)]), end="")
