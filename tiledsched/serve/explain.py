@@ -56,7 +56,8 @@ class Explanation:
         return {
             "schema_version": 1, "problem": self.problem.to_json(), "arch": self.arch, "device": self.device_name,
             "provenance": self.served.provenance, "reason": self.served.reason,
-            "schedule": self.served.schedule.to_json(), "forced": dict(self.served.forced), "stale": self.stale,
+            "schedule": self.served.schedule.to_json(), "alternatives": [each.to_json() for each in self.served.alternatives],
+            "forced": dict(self.served.forced), "stale": self.stale,
             "expected_loss": asdict(self.served.expected_loss) if self.served.expected_loss else None,
             "median_us": evidence.median_us if evidence else None,
             "tflops": entry.problem.tflops(evidence.median_us) if entry and evidence else None,
@@ -87,6 +88,8 @@ class Explanation:
         lines = [f"{self.problem} on {self.device_name or self.arch}",
                  f"  schedule    {served.schedule.short()}",
                  f"  provenance  {served.provenance}: {served.reason}"]  # fmt: skip
+        if served.alternatives:
+            lines.append(f"  if spilled  {served.alternatives[0].short()}, where the program of the first spills registers")
         if self.stale:
             lines.append(f"  stale       {served.stale}")
         lines += self._rival_lines()
