@@ -291,23 +291,24 @@ def test_a_program_that_spills_is_refused_where_there_is_another_choice(monkeypa
 
     large = {"tile_m": 128, "tile_n": 128, "num_worker_warps": 8, "q_subtiles": 2, "q_in_registers": True}
     ragged = Attention.problem(seq_q=749, seq_k=749, head_dim=64, batch=8, heads=16)
-    for may_spill, knobs in ((False, large), (True, large), (False, {})):
+    for refuses, knobs in ((True, large), (False, large), (True, {})):
         schedule = space_for("sm_90", Attention).default(ragged).replace(**knobs)
         (step,) = steps(Attention, ragged, schedule, arch_spec("sm_90"))
-        (served,) = prebuilt.make_kernel(Attention, {"sm_90": schedule}, ragged, load_settings(), may_spill=may_spill)
+        (served,) = prebuilt.make_kernel(Attention, {"sm_90": schedule}, ragged, load_settings())
         asked = signature(Attention, ragged, schedule, step)
-        if may_spill or not knobs:
-            code = served._compile(asked, default_tile_context, (9, 0))[0]
+        if not (refuses and knobs):
+            with prebuilt.refusing_spills(refuses):
+                code = served._compile(asked, default_tile_context, (9, 0))[0]
             assert (read_artifact(code, "sm_90").facts.spill_bytes > prebuilt.MOST_SPILLED) == bool(knobs)
             continue
         for _ in range(2):
-            with pytest.raises(prebuilt.spills_error(), match=r"spills \d+ bytes of registers a thread"):
+            with prebuilt.refusing_spills(True), pytest.raises(prebuilt.spills_error(), match=r"spills \d+ bytes of registers"):
                 served._compile(asked, default_tile_context, (9, 0))
             monkeypatch.setattr(served, "_found", None)  # not asked again
         monkeypatch.undo()
         monkeypatch.setattr(prebuilt, "compiler_at_hand", lambda: "")  # a bundle has what there is
-        served.refused.clear()
-        served._compile(asked, default_tile_context, (9, 0))
+        with prebuilt.refusing_spills(True):
+            served._compile(asked, default_tile_context, (9, 0))
         monkeypatch.undo()
 
 

@@ -21,8 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from tiledsched import configure
 from tiledsched.attention import plans
 from tiledsched.attention import sdpa as serve
+from tiledsched.attention.launching import launch_plan
 from tiledsched.errors import LaunchError, ProblemError, UnsupportedError
-from tiledsched.serve import plan_cache, policy, process
+from tiledsched.serve import plan_cache, policy, prebuilt, process
 from tiledsched.serve.prebuilt import spills_error
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -351,20 +352,27 @@ def test_a_choice_that_nobody_measured_and_that_spills_gives_way_to_the_next(lau
     assert told.levelname == "INFO"  # nothing that anybody should do something about
 
 
-def test_only_where_there_is_another_choice_a_program_must_not_spill(launches, monkeypatch) -> None:
-    asked = []
-    make = process.make_kernel
+def test_only_a_first_launch_with_another_choice_refuses_what_spills(launches, monkeypatch) -> None:
+    import cuda.tile
 
-    def spy(*given, may_spill, **more):
-        asked.append(may_spill)
-        return make(*given, may_spill=may_spill, **more)
+    seen = []
 
-    monkeypatch.setattr(process, "make_kernel", spy)
-    monkeypatch.setattr(process, "_kernels", {})
-    served = plans.plan_for(*tensors(rows=200, columns=64)).served
-    last = replace(served, alternatives=())
-    plans.make_plan(*tensors(rows=200, columns=64), None, None, False, last)
-    assert asked == [False, True]
+    def launch(*given) -> None:
+        seen.append(getattr(prebuilt._thread, "refuses_spills", False))
+        launches(*given)
+
+    monkeypatch.setattr(cuda.tile, "launch", launch)
+    q, k, v = tensors(rows=200, columns=64)
+    serve.sdpa(q, k, v)
+    serve.sdpa(q, k, v)
+    assert seen == [True, False]
+    plan = plans.plan_for(q, k, v)
+    measured = replace(plan, served=replace(plan.served, alternatives=()))
+    rival = replace(plan, launch_on=plans.ELSEWHERE)  # serves, whatever our own program does
+    for number, each in enumerate((measured, rival)):
+        plans.cache.plans[number] = each
+        plans.cache.launch_first(number, each, lambda _: launch_plan(plan, q, k, v), lambda _: None)
+    assert seen == [True, False, False, False]
 
 
 def test_sync_waits_for_each_launch(launches, monkeypatch) -> None:

@@ -17,7 +17,8 @@ import torch
 from cuda.tile import TileError
 
 from tiledsched.errors import LaunchError, RivalError
-from tiledsched.serve.prebuilt import spills_error
+from tiledsched.serve.prebuilt import refusing_spills, spills_error
+from tiledsched.serve.rivals import ELSEWHERE
 
 log = logging.getLogger("tiledsched")
 MAX_PLANS = 4096
@@ -29,7 +30,7 @@ under any other release every lookup is by key.
 MAX_RECENT = 2
 """Plans tried before the key is made: self- and cross-attention take turns."""
 lock = threading.RLock()
-P = TypeVar("P")
+P = TypeVar("P", bound=Any)
 Tensors = tuple[Any, ...]
 Options = tuple[Any, ...]
 _gradients = torch.is_grad_enabled
@@ -104,7 +105,8 @@ class PlanCache(Generic[P]):
         """
         while True:
             try:
-                result = launch(plan)
+                with refusing_spills(bool(plan.served.alternatives) and plan.launch_on != ELSEWHERE):
+                    result = launch(plan)
                 break
             except LaunchError as error:
                 refused = isinstance(error, RivalError)

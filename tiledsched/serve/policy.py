@@ -26,7 +26,7 @@ from tiledsched.schedule import Schedule
 from tiledsched.space import SearchSpace
 from tiledsched.store.records import EntryRecord
 
-OTHERS = 3
+OTHERS = 2
 """Further choices of a transfer, in case the program of the first spills."""
 
 

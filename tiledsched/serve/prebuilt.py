@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ log = logging.getLogger("tiledsched")
 MOST_SPILLED = 64
 """Bytes a thread that a choice which nobody measured may keep in memory: hardly a measured winner keeps more
 (docs/results/serving.md)."""
+_thread = threading.local()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,7 @@ class Prebuilt:
 
 
 def make_kernel(kernel: KernelClass, schedules: Mapping[str, Schedule], problem: Problem, settings: Settings,
-                device: Any = None, *, may_spill: bool = True) -> list[Any]:  # fmt: skip
+                device: Any = None) -> list[Any]:  # fmt: skip
     """The cuTile kernel objects of `launches.tile_kernels`, one for each step, that take their machine code from bundles
     where these hold it, else have it compiled as it was for measuring.
 
@@ -53,7 +56,6 @@ def make_kernel(kernel: KernelClass, schedules: Mapping[str, Schedule], problem:
         settings: say where bundles lie.
         device: anything with `sm_count` and `arch`, for a kernel whose launches ask for it; the first arch's usual one
             unless given.
-        may_spill: whether a program may spill registers. Else a launch that would load one that does raises `Spills`.
 
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
@@ -67,7 +69,7 @@ def make_kernel(kernel: KernelClass, schedules: Mapping[str, Schedule], problem:
     for place, (made, step) in enumerate(zip(objects, wanted, strict=True)):
         made.__class__ = _kernel_class()  # the same object otherwise, with the hints it was given
         made.prebuilt, made.declaration, made.step, made.place = candidates, kernel, step, place
-        made.may_spill, made.refused = may_spill, {}
+        made.refused = {}
     return objects
 
 
@@ -181,6 +183,17 @@ def _holds(built: Any, asked: Any) -> bool:
             and all(ours is None or (theirs is not None and theirs >= ours) for ours, theirs in bounds))  # fmt: skip
 
 
+@contextmanager
+def refusing_spills(refuses: bool) -> Iterator[None]:
+    """Whether launches of this thread raise `TileError` where a program that they would load spills registers."""
+    before = getattr(_thread, "refuses_spills", False)
+    _thread.refuses_spills = refuses
+    try:
+        yield
+    finally:
+        _thread.refuses_spills = before
+
+
 def spilled(code: bytes, arch: str) -> int:
     """Bytes of registers a thread that a program keeps in memory beyond what costs nothing; else 0."""
     bytes_each = read_artifact(code, arch).facts.spill_bytes
@@ -207,17 +220,18 @@ def _kernel_class() -> type:
         declaration: KernelClass
         step: Any
         place: int
-        may_spill: bool
         refused: dict[str, str]
 
         def _compile(self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None,
                      *more: Any) -> Any:  # fmt: skip
-            arch, asked = _arch(compute_capability), str(signature)
+            arch = _arch(compute_capability)
+            # Without a compiler a bundle has what there is.
+            refuses = getattr(_thread, "refuses_spills", False) and bool(compiler_at_hand())
+            asked = str(signature) if refuses else ""
             if asked in self.refused:
                 raise spills_error()(self.refused[asked])
             found = self._found(signature, context, arch, compute_capability, *more)
-            # Without a compiler a bundle has what there is.
-            if not self.may_spill and (bytes_each := spilled(found[0], arch)) and compiler_at_hand():
+            if refuses and (bytes_each := spilled(found[0], arch)):
                 self.refused[asked] = f"its program spills {bytes_each} bytes of registers a thread"
                 raise spills_error()(self.refused[asked])
             return found

@@ -15,6 +15,7 @@ from tiledsched.config import Settings, load_settings
 from tiledsched.kernel import HINT_KNOBS, KernelClass
 from tiledsched.launches import annotated, steps
 from tiledsched.problem import Problem
+from tiledsched.schedule import Schedule
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import Served, Table
 from tiledsched.serve.plan_cache import PlanCache, lock
@@ -82,17 +83,13 @@ def warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-def kernel_objects(kernel: KernelClass, p: Problem, served: Served, device: DeviceFacts) -> tuple[Any, ...]:
-    """What is launched, one object for each step; plans with the same functions and hints share them.
-
-    Where there is another choice, a launch whose program spills raises `TileError`.
-    """
-    s, may_spill = served.schedule, not served.alternatives
+def kernel_objects(kernel: KernelClass, p: Problem, s: Schedule, device: DeviceFacts) -> tuple[Any, ...]:
+    """What is launched, one object for each step; plans with the same functions and hints share them."""
     functions = tuple(annotated(kernel, step, p, s) for step in steps(kernel, p, s, device))
-    key = (kernel, functions, device.arch, may_spill, *(s.get(knob) for knob in HINT_KNOBS))
+    key = (kernel, functions, device.arch, *(s.get(knob) for knob in HINT_KNOBS))
     with lock:
         if key not in _kernels:
-            _kernels[key] = tuple(make_kernel(kernel, {device.arch: s}, p, settings(), device, may_spill=may_spill))
+            _kernels[key] = tuple(make_kernel(kernel, {device.arch: s}, p, settings(), device))
         return _kernels[key]
 
 
