@@ -302,7 +302,10 @@ def test_a_program_that_spills_is_refused_where_there_is_another_choice(monkeypa
             assert (read_artifact(code, "sm_90").facts.spill_bytes > prebuilt.MOST_SPILLED) == bool(knobs)
             continue
         for _ in range(2):
-            with prebuilt.refusing_spills(True), pytest.raises(prebuilt.spills_error(), match=r"spills \d+ bytes of registers"):
+            with (
+                prebuilt.refusing_spills(True),
+                pytest.raises(prebuilt.spills_error(), match=r"spills \d+ bytes of registers"),
+            ):
                 served._compile(asked, default_tile_context, (9, 0))
             monkeypatch.setattr(served, "_found", None)  # not asked again
         monkeypatch.undo()

@@ -146,7 +146,10 @@ def test_few_rows_are_a_kind_of_their_own(shipped) -> None:
 
 
 def test_expected_losses_are_of_the_group_and_given_only_where_measured() -> None:
-    near, far = (choice(PROBLEM, entry(each)) for each in (PROBLEM.replace(dtype="bfloat16"), at(1024, batch=4, heads=8, kv_heads=8)))
+    near, far = (
+        choice(PROBLEM, entry(each))
+        for each in (PROBLEM.replace(dtype="bfloat16"), at(1024, batch=4, heads=8, kv_heads=8))
+    )
     assert expected_loss(near, PROBLEM).mean < expected_loss(far, PROBLEM).mean
     other = choice(PROBLEM, entry(PROBLEM.replace(causal=True)))
     assert expected_loss(other, PROBLEM).mean > expected_loss(far, PROBLEM).mean
@@ -231,7 +234,10 @@ def test_a_choice_loses_what_the_race_says(tmp_path) -> None:
 def test_what_a_rival_took_is_no_loss_of_ours(tmp_path) -> None:
     rows = ["method,provenance,schedule,median_us,problem"]
     problem = json.dumps(PROBLEM.to_json()).replace('"', '""')
-    for method, provenance, schedule, us in (("tiledsched", "measured", "a", 1), ("left_out", "rival", "torch_cudnn", 2)):
+    for method, provenance, schedule, us in (
+        ("tiledsched", "measured", "a", 1),
+        ("left_out", "rival", "torch_cudnn", 2),
+    ):
         rows.append(f'{method},{provenance},{schedule},{us},"{problem}"')
     (tmp_path / "b.csv").write_text("\n".join(rows))
     assert bench_races(tmp_path / "b.csv") == {}

@@ -40,7 +40,9 @@ Race = Mapping[str, float]
 """Microseconds of each schedule, by its short text."""
 NEAR = 0.15
 """Problems that differ in little more than the element type, and the rest."""
-GRID = tuple(Parameters(reach=reach, model=model) for reach, model in itertools.product((0.3, 0.5, 1.0), (0.3, 0.6, 1.0)))
+GRID = tuple(
+    Parameters(reach=reach, model=model) for reach, model in itertools.product((0.3, 0.5, 1.0), (0.3, 0.6, 1.0))
+)
 FEWEST = 5
 """Choices on which a loss is promised, at least."""
 RACES = ("tiledsched", "left_out")

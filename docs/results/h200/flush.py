@@ -51,8 +51,11 @@ def main() -> None:
     """A line for each case, flush and method."""
     buffer = torch.zeros(max(4 * current_device().l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
     lines = csv.writer(sys.stdout, lineterminator="\n")
-    lines.writerow(("batch", "heads", "kv_heads", "keys", "head_dim", "mib", "flush", "method", "median_us", "tb_per_s"))
+    lines.writerow(
+        ("batch", "heads", "kv_heads", "keys", "head_dim", "mib", "flush", "method", "median_us", "tb_per_s")
+    )
     for batch, heads, kv_heads, keys, head_dim in CASES:
+
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
@@ -63,7 +66,9 @@ def main() -> None:
         out = torch.empty(132 * 8 * 2048, dtype=torch.int32, device="cuda")
         calls = {
             "decoding": lambda q=q, k=k, v=v: sdpa(q, k, v, enable_gqa=True),
-            "reading": lambda both=both, out=out: read_all[(132 * 8,)](both, out, both.numel(), 2048, 132 * 8, num_warps=8),
+            "reading": lambda both=both, out=out: read_all[(132 * 8,)](
+                both, out, both.numel(), 2048, 132 * 8, num_warps=8
+            ),
             "copy": lambda half=half, other=other: other.copy_(half),
         }
         moved = 2 * k.numel() * k.element_size()

@@ -141,7 +141,9 @@ def unseen(make: Make) -> list[Problem]:
     found: list[Problem] = []
 
     def ask(dtype: str, sizes: Sizes, *cases: tuple[int, int, int], **more: Any) -> None:
-        found.extend(make(batch=batch, seq_q=rows, seq_k=keys, dtype=dtype, **sizes, **more) for batch, rows, keys in cases)
+        found.extend(
+            make(batch=batch, seq_q=rows, seq_k=keys, dtype=dtype, **sizes, **more) for batch, rows, keys in cases
+        )
 
     def heads(number: int, head_dim: int, **more: int) -> Sizes:
         return _heads(number, number, head_dim, **more)
