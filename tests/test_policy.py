@@ -252,3 +252,16 @@ def test_without_the_file_no_loss_is_promised(tmp_path, monkeypatch) -> None:
         assert expected_loss(choice(PROBLEM, entry(at(4096))), PROBLEM) is None
     finally:
         loss_bands.cache_clear()
+
+
+def test_with_few_rows_what_packs_its_heads_goes_by_what_does_and_shares_of_keys_become_fewer(shipped) -> None:
+    """Tokens of grouped heads before any number of keys: packed, and by as many shares as leave no SM idle for want of keys."""
+    for heads, head_dim in ((32, 128), (64, 64)):
+        for keys in (384, 1000, 1040, 4000, 16384):
+            one, many = (Attention.problem(seq_q=1, seq_k=keys, head_dim=head_dim, batch=batch, heads=heads, kv_heads=8,
+                                           dtype="bfloat16") for batch in (1, 32))  # fmt: skip
+            assert shipped.resolve(many, "sm_90", "NVIDIA H200").schedule["pack_gqa"], many
+            assert keys < 1000 or shipped.resolve(one, "sm_90", "NVIDIA H200").schedule["kv_splits"] > 1, one
+    sixteen = schedule(ODD[0], kv_splits=16, tile_n=128)
+    short = ODD[0].replace(seq_k=1151)
+    assert repaired(sixteen, short, SPACE) == sixteen.replace(kv_splits=8)

@@ -22,7 +22,7 @@ from typing import Any
 from tiledsched import data_files
 from tiledsched.device import ArchSpec
 from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.space import SearchSpace
 from tiledsched.store.records import EntryRecord
 
@@ -134,9 +134,10 @@ def named_losses(entry: EntryRecord, problem: Problem, space: SearchSpace) -> di
 
 
 def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedule | None:
-    """`schedule` with as few knobs as possible back at their defaults that it obeys the constraints; None if that fails.
+    """`schedule` with as few knobs as possible moved to their defaults that it obeys the constraints; None if that fails.
 
-    A broken constraint is mended by one of the knobs it reads, those of the structure before tiles, or by all of them.
+    A broken constraint is mended by one of the knobs it reads, those of the structure before tiles, or by all of them; a number
+    goes no further than it must: of sixteen shares of the keys eight may be left.
     """
     values = space.constraint_values(problem)
     for _ in space.knobs:
@@ -147,10 +148,20 @@ def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedu
                    if name in broken.names and schedule[name] != knob.default}  # fmt: skip
         if not changed:
             return None
-        single = (schedule.replace(**{name: default}) for name, default in changed.items())
+        single = (schedule.replace(**{name: value}) for name, default in changed.items()
+                  for value in _towards(schedule[name], default, space.knobs[name].choices))  # fmt: skip
         mended = next((each for each in single if broken.holds(values | dict(each))), None)
         schedule = mended or schedule.replace(**changed)
     return None
+
+
+def _towards(value: KnobValue, default: KnobValue, choices: Sequence[KnobValue]) -> list[KnobValue]:
+    """What lies between a number and its default, the nearest first, and the default."""
+    if isinstance(value, bool) or not (isinstance(value, int) and isinstance(default, int)):
+        return [default]
+    low, high = sorted((value, default))
+    between = [each for each in choices if isinstance(each, int) and low < each < high]
+    return [*sorted(between, key=lambda each: abs(each - value)), default]
 
 
 def expected_loss(found: Transfer, problem: Problem) -> ExpectedLoss | None:
