@@ -27,6 +27,7 @@ from tiledsched.serve.policy import (
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
+from tiledsched.studies.bench.rows import BenchRow, append_rows
 from tiledsched.studies.landscapes import read_landscape
 from tiledsched.studies.policy import Study, summary
 from tiledsched.studies.policy_losses import all_bands, bench_races, judged, medians, to_json
@@ -226,23 +227,21 @@ def test_a_choice_loses_what_the_race_says(tmp_path) -> None:
     (tmp_path / "m.csv").write_text(f"problem,schedule,median_us\n{PROBLEM},{chosen},110\n{PROBLEM},other,100\n")
     (race,) = medians(tmp_path / "m.csv").values()
     (seen,), unknown = judged([here, there], {PROBLEM: [race]})
-    assert (seen.judged.schedule, seen.judged.loss) == (there.schedule, pytest.approx(0.1))
+    assert (seen.schedule, seen.loss) == (there.schedule, pytest.approx(0.1))
     assert unknown == 0  # with all of its shape hidden, nothing is chosen
     assert judged([here, there], {PROBLEM: [{"other": 1.0}]}) == ([], 1)
 
 
 def test_what_a_rival_took_is_no_loss_of_ours(tmp_path) -> None:
-    rows = ["method,provenance,schedule,median_us,problem"]
-    problem = json.dumps(PROBLEM.to_json()).replace('"', '""')
-    for method, provenance, schedule, us in (
-        ("tiledsched", "measured", "a", 1),
-        ("left_out", "rival", "torch_cudnn", 2),
-    ):
-        rows.append(f'{method},{provenance},{schedule},{us},"{problem}"')
-    (tmp_path / "b.csv").write_text("\n".join(rows))
-    assert bench_races(tmp_path / "b.csv") == {}
-    (tmp_path / "b.csv").write_text("\n".join(rows).replace("rival", "transferred").replace("torch_cudnn", "b"))
-    assert bench_races(tmp_path / "b.csv") == {str(PROBLEM): {"a": 1.0, "b": 2.0}}
+    def rows(provenance, schedule) -> list[BenchRow]:
+        common = {"problem": PROBLEM, "regime": "burst", "status": "ok"}
+        return [BenchRow(method="tiledsched", provenance="measured", schedule="a", median_us=1.0, **common),
+                BenchRow(method="left_out", provenance=provenance, schedule=schedule, median_us=2.0, **common)]  # fmt: skip
+
+    append_rows(rows("rival", "torch_cudnn"), tmp_path / "rival.csv")
+    assert bench_races(tmp_path / "rival.csv") == {}
+    append_rows(rows("transferred", "b"), tmp_path / "own.csv")
+    assert bench_races(tmp_path / "own.csv") == {str(PROBLEM): {"a": 1.0, "b": 2.0}}
 
 
 def test_without_the_file_no_loss_is_promised(tmp_path, monkeypatch) -> None:

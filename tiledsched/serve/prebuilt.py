@@ -24,6 +24,7 @@ from tiledsched.device import arch_spec
 from tiledsched.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.kernel import HINT_KNOBS, KernelClass
 from tiledsched.problem import Problem
+from tiledsched.resources import ResourceFacts
 from tiledsched.schedule import Schedule
 from tiledsched.serve.bundle import VARIABLE, Bundle, Program, bundle_paths, named_bundle, read_bundle
 
@@ -194,10 +195,9 @@ def refusing_spills(refuses: bool) -> Iterator[None]:
         _thread.refuses_spills = before
 
 
-def spilled(code: bytes, arch: str) -> int:
-    """Bytes of registers a thread that a program keeps in memory beyond what costs nothing; else 0."""
-    bytes_each = read_artifact(code, arch).facts.spill_bytes
-    return bytes_each if bytes_each > MOST_SPILLED else 0
+def spilled(facts: ResourceFacts) -> int:
+    """Bytes of registers a thread that a program keeps in memory, where that is more than costs nothing; else 0."""
+    return facts.spill_bytes if facts.spill_bytes > MOST_SPILLED else 0
 
 
 @functools.cache
@@ -231,7 +231,7 @@ def _kernel_class() -> type:
             if asked in self.refused:
                 raise spills_error()(self.refused[asked])
             found = self._found(signature, context, arch, compute_capability, *more)
-            if refuses and (bytes_each := spilled(found[0], arch)):
+            if refuses and (bytes_each := spilled(read_artifact(found[0], arch).facts)):
                 self.refused[asked] = f"its program spills {bytes_each} bytes of registers a thread"
                 raise spills_error()(self.refused[asked])
             return found

@@ -29,7 +29,7 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.bundle import Program, read_bundle, write_bundle
 from tiledsched.serve.lookup import Table
-from tiledsched.serve.prebuilt import MOST_SPILLED
+from tiledsched.serve.prebuilt import spilled
 from tiledsched.store.records import EntryRecord
 
 Key = tuple[str, str]
@@ -126,7 +126,7 @@ def prepare(arch: str, path: Path, entries: Sequence[EntryRecord], table: Table,
                 failures.append((needed[key][0], outcome))
         # As a call does: what was not measured and spills gives way to the next choice.
         spilling = [pair for key, pair in zip(keys, waiting, strict=True)
-                    if pair[1].alternatives and key in found and found[key].facts.spill_bytes > MOST_SPILLED]  # fmt: skip
+                    if pair[1].alternatives and key in found and spilled(found[key].facts)]  # fmt: skip
         following = ((problem, table.instead_of(served, problem, arch)) for problem, served in spilling)
         waiting = [(problem, served) for problem, served in following if served is not None]
     reused = len(needed.keys() & had)

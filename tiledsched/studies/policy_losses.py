@@ -16,10 +16,8 @@ import csv
 import io
 import itertools
 import json
-import lzma
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tiledsched.build.toolchain import release
@@ -31,8 +29,9 @@ from tiledsched.schedule import Schedule
 from tiledsched.serve.policy import NEAR_KIND, LossBand, Parameters, transfer
 from tiledsched.space_files import space_for
 from tiledsched.store.evidence import for_compiler
-from tiledsched.store.exchange import read_table
+from tiledsched.store.exchange import read_table, read_text
 from tiledsched.store.records import EntryRecord
+from tiledsched.studies.bench.rows import read_rows
 from tiledsched.studies.landscapes import Landscape, read_landscape, shape_of
 from tiledsched.studies.policy import ANY, Judged, Study, summary
 
@@ -49,21 +48,10 @@ RACES = ("tiledsched", "left_out")
 """Methods of the bench that tell a loss: a tuned schedule, and what the policy would choose had nobody tuned its suite."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """A choice on one held-out problem."""
-
-    group: str
-    """Of the problem."""
-    judged: Judged
-    """With its loss, where it was measured."""
-
-
 def medians(path: Path) -> dict[str, dict[str, float]]:
     """Problem (as people read it) -> race, of a CSV file of a tune's medians, packed or not."""
-    text = (lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()).decode()
     races: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in csv.DictReader(io.StringIO(text)):
+    for row in csv.DictReader(io.StringIO(read_text(path))):
         races[row["problem"]][row["schedule"]] = float(row["median_us"])
     return races
 
@@ -71,20 +59,19 @@ def medians(path: Path) -> dict[str, dict[str, float]]:
 def bench_races(path: Path) -> dict[str, dict[str, float]]:
     """The same of a bench's CSV file: what was tuned and what was chosen without it, where that was no rival."""
     races: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in csv.DictReader(io.StringIO(path.read_text())):
-        if row["method"] in RACES and row["median_us"] and row["provenance"] != "rival":
-            problem = Problem.from_json(json.loads(row["problem"]))
-            races[str(problem)][row["schedule"]] = float(row["median_us"])
+    for row in read_rows(path):
+        if row.method in RACES and row.median_us and row.provenance != "rival":
+            races[str(row.problem)][row.schedule] = row.median_us
     return {problem: race for problem, race in races.items() if len(race) > 1}
 
 
 def judged(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race]],
-           parameters: Parameters = NEAR_KIND) -> tuple[list[Seen], int]:  # fmt: skip
+           parameters: Parameters = NEAR_KIND) -> tuple[list[Judged], int]:  # fmt: skip
     """The choices that were measured, and how many were not."""
     kernel, arch = entries[0].problem.declaration, entries[0].arch
     space, spec = space_for(arch, kernel), arch_spec(arch)
     known = [e.replace(schedule=space.complete(e.schedule)) for e in entries]
-    found: dict[tuple[Problem, Schedule, float], Seen] = {}
+    found: dict[tuple[Problem, Schedule, float], Judged] = {}
     unknown = 0
     for problem, likes_out in itertools.product(races, (False, True)):
         seen = [e for e in known if e.problem != problem and kernel.kind(e.problem) == kernel.kind(problem)
@@ -96,19 +83,19 @@ def judged(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race
         losses = [race[short] / min(race.values()) - 1.0 for race in races[problem] if short in race]
         unknown += not losses
         if losses:
-            one = Judged(
+            found[problem, choice.schedule, choice.distance] = Judged(
                 problem=problem, schedule=choice.schedule, loss=max(losses), measured=True, distance=choice.distance
             )
-            found[problem, choice.schedule, choice.distance] = Seen(group=kernel.loss_group(problem), judged=one)
     return list(found.values()), unknown
 
 
-def near_bands(seen: Iterable[Seen]) -> list[LossBand]:
+def near_bands(seen: Iterable[Judged]) -> list[LossBand]:
     """Of all groups together where a problem is near, and beyond that by group, where there are enough choices."""
     groups: dict[str, list[Judged]] = defaultdict(list)
     for each in seen:
-        if each.group:
-            groups["" if each.judged.distance <= NEAR else each.group].append(each.judged)
+        group = each.problem.declaration.loss_group(each.problem)
+        if group:
+            groups["" if each.distance <= NEAR else group].append(each)
     return [LossBand(group=group, other_kind=False, up_to=max(each.distance for each in choices) if group else NEAR,
                      loss=summary(choices)) for group, choices in sorted(groups.items()) if len(choices) >= FEWEST]  # fmt: skip
 
@@ -121,16 +108,11 @@ def to_json(bands: Sequence[LossBand]) -> str:
     return json.dumps({"schema_version": 1, "bands": rows}, indent=1) + "\n"
 
 
-def mean_loss(seen: Iterable[Seen]) -> float:
-    """Geometric mean."""
-    return summary([each.judged for each in seen]).mean
-
-
 def chosen(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race]]) -> list[tuple[str, ...]]:
     """For each half of the problems: what served them best, its loss there and on the other half, and that of what is served."""
     order = sorted(races)
     halves = [{problem: races[problem] for problem in order[first::2]} for first in (0, 1)]
-    scores = {parameters: [mean_loss(judged(entries, half, parameters)[0]) for half in halves]
+    scores = {parameters: [summary(judged(entries, half, parameters)[0]).mean for half in halves]
               for parameters in (NEAR_KIND, *GRID)}  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for mine, other in ((0, 1), (1, 0)):

@@ -49,7 +49,9 @@ class Reading:
 
 def main() -> None:
     """A line for each case, flush and method."""
-    buffer = torch.zeros(max(4 * current_device().l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
+    device = current_device()
+    blocks = 8 * device.sm_count
+    buffer = torch.zeros(max(4 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
     lines = csv.writer(sys.stdout, lineterminator="\n")
     lines.writerow(
         ("batch", "heads", "kv_heads", "keys", "head_dim", "mib", "flush", "method", "median_us", "tb_per_s")
@@ -63,11 +65,11 @@ def main() -> None:
         k, v = (normal(batch, kv_heads, keys, head_dim) for _ in range(2))
         both = torch.cat([k.flatten(), v.flatten()]).view(torch.int32)
         half, other = both[: both.numel() // 2], torch.empty_like(both[: both.numel() // 2])
-        out = torch.empty(132 * 8 * 2048, dtype=torch.int32, device="cuda")
+        out = torch.empty(blocks * 2048, dtype=torch.int32, device="cuda")
         calls = {
             "decoding": lambda q=q, k=k, v=v: sdpa(q, k, v, enable_gqa=True),
-            "reading": lambda both=both, out=out: read_all[(132 * 8,)](
-                both, out, both.numel(), 2048, 132 * 8, num_warps=8
+            "reading": lambda both=both, out=out: read_all[(blocks,)](
+                both, out, both.numel(), 2048, blocks, num_warps=8
             ),
             "copy": lambda half=half, other=other: other.copy_(half),
         }

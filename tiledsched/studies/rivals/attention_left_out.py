@@ -37,6 +37,8 @@ def _entries(arch: str) -> list[EntryRecord]:
 
 
 config.watchers.append(_entries.cache_clear)
+_plans: PlanCache[Any] = PlanCache(lambda *given: given)
+"""By problem and device: a bench asks for the call, and then for what it was."""
 
 
 def left_out_call(arrays: Any) -> Call:
@@ -52,21 +54,20 @@ def left_out_call(arrays: Any) -> Call:
 
 
 def left_out_plan(arrays: Any) -> tuple[Any, Any]:
-    """Its plan, launched once, and what is asked for beside."""
+    """Its plan, launched once and kept, and what is asked for beside."""
     from tiledsched.attention.launching import launch_plan
-    from tiledsched.attention.plans import Plan, default_plan, make_plan, plan_key
+    from tiledsched.attention.plans import default_plan, make_plan
 
     if arrays.problem.placed:
         raise UnsupportedError("it knows no packed sequences, and no pages")
     causal, beside = arrays.beside
-    served = serve_left_out(arrays.problem, process.device_facts(arrays.q.get_device()))
-    plan = make_plan(arrays.q, arrays.k, arrays.v, causal, None, False, served, beside)
-    if isinstance(plan, str):
-        raise UnsupportedError(plan)
-    tensors, key = (arrays.q, arrays.k, arrays.v), ("left out", arrays.problem)
-    cache: PlanCache[Plan] = PlanCache(plan_key)
-    cache.plans[key] = plan
-    cache.launch_first(key, plan, lambda each: launch_plan(each, *tensors, first=True, beside=beside),
-                       lambda each: default_plan(each, *tensors, causal, None, False, beside))  # fmt: skip
-    PlanCache.every.remove(cache)
-    return cache.plans[key], beside
+    device, tensors = arrays.q.get_device(), (arrays.q, arrays.k, arrays.v)
+    key = (arrays.problem, device)
+    if key not in _plans.ready:
+        plan = _plans.find(key, lambda: make_plan(
+            *tensors, causal, None, False, serve_left_out(arrays.problem, process.device_facts(device)), beside))  # fmt: skip
+        if isinstance(plan, str):
+            raise UnsupportedError(plan)
+        _plans.launch_first(key, plan, lambda each: launch_plan(each, *tensors, first=True, beside=beside),
+                            lambda each: default_plan(each, *tensors, causal, None, False, beside))  # fmt: skip
+    return _plans.ready[key], beside
