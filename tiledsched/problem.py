@@ -36,22 +36,20 @@ class Problem:
     the kernel derives from the values. What its name stands for the kernel tells: FLOPs, bytes and the words of `str`.
     """
 
-    __slots__ = ("_derived", "_hash", "_id", "_json", "kernel", "values")
     kernel: str
     """The kernel's name."""
     values: Mapping[str, Value]
     """A value for each field, in the order the kernel declares them."""
 
     def __init__(self, kernel: str, values: Mapping[str, Value], *, omitted: frozenset[str] = frozenset()) -> None:
-        set_field = object.__setattr__
-        set_field(self, "kernel", kernel)
-        set_field(self, "values", dict(values))
         plain = {name: list(value) if isinstance(value, tuple) else value
                  for name, value in values.items() if name not in omitted}  # fmt: skip
-        set_field(self, "_json", {"kernel": kernel, **plain})
-        set_field(self, "_hash", hash((kernel, tuple(self.values.items()))))
-        set_field(self, "_id", "")
-        set_field(self, "_derived", {})
+        # Values are plain attributes, which serving and search read by the hundred for every problem. What is derived joins them.
+        self.__dict__.update(
+            values if _OWN.isdisjoint(values) else {name: values[name] for name in values.keys() - _OWN}
+        )
+        self.__dict__.update(kernel=kernel, values=dict(values), _id="", _json={"kernel": kernel, **plain},
+                             _hash=hash((kernel, tuple(values.items()))))  # fmt: skip
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a problem cannot be changed; use problem.replace({name}=...)")
@@ -59,16 +57,11 @@ class Problem:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in self.values:
-            return self.values[name]
-        if name not in self._derived:
-            derived = self.declaration.derived
-            if name not in derived:
-                raise AttributeError(
-                    f"{self.kernel} has no field {name!r}; it has {', '.join([*self.values, *derived])}"
-                )
-            self._derived[name] = derived[name](self)
-        return self._derived[name]
+        derived = self.declaration.derived
+        if name not in derived:
+            raise AttributeError(f"{self.kernel} has no field {name!r}; it has {', '.join([*self.values, *derived])}")
+        found = self.__dict__[name] = derived[name](self)
+        return found
 
     @property
     def declaration(self) -> type[Kernel]:
@@ -92,7 +85,11 @@ class Problem:
     @property
     def names(self) -> dict[str, Any]:
         """Everything that constraints may read of it: values, and what is derived from them."""
-        return {**self.values, **{name: getattr(self, name) for name in self.declaration.derived}}
+        derived = self.declaration.derived
+        for name in derived:
+            if name not in self.__dict__:
+                self.__dict__[name] = derived[name](self)
+        return {**self.values, **{name: self.__dict__[name] for name in derived}}
 
     @property
     def flops(self) -> float:
@@ -106,11 +103,12 @@ class Problem:
 
     def _kept(self, name: str, work_out: Callable[[type[Kernel]], Any]) -> Any:
         """What the kernel says, worked out once: the static model asks with every schedule. 0 of an unknown kernel."""
-        if name not in self._derived:
+        kept = "_" + name
+        if kept not in self.__dict__:
             if not self.known:
                 return 0
-            self._derived[name] = work_out(self.declaration)
-        return self._derived[name]
+            self.__dict__[kept] = work_out(self.declaration)
+        return self.__dict__[kept]
 
     def tflops(self, median_us: float) -> float:
         """Rate in TFLOP/s at `median_us` microseconds."""
@@ -151,7 +149,7 @@ class Problem:
     def id(self) -> str:
         """Stable 12-digit hex id: equal problems have equal ids in every process and version."""
         if not self._id:
-            object.__setattr__(self, "_id", stable_id(self._json))
+            self.__dict__["_id"] = stable_id(self._json)
         return str(self._id)
 
     def replace(self, **changes: Any) -> Problem:
@@ -182,6 +180,10 @@ class Problem:
 
     def __repr__(self) -> str:
         return f"Problem({self.kernel}: {describe_values(self.values)})"
+
+
+_OWN = frozenset(dir(Problem))
+"""What every problem has, whatever its kernel calls its fields."""
 
 
 def _restored(kernel: str, values: Mapping[str, Value], omitted: frozenset[str]) -> Problem:

@@ -137,7 +137,35 @@ class SearchSpace:
 
     def unworkable(self, schedule: Schedule, problem: Problem) -> list[str]:
         """Every reason `schedule` cannot work for `problem`. What is merely not explored can, and may have been a candidate."""
+        if self._allows(schedule) and self._works(self.constraint_values(problem) | dict(schedule.items())):
+            return []
         return self._reasons(schedule, problem, self.needed)
+
+    @cached_property
+    def _choices(self) -> dict[str, frozenset[tuple[type, KnobValue]]]:
+        """Of each knob, for a quick look: a value with its type, which tells True from 1."""
+        return {name: frozenset((type(each), each) for each in knob.choices) for name, knob in self.knobs.items()}
+
+    def _allows(self, schedule: Schedule) -> bool:
+        """Whether every knob is there, and no other, at one of its values."""
+        choices = self._choices
+        return len(schedule) == len(choices) and all(
+            name in choices and (type(value), value) in choices[name] for name, value in schedule.items()
+        )
+
+    @cached_property
+    def _works(self) -> Callable[[Mapping[str, Any]], bool]:
+        """Whether all of :attr:`needed` hold, as one expression. False also where one cannot be evaluated."""
+        names = tuple(sorted(frozenset().union(*(each.names for each in self.needed))))
+        joined = _function(" and ".join(f"({each.require})" for each in self.needed) or "True", names)
+
+        def works(values: Mapping[str, Any]) -> bool:
+            try:
+                return bool(joined(*[values[name] for name in names]))
+            except (ArithmeticError, TypeError):
+                return False
+
+        return works
 
     def _reasons(self, schedule: Schedule, problem: Problem, constraints: Iterable[Constraint]) -> list[str]:
         reasons = []

@@ -216,7 +216,7 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
     rival, in_graphs = choose_rivals(served, lambda: rivals(problem, scale, beside.softcap or None))
     process.tell(Attention.name, problem, facts, served, rival, in_graphs)
     wanted = steps(Attention, problem, served.schedule, facts)
-    objects = process.kernel_objects(Attention, problem, served.schedule, facts)
+    objects = process.kernel_objects(Attention, problem, served.schedule, facts, wanted)
     taken = [[each.name for each in step.arguments if each.kind == "array"] for step in wanted]
     every = dict.fromkeys(itertools.chain(*taken))
     arrays = list(dict.fromkeys([*(name for name in ("Q", "K", "V", "Out", "Lse") if name in every), *every]))

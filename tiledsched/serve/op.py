@@ -292,7 +292,7 @@ class Operator:
         where = self._where(given, results, extra)
         places, constants = _places(wanted, where)
         changed = tuple(place for name in self.form.changed if isinstance(place := where[name], int))
-        objects = process.kernel_objects(self.kernel, p, served.schedule, facts)
+        objects = process.kernel_objects(self.kernel, p, served.schedule, facts, wanted)
         outputs = [(shape, strides, launching.torch_type(each.dtype)) for each in results
                    for shape, strides in zip(each.shapes, each.strides, strict=True)]  # fmt: skip
         return OpPlan(

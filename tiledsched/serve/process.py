@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from tiledsched import config
 from tiledsched.config import Settings, load_settings
 from tiledsched.kernel import HINT_KNOBS, KernelClass
-from tiledsched.launches import annotated, steps
+from tiledsched.launches import Step, annotated, steps
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 from tiledsched.serve.entries import load_table
@@ -83,9 +84,12 @@ def warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-def kernel_objects(kernel: KernelClass, p: Problem, s: Schedule, device: DeviceFacts) -> tuple[Any, ...]:
-    """What is launched, one object for each step; plans with the same functions and hints share them."""
-    functions = tuple(annotated(kernel, step, p, s) for step in steps(kernel, p, s, device))
+def kernel_objects(kernel: KernelClass, p: Problem, s: Schedule, device: DeviceFacts,
+                   wanted: Sequence[Step] | None = None) -> tuple[Any, ...]:  # fmt: skip
+    """What is launched, one object for each step, `wanted` where they are at hand; plans with the same functions and hints
+    share them.
+    """  # fmt: skip
+    functions = tuple(annotated(kernel, step, p, s) for step in wanted or steps(kernel, p, s, device))
     key = (kernel, functions, device.arch, *(s.get(knob) for knob in HINT_KNOBS))
     with lock:
         if key not in _kernels:
