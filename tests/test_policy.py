@@ -149,7 +149,7 @@ def test_few_rows_are_a_kind_of_their_own(shipped) -> None:
 def test_expected_losses_are_of_the_group_and_given_only_where_measured() -> None:
     near, far = (
         choice(PROBLEM, entry(each))
-        for each in (PROBLEM.replace(dtype="bfloat16"), at(1024, batch=8, heads=8, kv_heads=8))
+        for each in (PROBLEM.replace(dtype="bfloat16"), at(1024, batch=16, heads=8, kv_heads=8))
     )
     assert expected_loss(near, PROBLEM).mean < expected_loss(far, PROBLEM).mean
     other = choice(PROBLEM, entry(PROBLEM.replace(causal=True)))
