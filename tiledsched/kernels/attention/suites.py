@@ -128,7 +128,12 @@ def _coverage(make: Make) -> list[Problem]:
         add(((batch, rows, rows),), heads, 192, value_dim=128, **masked)
     add(((4, 2048, 2048), (8, 512, 512)), 16, 256, 8, **masked)
     add(((1, 512, 4096),), 16, 256, 8, alignment="bottom_right", **masked)
-    add(((1, 1, 512), (8, 1, 1024), (32, 1, 512)), 16, 64, **half)
+    for batch, heads, rows in ((1, 128, 768), (1, 96, 1536)):
+        add(((batch, rows, rows),), heads, 192, value_dim=128, **masked)
+    add(((2, 1024, 1024), (4, 2048, 2048)), 32, 96, value_dim=64, **masked)
+    add(((1, 1, 512), (8, 1, 1024), (32, 1, 512), (1, 1, 1024), (2, 1, 2048), (16, 1, 2048)), 16, 64, **half)
+    add(((4, 1, 1024), (1, 1, 768)), 32, 128, **half)
+    add(((24, 1, 1024), (4, 1, 2048)), 32, 128, 4, **brain)
     add(((4, 1, 1024),), 32, 80, **half)
     add(((1, 1, 4096),), 32, 96, **half)
     add(((1, 1, 2048), (16, 1, 1024)), 32, 128, **half)
