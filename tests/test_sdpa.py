@@ -349,6 +349,7 @@ def test_a_choice_that_nobody_measured_and_that_spills_gives_way_to_the_next(lau
     assert f"{first.schedule.short()} spills registers here or does not compile; the next choice: " in found.reason
     assert first.reason in found.reason
     (told,) = [each for each in caplog.records if "spills 208 bytes" in each.getMessage()]
+    assert "\n" not in told.getMessage()
     assert told.levelname == "INFO"  # nothing that anybody should do something about
 
 

@@ -155,7 +155,8 @@ def describe_failure(name: str, problem: Problem, served: Served, sync: bool, er
     advice = "this very call failed" if sync else "run again with TILEDSCHED_SYNC=1 to see which call it was"
     if torch.cuda.is_current_stream_capturing():
         advice = f"a CUDA graph is being captured: call {name} once with these tensors before the capture"
-    return f"{problem} on {served.schedule.short()} ({served.provenance}): {type(error).__name__}: {error}; {advice}"
+    said = str(error).replace("\nUnknown location", "")  # cuTile's line of where, with nothing in it
+    return f"{problem} on {served.schedule.short()} ({served.provenance}): {type(error).__name__}: {said}; {advice}"
 
 
 def spans(tensors: Sequence[Any]) -> int:
