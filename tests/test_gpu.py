@@ -181,7 +181,11 @@ def test_what_is_launched_is_what_would_be_measured(tmp_path, shape, causal) -> 
     from tiledsched.schedule import Schedule
 
     # Nothing prebuilt: a kernel from a bundle never reaches cuTile's cache.
-    environment = os.environ | {"CUDA_TILE_CACHE_DIR": str(tmp_path), "TILEDSCHED_CACHE": str(tmp_path / "ours")}
+    environment = os.environ | {
+        "CUDA_TILE_CACHE_DIR": str(tmp_path),
+        "TILEDSCHED_CACHE": str(tmp_path / "ours"),
+        "TILEDSCHED_RIVALS": "off",
+    }
     done = subprocess.run([sys.executable, "-c", LAUNCH.format(shape=shape, causal=causal)], env=environment, check=True,
                           capture_output=True, text=True)  # fmt: skip
     schedule = Schedule.from_json(json.loads(done.stdout.splitlines()[-1]))

@@ -16,7 +16,7 @@ from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Condi
 from tiledsched.measure.statistics import median_interval
 from tiledsched.problem import stable_id
 from tiledsched.schedule import Schedule
-from tiledsched.search.race import RULES, Rules, race
+from tiledsched.search.race import RULES, Rules, near, race, settle
 
 ACCURACY = Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 0, 0), repeatable=True)
 HANG = Failure(kind=FailureKind.HANG, message="no answer")
@@ -361,6 +361,52 @@ def test_a_deadline_in_the_middle_starts_nothing_new(monkeypatch):
     assert len(reported) == 65
     assert len(runner.calls) == 2
     assert name_of(result.winner) == "c00"
+
+
+def settled(burst, capped, **more):
+    """The verdict over both regimes, of programs with these times in each; those with none fail at the power cap."""
+    order = sorted(burst, key=burst.get)
+    result, _ = run(SyntheticRunner(burst, noise=1e-4, **more))
+    close = [name_of(each) for each in near(result)]
+    failing = {name: "look" for name in close if name not in capped}
+    runner = SyntheticRunner({name: capped.get(name, 1.0) for name in close}, noise=1e-4, failing=failing)
+    under, _ = run(runner, regime="sustained")
+    return order[0], close, settle(result, under)
+
+
+def test_of_what_is_near_the_winner_the_least_product_of_both_regimes_wins():
+    burst = {"fast": 100.0, "steady": 101.0, "slow": 101.5, "far": 103.0}
+    first, close, result = settled(burst, {"fast": 90.0, "steady": 80.0, "slow": 85.0})
+    assert (first, close) == ("fast", ["fast", "steady", "slow"])
+    assert name_of(result.winner) == "steady"
+    assert result.winner.median_us == pytest.approx(101.0, rel=0.002), "its time is that of the burst regime"
+    assert (result.ties, name_of(result.runner_up)) == ((), "slow")
+    assert result.margin == pytest.approx(math.sqrt(101.5 / 101.0 * 85 / 80) - 1, abs=1e-3)
+
+
+def test_what_gains_less_at_the_power_cap_than_it_loses_changes_nothing():
+    _, _, result = settled({"fast": 100.0, "steady": 101.5}, {"fast": 80.0, "steady": 79.5})
+    assert (name_of(result.winner), name_of(result.runner_up)) == ("fast", "steady")
+    _, _, result = settled({"fast": 100.0, "level": 101.0, "far": 104.0}, {"fast": 80.8, "level": 80.0})
+    assert (name_of(result.winner), [name_of(tie) for tie in result.ties]) == ("fast", ["level"])
+    assert name_of(result.runner_up) == "far"
+    assert result.margin == pytest.approx(0.04, abs=2e-3)
+
+
+def test_what_fails_at_the_power_cap_is_not_served_for_being_near():
+    _, _, result = settled({"fast": 100.0, "steady": 101.0}, {"fast": 90.0})
+    assert (name_of(result.winner), result.ties) == ("fast", ())
+    _, _, result = settled({"fast": 100.0, "steady": 101.0, "slow": 101.5}, {"steady": 90.0, "slow": 99.0})
+    assert name_of(result.winner) == "steady"
+    burst, _ = run(SyntheticRunner({"fast": 100.0, "steady": 101.0}, noise=1e-4))
+    nothing, _ = run(SyntheticRunner({"fast": 1.0, "steady": 1.0}, failing={"fast": "look", "steady": "look"}))
+    assert settle(burst, nothing) is burst
+    assert near(nothing) == []
+
+
+def test_few_race_in_both_regimes():
+    close = near(run(SyntheticRunner({f"c{i:02}": 100.0 + i / 100 for i in range(30)}, noise=1e-4))[0])
+    assert len(close) == 8
 
 
 def test_same_input_same_verdict():

@@ -20,7 +20,7 @@ from tiledsched.kernel import KernelClass
 from tiledsched.measure.launch import Launch, launch_of
 from tiledsched.measure.lock import GpuLock, hold
 from tiledsched.measure.nvml import devices
-from tiledsched.measure.runner import Batch, Candidate, Checked, Device, GapTrial
+from tiledsched.measure.runner import REGIMES, Batch, Candidate, Checked, Device, GapTrial
 from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
 from tiledsched.problem import Problem, stable_id
 
@@ -202,6 +202,7 @@ class GpuRunner:
     """
 
     name = "gpu"
+    regimes = frozenset(REGIMES)
 
     def __init__(self, kernel: KernelClass, *, seed: int = 0, timeouts: Timeouts | None = None,
                  gap_ms: float | None = None, worker_command: Sequence[str] = WORKER_COMMAND,

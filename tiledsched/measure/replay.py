@@ -36,14 +36,16 @@ class ReplayRunner:
         self._kernel = kernel
         self._rng = random.Random(seed)
         self._problem: Problem | None = None
-        self._recorded: dict[Key, Measurement] = {}
+        self._recorded: dict[Key, dict[str, Measurement]] = {}
         recorded = list(measurements)
         devices = {measurement.device for measurement in recorded}
         if len(devices) != 1:
             raise MeasureError(f"a replay needs the record of one device, got {len(devices)}; choose one")
         self.device: Device = devices.pop()
+        self.regimes = frozenset(measurement.regime for measurement in recorded)
         for measurement in recorded:
-            self._recorded[self._key(measurement.problem, measurement.fingerprint, measurement.schedule)] = measurement
+            key = self._key(measurement.problem, measurement.fingerprint, measurement.schedule)
+            self._recorded.setdefault(key, {})[measurement.regime] = measurement
 
     @property
     def device_name(self) -> str:
@@ -80,7 +82,7 @@ class ReplayRunner:
         """Draws from the recorded samples."""
         batches: list[Batch | Failure] = []
         for candidate in candidates:
-            found = self._find(candidate)
+            found = self._find(candidate, regime)
             if isinstance(found, Failure):
                 batches.append(found)
             else:
@@ -88,9 +90,11 @@ class ReplayRunner:
                 batches.append(Batch(samples_us=drawn, conditions=found.conditions))
         return batches
 
-    def _find(self, candidate: Candidate) -> Measurement | Failure:
+    def _find(self, candidate: Candidate, regime: str = "") -> Measurement | Failure:
+        """What was recorded of a candidate: in `regime`, or in either where none of it was."""
         assert self._problem is not None, "begin comes first"
-        found = self._recorded.get(self._key(self._problem, candidate.artifact.fingerprint, candidate.schedule))
+        recorded = self._recorded.get(self._key(self._problem, candidate.artifact.fingerprint, candidate.schedule), {})
+        found = recorded.get(regime) if regime in self.regimes else next(iter(recorded.values()), None)
         message = f"{candidate.schedule.short()} was not recorded for {self._problem}"
         return found or Failure(kind=FailureKind.LAUNCH_FAILURE, message=message)
 

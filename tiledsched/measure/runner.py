@@ -218,6 +218,8 @@ class Runner(Protocol):
 
     name: str
     """Stored with each measurement: gpu or replay."""
+    regimes: frozenset[str]
+    """In which it can time."""
 
     @property
     def device(self) -> Device:

@@ -18,6 +18,8 @@ class Effort:
     """Schedules built for each program measured, so that the ones worth measuring can be told by their machine code."""
     finalists: int
     """Programs in the deciding race."""
+    both_regimes: bool
+    """Whether those that are nearly as fast as the winner race in the sustained regime, too, where the burst one decides."""
     least_gain: float
     """The search ends when no candidate promises to gain this part of the best time."""
     modelled: int | None = None
@@ -25,8 +27,8 @@ class Effort:
 
 
 EFFORTS: Mapping[str, Effort] = {
-    "quick": Effort(programs=16, batch=8, builds=2, finalists=8, least_gain=2e-3, modelled=16),
-    "default": Effort(programs=64, batch=8, builds=2, finalists=16, least_gain=5e-4, modelled=64),
-    "thorough": Effort(programs=192, batch=8, builds=2, finalists=24, least_gain=0.0, modelled=None),
+    "quick": Effort(programs=16, batch=8, builds=2, finalists=8, both_regimes=False, least_gain=2e-3, modelled=16),
+    "default": Effort(programs=64, batch=8, builds=2, finalists=16, both_regimes=True, least_gain=5e-4, modelled=64),
+    "thorough": Effort(programs=192, batch=8, builds=2, finalists=24, both_regimes=True, least_gain=0.0, modelled=None),
 }
 """By name, least first."""

@@ -24,6 +24,11 @@ from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
 
 log = logging.getLogger("tiledsched")
+NEAR = 0.02
+"""How much longer than the winner in the burst regime what is served in its stead may take, for being faster by more at the power
+cap. Ties of the burst regime are up to 15% apart there (docs/results/h200.md)."""
+MOST_NEAR = 8
+"""Programs that race in both regimes."""
 Outcome = Measurement | Failed
 CHEAP_LOOK_US = 1000.0
 """A second look at whoever took less than this costs nothing, and a hiccup of 0.1 ms makes a short one look hopeless."""
@@ -340,6 +345,59 @@ def _beaten(racer: Racer, leader: Racer, rules: Rules, field_size: int) -> bool:
     ratios = _ratios(racer, leader)
     level = (1 - rules.confidence) / field_size
     return statistics.median(ratios) > 1 + rules.same and probability_not_slower(ratios) < level
+
+
+def near(result: RaceResult) -> list[Measurement]:
+    """The winner of a race, and the fastest of those that took at most `NEAR` longer, round by round."""
+    if result.winner is None:
+        return []
+    winner = result.winner
+    checked = (each for each in result.outcomes if isinstance(each, Measurement) and each.accuracy is not None)
+    others = {each.schedule: _ratio(each, winner) for each in checked if each.schedule != winner.schedule}
+    close = sorted((each for each in others if others[each] <= 1 + NEAR), key=lambda each: (others[each], each.id))
+    known = {each.schedule: each for each in result.outcomes if isinstance(each, Measurement)}
+    return [winner, *(known[schedule] for schedule in close[: MOST_NEAR - 1])]
+
+
+def settle(result: RaceResult, sustained: RaceResult, same: float = Rules.same) -> RaceResult:
+    """The verdict of a burst race over what is near its winner, with their times at the power cap: the least product of both.
+
+    The winner stays where nothing is better by more than `same`. Otherwise ties are those that are no worse than the new one, and
+    the runner-up's margin is the geometric mean of what it loses in both regimes, where it raced in both.
+
+    Args:
+        result: of the burst race.
+        sustained: of the race of those :func:`near` its winner.
+        same: a relative difference that does not matter.
+    """
+    capped = {each.schedule: each for each in sustained.outcomes if isinstance(each, Measurement)}
+    both = [each for each in near(result) if each.schedule in capped]
+    if not both or result.winner is None:
+        return result
+    first = both[0]
+    loss = {
+        each.schedule: math.sqrt(_ratio(each, first) * _ratio(capped[each.schedule], capped[first.schedule]))
+        for each in both
+    }
+    best = min(both, key=lambda each: (loss[each.schedule], each.schedule.id))
+    if result.winner is first and loss[best.schedule] * (1 + same) >= 1:
+        best = first
+    loss = {schedule: each / loss[best.schedule] for schedule, each in loss.items()}
+    rest = sorted((each for each in both if each is not best), key=lambda each: (loss[each.schedule], each.schedule.id))
+    ties = [each.schedule for each in rest if loss[each.schedule] <= 1 + same]
+    behind = next((each for each in rest if each.schedule not in ties), None)
+    if behind is not None:
+        margin: float | None = loss[behind.schedule] - 1
+    else:
+        others = [each for each in result.outcomes if isinstance(each, Measurement) and each.schedule not in loss]
+        behind = min(others, key=lambda each: (-len(each.samples_us), each.median_us, each.schedule.id), default=None)
+        margin = _ratio(behind, best) - 1 if behind is not None else None
+    return replace(result, winner=best, ties=tuple(ties), runner_up=behind, margin=margin)
+
+
+def _ratio(mine: Measurement, theirs: Measurement) -> float:
+    """The median of their times against each other, round by round, over the rounds they have in common."""
+    return statistics.median(a / b for a, b in zip(mine.samples_us, theirs.samples_us, strict=False))
 
 
 def _decide(course: _Course, preference: Sequence[Schedule], failed: Sequence[Outcome]) -> RaceResult:

@@ -23,14 +23,14 @@ from tiledsched.build.toolchain import Toolchain
 from tiledsched.device import ArchSpec, arch_spec
 from tiledsched.errors import ConfigError, MeasureError, NoValidScheduleError
 from tiledsched.kernel import KernelClass
-from tiledsched.measure.runner import Candidate, Failed, Measurement, RivalTime, Runner
+from tiledsched.measure.runner import REGIMES, Candidate, Failed, Measurement, RivalTime, Runner
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.search.effort import EFFORTS
 from tiledsched.search.inert import SURE, InertChanges
 from tiledsched.search.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
 from tiledsched.search.programs import RETRIED, Builder, Program, deadlines
-from tiledsched.search.race import RULES, Outcome, RaceResult, race
+from tiledsched.search.race import RULES, Outcome, RaceResult, near, race, settle
 from tiledsched.search.samplers import OURS
 from tiledsched.search.study import ScheduleStudy
 from tiledsched.search.study_storage import LiveStudy
@@ -185,7 +185,7 @@ class Tuner:
         self._source = ", ".join(part for part in (
             f"tune run {run_id}", space.listed_in, "neighbours" if options.neighbours else "") if part)  # fmt: skip
         self._inert = InertChanges(space.knobs)
-        self._measurement_ids: dict[Schedule, int] = {}
+        self._measurement_ids: dict[tuple[Schedule, str], int] = {}
         self._elsewhere = Elsewhere(db, space, options.regime, options.accum_mode, self._shipped)
 
     def tune(self, problems: Sequence[Problem]) -> list[TuneResult]:
@@ -326,7 +326,7 @@ class Tuner:
             if result.disturbance:
                 break
         self._elsewhere.note(problem, trials.measured())
-        return self._decide(problem, runner, trials.times, tried, compiled, measured, failed, started)
+        return self._decide(problem, runner, trials.times, tried, compiled, measured, failed, started, deadline_s)
 
     def _repeats(self, problem: Problem, schedule: Schedule) -> bool:
         """Whether building it would most likely give a program that was tried already. What is built costs nothing."""
@@ -390,7 +390,8 @@ class Tuner:
                     deadline_s=deadline_s, on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
 
     def _decide(self, problem: Problem, runner: Runner, times: dict[Schedule, float | None], tried: list[Schedule],
-                compiled: int, measured: int, failed: int, started: float) -> TuneResult:  # fmt: skip
+                compiled: int, measured: int, failed: int, started: float,
+                deadline_s: float | None) -> TuneResult:  # fmt: skip
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
         default = self._default(problem)
         preferred = [*self._held(problem, runner.device.name), default]
@@ -417,9 +418,11 @@ class Tuner:
         if result.winner is None:
             raise NoValidScheduleError(self._nothing_works(problem, tried))
         self.watcher.step(len(finalists))
+        result = self._settled(result, finalists, problem, runner, deadline_s)
+        assert result.winner is not None
         times_us = {each.schedule: each.median_us for each in result.outcomes if isinstance(each, Measurement)}
         plain_us = next((times_us.get(program.schedule) for program in finalists if default in program.schedules), None)
-        measurement_id = self._measurement_ids[result.winner.schedule]
+        measurement_id = self._measurement_ids[result.winner.schedule, self.options.regime]
         entry = self._entry(
             problem, result.winner.schedule, result.winner.fingerprint, provenance="measured",
             device_name=runner.device.name, regime=self.options.regime, measurement_id=measurement_id,
@@ -431,6 +434,21 @@ class Tuner:
                           compiled=compiled, measured=measured, failed=failed, seconds=time.monotonic() - started,
                           over_default=plain_us / result.winner.median_us - 1 if plain_us else None,
                           over_runner_up=result.margin)  # fmt: skip
+
+    def _settled(self, result: RaceResult, finalists: Sequence[Program], problem: Problem, runner: Runner,
+                 deadline_s: float | None) -> RaceResult:  # fmt: skip
+        """The verdict of the burst race, those near its winner timed in the sustained regime, too."""
+        close = {each.schedule for each in near(result)}
+        late = deadline_s is not None and time.monotonic() > deadline_s
+        if (self.options.regime != "burst" or not self._effort.both_regimes or not runner.regimes >= set(REGIMES)
+                or len(close) < 2 or late):  # fmt: skip
+            return result
+        self.watcher.stage(problem, "at the power cap", len(close))
+        candidates = [each for each in self.builder.candidates(finalists) if each.schedule in close]
+        sustained = race(runner, problem, candidates, rules=LOOKS["sustained"], regime="sustained", deadline_s=deadline_s,
+                         on_outcome=lambda outcome: self._keep(outcome, problem, runner))  # fmt: skip
+        self.watcher.step(len(close))
+        return result if sustained.disturbance else settle(result, sustained)
 
     def _race_rivals(self, problem: Problem, runner: Runner, winner: Measurement,
                      finalists: Sequence[Program]) -> tuple[RivalTime, ...] | None:  # fmt: skip
@@ -463,11 +481,13 @@ class Tuner:
     def _keep(self, outcome: Outcome, problem: Problem, runner: Runner) -> None:
         """Store one outcome, at once."""
         number = self.builder.keep(outcome, self.run_id, problem, runner.device)
-        if self._live is not None and not (isinstance(outcome, Measurement) and outcome.conditions.beside):
+        measured = outcome if isinstance(outcome, Measurement) else None
+        elsewhere = measured is not None and (measured.conditions.beside or measured.regime != self.options.regime)
+        if self._live is not None and not elsewhere:
             built = self.builder.record(outcome.schedule, problem)
             self._live.add(outcome, built.facts if built else None)
-        if number is not None:
-            self._measurement_ids[outcome.schedule] = number
+        if measured is not None and number is not None:
+            self._measurement_ids[measured.schedule, measured.regime] = number
 
     # Both
 

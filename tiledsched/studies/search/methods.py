@@ -47,7 +47,7 @@ def _grid(field: Field, seed: int) -> list[int]:
 
 def _optuna(sampler: str, limit: int) -> Search:
     """Another sampler in the place of ours, asked for one schedule at a time, which is its best case."""
-    effort = Effort(programs=limit, batch=1, builds=1, finalists=0, least_gain=0.0)
+    effort = Effort(programs=limit, batch=1, builds=1, finalists=0, both_regimes=False, least_gain=0.0)
     return lambda field, landscapes, seed: ours.search(field, effort, seed, sampler=sampler)
 
 
