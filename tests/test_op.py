@@ -182,6 +182,33 @@ def test_zeros_of_one_launch_are_apart_and_kept_by_stream(launches, monkeypatch)
         assert launching.scratch_arrays(wanted, torch.device("cpu"), 71)[0].data_ptr() != first[0].data_ptr()
 
 
+def test_small_scratch_is_kept_for_the_launches_of_a_thread_on_a_stream(launches, monkeypatch) -> None:
+    def specs(size):
+        return launching.scratch_of([ArraySpec(name="part", role="workspace", dtype="float32", shapes=((size, 4),))])
+
+    def place(wanted, stream=71):
+        (made,) = launching.scratch_arrays(wanted, torch.device("cpu"), stream)
+        kept.append(made)  # memory that is given back may come again
+        return made.data_ptr()
+
+    kept: list = []
+    monkeypatch.setattr(launching, "_kept", {})
+    small, large = specs(8), specs(1 << 20)
+    assert place(small) == place(small) == place(specs(8))
+    assert len({place(small), place(small, 72), place(small, None), place(specs(9))}) == 4
+    assert place(large) != place(large)
+    with capturing(monkeypatch):
+        assert place(small) != kept[0].data_ptr()
+    others: list = []
+    thread = threading.Thread(target=lambda: others.append(place(small)))
+    thread.start()
+    thread.join()
+    assert others[0] != kept[0].data_ptr()
+    for size in range(1, 200):
+        place(specs(size))
+    assert len(launching._kept) <= launching.MOST_KEPT
+
+
 @pytest.mark.parametrize("layouts", [(False, False), (True, False), (False, True), (True, True)])
 def test_the_shipped_matrix_product(launches, layouts) -> None:
     from tiledsched.kernels.matmul import Matmul

@@ -245,6 +245,29 @@ def test_a_plan_is_made_once_and_found_again(launches, monkeypatch) -> None:
     assert len({id(launch[2]) for launch in launches}) == 1  # the hints are the same, and so is the kernel object
 
 
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(1, 32, 8), (8, 32, 8), (2, 8, 8)])
+def test_a_model_that_decodes_gets_the_plans_it_would_get_anew(launches, monkeypatch, batch, heads, kv_heads) -> None:
+    """Of most lengths they are made from that of the length before."""
+    worked_out = []
+    steps = plans.steps
+    monkeypatch.setattr(plans, "steps", lambda *given: worked_out.append(given[1].seq_k) or steps(*given))
+    q = torch.empty(batch, heads, 1, 128, dtype=torch.bfloat16)
+    lengths = [*range(1, 140, 13), *range(1000, 1060, 3), 1088, 1089, 1152, 4095, 4096, 4097, 1001]
+    found = []
+    for keys in lengths:
+        k, v = (torch.empty(batch, kv_heads, keys, 128, dtype=torch.bfloat16) for _ in range(2))
+        found.append((serve.plan_for(q, k, v), k, v))
+    assert len(worked_out) < len(lengths) / 2
+    for plan, k, v in found:
+        plans.cache.forget()
+        fresh = serve.plan_for(q, k, v)
+        assert replace(plan, served=fresh.served) == fresh
+        assert plan.problem.seq_k == k.shape[2]
+        assert plan.served.schedule == fresh.served.schedule
+    scaled = serve.plan_for(q, k, v, scale=0.5)
+    assert scaled.tail != plan.tail
+
+
 def test_plans_do_not_pile_up(launches, monkeypatch) -> None:
     monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
     for rows in range(1, 8):

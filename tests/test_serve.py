@@ -267,6 +267,16 @@ def test_lengths_that_are_near_share_an_answer(monkeypatch) -> None:
     assert table.resolve(PROBLEM, "sm_90", "NVIDIA H200").provenance == "measured"
 
 
+def test_a_model_that_decodes_stops_for_an_answer_at_few_lengths(monkeypatch) -> None:
+    asked = []
+    look_up = Table._told_by_others
+    monkeypatch.setattr(Table, "_told_by_others", lambda *given: asked.append(given[1].seq_k) or look_up(*given))
+    table, row = table_of([entry()]), PROBLEM.replace(seq_q=1, causal=False)
+    for keys in range(2049, 2305):
+        table.resolve(row.replace(seq_k=keys), "sm_90")
+    assert asked == [2303, 2304]
+
+
 @pytest.mark.parametrize("seq_k", [1001, 1002, 1008, 1024, 1056, 5000])
 def test_a_shared_answer_is_valid_for_the_problem(seq_k) -> None:
     problem = PROBLEM.replace(seq_q=seq_k, seq_k=seq_k)

@@ -127,7 +127,7 @@ def with_asked(arrays: tuple[Any, ...], count: int, q: Any, beside: Beside) -> t
 
 def arguments_of(launch: Launch, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """What one of several launches takes of the arrays of all, and its numbers."""
-    return (*(arrays[place] for place in launch.places), *launch.tail)
+    return launch.pick(arrays) + launch.tail
 
 
 def all_arguments(plan: Plan, q: Any, k: Any, v: Any, beside: Beside = NOTHING) -> list[tuple[Any, tuple[Any, ...]]]:

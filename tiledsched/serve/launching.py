@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -24,6 +25,9 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform_level = torch._C._functorch.maybe_current_level
 _trace_state = torch._C._get_tracing_state
 _zeros: dict[tuple[Any, ...], torch.Tensor] = {}
+_kept: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+MOST_KEPT_BYTES, MOST_KEPT = 1 << 20, 64
+"""Of the arrays of one launch, and how many such: making them costs the host more than all else but the launch."""
 _launched: set[tuple[Any, ...]] = set()
 
 
@@ -54,8 +58,29 @@ def scratch_of(specs: Iterable[ArraySpec]) -> tuple[Scratch, ...]:
     )
 
 
-def scratch_arrays(wanted: Iterable[Scratch], device: Any, stream: int | None) -> list[torch.Tensor]:
-    """The arrays of a launch; zeros are those kept for `stream`, or new where it is None."""
+def scratch_arrays(wanted: tuple[Scratch, ...], device: Any, stream: int | None) -> list[torch.Tensor]:
+    """The arrays of a launch: those kept for `stream`, whose launches take turns, where they are small; else, or where it is
+    None, new ones, but for zeros, which are kept for a stream in any case.
+    """  # fmt: skip
+    if stream is None or torch.cuda.is_current_stream_capturing():
+        return _made(wanted, device, stream)
+    key = (
+        wanted,
+        device,
+        stream,
+        threading.get_ident(),
+    )  # several launches of one thread may lie between those of another
+    found = _kept.get(key)
+    if found is None:
+        found = _made(wanted, device, stream)
+        if sum(each.nbytes for each in found) <= MOST_KEPT_BYTES:
+            if len(_kept) >= MOST_KEPT:
+                _kept.clear()
+            _kept[key] = found
+    return found
+
+
+def _made(wanted: tuple[Scratch, ...], device: Any, stream: int | None) -> list[torch.Tensor]:
     return [torch.empty_strided(shape, strides, dtype=dtype, device=device) if place is None
             else _zeroed(shape, dtype, device, stream, place) for shape, strides, dtype, place in wanted]  # fmt: skip
 

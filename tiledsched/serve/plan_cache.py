@@ -39,7 +39,7 @@ _gradients = torch.is_grad_enabled
 class PlanCache(Generic[P]):
     """The plans of one operator, for any number of threads."""
 
-    __slots__ = ("_found_last", "_key_of", "plans", "ready", "recent")
+    __slots__ = ("_found_last", "_key_of", "alike", "plans", "ready", "recent")
     every: list[PlanCache[Any]] = []  # noqa: RUF012  (all of the process, to be forgotten together)
 
     def __init__(self, key_of: Callable[..., tuple[Any, ...]]) -> None:
@@ -47,6 +47,8 @@ class PlanCache(Generic[P]):
         self._key_of = key_of
         self.plans: dict[tuple[Any, ...], P | str] = {}
         """By key; or why there is none."""
+        self.alike: dict[Any, tuple[Any, P]] = {}
+        """Of each kind of call the last plan made, and what its launches were worked out from: another may have the same."""
         self.ready: dict[tuple[Any, ...], P] = {}
         """Those that have been launched: their programs are compiled and loaded."""
         self.recent: tuple[tuple[Options, Callable[..., bool], P], ...] = ()
@@ -133,6 +135,7 @@ class PlanCache(Generic[P]):
         with lock:
             self.plans.clear()
             self.ready.clear()
+            self.alike.clear()
             self.recent, self._found_last = (), None
 
     def _try_first(self, key: tuple[Any, ...], plan: P, tensors: Tensors, options: Options) -> None:

@@ -70,12 +70,14 @@ def device_facts(index: int) -> DeviceFacts:
 def tell(name: str, p: Problem, device: DeviceFacts, served: Served, rival: Rival | None = None,
          in_graphs: Rival | None = None) -> None:  # fmt: skip
     """Log what a new plan serves; that evidence is stale, as a warning, once for each kernel and reason."""
+    if served.stale:
+        warn_once(f"{name}: {served.stale}")
+    if not log.isEnabledFor(logging.INFO):  # a model that decodes has a new plan with every token
+        return
     told = f"; {rival.name} is served instead: {rival.offer.reason}" if rival else ""
     if in_graphs and in_graphs is not rival:
         told += f"; in a captured graph {in_graphs.name} is served: {in_graphs.offer.reason}"
     log.info("%s: %s on %s: %s (%s)%s", name, p, device.name, served.schedule.short(), served.provenance, told)
-    if served.stale:
-        warn_once(f"{name}: {served.stale}")
 
 
 @functools.cache

@@ -33,6 +33,17 @@ CHANGES_SCORES = ("head_mask",)
 """What some models hand to attention and neither the kernel nor torch's attention computes."""
 ONLY_THEIRS = ("position_bias", "cache")
 """What transformers' own `sdpa` treats itself: a learnt bias, and the paged cache of continuous batching."""
+ASKED = {
+    *CHANGES_SCORES,
+    *ONLY_THEIRS,
+    "output_attentions",
+    "softcap",
+    "s_aux",
+    "sinks",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+}
+"""What a model may ask for beside."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +150,11 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         UnsupportedError: the model needs what neither the kernel nor torch's attention computes, or something is not
             served and the setting `fallback` is `error`.
     """
+    if attention_mask is None and query.shape[2] == 1 and not dropout and more.keys().isdisjoint(ASKED):
+        out = sdpa(
+            query, key, value, scale=scaling, enable_gqa=True, causal=False
+        )  # the short way of a step of generation
+        return out.transpose(1, 2).contiguous(), None
     for name in CHANGES_SCORES:
         if more.get(name) is not None:
             raise UnsupportedError(f"{type(module).__name__} needs {name}, which changes the scores and is not served; load "

@@ -98,18 +98,19 @@ def rounded(p: Any) -> Any:
 
     A model that decodes asks for another length with every token; finding an answer anew would cost it milliseconds.
     """
-    keys = p.page * _about(p.pages) if p.page else _about(p.seq_k)
+    keys = p.page * _about(p.pages) if p.page else _about(p.seq_k, p.mean_rows <= FEW_ROWS)
     return p.replace(seq_q=_about(p.seq_q), seq_k=keys, packed=1 << (p.packed - 1).bit_length() if p.packed else 0)
 
 
-def _about(length: int) -> int:
-    """A length within an eighth of `length` that stands for all of them; itself where it is short or a round number.
+def _about(length: int, decoding: bool = False) -> int:
+    """A length within an eighth of `length` that stands for all of them; itself where it is short or a round number, of which
+    there are fewer for a model that is decoding: it stops at each.
 
     Not a round number itself, so that what is valid for it is valid for lengths that divide nothing.
     """
-    if length <= FEW_ROWS or length % 32 == 0:
-        return length
     step = 1 << max(0, (length - 1).bit_length() - 4)
+    if length <= FEW_ROWS or length % (max(32, step) if decoding else 32) == 0:
+        return length
     return -(-length // step) * step - 1 if step > 1 else length
 
 
