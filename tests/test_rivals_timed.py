@@ -391,15 +391,24 @@ def test_and_refuses_the_rest_as_a_status(cuda, flash_4, asked) -> None:  # noqa
     assert "flash_attention_4" not in attention_rivals.rivals(asked)
 
 
-def test_as_a_rival_it_reads_any_strides_and_answers_in_those_of_q(flash_4) -> None:
-    p = problem(causal=True)
+@pytest.mark.parametrize("columns", [16, 8])
+def test_as_a_rival_it_reads_any_strides_and_answers_in_those_of_q(flash_4, columns, monkeypatch) -> None:
+    """Into an output of ours, which lies so, where it takes one: a copy of the output may take as long as attention."""
+    p = problem(causal=True, value_dim=columns if columns < 16 else 0)
     call = attention_rivals.rivals(p, 0.3)["flash_attention_4"]
-    q, k, v = (torch.randn(2, heads, 24, 16, dtype=torch.float16) for heads in (4, 2, 2))
+    q, k = (torch.randn(2, heads, 24, 16, dtype=torch.float16) for heads in (4, 2))
+    v = torch.randn(2, 2, 24, columns, dtype=torch.float16)
+    copies = []
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda to, made, copy=torch.Tensor.copy_: copies.append(made) or copy(to, made)
+    )
     want = attend(*(each.transpose(1, 2) for each in (q, k, v)), 0.3, True).transpose(1, 2)
     for given in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
         out = call(given, k, v)
         torch.testing.assert_close(out.float(), want, rtol=2e-3, atol=2e-3)
-        assert out.stride() == given.stride()
+        assert out.stride() == attention_rivals.empty_output(given, columns).stride()
+        assert (out.stride() == given.stride()) == (columns == 16)
+    assert len(copies) == (2 if flash_4 == "inner" else 1)  # of the former one is the stand-in's own
 
 
 def test_without_it_it_is_no_rival(monkeypatch) -> None:

@@ -9,6 +9,7 @@ import torch
 from tiledsched.attention.beside import NOTHING, Beside
 from tiledsched.attention.plans import Launch, Plan
 from tiledsched.errors import LaunchError
+from tiledsched.kernels.attention.rivals import empty_output
 from tiledsched.problem import Problem
 from tiledsched.serve import launching
 from tiledsched.serve.launching import (
@@ -138,12 +139,3 @@ def all_arguments(plan: Plan, q: Any, k: Any, v: Any, beside: Beside = NOTHING) 
     if plan.in_turn:
         return [(each.kernel, arguments_of(each, arrays)) for each in plan.in_turn]
     return [(plan.kernel, (*arrays, *plan.tail))]
-
-
-def empty_output(q: Any, columns: int) -> Any:
-    """An output for queries `q` with `columns` columns, in the order of axes that q has in memory."""
-    if columns == q.shape[3]:
-        return torch.empty_like(q)
-    rows_outside_heads = q.stride(1) < q.stride(2)  # [batch, rows, heads, columns] in memory, as projections make it
-    order = (0, 2, 1, 3) if rows_outside_heads else (0, 1, 2, 3)
-    return torch.empty_permuted((*q.shape[:3], columns), order, dtype=q.dtype, device=q.device)

@@ -15,7 +15,8 @@ from tiledsched.attention import plans
 from tiledsched.attention.arguments import needs_gradients
 from tiledsched.attention.beside import NOTHING, Beside
 from tiledsched.attention.fallback import attend_in_torch, report
-from tiledsched.attention.launching import empty_output, launch_plan
+from tiledsched.attention.launching import launch_plan
+from tiledsched.kernels.attention.rivals import empty_output
 from tiledsched.serve.launching import is_plain_call
 
 NO_BACKWARD = "gradients are required and the kernel is forward only"

@@ -105,6 +105,17 @@ def rows_first(p: Problem, q: Any, k: Any, v: Any) -> list[Any]:
             for each, lies_so in zip((q, k, v), packed, strict=True)]  # fmt: skip
 
 
+def empty_output(q: Any, columns: int) -> Any:
+    """An output for queries `q` with `columns` columns, in the order of axes that q has in memory."""
+    import torch
+
+    if columns == q.shape[3]:
+        return torch.empty_like(q)
+    rows_outside_heads = q.stride(1) < q.stride(2)  # [batch, rows, heads, columns] in memory, as projections make it
+    order = (0, 2, 1, 3) if rows_outside_heads else (0, 1, 2, 3)
+    return torch.empty_permuted((*q.shape[:3], columns), order, dtype=q.dtype, device=q.device)
+
+
 def heads_first(out: Any) -> Any:
     """The other way, of queries or an output; strides are those that `sdpa_varlen` makes."""
     return out.transpose(0, 1)[None] if out.ndim == 3 else out.transpose(1, 2)
@@ -201,16 +212,14 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
         UnsupportedError: it has no such mask, or is not installed.
     """
     attend, into = flash_4_function(p, scale, cap)
-    import torch
 
     def call(q: Any, k: Any, v: Any, *asked: Any) -> Any:
-        turned = rows_first(p, q, k, v)
-        if into and v.shape[-1] == q.shape[-1]:
-            out = torch.empty_like(q)
+        out, turned = empty_output(q, v.shape[-1]), rows_first(p, q, k, v)
+        if into:
             attend(*turned, *asked, out=rows_first(p, out, k, v)[0])
             return out
         made = heads_first(attend(*turned, *asked))
-        return torch.empty_like(q).copy_(made) if made.shape == q.shape and made.stride() != q.stride() else made
+        return made if made.stride() == out.stride() else out.copy_(made)
 
     return PlacedRival(problem=p, attend=call) if p.placed else call
 
