@@ -126,6 +126,8 @@ class Row:
     """Tokens over the median."""
     rounds: int
     """Samples."""
+    growing: bool
+    """Whether no length came twice."""
     first_ms: float
     """The pass before the rounds, in no median; with the first prompt of a run it is the first call of the process. In odd runs
     ours comes first, in even ones torch's: who does also pays for what both need.
@@ -192,6 +194,8 @@ class Workload:
     """Tokens generated after it."""
     rounds: int = 5
     """Samples of each method and phase."""
+    growing: bool = False
+    """Whether each round's prompt is longer than the one before and its answer, so that no length comes twice."""
     dtype: torch.dtype = torch.bfloat16
     """Of weights and activations."""
     device: str = "cuda"
@@ -201,6 +205,10 @@ class Workload:
 
     def __str__(self) -> str:
         return f"{self.batch}x{self.prompt}"
+
+    def prompt_of(self, number: int) -> int:
+        """Tokens of each prompt in a round, from 0."""
+        return self.prompt + (self.growing and number) * (self.new_tokens + 1)
 
 
 def make_model(shape: ModelShape, work: Workload) -> Any:
@@ -241,9 +249,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def make_prompt(shape: ModelShape, work: Workload) -> torch.Tensor:
-    """Random tokens, `[batch, prompt]`."""
-    generator = torch.Generator().manual_seed(work.seed)
-    return torch.randint(1, shape.vocabulary, (work.batch, work.prompt), generator=generator).to(work.device)
+    """Random tokens, `[batch, prompt]`, of the longest prompt."""
+    generator, longest = torch.Generator().manual_seed(work.seed), work.prompt_of(work.rounds)
+    return torch.randint(1, shape.vocabulary, (work.batch, longest), generator=generator).to(work.device)
 
 
 def use(model: Any, method: str) -> None:
@@ -361,8 +369,9 @@ def time_phases(model: Any, name: str, shape: ModelShape, work: Workload, prompt
                 use(model, method)
                 if not number:
                     _release()  # what one method has freed is not the other's to take
+                given = prompt[:, : work.prompt_of(number)]
                 calls: dict[str, Callable[[Any], Any]] = {
-                    "prefill": lambda _: prefill(model, prompt),
+                    "prefill": lambda _, given=given: prefill(model, given),  # type: ignore[misc]
                     "decode": lambda output: decode(model, output, work.new_tokens),
                 }
                 output = None
@@ -382,7 +391,7 @@ def time_phases(model: Any, name: str, shape: ModelShape, work: Workload, prompt
         ratios = [theirs / ours for theirs, ours in pairs] if method != METHODS[0] else []
         rows.append(Row(model=name, method=method, phase=phase, batch=work.batch, prompt=work.prompt, run=run, tokens=count,
                         median_ms=_ms(median_s), low_ms=_ms(min(seconds_each)), high_ms=_ms(max(seconds_each)),
-                        tokens_per_s=round(count / median_s, 1), rounds=work.rounds, first_ms=_ms(first),
+                        tokens_per_s=round(count / median_s, 1), rounds=work.rounds, growing=work.growing, first_ms=_ms(first),
                         ratio=round(statistics.median(ratios), 4) if ratios else None,
                         ratio_low=round(min(ratios), 4) if ratios else None,
                         ratio_high=round(max(ratios), 4) if ratios else None,
@@ -459,7 +468,7 @@ def measure(models: Mapping[str, ModelShape], works: Sequence[Workload], *, run:
             return
         work = replace(works[0], batch=min(COMPARED_BATCH, max(each.batch for each in works)),
                        prompt=min(COMPARED_PROMPT, max(each.prompt for each in works)))  # fmt: skip
-        yield compare(make_model(shape, work), name, work, make_prompt(shape, work))
+        yield compare(make_model(shape, work), name, work, make_prompt(shape, work)[:, : work.prompt])
         _release()
 
 
@@ -642,6 +651,9 @@ def _parser() -> argparse.ArgumentParser:
     for name, default, text in (("--new-tokens", 32, "tokens generated"), ("--rounds", 5, "samples of each phase"),
                                 ("--layers", 8, "transformer blocks")):  # fmt: skip
         parser.add_argument(name, type=positive, default=default, metavar="N", help=f"{text}; default: {default}")
+    parser.add_argument("--growing", action="store_true",
+                        help="make each round's prompt longer than the one before and its answer, as a conversation does: no "
+                             "length comes twice")  # fmt: skip
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeat", type=positive, metavar="N",
@@ -659,7 +671,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, print."""
     options, started = _parser().parse_args(arguments), time.monotonic()
     models = {name: replace(MODELS[name], layers=options.layers) for name in options.model}
-    works = [Workload(batch=batch, prompt=prompt, new_tokens=options.new_tokens, rounds=options.rounds,
+    works = [Workload(batch=batch, prompt=prompt, new_tokens=options.new_tokens, rounds=options.rounds, growing=options.growing,
                       dtype=getattr(torch, options.dtype), device=options.device)
              for batch in options.batch for prompt in options.prompt]  # fmt: skip
 
@@ -675,7 +687,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--prompt", ",".join(map(str, options.prompt)), "--new-tokens", str(options.new_tokens), "--rounds",
                 str(options.rounds), "--layers", str(options.layers), "--dtype", options.dtype, "--device", options.device,
                 *([] if options.budget is None else ["--budget", f"{seconds_left():.3f}"]),
-                *([] if compares else ["--no-compare"])]  # fmt: skip
+                *(["--growing"] if options.growing else []), *([] if compares else ["--no-compare"])]  # fmt: skip
 
     rows: list[Row] = []
     comparisons: list[Comparison] = []
