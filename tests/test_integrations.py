@@ -784,7 +784,7 @@ def test_what_does_not_fit_in_memory_is_left_out(small_models, monkeypatch) -> N
     assert [row.batch for row in rows] == [1] * 4
 
 
-USUAL = {"batch": 16, "tokens": 8, "median_ms": 1.0, "low_ms": 1.0, "high_ms": 1.0, "tokens_per_s": 1.0, "rounds": 5,
+USUAL = {"batch": 16, "tokens": 8, "median_ms": 1.0, "low_ms": 1.0, "high_ms": 1.0, "tokens_per_s": 1.0, "rounds": 5, "growing": False,
          "ratio_low": 0.5, "ratio_high": 3.0, "shape": "", "dtype": "bfloat16", "device": "GPU", "versions": "torch 1",
          "date": "2026-11-30"}  # fmt: skip
 """Of a row of whole models."""
