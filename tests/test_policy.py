@@ -212,7 +212,7 @@ def test_the_losses_that_ship_are_those_of_the_study() -> None:
     root = data_files.tuning_db()
     fresh, unknown = all_bands(
         root / "tables" / "attention" / "sm_90.json", sorted((root / "landscapes" / "attention").glob("h200_burst_*.json.xz")),
-        [RESULTS / "coverage_tuned.csv.xz", RESULTS / "asked_tuned.csv.xz"], [RESULTS / "left_out.csv"],
+        [RESULTS / name for name in ("coverage_tuned.csv.xz", "asked_tuned.csv.xz", "both_regimes.csv.xz")], [RESULTS / "left_out.csv"],
     )  # fmt: skip
     assert json.loads(to_json(fresh)) == json.loads((root / "model" / "attention" / "transfer.json").read_text())
     assert unknown > 0
@@ -225,11 +225,32 @@ def test_a_choice_loses_what_the_race_says(tmp_path) -> None:
     here, there = entry(PROBLEM, schedule(occupancy=3)), entry(PROBLEM.replace(dtype="bfloat16"), schedule(occupancy=2))
     chosen = there.schedule.short()
     (tmp_path / "m.csv").write_text(f"problem,schedule,median_us\n{PROBLEM},{chosen},110\n{PROBLEM},other,100\n")
-    (race,) = medians(tmp_path / "m.csv").values()
+    ((words, race),) = medians(tmp_path / "m.csv")
+    assert words == str(PROBLEM)
     (seen,), unknown = judged([here, there], {PROBLEM: [race]})
     assert (seen.schedule, seen.loss) == (there.schedule, pytest.approx(0.1))
     assert unknown == 0  # with all of its shape hidden, nothing is chosen
     assert judged([here, there], {PROBLEM: [{"other": 1.0}]}) == ([], 1)
+
+
+def test_medians_of_each_run_are_a_race_and_those_at_the_power_cap_none(tmp_path) -> None:
+    rows = ("a,10,burst,1", "b,11,burst,1", "a,7,sustained,1", "a,12,burst,2")
+    (tmp_path / "m.csv").write_text("problem,schedule,median_us,regime,run\n" + "\n".join(f"P,{row}" for row in rows))
+    assert medians(tmp_path / "m.csv") == [("P", {"a": 10.0, "b": 11.0}), ("P", {"a": 12.0})]
+
+
+def test_all_that_are_as_near_as_the_nearest_name_candidates() -> None:
+    """Five copies of one neighbour do not hide the next, whose winner the model likes better here."""
+    few = Attention.problem(
+        seq_q=1, seq_k=4096, head_dim=128, dtype="bfloat16", causal=False, batch=8, heads=28, kv_heads=4
+    )
+    plain = schedule(tile_m=64, tile_n=128, num_worker_warps=4, occupancy=1, latency_k=2, latency_v=4, pack_gqa=True)
+    split = plain.replace(latency_k=0, latency_v=0, occupancy=2, kv_splits=4, kv_combine="launch")
+    copies = [entry(few.replace(heads=8 * group, kv_heads=8), plain) for group in (2, 3, 4, 5, 12)]
+    farther = entry(few.replace(batch=4, seq_k=2048, heads=32), split)
+    space, spec = space_for("sm_90", Attention), arch_spec("sm_90")
+    assert transfer(few, [*copies, farther], space, spec).schedule == split
+    assert transfer(few, copies, space, spec).schedule == plain
 
 
 def test_what_a_rival_took_is_no_loss_of_ours(tmp_path) -> None:
@@ -239,9 +260,9 @@ def test_what_a_rival_took_is_no_loss_of_ours(tmp_path) -> None:
                 BenchRow(method="left_out", provenance=provenance, schedule=schedule, median_us=2.0, **common)]  # fmt: skip
 
     append_rows(rows("rival", "torch_cudnn"), tmp_path / "rival.csv")
-    assert bench_races(tmp_path / "rival.csv") == {}
+    assert bench_races(tmp_path / "rival.csv") == []
     append_rows(rows("transferred", "b"), tmp_path / "own.csv")
-    assert bench_races(tmp_path / "own.csv") == {str(PROBLEM): {"a": 1.0, "b": 2.0}}
+    assert bench_races(tmp_path / "own.csv") == [(str(PROBLEM), {"a": 1.0, "b": 2.0})]
 
 
 def test_without_the_file_no_loss_is_promised(tmp_path, monkeypatch) -> None:

@@ -1,9 +1,9 @@
 """The schedule for a problem that was never measured, from what won on other problems of the same arch.
 
-The winners, ties and runners-up of the nearest problems are the candidates. Each neighbour has an opinion on each: how
-much slower it was there than the winner, corrected by how the static model says that changes from the neighbour's
-problem to this one (waves of blocks, the length of the loop). Where it was not measured there, the model tells that,
-too. The candidate with the least mean loss is served; neighbours count less with distance. Pure functions: no file but
+The winners, ties and runners-up of the problems at the four least distances are the candidates. Each of the four nearest
+has an opinion on each: how much slower it was there than the winner, corrected by how the static model says that changes
+from the neighbour's problem to this one (waves of blocks, the length of the loop). Where it was not measured there, the
+model tells that, too. The candidate with the least mean loss is served; neighbours count less with distance. Pure functions: no file but
 the expected losses, no GPU, no state but caches.
 
 `python -m tiledsched.studies.policy` compares this with other policies; the expected losses of
@@ -26,6 +26,8 @@ from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.space import SearchSpace
 from tiledsched.store.records import EntryRecord
 
+MOST_NAMERS = 16
+"""Entries that name candidates, nearest first."""
 OTHERS = 2
 """Further choices of a transfer, in case the program of the first spills."""
 
@@ -36,6 +38,8 @@ class Parameters:
 
     neighbours: int = 4
     """Entries asked, nearest first."""
+    distances: int = 4
+    """The least distances, at which all entries name candidates: several that are as near as each other name much the same."""
     reach: float = 0.3
     """Distance over which an entry's weight falls by e."""
     unnamed: float = 0.05
@@ -91,9 +95,16 @@ def transfer(problem: Problem, entries: Iterable[EntryRecord], space: SearchSpac
     """
     distance = problem.declaration.distance
     near = sorted(entries, key=lambda entry: (distance(entry.problem, problem), entry.problem, entry.device_name))
-    near = near[: parameters.neighbours]
     if not near:
         return None
+    apart = [round(distance(entry.problem, problem), 3) for entry in near[:MOST_NAMERS]]
+    farthest = sorted(set(apart))[: parameters.distances][-1]
+    names = [
+        (entry, named_losses(entry, problem, space))
+        for entry, each in zip(near, apart, strict=False)
+        if each <= farthest
+    ]
+    near = near[: parameters.neighbours]
     closest = distance(near[0].problem, problem)
     opinions = [(math.exp((closest - distance(entry.problem, problem)) / parameters.reach), entry,
                  named_losses(entry, problem, space)) for entry in near]  # fmt: skip
@@ -112,11 +123,11 @@ def transfer(problem: Problem, entries: Iterable[EntryRecord], space: SearchSpac
         total = sum(weight * opinion(entry, losses, schedule) for weight, entry, losses in opinions)
         return round(total / sum(weight for weight, _, _ in opinions), 9)
 
-    candidates = {schedule for _, _, losses in opinions for schedule in losses}
+    candidates = {schedule for _, losses in names for schedule in losses}
     if not candidates:
         return None
     best, *others = sorted(candidates, key=lambda schedule: (mean_loss(schedule), schedule.id))[: 1 + OTHERS]
-    entry = next(entry for _, entry, losses in opinions if best in losses)
+    entry = next(entry for entry, losses in names if best in losses)
     return Transfer(schedule=best, entry=entry, distance=closest, asked=len(opinions), others=tuple(others))
 
 

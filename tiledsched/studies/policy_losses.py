@@ -2,7 +2,7 @@ r"""What a choice made from other problems loses, by how far they are: what `exp
 
     python -m tiledsched.studies.policy_losses tuning_db/tables/attention/sm_90.json \
         --landscapes tuning_db/landscapes/attention/*_burst_*.json.xz --left-out docs/results/h200/left_out.csv \
-        --medians docs/results/h200/coverage_tuned.csv.xz docs/results/h200/asked_tuned.csv.xz
+        --medians docs/results/h200/{coverage_tuned,asked_tuned,both_regimes}.csv.xz
 
 Every problem of which several programs were measured is held out, alone and with all entries of its lengths, width and
 mask. Where the policy's choice was among them its loss is known; a choice that nobody measured is counted, and says
@@ -48,21 +48,24 @@ RACES = ("tiledsched", "left_out")
 """Methods of the bench that tell a loss: a tuned schedule, and what the policy would choose had nobody tuned its suite."""
 
 
-def medians(path: Path) -> dict[str, dict[str, float]]:
-    """Problem (as people read it) -> race, of a CSV file of a tune's medians, packed or not."""
-    races: dict[str, dict[str, float]] = defaultdict(dict)
+def medians(path: Path) -> list[tuple[str, dict[str, float]]]:
+    """Problem (as people read it) and race, of a CSV file of a tune's medians, packed or not, of several `run`s in several
+    `regime`s where it has such columns.
+    """  # fmt: skip
+    races: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for row in csv.DictReader(io.StringIO(read_text(path))):
-        races[row["problem"]][row["schedule"]] = float(row["median_us"])
-    return races
+        if row.get("regime", "burst") == "burst":
+            races[row["problem"], row.get("run", "")][row["schedule"]] = float(row["median_us"])
+    return [(problem, race) for (problem, _), race in races.items()]
 
 
-def bench_races(path: Path) -> dict[str, dict[str, float]]:
+def bench_races(path: Path) -> list[tuple[str, dict[str, float]]]:
     """The same of a bench's CSV file: what was tuned and what was chosen without it, where that was no rival."""
     races: dict[str, dict[str, float]] = defaultdict(dict)
     for row in read_rows(path):
         if row.method in RACES and row.median_us and row.provenance != "rival":
             races[str(row.problem)][row.schedule] = row.median_us
-    return {problem: race for problem, race in races.items() if len(race) > 1}
+    return [(problem, race) for problem, race in races.items() if len(race) > 1]
 
 
 def judged(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race]],
@@ -135,7 +138,7 @@ def read_races(table: Path, landscapes: Sequence[Path], medians_of: Sequence[Pat
         races[one.problem].append({program.schedule.short(): program.median_us for program in one.programs})
     told = [medians(path) for path in medians_of]
     told += [bench_races(path) for path in left_out]
-    for words, race in itertools.chain.from_iterable(each.items() for each in told):
+    for words, race in itertools.chain.from_iterable(told):
         if words in by_words:
             races[by_words[words]].append(race)
     return entries, recorded, races
