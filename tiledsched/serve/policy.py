@@ -3,8 +3,8 @@
 The winners, ties and runners-up of the problems at the four least distances are the candidates. Each of the four nearest
 has an opinion on each: how much slower it was there than the winner, corrected by how the static model says that changes
 from the neighbour's problem to this one (waves of blocks, the length of the loop). Where it was not measured there, the
-model tells that, too. The candidate with the least mean loss is served; neighbours count less with distance. Pure functions: no file but
-the expected losses, no GPU, no state but caches.
+model tells that, too. The candidate with the least mean loss is served; neighbours count less with distance. Pure
+functions: no file but the expected losses, no GPU, no state but caches.
 
 `python -m tiledsched.studies.policy` compares this with other policies; the expected losses of
 `tuning_db/model/attention/transfer.json` come from `tiledsched.studies.policy_losses`. docs/results/serving.md has the figures.
