@@ -328,7 +328,7 @@ def _by_time(racer: Racer) -> tuple[float, str]:
     return racer.median_us, racer.candidate.schedule.id
 
 
-def _ratios(racer: Racer, other: Racer) -> list[float]:
+def _ratios(racer: Racer | Measurement, other: Racer | Measurement) -> list[float]:
     """Their times against each other, round by round, over the rounds they have in common."""
     return [mine / theirs for mine, theirs in zip(racer.samples_us, other.samples_us, strict=False)]
 
@@ -352,11 +352,11 @@ def near(result: RaceResult) -> list[Measurement]:
     if result.winner is None:
         return []
     winner = result.winner
-    checked = (each for each in result.outcomes if isinstance(each, Measurement) and each.accuracy is not None)
-    others = {each.schedule: _ratio(each, winner) for each in checked if each.schedule != winner.schedule}
-    close = sorted((each for each in others if others[each] <= 1 + NEAR), key=lambda each: (others[each], each.id))
-    known = {each.schedule: each for each in result.outcomes if isinstance(each, Measurement)}
-    return [winner, *(known[schedule] for schedule in close[: MOST_NEAR - 1])]
+    others = {each.schedule: (_ratio(each, winner), each) for each in result.outcomes
+              if isinstance(each, Measurement) and each.accuracy is not None and each.schedule != winner.schedule}  # fmt: skip
+    close = sorted((ratio, schedule.id) for schedule, (ratio, _) in others.items() if ratio <= 1 + NEAR)
+    known = {schedule.id: each for schedule, (_, each) in others.items()}
+    return [winner, *(known[name] for _, name in close[: MOST_NEAR - 1])]
 
 
 def settle(result: RaceResult, sustained: RaceResult, same: float = Rules.same) -> RaceResult:
@@ -397,7 +397,7 @@ def settle(result: RaceResult, sustained: RaceResult, same: float = Rules.same) 
 
 def _ratio(mine: Measurement, theirs: Measurement) -> float:
     """The median of their times against each other, round by round, over the rounds they have in common."""
-    return statistics.median(a / b for a, b in zip(mine.samples_us, theirs.samples_us, strict=False))
+    return statistics.median(_ratios(mine, theirs))
 
 
 def _decide(course: _Course, preference: Sequence[Schedule], failed: Sequence[Outcome]) -> RaceResult:

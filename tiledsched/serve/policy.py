@@ -97,17 +97,14 @@ def transfer(problem: Problem, entries: Iterable[EntryRecord], space: SearchSpac
     near = sorted(entries, key=lambda entry: (distance(entry.problem, problem), entry.problem, entry.device_name))
     if not near:
         return None
-    apart = [round(distance(entry.problem, problem), 3) for entry in near[:MOST_NAMERS]]
-    farthest = sorted(set(apart))[: parameters.distances][-1]
-    names = [
-        (entry, named_losses(entry, problem, space))
-        for entry, each in zip(near, apart, strict=False)
-        if each <= farthest
-    ]
-    near = near[: parameters.neighbours]
-    closest = distance(near[0].problem, problem)
-    opinions = [(math.exp((closest - distance(entry.problem, problem)) / parameters.reach), entry,
-                 named_losses(entry, problem, space)) for entry in near]  # fmt: skip
+    apart = [distance(entry.problem, problem) for entry in near[: max(MOST_NAMERS, parameters.neighbours)]]
+    closest, farthest = apart[0], sorted({round(each, 3) for each in apart[:MOST_NAMERS]})[: parameters.distances][-1]
+    told = [(entry, each, named_losses(entry, problem, space))
+            for place, (entry, each) in enumerate(zip(near, apart, strict=False))
+            if place < parameters.neighbours or round(each, 3) <= farthest]  # fmt: skip
+    names = [(entry, losses) for entry, each, losses in told if round(each, 3) <= farthest]
+    opinions = [(math.exp((closest - each) / parameters.reach), entry, losses)
+                for entry, each, losses in told[: parameters.neighbours]]  # fmt: skip
     # Whoever weighs next to nothing is not asked: each opinion costs an estimate of every candidate.
     opinions = [opinion for opinion in opinions if opinion[0] > 0.02]
 

@@ -151,9 +151,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
             served and the setting `fallback` is `error`.
     """
     if attention_mask is None and query.shape[2] == 1 and not dropout and more.keys().isdisjoint(ASKED):
-        out = sdpa(
-            query, key, value, scale=scaling, enable_gqa=True, causal=False
-        )  # the short way of a step of generation
+        # The short way of a step of generation, whose time is the host's.
+        out = sdpa(query, key, value, scale=scaling, enable_gqa=True, causal=False)
         return out.transpose(1, 2).contiguous(), None
     for name in CHANGES_SCORES:
         if more.get(name) is not None:
