@@ -21,7 +21,7 @@ from tiledsched.cli import main
 from tiledsched.config import load_settings
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.measure.runner import Batch, Conditions
+from tiledsched.measure.runner import Batch, Conditions, RivalTime
 from tiledsched.refresh import KEPT, LEFT, RACED, refresh
 from tiledsched.serve.lookup import Table
 from tiledsched.serve.process import warn_once
@@ -212,7 +212,7 @@ def bench(tmp_path, monkeypatch):
     return partial(refreshed, monkeypatch)
 
 
-def refreshed(monkeypatch, compiler: Compiler, *, gpu: bool = True, **more):
+def refreshed(monkeypatch, compiler: Compiler, *, gpu: bool = True, rivals=None, **more):
     """Refresh what a database holds of a compiler's problem, on a recorded GPU."""
     space = space_for("sm_90", Attention).limited_to(compiler.schedules)
     tools = tuning.Tools(settings=load_settings(), space=space, toolchain=compiler.toolchain, artifacts=compiler)
@@ -224,7 +224,9 @@ def refreshed(monkeypatch, compiler: Compiler, *, gpu: bool = True, **more):
         patched.setattr(refresh_module, "devices", lambda: [device] if gpu else [])
         runner = ReplayRunner(Attention, compiler.measurements, seed=1)
         runner.close = lambda: None
-        patched.setattr(tuning, "open_runner", lambda *given, **named: runner)
+        for module in (refresh_module, tuning):
+            patched.setattr(module, "open_runner", lambda *given, **named: runner)
+        patched.setattr(refresh_module, "open_rivals", lambda *given: rivals)
         return refresh(Attention, [compiler.problem], arch="sm_90", **more)
 
 
@@ -367,6 +369,57 @@ def test_a_change_of_source_is_looked_at_too(bench, db, monkeypatch) -> None:
     (now,) = db.entries()
     assert now.source_hash == "another source"
     assert now.compiler == first.toolchain.tileiras
+
+
+class Races:
+    """The process of the rivals: which are here in which versions, and that each takes 90 us to our 100."""
+
+    def __init__(self, **versions: str) -> None:
+        self.here, self.raced, self.closed = versions, [], 0
+
+    def versions(self, problem):
+        return self.here
+
+    def race(self, problem, candidate):
+        self.raced.append(candidate.artifact.fingerprint)
+        return [RivalTime(name=name, median_us=90.0, ours_us=100.0, ratio=0.9, ratio_low=0.89, ratio_high=0.91, samples=30,
+                          host_us=50.0, capturable=True, version=version) for name, version in self.here.items()]  # fmt: skip
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_rivals_that_were_not_timed_or_in_another_version_are(bench, db) -> None:
+    first, second = first_and_second(lambda schedule: False)
+    tuned(db, first)
+    (before,) = db.entries()
+    none = bench(first, rivals=None)
+    assert (none.current, none.rivals, db.entries()) == (1, [], [before])
+    races = Races(torch_flash="torch 2.11")
+    (timed,) = bench(first, rivals=races).rivals
+    (entry,) = db.entries()
+    assert [each.name for each in entry.rivals] == [each.name for each in timed.rivals] == ["torch_flash"]
+    assert (entry.schedule, entry.median_us, entry.fingerprint) == (
+        before.schedule,
+        before.median_us,
+        before.fingerprint,
+    )
+    assert (races.raced, races.closed) == ([before.fingerprint], 1)
+    again = Races(torch_flash="torch 2.11")
+    assert bench(first, rivals=again).rivals == []
+    assert again.raced == []
+    more = Races(torch_flash="torch 2.11", flash_attention_4="flash-attn-4 4.0")
+    assert bench(first, rivals=more, budget_s=0.0).rivals == []
+    report = bench(first, rivals=more)
+    assert report.to_json()["rivals"] == len(report.rivals) == 1
+    assert [each.name for each in db.entries()[0].rivals] == ["torch_flash", "flash_attention_4"]
+    assert len(bench(first, rivals=Races(torch_flash="torch 2.12")).rivals) == 1
+    # What is kept under another compiler is looked at as well.
+    kept = Races(torch_flash="torch 2.13")
+    report = bench(second, rivals=kept)
+    assert [row.outcome for row in report.rows] == [KEPT]
+    assert [each.compiler for each in report.rivals] == [SECOND]
+    assert db.check() == []
 
 
 def test_another_kind_of_gpu_races_nothing(bench, db) -> None:

@@ -94,6 +94,12 @@ def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_deci
     nearer = expected_offers(of(1040), both, 0.5)[0].ratio
     assert nearer < expected_offers(of(1900), both, 0.5)[0].ratio
     assert expected_offers(asked, [an_entry(near, (a_rival(failure="RuntimeError: no"),))], 0.5) == ()
+    # Nearer ones that did not race it say nothing, and what plans every new problem serves none.
+    others = [an_entry(of(1024 + 128 * step), (a_rival(1.3, name="torch_efficient"),)) for step in range(5)]
+    assert [each.name for each in expected_offers(asked, [*others, an_entry(of(2048), (a_rival(0.9),))], 0.0)] == [
+        "torch_flash"
+    ]
+    assert expected_offers(asked, [an_entry(near, (a_rival(0.5, name="torch_cudnn"),))], 0.5) == ()
     late = {"host_us": 500.0}
     assert expected_offers(asked, [an_entry(near, (a_rival(**late, capturable=False),))], 0.5) == ()
     assert expected_offers(asked, [an_entry(near, (a_rival(**late),))], 0.5)[0].only_captured
@@ -123,8 +129,11 @@ def test_the_table_offers_rivals_only_where_they_may_serve() -> None:
     beside = PROBLEM.replace(dtype="bfloat16" if PROBLEM.dtype == "float16" else "float16")
     unraced = Table([*known, an_entry(beside, None)], Attention, rivals=True).resolve(beside, "sm_90", GPU)
     assert (unraced.provenance, [each.name for each in unraced.rivals]) == ("measured", ["flash_attention_4"])
+    torch_alone = an_entry(beside, (a_rival(1.1),))  # tuned where that one was not installed
+    partly = Table([*known, torch_alone], Attention, rivals=True).resolve(beside, "sm_90", GPU)
+    assert [each.name for each in partly.rivals] == ["flash_attention_4"]
     assert "by 1 near problems" in unraced.rivals[0].reason
-    lost = an_entry(beside, (a_rival(1.2),))  # its own evidence goes before that of its like
+    lost = an_entry(beside, (a_rival(1.2, name="flash_attention_4"),))  # its own evidence goes before that of its like
     assert Table([*known, lost], Attention, rivals=True).resolve(beside, "sm_90", GPU).rivals == ()
     forced = Table(known, Attention, rivals=True, forced={"tile_n": 32}).resolve(PROBLEM, "sm_90", GPU)
     assert forced.rivals == ()  # who forces knobs wants to see them

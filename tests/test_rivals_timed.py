@@ -190,7 +190,12 @@ def process(cuda, monkeypatch, tmp_path):  # noqa: F811
         monkeypatch.setattr(rivals._kernel, "rivals", staticmethod(lambda p: named))
         return rivals.answer(state, ("rivals", launch, rounds, regime, 0, 0.0))
 
-    return types.SimpleNamespace(race=race, launched=launched, streams=streams, cuda=cuda, state=state)
+    def named(functions):
+        monkeypatch.setattr("tiledsched.measure.rival_worker.load_kernel",
+                            lambda name: types.SimpleNamespace(rivals=lambda p: functions))  # fmt: skip
+        return rivals.answer(state, ("named", kernel.locator(), problem))
+
+    return types.SimpleNamespace(race=race, named=named, launched=launched, streams=streams, cuda=cuda, state=state)
 
 
 def test_every_rival_is_checked_and_timed_beside_our_winner(process) -> None:
@@ -217,6 +222,14 @@ def test_every_rival_is_checked_and_timed_beside_our_winner(process) -> None:
     assert told["mine"].version == "mine 1"
     assert len(process.launched) == 1 + 8  # of ours, on torch's stream
     assert set(process.streams) == {7}
+
+
+def test_what_is_here_is_told_with_its_version(process) -> None:
+    def add(X, Y): ...
+
+    add.version = "mine 1"
+    assert process.named({"torch": torch.add, "mine": add}) == {"torch": f"torch {torch.__version__}", "mine": "mine 1"}
+    assert process.launched == []
 
 
 def test_what_cannot_be_captured_is_told(process) -> None:
@@ -255,7 +268,7 @@ class Process:
         self.asked.append(verb)
         if verb == "meet":
             return frozenset({11})
-        return Process.told if verb == "rivals" else None
+        return {"rivals": Process.told, "named": getattr(Process, "named", None)}.get(verb)
 
 
 def test_the_process_is_started_once_and_both_know_each_other(monkeypatch, caplog) -> None:
@@ -278,6 +291,10 @@ def test_the_process_is_started_once_and_both_know_each_other(monkeypatch, caplo
     races.race(problem, candidate)
     first = Process.last
     assert first.asked == ["begin", "load", "meet", "rivals", "meet", "rivals"]
+    Process.named = {"one": "torch 2"}
+    assert races.versions(problem) == {"one": "torch 2"}
+    Process.named = Failure(kind=FailureKind.LAUNCH_FAILURE, message="no such kernel")
+    assert races.versions(problem) == {}
     assert met == [frozenset(), frozenset({11})] * 2
     Process.told = Failure(kind=FailureKind.LAUNCH_FAILURE, message="no such rival")
     assert races.race(problem, candidate) is None
@@ -287,6 +304,7 @@ def test_the_process_is_started_once_and_both_know_each_other(monkeypatch, caplo
     assert first.killed
     Process.greeting = ("fatal", "no torch")
     assert races.race(problem, candidate) is races.race(problem, candidate) is None
+    assert races.versions(problem) == {}
     assert caplog.text.count("rivals are not timed: no torch") == 1
 
 

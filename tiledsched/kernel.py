@@ -288,6 +288,9 @@ class Kernel:
     small: ClassVar[Any] = None
     """`small()`: problems that the interpreter runs in a moment, odd sizes among them."""
 
+    planning_rivals: ClassVar[tuple[str, ...]] = ()
+    """Rivals that plan each problem they have not seen, for tens of milliseconds: they serve only what they were measured on."""
+
     @staticmethod
     def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
         """Name -> what returns the outputs of inputs (torch tensors, in the order declared), which it leaves as they are.

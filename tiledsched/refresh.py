@@ -1,4 +1,7 @@
-"""`refresh`: what is served, built again with the compiler and the source at hand; raced again where the machine code changed."""
+"""`refresh`: what is served, built again with the compiler and the source at hand; raced again where the machine code changed.
+
+Rivals that were never timed beside what is served, or in another version, are timed beside it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tiledsched import config, data_files
@@ -15,9 +18,11 @@ from tiledsched.kernel import KernelClass
 from tiledsched.measure.nvml import devices
 from tiledsched.problem import Problem
 from tiledsched.schedule import Schedule
-from tiledsched.tuning import Cases, kernel_of, prepare_tools, problems_of, tune
+from tiledsched.tuning import Cases, Tools, kernel_of, open_rivals, open_runner, prepare_tools, problems_of, tune
 
 if TYPE_CHECKING:
+    from tiledsched.measure.gpu import GpuRunner
+    from tiledsched.measure.rivals import RivalRaces
     from tiledsched.search.programs import Builder
     from tiledsched.search.tuner import Watcher
     from tiledsched.store.db import TuningDB
@@ -70,6 +75,8 @@ class RefreshReport:
     """Entries that are of this compiler and this source already."""
     rows: Sequence[Refreshed]
     """The others."""
+    rivals: Sequence[EntryRecord]
+    """Entries of the same machine code beside which rivals were timed anew."""
     compiled: int
     """Compiler runs it took to compare."""
     seconds: float
@@ -90,7 +97,7 @@ class RefreshReport:
         return {
             "kernel": self.kernel.name, "arch": self.arch, "compiler": self.compiler, "current": self.current,
             **{outcome.replace(" ", "_"): len(self.of(outcome)) for outcome in (KEPT, RACED, LEFT)},
-            "change": self.change, "compiled": self.compiled, "seconds": round(self.seconds, 3),
+            "change": self.change, "rivals": len(self.rivals), "compiled": self.compiled, "seconds": round(self.seconds, 3),
             "rows": [row.to_json() for row in self.rows],
         }  # fmt: skip
 
@@ -109,7 +116,8 @@ def refresh(kernel: KernelClass | str, problems: Cases | str | None = None, *, a
     Every measured entry, shipped or one's own, of another compiler or source is built. Where the same machine code comes out its
     evidence holds and is kept. Where not, the problem is tuned again on the GPU it was measured on, the old leaders and what won
     on like problems under this compiler first; without that GPU it is reported. Entries of other compilers stay as they are:
-    going back to one brings its evidence back.
+    going back to one brings its evidence back. With the GPU, rivals that are installed and were not timed beside what is kept, or
+    in another version, are timed.
 
     Args:
         kernel: the class, or where it is declared.
@@ -180,6 +188,12 @@ def refresh(kernel: KernelClass | str, problems: Cases | str | None = None, *, a
                      neighbours=neighbours, runner="gpu", seed=seed, jobs=jobs, compile_timeout_s=compile_timeout_s,
                      watcher=watcher, command=command)  # fmt: skip
         raced |= {entry.place: entry for entry in found.entries}
+    apart = {entry.key for entry in others}
+    standing = [entry for entry in (*measured, *kept.values()) if entry.device_name in here and entry.key not in apart]
+    timed = _time_rivals(kernel, arch, standing, tools, seed=seed, jobs=jobs, timeout_s=compile_timeout_s,
+                         until_s=None if budget_s is None else started + budget_s, watcher=watcher)  # fmt: skip
+    for forget in config.watchers:  # operators of this process look again
+        forget()
     rows = []
     for entry in others:
         now = kept.get(entry.key) or raced.get(entry.place)
@@ -187,7 +201,72 @@ def refresh(kernel: KernelClass | str, problems: Cases | str | None = None, *, a
         rows.append(Refreshed(was=entry, outcome=outcome, now=now, leaders=tuple(leaders(entry)),
                               why=changed.get(entry.key, "")))  # fmt: skip
     return RefreshReport(kernel=kernel, arch=arch, compiler=compiler, current=len(measured) - len(others), rows=rows,
-                         compiled=compiled, seconds=time.monotonic() - started)  # fmt: skip
+                         rivals=timed, compiled=compiled, seconds=time.monotonic() - started)  # fmt: skip
+
+
+def _time_rivals(kernel: KernelClass, arch: str, entries: Sequence[EntryRecord], tools: Tools, *, seed: int, jobs: int | None,
+                 timeout_s: float, until_s: float | None, watcher: Watcher) -> list[EntryRecord]:  # fmt: skip
+    """Entries with the times of rivals that they did not know, stored; none is begun after `until_s` (`time.monotonic()`)."""
+    from tiledsched.build.pool import open_pool
+    from tiledsched.search.programs import Builder
+    from tiledsched.store.db import TuningDB
+
+    timed: list[EntryRecord] = []
+    gpu = open_runner(kernel, arch, runner="gpu", seed=seed) if entries else None
+    if gpu is None:
+        return timed
+    try:
+        for regime in sorted({entry.regime for entry in entries}):
+            races = open_rivals(kernel, gpu, replace(tools.settings, regime=regime))
+            if races is None:
+                break
+            try:
+                lacking = [entry for entry in entries if entry.regime == regime and _lacks(entry, races)]
+                with TuningDB.open(tools.settings.db) as store, open_pool(jobs) as pool:
+                    builder = Builder(store, tools.artifacts, kernel, arch, tools.toolchain, pool, timeout_s=timeout_s)
+                    timed += _beside(lacking, builder, gpu, races, until_s, watcher)
+            finally:
+                races.close()
+    finally:
+        gpu.close()
+    return timed
+
+
+def _lacks(entry: EntryRecord, races: RivalRaces) -> bool:
+    """Whether a rival is here that was not timed beside an entry, or in another version."""
+    known = {each.name: each.version for each in entry.rivals or ()}
+    return any(name not in known or known[name] not in ("", version)
+               for name, version in races.versions(entry.problem).items())  # fmt: skip
+
+
+def _beside(entries: Sequence[EntryRecord], builder: Builder, gpu: GpuRunner, races: RivalRaces, until_s: float | None,
+            watcher: Watcher) -> list[EntryRecord]:  # fmt: skip
+    """Time every rival beside the machine code of each entry, where it is still that, and store what they took."""
+    timed: list[EntryRecord] = []
+    if not entries:
+        return timed
+    watcher.stage(entries[0].problem, "building what is served", len(entries))
+    builder.build_for_each(
+        [(entry.schedule, entry.problem) for entry in entries], progress=lambda done, _: watcher.step(done)
+    )
+    evidence = _evidence(builder.db, entries, builder.kernel, builder.arch)
+    for entry in entries:
+        if until_s is not None and time.monotonic() > until_s:
+            break
+        stored = evidence.get(entry.measurement.uid) if entry.measurement else None
+        candidates = builder.candidates(builder.programs([entry.schedule], entry.problem, gpu.device))
+        if stored is None or not candidates or candidates[0].artifact.fingerprint != entry.fingerprint:
+            continue
+        watcher.stage(entry.problem, "rivals", 1)
+        found = races.race(entry.problem, candidates[0])
+        watcher.step(1)
+        if found is None:
+            continue
+        now = entry.replace(rivals=tuple(found), run_id=None, measurement_id=None, updated_at=None)
+        builder.db.merge([stored], [])
+        builder.db.put_entry(now)
+        timed.append(now)
+    return timed
 
 
 def _changed(entry: EntryRecord, builder: Builder) -> str:

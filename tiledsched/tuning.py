@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tiledsched.build.artifacts import ArtifactStore
     from tiledsched.build.toolchain import Toolchain
     from tiledsched.measure.gpu import GpuRunner
+    from tiledsched.measure.rivals import RivalRaces
     from tiledsched.search.record import RecordResult
     from tiledsched.search.tuner import TuneResult, Watcher
     from tiledsched.store.db import TuningDB
@@ -218,6 +219,16 @@ def open_runner(kernel: KernelClass, arch: str, *, runner: str = "auto", seed: i
     return (runner_opener or GpuRunner)(kernel, seed=seed, gpu=only_gpu())
 
 
+def open_rivals(kernel: KernelClass, gpu: Any, settings: Settings) -> RivalRaces | None:
+    """What times a kernel's rivals beside winners on the runner's GPU; None where there are none, or settings want none."""
+    from tiledsched.measure.gpu import GpuRunner
+    from tiledsched.measure.rivals import can_race, open_races
+
+    if not isinstance(gpu, GpuRunner) or settings.rivals == "off" or not can_race(kernel):
+        return None
+    return open_races(kernel, gpu, settings.regime)
+
+
 runner_opener: Callable[..., GpuRunner] | None = None
 """What `open_runner` asks in place of making a runner: in a fleet it stays from one problem to the next."""
 
@@ -294,8 +305,6 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
         raise ConfigError(f"no GPU of {arch} measures here, and without one nothing is searched: the model ranks what is "
                           "built; leave out --sampler and --storage")  # fmt: skip
     from tiledsched.build.pool import open_pool
-    from tiledsched.measure.gpu import GpuRunner
-    from tiledsched.measure.rivals import can_race, open_races
     from tiledsched.search.prior import Shipped
     from tiledsched.search.study_storage import open_storage
     from tiledsched.search.tuner import TuneOptions, Tuner
@@ -310,8 +319,7 @@ def tune(kernel: KernelClass | str, problems: Cases | str | None = None, *, arch
     said = command or {"kernel": kernel.name, "problems": [each.to_json() for each in wanted], "effort": effort}
     races = None
     try:
-        if isinstance(gpu, GpuRunner) and settings.rivals != "off" and can_race(kernel):
-            races = open_races(kernel, gpu, settings.regime)
+        races = open_rivals(kernel, gpu, settings)
         kept = open_storage(storage) if storage else None
         with TuningDB.open(settings.db) as store, open_pool(jobs) as pool:
             before = load_entries(settings, {arch}, kernel.name)

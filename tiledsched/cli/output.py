@@ -203,6 +203,7 @@ def print_refreshed(report: RefreshReport) -> None:
     done = [f"{report.current} of tileiras {report.compiler} and this source already",
             f"{len(report.of('kept'))} the same machine code, evidence kept",
             f"{len(report.of('raced'))} raced again{moved}"]  # fmt: skip
+    done += [f"rivals timed beside {len(report.rivals)}"] if report.rivals else []
     left = report.of("to race")
     devices = ", ".join(sorted({row.was.device_name for row in left}))
     done += [f"{len(left)} to be raced on {devices}"] if left else []

@@ -1,6 +1,6 @@
 """The process that times rivals beside our winner, in one interleaved run; see `tiledsched.measure.rivals`.
 
-It answers what the measuring process answers, and one request more. It holds torch, which that one must not, and no compiler of
+It answers what the measuring process answers, and two requests more. It holds torch, which that one must not, and no compiler of
 ours. CuPy and torch share the device's context, and all launches one stream of torch's. Run as
 ``python -m tiledsched.measure.rival_worker DESCRIPTOR FOLDER PARENT``.
 """
@@ -63,6 +63,8 @@ class Rivals:
         """Carry out one request; what goes wrong with all rivals comes back as a Failure."""
         if request[0] == "begin":
             self._kernel, self._problem = load_kernel(request[1]), request[2]
+        if request[0] == "named":
+            return {name: self._version(each) for name, each in load_kernel(request[1]).rivals(request[2]).items()}
         if request[0] != "rivals":
             return self._worker.answer(state, request)
         with self._torch.cuda.stream(self._torch.cuda.Stream()):
@@ -120,8 +122,10 @@ class Rivals:
             torch.cuda.empty_cache()
             text = str(error).strip() or type(error).__name__
             return f"{type(error).__name__}: {text.splitlines()[0]}"[:200]
-        version = getattr(function, "version", "") or f"torch {torch.__version__}"
-        return Tried(name=name, call=call, host_us=host_us, version=version)
+        return Tried(name=name, call=call, host_us=host_us, version=self._version(function))
+
+    def _version(self, function: Callable[..., Any]) -> str:
+        return getattr(function, "version", "") or f"torch {self._torch.__version__}"
 
     def _tensors(self, case: Case) -> tuple[Any, ...]:
         """The inputs of a case, as torch has them."""

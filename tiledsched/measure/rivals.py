@@ -12,7 +12,7 @@ import logging
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,8 +102,6 @@ class RivalRaces:
 
     def race(self, problem: Problem, candidate: Candidate) -> list[RivalTime] | None:
         """Time every rival of `problem` beside `candidate`; None where that cannot be done, which the log says once."""
-        if self._unable:
-            return None
         try:
             told = self._ask(problem, candidate)
         except WorkerDiedError as error:
@@ -113,6 +111,17 @@ class RivalRaces:
             self._problem = None
             return None
         return None if told is None else [rival_time(each) for each in told]
+
+    def versions(self, problem: Problem) -> Mapping[str, str]:
+        """Name -> version of every rival of `problem` that is here; none where that cannot be told."""
+        try:
+            worker = self._ready()
+            told = (
+                {} if worker is None else worker.ask(self._timeouts.begin_s, "named", self._kernel.locator(), problem)
+            )
+        except WorkerDiedError as error:
+            told = error.failure
+        return {} if isinstance(told, Failure) else told
 
     def _ask(self, problem: Problem, candidate: Candidate) -> list[RivalSamples] | Failure | None:
         worker = self._ready()
@@ -139,6 +148,8 @@ class RivalRaces:
 
     def _ready(self) -> Worker | None:
         """The process, started where it is not; None where it cannot be."""
+        if self._unable:
+            return None
         if self._worker is not None and self._worker.alive():
             return self._worker
         self.close()

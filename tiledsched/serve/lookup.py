@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tiledsched.build.toolchain import takes_hints
 from tiledsched.device import ARCHS, arch_spec
@@ -99,6 +100,7 @@ class Table:
         self._spaces = {space.arch: space for space in spaces}
         self._completed: dict[str, list[EntryRecord]] = {}
         self._told: dict[str, dict[Problem, list[EntryRecord]]] = {}
+        self._kinds: dict[str, dict[tuple[Any, ...], list[EntryRecord]]] = {}
         self._answers: dict[tuple[Problem, str], Served] = {}
 
     def _strangeness(self, entry: EntryRecord) -> int:
@@ -165,13 +167,14 @@ class Table:
 
     def _offers(self, entry: EntryRecord, space: SearchSpace, where: str) -> tuple[RivalOffer, ...]:
         """What may serve the very problem of an entry, which was measured here where that is said: by its own evidence of
-        rivals, or, where it has none, by that of its like.
+        rivals, and of those that it does not know by that of its like.
         """  # fmt: skip
-        if entry.rivals is not None:
-            return measured_offers(entry, where) if where else expected_offers(entry.problem, [entry], 0.0)
-        kind = self.kernel.kind
-        alike = (each for each in self._known(space) if each.rivals and kind(each.problem) == kind(entry.problem))
-        return expected_offers(entry.problem, alike, 0.0)
+        told = entry.rivals or ()
+        known = measured_offers(entry, where) if where else expected_offers(entry.problem, [entry], 0.0)
+        names = {each.name for each in told}
+        near = (offer for offer in expected_offers(entry.problem, self._alike(entry.problem, space), 0.0)
+                if offer.name not in names)  # fmt: skip
+        return tuple(sorted((*known, *near), key=lambda offer: (offer.ratio, offer.name)))
 
     def _stale(self, entry: EntryRecord) -> str:
         if not stale(entry, self.compiler) or entry.fingerprint in self._at_hand():
@@ -200,6 +203,16 @@ class Table:
             self._told[space.arch] = by_problem
         return self._told[space.arch].get(problem, [])
 
+    def _alike(self, problem: Problem, space: SearchSpace) -> Sequence[EntryRecord]:
+        """Entries measured for problems of this one's kind."""
+        if space.arch not in self._kinds:
+            by_kind: dict[tuple[Any, ...], list[EntryRecord]] = {}
+            for entry in self._known(space):
+                if entry.provenance in TOLD:
+                    by_kind.setdefault(self.kernel.kind(entry.problem), []).append(entry)
+            self._kinds[space.arch] = by_kind
+        return self._kinds[space.arch].get(self.kernel.kind(problem), ())
+
     def _shared(self, problem: Problem, space: SearchSpace) -> Served | None:
         """The one answer for all problems of about this size, where it is valid for this one."""
         about = self.kernel.rounded(problem)
@@ -215,7 +228,7 @@ class Table:
         """The answer for a problem that was not measured."""
         known = self._known(space)
         measured = [entry for entry in known if entry.provenance in TOLD]
-        alike = [entry for entry in measured if self.kernel.kind(entry.problem) == self.kernel.kind(problem)]
+        alike = self._alike(problem, space)
         found = (
             self._transferred(alike, problem, space)
             or _modelled(known, problem, space)

@@ -1,8 +1,9 @@
 """Which rivals are faster than our kernel, by what was measured, and whether one of them is handed a problem's calls.
 
-Evidence is a tune's: each rival's time over ours, paired by round in one interleaved run, with what its call costs the host.
-It decides when a plan is made, never in a call. A problem that was measured goes by its own evidence. Any other goes by that of
-near problems, with what our own schedule is expected to lose there: it was tuned for none of them.
+Evidence is a tune's or a refresh's: each rival's time over ours, paired by round in one interleaved run, with what its call
+costs the host. It decides when a plan is made, never in a call. A problem that was measured goes by its own evidence, of rivals
+that were timed there. Any other goes by that of near problems, with what our own schedule is expected to lose there: it was
+tuned for none of them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ that a rival beyond it serves there, and there alone."""
 NEAR_MARGIN = 0.01
 """What a rival is to gain, at least, where only other problems were measured."""
 NEIGHBOURS = 4
-"""Problems whose evidence is asked, nearest first."""
-REACH = 2.0
+"""Problems that raced a rival whose evidence is asked, nearest first."""
+REACH = 3.0
 """Distance beyond which nothing is known. What a problem says of another falls by e over 1."""
 
 
@@ -106,12 +107,13 @@ def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: floa
     distance, kind = problem.declaration.distance, problem.declaration.rival_kind
     raced = [(distance(entry.problem, problem), entry) for entry in entries
              if entry.rivals and kind(entry.problem) == kind(problem)]  # fmt: skip
-    near = sorted((pair for pair in raced if pair[0] <= REACH), key=lambda pair: (pair[0], pair[1].problem))[
-        :NEIGHBOURS
-    ]
+    near = sorted((pair for pair in raced if pair[0] <= REACH), key=lambda pair: (pair[0], pair[1].problem))
     offers = []
     for name in dict.fromkeys(each.name for _, entry in near for each in entry.rivals or ()):
+        if name in problem.declaration.planning_rivals:
+            continue
         told = [(apart, entry, each) for apart, entry in near for each in entry.rivals or () if each.name == name]
+        told = told[:NEIGHBOURS]
         if any(each.failure or each.ratio is None or each.ratio_high is None for _, _, each in told):
             continue  # where it could not compute a problem like this one
         capturable = all(each.capturable for _, _, each in told)

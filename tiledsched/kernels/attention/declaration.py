@@ -128,6 +128,7 @@ class Attention(Kernel):
     likeness = staticmethod(alike.likeness)
     kind = staticmethod(alike.kind)
     rival_kind = staticmethod(alike.rival_kind)
+    planning_rivals = ("torch_cudnn",)
     distance = staticmethod(alike.distance)
     rounded = staticmethod(alike.rounded)
     untold = staticmethod(alike.untold)

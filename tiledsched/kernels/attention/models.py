@@ -175,4 +175,21 @@ def unseen(make: Make) -> list[Problem]:
     ask(brain, _heads(128, 8, 128), (1, 1, 20000))
     ask(brain, heads(40, 96, value_dim=64), (4, 1500, 1500), **masked)  # MiniCPM3
     ask(brain, _heads(32, 8, 128), (4, 4, 2500))  # four tokens at once, as speculative decoding checks them
+    ask(half, heads(16, 64), (128, 257, 257), (6, 1, 410))  # CLIP L/14; BART, reading its source
+    ask(half, heads(16, 72), (16, 729, 729))  # SigLIP
+    ask(brain, heads(12, 64), (2, 8192, 8192))  # ModernBERT
+    ask(half, heads(8, 128), (16, 1250, 1250))  # Conformer
+    ask(brain, heads(16, 80), (1, 5476, 5476))  # Qwen2-VL's pictures
+    ask(brain, heads(24, 128), (1, 44520, 44520))  # Mochi
+    ask(brain, heads(32, 64), (1, 5400, 128))  # LTX-Video
+    ask(half, heads(10, 64), (2, 2304, 77))  # SDXL at 768 pixels
+    ask(brain, heads(12, 256), (1, 4352, 4352))  # AuraFlow
+    ask(brain, heads(32, 128), (1, 3300, 3300), **masked)  # Llama 2
+    ask(brain, heads(32, 128), (24, 1, 700))
+    ask(brain, heads(40, 128), (8, 1, 1600))  # OLMo 2 13B
+    ask(brain, _heads(48, 8, 128), (1, 2500, 2500), **masked)  # DBRX
+    ask(brain, _heads(48, 8, 128), (3, 1, 7000), (48, 1, 900))
+    ask(brain, heads(32, 96), (4, 1, 1777))
+    ask(brain, _heads(128, 8, 64), (2, 1500, 1500), **masked)  # Falcon 40B
+    ask(brain, _heads(128, 8, 64), (16, 1, 2100))
     return found
