@@ -389,7 +389,7 @@ class Races:
         self.closed += 1
 
 
-def test_rivals_that_were_not_timed_or_in_another_version_are(bench, db) -> None:
+def test_rivals_that_were_not_timed_or_in_another_version_are(bench, db, monkeypatch) -> None:
     first, second = first_and_second(lambda schedule: False)
     tuned(db, first)
     (before,) = db.entries()
@@ -414,7 +414,10 @@ def test_rivals_that_were_not_timed_or_in_another_version_are(bench, db) -> None
     assert report.to_json()["rivals"] == len(report.rivals) == 1
     assert [each.name for each in db.entries()[0].rivals] == ["torch_flash", "flash_attention_4"]
     assert len(bench(first, rivals=Races(torch_flash="torch 2.12")).rivals) == 1
-    # What is kept under another compiler is looked at as well.
+    # What is kept of another source or under another compiler is looked at as well.
+    monkeypatch.setattr(Attention, "source_hash", lambda: "another source")
+    report = bench(first, rivals=Races(torch_flash="torch 2.14"))
+    assert ([row.outcome for row in report.rows], len(report.rivals)) == ([KEPT], 1)
     kept = Races(torch_flash="torch 2.13")
     report = bench(second, rivals=kept)
     assert [row.outcome for row in report.rows] == [KEPT]

@@ -189,7 +189,8 @@ def refresh(kernel: KernelClass | str, problems: Cases | str | None = None, *, a
                      watcher=watcher, command=command)  # fmt: skip
         raced |= {entry.place: entry for entry in found.entries}
     apart = {entry.key for entry in others}
-    standing = [entry for entry in (*measured, *kept.values()) if entry.device_name in here and entry.key not in apart]
+    standing = [*(entry for entry in measured if entry.key not in apart), *kept.values()]
+    standing = [entry for entry in standing if entry.device_name in here]
     timed = _time_rivals(kernel, arch, standing, tools, seed=seed, jobs=jobs, timeout_s=compile_timeout_s,
                          until_s=None if budget_s is None else started + budget_s, watcher=watcher)  # fmt: skip
     for forget in config.watchers:  # operators of this process look again
