@@ -105,7 +105,7 @@ class TestStructure:
         assert ratios[0] > ratios[1] > 1.0
 
     def test_splitting_the_keys_pays_where_blocks_are_few(self, arch):
-        few = Attention.problem(seq_q=1, seq_k=8192, head_dim=64, heads=8, kv_heads=8)
+        few = Attention.problem(seq_q=1, seq_k=8192, head_dim=64, heads=2, kv_heads=2)
         assert modelled(few, arch=arch, kv_splits=8) < 0.7 * modelled(few, arch=arch)
         assert modelled(arch=arch, kv_splits=8) > modelled(arch=arch)
 

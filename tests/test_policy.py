@@ -105,6 +105,19 @@ def test_ties_and_the_runner_up_are_named_with_their_loss() -> None:
     assert losses == {schedule(): 0.0, tie: 0.0, second: pytest.approx(math.log(1.1))}
 
 
+def test_where_tiles_are_cut_off_what_masks_them_apart_is_named_beside_what_won_without() -> None:
+    cut, short = PROBLEM.replace(seq_q=4000, seq_k=4000), PROBLEM.replace(seq_q=500, seq_k=500)
+    twin = schedule(loop_split=True)
+    assert named_losses(entry(), cut, SPACE) == {schedule(): 0.0, twin: policy.TWIN}
+    assert named_losses(entry(problem=cut), cut.replace(seq_k=4001), SPACE) == {
+        schedule(): 0.0
+    }  # there it is another program
+    assert named_losses(entry(), short, SPACE) == {schedule(): 0.0}
+    causal = named_losses(entry(problem=PROBLEM.replace(causal=True)), cut.replace(causal=True), SPACE)
+    assert causal == {schedule(): 0.0}
+    assert choice(cut, entry(at(4096))).schedule == twin
+
+
 def test_repair_resets_only_what_a_constraint_reads() -> None:
     causal = schedule(loop_split=True, block_order="reversed", tile_n=128, occupancy=2)
     mended = repaired(causal, PROBLEM, SPACE)

@@ -43,7 +43,7 @@ constants of the kernel.
 LARGEST_INT32 = 2**31 - 1
 FUNCTIONS = ("grid", "reference", "entry", "launches", "constants", "canonical", "flops", "bytes_moved", "inputs", "tolerance",
              "check_tile", "adversarial", "model", "expected", "likeness", "kind", "rival_kind", "distance", "rounded",
-             "only_its_kind", "loss_group", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags",
+             "only_its_kind", "twins", "loss_group", "untold", "unsound", "describe", "file_words", "add_flags", "from_flags",
              "add_likely_flags", "likely", "small", "rivals")  # fmt: skip
 """What a declaration may override."""
 
@@ -250,6 +250,11 @@ class Kernel:
     def rounded(p: Any) -> Any:
         """A problem that stands for all of about its size, so that one answer serves them."""
         return p
+
+    @staticmethod
+    def twins(p: Any, q: Any, s: Any) -> Sequence[Any]:
+        """Schedules that are the program of `s` on problem `p`, and another on `q` that may be faster there."""
+        return ()
 
     @staticmethod
     def only_its_kind(p: Any) -> bool:

@@ -28,6 +28,8 @@ from tiledsched.store.records import EntryRecord
 
 MOST_NAMERS = 16
 """Entries that name candidates, nearest first."""
+TWIN = 0.002
+"""Log of how much slower a schedule is taken to be than one that it was the same program as: of equals that one is served."""
 OTHERS = 2
 """Further choices of a transfer, in case the program of the first spills."""
 
@@ -130,12 +132,15 @@ def transfer(problem: Problem, entries: Iterable[EntryRecord], space: SearchSpac
 
 def named_losses(entry: EntryRecord, problem: Problem, space: SearchSpace) -> dict[Schedule, float]:
     """Log of time over the winner's, of every schedule that an entry names, as far as they can be made valid here."""
-    named = [(entry.schedule, 0.0), *((tie, 0.0) for tie in entry.ties)]
+    named = [(space.complete(each), 0.0) for each in (entry.schedule, *entry.ties)]
     if entry.runner_up is not None:
-        named.append((entry.runner_up, math.log1p(max(0.0, entry.margin or 0.0))))
+        named.append((space.complete(entry.runner_up), math.log1p(max(0.0, entry.margin or 0.0))))
+    named += [
+        (twin, loss + TWIN) for each, loss in named for twin in problem.declaration.twins(entry.problem, problem, each)
+    ]
     losses: dict[Schedule, float] = {}
     for schedule, loss in named:
-        valid = repaired(space.complete(schedule), problem, space)
+        valid = repaired(schedule, problem, space)
         if valid is not None:
             losses.setdefault(valid, loss)
     return losses

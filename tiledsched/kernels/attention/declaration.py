@@ -133,6 +133,7 @@ class Attention(Kernel):
     rounded = staticmethod(alike.rounded)
     untold = staticmethod(alike.untold)
     only_its_kind = staticmethod(alike.only_its_kind)
+    twins = staticmethod(alike.twins)
     loss_group = staticmethod(alike.loss_group)
     add_flags = staticmethod(flags.add_flags)
     add_likely_flags = staticmethod(flags.add_likely_flags)

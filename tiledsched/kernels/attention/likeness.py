@@ -82,6 +82,16 @@ def only_its_kind(p: Any) -> bool:
     return bool(p.mean_rows <= FEW_ROWS)
 
 
+def twins(p: Any, q: Any, s: Schedule) -> tuple[Schedule, ...]:
+    """Where no tile of keys is cut off, a loop of its own for those that are changes nothing; without it every step masks, which
+    many keys cannot afford."""
+    masked = any(each.causal or each.spanned for each in (p, q))
+    if masked or s["loop_split"] or q.mean_rows <= FEW_ROWS or q.mean_keys <= FEW_KEYS:
+        return ()
+    step = s.number("tile_n") * s.number("kv_subtiles")
+    return (s.replace(loop_split=True),) if p.seq_k % step == 0 and q.seq_k % step else ()
+
+
 def loss_group(p: Any) -> str:
     """What a transfer loses differs most where there are few keys or heads are padded; of windows and the like it is unknown."""
     if p.asked:

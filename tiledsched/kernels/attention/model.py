@@ -8,7 +8,8 @@ From the inside out:
    some of one part hides behind another's, down to a floor that the slowest part sets.
 2. Blocks are placed on the SMs as the hardware places them, or as a persistent grid deals them out, and the last SM to
    finish decides. Causal blocks differ in length, so the placement is simulated rather than averaged.
-3. Device memory is a second limit, which matters where the keys in flight overflow the L2 cache.
+3. Device memory is a second limit, which matters where few rows are computed or the keys in flight overflow the L2 cache.
+   What is read drives out as much of what was written before, up to the L2 cache: a paced launch follows a flush that writes.
 
 Inputs are the problem, the tile, the order, the grid and what the machine code says of itself. Knobs that leave no
 trace in any of these cannot change the estimate: `tiledsched.studies.model_residual` has measured factors for them. Constants
@@ -39,6 +40,12 @@ FP32_PER_MASKED_SCORE = 4.0
 """More of them in a masked step: column index, comparison at half rate, select."""
 FP32_PER_ACCUMULATOR = 1.0
 """Rescaling of the output accumulator, per element and step."""
+DRAM_EFFICIENCY = 0.92
+"""Of the peak memory rate, what is read and written back together: the H200's decoding kernels of 2 MB to 2 GB."""
+SINGLE_WARP_RATE = 0.125
+"""Of the tensor rate, what products of single warps reach: the H200's decoding kernels of 16 rows."""
+LAST_WAVE = 0.25
+"""Of the time that a last wave, filled in part, would add to what memory takes, as an exponent: the H200's decoding kernels."""
 WARPS_PER_GROUP = 4
 """One warp per SM partition: what wgmma and tcgen05 call a warpgroup."""
 ROWS_PER_WARP = 16
@@ -90,12 +97,14 @@ TILES_IN_FLIGHT = 4
 # Chosen, not fitted.
 SHARPNESS = 4.0
 """Exponent of the smooth maximum of a group's own pace and the SM's."""
-OVERLAP_SHARPNESS = 3.0
+OVERLAP_SHARPNESS = 4.0
 """Exponent of the smooth maximum of computation and device-memory time."""
 LAUNCH_US = 3.0
 """Start and end of a kernel, microseconds."""
-COMBINE_US = 2.0
-"""What a second launch that combines shares takes, microseconds: by the H200's times of 8 and 16 shares."""
+COMBINE_US = 5.0
+"""What a second launch that combines shares takes, microseconds: by the H200's times with and without."""
+LAST_BLOCK_US = 12.0
+"""The same where the last block to finish does it, which the others' loads wait for: by the H200's times of six problems."""
 EXACT_BLOCKS = 32768
 """Up to this many blocks of unequal length are placed one by one; beyond it the load is taken as level."""
 
@@ -123,9 +132,18 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
         window=problem.window + problem.window_right if problem.window else 0,
     )  # fmt: skip
     compute_us = float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
-    memory_us = _dram_bytes(problem, schedule, spec, resident) / (spec.dram_gbps * 1e3)
-    launches_us = LAUNCH_US + (COMBINE_US if combines_later(schedule) else 0.0)
-    return launches_us + _smooth_max(compute_us, memory_us, OVERLAP_SHARPNESS)
+    traffic = _dram_bytes(problem, schedule, spec, resident)
+    memory_us = (traffic + min(traffic, spec.l2_bytes)) / (DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
+    pieces = (
+        -(-problem.mean_rows * pack_width(problem, schedule) // rows)
+        * problem.sequences
+        * packs(problem, schedule)
+        * splits
+    )
+    waves = max(1.0, pieces * facts.num_ctas / (spec.sm_count * resident))
+    memory_us *= (math.ceil(waves) / waves) ** LAST_WAVE  # too few blocks are left to ask for all that memory gives
+    combined_us = (COMBINE_US if combines_later(schedule) else LAST_BLOCK_US) if splits > 1 else 0.0
+    return LAUNCH_US + combined_us + _smooth_max(compute_us, memory_us, OVERLAP_SHARPNESS)
 
 
 def resident_blocks(facts: ResourceFacts, spec: ArchSpec) -> int:
@@ -178,8 +196,10 @@ def step_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     scores = rows * step_n
 
     rate = float(spec.tensor_flops * (spec.fp16_accumulate_speedup if schedule["accum_mode"] == "fp16" else 1))
-    if spec.product_rows > ROWS_PER_WARP and tile_m < WARPGROUP_ROWS:  # the compiler falls back to fp32 multiply-adds
-        rate = 2.0 * spec.fp32_ops
+    if (
+        spec.product_rows > ROWS_PER_WARP and tile_m < WARPGROUP_ROWS
+    ):  # the compiler falls back to products of single warps
+        rate *= SINGLE_WARP_RATE
     elif tile_m < spec.product_rows:  # instructions half empty
         rate = rate * tile_m / spec.product_rows
     # Operands come from shared memory, once per instruction: k and v, and q too unless warps keep it in registers.

@@ -1,0 +1,80 @@
+"""How the static model's estimates of decoding compare with what was measured: python -P docs/results/h200/decoding.py."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from tiledsched.device import arch_spec
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.likeness import FEW_ROWS
+from tiledsched.schedule import PLAIN, Schedule
+from tiledsched.space_files import space_for
+from tiledsched.store.exchange import read_text
+
+FILES = ("coverage_tuned.csv.xz", "both_regimes.csv.xz")
+NAMES = {
+    "occ": "occupancy",
+    "warps": "num_worker_warps",
+    "ctas": "num_ctas",
+    "latK": "latency_k",
+    "latV": "latency_v",
+    "O": "opt_level",
+}
+LEAST = 5
+"""Programs of a problem that is told."""
+
+
+def schedule_of(short: str, default: Schedule) -> Schedule:
+    """What `Schedule.short` wrote."""
+    tile, *rest = short.split()
+    rows, keys = tile.split("x")
+    found = {name: type(value)(PLAIN.get(name, 0)) for name, value in default.items() if not isinstance(value, str)}
+    found |= {name: PLAIN[name] for name in default if name in PLAIN} | {"tile_m": int(rows), "tile_n": int(keys)}
+    for word in rest:
+        name, _, value = word.partition("=")
+        if value:
+            found[NAMES.get(name, name)] = int(value) if value.isdigit() else value
+        else:
+            found[name.removeprefix("no_")] = not name.startswith("no_")
+    return default.replace(**found)
+
+
+def main() -> None:
+    """A line for every other problem, and one for the rest."""
+    spec, space = arch_spec("sm_90"), space_for("sm_90", Attention)
+    problems = {str(problem): problem for suite in Attention.suites.values() for problem in suite}
+    races: dict[str, dict[str, float]] = defaultdict(dict)
+    for name in FILES:
+        for row in csv.DictReader(io.StringIO(read_text(Path(__file__).parent / name))):
+            problem = problems.get(row["problem"])
+            if problem is not None and problem.mean_rows <= FEW_ROWS and row.get("regime", "burst") == "burst":
+                races[row["problem"]][row["schedule"]] = float(row["median_us"])
+    told = sorted(name for name, race in races.items() if len(race) >= LEAST)
+    print("problems  programs  estimate over measured  its spread within a problem  rank correlation")
+    for half in (told[::2], told[1::2]):
+        levels, spreads, ranks, programs = [], [], [], 0
+        for name in half:
+            problem, race = problems[name], races[name]
+            pairs = []
+            for short, us in race.items():
+                schedule = schedule_of(short, space.default(problem))
+                estimate = Attention.model(problem, schedule, Attention.expected(problem, schedule, spec), spec)
+                pairs.append((math.log(estimate), math.log(us)))
+            gaps = [estimate - us for estimate, us in pairs]
+            levels.append(statistics.mean(gaps))
+            spreads.append(statistics.pstdev(gaps))
+            ranks.append(np.corrcoef(np.argsort(np.argsort(np.array(pairs), axis=0), axis=0).T)[0, 1])
+            programs += len(pairs)
+        print(f"{len(half):8d}  {programs:8d}  {math.exp(statistics.mean(levels)):21.2f}x  {statistics.mean(spreads):27.3f}  "
+              f"{statistics.mean(ranks):16.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
