@@ -116,9 +116,9 @@ class RivalRaces:
         """Name -> version of every rival of `problem` that is here; none where that cannot be told."""
         try:
             worker = self._ready()
-            told = (
-                {} if worker is None else worker.ask(self._timeouts.begin_s, "named", self._kernel.locator(), problem)
-            )
+            if worker is None:
+                return {}
+            told = worker.ask(self._timeouts.begin_s, "named", self._kernel.locator(), problem)
         except WorkerDiedError as error:
             told = error.failure
         return {} if isinstance(told, Failure) else told

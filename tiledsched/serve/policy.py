@@ -135,9 +135,8 @@ def named_losses(entry: EntryRecord, problem: Problem, space: SearchSpace) -> di
     named = [(space.complete(each), 0.0) for each in (entry.schedule, *entry.ties)]
     if entry.runner_up is not None:
         named.append((space.complete(entry.runner_up), math.log1p(max(0.0, entry.margin or 0.0))))
-    named += [
-        (twin, loss + TWIN) for each, loss in named for twin in problem.declaration.twins(entry.problem, problem, each)
-    ]
+    twins = problem.declaration.twins
+    named += [(twin, loss + TWIN) for each, loss in named for twin in twins(entry.problem, problem, each)]
     losses: dict[Schedule, float] = {}
     for schedule, loss in named:
         valid = repaired(schedule, problem, space)

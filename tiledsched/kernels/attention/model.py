@@ -134,13 +134,7 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     compute_us = float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     traffic = _dram_bytes(problem, schedule, spec, resident)
     memory_us = (traffic + min(traffic, spec.l2_bytes)) / (DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
-    pieces = (
-        -(-problem.mean_rows * pack_width(problem, schedule) // rows)
-        * problem.sequences
-        * packs(problem, schedule)
-        * splits
-    )
-    waves = max(1.0, pieces * facts.num_ctas / (spec.sm_count * resident))
+    waves = max(1.0, pieces_of(problem, schedule) * facts.num_ctas / (spec.sm_count * resident))
     memory_us *= (math.ceil(waves) / waves) ** LAST_WAVE  # too few blocks are left to ask for all that memory gives
     combined_us = (COMBINE_US if combines_later(schedule) else LAST_BLOCK_US) if splits > 1 else 0.0
     return LAUNCH_US + combined_us + _smooth_max(compute_us, memory_us, OVERLAP_SHARPNESS)
@@ -161,13 +155,19 @@ def step_keys(schedule: Schedule) -> int:
     return schedule.number("tile_n") * schedule.number("kv_subtiles")
 
 
+def pieces_of(problem: Problem, schedule: Schedule) -> int:
+    """Pieces of work: tiles of the rows of all heads, or of all packs of them, for each share of their keys."""
+    rows = problem.mean_rows * pack_width(problem, schedule)
+    tiles = -(-rows // block_rows(schedule)) * problem.sequences * packs(problem, schedule)
+    return tiles * _number(schedule, "kv_splits")
+
+
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
     """Blocks launched, as the template launches them (clusters count once)."""
-    rows = problem.mean_rows * pack_width(problem, schedule)
-    blocks = -(-rows // block_rows(schedule)) * problem.sequences * packs(problem, schedule)
+    pieces = pieces_of(problem, schedule)
     if schedule["persistent"] == "no":
-        return blocks * _number(schedule, "kv_splits")
-    return min(blocks, max(1, spec.sm_count * max(1, schedule.number("occupancy")) // schedule.number("num_ctas")))
+        return pieces
+    return min(pieces, max(1, spec.sm_count * max(1, schedule.number("occupancy")) // schedule.number("num_ctas")))
 
 
 def block_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts) -> float:
@@ -196,9 +196,7 @@ def step_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     scores = rows * step_n
 
     rate = float(spec.tensor_flops * (spec.fp16_accumulate_speedup if schedule["accum_mode"] == "fp16" else 1))
-    if (
-        spec.product_rows > ROWS_PER_WARP and tile_m < WARPGROUP_ROWS
-    ):  # the compiler falls back to products of single warps
+    if spec.product_rows > ROWS_PER_WARP and tile_m < WARPGROUP_ROWS:  # products of single warps
         rate *= SINGLE_WARP_RATE
     elif tile_m < spec.product_rows:  # instructions half empty
         rate = rate * tile_m / spec.product_rows
