@@ -114,6 +114,49 @@ class TestStructure:
         assert modelled(grouped, arch=arch, pack_gqa=True) < 0.7 * modelled(grouped, arch=arch)
 
 
+def test_whole_turns_of_steps_are_taken() -> None:
+    """Five steps in turns of two are six, and the last is masked."""
+    odd, even = (PROBLEM.replace(seq_k=keys) for keys in (5 * 64, 6 * 64))
+    assert modelled(odd, unroll=2) > modelled(even)
+    assert modelled(even, unroll=2) == modelled(even, flat_steps=2) == modelled(even)
+    shares = busy_steps(rows=64, step_n=64, seq_q=64, seq_k=10 * 64, causal=False, heads=1, order="natural", grid=0, sms=4,
+                        resident=1, extra=0.0, splits=2, turn=2)  # fmt: skip
+    assert shares[:, 1:].sum(axis=1).max() == 6  # five each, in three turns
+
+
+@pytest.mark.parametrize(
+    ("knobs", "blocks"),
+    [
+        ({"tile_m": 16, "tile_n": 128, "occupancy": 3}, 3),
+        ({"tile_m": 64, "tile_n": 64, "occupancy": 3}, 3),
+        ({"tile_m": 64, "tile_n": 128, "occupancy": 3}, 2),  # 96 registers of scores and output, where 80 are left
+        ({"tile_m": 128, "tile_n": 128, "num_worker_warps": 8, "occupancy": 2}, 1),
+        ({"tile_m": 128, "tile_n": 64, "num_worker_warps": 4, "occupancy": 3}, 3),  # two products, one after the other
+    ],
+)
+def test_what_does_not_fit_in_registers_leaves_fewer_blocks_to_an_sm(knobs, blocks) -> None:
+    """As the compiler built 1923 of 1967 programs for sm_90; where accumulators have a memory of their own, as asked."""
+    schedule = PLAIN.replace(**knobs)
+    assert static.expected_facts(PROBLEM, schedule, arch_spec("sm_90")).ctas_per_sm == blocks
+    warps, occupancy = schedule.number("num_worker_warps"), schedule.number("occupancy")
+    facts = static.expected_facts(PROBLEM, schedule, arch_spec("sm_100"))
+    assert facts.registers == min(255, 65536 // (facts.threads * occupancy) // 8 * 8)
+    assert static.expected_facts(PROBLEM, schedule, arch_spec("sm_90")).registers == REGISTERS[warps, blocks]
+
+
+def test_what_the_flush_wrote_is_written_back_meanwhile() -> None:
+    """Of what a decoding step reads, as much as the L2 cache holds: 134 MB take as long as 184 at the memory's rate."""
+    spec = arch_spec("sm_90")
+    reads = Attention.problem(seq_q=1, seq_k=4096, head_dim=128, dtype="bfloat16", batch=8, heads=32, kv_heads=8)
+    us = (
+        modelled(reads, tile_n=128, pack_gqa=True, kv_splits=4, kv_combine="launch")
+        - static.LAUNCH_US
+        - static.COMBINE_US
+    )
+    least = (reads.min_bytes + spec.l2_bytes) / (static.DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
+    assert least < us < 1.2 * least
+
+
 def test_the_swizzle_is_the_kernels() -> None:
     from tiledsched.kernels.attention.scheduler import SWIZZLE_PAIRS
 

@@ -88,7 +88,7 @@ def twins(p: Any, q: Any, s: Schedule) -> tuple[Schedule, ...]:
     masked = any(each.causal or each.spanned for each in (p, q))
     if masked or s["loop_split"] or q.mean_rows <= FEW_ROWS or q.mean_keys <= FEW_KEYS:
         return ()
-    step = s.number("tile_n") * s.number("kv_subtiles")
+    step = s.number("tile_n") * s.number("kv_subtiles") * max(1, int(s.get("unroll", 1)), int(s.get("flat_steps", 0)))
     return (s.replace(loop_split=True),) if p.seq_k % step == 0 and q.seq_k % step else ()
 
 

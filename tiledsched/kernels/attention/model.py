@@ -113,7 +113,8 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     """Modelled microseconds of `schedule` on `problem`, on the GPU that `spec` describes."""
     rows, step_n, splits = block_rows(schedule), step_keys(schedule), _number(schedule, "kv_splits")
     resident = resident_blocks(facts, spec)
-    masked = problem.causal or problem.spanned or problem.seq_k % step_n != 0
+    turn = steps_per_turn(schedule)
+    masked = problem.causal or problem.spanned or problem.seq_k % (step_n * turn) != 0
     split = bool(schedule["loop_split"])
     # cycles[k]: a step of every block while k blocks share an SM.
     cycles = [step_cycles(problem, schedule, facts, spec, k, masked=masked and not split) for k in range(resident + 1)]
@@ -129,7 +130,7 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
         order=str(schedule["block_order"]), snake=schedule["persistent"] == "snake",
         grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] != "no" else 0,
         sms=max(1, spec.sm_count // facts.num_ctas), resident=resident, extra=round(extra * 4.0) / 4.0,
-        window=problem.window + problem.window_right if problem.window else 0,
+        window=problem.window + problem.window_right if problem.window else 0, turn=turn,
     )  # fmt: skip
     compute_us = float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     traffic = _dram_bytes(problem, schedule, spec, resident)
@@ -160,6 +161,11 @@ def pieces_of(problem: Problem, schedule: Schedule) -> int:
     rows = problem.mean_rows * pack_width(problem, schedule)
     tiles = -(-rows // block_rows(schedule)) * problem.sequences * packs(problem, schedule)
     return tiles * _number(schedule, "kv_splits")
+
+
+def steps_per_turn(schedule: Schedule) -> int:
+    """Steps that a loop over the keys takes at once: whole turns, so that a last one may see no keys."""
+    return max(1, _number(schedule, "unroll"), int(schedule.get("flat_steps", 0)))
 
 
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
@@ -238,15 +244,16 @@ def _waiting(pace: float, query_bytes: float, tile_bytes: float, facts: Resource
 @lru_cache(maxsize=4096)
 def busy_steps(*, rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, heads: int, order: str, grid: int,
                sms: int, resident: int, extra: float, snake: bool = False, splits: int = 1,
-               first_key: int = 0, window: int = 0) -> NDArray[np.float64]:  # fmt: skip
+               first_key: int = 0, window: int = 0, turn: int = 1) -> NDArray[np.float64]:  # fmt: skip
     """How long each SM is how busy: `[sm, k]` is the number of steps SM `sm` makes while it runs k blocks.
 
-    A block of j steps counts j + `extra`. `grid` is that of a persistent launch, whose block w takes pieces w, w + grid,
-    ... (a snake turns round after each lap); 0 is a plain launch, one block per piece, or `splits` of them. Blocks start
+    A block of j steps, in whole turns of `turn`, counts j + `extra`. `grid` is that of a persistent launch, whose block w takes
+    pieces w, w + grid, ... (a snake turns round after each lap); 0 is a plain launch, one block per piece, or `splits` of them.
+    Blocks start
     in order, each in the slot that is free first; SMs that would be equally busy appear once.
     """
     steps = tile_steps(rows, step_n, seq_q, seq_k, causal, heads, order, first_key, window)
-    jobs = np.repeat(np.ceil(steps / splits), splits) + extra
+    jobs = np.repeat(np.ceil(steps / splits / turn) * turn, splits) + extra
     if grid:
         lap, block = np.divmod(np.arange(len(jobs)), grid)
         block = np.where(lap % 2 == 1, grid - 1 - block, block) if snake else block
@@ -331,10 +338,20 @@ def _smooth_max(first: float, second: float, sharpness: float) -> float:
 
 
 def expected_facts(problem: Problem, schedule: Schedule, spec: ArchSpec) -> ResourceFacts:
-    """Facts of a program that spills nothing, holds four tiles and takes the registers its occupancy leaves it."""
-    occupancy = max(1, schedule.number("occupancy"))
-    threads = 32 * ((schedule.number("num_worker_warps") or WARPS_PER_GROUP) + spec.producer_warps)
-    registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
+    """Facts of a program that spills nothing, holds four tiles and takes the registers its occupancy leaves it.
+
+    Where scores and output of a product do not fit in these, wgmma's compiler leaves fewer blocks to an SM than it was asked for.
+    """
+    occupancy, warps = max(1, schedule.number("occupancy")), schedule.number("num_worker_warps") or WARPS_PER_GROUP
+    threads = 32 * (warps + spec.producer_warps)
+    columns_v = problem.split_v if _number(schedule, "column_parts") > 1 else problem.tile_v
+    rows = min(block_rows(schedule) / max(1, warps // WARPS_PER_GROUP), WARPGROUP_ROWS)  # of a group's product
+    held = rows * (columns_v + schedule.number("tile_n")) / (32 * WARPS_PER_GROUP)
+    while True:
+        registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
+        if occupancy == 1 or held <= registers or spec.product_rows != WARPGROUP_ROWS:
+            break
+        occupancy -= 1
     columns = problem.tile_d * problem.element_bytes
     wanted = (block_rows(schedule) + TILES_IN_FLIGHT * schedule.number("tile_n")) * columns
     shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
