@@ -205,6 +205,7 @@ def replayed(replay, seed):
         patch.object(refreshing, "prepare_tools", replay.tools),
         patch.object(refreshing, "devices", lambda: [runner.device]),
         patch.object(tuning, "open_runner", lambda *given, **named: runner),
+        patch.object(refreshing, "open_runner", lambda *given, **named: runner),
         patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())),
         patch.object(Shipped, "winners", ()),  # reading what ships takes longer than such a tune
     ):
