@@ -19,6 +19,17 @@ TILES = (("tile_m", "tile_n"), ("TILE_M", "TILE_N", "TILE_K"), ("TILE_M", "TILE_
 """Knobs written as one, 128x64."""
 
 
+SHORT = {
+    "occupancy": "occ",
+    "num_worker_warps": "warps",
+    "num_ctas": "ctas",
+    "latency_k": "latK",
+    "latency_v": "latV",
+    "opt_level": "O",
+}
+"""Knobs that have a shorter name in tables."""
+
+
 class Schedule(Mapping[str, KnobValue]):
     """An immutable, hashable mapping from knob name to value, with canonical JSON and a stable id.
 
@@ -116,8 +127,6 @@ class Schedule(Mapping[str, KnobValue]):
 
     def short(self) -> str:
         """`128x64 occ=2 warps=8 ...`: the tile, then every knob that departs from the plain kernel, for tables."""
-        names = {"occupancy": "occ", "num_worker_warps": "warps", "num_ctas": "ctas", "latency_k": "latK", "latency_v": "latV",
-                 "opt_level": "O"}  # fmt: skip
         tile = next((pair for pair in TILES if set(pair) <= set(self)), ())
         parts = ["x".join(str(self._values[name]) for name in tile)] if tile else []
         for name, value in self._values.items():
@@ -125,7 +134,7 @@ class Schedule(Mapping[str, KnobValue]):
             if name in tile or plain:
                 continue
             flag = name if value is True else f"no_{name}"
-            parts.append(flag if isinstance(value, bool) else f"{names.get(name, name)}={value}")
+            parts.append(flag if isinstance(value, bool) else f"{SHORT.get(name, name)}={value}")
         return " ".join(parts)
 
     def __repr__(self) -> str:

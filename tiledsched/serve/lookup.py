@@ -169,9 +169,8 @@ class Table:
         """What may serve the very problem of an entry, which was measured here where that is said: by its own evidence of
         rivals, and of those that it does not know by that of its like.
         """  # fmt: skip
-        told = entry.rivals or ()
         known = measured_offers(entry, where) if where else expected_offers(entry.problem, [entry], 0.0)
-        names = {each.name for each in told}
+        names = {each.name for each in entry.rivals or ()}
         near = (offer for offer in expected_offers(entry.problem, self._alike(entry.problem, space), 0.0)
                 if offer.name not in names)  # fmt: skip
         return tuple(sorted((*known, *near), key=lambda offer: (offer.ratio, offer.name)))
@@ -227,12 +226,13 @@ class Table:
     def _told_by_others(self, problem: Problem, space: SearchSpace) -> Served:
         """The answer for a problem that was not measured."""
         known = self._known(space)
-        measured = [entry for entry in known if entry.provenance in TOLD]
         alike = self._alike(problem, space)
         found = (
             self._transferred(alike, problem, space)
             or _modelled(known, problem, space)
-            or self._transferred(measured, problem, space, " of another kind")
+            or self._transferred(
+                [entry for entry in known if entry.provenance in TOLD], problem, space, " of another kind"
+            )
             or self._untold(problem, space)
         )
         if not self._rivals:

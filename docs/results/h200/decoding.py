@@ -14,19 +14,12 @@ import numpy as np
 from tiledsched.device import arch_spec
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.likeness import FEW_ROWS
-from tiledsched.schedule import PLAIN, Schedule
+from tiledsched.schedule import PLAIN, SHORT, Schedule
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_text
 
 FILES = ("coverage_tuned.csv.xz", "both_regimes.csv.xz")
-NAMES = {
-    "occ": "occupancy",
-    "warps": "num_worker_warps",
-    "ctas": "num_ctas",
-    "latK": "latency_k",
-    "latV": "latency_v",
-    "O": "opt_level",
-}
+KNOBS = {short: name for name, short in SHORT.items()}
 LEAST = 5
 """Programs of a problem that is told."""
 
@@ -40,7 +33,7 @@ def schedule_of(short: str, default: Schedule) -> Schedule:
     for word in rest:
         name, _, value = word.partition("=")
         if value:
-            found[NAMES.get(name, name)] = int(value) if value.isdigit() else value
+            found[KNOBS.get(name, name)] = int(value) if value.isdigit() else value
         else:
             found[name.removeprefix("no_")] = not name.startswith("no_")
     return default.replace(**found)

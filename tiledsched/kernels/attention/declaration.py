@@ -164,7 +164,7 @@ class Attention(Kernel):
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, bool | int]:
         """The compile-time constants, as the entries name them."""
-        step_n = s.number("tile_n") * s.number("kv_subtiles") * max(_unroll(s), _flat(s))
+        step_n = s.number("tile_n") * s.number("kv_subtiles") * steps_per_turn(s)
         tile_n = _tile_keys(p, s)
         causal = _needs_mask(p)
         tile_d, rest_d = _parts(p.tile_d, p.parts_d, s)
@@ -439,6 +439,11 @@ def _tile_heads(p: Problem, s: Schedule) -> int:
 def _kept_rows(p: Problem, s: Schedule) -> int:
     """Query rows of a head in a tile that there are, rounded up to a power of two; in decoding one, and the rest is not kept."""
     return min(rows_per_tile(p, s), 1 << (int(p.seq_q) - 1).bit_length())
+
+
+def steps_per_turn(s: Schedule) -> int:
+    """Steps that a loop over the keys takes at once: whole turns, so that a last one may see no keys."""
+    return max(_unroll(s), _flat(s))
 
 
 def _flat(s: Schedule) -> int:

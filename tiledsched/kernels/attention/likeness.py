@@ -85,11 +85,13 @@ def only_its_kind(p: Any) -> bool:
 def twins(p: Any, q: Any, s: Schedule) -> tuple[Schedule, ...]:
     """Where no tile of keys is cut off, a loop of its own for those that are changes nothing; without it every step masks, which
     many keys cannot afford."""
+    from tiledsched.kernels.attention.declaration import steps_per_turn
+
     masked = any(each.causal or each.spanned for each in (p, q))
     if masked or s["loop_split"] or q.mean_rows <= FEW_ROWS or q.mean_keys <= FEW_KEYS:
         return ()
-    step = s.number("tile_n") * s.number("kv_subtiles") * max(1, int(s.get("unroll", 1)), int(s.get("flat_steps", 0)))
-    return (s.replace(loop_split=True),) if p.seq_k % step == 0 and q.seq_k % step else ()
+    turn = s.number("tile_n") * s.number("kv_subtiles") * steps_per_turn(s)
+    return (s.replace(loop_split=True),) if p.seq_k % turn == 0 and q.seq_k % turn else ()
 
 
 def loss_group(p: Any) -> str:

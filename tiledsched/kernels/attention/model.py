@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiledsched.device import ArchSpec
-from tiledsched.kernels.attention.declaration import combines_later, pack_width, packs
+from tiledsched.kernels.attention.declaration import combines_later, pack_width, packs, steps_per_turn
 from tiledsched.problem import Problem
 from tiledsched.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.schedule import Schedule
@@ -161,11 +161,6 @@ def pieces_of(problem: Problem, schedule: Schedule) -> int:
     rows = problem.mean_rows * pack_width(problem, schedule)
     tiles = -(-rows // block_rows(schedule)) * problem.sequences * packs(problem, schedule)
     return tiles * _number(schedule, "kv_splits")
-
-
-def steps_per_turn(schedule: Schedule) -> int:
-    """Steps that a loop over the keys takes at once: whole turns, so that a last one may see no keys."""
-    return max(1, _number(schedule, "unroll"), int(schedule.get("flat_steps", 0)))
 
 
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
@@ -342,16 +337,15 @@ def expected_facts(problem: Problem, schedule: Schedule, spec: ArchSpec) -> Reso
 
     Where scores and output of a product do not fit in these, wgmma's compiler leaves fewer blocks to an SM than it was asked for.
     """
-    occupancy, warps = max(1, schedule.number("occupancy")), schedule.number("num_worker_warps") or WARPS_PER_GROUP
+    warps = schedule.number("num_worker_warps") or WARPS_PER_GROUP
     threads = 32 * (warps + spec.producer_warps)
     columns_v = problem.split_v if _number(schedule, "column_parts") > 1 else problem.tile_v
     rows = min(block_rows(schedule) / max(1, warps // WARPS_PER_GROUP), WARPGROUP_ROWS)  # of a group's product
     held = rows * (columns_v + schedule.number("tile_n")) / (32 * WARPS_PER_GROUP)
-    while True:
+    for occupancy in range(max(1, schedule.number("occupancy")), 0, -1):
         registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
-        if occupancy == 1 or held <= registers or spec.product_rows != WARPGROUP_ROWS:
+        if held <= registers or spec.product_rows != WARPGROUP_ROWS:
             break
-        occupancy -= 1
     columns = problem.tile_d * problem.element_bytes
     wanted = (block_rows(schedule) + TILES_IN_FLIGHT * schedule.number("tile_n")) * columns
     shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
