@@ -41,10 +41,19 @@ def serve_on_cpu(monkeypatch: Any, tmp_path: Any) -> Launches:
     monkeypatch.setattr(launching, "current_device", lambda: -1)
     monkeypatch.setattr(launching, "current_stream", lambda index: 0)
     monkeypatch.setattr(launching, "_launched", set())
+    monkeypatch.setattr(launching, "_refused", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
     monkeypatch.setattr(cuda.tile, "launch", launches)
     return launches
+
+
+@contextlib.contextmanager
+def on_another_stream(monkeypatch: Any) -> Any:
+    """As if the default stream were not the current one: so torch has a capture warmed up."""
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "current_stream", lambda index: 1)
+        yield
 
 
 @contextlib.contextmanager

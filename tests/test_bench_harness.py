@@ -81,6 +81,7 @@ def cuda(monkeypatch):
     for name, value in {
         "is_available": lambda: True, "synchronize": synchronize, "empty_cache": lambda: None, "Event": Event,
         "_sleep": lambda cycles: None, "CUDAGraph": Graph, "graph": capture,
+        "Stream": lambda: None, "stream": lambda stream: contextlib.nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     for name in ("randn", "empty"):

@@ -151,13 +151,13 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
     if time is None or not time.capturable:
         pytest.skip(f"{name} is not installed, or no graph holds it")
     q, k, v = tensors()
-    called, made = [], plans.rivals
+    called, made = [], plans.late_rivals
 
     def counted(*given):
         call = made(*given)[name]
         return {name: lambda *tensors: called.append(torch.cuda.is_current_stream_capturing()) or call(*tensors)}
 
-    monkeypatch.setattr(plans, "rivals", counted)
+    monkeypatch.setattr(plans, "late_rivals", counted)
     with configure(rivals="off"):
         own = sdpa(q, k, v, causal=True)
     late = dataclasses.replace(time, ratio=0.5, ratio_low=0.49, ratio_high=0.51, host_us=1e6)
@@ -166,6 +166,12 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
         assert (explain(q, k, v, causal=True).rival, explain(q, k, v, causal=True).in_graphs) == ("", name)
         for _ in range(3):
             assert torch.equal(sdpa(q, k, v, causal=True), own)
+        assert called == []
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            assert torch.equal(sdpa(q, k, v, causal=True), own)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = sdpa(q, k, v, causal=True)

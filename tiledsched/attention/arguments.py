@@ -10,7 +10,6 @@ import numbers
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from tiledsched.errors import ProblemError
 from tiledsched.kernels.attention.problem import MAX_HEAD_DIM
@@ -75,6 +74,10 @@ def _read_bias(attn_mask: Any, q: Any, k: Any) -> tuple[Any, str | None]:
         raise ProblemError(
             f"attn_mask must be a tensor, a CausalBias, True, False or None, got {type(attn_mask).__name__}"
         )
+    if type(attn_mask) is torch.Tensor:
+        return attn_mask, None
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # which imports torch's compiler for a second
+
     if not isinstance(attn_mask, CausalBias):
         return attn_mask, None
     if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (q.shape[-2], k.shape[-2]):

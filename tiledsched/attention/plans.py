@@ -23,7 +23,7 @@ from tiledsched.kernel import LARGEST_INT32
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import scales
 from tiledsched.kernels.attention.likeness import FEW_ROWS
-from tiledsched.kernels.attention.rivals import rivals
+from tiledsched.kernels.attention.rivals import late_rivals
 from tiledsched.launches import steps
 from tiledsched.problem import Problem
 from tiledsched.serve import process
@@ -221,7 +221,7 @@ def make_plan(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, l
     except ProblemError as error:
         return str(error)
     served = served or table.resolve(problem, facts.arch, facts.name)
-    rival, in_graphs = choose_rivals(served, lambda: rivals(problem, scale, beside.softcap or None))
+    rival, in_graphs = choose_rivals(served, lambda: late_rivals(problem, scale, beside.softcap or None))
     process.tell(Attention.name, problem, facts, served, rival, in_graphs)
     kind, launched = None, None
     if q.shape[2] <= FEW_ROWS and beside is NOTHING and not (rival or in_graphs):

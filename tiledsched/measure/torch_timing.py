@@ -57,6 +57,9 @@ class TorchStopwatch:
         torch, call = self._torch, self._calls[index]
         graph = torch.cuda.CUDAGraph()
         try:
+            with torch.cuda.stream(torch.cuda.Stream()):  # as torch would have a capture warmed up
+                call()
+            torch.cuda.synchronize()
             with torch.cuda.graph(graph):
                 for _ in range(launches):
                     call()

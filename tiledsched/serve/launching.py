@@ -13,6 +13,7 @@ from tiledsched.errors import LaunchError, RivalError
 from tiledsched.kernel import ArraySpec
 from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Served
+from tiledsched.serve.process import warn_once
 from tiledsched.serve.rivals import Rival
 from tiledsched.storage import strides_of
 
@@ -29,6 +30,8 @@ _kept: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 MOST_KEPT_BYTES, MOST_KEPT = 1 << 20, 64
 """Of the arrays of one launch, and how many such: making them costs the host more than all else but the launch."""
 _launched: set[tuple[Any, ...]] = set()
+_refused: set[tuple[Any, ...]] = set()
+"""Rivals that failed to be made ready for a capture."""
 
 
 def is_plain_call() -> bool:
@@ -131,9 +134,9 @@ def has_run(key: tuple[Any, ...]) -> None:
 def serving_rival(plan: Any, given: Callable[[], Sequence[Any]], *, first: bool) -> Rival | None:
     """The rival that serves this call of a plan that has one; None for our own kernel.
 
-    A capture allows no compilation, and some rivals compile at their first call. So one that serves in graphs alone is called
-    once in the plan's first eager call, which who captures makes to warm up, before our kernel, and its output is dropped: its
-    memory is free again when ours is asked for. Only a rival that has been called serves in a capture.
+    A capture allows no compilation, and some rivals are imported and compiled for seconds at their first call. So one that serves
+    in graphs alone is called once where a call warms up for a capture (:func:`warms_up`), before our kernel, and its output is
+    dropped: its memory is free again when ours is asked for. Only a rival that has been called serves in a capture.
 
     Args:
         plan: of attention or an operator.
@@ -141,16 +144,33 @@ def serving_rival(plan: Any, given: Callable[[], Sequence[Any]], *, first: bool)
         first: whether the plan was never launched.
 
     Raises:
-        RivalError: that call failed.
+        RivalError: that call failed, and is the first.
     """
     if torch.cuda.is_current_stream_capturing():
         rivals = (plan.in_graphs, plan.rival)
         return next((each for each in rivals if each is not None and each.offer.capturable
                      and (each.name, *plan.rival_key) in _launched), None)  # fmt: skip
-    if first and plan.in_graphs is not None and plan.in_graphs is not plan.rival:
-        call_rival(plan.in_graphs, given(), plan, first=True)
+    if warms_up(plan):
+        try:
+            call_rival(plan.in_graphs, given(), plan, first=True)
+        except RivalError as error:
+            if first:
+                raise
+            _refused.add((plan.in_graphs.name, *plan.rival_key))
+            warn_once(f"{error}; graphs hold our own kernel instead")
     rival: Rival | None = plan.rival
     return rival
+
+
+def warms_up(plan: Any) -> bool:
+    """Whether an eager call warms up for a capture that is to hold a rival of graphs alone, which was never called: torch has a
+    capture's warm-up run on a stream beside the default one, where models seldom run.
+    """  # fmt: skip
+    rival = plan.in_graphs
+    if rival is None or rival is plan.rival or not current_stream(plan.device):
+        return False
+    key = (rival.name, *plan.rival_key)
+    return key not in _launched and key not in _refused
 
 
 def call_rival(rival: Rival, given: Sequence[Any], plan: Any, *, first: bool) -> Any:

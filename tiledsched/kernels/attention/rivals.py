@@ -7,6 +7,7 @@ of axes that q has, as our own output does. torch and FlashAttention-4 are impor
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -58,11 +59,22 @@ def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> 
         scale: of the softmax; 1 / sqrt(head_dim) unless given.
         cap: of the scores, where the problem has one; the declaration's unless given.
     """
+    return _named(p, scale, cap, flash_attention_4)
+
+
+def late_rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> Mapping[str, Function]:
+    """As :func:`rivals`, but that FlashAttention-4, whose import takes seconds, is imported at its first call."""
+    return _named(p, scale, cap, _later_flash_attention_4)
+
+
+def _named(
+    p: Problem, scale: float | None, cap: float | None, flash_4: Callable[..., Function]
+) -> Mapping[str, Function]:
     made: dict[str, Callable[[], Function]] = {name: partial(torch_backend, p, name, scale) for name in BACKENDS}
     if p.placed:
         made = {TORCH_VARLEN: partial(torch_varlen, p, scale)}
     if flash_4_installed():
-        made[FLASH_4] = partial(flash_attention_4, p, scale, cap)
+        made[FLASH_4] = partial(flash_4, p, scale, cap)
     found = {}
     for name, make in made.items() if not p.lse else ():
         try:
@@ -70,6 +82,12 @@ def rivals(p: Problem, scale: float | None = None, cap: float | None = None) -> 
         except UnsupportedError:
             continue
     return found
+
+
+def _later_flash_attention_4(p: Problem, scale: float | None, cap: float | None) -> Function:
+    flash_4_options(p, scale, cap)
+    made = functools.cache(partial(flash_attention_4, p, scale, cap))
+    return lambda *given: made()(*given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -150,7 +152,57 @@ def _coverage(make: Make) -> list[Problem]:
     add(((1, 20000, 20000),), 32, 64, **brain)
     add(((2, 1500, 1500), (1, 5000, 5000)), 32, 128, 8, **masked)
     add(((2, 1500, 1500),), 16, 256, 8, **masked)
+    add(((8, 700, 700), (1, 1000, 1000)), 16, 72, **half)
+    add(((1, 6000, 6000), (4, 1300, 1300), (64, 210, 210)), 16, 80, **half)
+    add(((1, 5000, 5000), (8, 700, 700)), 32, 80, **masked)
+    add(((2, 3000, 3000), (8, 700, 700)), 32, 96, **masked)
+    add(((4, 1400, 1400),), 16, 96, **half)
+    add(((2, 256, 256), (2, 256, 100)), 8, 160, **half)
+    add(((1, 5000, 5000),), 16, 128, **half)
+    add(((8, 1100, 1100),), 12, 256, **brain)
+    add(((2, 700, 700), (1, 11000, 11000)), 8, 256, 4, **masked)
+    add(((16, 900, 900), (2, 700, 700), (1, 3000, 3000)), 16, 64, **half)
+    add(((1, 700, 700), (8, 1100, 1100)), 32, 128, 8, **masked)
+    add(((4, 700, 700), (1, 6000, 6000)), 32, 64, 8, **masked)
+    add(((1, 400, 3000), (1, 2000, 9000)), 32, 128, 8, alignment="bottom_right", **masked)
+    add(((4, 100, 1500),), 32, 128, 4, alignment="bottom_right", **masked)
+    add(((1, 600, 5000),), 32, 64, 8, alignment="bottom_right", **masked)
+    add(((1, 5, 3000), (16, 4, 1500)), 32, 128, 8, **brain)
+    add(((8, 1, 1500), (1, 1, 3000)), 32, 80, **brain)
+    add(((8, 1, 2500),), 32, 96, **brain)
     return found
+
+
+def _drawn(make: Make) -> list[Problem]:
+    """40 problems drawn at random: prompts, chunks of them, single tokens, encoders and reading another text, eight each.
+
+    Lengths and batches are uniform in their logarithm. Nothing is tuned or fitted to them: a policy is judged on these.
+    """
+    chance = random.Random(22)
+
+    def about(low: int, high: int) -> int:
+        return round(math.exp(chance.uniform(math.log(low), math.log(max(low, high)))))
+
+    def draw(task: str) -> Problem:
+        head_dim = chance.choice((64, 64, 72, 80, 96, 128, 128, 128, 128, 256))
+        dtype = chance.choice(DTYPES)
+        kv_heads, group = chance.choice((4, 8, 8, 12, 16)), chance.choice((1, 1, 2, 3, 4, 5, 7, 8))
+        if task in ("encoder", "context"):
+            kv_heads, group = chance.choice((8, 12, 16, 20, 24, 32)), 1
+        sizes = {"head_dim": head_dim, "dtype": dtype, "heads": kv_heads * group, "kv_heads": kv_heads}
+        if task == "token":
+            keys = about(256, 16384)
+            return make(seq_q=1, seq_k=keys, batch=about(1, min(128, 2**18 // keys)), **sizes)
+        rows = about(64, 16384)
+        batch = about(1, min(64, 2**15 // rows))
+        if task == "chunk":
+            rows = about(64, 2048)
+            keys = rows + about(256, 16384)
+            return make(seq_q=rows, seq_k=keys, causal=True, alignment="bottom_right", **sizes)
+        keys = about(32, 512) if task == "context" else rows
+        return make(seq_q=rows, seq_k=keys, batch=batch, causal=task == "prompt", **sizes)
+
+    return [draw(task) for task in ("prompt", "chunk", "token", "encoder", "context") for _ in range(8)]
 
 
 SUITES: Mapping[str, tuple[str, Any]] = {
@@ -167,5 +219,6 @@ SUITES: Mapping[str, tuple[str, Any]] = {
     ALL_MODELS: ("all of the models above", all_models),
     "coverage": ("sizes between those of the models, for problems off the table to go by", _coverage),
     "unseen": ("models that nobody tunes: what problems off the table get", unseen),
+    "drawn": ("40 problems drawn at random, to judge what problems off the table get", _drawn),
 }
 """Name -> one line for people, and what makes the problems in the order they are tuned and benched."""

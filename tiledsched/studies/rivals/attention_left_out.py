@@ -20,7 +20,9 @@ from tiledsched.studies.bench.methods import Call
 
 def left_out(problem: Problem) -> frozenset[Problem]:
     """The problem, and all of each suite that has it: a model is new as a whole."""
-    suites = (Attention.suite(name) for name in Attention.suites if name not in (ALL_MODELS, "coverage", "unseen"))
+    suites = (
+        Attention.suite(name) for name in Attention.suites if name not in (ALL_MODELS, "coverage", "unseen", "drawn")
+    )
     return frozenset([problem]).union(*(suite for suite in suites if problem in suite))
 
 
