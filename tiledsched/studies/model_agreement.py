@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import spearmanr
 
+from tiledsched.device import arch_spec
 from tiledsched.problem import Problem
 from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
@@ -86,6 +87,13 @@ def agreement(problem: Problem, arch: str, measured: ArrayLike, modelled: ArrayL
     )  # fmt: skip
 
 
+def expected_blocks(landscapes: Sequence[Landscape]) -> tuple[int, int]:
+    """Of how many programs the kernel expects, before they are built, as many blocks on an SM as there are; and of how many."""
+    right = [one.problem.declaration.expected(one.problem, p.schedule, arch_spec(one.arch)).ctas_per_sm == p.facts.ctas_per_sm
+             for one in landscapes for p in one.programs]  # fmt: skip
+    return sum(right), len(right)
+
+
 def stored_landscapes(db: TuningDB, regime: str = "burst") -> list[Landscape]:
     """Every landscape of a database in one regime."""
     found = []
@@ -135,6 +143,8 @@ def main() -> None:
     else:
         landscapes = [read_landscape(path) for path in arguments.files]
     print(f"The static model:\n\n{table(evaluate(landscapes, at_defaults=arguments.at_defaults))}")
+    right, programs = expected_blocks(landscapes)
+    print(f"\nBlocks on an SM: as expected of {right} of {programs} programs.")
     if len({shape_of(one.problem) for one in landscapes}) > 1:
         corrected = evaluate(landscapes, at_defaults=arguments.at_defaults, held_out=True)
         print(f"\nWith measured factors, each problem held out:\n\n{table(corrected)}")
