@@ -404,6 +404,18 @@ def test_what_fails_at_the_power_cap_is_not_served_for_being_near():
     assert near(nothing) == []
 
 
+def test_a_tie_that_time_ran_out_for_is_one_still():
+    burst, _ = run(SyntheticRunner({"fast": 100.0, "level": 100.05, "far": 104.0}, noise=1e-4))
+    assert len(burst.ties) == 1
+    alone, _ = run(SyntheticRunner({name_of(burst.winner): 90.0}, noise=1e-4), regime="sustained")
+    result = settle(burst, alone)
+    assert (result.winner, result.ties, result.runner_up, result.margin) == (
+        burst.winner, burst.ties, burst.runner_up, pytest.approx(burst.margin)
+    )  # fmt: skip
+    other, _ = run(SyntheticRunner({name_of(burst.ties[0]): 90.0}, noise=1e-4), regime="sustained")
+    assert settle(burst, other) is burst, "nor does it win for having raced alone"
+
+
 def test_few_race_in_both_regimes():
     close = near(run(SyntheticRunner({f"c{i:02}": 100.0 + i / 100 for i in range(30)}, noise=1e-4))[0])
     assert len(close) == 8

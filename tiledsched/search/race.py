@@ -362,8 +362,9 @@ def near(result: RaceResult) -> list[Measurement]:
 def settle(result: RaceResult, sustained: RaceResult, same: float = Rules.same) -> RaceResult:
     """The verdict of a burst race over what is near its winner, with their times at the power cap: the least product of both.
 
-    The winner stays where nothing is better by more than `same`. Otherwise ties are those that are no worse than the new one, and
-    the runner-up's margin is the geometric mean of what it loses in both regimes, where it raced in both.
+    The winner stays where nothing is better by more than `same`, or where time ran out before it raced. Otherwise ties are those
+    that are no worse than the new one, and the runner-up's margin is the geometric mean of what it loses in both regimes, where
+    it raced in both. What tied with a winner that stays is tied with it still if time ran out before it raced at the power cap.
 
     Args:
         result: of the burst race.
@@ -372,7 +373,8 @@ def settle(result: RaceResult, sustained: RaceResult, same: float = Rules.same) 
     """
     capped = {each.schedule: each for each in sustained.outcomes if isinstance(each, Measurement)}
     both = [each for each in near(result) if each.schedule in capped]
-    if not both or result.winner is None:
+    tried = {each.schedule for each in sustained.outcomes}
+    if not both or result.winner is None or result.winner.schedule not in tried:
         return result
     first = both[0]
     loss = {
@@ -385,11 +387,14 @@ def settle(result: RaceResult, sustained: RaceResult, same: float = Rules.same) 
     loss = {schedule: each / loss[best.schedule] for schedule, each in loss.items()}
     rest = sorted((each for each in both if each is not best), key=lambda each: (loss[each.schedule], each.schedule.id))
     ties = [each.schedule for each in rest if loss[each.schedule] <= 1 + same]
+    if best is first:
+        ties += [schedule for schedule in result.ties if schedule not in tried]
     behind = next((each for each in rest if each.schedule not in ties), None)
     if behind is not None:
         margin: float | None = loss[behind.schedule] - 1
     else:
-        others = [each for each in result.outcomes if isinstance(each, Measurement) and each.schedule not in loss]
+        others = [each for each in result.outcomes
+                  if isinstance(each, Measurement) and each.schedule not in {*loss, *ties}]  # fmt: skip
         behind = min(others, key=lambda each: (-len(each.samples_us), each.median_us, each.schedule.id), default=None)
         margin = _ratio(behind, best) - 1 if behind is not None else None
     return replace(result, winner=best, ties=tuple(ties), runner_up=behind, margin=margin)
