@@ -21,6 +21,7 @@ from tiledsched.cli import main
 from tiledsched.cli.parser import make_parser, parse
 from tiledsched.cli.problems import read_problems
 from tiledsched.device import ARCHS, PRODUCTS, arch_named
+from tiledsched.errors import TiledschedError
 from tiledsched.kernel import told
 from tiledsched.kernel_names import kernel_named
 from tiledsched.kernels.attention import Attention
@@ -682,6 +683,23 @@ def test_what_a_problem_is_told_as_is_read_as_that_problem(name) -> None:
     kernel = kernel_named(name)
     for problem in dict.fromkeys(each for suite in kernel.suites for each in kernel.suite(suite)):
         assert read_problems(kernel, told(problem)) == [problem]
+        assert read_problems(kernel, str(problem)) == [problem], "as it is printed"
+
+
+def test_problems_are_read_as_people_write_them() -> None:
+    def read(text: str) -> list[str]:
+        return [str(each) for each in read_problems(Attention, text)]
+
+    assert (
+        read("S=1024,2048, D=64") == read("S=1024:2048 D=64") == [f"B=1 H=1 S={s} D=64 float16" for s in (1024, 2048)]
+    )
+    assert read("B=2 H=32/8:28/4 Sq=1 Sk=300 D=192/128 bfloat16 causal bottom-right +lse") == [
+        f"B=2 H={heads} Sq=1 Sk=300 D=192/128 bfloat16 causal bottom-right +lse" for heads in ("32/8", "28/4")
+    ]
+    for text, words in {"H=32/8/4": "write H=heads/kv_heads, or one value", "H=32/few": "must be a positive integer",
+                        "S=64 causl": "'causl': write key=value", "2048": "'2048': write key=value"}.items():  # fmt: skip
+        with pytest.raises(TiledschedError, match=words):
+            read(text)
 
 
 def test_tune_and_explain_spell_their_flags_alike(added, capsys) -> None:

@@ -130,6 +130,8 @@ class Kernel:
     """Name -> function of the problem, for constraints, shapes and functions."""
     label: ClassVar[Mapping[str, str | tuple[str, ...]]] = MappingProxyType({})
     """Short name -> the dim it stands for, or several dims where they are equal."""
+    written: ClassVar[Mapping[str, str | tuple[str, ...]]] = MappingProxyType({})
+    """Further short names that :meth:`describe` writes -> the dim, or dims with slashes between them."""
     axes: ClassVar[tuple[str, ...]] = ()
     """Dims along which reports look, the most telling first; the problem's sizes unless given."""
     plain: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -504,9 +506,10 @@ def short_names(kernel: KernelClass) -> list[str]:
     return [short for short in kernel.label if fields_called(kernel, short) is not None]
 
 
-def fields_called(kernel: KernelClass, key: str) -> tuple[str, ...] | None:
-    """The fields that a name or label stands for; None where there are none."""
-    names = labels_of(kernel).get(key, (key,))
+def fields_called(kernel: KernelClass, key: str, several: bool = False) -> tuple[str, ...] | None:
+    """The fields that a name or label stands for, with `several` those of a value with slashes; None where there are none."""
+    names = kernel.written.get(key) if several or key not in kernel.label else None
+    names = (names,) if isinstance(names, str) else names or labels_of(kernel).get(key, (key,))
     return names if all(name in kernel.fields for name in names) else None
 
 

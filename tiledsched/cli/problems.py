@@ -65,36 +65,69 @@ def problems_of(kernel: KernelClass, options: argparse.Namespace) -> list[Proble
 
 
 def read_problems(kernel: KernelClass, text: str) -> list[Problem]:
-    """Every combination of `rows=4096,columns=4096:8192,dtype=bfloat16`.
+    """Every combination of `rows=4096,columns=4096:8192,dtype=bfloat16`, or a problem as it is printed.
 
-    A key is a field or a short name of the kernel's label, which means all its dims.
+    A key is a field or a short name of the kernel's label, which means all its dims, or each where slashes part the values. A
+    word alone is a flag, or the choice of a field.
 
     Raises:
         ConfigError: the key and what is allowed.
         ProblemError: values that the kernel does not take together.
     """
     values = read_values(kernel, text)
-    combined = itertools.product(*values.values())
-    return [kernel.problem(**{name: value for names, value in zip(values, chosen, strict=True) for name in names})
-            for chosen in combined]  # fmt: skip
+    fields = list(itertools.chain(*values))
+    return [kernel.problem(**dict(zip(fields, itertools.chain(*chosen), strict=True)))
+            for chosen in itertools.product(*values.values())]  # fmt: skip
 
 
-def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[Any]]:
-    """What each key of `rows=4096,columns=4096:8192` may be; a short name stands for several fields.
+def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tuple[Any, ...]]]:
+    """What each key of `rows=4096,columns=4096:8192` may be, a value for each of the fields it stands for.
 
     Raises:
         ConfigError: the key and what is allowed.
     """
-    values: dict[tuple[str, ...], list[Any]] = {}
-    for part in text.split(","):
+    values: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
+    for part in _parts(text):
         key, equals, words = part.partition("=")
-        key = key.strip()
-        names = fields_called(kernel, key)
-        if not equals or names is None:
-            raise ConfigError(f"--problem {part.strip()!r}: write key=value; the keys of {kernel.name} are "
+        if not equals:
+            key, words = _alone(kernel, part)
+        names = fields_called(kernel, key, "/" in words)
+        if names is None:
+            raise ConfigError(f"--problem {part!r}: write key=value; the keys of {kernel.name} are "
                               f"{', '.join([*kernel.fields, *short_names(kernel)])}")  # fmt: skip
-        values[names] = [_read(kernel.fields[names[0]], key, word.strip()) for word in words.split(":")]
+        either = ":" if isinstance(kernel.fields[names[0]], Sizes) else "[:,]"
+        values[names] = [_read_each(kernel, names, key, word.strip()) for word in re.split(either, words)]
     return values
+
+
+def _parts(text: str) -> list[str]:
+    """What commas or spaces part; a number alone belongs to the part before it."""
+    parts: list[str] = []
+    for part in re.split(r"\s*,\s*|\s+", text.strip()):
+        if parts and part.isdigit():
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+    return parts
+
+
+def _alone(kernel: KernelClass, word: str) -> tuple[str, str]:
+    """Key and value that a word alone stands for: `transposed`, `+bias`, `bfloat16`; itself where it is neither."""
+    plain = word.removeprefix("+").replace("-", "_")
+    for name, field in kernel.fields.items():
+        if isinstance(field, Flag) and name == plain:
+            return name, "yes"
+        if isinstance(field, Choice) and plain in field.words:
+            return name, plain
+    return word, ""
+
+
+def _read_each(kernel: KernelClass, names: Sequence[str], key: str, word: str) -> tuple[Any, ...]:
+    """A value for each field: the same, or those that slashes part."""
+    words = word.split("/") if "/" in word else [word] * len(names)
+    if len(words) != len(names):
+        raise ConfigError(f"--problem {key}={word}: write {key}={'/'.join(names)}, or one value for all")
+    return tuple(_read(kernel.fields[name], key, each) for name, each in zip(names, words, strict=True))
 
 
 def filtered(options: argparse.Namespace, problems: Iterable[Problem]) -> list[Problem]:
@@ -122,7 +155,7 @@ def matching(problems: Iterable[Problem], named: Sequence[str], own: Mapping[str
     Raises:
         ConfigError: no kernel among them has such a key or value.
     """
-    found, wanted = set(problems), dict[str, list[dict[tuple[str, ...], list[Any]]]]()
+    found, wanted = set(problems), dict[str, list[dict[tuple[str, ...], list[tuple[Any, ...]]]]]()
     wrong: TiledschedError | None = None
     for name, kernel in {each.kernel: each.declaration for each in found if each.known}.items():
         try:
@@ -134,7 +167,7 @@ def matching(problems: Iterable[Problem], named: Sequence[str], own: Mapping[str
 
     def fits(problem: Problem) -> bool:
         values, fields = problem.values, problem.declaration.fields
-        return (not named or any(all(values[name] in allowed for names, allowed in one.items() for name in names)
+        return (not named or any(all(tuple(values[name] for name in names) in allowed for names, allowed in one.items())
                                  for one in wanted[problem.kernel])
                 ) and all(name in values and values[name] in _allowed(fields[name], value) for name, value in own.items()
                 ) and (dtypes is None or not set(dtypes).isdisjoint(map(str, values.values())))  # fmt: skip
@@ -160,7 +193,7 @@ def _read(field: ProblemField, key: str, word: str) -> Any:
         if isinstance(field, Choice):
             return field.read(key, word)
         if isinstance(field, Sizes):
-            return field.read(key, [int(size) if size.isdigit() else size for size in word.split("+")])
+            return field.read(key, [int(size) if size.isdigit() else size for size in re.split("[+,]", word)])
         return field.read(key, int(word) if re.fullmatch(r"-?\d+", word) else word)
     except ValueError as error:
         if isinstance(error, TiledschedError):
