@@ -31,8 +31,8 @@ import tiledsched
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
-from tiledsched.build.toolchain import package_version
 from tiledsched.errors import Failure, FailureKind, MeasureError
+from tiledsched.extras import package_version
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.gpu import GpuRunner, Timeouts
 from tiledsched.measure.launch import Launch

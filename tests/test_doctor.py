@@ -29,7 +29,8 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(toolchain, "package_version", lambda name: here.packages.get(name, ""))
+    for module in (doctor, toolchain):
+        monkeypatch.setattr(module, "package_version", lambda name: here.packages.get(name, ""))
     monkeypatch.setattr(toolchain, "tool_version", lambda path: here.tools.get(path.name, ""))
     monkeypatch.setattr(toolchain, "compiler_folder", lambda: here.compiler)
     monkeypatch.setattr(doctor.nvml, "devices", lambda: here.devices)

@@ -429,6 +429,25 @@ def test_as_a_rival_it_reads_any_strides_and_answers_in_those_of_q(flash_4, colu
     assert len(copies) == (2 if flash_4 == "inner" else 1)  # of the former one is the stand-in's own
 
 
+def test_its_times_are_of_its_own_version(flash_4, monkeypatch) -> None:
+    monkeypatch.setattr(attention_rivals, "package_version", lambda name: f"of {name}")
+    assert attention_rivals.rivals(problem())["flash_attention_4"].version == "flash-attn-4 of flash-attn-4"
+
+
+def test_what_serves_imports_it_at_its_first_call(flash_4, monkeypatch) -> None:
+    made, real = [], attention_rivals.flash_attention_4
+    monkeypatch.setattr(attention_rivals, "flash_attention_4", lambda *given: made.append(given) or real(*given))
+    call = attention_rivals.late_rivals(problem(), 0.3)["flash_attention_4"]
+    assert made == []
+    q = torch.randn(2, 4, 24, 16, dtype=torch.float16)
+    k, v = (torch.randn(2, 4, 24, 16, dtype=torch.float16) for _ in range(2))
+    want = attend(*(each.transpose(1, 2) for each in (q, k, v)), 0.3, False).transpose(1, 2)
+    for _ in range(2):
+        torch.testing.assert_close(call(q, k, v).float(), want, rtol=2e-3, atol=2e-3)
+    assert len(made) == 1
+    assert "flash_attention_4" not in attention_rivals.late_rivals(REFUSED[0])
+
+
 def test_without_it_it_is_no_rival(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     assert not attention_rivals.flash_4_installed()

@@ -28,7 +28,7 @@ from tiledsched.build.compiler import MISLEADING_VARIABLES
 from tiledsched.config import Settings, load_settings
 from tiledsched.device import ARCHS, arch_spec
 from tiledsched.errors import CompilerError, ConfigError, TiledschedError
-from tiledsched.extras import installing
+from tiledsched.extras import installing, package_version
 from tiledsched.measure import nvml
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _settings() -> Settings:
 
 
 def _cuda_tile() -> Verdict:
-    version = toolchain.package_version("cuda-tile")
+    version = package_version("cuda-tile")
     install = "pip install 'cuda-tile>=1.7,<2'"
     if not version:
         return Verdict("missing", "not installed", install)
@@ -209,7 +209,7 @@ def _compiler() -> Verdict:
         return Verdict("missing", "tileiras is neither in a wheel nor on PATH", toolchain.INSTALL)
     parts = f"tileiras {toolchain.tool_version(folder / 'tileiras') or 'that does not run'}, ptxas "
     parts += f"{toolchain.tool_version(folder / 'ptxas') or 'not found'}, nvvm "
-    parts += toolchain.package_version("nvidia-nvvm") or "of unknown version"
+    parts += package_version("nvidia-nvvm") or "of unknown version"
     try:
         toolchain.installed_toolchain()
     except CompilerError as error:
@@ -310,7 +310,7 @@ def _arch() -> Verdict:
 
 
 def _cupy() -> Verdict:
-    installed = {name: toolchain.package_version(name) for name in CUPY_PACKAGES}
+    installed = {name: package_version(name) for name in CUPY_PACKAGES}
     found = [f"{name} {version}" for name, version in installed.items() if version]
     if not found or importlib.util.find_spec("cupy") is None:
         return Verdict("missing", "not installed; measuring needs it", installing("gpu"))
@@ -357,7 +357,7 @@ def _cupy_devices() -> tuple[int, str]:
 
 
 def _torch() -> Verdict:
-    version = toolchain.package_version("torch")
+    version = package_version("torch")
     spec = importlib.util.find_spec("torch") if version else None
     if spec is None:
         return Verdict("missing", "not installed; serving (sdpa) needs it", installing("gpu"))
@@ -395,12 +395,12 @@ def _interpreter() -> Verdict:
         return Verdict("missing", f"cannot be imported: {error}", "pip install 'cuda-tile>=1.7,<2'")
     except CompilerError as error:
         return Verdict("broken", str(error), "pip install 'cuda-tile>=1.7,<2', or a newer tiledsched")
-    version = toolchain.package_version("cuda-tile")
+    version = package_version("cuda-tile")
     return Verdict("ok", f"runs kernels on the CPU with cuda-tile {version}")
 
 
 def _vl_convert() -> Verdict:
-    version = toolchain.package_version("vl-convert-python")
+    version = package_version("vl-convert-python")
     if not version or importlib.util.find_spec("vl_convert") is None:
         return Verdict("missing", "not installed; reports then hold tables, no charts", installing("report"))
     return Verdict("ok", version)

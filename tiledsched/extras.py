@@ -1,4 +1,4 @@
-"""How to install what an optional part of this package needs, from where the package itself came."""
+"""How to install what an optional part of this package needs, from where the package itself came; and what is installed."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def installing(*extras: str) -> str:
     if address:
         return f"pip install '{NAME}{words} @ {address}'"
     return f"pip install '{NAME}{words}'"
+
+
+def package_version(name: str) -> str:
+    """Installed version of a distribution, or an empty string."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def _source() -> dict[str, Any]:

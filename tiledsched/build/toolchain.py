@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tiledsched.errors import CompilerError
+from tiledsched.extras import package_version
 from tiledsched.problem import stable_id
 from tiledsched.schedule import Schedule
 
@@ -51,14 +51,6 @@ class Toolchain:
     def to_json(self) -> dict[str, str]:
         """A plain dict; pass it to the constructor to invert."""
         return asdict(self)
-
-
-def package_version(name: str) -> str:
-    """Installed version of a distribution, or an empty string."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def wheel_folder() -> Path | None:

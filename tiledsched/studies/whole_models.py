@@ -36,9 +36,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tiledsched.attention import fallback
 from tiledsched.attention.integrations import transformers as integration
-from tiledsched.build.toolchain import compiler_at_hand, package_version
+from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.errors import ConfigError, TiledschedError
-from tiledsched.extras import installing
+from tiledsched.extras import installing, package_version
 from tiledsched.files import write_whole
 from tiledsched.flags import integers, positive, words
 from tiledsched.measure.gpu import child_environment

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from tiledsched.errors import UnsupportedError
+from tiledsched.extras import package_version
 from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.reference import default_scale
 from tiledsched.problem import Problem
@@ -38,7 +39,8 @@ TORCH_VARLEN = "torch_varlen"
 """torch's FlashAttention of packed sequences, as `torch.nn.attention.varlen` calls it."""
 FLASH_4 = "flash_attention_4"
 FLASH_4_MODULE = "flash_attn.cute"
-"""Of the package flash-attn-4; older packages called flash_attn have no such part."""
+FLASH_4_PACKAGE = "flash-attn-4"
+"""Its package; older ones called flash_attn have no such part."""
 FEW_ROWS = 128
 """Of all query heads of a key head together: below it FlashAttention-4 is let split the keys."""
 
@@ -98,6 +100,8 @@ class PlacedRival:
     """What it computes."""
     attend: Function
     """Of the tensors, and of packed sequences the rows and keys of the longest."""
+    version: str = ""
+    """Of its package; empty for torch's."""
 
     def __call__(self, *given: Any) -> Any:
         """As `attend`."""
@@ -239,7 +243,11 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
         made = heads_first(attend(*turned, *asked))
         return made if made.stride() == out.stride() else out.copy_(made)
 
-    return PlacedRival(problem=p, attend=call) if p.placed else call
+    version = f"{FLASH_4_PACKAGE} {package_version(FLASH_4_PACKAGE)}"
+    if p.placed:
+        return PlacedRival(problem=p, attend=call, version=version)
+    call.__dict__["version"] = version
+    return call
 
 
 def flash_4_options(p: Problem, scale: float | None = None, cap: float | None = None) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 
 import numpy
 
-from tiledsched.build.toolchain import package_version
 from tiledsched.cases import input_specs, output_specs, random_inputs
 from tiledsched.errors import Failure, MeasureError
-from tiledsched.extras import installing
+from tiledsched.extras import installing, package_version
 from tiledsched.kernel import ArraySpec, KernelClass
 from tiledsched.measure.gpu import CHECK_LAUNCHES
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, Measurement, Runner
