@@ -56,12 +56,11 @@ def test_a_wrong_rung_is_noticed(monkeypatch):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("arch", ["sm_90", "sm_121"])
-def test_every_rung_builds(arch):
-    """On some archs a compiler makes nothing of a hint, or one program of both ways to load keys."""
+def test_every_rung_builds():
+    """For an arch that it is not run on. A compiler may make nothing of a hint, or one program of both ways to load keys."""
     problem = PlainAttention.problem(pairs=8, rows=2048, head_dim=128)
     found = {
-        name: compile_schedule(PlainAttention, problem, schedule, arch).fingerprint
+        name: compile_schedule(PlainAttention, problem, schedule, "sm_121").fingerprint
         for name, (_, schedule) in rungs.rungs().items()
     }
     assert len(set(found.values())) >= 5
