@@ -96,14 +96,15 @@ def transfer(problem: Problem, entries: Iterable[EntryRecord], space: SearchSpac
         parameters: see there.
     """
     distance = problem.declaration.distance
-    near = sorted(entries, key=lambda entry: (distance(entry.problem, problem), entry.problem, entry.device_name))
+    near = sorted(((distance(entry.problem, problem), entry) for entry in entries),
+                  key=lambda pair: (pair[0], pair[1].problem, pair[1].device_name))  # fmt: skip
     if not near:
         return None
-    apart = [distance(entry.problem, problem) for entry in near[: max(MOST_NAMERS, parameters.neighbours)]]
-    closest, farthest = apart[0], sorted({round(each, 3) for each in apart[:MOST_NAMERS]})[: parameters.distances][-1]
-    told = [(entry, each, named_losses(entry, problem, space))
-            for place, (entry, each) in enumerate(zip(near, apart, strict=False))
-            if place < parameters.neighbours or round(each, 3) <= farthest]  # fmt: skip
+    near = near[: max(MOST_NAMERS, parameters.neighbours)]
+    closest = near[0][0]
+    farthest = sorted({round(apart, 3) for apart, _ in near[:MOST_NAMERS]})[: parameters.distances][-1]
+    told = [(entry, apart, named_losses(entry, problem, space)) for place, (apart, entry) in enumerate(near)
+            if place < parameters.neighbours or round(apart, 3) <= farthest]  # fmt: skip
     names = [(entry, losses) for entry, each, losses in told if round(each, 3) <= farthest]
     opinions = [(math.exp((closest - each) / parameters.reach), entry, losses)
                 for entry, each, losses in told[: parameters.neighbours]]  # fmt: skip
@@ -153,7 +154,8 @@ def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedu
     """
     values = space.constraint_values(problem)
     for _ in space.knobs:
-        broken = next((each for each in space.needed if not each.holds(values | dict(schedule))), None)
+        held = values | dict(schedule)
+        broken = next((each for each in space.needed if not each.holds(held)), None)
         if broken is None:
             return schedule
         changed = {name: knob.default for name, knob in reversed(list(space.knobs.items()))

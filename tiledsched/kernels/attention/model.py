@@ -18,7 +18,6 @@ are calibrated on the H200; docs/model.md says on what and how well.
 
 from __future__ import annotations
 
-import heapq
 import math
 from functools import lru_cache
 
@@ -253,25 +252,36 @@ def busy_steps(*, rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, 
         lap, block = np.divmod(np.arange(len(jobs)), grid)
         block = np.where(lap % 2 == 1, grid - 1 - block, block) if snake else block
         jobs = np.bincount(block, weights=jobs, minlength=grid).astype(np.float64)
-    ends = np.zeros(sms * resident)
-    if len(jobs) <= len(ends):
-        ends[: len(jobs)] = jobs
-    elif jobs.min() == jobs.max():
-        ends[:] = jobs[0] * (len(jobs) // len(ends))
-        ends[: len(jobs) % len(ends)] += jobs[0]
+    slots = sms * resident
+    if jobs.min() == jobs.max():
+        laps, rest = divmod(len(jobs), slots)
+        ends = jobs[0] * (laps + (np.arange(slots) < rest))
     elif len(jobs) > EXACT_BLOCKS:
-        ends[:] = jobs.sum() / len(ends)
+        ends = np.full(slots, jobs.sum() / slots)
     else:
-        free = [(0.0, slot) for slot in range(len(ends))]
-        for job in jobs.tolist():
-            now, slot = free[0]
-            heapq.heapreplace(free, (now + job, slot))
-        for end, slot in free:
-            ends[slot] = end
+        ends = _placed(jobs, slots)
     per_sm = np.sort(ends.reshape(resident, sms).T, axis=1)  # slots fill breadth first: slot s is on SM s % sms
     busy = np.zeros((sms, resident + 1))
     busy[:, 1:] = np.diff(per_sm, axis=1, prepend=0.0)[:, ::-1]
     return np.unique(busy, axis=0)
+
+
+def _placed(jobs: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
+    """When each slot is done, where jobs start in order, each in the slot that is free first, the lowest of several.
+
+    At once are placed as many as start before the first of them ends.
+    """
+    ends = np.zeros(slots)
+    first = 0
+    while first < len(jobs):
+        order = np.argsort(ends, kind="stable")[: len(jobs) - first]
+        starts = ends[order]
+        done = starts + jobs[first : first + len(order)]
+        waits = starts[1:] >= np.minimum.accumulate(done)[:-1]
+        count = 1 + int(np.argmax(waits)) if waits.any() else len(order)
+        ends[order[:count]] = done[:count]
+        first += count
+    return ends
 
 
 def tile_steps(rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, heads: int, order: str,
