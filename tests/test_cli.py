@@ -690,9 +690,8 @@ def test_problems_are_read_as_people_write_them() -> None:
     def read(text: str) -> list[str]:
         return [str(each) for each in read_problems(Attention, text)]
 
-    assert (
-        read("S=1024,2048, D=64") == read("S=1024:2048 D=64") == [f"B=1 H=1 S={s} D=64 float16" for s in (1024, 2048)]
-    )
+    both = [f"B=1 H=1 S={length} D=64 float16" for length in (1024, 2048)]
+    assert read("S=1024,2048, D=64") == read("S=1024:2048 D=64") == both
     assert read("B=2 H=32/8:28/4 Sq=1 Sk=300 D=192/128 bfloat16 causal bottom-right +lse") == [
         f"B=2 H={heads} Sq=1 Sk=300 D=192/128 bfloat16 causal bottom-right +lse" for heads in ("32/8", "28/4")
     ]

@@ -135,7 +135,7 @@ def test_whole_turns_of_steps_are_taken() -> None:
     ],
 )
 def test_what_does_not_fit_in_registers_leaves_fewer_blocks_to_an_sm(knobs, blocks) -> None:
-    """As the compiler built 1923 of 1967 programs for sm_90; where accumulators have a memory of their own, as asked."""
+    """As the compiler builds most programs for sm_90 (docs/model.md); where accumulators have a memory of their own, as asked."""
     schedule = PLAIN.replace(**knobs)
     assert static.expected_facts(PROBLEM, schedule, arch_spec("sm_90")).ctas_per_sm == blocks
     warps, occupancy = schedule.number("num_worker_warps"), schedule.number("occupancy")

@@ -366,10 +366,8 @@ def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention, late, monk
 
     q, k, v = attention.q, attention.k, attention.v
     attention.sdpa(q, k, v)
-    assert (late.captured, len(attention.launches)) == (
-        [],
-        1,
-    )  # its first call takes seconds, and no capture may ever come
+    # Its first call takes seconds, and no capture may ever come.
+    assert (late.captured, len(attention.launches)) == ([], 1)
     with on_another_stream(monkeypatch):
         for _ in range(2):
             attention.sdpa(q, k, v)

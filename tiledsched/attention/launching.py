@@ -14,13 +14,13 @@ from tiledsched.problem import Problem
 from tiledsched.serve import launching
 from tiledsched.serve.launching import (
     call_rival,
+    concerns_rivals,
     describe_failure,
     has_run,
     program_key,
     refuse_capture,
     scratch_arrays,
     serving_rival,
-    warms_up,
 )
 from tiledsched.serve.process import warn_once
 from tiledsched.serve.rivals import ELSEWHERE
@@ -44,7 +44,7 @@ def launch_plan(plan: Plan, q: Any, k: Any, v: Any, *, first: bool = False, keep
     index = plan.launch_on
     if index != launching.current_device():  # cuTile launches on the current device, whatever the tensors say
         if index == ELSEWHERE:
-            if first or plan.rival is not None or torch.cuda.is_current_stream_capturing() or warms_up(plan):
+            if concerns_rivals(plan, first):
                 return _launch_rival(plan, q, k, v, first, keep_zeros, beside)
             return launch_plan(plan.own, q, k, v, keep_zeros=keep_zeros, beside=beside)  # the rival is for graphs alone
         with torch.cuda.device(index):

@@ -131,12 +131,19 @@ def has_run(key: tuple[Any, ...]) -> None:
     _launched.add(key)
 
 
+def concerns_rivals(plan: Any, first: bool) -> bool:
+    """Whether a call of a plan with rivals may be one's: where they serve in graphs alone, only a plan's `first` call, one in a
+    capture, and one that warms up for it.
+    """  # fmt: skip
+    return first or plan.rival is not None or torch.cuda.is_current_stream_capturing() or _warms_up(plan)
+
+
 def serving_rival(plan: Any, given: Callable[[], Sequence[Any]], *, first: bool) -> Rival | None:
     """The rival that serves this call of a plan that has one; None for our own kernel.
 
     A capture allows no compilation, and some rivals are imported and compiled for seconds at their first call. So one that serves
-    in graphs alone is called once where a call warms up for a capture (:func:`warms_up`), before our kernel, and its output is
-    dropped: its memory is free again when ours is asked for. Only a rival that has been called serves in a capture.
+    in graphs alone is called once where a call warms up for a capture, before our kernel, and its output is dropped: its memory
+    is free again when ours is asked for. Only a rival that has been called serves in a capture.
 
     Args:
         plan: of attention or an operator.
@@ -149,27 +156,32 @@ def serving_rival(plan: Any, given: Callable[[], Sequence[Any]], *, first: bool)
     if torch.cuda.is_current_stream_capturing():
         rivals = (plan.in_graphs, plan.rival)
         return next((each for each in rivals if each is not None and each.offer.capturable
-                     and (each.name, *plan.rival_key) in _launched), None)  # fmt: skip
-    if warms_up(plan):
+                     and _called_as(each, plan) in _launched), None)  # fmt: skip
+    if _warms_up(plan):
         try:
             call_rival(plan.in_graphs, given(), plan, first=True)
         except RivalError as error:
             if first:
                 raise
-            _refused.add((plan.in_graphs.name, *plan.rival_key))
+            _refused.add(_called_as(plan.in_graphs, plan))
             warn_once(f"{error}; graphs hold our own kernel instead")
     rival: Rival | None = plan.rival
     return rival
 
 
-def warms_up(plan: Any) -> bool:
+def _called_as(rival: Rival, plan: Any) -> tuple[Any, ...]:
+    """What tells a rival's calls for a plan from others, in `_launched` and `_refused`."""
+    return (rival.name, *plan.rival_key)
+
+
+def _warms_up(plan: Any) -> bool:
     """Whether an eager call warms up for a capture that is to hold a rival of graphs alone, which was never called: torch has a
     capture's warm-up run on a stream beside the default one, where models seldom run.
     """  # fmt: skip
     rival = plan.in_graphs
     if rival is None or rival is plan.rival or not current_stream(plan.device):
         return False
-    key = (rival.name, *plan.rival_key)
+    key = _called_as(rival, plan)
     return key not in _launched and key not in _refused
 
 
@@ -179,7 +191,7 @@ def call_rival(rival: Rival, given: Sequence[Any], plan: Any, *, first: bool) ->
     Raises:
         LaunchError: it failed; `RivalError` in its first call.
     """
-    device, key = plan.device, (rival.name, *plan.rival_key)
+    device, key = plan.device, _called_as(rival, plan)
     first = first or key not in _launched
     try:
         with torch.cuda.device(device) if device != current_device() else nullcontext():

@@ -336,12 +336,7 @@ class Operator:
         index = plan.launch_on
         if index != launching.current_device():  # cuTile launches on the current device, whatever the tensors say
             if index == ELSEWHERE:
-                if (
-                    first
-                    or plan.rival is not None
-                    or torch.cuda.is_current_stream_capturing()
-                    or launching.warms_up(plan)
-                ):
+                if launching.concerns_rivals(plan, first):
                     return self._launch_rival(plan, tensors, scalars, first, keep_zeros)
                 return self._launch(plan.own, tensors, scalars, keep_zeros=keep_zeros)  # the rival is for graphs alone
             with torch.cuda.device(index):

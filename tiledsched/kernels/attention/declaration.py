@@ -112,13 +112,7 @@ class Attention(Kernel):
     cap_scale = ts.scalar(lambda p: scales(p)[1], dtype="float32")
 
     label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
-    written = {
-        "Sq": "seq_q",
-        "Sk": "seq_k",
-        "right": "window_right",
-        "D": ("head_dim", "value_dim"),
-        "H": ("heads", "kv_heads"),
-    }
+    written = {"Sq": "seq_q", "Sk": "seq_k", "right": "window_right", "D": ("head_dim", "value_dim")}
     axes = ("seq_k", "head_dim", "causal", "dtype")
     plain = {"accum_mode": "fp32", "block_order": "natural", "check_bounds": True, "column_parts": 1,
              "division": "approximate", "k_load": "order", "kv_combine": "last_block", "kv_direction": "forward", "kv_splits": 1,

@@ -243,8 +243,7 @@ def busy_steps(*, rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, 
 
     A block of j steps, in whole turns of `turn`, counts j + `extra`. `grid` is that of a persistent launch, whose block w takes
     pieces w, w + grid, ... (a snake turns round after each lap); 0 is a plain launch, one block per piece, or `splits` of them.
-    Blocks start
-    in order, each in the slot that is free first; SMs that would be equally busy appear once.
+    Blocks start in order, each in the slot that is free first; SMs that would be equally busy appear once.
     """
     steps = tile_steps(rows, step_n, seq_q, seq_k, causal, heads, order, first_key, window)
     jobs = np.repeat(np.ceil(steps / splits / turn) * turn, splits) + extra

@@ -181,7 +181,7 @@ def _drawn(make: Make) -> list[Problem]:
     chance = random.Random(22)
 
     def about(low: int, high: int) -> int:
-        return round(math.exp(chance.uniform(math.log(low), math.log(max(low, high)))))
+        return round(math.exp(chance.uniform(math.log(low), math.log(high))))
 
     def draw(task: str) -> Problem:
         head_dim = chance.choice((64, 64, 72, 80, 96, 128, 128, 128, 128, 256))
