@@ -245,7 +245,7 @@ def test_that_it_could_not_be_told_what_was_launched_is_told(cuda, monkeypatch) 
         raise ImportError("no such name")
 
     monkeypatch.setattr("tiledsched.attention.explain.explain", explain)
-    row = cell([made(METHODS["torch_auto"].make)])[OURS]
+    row = cell([made(METHODS["torch_auto"].make, SERVED)])[SERVED]
     assert row.status == "ok"
     assert row.provenance == "not known: ImportError: no such name"
 

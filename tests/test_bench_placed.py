@@ -143,7 +143,7 @@ def test_every_method_computes_it_or_refuses_in_a_line(cuda, launches, others, a
     assert said.pop("torch_flex", "").startswith("it reads no pages" if asked.page else "")
     assert said.pop(VARLEN, "torch's varlen").startswith("torch's varlen")
     assert set(said.values()) == {"it knows no packed sequences, and no pages"}
-    assert len(launches) == 2
+    assert len(launches) == 3  # ours is launched once to be ready
     assert len(plans.cache.plans) == 1  # what is served is the plan that is called ours
     details = case.details(OURS, verify=False)
     assert details["schedule"]

@@ -178,3 +178,28 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
         graph.replay()
         torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)
     assert called == [False, True]
+
+
+@pytest.mark.parametrize("asked", [
+    {},
+    {"causal": False, "kv_heads": 4},
+    {"window": 256},
+    {"softcap": True},
+    {"seq_q": 384, "seq_k": 1000, "alignment": "bottom_right"},
+], ids=str)  # fmt: skip
+def test_a_second_call_of_flash_attention_4_is_of_its_compiled_function(monkeypatch, asked) -> None:
+    from tiledsched.kernels.attention import Attention
+    from tiledsched.kernels.attention.rivals import flash_attention_4
+
+    function = pytest.importorskip("flash_attn.cute.interface")._flash_attn_fwd
+    problem = Attention.problem(**{**SIZES, **asked})
+    kept = flash_attention_4(problem)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        lengths = ((problem.heads, problem.seq_q), *[(problem.kv_heads, problem.seq_k)] * 2)
+        q, k, v = (torch.randn((problem.batch, *each, 128), device="cuda").to(torch.bfloat16) for each in lengths)
+        with monkeypatch.context() as patch:
+            if seed:
+                patch.setattr(function, "compile_cache", None)  # the whole call would look into it
+            out = kept(q, k, v)
+        assert torch.equal(out, flash_attention_4(problem)(q, k, v))

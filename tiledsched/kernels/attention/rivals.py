@@ -19,6 +19,7 @@ from typing import Any
 from tiledsched.errors import UnsupportedError
 from tiledsched.extras import package_version
 from tiledsched.kernels.attention.declaration import DEFAULT_CAP
+from tiledsched.kernels.attention.kept_calls import KeptCalls
 from tiledsched.kernels.attention.reference import default_scale
 from tiledsched.problem import Problem
 
@@ -327,4 +328,4 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
             made = function(q, k, v, **options, **named, **more)
         return made[0] if isinstance(made, tuple) else made
 
-    return attend, "out" in taken
+    return KeptCalls(attend, function), "out" in taken

@@ -24,16 +24,17 @@ from tiledsched.kernels.attention.rivals import (
 from tiledsched.measure.rivals import call_on
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
+from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.space_files import space_for
 from tiledsched.studies.bench.errors import Error
 from tiledsched.studies.bench.methods import LEFT_OUT, OURS, SERVED, Arrays, Call, Method
 from tiledsched.studies.rivals.attention_accuracy import Pair, compared_pairs, error_of, reference_of_pair
 from tiledsched.studies.rivals.attention_flex import flex_attention
-from tiledsched.studies.rivals.attention_left_out import left_out_call, left_out_plan
+from tiledsched.studies.rivals.attention_left_out import launched_plan, left_out_call, left_out_plan
 from tiledsched.studies.rivals.attention_placed import (
+    beside_of,
     drawn,
     keys_of,
-    own_placed,
     placed_plan,
     rows_of,
     served_placed,
@@ -106,16 +107,31 @@ class AttentionArrays(Arrays):
         return read_beside(self.q, self.k, CAUSAL[self.causal], *(named.get(name) for name in NAMES))
 
 
+_own_plans: PlanCache[Any] = PlanCache(lambda *given: given)
+"""By problem and device: a bench asks for the call, and then for what it was."""
+
+
 def _ours(arrays: AttentionArrays) -> Call:
-    """Our kernel as `sdpa` launches it, also where a rival is served."""
-    if arrays.problem.placed:
-        return own_placed(arrays)
+    """Our kernel as `sdpa`, `sdpa_varlen` and `sdpa_paged` launch it, also where a rival is served."""
     from tiledsched.attention.launching import launch_plan
+
+    plan, beside = _own_plan(arrays)
+    return lambda: launch_plan(plan, arrays.q, arrays.k, arrays.v, keep_zeros=True, beside=beside)
+
+
+def _own_plan(arrays: AttentionArrays) -> tuple[Any, Any]:
+    """Its plan, launched once and kept, and what is asked for beside."""
     from tiledsched.attention.sdpa import plan_for
 
-    q, k, v = arrays.q, arrays.k, arrays.v
-    plan, (_, beside) = plan_for(q, k, v, causal=arrays.causal, **arrays.named).own, arrays.beside
-    return lambda: launch_plan(plan, q, k, v, keep_zeros=True, beside=beside)
+    p = arrays.problem
+    causal, beside = (p.alignment if p.causal else None, beside_of(arrays)) if p.placed else arrays.beside
+
+    def make() -> Any:
+        if p.placed:
+            return placed_plan(arrays)[0].own
+        return plan_for(arrays.q, arrays.k, arrays.v, causal=arrays.causal, **arrays.named).own
+
+    return launched_plan(_own_plans, arrays, make, causal, beside, lambda plan: plan.own), beside
 
 
 def _served(arrays: AttentionArrays) -> Call:
@@ -346,6 +362,8 @@ class PairCase:
         if method == LEFT_OUT:
             verify = False  # nothing was measured for it
             found = explain_plan(*left_out_plan(arrays), q, k, v, verify=verify)
+        elif method == OURS:
+            found = explain_plan(*_own_plan(arrays), q, k, v, verify=verify)
         elif arrays.problem.placed:
             found = explain_plan(*placed_plan(arrays), q, k, v, verify=verify)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from tiledsched import config
@@ -57,19 +58,48 @@ def left_out_call(arrays: Any) -> Call:
 
 def left_out_plan(arrays: Any) -> tuple[Any, Any]:
     """Its plan, launched once and kept, and what is asked for beside."""
-    from tiledsched.attention.launching import launch_plan
-    from tiledsched.attention.plans import default_plan, make_plan
+    from tiledsched.attention.plans import make_plan
 
     if arrays.problem.placed:
         raise UnsupportedError("it knows no packed sequences, and no pages")
     causal, beside = arrays.beside
-    device, tensors = arrays.q.get_device(), (arrays.q, arrays.k, arrays.v)
-    key = (arrays.problem, device)
-    if key not in _plans.ready:
-        plan = _plans.find(key, lambda: make_plan(
-            *tensors, causal, None, False, serve_left_out(arrays.problem, process.device_facts(device)), beside))  # fmt: skip
+
+    def make() -> Any:
+        served = serve_left_out(arrays.problem, process.device_facts(arrays.q.get_device()))
+        return make_plan(arrays.q, arrays.k, arrays.v, causal, None, False, served, beside)
+
+    return launched_plan(_plans, arrays, make, causal, beside), beside
+
+
+def launched_plan(plans: PlanCache[Any], arrays: Any, make: Callable[[], Any], causal: str | None, beside: Any,
+                  part: Callable[[Any], Any] = lambda plan: plan) -> Any:  # fmt: skip
+    """The plan that `plans` keep for a problem, made and launched the first time: as in `sdpa`, what was not measured and spills
+    gives way to the next choice.
+
+    Args:
+        plans: by problem and device.
+        arrays: an `AttentionArrays`.
+        make: the plan, or why there is none.
+        causal: as plans are told.
+        beside: what is asked for beside q, k and v.
+        part: what is launched of the next choice's plan.
+
+    Raises:
+        UnsupportedError: why there is no plan.
+    """
+    from tiledsched.attention.launching import launch_plan
+    from tiledsched.attention.plans import default_plan
+
+    tensors = (arrays.q, arrays.k, arrays.v)
+    key = (arrays.problem, arrays.q.get_device())
+
+    def instead(plan: Any) -> Any:
+        found = default_plan(plan, *tensors, causal, None, False, beside)
+        return found and part(found)
+
+    if key not in plans.ready:
+        plan = plans.find(key, make)
         if isinstance(plan, str):
             raise UnsupportedError(plan)
-        _plans.launch_first(key, plan, lambda each: launch_plan(each, *tensors, first=True, beside=beside),
-                            lambda each: default_plan(each, *tensors, causal, None, False, beside))  # fmt: skip
-    return _plans.ready[key], beside
+        plans.launch_first(key, plan, lambda each: launch_plan(each, *tensors, first=True, beside=beside), instead)
+    return plans.ready[key]

@@ -40,16 +40,6 @@ def placed_plan(arrays: Any) -> tuple[Any, Any]:
     return found, beside
 
 
-def own_placed(arrays: Any) -> Call:
-    """Our kernel as `sdpa_varlen` and `sdpa_paged` launch it, also where a rival is served."""
-    from tiledsched.attention.launching import launch_plan
-
-    q, k, v = arrays.q, arrays.k, arrays.v
-    plan, beside = placed_plan(arrays)
-    own = plan.own
-    return lambda: launch_plan(own, q, k, v, keep_zeros=True, beside=beside)
-
-
 def served_placed(arrays: Any) -> Call:
     """`sdpa_varlen` or `sdpa_paged`, whatever they run.
 

@@ -1,0 +1,151 @@
+"""FlashAttention-4's compiled function called again with what its first call handed over."""
+
+import threading
+
+import pytest
+import torch
+
+from tiledsched.kernels.attention.kept_calls import KeptCalls
+
+
+class Theirs:
+    """A function as FlashAttention-4's: Python that finds a compiled function in a cache of its own, and calls it."""
+
+    def __init__(self, compiled, hand_over) -> None:
+        self.compile_cache = {}
+        self.python = 0
+        self.compiled, self.hand_over = compiled, hand_over
+
+    def __call__(self, q, k, v, *, out, **named):
+        self.python += 1
+        key = "key"
+        if key not in self.compile_cache:
+            self.compile_cache[key] = self.compiled
+        for given in self.hand_over(q, k, v, out):
+            self.compile_cache[key](*given)
+        return out, None
+
+
+def compiled(q, k, v, out, lse, scale, cu_q, scalars):
+    out.copy_(torch.nn.functional.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), scale=scale)
+              .transpose(1, 2))  # fmt: skip
+
+
+def plain(q, k, v, out):
+    return [(q.detach(), k.detach(), v.detach(), out, None, 0.5, None, (None, None))]
+
+
+def made(hand_over):
+    theirs = Theirs(compiled, hand_over)
+    return theirs, KeptCalls(lambda q, k, v, *asked, **more: theirs(q, k, v, *asked, **more)[0], theirs)
+
+
+def tensors(seed=0, rows_outside=True, rows=8):
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn((2, rows, 4, 16), generator=draw) for _ in range(3))
+    if not rows_outside:
+        q, k, v = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (q, k, v))
+    return q, k, v, torch.empty_like(q)
+
+
+def check(call, given):
+    q, k, v, out = given
+    with torch.no_grad():
+        assert call(q, k, v, out=out) is out
+    want = torch.empty_like(out)
+    compiled(q, k, v, want, None, 0.5, None, None)
+    assert torch.equal(out, want.detach())
+
+
+def test_the_second_call_is_of_the_compiled_function_alone() -> None:
+    theirs, call = made(plain)
+    cache = theirs.compile_cache
+    for seed in range(3):
+        check(call, tensors(seed))
+    assert theirs.python == 1
+    assert theirs.compile_cache is cache
+
+
+def test_tensors_that_lie_otherwise_are_a_first_call_again() -> None:
+    theirs, call = made(plain)
+    for given in (tensors(), tensors(rows_outside=False), tensors(rows=6), tensors(1), tensors(2, rows_outside=False)):
+        check(call, given)
+    assert theirs.python == 3
+
+
+@pytest.mark.parametrize("hand_over", [
+    lambda q, k, v, out: [(q.clone(), k, v, out, None, 0.5, None, ())],  # a copy, because it lay otherwise
+    lambda q, k, v, out: [(q, k, v, torch.empty_like(out), None, 0.5, None, ()), (q, k, v, out, None, 0.5, None, ())],  # splits
+    lambda q, k, v, out: [(q, k, v, out, torch.empty(3), 0.5, None, ())],  # a log-sum-exp
+    lambda q, k, v, out: [(q, k, v, out, None, 0.5, None, (None, torch.empty(3)))],
+    lambda q, k, v, out: [(k, q, v, out, None, 0.5, None, ()), (q, k, v, out, None, 0.5, None, ())],
+], ids=["copied", "split", "lse", "scalars", "twice"])  # fmt: skip
+def test_what_is_not_sure_to_be_all_is_not_kept(hand_over) -> None:
+    theirs, call = made(hand_over)
+    for seed in range(3):
+        check(call, tensors(seed))
+    assert theirs.python == 3
+
+
+def test_calls_that_ask_for_more_go_the_whole_way() -> None:
+    theirs, call = made(plain)
+    check(call, tensors())
+    q, k, v, out = tensors(1)
+    flat = torch.empty(out.numel() + 1)[1:].view_as(out).copy_(q)  # no multiple of 16 bytes
+    check(call, (flat, k, v, out))
+    check(call, (q.requires_grad_(), k, v, out))
+    assert theirs.python == 3
+    assert KeptCalls(lambda q, k, v, *asked: asked, theirs)(q, k, v, 5) == (5,)
+
+
+def test_a_failure_leaves_their_cache_and_the_next_call_as_they_were() -> None:
+    theirs, call = made(plain)
+    theirs.compiled = lambda *given: 1 / 0
+    cache = theirs.compile_cache
+    q, k, v, out = tensors()
+    with pytest.raises(ZeroDivisionError):
+        call(q, k, v, out=out)
+    assert theirs.compile_cache is cache
+    cache.clear()
+    theirs.compiled = compiled
+    check(call, (q, k, v, out))
+
+
+def test_calls_of_another_thread_are_not_taken_for_ours() -> None:
+    theirs, call = made(plain)
+    begun, done = threading.Event(), threading.Event()
+    seen = []
+
+    def slow(*given):
+        if not begun.is_set():
+            begun.set()
+            done.wait(10)
+        compiled(*given)
+
+    def elsewhere():
+        begun.wait(10)
+        q, k, v, out = tensors(7)
+        seen.append(theirs(q, k, v, out=out)[0])
+        done.set()
+
+    theirs.compiled = slow
+    other = threading.Thread(target=elsewhere)
+    other.start()
+    check(call, tensors())
+    other.join()
+    check(call, tensors(1))
+    assert theirs.python == 2  # ours once, and the other thread's
+
+
+def test_a_function_without_such_a_cache_is_called_as_it_is() -> None:
+    called = []
+
+    def function(q, k, v, out):
+        called.append(1)
+        compiled(q, k, v, out, None, 0.5, None, None)
+        return out
+
+    call = KeptCalls(function, function)
+    for seed in range(2):
+        check(call, tensors(seed))
+    assert len(called) == 2
