@@ -58,10 +58,16 @@ def of(seq_len, **more):
         ({"median_us": None, "ratio_high": None}, False),
         ({"host_us": 361.0}, False),  # four times its 90 us: calls in a row wait for the host
         ({"host_us": 359.0}, True),
+        ({"name": "flash_attention_4"}, True),
+        (
+            {"name": "flash_attention_4", "ours_us": 9.9, "median_us": 8.91},
+            False,
+        ),  # not worth the seconds of its first call
+        ({"ours_us": 9.9, "median_us": 8.91}, True),  # torch has its programs
     ],
 )
 def test_a_rival_pays_where_it_is_faster_beyond_noise_and_its_host_keeps_up(change, paid) -> None:
-    assert pays(a_rival(**change)) is paid
+    assert pays(a_rival(**change), Attention) is paid
 
 
 def test_the_fastest_is_offered_first_with_what_was_measured() -> None:

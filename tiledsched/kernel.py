@@ -298,6 +298,9 @@ class Kernel:
     planning_rivals: ClassVar[tuple[str, ...]] = ()
     """Rivals that plan each problem they have not seen, for tens of milliseconds: they serve only what they were measured on."""
 
+    compiled_rivals: ClassVar[tuple[str, ...]] = ()
+    """Rivals whose first call in a process takes seconds: they serve where each call gains a microsecond or more."""
+
     @staticmethod
     def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
         """Name -> what returns the outputs of inputs (torch tensors, in the order declared), which it leaves as they are.

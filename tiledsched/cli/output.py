@@ -18,6 +18,7 @@ from tiledsched.problem import Problem, rate_of, rate_text, unit_of
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tiledsched.kernel import KernelClass
     from tiledsched.measure.runner import RivalTime
     from tiledsched.refresh import RefreshReport
     from tiledsched.report.compare import Comparison
@@ -166,20 +167,20 @@ def print_tuned(report: TuneReport) -> None:
         _print_wrapped(entry.schedule.short(), "  ")
         _print_wrapped(_verdict(result, entry), "  ")
         if entry.rivals:
-            _print_wrapped(_rivals(entry.rivals), "  ")
+            _print_wrapped(_rivals(entry.rivals, entry.problem.declaration), "  ")
         of = f" of {result.schedules + result.left}" if not report.measured else ""
         did = f", {result.measured} measured" if report.measured else ""
         _print_wrapped(f"{result.schedules}{of} schedules built, {result.programs} distinct programs; {result.compiled} "
                        f"compiled now{did}, {result.failed} failed, {result.seconds:.1f} s", "  ")  # fmt: skip
 
 
-def _rivals(times: Sequence[RivalTime]) -> str:
+def _rivals(times: Sequence[RivalTime], kernel: KernelClass) -> str:
     """What was timed beside the winner, and what may serve."""
     from tiledsched.serve.explain import rival_text
     from tiledsched.serve.rivals import pays
 
-    faster = [each.name for each in times if pays(each)]
-    held = [each.name for each in times if pays(each, captured=True) and not pays(each)]
+    faster = [each.name for each in times if pays(each, kernel)]
+    held = [each.name for each in times if pays(each, kernel, captured=True) and not pays(each, kernel)]
     may = f"; may serve in its place (setting rivals): {', '.join(faster)}" if faster else ""
     may += f"; in captured graphs: {', '.join(held)}" if held else ""
     return f"rivals: {'; '.join(map(rival_text, times))}{may}"

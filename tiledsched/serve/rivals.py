@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from tiledsched.kernel import KernelClass
 from tiledsched.measure.runner import RivalTime
 from tiledsched.problem import Problem
 from tiledsched.store.records import EntryRecord
@@ -28,6 +29,8 @@ HOST_ROOM = 4.0
 """How many times its own time on the GPU a rival's call may cost the host. Such a call is seldom more than a quarter of a model's
 step: beyond that calls in a row wait for the host, and what the GPU gains is lost. A captured graph costs the host nothing, so
 that a rival beyond it serves there, and there alone."""
+WORTH_US = 1.0
+"""What a call of a rival is to gain, at least, whose first call takes seconds: below it a process hardly earns them back."""
 NEAR_MARGIN = 0.01
 """What a rival is to gain, at least, where only other problems were measured."""
 NEIGHBOURS = 4
@@ -67,10 +70,17 @@ class Rival:
         return self.offer.name
 
 
-def pays(time: RivalTime, *, captured: bool = False) -> bool:
-    """Whether a rival was faster by more than noise, and its host can keep up; or, of `captured` calls, a graph can hold it."""
+def pays(time: RivalTime, kernel: KernelClass, *, captured: bool = False) -> bool:
+    """Whether a rival of `kernel` was faster by more than noise, and by enough to be compiled, and its host can keep up; or, of
+    `captured` calls, a graph can hold it.
+    """  # fmt: skip
     faster = not time.failure and time.ratio_high is not None and time.ratio_high < 1 - SAME
-    return faster and (time.capturable if captured else _host_keeps_up(time))
+    return faster and _worth(time, kernel) and (time.capturable if captured else _host_keeps_up(time))
+
+
+def _worth(time: RivalTime, kernel: KernelClass) -> bool:
+    gain_us = (time.ours_us or 0.0) - (time.median_us or 0.0)
+    return time.name not in kernel.compiled_rivals or gain_us >= WORTH_US
 
 
 def _host_keeps_up(time: RivalTime) -> bool:
@@ -84,10 +94,11 @@ def measured_offers(entry: EntryRecord, where: str) -> tuple[RivalOffer, ...]:
         entry: the evidence.
         where: the device, for people.
     """
-    faster = [each for each in entry.rivals or () if pays(each) or pays(each, captured=True)]
+    kernel = entry.problem.declaration
+    faster = [each for each in entry.rivals or () if pays(each, kernel) or pays(each, kernel, captured=True)]
     faster.sort(key=lambda each: (each.ratio, each.name))
     return tuple(RivalOffer(name=each.name, ratio=float(each.ratio or 0), capturable=each.capturable,
-                            only_captured=not pays(each),
+                            only_captured=not pays(each, kernel),
                             reason=f"{_gain(each.ratio)} faster than our kernel on this problem, measured on {where} "
                                    f"({each.median_us:.1f} against {each.ours_us:.1f} us, {each.version})")
                  for each in faster)  # fmt: skip
@@ -126,6 +137,8 @@ def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: floa
             weight * math.log(each.ratio_high or 1.0) for weight, (_, _, each) in zip(weights, told, strict=True)
         )
         expected = math.exp(mean / sum(weights)) / (1 + loss)
+        if name in problem.declaration.compiled_rivals and (1 - expected) * (told[0][2].ours_us or 0.0) < WORTH_US:
+            continue
         if expected < 1 / (1 + NEAR_MARGIN):
             words = f", ours losing {loss:.1%} to a tuned one" if loss else ""
             offers.append(RivalOffer(

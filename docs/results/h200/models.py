@@ -32,8 +32,8 @@ def main() -> None:
                 )
                 lines.writerow([suites.get(problem.id, ""), problem, "no", each.name, round(each.ours_us, 2),
                                 round(each.median_us or 0, 2), round(each.ratio or 0, 4), round(each.ratio_low or 0, 4),
-                                round(each.ratio_high or 0, 4), round(problem.gbps(each.ours_us)), "yes" if pays(each) else "no",
-                                f"{each.version} tileiras {entry['toolchain']['tileiras']}"])  # fmt: skip
+                                round(each.ratio_high or 0, 4), round(problem.gbps(each.ours_us)), "yes" if pays(each, Attention)
+                                else "no", f"{each.version} tileiras {entry['toolchain']['tileiras']}"])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -130,6 +130,7 @@ class Attention(Kernel):
     kind = staticmethod(alike.kind)
     rival_kind = staticmethod(alike.rival_kind)
     planning_rivals = ("torch_cudnn",)
+    compiled_rivals = ("flash_attention_4",)
     distance = staticmethod(alike.distance)
     rounded = staticmethod(alike.rounded)
     untold = staticmethod(alike.untold)
