@@ -23,7 +23,7 @@ from tiledsched.errors import ConfigError, SpaceError
 from tiledsched.kernel import HINT_KNOBS, KernelClass, allowed_hints
 from tiledsched.problem import Problem
 from tiledsched.schedule import KnobValue, Schedule
-from tiledsched.serve.policy import NEAR_KIND, OTHER_KIND, ExpectedLoss, expected_loss, log_us, transfer
+from tiledsched.serve.policy import NEAR_KIND, OTHER_KIND, ExpectedLoss, Parameters, expected_loss, log_us, transfer
 from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers
 from tiledsched.space import SearchSpace, accuracy_class
 from tiledsched.space_files import space_for
@@ -77,13 +77,16 @@ class Table:
         rivals: whether faster ones may serve.
         compiler: version at hand; empty where none is.
         at_hand: fingerprints of machine code that needs no compiler, asked for where that of an entry is of another one.
+        policy: how problems that were not measured are served from others of their kind.
     """
 
     def __init__(self, entries: Sequence[EntryRecord], kernel: KernelClass, *, regime: str = "burst",
                  accum_mode: str = "fp32", forced: Mapping[str, KnobValue] | None = None,
                  spaces: Sequence[SearchSpace] = (), rivals: bool = False, compiler: str = "",
-                 at_hand: Callable[[], Collection[str]] = frozenset) -> None:  # fmt: skip
+                 at_hand: Callable[[], Collection[str]] = frozenset,
+                 policy: Parameters = NEAR_KIND) -> None:  # fmt: skip
         self.kernel, self.regime, self.accum_mode = kernel, regime, accum_mode
+        self._policy = policy
         self.compiler, self._at_hand, self._rivals = compiler, at_hand, rivals
         self.forced = dict(forced or {})
         self._by_arch: dict[str, list[EntryRecord]] = {}
@@ -254,7 +257,7 @@ class Table:
         alone = self.kernel.only_its_kind(problem) and not any(kind(e.problem) == kind(problem) for e in entries)
         if space.arch not in ARCHS or alone:
             return None
-        found = transfer(problem, entries, space, arch_spec(space.arch), OTHER_KIND if what else NEAR_KIND)
+        found = transfer(problem, entries, space, arch_spec(space.arch), OTHER_KIND if what else self._policy)
         if found is None:
             return None
         where = found.entry.device_name or found.entry.arch

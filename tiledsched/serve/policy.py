@@ -1,13 +1,13 @@
 """The schedule for a problem that was never measured, from what won on other problems of the same arch.
 
-The winners, ties and runners-up of the problems at the four least distances are the candidates. Each of the four nearest
+The winners, ties and runners-up of the problems at the six least distances are the candidates. Each of the four nearest
 has an opinion on each: how much slower it was there than the winner, corrected by how the static model says that changes
 from the neighbour's problem to this one (waves of blocks, the length of the loop). Where it was not measured there, the
 model tells that, too. The candidate with the least mean loss is served; neighbours count less with distance. Pure
 functions: no file but the expected losses, no GPU, no state but caches.
 
-`python -m tiledsched.studies.policy` compares this with other policies; the expected losses of
-`tuning_db/model/attention/transfer.json` come from `tiledsched.studies.policy_losses`. docs/results/serving.md has the figures.
+`python -m tiledsched.studies.policy` compares this with other policies, `policy_timed` its numbers on a GPU; the expected losses
+of `tuning_db/model/attention/transfer.json` come from `policy_losses`. docs/results/serving.md has the figures.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class Parameters:
 
     neighbours: int = 4
     """Entries asked, nearest first."""
-    distances: int = 4
+    distances: int = 6
     """The least distances, at which all entries name candidates: several that are as near as each other name much the same."""
-    reach: float = 0.3
+    reach: float = 0.6
     """Distance over which an entry's weight falls by e."""
     unnamed: float = 0.05
     """Log of how much slower than its winner a schedule is taken to be, at least, that an entry does not name."""
-    model: float = 0.3
+    model: float = 1.0
     """Share of the model's correction that is believed."""
 
 
 NEAR_KIND = Parameters()
 """Among problems of one kind."""
-OTHER_KIND = Parameters(neighbours=6, reach=1.0, unnamed=0.1, model=0.7)
+OTHER_KIND = Parameters(neighbours=6, distances=4, reach=1.0, unnamed=0.1, model=0.7)
 """Among problems of other kinds, who agree less with each other and with the model."""
 
 
