@@ -297,3 +297,17 @@ def test_with_few_rows_what_packs_its_heads_goes_by_what_does_and_shares_of_keys
     sixteen = schedule(ODD[0], kv_splits=16, tile_n=128)
     short = ODD[0].replace(seq_k=1151)
     assert repaired(sixteen, short, SPACE) == sixteen.replace(kv_splits=8)
+
+
+@pytest.mark.parametrize(("columns", "tile_n"), [(77, 64), (203, 32)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_no_tma_unit_loads_get_a_plain_schedule(columns, tile_n, causal) -> None:
+    """What won on others spills there, and compiled for up to 157 s (13.5.37, D=203)."""
+    entries = read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries
+    table = Table(entries, kernel=Attention)
+    found = table.resolve(PROBLEM.replace(head_dim=columns, causal=causal), "sm_90")
+    plain = SPACE.default(PROBLEM.replace(head_dim=columns, causal=causal))
+    assert found.schedule == plain.replace(tile_n=tile_n)
+    assert found.entry is None
+    aligned = table.resolve(PROBLEM.replace(head_dim=columns // 8 * 8, causal=causal), "sm_90")
+    assert aligned.provenance == "transferred"

@@ -127,7 +127,7 @@ def test_another_kind_is_asked_last() -> None:
     assert table_of([*others, modelled]).resolve(PROBLEM, "sm_90").schedule == modelled.schedule
     far = entry(PROBLEM.replace(seq_q=16384, seq_k=16384), knobs={"occupancy": 3})
     assert table_of([*others, modelled, far]).resolve(PROBLEM, "sm_90").schedule == far.schedule
-    padded = PROBLEM.replace(head_dim=100)  # padded to 128 inside the kernel: that of other padded ones alone
+    padded = PROBLEM.replace(head_dim=104)  # padded to 128 inside the kernel: that of other padded ones alone
     assert "another kind" in table_of(others).resolve(padded, "sm_90").reason
     beside = table_of([*others, entry(PROBLEM.replace(head_dim=96), knobs={"occupancy": 3})]).resolve(padded, "sm_90")
     assert "another kind" not in beside.reason

@@ -18,6 +18,12 @@ FEW_KEYS = 640
 WIDE_TILE = 128
 """Keys of the widest tile that wins."""
 
+TMA_BYTES = 16
+"""What the strides of rows must be a multiple of for the TMA unit to load them."""
+
+WIDE_HEAD, SMALL_TILE = 128, 32
+"""Copied rows of more columns than these leave registers for so many keys at once."""
+
 
 def likeness(p: Any, q: Any) -> float:
     """How much measurements of one problem say of another: 1 for the same, less for each difference.
@@ -35,11 +41,17 @@ def likeness(p: Any, q: Any) -> float:
     return math.exp(-distance - 0.02 * octaves(p.mean_keys, q.mean_keys) - 0.02 * (p.dtype != q.dtype))
 
 
-def kind(p: Any) -> tuple[bool, int, bool, bool]:
-    """What a problem must share with another so that its winner says much: mask, padded head dimension, few rows or many, and,
-    with many, whether heads are padded: those go in column parts, and leave other tiles room."""
+def kind(p: Any) -> tuple[bool, int, bool, bool, bool]:
+    """What a problem must share with another so that its winner says much: mask, padded head dimension, few rows or many, with
+    many whether heads are padded, which go in column parts, and leave other tiles room; and whether rows are copied."""
     few = p.mean_rows <= FEW_ROWS
-    return p.causal, p.tile_d, few, not few and p.head_dim != p.tile_d
+    return p.causal, p.tile_d, few, not few and p.head_dim != p.tile_d, copied(p)
+
+
+def copied(p: Any) -> bool:
+    """Whether threads copy rows of keys or values, because their width in bytes is none that the TMA unit takes: what just fits
+    registers otherwise spills, and compiles for minutes."""
+    return any(columns * p.element_bytes % TMA_BYTES for columns in (p.head_dim, p.value_columns))
 
 
 def rival_kind(p: Any) -> tuple[bool, bool, int, int]:
@@ -78,8 +90,8 @@ def _asked_differently(p: Any, q: Any) -> float:
 
 
 def only_its_kind(p: Any) -> bool:
-    """With few rows, winners of other kinds are of no use."""
-    return bool(p.mean_rows <= FEW_ROWS)
+    """With few rows, or copied ones, winners of other kinds are of no use."""
+    return p.mean_rows <= FEW_ROWS or copied(p)
 
 
 def twins(p: Any, q: Any, s: Schedule) -> tuple[Schedule, ...]:
@@ -129,10 +141,12 @@ def _about(length: int, decoding: bool = False) -> int:
 def untold(p: Any, default: Schedule, space: Any, estimate: Callable[[Schedule], float]) -> Schedule | None:
     """With few rows, where nothing near was measured: the model's choice of splits, packing and tile height.
 
-    With one row and 8 heads the default launches 8 blocks on a GPU of a hundred SMs; the other knobs stay as they are.
+    With one row and 8 heads the default launches 8 blocks on a GPU of a hundred SMs; the other knobs stay as they are. With many
+    rows that are copied and wide, what does not spill.
     """
     if p.mean_rows > FEW_ROWS:
-        return None
+        small = default.replace(tile_n=SMALL_TILE)
+        return small if copied(p) and p.tile_d > WIDE_HEAD and not space.violations(small, p) else None
     knobs = [name for name in ("kv_splits", "kv_combine", "pack_gqa", "tile_m", "tma_loads") if name in space.knobs]
     varied = (default.replace(**dict(zip(knobs, values, strict=True)))
               for values in itertools.product(*(space.knobs[name].choices for name in knobs)))  # fmt: skip
