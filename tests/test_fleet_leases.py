@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
 from store_samples import BACKENDS, PROBLEM, new_url
 
 from tiledsched.errors import ConfigError, DatabaseError
-from tiledsched.fleet import patience
+from tiledsched.fleet import patience, simulate
 from tiledsched.fleet.campaign import JOBS, MISSED, CampaignPlan, Outcome, check_job
 from tiledsched.fleet.gpus import Gpu, illness, visible
 from tiledsched.fleet.leases import Leases, expected
@@ -480,7 +482,9 @@ def test_problems_of_most_work_come_first() -> None:
     assert expected([small, large]) == [large, small]
 
 
-def test_the_simulator_uses_the_real_leases_and_loses_nothing() -> None:
+def test_the_simulator_uses_the_real_leases_and_loses_nothing(monkeypatch) -> None:
+    # Each question takes a millisecond: what a busy machine makes of it would let leases run out.
+    monkeypatch.setattr(simulate, "time", SimpleNamespace(perf_counter=itertools.count(step=0.001).__next__))
     given = SimulationOptions(gpus=16, problems=60, deaths=0.1, lease_s=30.0)
     found = simulate_fleet(given, recorded_times("quick", 2))
     assert (found.done, found.failed) == (60, 0)
@@ -492,9 +496,7 @@ def test_the_simulator_uses_the_real_leases_and_loses_nothing() -> None:
     mixed = simulate_fleet(
         SimulationOptions(gpus=16, problems=60, deaths=0.1, lease_s=30.0, real=20), recorded_times("quick", 2)
     )
-    # The first 20 take what they take here: on a busy machine some end late, are given up and tried again.
-    assert mixed.done + mixed.failed == 60
-    assert mixed.failed < 6
+    assert (mixed.done, mixed.failed) == (60, 0)
 
 
 def test_modelled_leases_answer_as_real_ones_do(tmp_path, clock) -> None:

@@ -301,13 +301,11 @@ def test_with_few_rows_what_packs_its_heads_goes_by_what_does_and_shares_of_keys
 
 @pytest.mark.parametrize(("columns", "tile_n"), [(77, 64), (203, 32)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_rows_that_no_tma_unit_loads_get_a_plain_schedule(columns, tile_n, causal) -> None:
+def test_rows_that_no_tma_unit_loads_get_a_plain_schedule(columns, tile_n, causal, shipped) -> None:
     """What won on others spills there, and compiled for up to 157 s (13.5.37, D=203)."""
-    entries = read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries
-    table = Table(entries, kernel=Attention)
-    found = table.resolve(PROBLEM.replace(head_dim=columns, causal=causal), "sm_90")
+    found = shipped.resolve(PROBLEM.replace(head_dim=columns, causal=causal), "sm_90")
     plain = SPACE.default(PROBLEM.replace(head_dim=columns, causal=causal))
     assert found.schedule == plain.replace(tile_n=tile_n)
     assert found.entry is None
-    aligned = table.resolve(PROBLEM.replace(head_dim=columns // 8 * 8, causal=causal), "sm_90")
+    aligned = shipped.resolve(PROBLEM.replace(head_dim=columns // 8 * 8, causal=causal), "sm_90")
     assert aligned.provenance == "transferred"

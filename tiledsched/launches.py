@@ -24,10 +24,7 @@ from tiledsched.fields import ITEM_BYTES, Choice, Dim, Flag, read_shape
 from tiledsched.kernel import HINT_KNOBS, ArraySpec, KernelClass
 from tiledsched.problem import Problem, ProblemClass, stable_id
 from tiledsched.schedule import Schedule
-from tiledsched.storage import strides_of
-
-ALIGNMENT = 16
-"""Bytes; what the TMA unit asks of addresses and strides."""
+from tiledsched.storage import ALIGNMENT, strides_of
 
 
 @dataclass(frozen=True, kw_only=True)

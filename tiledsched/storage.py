@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy
 
+ALIGNMENT = 16
+"""Bytes; what the TMA unit asks of addresses and strides."""
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """Types kept as bits, and the integers that hold them."""
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64": 1.7e308, "float8_e4m3fn": 448.0,

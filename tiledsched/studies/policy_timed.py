@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import math
 import multiprocessing
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -116,22 +116,14 @@ def different(choices: Choices) -> list[Served]:
 
 def _method(name: str, served: Served, launched: dict[str, str]) -> Any:
     """The launch of a choice, as a method of the bench; `launched` is told what it was in the end."""
-    from tiledsched.attention.launching import launch_plan
-    from tiledsched.attention.plans import make_plan
     from tiledsched.serve.plan_cache import PlanCache
     from tiledsched.studies.bench.methods import Method
-    from tiledsched.studies.rivals.attention_left_out import launched_plan
+    from tiledsched.studies.rivals.attention_left_out import chosen_plan, plan_call
 
     def make(arrays: Any) -> Callable[[], Any]:
-        causal, beside = arrays.beside
-        plans: PlanCache[Any] = PlanCache(lambda *given: given)
-
-        def planned() -> Any:
-            return make_plan(arrays.q, arrays.k, arrays.v, causal, None, False, served, beside)
-
-        plan = launched_plan(plans, arrays, planned, causal, beside)
+        plan, beside = chosen_plan(PlanCache(lambda *given: given), arrays, lambda: served)
         launched[name] = plan.served.schedule.short()
-        return lambda: launch_plan(plan, arrays.q, arrays.k, arrays.v, keep_zeros=True, beside=beside)
+        return plan_call(arrays, plan, beside)
 
     return Method(name=name, about="a choice", make=make)
 
@@ -159,8 +151,8 @@ def timed(work: Mapping[Problem, Choices], harness: Any) -> Iterator[list[Row]]:
     """
     from tiledsched.studies.bench.run import BenchOptions, run_bench
 
-    for problem, choices in sorted(work.items(), key=lambda each: len(different(each[1])) > 1):
-        answers = different(choices)
+    answered = ((problem, choices, different(choices)) for problem, choices in work.items())
+    for problem, choices, answers in sorted(answered, key=lambda each: len(each[2]) > 1):
         launched: dict[str, str] = {}
         rows = [Row(problem=str(problem), policy=numbers_of(policy), choice=served.schedule.short())
                 for policy, served in choices.items()]  # fmt: skip
@@ -205,7 +197,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _mean(ratios: Sequence[float]) -> str:
-    return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.4f}x" if ratios else "-"
+    return f"{statistics.geometric_mean(ratios):.4f}x" if ratios else "-"
 
 
 def main() -> None:
@@ -232,8 +224,8 @@ def main() -> None:
     work = {each: chosen(each, tables, harness.arch, harness.device) for each in problems_of(asked.seeds, entries)}
     if asked.workers > 1:
         with ProcessPoolExecutor(asked.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            each = [(problem, different(choices)) for problem, choices in work.items() if len(different(choices)) > 1]
-            list(pool.map(_build, *zip(*each, strict=True)) if each else ())
+            apart = {each: answers for each, choices in work.items() if len(answers := different(choices)) > 1}
+            list(pool.map(_build, apart, apart.values()))
     rows: list[Row] = []
     with asked.csv.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])

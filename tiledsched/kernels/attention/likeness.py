@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiledsched.schedule import Schedule
+from tiledsched.storage import ALIGNMENT
 
 FEW_ROWS = 64
 """Up to this many query rows a problem is of another kind: decoding, whose time is the reading of the keys."""
@@ -17,9 +18,6 @@ FEW_KEYS = 640
 
 WIDE_TILE = 128
 """Keys of the widest tile that wins."""
-
-TMA_BYTES = 16
-"""What the strides of rows must be a multiple of for the TMA unit to load them."""
 
 WIDE_HEAD, SMALL_TILE = 128, 32
 """Copied rows of more columns than these leave registers for so many keys at once."""
@@ -51,7 +49,7 @@ def kind(p: Any) -> tuple[bool, int, bool, bool, bool]:
 def copied(p: Any) -> bool:
     """Whether threads copy rows of keys or values, because their width in bytes is none that the TMA unit takes: what just fits
     registers otherwise spills, and compiles for minutes."""
-    return any(columns * p.element_bytes % TMA_BYTES for columns in (p.head_dim, p.value_columns))
+    return any(columns * p.element_bytes % ALIGNMENT for columns in (p.head_dim, p.value_columns))
 
 
 def rival_kind(p: Any) -> tuple[bool, bool, int, int]:

@@ -30,7 +30,7 @@ from tiledsched.studies.bench.errors import Error
 from tiledsched.studies.bench.methods import LEFT_OUT, OURS, SERVED, Arrays, Call, Method
 from tiledsched.studies.rivals.attention_accuracy import Pair, compared_pairs, error_of, reference_of_pair
 from tiledsched.studies.rivals.attention_flex import flex_attention
-from tiledsched.studies.rivals.attention_left_out import launched_plan, left_out_call, left_out_plan
+from tiledsched.studies.rivals.attention_left_out import launched_plan, left_out_call, left_out_plan, plan_call
 from tiledsched.studies.rivals.attention_placed import (
     beside_of,
     drawn,
@@ -113,10 +113,7 @@ _own_plans: PlanCache[Any] = PlanCache(lambda *given: given)
 
 def _ours(arrays: AttentionArrays) -> Call:
     """Our kernel as `sdpa`, `sdpa_varlen` and `sdpa_paged` launch it, also where a rival is served."""
-    from tiledsched.attention.launching import launch_plan
-
-    plan, beside = _own_plan(arrays)
-    return lambda: launch_plan(plan, arrays.q, arrays.k, arrays.v, keep_zeros=True, beside=beside)
+    return plan_call(arrays, *_own_plan(arrays))
 
 
 def _own_plan(arrays: AttentionArrays) -> tuple[Any, Any]:

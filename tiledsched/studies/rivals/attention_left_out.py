@@ -50,25 +50,39 @@ def left_out_call(arrays: Any) -> Call:
     Raises:
         UnsupportedError: sequences are packed, or keys lie in pages.
     """
-    from tiledsched.attention.launching import launch_plan
-
-    plan, beside = left_out_plan(arrays)
-    return lambda: launch_plan(plan, arrays.q, arrays.k, arrays.v, keep_zeros=True, beside=beside)
+    return plan_call(arrays, *left_out_plan(arrays))
 
 
 def left_out_plan(arrays: Any) -> tuple[Any, Any]:
     """Its plan, launched once and kept, and what is asked for beside."""
-    from tiledsched.attention.plans import make_plan
-
     if arrays.problem.placed:
         raise UnsupportedError("it knows no packed sequences, and no pages")
+    return chosen_plan(
+        _plans, arrays, lambda: serve_left_out(arrays.problem, process.device_facts(arrays.q.get_device()))
+    )
+
+
+def chosen_plan(plans: PlanCache[Any], arrays: Any, choose: Callable[[], Served]) -> tuple[Any, Any]:
+    """The plan of what `choose` answers, launched once and kept in `plans`, and what is asked for beside.
+
+    Raises:
+        UnsupportedError: why there is no plan.
+    """
+    from tiledsched.attention.plans import make_plan
+
     causal, beside = arrays.beside
 
     def make() -> Any:
-        served = serve_left_out(arrays.problem, process.device_facts(arrays.q.get_device()))
-        return make_plan(arrays.q, arrays.k, arrays.v, causal, None, False, served, beside)
+        return make_plan(arrays.q, arrays.k, arrays.v, causal, None, False, choose(), beside)
 
-    return launched_plan(_plans, arrays, make, causal, beside), beside
+    return launched_plan(plans, arrays, make, causal, beside), beside
+
+
+def plan_call(arrays: Any, plan: Any, beside: Any) -> Call:
+    """The launch of a plan on the arrays it was made for."""
+    from tiledsched.attention.launching import launch_plan
+
+    return lambda: launch_plan(plan, arrays.q, arrays.k, arrays.v, keep_zeros=True, beside=beside)
 
 
 def launched_plan(plans: PlanCache[Any], arrays: Any, make: Callable[[], Any], causal: str | None, beside: Any,
