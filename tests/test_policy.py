@@ -24,13 +24,14 @@ from tiledsched.serve.policy import (
     repaired,
     transfer,
 )
+from tiledsched.serve.prebuilt import MOST_SPILLED
 from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
 from tiledsched.studies.bench.rows import BenchRow, append_rows
 from tiledsched.studies.landscapes import read_landscape
-from tiledsched.studies.policy import Study, summary
-from tiledsched.studies.policy_losses import all_bands, bench_races, judged, medians, to_json
+from tiledsched.studies.policy import Judged, Study, summary
+from tiledsched.studies.policy_losses import FAR, FEWEST, all_bands, bench_races, judged, medians, near_bands, to_json
 
 SPACE, SPEC = space_for("sm_90", Attention), arch_spec("sm_90")
 PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
@@ -230,6 +231,23 @@ def test_the_losses_that_ship_are_those_of_the_study() -> None:
     assert unknown > 0
     assert list(loss_bands("attention")) == [replace(band, up_to=round(band.up_to, 3), loss=replace(
         band.loss, mean=round(band.loss.mean, 4), worst=round(band.loss.worst, 4))) for band in fresh]  # fmt: skip
+
+
+def test_what_a_call_refuses_is_no_choice(tmp_path) -> None:
+    """A program that spills more than a call takes is not served, whatever it took."""
+    rows = "".join(
+        f"{PROBLEM},{name},1,{spills}\n" for name, spills in (("a", ""), ("b", MOST_SPILLED), ("c", MOST_SPILLED + 8))
+    )
+    (tmp_path / "m.csv").write_text(f"problem,schedule,median_us,spill_bytes\n{rows}")
+    assert medians(tmp_path / "m.csv") == [(str(PROBLEM), {"a": 1.0, "b": 1.0})]
+
+
+def test_far_choices_promise_nothing() -> None:
+    choices = [
+        Judged(problem=PROBLEM, schedule=schedule(), loss=0.1, measured=True, distance=FAR) for _ in range(FEWEST)
+    ]
+    assert [band.up_to for band in near_bands(choices)] == [FAR]
+    assert near_bands([replace(each, distance=FAR + 0.1) for each in choices]) == []
 
 
 def test_a_choice_loses_what_the_race_says(tmp_path) -> None:

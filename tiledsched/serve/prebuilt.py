@@ -29,7 +29,7 @@ from tiledsched.schedule import Schedule
 from tiledsched.serve.bundle import VARIABLE, Bundle, Program, bundle_paths, named_bundle, read_bundle
 
 log = logging.getLogger("tiledsched")
-MOST_SPILLED = 64
+MOST_SPILLED = 48
 """Bytes a thread that a choice which nobody measured may keep in memory: hardly a measured winner keeps more
 (docs/results/serving.md)."""
 _thread = threading.local()

@@ -27,6 +27,7 @@ from tiledsched.problem import Problem
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.schedule import Schedule
 from tiledsched.serve.policy import NEAR_KIND, LossBand, Parameters, transfer
+from tiledsched.serve.prebuilt import MOST_SPILLED
 from tiledsched.space_files import space_for
 from tiledsched.store.evidence import for_compiler
 from tiledsched.store.exchange import read_table, read_text
@@ -39,6 +40,8 @@ Race = Mapping[str, float]
 """Microseconds of each schedule, by its short text."""
 NEAR = 0.15
 """Problems that differ in little more than the element type, and the rest."""
+FAR = 4.0
+"""Distance beyond which no loss is promised, nor counted: what is near loses less."""
 GRID = tuple(
     Parameters(reach=reach, model=model) for reach, model in itertools.product((0.3, 0.5, 1.0), (0.3, 0.6, 1.0))
 )
@@ -50,11 +53,11 @@ RACES = ("tiledsched", "left_out")
 
 def medians(path: Path) -> list[tuple[str, dict[str, float]]]:
     """Problem (as people read it) and race, of a CSV file of a tune's medians, packed or not, of several `run`s in several
-    `regime`s where it has such columns.
+    `regime`s where it has such columns. What spills as a call refuses it, by `spill_bytes`, is left out: the next choice serves.
     """  # fmt: skip
     races: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for row in csv.DictReader(io.StringIO(read_text(path))):
-        if row.get("regime", "burst") == "burst":
+        if row.get("regime", "burst") == "burst" and int(row.get("spill_bytes") or 0) <= MOST_SPILLED:
             races[row["problem"], row.get("run", "")][row["schedule"]] = float(row["median_us"])
     return [(problem, race) for (problem, _), race in races.items()]
 
@@ -97,7 +100,7 @@ def near_bands(seen: Iterable[Judged]) -> list[LossBand]:
     groups: dict[str, list[Judged]] = defaultdict(list)
     for each in seen:
         group = each.problem.declaration.loss_group(each.problem)
-        if group:
+        if group and each.distance <= FAR:
             groups["" if each.distance <= NEAR else group].append(each)
     return [LossBand(group=group, other_kind=False, up_to=max(each.distance for each in choices) if group else NEAR,
                      loss=summary(choices)) for group, choices in sorted(groups.items()) if len(choices) >= FEWEST]  # fmt: skip
