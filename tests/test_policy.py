@@ -74,6 +74,16 @@ def test_the_nearest_says_most() -> None:
     assert found.distance == Attention.distance(near.problem, PROBLEM) < Attention.distance(far.problem, PROBLEM)
 
 
+def test_padded_heads_go_by_those_of_about_their_columns() -> None:
+    """But with few rows, which are read at any width, and where the padded width is another."""
+    narrow, wide, unpadded = (PROBLEM.replace(head_dim=columns) for columns in (80, 112, 64))
+    asked = PROBLEM.replace(head_dim=72)
+    assert Attention.distance(narrow, asked) + 1 < Attention.distance(wide, asked)
+    few = [each.replace(seq_q=1) for each in (narrow, wide, asked)]
+    assert Attention.distance(few[0], few[2]) == Attention.distance(few[1], few[2])
+    assert Attention.distance(unpadded, asked) == Attention.distance(unpadded, wide)
+
+
 def test_what_two_name_beats_what_the_nearest_alone_prefers() -> None:
     alone, shared = schedule(latency_k=2), schedule(latency_v=4)
     near = entry(at(4096), alone, runner_up=shared, margin=0.01)

@@ -64,7 +64,8 @@ def distance(p: Any, q: Any) -> float:
 
     Work per block follows the key length, the size of accumulators the width of values, the number of blocks rows and heads, of
     few rows key heads; dtype and grouping matter least. Where the last tile of keys is cut off the code is another: it masks, and
-    what just fits registers without that spills. With few rows a group of query heads shares what it reads, if it is packed.
+    what just fits registers without that spills. So it is with columns of heads that are padded to one width: their parts hold
+    what there is. With few rows a group of query heads shares what it reads, if it is packed.
     """
     few = p.mean_rows <= FEW_ROWS
     octaves = abs(math.log2(p.mean_keys / q.mean_keys)) + 0.5 * abs(math.log2(p.mean_rows / q.mean_rows))
@@ -74,7 +75,8 @@ def distance(p: Any, q: Any) -> float:
     other = 0.1 * (p.dtype != q.dtype) + 0.1 * (p.group != q.group) + 0.3 * (p.head_dim != q.head_dim)
     ragged = (p.seq_k % WIDE_TILE == 0) != (q.seq_k % WIDE_TILE == 0)
     packs = few and (p.group > 1) != (q.group > 1)
-    return float(octaves + 0.5 * blocks + other + ragged + 4.0 * packs + 0.3 * _asked_differently(p, q))
+    columns = 0.0 if few or p.tile_d != q.tile_d else abs(math.log2(p.head_dim / q.head_dim))
+    return float(octaves + 0.5 * blocks + other + ragged + 4.0 * packs + 6.0 * columns + 0.3 * _asked_differently(p, q))
 
 
 def _asked_differently(p: Any, q: Any) -> float:
