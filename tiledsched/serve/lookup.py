@@ -275,7 +275,7 @@ class Table:
             chosen = choose(problem, default, space, lambda schedule: log_us(problem, schedule, spec))
             if chosen not in (None, default):
                 return Served(schedule=chosen, provenance="modelled", entry=None, forced={},
-                              reason="nothing like it was measured or tuned; the model's choice of plain schedules")  # fmt: skip
+                              reason="nothing like it was measured or tuned; a plain schedule, by rule and model")  # fmt: skip
         return Served(schedule=default, provenance="default", entry=None, forced={},
                       reason=f"nothing is known about {space.arch} for this kind of problem")  # fmt: skip
 

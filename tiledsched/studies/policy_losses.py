@@ -6,7 +6,7 @@ r"""What a choice made from other problems loses, by how far they are: what `exp
 
 Every problem of which several programs were measured is held out, alone and with all entries of its lengths, width and
 mask. Where the policy's choice was among them its loss is known; a choice that nobody measured is counted, and says
-nothing. `--out` writes the losses. `--choose` chooses the policy's numbers by every other problem and scores them on the rest.
+nothing. `--out` writes the losses.
 """
 
 from __future__ import annotations
@@ -42,9 +42,6 @@ NEAR = 0.15
 """Problems that differ in little more than the element type, and the rest."""
 FAR = 4.0
 """Distance beyond which no loss is promised, nor counted: what is near loses less."""
-GRID = tuple(
-    Parameters(reach=reach, model=model) for reach, model in itertools.product((0.3, 0.5, 1.0), (0.3, 0.6, 1.0))
-)
 FEWEST = 5
 """Choices on which a loss is promised, at least."""
 RACES = ("tiledsched", "left_out")
@@ -114,20 +111,6 @@ def to_json(bands: Sequence[LossBand]) -> str:
     return json.dumps({"schema_version": 1, "bands": rows}, indent=1) + "\n"
 
 
-def chosen(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race]]) -> list[tuple[str, ...]]:
-    """For each half of the problems: what served them best, its loss there and on the other half, and that of what is served."""
-    order = sorted(races)
-    halves = [{problem: races[problem] for problem in order[first::2]} for first in (0, 1)]
-    scores = {parameters: [summary(judged(entries, half, parameters)[0]).mean for half in halves]
-              for parameters in (NEAR_KIND, *GRID)}  # fmt: skip
-    rows: list[tuple[str, ...]] = []
-    for mine, other in ((0, 1), (1, 0)):
-        best = min(scores, key=lambda each: scores[each][mine])
-        rows.append((f"reach {best.reach:g}, model {best.model:g}", f"{scores[best][mine]:.1%}", f"{scores[best][other]:.1%}",
-                     f"{scores[NEAR_KIND][mine]:.1%}"))  # fmt: skip
-    return rows
-
-
 def read_races(table: Path, landscapes: Sequence[Path], medians_of: Sequence[Path], left_out: Sequence[Path],
                ) -> tuple[list[EntryRecord], list[Landscape], dict[Problem, list[Race]]]:  # fmt: skip
     """The table's entries of its newest compiler, the landscapes, and all races of its problems."""
@@ -174,13 +157,7 @@ def main() -> None:
                         ("left-out", "CSV files of the bench's method left_out")):  # fmt: skip
         parser.add_argument(f"--{name}", nargs="*", type=Path, default=[], help=words)
     parser.add_argument("--out", type=Path, help="also write them here (tuning_db/model/KERNEL/transfer.json)")
-    parser.add_argument("--choose", action="store_true", help="choose the policy's numbers anew instead")
     asked = parser.parse_args()
-    if asked.choose:
-        entries, _, races = read_races(asked.table, asked.landscapes, asked.medians, asked.left_out)
-        head = ("chosen by one half", "loss there", "on the other", "what is served, there")
-        print(to_markdown([Table(head=head, rows=tuple(chosen(entries, races)))]), end="")
-        return
     bands, unknown = all_bands(asked.table, asked.landscapes, asked.medians, asked.left_out)
     rows = tuple(_row(band) for band in bands)
     print(to_markdown([Table(head=("problems", "distance up to", "mean", "worst", "choices"), rows=rows)]), end="")
