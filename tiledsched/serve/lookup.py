@@ -253,8 +253,7 @@ class Table:
     def _transferred(self, entries: Sequence[EntryRecord], problem: Problem, space: SearchSpace,
                      what: str = "") -> Served | None:  # fmt: skip
         """A choice among what won elsewhere."""
-        kind = self.kernel.kind
-        alone = self.kernel.only_its_kind(problem) and not any(kind(e.problem) == kind(problem) for e in entries)
+        alone = self.kernel.only_its_kind(problem) and not self._alike(problem, space)
         if space.arch not in ARCHS or alone:
             return None
         found = transfer(problem, entries, space, arch_spec(space.arch), OTHER_KIND if what else self._policy)

@@ -24,7 +24,6 @@ from tiledsched.device import arch_spec
 from tiledsched.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.kernel import HINT_KNOBS, KernelClass
 from tiledsched.problem import Problem
-from tiledsched.resources import ResourceFacts
 from tiledsched.schedule import Schedule
 from tiledsched.serve.bundle import VARIABLE, Bundle, Program, bundle_paths, named_bundle, read_bundle
 
@@ -195,9 +194,9 @@ def refusing_spills(refuses: bool) -> Iterator[None]:
         _thread.refuses_spills = before
 
 
-def spilled(facts: ResourceFacts) -> int:
+def spilled(spill_bytes: int) -> int:
     """Bytes of registers a thread that a program keeps in memory, where that is more than costs nothing; else 0."""
-    return facts.spill_bytes if facts.spill_bytes > MOST_SPILLED else 0
+    return spill_bytes if spill_bytes > MOST_SPILLED else 0
 
 
 @functools.cache
@@ -231,7 +230,7 @@ def _kernel_class() -> type:
             if asked in self.refused:
                 raise spills_error()(self.refused[asked])
             found = self._found(signature, context, arch, compute_capability, *more)
-            if refuses and (bytes_each := spilled(read_artifact(found[0], arch).facts)):
+            if refuses and (bytes_each := spilled(read_artifact(found[0], arch).facts.spill_bytes)):
                 self.refused[asked] = f"its program spills {bytes_each} bytes of registers a thread"
                 raise spills_error()(self.refused[asked])
             return found

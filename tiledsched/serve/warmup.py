@@ -126,7 +126,7 @@ def prepare(arch: str, path: Path, entries: Sequence[EntryRecord], table: Table,
                 failures.append((needed[key][0], outcome))
         # As a call does: what was not measured and spills gives way to the next choice.
         spilling = [pair for key, pair in zip(keys, waiting, strict=True)
-                    if pair[1].alternatives and key in found and spilled(found[key].facts)]  # fmt: skip
+                    if pair[1].alternatives and key in found and spilled(found[key].facts.spill_bytes)]  # fmt: skip
         following = ((problem, table.instead_of(served, problem, arch)) for problem, served in spilling)
         waiting = [(problem, served) for problem, served in following if served is not None]
     reused = len(needed.keys() & had)

@@ -26,8 +26,8 @@ from tiledsched.files import write_whole
 from tiledsched.problem import Problem
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.schedule import Schedule
-from tiledsched.serve.policy import NEAR_KIND, LossBand, Parameters, transfer
-from tiledsched.serve.prebuilt import MOST_SPILLED
+from tiledsched.serve.policy import NEAR_KIND, LossBand, transfer
+from tiledsched.serve.prebuilt import spilled
 from tiledsched.space_files import space_for
 from tiledsched.store.evidence import for_compiler
 from tiledsched.store.exchange import read_table, read_text
@@ -54,7 +54,7 @@ def medians(path: Path) -> list[tuple[str, dict[str, float]]]:
     """  # fmt: skip
     races: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for row in csv.DictReader(io.StringIO(read_text(path))):
-        if row.get("regime", "burst") == "burst" and int(row.get("spill_bytes") or 0) <= MOST_SPILLED:
+        if row.get("regime", "burst") == "burst" and not spilled(int(row.get("spill_bytes") or 0)):
             races[row["problem"], row.get("run", "")][row["schedule"]] = float(row["median_us"])
     return [(problem, race) for (problem, _), race in races.items()]
 
@@ -68,8 +68,7 @@ def bench_races(path: Path) -> list[tuple[str, dict[str, float]]]:
     return [(problem, race) for problem, race in races.items() if len(race) > 1]
 
 
-def judged(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race]],
-           parameters: Parameters = NEAR_KIND) -> tuple[list[Judged], int]:  # fmt: skip
+def judged(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race]]) -> tuple[list[Judged], int]:
     """The choices that were measured, and how many were not."""
     kernel, arch = entries[0].problem.declaration, entries[0].arch
     space, spec = space_for(arch, kernel), arch_spec(arch)
@@ -79,7 +78,7 @@ def judged(entries: Sequence[EntryRecord], races: Mapping[Problem, Sequence[Race
     for problem, likes_out in itertools.product(races, (False, True)):
         seen = [e for e in known if e.problem != problem and kernel.kind(e.problem) == kernel.kind(problem)
                 and not (likes_out and shape_of(e.problem) == shape_of(problem))]  # fmt: skip
-        choice = transfer(problem, seen, space, spec, parameters)
+        choice = transfer(problem, seen, space, spec, NEAR_KIND)
         if choice is None:
             continue
         short = choice.schedule.short()

@@ -5,24 +5,25 @@
     python -P docs/results/serving/draws.py $S --methods $M --csv after.csv
     python -P docs/results/serving/draws.py --before $S --methods tiledsched,torch_cudnn --csv before.csv
 
-`--before` hides the thirty problems that `coverage` got on 2026-11-26.
+`--before` hides what was tuned from 2026-11-26 on: thirty problems of `coverage`.
 """
 
 import sys
+from datetime import date
 
 from tiledsched.cli import main
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import drawn
 from tiledsched.serve import entries
 
-BEFORE = 137
-"""Problems of `coverage` until then."""
+ADDED = date(2026, 11, 26)
+"""Day of the tune that is hidden."""
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     Attention.suites |= {f"drawn_{seed}": drawn(Attention.problem, seed) for seed in (24, 25)}
     if arguments[:1] == ["--before"]:
         arguments = arguments[1:]
-        hidden, read = set(Attention.suite("coverage")[BEFORE:]), entries.read_entries
-        entries.read_entries = lambda path: [entry for entry in read(path) if entry.problem not in hidden]
+        read = entries.read_entries
+        entries.read_entries = lambda path: [entry for entry in read(path) if entry.updated_at.date() < ADDED]
     sys.exit(main(arguments))

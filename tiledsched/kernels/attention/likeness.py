@@ -145,8 +145,10 @@ def untold(p: Any, default: Schedule, space: Any, estimate: Callable[[Schedule],
     rows that are copied and wide, what does not spill.
     """
     if p.mean_rows > FEW_ROWS:
+        if p.tile_d <= WIDE_HEAD or not copied(p):
+            return None
         small = default.replace(tile_n=SMALL_TILE)
-        return small if copied(p) and p.tile_d > WIDE_HEAD and not space.violations(small, p) else None
+        return None if space.violations(small, p) else small
     knobs = [name for name in ("kv_splits", "kv_combine", "pack_gqa", "tile_m", "tma_loads") if name in space.knobs]
     varied = (default.replace(**dict(zip(knobs, values, strict=True)))
               for values in itertools.product(*(space.knobs[name].choices for name in knobs)))  # fmt: skip

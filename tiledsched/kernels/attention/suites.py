@@ -120,6 +120,7 @@ def _coverage(make: Make) -> list[Problem]:
         **brain,
     )
     masked: dict[str, Any] = {**brain, "causal": True}
+    chunk: dict[str, Any] = {**masked, "alignment": "bottom_right"}
     for heads in (48, 80, 128):
         add(((1, 1024, 1024),), heads, 128, 8, **masked)
     add(((1, 512, 512), (1, 2048, 2048)), 64, 128, 8, **masked)
@@ -129,7 +130,7 @@ def _coverage(make: Make) -> list[Problem]:
     for batch, heads, rows in ((4, 32, 2048), (1, 64, 2048), (8, 64, 1024)):
         add(((batch, rows, rows),), heads, 192, value_dim=128, **masked)
     add(((4, 2048, 2048), (8, 512, 512)), 16, 256, 8, **masked)
-    add(((1, 512, 4096),), 16, 256, 8, alignment="bottom_right", **masked)
+    add(((1, 512, 4096),), 16, 256, 8, **chunk)
     for batch, heads, rows in ((1, 128, 768), (1, 96, 1536)):
         add(((batch, rows, rows),), heads, 192, value_dim=128, **masked)
     add(((2, 1024, 1024), (4, 2048, 2048)), 32, 96, value_dim=64, **masked)
@@ -164,9 +165,9 @@ def _coverage(make: Make) -> list[Problem]:
     add(((16, 900, 900), (2, 700, 700), (1, 3000, 3000)), 16, 64, **half)
     add(((1, 700, 700), (8, 1100, 1100)), 32, 128, 8, **masked)
     add(((4, 700, 700), (1, 6000, 6000)), 32, 64, 8, **masked)
-    add(((1, 400, 3000), (1, 2000, 9000)), 32, 128, 8, alignment="bottom_right", **masked)
-    add(((4, 100, 1500),), 32, 128, 4, alignment="bottom_right", **masked)
-    add(((1, 600, 5000),), 32, 64, 8, alignment="bottom_right", **masked)
+    add(((1, 400, 3000), (1, 2000, 9000)), 32, 128, 8, **chunk)
+    add(((4, 100, 1500),), 32, 128, 4, **chunk)
+    add(((1, 600, 5000),), 32, 64, 8, **chunk)
     add(((1, 5, 3000), (16, 4, 1500)), 32, 128, 8, **brain)
     add(((8, 1, 1500), (1, 1, 3000)), 32, 80, **brain)
     add(((8, 1, 2500),), 32, 96, **brain)
@@ -178,7 +179,6 @@ def _coverage(make: Make) -> list[Problem]:
     add(((1, 4096, 77),), 16, 80, **half)
     add(((32, 256, 256),), 32, 256, 8, **half, causal=True)
     # Chunks, texts and encoders in heads of other widths than 64 and 128, whose rivals have programs of their own.
-    chunk: dict[str, Any] = {**masked, "alignment": "bottom_right"}
     add(((1, 12000, 12000), (4, 4500, 4500), (16, 400, 400)), 12, 96, **brain)
     add(((1, 9000, 9000),), 32, 96, 8, **masked)
     add(((1, 300, 700), (1, 1500, 9000)), 32, 96, 8, **chunk)
