@@ -9,9 +9,15 @@ from tiledsched.kernels.attention.declaration import scales
 def run_outputs(kernel, schedule, problem, q, k, v, scale=None, *, sm_count=8, order="forward", cap=None, more=None):
     """`out`, and `lse` where the problem asks for it. `more`: its inputs beside q, k and v, by name."""
     scale_log2, cap_scale = scales(problem, scale, cap)
-    found = run_schedule(kernel, problem, schedule, {"Q": q, "K": k, "V": v, **(more or {})},
-                         scalars={"scale_log2": scale_log2, "cap_scale": cap_scale}, device=SmallDevice(sm_count=sm_count),
-                         order=order)  # fmt: skip
+    found = run_schedule(
+        kernel,
+        problem,
+        schedule,
+        {"Q": q, "K": k, "V": v, **(more or {})},
+        scalars={"scale_log2": scale_log2, "cap_scale": cap_scale},
+        device=SmallDevice(sm_count=sm_count),
+        order=order,
+    )
     return {"out": found["Out"], **({"lse": found["Lse"][..., 0]} if "Lse" in found else {})}
 
 

@@ -8,12 +8,12 @@ import cuda.tile as ct
 from cuda.tile.compilation import KernelSignature, export_kernel
 
 from tiledsched.build.cubin import Artifact, read_artifact
-from tiledsched.device import arch_spec
+from tiledsched.core.device import arch_spec
+from tiledsched.core.launch import signature, steps
+from tiledsched.core.problem import Problem
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.entries import HeadArray
-from tiledsched.launches import signature, steps
-from tiledsched.problem import Problem
-from tiledsched.space_files import space_for
 
 
 def stray(Q: HeadArray, K: HeadArray, V: HeadArray, Out: HeadArray, scale_log2: float):

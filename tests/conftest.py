@@ -31,7 +31,7 @@ def new_schema() -> tuple[str, ...]:
 @pytest.fixture(autouse=True)
 def schema_at_hand(request, monkeypatch):
     """New SQLite files get their schema as one script: hundreds of tests make them."""
-    from tiledsched.kernels import SHIPPED
+    from tiledsched.core.registry import SHIPPED
     from tiledsched.store.database import Database
     from tiledsched.store.engine import HEAD
 
@@ -55,7 +55,7 @@ def schema_at_hand(request, monkeypatch):
 @pytest.fixture(autouse=True, scope="session")
 def shipped_tables_at_hand():
     """Tables that ship are decoded once: hundreds of tests are served from them."""
-    from tiledsched import data_files
+    from tiledsched.core import data_files
     from tiledsched.serve import entries
 
     folder, read = data_files.tuning_db() / "tables", entries.read_entries
@@ -72,7 +72,7 @@ def shipped_tables_at_hand():
 @pytest.fixture
 def fresh():
     """No plan, warning or setting from another test."""
-    from tiledsched.attention import sdpa as serve
+    from tiledsched.ops import sdpa as serve
 
     serve.reload()
     yield
@@ -84,7 +84,7 @@ def launches(fresh, monkeypatch, tmp_path):
     """The list of launches to come, on CPU tensors; what the kernel does not serve is an error."""
     from serve_on_cpu import serve_on_cpu
 
-    from tiledsched.attention import sdpa as serve
+    from tiledsched.ops import sdpa as serve
 
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
     found = serve_on_cpu(monkeypatch, tmp_path)

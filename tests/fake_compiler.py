@@ -10,7 +10,7 @@ import time
 from store_samples import artifact
 
 from tiledsched.build.compiler import BuildTask, Built, no_room
-from tiledsched.errors import Failure, FailureKind
+from tiledsched.core.errors import Failure, FailureKind
 
 
 def compile_task(task: BuildTask) -> Built:

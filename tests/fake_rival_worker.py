@@ -54,11 +54,16 @@ def main() -> None:
     cupy.from_dlpack = numpy.from_dlpack
     sys.modules["cupy"] = cupy
     for name, value in {
-        "Event": Event, "_sleep": lambda cycles: None, "synchronize": lambda: None, "empty_cache": lambda: None,
-        "Stream": lambda: None, "stream": lambda stream: contextlib.nullcontext(),
+        "Event": Event,
+        "_sleep": lambda cycles: None,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+        "Stream": lambda: None,
+        "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": lambda: types.SimpleNamespace(cuda_stream=0),
-        "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: None), "graph": lambda graph: contextlib.nullcontext(),
-    }.items():  # fmt: skip
+        "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: None),
+        "graph": lambda graph: contextlib.nullcontext(),
+    }.items():
         setattr(torch.cuda, name, value)
     from tiledsched.kernels.attention import rivals
     from tiledsched.measure import rival_worker, worker

@@ -31,8 +31,9 @@ def artifact(code: bytes, fingerprint: str):
     """Machine code of this GPU as a build gives it."""
     from tiledsched.build.cubin import Artifact, ResourceFacts
 
-    facts = ResourceFacts(registers=168, threads=128, shared_bytes=65536, spill_bytes=0, num_ctas=1, code_bytes=20480,
-                          ctas_per_sm=2)  # fmt: skip
+    facts = ResourceFacts(
+        registers=168, threads=128, shared_bytes=65536, spill_bytes=0, num_ctas=1, code_bytes=20480, ctas_per_sm=2
+    )
     return Artifact(arch="sm_90", fingerprint=fingerprint, facts=facts, cubin=code)
 
 
@@ -208,7 +209,7 @@ def named_arguments(step, arguments) -> dict:
 
 def array_at(words, spec):
     """The array whose address, sizes and strides are given."""
-    from tiledsched.storage import storage_type
+    from tiledsched.core.storage import storage_type
 
     ndim = (len(words) - 1) // 2
     kind = numpy.dtype(storage_type(spec.dtype))
@@ -219,8 +220,8 @@ def array_at(words, spec):
 
 def compute(named, what: str) -> None:
     """What the reference makes of the inputs, in float32, in the outputs; or something wrong."""
-    from tiledsched.cases import expected_outputs, input_specs, output_specs
-    from tiledsched.storage import is_float, to_storage
+    from tiledsched.core.cases import expected_outputs, input_specs, output_specs
+    from tiledsched.core.storage import is_float, to_storage
 
     inputs = {spec.name: named[spec.name] for spec in input_specs(gpu.kernel, gpu.problem)}
     right = expected_outputs(gpu.kernel, numpy, gpu.problem, inputs, "float32")
@@ -280,14 +281,24 @@ def fake_cupy(mode: str) -> types.ModuleType:
     cupy.empty = lambda shape, dtype: numpy.empty(min(shape, 64) if isinstance(shape, int) else shape, dtype=dtype)
     cupy.RawModule, cupy.RawKernel = RawModule, RawKernel
     cupy.get_default_memory_pool = MemoryPool
-    properties = {"name": b"Made-up GPU", "major": 9, "minor": 0, "multiProcessorCount": 8, "totalGlobalMem": 1 << 30,
-                  "l2CacheSize": 1 << 20}  # fmt: skip
-    runtime = types.SimpleNamespace(getDevice=count_devices, getDeviceProperties=lambda device: properties,
-                                    driverGetVersion=lambda: 13000)  # fmt: skip
+    properties = {
+        "name": b"Made-up GPU",
+        "major": 9,
+        "minor": 0,
+        "multiProcessorCount": 8,
+        "totalGlobalMem": 1 << 30,
+        "l2CacheSize": 1 << 20,
+    }
+    runtime = types.SimpleNamespace(
+        getDevice=count_devices, getDeviceProperties=lambda device: properties, driverGetVersion=lambda: 13000
+    )
     cupy.cuda = types.SimpleNamespace(
-        Stream=Stream, Event=Event, Device=Device, runtime=runtime,
+        Stream=Stream,
+        Event=Event,
+        Device=Device,
+        runtime=runtime,
         get_elapsed_time=lambda before, after: (after.at_us - before.at_us) / 1e3,
-    )  # fmt: skip
+    )
     return cupy
 
 
@@ -314,7 +325,7 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
     if mode == "crash":
         raise ModuleNotFoundError("No module named 'cupy'")
     sys.modules["cupy"] = fake_cupy(mode)
-    from tiledsched.kernel_names import load_kernel
+    from tiledsched.core.registry import load_kernel
     from tiledsched.measure import timing, worker
 
     answer = worker.answer

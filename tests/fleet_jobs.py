@@ -20,21 +20,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from tiledsched import config, data_files, tuning
-from tiledsched import refresh as refreshing
 from tiledsched.build import artifacts, pool
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
-from tiledsched.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
+from tiledsched.core import config, data_files
+from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
+from tiledsched.core.space_files import space_for
 from tiledsched.fleet import jobs as real
-from tiledsched.fleet import scratch
+from tiledsched.fleet import local_store as scratch
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.search.prior import Shipped
 from tiledsched.serve import entries
-from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
+from tiledsched.tuning import refresh as refreshing
+from tiledsched.tuning import session as tuning
+from tiledsched.tuning.prior import Shipped
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 PROGRAMS = 8
@@ -254,7 +255,7 @@ def bench(kernel, problem, arch, *, db, jobs, progress, **options):
     """`bench` of one problem, with a stopwatch that runs nothing. What is served is looked up as a launch does it."""
     from test_bench import Harness, run_module
 
-    from tiledsched.studies.bench.job import bench as real_bench
+    from tiledsched.bench.job import bench as real_bench
 
     class Served(Harness):
         def prepare(self, problem, methods, regime):
@@ -268,7 +269,7 @@ def bench(kernel, problem, arch, *, db, jobs, progress, **options):
     with (
         patch.object(run_module, "BURST_GAP_S", 0.0),
         patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())),
-        patch("tiledsched.studies.bench.harness.TorchHarness", lambda *, verify: Served()),
+        patch("tiledsched.bench.harness.TorchHarness", lambda *, verify: Served()),
     ):
         result = real_bench(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **options)
     end(problem, arch)

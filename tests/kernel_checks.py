@@ -10,11 +10,11 @@ from attention_runs import run_outputs
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from tiledsched import data_files
+from tiledsched.core import data_files
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.reference import attention_and_lse
-from tiledsched.space_files import space_for
 
 ARCHS = sorted(path.stem for path in (data_files.search_spaces() / "attention").glob("sm_*.toml"))
 SPACES = {arch: space_for(arch, Attention) for arch in ARCHS}
@@ -91,10 +91,24 @@ def check(
     more = more_inputs(problem) if more is None else more
     cap = cap or (DEFAULT_CAP if problem.softcap else 0.0)
     found = run_outputs(kernel, schedule, problem, q, k, v, scale, sm_count=sm_count, order=order, cap=cap, more=more)
-    exact, lse = attention_and_lse(np, q, k, v, causal=problem.causal, scale=scale, alignment=problem.alignment,
-                                   window=problem.window, window_right=problem.window_right, cap=cap, sinks=more.get("Sinks"), starts=more.get("Starts"),
-                                   lengths=more.get("Lengths"), cu_q=more.get("CuQ"), cu_k=more.get("CuK"),
-                                   table=more.get("Table"))  # fmt: skip
+    exact, lse = attention_and_lse(
+        np,
+        q,
+        k,
+        v,
+        causal=problem.causal,
+        scale=scale,
+        alignment=problem.alignment,
+        window=problem.window,
+        window_right=problem.window_right,
+        cap=cap,
+        sinks=more.get("Sinks"),
+        starts=more.get("Starts"),
+        lengths=more.get("Lengths"),
+        cu_q=more.get("CuQ"),
+        cu_k=more.get("CuK"),
+        table=more.get("Table"),
+    )
     out = found["out"]
     assert np.isfinite(out).all(), "NaN or infinity: unwritten elements, or padding that was used"
     tolerance = TOLERANCE["fp16 accumulator" if schedule["accum_mode"] == "fp16" else problem.dtype]
@@ -177,8 +191,14 @@ def placed_problems(draw, of=problems, **fixed):
     window, right = draw(st.sampled_from([(0, 0), (0, 0), (1, 0), (20, 30), (100, 0), (0, 40)]))
     seq_k = -(-min(problem.seq_k, 400) // page) * page if page else problem.seq_k
     asked = {name: draw(st.booleans()) for name in ("softcap", "sinks")}
-    return problem.replace(seq_k=seq_k, packed=packed, page=page, lengths=page > 0, **asked,
-                           **({"window": window, "window_right": right, "causal": True} if window or right else {}))  # fmt: skip
+    return problem.replace(
+        seq_k=seq_k,
+        packed=packed,
+        page=page,
+        lengths=page > 0,
+        **asked,
+        **({"window": window, "window_right": right, "causal": True} if window or right else {}),
+    )
 
 
 @st.composite

@@ -31,15 +31,15 @@ import tiledsched
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
-from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.extras import package_version
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.extras import package_version
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.gpu import GpuRunner, Timeouts
 from tiledsched.measure.launch import Launch
 from tiledsched.measure.runner import Candidate, Failed, Measurement
-from tiledsched.schedule import Schedule
-from tiledsched.search.race import RaceResult, Rules, race
-from tiledsched.space_files import space_for
+from tiledsched.tuning.race import RaceResult, Rules, race
 
 RULES = Rules(opening_rounds=3, heat_rounds=5, most_rounds=18)
 GOOD = 3
@@ -50,7 +50,7 @@ KILL_AFTER_S = 0.05
 class Runner(GpuRunner):
     """Kills its own worker in the first run of samples, where asked to, and keeps what became of that run. A schedule may ask
     it for a grid no GPU takes.
-    """  # fmt: skip
+    """
 
     kill_worker = False
     killed: Failure | None = None
@@ -95,8 +95,9 @@ class RealBench:
 
     def candidate(self, *, arch: str = "", causal: bool = False, **changes: Any) -> Candidate:
         arch, schedule = arch or self.arch, self.schedule(**changes)
-        built = compile_task(BuildTask(kernel="attention", schedule=schedule, arch=arch,
-                                       problem=self.problem.replace(causal=causal)))  # fmt: skip
+        built = compile_task(
+            BuildTask(kernel="attention", schedule=schedule, arch=arch, problem=self.problem.replace(causal=causal))
+        )
         if built.artifact is None:
             raise RuntimeError(f"{schedule} does not build: {built.failure}")
         return Candidate(schedule=schedule, artifact=built.artifact)
@@ -190,10 +191,18 @@ def too_large(bench: Bench, runner: Runner, fault: str) -> Failure:
 
 def compile_too_long(bench: Bench, runner: Runner, fault: str) -> Failure:
     """A compile that is given no time, with nothing of it in cuTile's cache; nothing of it reaches the race."""
-    task = BuildTask(kernel="attention", schedule=space_for(bench.arch, Attention).default(bench.problem), problem=bench.problem,
-                     arch=bench.arch, timeout_s=0.01)  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CUDA_TILE_CACHE_DIR=folder), \
-            BuildPool(jobs=1) as pool:  # fmt: skip
+    task = BuildTask(
+        kernel="attention",
+        schedule=space_for(bench.arch, Attention).default(bench.problem),
+        problem=bench.problem,
+        arch=bench.arch,
+        timeout_s=0.01,
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, CUDA_TILE_CACHE_DIR=folder),
+        BuildPool(jobs=1) as pool,
+    ):
         (built,) = pool.build([task])
     if built.failure is None:
         raise RuntimeError("it compiled within its limit")
@@ -216,16 +225,28 @@ FAULTS = (
     Fault(name="stray_write", how="a kernel that writes far outside its output", expected=FailureKind.ILLEGAL_ADDRESS),
     Fault(name="hang", how="a kernel that runs for tens of seconds, given 4", expected=FailureKind.HANG),
     Fault(name="wrong_result", how="the causal kernel for a problem that is not", expected=FailureKind.WRONG_RESULT),
-    Fault(name="worker_killed", how="SIGKILL to the measuring process while it takes samples",
-          expected=FailureKind.WORKER_KILLED, provoke=kill_worker),
+    Fault(
+        name="worker_killed",
+        how="SIGKILL to the measuring process while it takes samples",
+        expected=FailureKind.WORKER_KILLED,
+        provoke=kill_worker,
+    ),
     Fault(name="grid_too_large", how="a grid of 131072 blocks along y", expected=FailureKind.LAUNCH_FAILURE),
     Fault(name="truncated_cubin", how="the first half of a cubin", expected=FailureKind.ARTIFACT_CORRUPT),
     Fault(name="other_arch", how="a cubin for another arch", expected=FailureKind.DRIVER_MISMATCH),
-    Fault(name="out_of_memory", how="a problem that does not fit, before one that does",
-          expected=FailureKind.OUT_OF_MEMORY, provoke=too_large),
-    Fault(name="compile_timeout", how="a compile with a limit of 10 ms", expected=FailureKind.COMPILE_TIMEOUT,
-          provoke=compile_too_long),
-)  # fmt: skip
+    Fault(
+        name="out_of_memory",
+        how="a problem that does not fit, before one that does",
+        expected=FailureKind.OUT_OF_MEMORY,
+        provoke=too_large,
+    ),
+    Fault(
+        name="compile_timeout",
+        how="a compile with a limit of 10 ms",
+        expected=FailureKind.COMPILE_TIMEOUT,
+        provoke=compile_too_long,
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,10 +299,16 @@ def provoke(bench: Bench, fault: Fault, winners: set[Schedule]) -> Row:
     good = {candidate.schedule for candidate in bench.good}
     outcomes = result.outcomes if result else ()
     measured = sum(isinstance(outcome, Measurement) and outcome.schedule in good for outcome in outcomes)
-    return Row(fault=fault.name, provoked_how=fault.how, expected_kind=fault.expected.value,
-               outcome_kind=failure.kind.value if failure else "", message=trouble or (failure.message if failure else ""),
-               seconds=round(time.monotonic() - started, 2), good_measured=measured,
-               winner_unchanged=bool(result and result.winner and result.winner.schedule in winners))  # fmt: skip
+    return Row(
+        fault=fault.name,
+        provoked_how=fault.how,
+        expected_kind=fault.expected.value,
+        outcome_kind=failure.kind.value if failure else "",
+        message=trouble or (failure.message if failure else ""),
+        seconds=round(time.monotonic() - started, 2),
+        good_measured=measured,
+        winner_unchanged=bool(result and result.winner and result.winner.schedule in winners),
+    )
 
 
 def run(bench: Bench, faults: list[Fault]) -> dict[str, Any]:
@@ -305,13 +332,16 @@ def run(bench: Bench, faults: list[Fault]) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": device.to_json(),
         "made_up": isinstance(bench, FakeBench),
-        "versions": {"tiledsched": tiledsched.__version__, "python": platform.python_version(),
-                     **{name: package_version(name) for name in packages}},
+        "versions": {
+            "tiledsched": tiledsched.__version__,
+            "python": platform.python_version(),
+            **{name: package_version(name) for name in packages},
+        },
         "problem": bench.problem.to_json(),
         "good": [candidate.schedule.to_json() for candidate in bench.good],
         "winner": alone.winner.schedule.id,
         "faults": [asdict(row) | {"lost": row.lost} for row in rows],
-    }  # fmt: skip
+    }
 
 
 def line(row: Row) -> str:
@@ -319,8 +349,10 @@ def line(row: Row) -> str:
     kind = row.outcome_kind or "nothing"
     expected = "" if kind == row.expected_kind else f" (expected {row.expected_kind})"
     state = "LOST" if row.lost else "ok"
-    return (f"{state:5}{row.fault:17}{kind:17}{row.seconds:7.1f} s  {row.good_measured}/{GOOD} measured, winner "
-            f"{'the same' if row.winner_unchanged else 'ANOTHER'}{expected}  {row.message[:100]}")  # fmt: skip
+    return (
+        f"{state:5}{row.fault:17}{kind:17}{row.seconds:7.1f} s  {row.good_measured}/{GOOD} measured, winner "
+        f"{'the same' if row.winner_unchanged else 'ANOTHER'}{expected}  {row.message[:100]}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

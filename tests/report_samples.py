@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
-from tiledsched.device import arch_spec
-from tiledsched.kernel_names import kernel_named
+from tiledsched.core.device import arch_spec
+from tiledsched.core.launch import problem_class
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.launches import problem_class
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement
 from tiledsched.report import build_report
-from tiledsched.space_files import space_for
-from tiledsched.store.records import BuildRecord, EntryRecord, Toolchain
+from tiledsched.store.records import BuildRecord, Entry, Toolchain
 
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nvvm="13.4.12")
 DEVICE = Device(
@@ -34,32 +34,53 @@ def taken(
     schedule, us, *, problem=PROBLEM, fingerprint=None, regime="burst", device=DEVICE.name, clock=1980, reasons=()
 ):
     return Measurement(
-        problem=problem, schedule=schedule, fingerprint=fingerprint or schedule.id * 2, regime=regime, median_us=us,
-        device=Device(**{**DEVICE.to_json(), "name": device}), ci_low_us=us * 0.995, ci_high_us=us * 1.005,
-        samples_us=tuple(us * (1 + i / 1000) for i in (-5, -1, 0, 1, 5)), runner="gpu",
+        problem=problem,
+        schedule=schedule,
+        fingerprint=fingerprint or schedule.id * 2,
+        regime=regime,
+        median_us=us,
+        device=Device(**{**DEVICE.to_json(), "name": device}),
+        ci_low_us=us * 0.995,
+        ci_high_us=us * 1.005,
+        samples_us=tuple(us * (1 + i / 1000) for i in (-5, -1, 0, 1, 5)),
+        runner="gpu",
         accuracy=Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 0, 0), repeatable=True),
         conditions=Conditions(sm_clock_mhz=clock, power_w=512.0, temperature_c=51, throttle_reasons=reasons),
-    )  # fmt: skip
+    )
 
 
 def add_times(db, times, *, fingerprints=None, **changes):
     """Measurements at the times given, in microseconds; their numbers by schedule."""
     return {
-        schedule: db.record_measurement(None, changes.get("problem", PROBLEM).kernel, SOURCE, TOOLCHAIN,
-                                        taken(schedule, us, fingerprint=(fingerprints or {}).get(schedule), **changes))
+        schedule: db.record_measurement(
+            None,
+            changes.get("problem", PROBLEM).kernel,
+            SOURCE,
+            TOOLCHAIN,
+            taken(schedule, us, fingerprint=(fingerprints or {}).get(schedule), **changes),
+        )
         for schedule, us in times.items()
-    }  # fmt: skip
+    }
 
 
 def build_of(schedule, outcome, *, problem=PROBLEM, arch="sm_90"):
     """A build that became the fingerprint or the failure given."""
     if isinstance(outcome, str):
-        facts = ResourceFacts(registers=128, threads=256, shared_bytes=65536, spill_bytes=16, num_ctas=1,
-                              code_bytes=20480, ctas_per_sm=2)  # fmt: skip
+        facts = ResourceFacts(
+            registers=128, threads=256, shared_bytes=65536, spill_bytes=16, num_ctas=1, code_bytes=20480, ctas_per_sm=2
+        )
         outcome = Artifact(arch=arch, fingerprint=outcome, facts=facts, cubin=b"\x7fELF" * 100)
     served = problem_class(kernel_named(problem.kernel), problem, schedule, arch_spec(arch))
-    return BuildRecord.of(outcome, kernel=problem.kernel, source_hash=SOURCE, toolchain=TOOLCHAIN, arch=arch,
-                          schedule=schedule, seconds=1.0, problem_class=served)  # fmt: skip
+    return BuildRecord.of(
+        outcome,
+        kernel=problem.kernel,
+        source_hash=SOURCE,
+        toolchain=TOOLCHAIN,
+        arch=arch,
+        schedule=schedule,
+        seconds=1.0,
+        problem_class=served,
+    )
 
 
 def add_builds(db, builds):
@@ -67,9 +88,20 @@ def add_builds(db, builds):
 
 
 def add_modelled(db, schedule, *, problem=PROBLEM, arch="sm_90", **changes):
-    db.put_entry(EntryRecord(kernel=problem.kernel, arch=arch, problem=problem, provenance="modelled", schedule=schedule,
-                             fingerprint="d" * 24, model_us=90.0, toolchain=TOOLCHAIN, source_hash=SOURCE,
-                             **changes))  # fmt: skip
+    db.put_entry(
+        Entry(
+            kernel=problem.kernel,
+            arch=arch,
+            problem=problem,
+            provenance="modelled",
+            schedule=schedule,
+            fingerprint="d" * 24,
+            model_us=90.0,
+            toolchain=TOOLCHAIN,
+            source_hash=SOURCE,
+            **changes,
+        )
+    )
 
 
 def formula(schedule, problem):

@@ -11,15 +11,15 @@ import cuda.tile as ct
 import ml_dtypes
 import numpy
 
-import tiledsched.fields as ts
-from tiledsched.cases import make_cases
+import tiledsched.core.fields as ts
+from tiledsched.core.cases import make_cases
+from tiledsched.core.kernel import Kernel, KernelClass
+from tiledsched.core.launch import scratch, steps
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import run
-from tiledsched.kernel import Kernel, KernelClass
-from tiledsched.launches import scratch, steps
 from tiledsched.measure.accuracy import OutputErrors, case_errors
 from tiledsched.measure.arrays import ProblemArrays, each
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
 
 Int = ct.Constant[int]
 DEVICE = types.SimpleNamespace(sm_count=2, arch="sm_90")
@@ -258,12 +258,17 @@ def run_on_cpu(kernel: KernelClass, p: Problem, s: Schedule, case: Any) -> list[
     specs = {spec.name: spec for spec in (*kernel.arrays(p), *wanted)}
     named = {**arrays.cases[0].inputs, **arrays.outputs, **arrays.scratch(wanted)}
     for name, value in named.items():
-        typed = [array.view(getattr(ml_dtypes, specs[name].dtype)) if hasattr(ml_dtypes, specs[name].dtype) else array
-                 for array in each(value)]  # fmt: skip
+        typed = [
+            array.view(getattr(ml_dtypes, specs[name].dtype)) if hasattr(ml_dtypes, specs[name].dtype) else array
+            for array in each(value)
+        ]
         named[name] = typed if specs[name].listed else typed[0]
     for step in found:
-        run(step.function, step.grid, [named.get(one.name, one.value) if one.kind in ("array", "list") else one.value
-                                       for one in step.arguments])  # fmt: skip
+        run(
+            step.function,
+            step.grid,
+            [named.get(one.name, one.value) if one.kind in ("array", "list") else one.value for one in step.arguments],
+        )
     return case_errors(
         numpy, arrays.output_specs, arrays.outputs, case, kernel.tolerance(p, s), kernel.check_tile(p, s)
     )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from tiledsched.serve import launching, process
+from tiledsched.serve import launch as launching
+from tiledsched.serve import process
 
 TOLERANCE: dict[Any, dict[str, float]] = {
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},

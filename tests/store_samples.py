@@ -18,14 +18,14 @@ from postgres import server
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.errors import Failure, FailureKind
+from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.problem import ProblemClass
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement, RivalTime
-from tiledsched.problem import ProblemClass
-from tiledsched.schedule import Schedule
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import resolve_url
-from tiledsched.store.records import BuildRecord, EntryRecord, StoredMeasurement
+from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
 
 BACKENDS = ("file", "postgresql")
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
@@ -35,10 +35,20 @@ DEVICE = Device(
 )
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 RIVALS = (
-    RivalTime(name="flash_attention_4", median_us=90.0, ours_us=100.0, ratio=0.9, ratio_low=0.89, ratio_high=0.91, samples=30,
-              host_us=340.0, capturable=True, version="flash-attn-4 4.0.0b36"),
+    RivalTime(
+        name="flash_attention_4",
+        median_us=90.0,
+        ours_us=100.0,
+        ratio=0.9,
+        ratio_low=0.89,
+        ratio_high=0.91,
+        samples=30,
+        host_us=340.0,
+        capturable=True,
+        version="flash-attn-4 4.0.0b36",
+    ),
     RivalTime(name="torch_flash", failure="RuntimeError: No available kernel."),
-)  # fmt: skip
+)
 FAILURE = Failure(kind=FailureKind.COMPILE_ERROR, message="tileiras: error: out of registers")
 
 
@@ -68,15 +78,22 @@ def problem_class(**changes) -> ProblemClass:
 
 
 def artifact(fingerprint="f" * 24, arch="sm_90", registers=168) -> Artifact:
-    facts = ResourceFacts(registers=registers, threads=128, shared_bytes=65536, spill_bytes=0, num_ctas=1,
-                          code_bytes=20480, ctas_per_sm=2)  # fmt: skip
+    facts = ResourceFacts(
+        registers=registers, threads=128, shared_bytes=65536, spill_bytes=0, num_ctas=1, code_bytes=20480, ctas_per_sm=2
+    )
     return Artifact(arch=arch, fingerprint=fingerprint, facts=facts, cubin=b"\x7fELF" * 100)
 
 
 def build(outcome=None, *, sched=None, arch="sm_90", **changes) -> BuildRecord:
-    values = {"kernel": "attention", "source_hash": "abc", "toolchain": TOOLCHAIN, "arch": arch,
-              "schedule": schedule() if sched is None else sched, "problem_class": problem_class(),
-              "seconds": 1.5}  # fmt: skip
+    values = {
+        "kernel": "attention",
+        "source_hash": "abc",
+        "toolchain": TOOLCHAIN,
+        "arch": arch,
+        "schedule": schedule() if sched is None else sched,
+        "problem_class": problem_class(),
+        "seconds": 1.5,
+    }
     return BuildRecord.of(outcome if outcome is not None else artifact(arch=arch), **{**values, **changes})
 
 
@@ -99,15 +116,33 @@ def measurement(median_us=100.0, **changes) -> Measurement:
 
 
 def stored(uid="d" * 24, *, created_at=START, **changes) -> StoredMeasurement:
-    return StoredMeasurement(id=0, uid=uid, run_id=None, kernel="attention", source_hash="abc", toolchain=TOOLCHAIN,
-                             measurement=measurement(**changes), created_at=created_at)  # fmt: skip
+    return StoredMeasurement(
+        id=0,
+        uid=uid,
+        run_id=None,
+        kernel="attention",
+        source_hash="abc",
+        toolchain=TOOLCHAIN,
+        measurement=measurement(**changes),
+        created_at=created_at,
+    )
 
 
-def entry(provenance="modelled", **changes) -> EntryRecord:
-    values = {"kernel": "attention", "arch": "sm_90", "problem": PROBLEM, "provenance": provenance,
-              "schedule": schedule(), "fingerprint": "f" * 24, "model_us": 90.0, "toolchain": TOOLCHAIN,
-              "source_hash": "abc", "candidates": 7, "source": "a test"}  # fmt: skip
-    return EntryRecord(**{**values, **changes})
+def entry(provenance="modelled", **changes) -> Entry:
+    values = {
+        "kernel": "attention",
+        "arch": "sm_90",
+        "problem": PROBLEM,
+        "provenance": provenance,
+        "schedule": schedule(),
+        "fingerprint": "f" * 24,
+        "model_us": 90.0,
+        "toolchain": TOOLCHAIN,
+        "source_hash": "abc",
+        "candidates": 7,
+        "source": "a test",
+    }
+    return Entry(**{**values, **changes})
 
 
 def fill(db: TuningDB) -> None:
@@ -119,10 +154,23 @@ def fill(db: TuningDB) -> None:
     db.record_measurement(run, "attention", "abc", TOOLCHAIN, measurement(120.0, schedule=other, fingerprint="e" * 24))
     db.record_failure(run, "attention", "sm_90", "build", schedule(256, 256), FAILURE)
     hang = Failure(kind=FailureKind.HANG, message="no answer for 5 s")
-    db.record_failure(run, "attention", "sm_90", "measure", other, hang, problem=PROBLEM, fingerprint="e" * 24,
-                      device=DEVICE)  # fmt: skip
-    db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=first, runner_up=other,
-                       margin=0.2, ties=(schedule(occupancy=2),), rivals=RIVALS, run_id=run, updated_at=START))  # fmt: skip
+    db.record_failure(
+        run, "attention", "sm_90", "measure", other, hang, problem=PROBLEM, fingerprint="e" * 24, device=DEVICE
+    )
+    db.put_entry(
+        entry(
+            "measured",
+            device_name=DEVICE.name,
+            regime="burst",
+            measurement_id=first,
+            runner_up=other,
+            margin=0.2,
+            ties=(schedule(occupancy=2),),
+            rivals=RIVALS,
+            run_id=run,
+            updated_at=START,
+        )
+    )
     later = START + timedelta(days=1)
     db.put_entry(entry("modelled", problem=PROBLEM.replace(causal=True), fingerprint="", updated_at=later))
     db.finish_run(run)

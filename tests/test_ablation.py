@@ -10,20 +10,20 @@ import pytest
 from store_samples import DEVICE, TOOLCHAIN, artifact
 from test_repeatability import MadeUp, print_of
 
+from tiledsched.bench.rivals.attention import untuned_schedule
 from tiledsched.build.compiler import Built as BuiltSchedule
 from tiledsched.cli import main
-from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernel_names import kernel_named
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions
-from tiledsched.search.programs import Builder
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import Table, read_table
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
 from tiledsched.studies.ablation.sources import Built, Recorded
-from tiledsched.studies.rivals.attention import untuned_schedule
+from tiledsched.tuning.programs import Builder
 
 ROOT = Path(__file__).parent.parent
 LANDSCAPE = ROOT / "tuning_db" / "landscapes" / "attention" / "h200_burst_s16384_d128_float16_full_b1_h16.json.xz"
@@ -32,8 +32,10 @@ TEMPLATE = kernel_named("attention")
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64, causal=True)
 PLAIN = untuned_schedule("sm_90").replace(num_ctas=1)
 TUNED = PLAIN.replace(tile_m=128, num_worker_warps=8, occupancy=2, loop_split=True)
-RIGHT = Checked(accuracy=Accuracy(max_abs_error=1e-3, worst_tile_error=1e-3, worst_tile=(0, 0, 0), repeatable=True),
-                first_look_us=1.0)  # fmt: skip
+RIGHT = Checked(
+    accuracy=Accuracy(max_abs_error=1e-3, worst_tile_error=1e-3, worst_tile=(0, 0, 0), repeatable=True),
+    first_look_us=1.0,
+)
 
 
 def us(schedule) -> float:
@@ -70,8 +72,10 @@ class Gpu:
 
     def sample(self, candidates, *, rounds, regime):
         self.runs.append([candidate.schedule for candidate in candidates])
-        return [Batch(samples_us=tuple(us(c.schedule) + 0.001 * (i % 3) for i in range(rounds)), conditions=Conditions())
-                for c in candidates]  # fmt: skip
+        return [
+            Batch(samples_us=tuple(us(c.schedule) + 0.001 * (i % 3) for i in range(rounds)), conditions=Conditions())
+            for c in candidates
+        ]
 
     def close(self) -> None:
         pass
@@ -84,9 +88,12 @@ class AllThere:
         self.missing, self.same = set(missing), set(same)
 
     def find(self, schedules, problem):
-        return {each: "compile_error: out of registers" if each in self.missing
-                else Candidate(schedule=each, artifact=artifact("5" * 24 if each in self.same else print_of(each)))
-                for each in schedules}  # fmt: skip
+        return {
+            each: "compile_error: out of registers"
+            if each in self.missing
+            else Candidate(schedule=each, artifact=artifact("5" * 24 if each in self.same else print_of(each)))
+            for each in schedules
+        }
 
 
 def climb(gpu=None, source=None, tuned=TUNED, **more):
@@ -98,8 +105,12 @@ def climb(gpu=None, source=None, tuned=TUNED, **more):
 def test_knobs_that_belong_together_are_turned_together_and_only_those_that_differ() -> None:
     tuned = TUNED.replace(tile_n=128, latency_k=2, latency_v=4)
     assert set(groups_between(PLAIN, tuned)) == {
-        ("tile_m", "tile_n"), ("latency_k", "latency_v"), ("occupancy",), ("num_worker_warps",), ("loop_split",),
-    }  # fmt: skip
+        ("tile_m", "tile_n"),
+        ("latency_k", "latency_v"),
+        ("occupancy",),
+        ("num_worker_warps",),
+        ("loop_split",),
+    }
     assert ("tile_m",) in groups_between(PLAIN, TUNED)
     assert groups_between(PLAIN, PLAIN) == []
 
@@ -112,15 +123,22 @@ def test_the_largest_gain_comes_first_and_the_last_rung_is_the_tuned_schedule() 
     assert [row.rung for row in ladder] == [0, 1, 2, 3, 4]
     assert ladder[-1].schedule_id == TUNED.id
     assert [row.speedup_over_previous for row in ladder] == [
-        None, pytest.approx(1 / 0.8, rel=1e-3), pytest.approx(1 / 0.9, rel=1e-3), pytest.approx(1 / 0.6, rel=1e-3),
+        None,
+        pytest.approx(1 / 0.8, rel=1e-3),
+        pytest.approx(1 / 0.9, rel=1e-3),
+        pytest.approx(1 / 0.6, rel=1e-3),
         pytest.approx(1 / 0.98, rel=1e-3),
-    ]  # fmt: skip
+    ]
     assert ladder[0].speedup_over_plain == 1.0
     assert ladder[-1].speedup_over_plain == pytest.approx(us(PLAIN) / us(TUNED), rel=1e-3)
     assert all(row.ci_low_us <= row.median_us <= row.ci_high_us for row in ladder)
     assert [(row.rung, row.knob) for row in tried[:5]] == [
-        (1, "loop_split"), (1, "num_worker_warps"), (1, "occupancy"), (1, "tile_m"), (2, "loop_split"),
-    ]  # fmt: skip
+        (1, "loop_split"),
+        (1, "num_worker_warps"),
+        (1, "occupancy"),
+        (1, "tile_m"),
+        (2, "loop_split"),
+    ]
     warps = next(row for row in tried if (row.rung, row.knob) == (1, "num_worker_warps"))
     assert warps.speedup_over_previous == pytest.approx(1 / 1.3, rel=1e-3)  # alone it loses
     assert len(said) == 4
@@ -250,8 +268,19 @@ def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) ->
     with open("out/ladder.csv", newline="") as file:
         written = list(csv.DictReader(file))
     assert [row["knob"] for row in written] == [row["knob"] for row in rows]
-    assert {"regime", "seq_q", "rung", "knob", "from", "to", "median_us", "ci_low_us", "speedup_over_previous",
-            "speedup_over_plain", "status"} < set(rows[0])  # fmt: skip
+    assert {
+        "regime",
+        "seq_q",
+        "rung",
+        "knob",
+        "from",
+        "to",
+        "median_us",
+        "ci_low_us",
+        "speedup_over_previous",
+        "speedup_over_plain",
+        "status",
+    } < set(rows[0])
     assert main(ablate) == 0
     out = capsys.readouterr().out
     assert "from the plain schedule to the tuned one" in out
@@ -263,7 +292,7 @@ def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) ->
 def test_the_command_climbs_on_a_gpu(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
     gpu, made = Gpu(), MadeUp()
-    monkeypatch.setattr("tiledsched.tuning.open_runner", lambda *given, **more: gpu)
+    monkeypatch.setattr("tiledsched.tuning.session.open_runner", lambda *given, **more: gpu)
     monkeypatch.setattr("tiledsched.build.pool.BuildPool", lambda jobs: made)
     monkeypatch.setattr("tiledsched.build.artifacts.ArtifactStore", lambda folder: made)
     assert (
@@ -302,7 +331,7 @@ def test_without_a_gpu_and_without_a_record_it_says_what_to_do(tmp_path, monkeyp
 
 
 def test_what_is_timed_beside_others_is_no_rung() -> None:
-    class Beside(Gpu):
+    class AttentionFeatures(Gpu):
         def sample(self, candidates, *, rounds, regime):
             batches = super().sample(candidates, rounds=rounds, regime=regime)
             last = rounds == 12
@@ -311,7 +340,7 @@ def test_what_is_timed_beside_others_is_no_rung() -> None:
                 for each in batches
             ]
 
-    ladder, _, tried = climb(Beside())
+    ladder, _, tried = climb(AttentionFeatures())
     assert {row.status for row in ladder} == {"timed beside process 4711 on the GPU"}
     assert {row.median_us for row in ladder} == {None}
     assert all(row.median_us for row in tried)

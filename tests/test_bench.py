@@ -13,35 +13,52 @@ from pathlib import Path
 import numpy
 import pytest
 
-from tiledsched.cli import main
-from tiledsched.errors import ConfigError, MeasureError
-from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.models import MODELS
-from tiledsched.kernels.attention.reference import attention_reference
-from tiledsched.measure.runner import Conditions
-from tiledsched.space_files import space_for
-from tiledsched.studies.bench import run as run_module
-from tiledsched.studies.bench import sampling
-from tiledsched.studies.bench.errors import Error
-from tiledsched.studies.bench.methods import OURS, choose_methods, methods_of
-from tiledsched.studies.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
-from tiledsched.studies.bench.run import BenchOptions, Prepared, Ready, bench_cell, run_bench
-from tiledsched.studies.bench.sampling import LEAST_SAMPLES, QUEUED, sample_counts, sample_in_turn, spread_evenly
-from tiledsched.studies.rivals.attention import UNTUNED, AttentionArrays, untuned_schedule
-from tiledsched.studies.rivals.attention_accuracy import (
+from tiledsched.bench import run as run_module
+from tiledsched.bench import sampling
+from tiledsched.bench.errors import Error
+from tiledsched.bench.methods import OURS, choose_methods, methods_of
+from tiledsched.bench.rivals.attention import UNTUNED, AttentionArrays, untuned_schedule
+from tiledsched.bench.rivals.attention_accuracy import (
     MOST_PAIRS,
     MOST_SCORES,
     compared_pairs,
     error_of,
     reference_of_pair,
 )
+from tiledsched.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
+from tiledsched.bench.run import BenchOptions, Prepared, Ready, bench_cell, run_bench
+from tiledsched.bench.sampling import LEAST_SAMPLES, QUEUED, sample_counts, sample_in_turn, spread_evenly
+from tiledsched.cli import main
+from tiledsched.core.errors import ConfigError, MeasureError
+from tiledsched.core.space_files import space_for
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.models import MODELS
+from tiledsched.kernels.attention.reference import attention_reference
+from tiledsched.measure.runner import Conditions
 
 METHODS = methods_of(Attention)
 SUITES = {name: Attention.suite(name) for name in Attention.suites}
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 OTHER = PROBLEM.replace(causal=True)
-FIRST_COLUMNS = ["regime", "method", "dtype", "causal", "batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim",
-                 "median_us", "ci_low_us", "ci_high_us", "tflops", "max_abs_err", "sm_clock_mhz", "status"]  # fmt: skip
+FIRST_COLUMNS = [
+    "regime",
+    "method",
+    "dtype",
+    "causal",
+    "batch",
+    "heads",
+    "kv_heads",
+    "seq_q",
+    "seq_k",
+    "head_dim",
+    "median_us",
+    "ci_low_us",
+    "ci_high_us",
+    "tflops",
+    "max_abs_err",
+    "sm_clock_mhz",
+    "status",
+]
 TIMES = {
     OURS: 100.0,
     "untuned": 200.0,
@@ -235,16 +252,21 @@ def test_what_torch_computes_is_the_problem(name, problem) -> None:
     torch = pytest.importorskip("torch")
     rng = numpy.random.default_rng(3)
     keys = (problem.batch, problem.kv_heads, problem.seq_k)
-    shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
-              (*keys, problem.value_columns))  # fmt: skip
+    shapes = (
+        (problem.batch, problem.heads, problem.seq_q, problem.head_dim),
+        (*keys, problem.head_dim),
+        (*keys, problem.value_columns),
+    )
     q, k, v = (torch.from_numpy(rng.standard_normal(shape)).to(getattr(torch, problem.dtype)) for shape in shapes)
     out = METHODS[name].make(AttentionArrays(torch=torch, problem=problem, tensors=(q, k, v)))()
     assert tuple(out.shape) == (*shapes[0][:3], problem.value_columns)
     pairs = compared_pairs(problem)
     assert len(pairs) == problem.batch * problem.heads
     wide = [x.double().numpy() for x in (q, k, v)]
-    expected = [reference_of_pair(numpy, problem, wide[0][b, h], *(x[b, h // problem.group] for x in wide[1:]))
-                for b, h in pairs]  # fmt: skip
+    expected = [
+        reference_of_pair(numpy, problem, wide[0][b, h], *(x[b, h // problem.group] for x in wide[1:]))
+        for b, h in pairs
+    ]
     error = error_of(numpy, [out[b, h].double().numpy() for b, h in pairs], expected, finite=True)
     assert error.verdict(problem.dtype) == ""
     assert 0 < error.relative < (1e-3 if problem.dtype == "float16" else 8e-3)
@@ -301,11 +323,17 @@ class Harness:
             raise MeasureError("the GPU cannot be used any more")
         self.prepared.append((regime, problem))
         names = [method.name for method in methods if method.name not in self.failing]
-        ready = tuple(Ready(method=METHODS[name], look_us=TIMES[name], launches=0,
-                            error=None if name == "matmul" else Error(max_abs=1e-3, relative=2e-4),
-                            compared="" if name == "matmul" else "4/64",
-                            details={"schedule": "64x64", "provenance": "measured"} if name == OURS else {})
-                      for name in names)  # fmt: skip
+        ready = tuple(
+            Ready(
+                method=METHODS[name],
+                look_us=TIMES[name],
+                launches=0,
+                error=None if name == "matmul" else Error(max_abs=1e-3, relative=2e-4),
+                compared="" if name == "matmul" else "4/64",
+                details={"schedule": "64x64", "provenance": "measured"} if name == OURS else {},
+            )
+            for name in names
+        )
         watch = Watch([TIMES[name] for name in names])
         if self.breaks:
             watch.read = self._break
@@ -334,8 +362,11 @@ def test_a_cell_has_a_row_for_each_method_in_order_whatever_became_of_it(quick) 
     harness = Harness(failing={"untuned": "not served: why"})
     rows = bench_cell(harness, ("burst", PROBLEM), options((OURS, "untuned", "torch_cudnn", "matmul")))
     assert [(row.method, row.status) for row in rows] == [
-        (OURS, "ok"), ("untuned", "not served: why"), ("torch_cudnn", "ok"), ("matmul", "ok"),
-    ]  # fmt: skip
+        (OURS, "ok"),
+        ("untuned", "not served: why"),
+        ("torch_cudnn", "ok"),
+        ("matmul", "ok"),
+    ]
     ours, untuned, cudnn, matmul = rows
     assert (ours.median_us, ours.ci_low_us, ours.ci_high_us, ours.samples) == (100.0, 100.0, 100.0, 8)
     assert (ours.max_abs_err, ours.rel_err, ours.compared, ours.provenance) == (1e-3, 2e-4, "4/64", "measured")
@@ -350,15 +381,23 @@ def test_a_cell_has_a_row_for_each_method_in_order_whatever_became_of_it(quick) 
 
 def test_what_breaks_while_timed_costs_the_cell_and_not_the_run(quick) -> None:
     rows = bench_cell(Harness(failing={"untuned": "out of memory"}, breaks=True), ("burst", PROBLEM), options())
-    assert [row.status for row in rows] == ["while timed: RuntimeError: CUDA error: unspecified launch failure",
-                                            "out of memory"] + [rows[0].status] * 2  # fmt: skip
+    assert [row.status for row in rows] == [
+        "while timed: RuntimeError: CUDA error: unspecified launch failure",
+        "out of memory",
+    ] + [rows[0].status] * 2
     assert all(row.median_us is None for row in rows)
 
 
 def test_cells_are_kept_one_by_one_burst_before_sustained(quick) -> None:
     kept, said, harness = [], [], Harness()
-    rows = run_bench([PROBLEM, OTHER], options(regimes=("burst", "sustained")), harness, done={("burst", OTHER)},
-                     keep=kept.append, progress=said.append)  # fmt: skip
+    rows = run_bench(
+        [PROBLEM, OTHER],
+        options(regimes=("burst", "sustained")),
+        harness,
+        done={("burst", OTHER)},
+        keep=kept.append,
+        progress=said.append,
+    )
     assert harness.prepared == [("burst", PROBLEM), ("sustained", PROBLEM), ("sustained", OTHER)]
     assert [len(cell) for cell in kept] == [4, 4, 4]
     assert rows == [row for cell in kept for row in cell]
@@ -392,11 +431,26 @@ def test_a_spent_budget_leaves_the_rest_for_the_next_run(quick, monkeypatch) -> 
 
 
 def sample_rows(regime="burst", problem=PROBLEM, **times) -> list[BenchRow]:
-    return [BenchRow(problem=problem, method=name, regime=regime, status="ok" if us else "out of memory", median_us=us,
-                     ci_low_us=us and us * 0.99, ci_high_us=us and us * 1.01, max_abs_err=us and 1e-3, rel_err=us and 2e-4,
-                     samples=30 if us else None, compared="4/64", conditions=Log().summary(),
-                     flops=METHODS[name].flops, device="NVIDIA Sample", versions="torch 2.11")
-            for name, us in times.items()]  # fmt: skip
+    return [
+        BenchRow(
+            problem=problem,
+            method=name,
+            regime=regime,
+            status="ok" if us else "out of memory",
+            median_us=us,
+            ci_low_us=us and us * 0.99,
+            ci_high_us=us and us * 1.01,
+            max_abs_err=us and 1e-3,
+            rel_err=us and 2e-4,
+            samples=30 if us else None,
+            compared="4/64",
+            conditions=Log().summary(),
+            flops=METHODS[name].flops,
+            device="NVIDIA Sample",
+            versions="torch 2.11",
+        )
+        for name, us in times.items()
+    ]
 
 
 def test_columns_begin_as_agreed() -> None:
@@ -408,8 +462,9 @@ def test_columns_begin_as_agreed() -> None:
 
 def test_rows_survive_the_file(tmp_path) -> None:
     path = tmp_path / "new" / "rows.csv"
-    problem = Attention.problem(seq_q=8, seq_k=64, head_dim=64, value_dim=32, causal=True, alignment="bottom_right", heads=4,
-                      kv_heads=2)  # fmt: skip
+    problem = Attention.problem(
+        seq_q=8, seq_k=64, head_dim=64, value_dim=32, causal=True, alignment="bottom_right", heads=4, kv_heads=2
+    )
     rows = sample_rows(problem=problem, tiledsched=100.0, torch_math=None, matmul=500.0)
     rows[0] = dataclasses.replace(rows[0], schedule="64x64", provenance="measured", measured_program=False)
     append_rows(rows[:2], path)
@@ -466,10 +521,24 @@ def test_an_earlier_version_s_file_is_read_and_not_appended_to(tmp_path) -> None
 
 def test_the_command_appends_resumes_and_sums_up(quick, tmp_path, monkeypatch, capsys) -> None:
     harness = Harness(failing={"torch_math": "skipped: too large"})
-    monkeypatch.setattr("tiledsched.studies.bench.harness.TorchHarness", lambda *, verify: harness)
+    monkeypatch.setattr("tiledsched.bench.harness.TorchHarness", lambda *, verify: harness)
     monkeypatch.chdir(tmp_path)
-    bench = ["bench", "--seq-len", "1024", "--head-dim", "64", "--causal", "no", "--rounds", "8", "--csv", "rows.csv",
-             "--methods", "tiledsched,torch_cudnn,torch_math", "--ceiling"]  # fmt: skip
+    bench = [
+        "bench",
+        "--seq-len",
+        "1024",
+        "--head-dim",
+        "64",
+        "--causal",
+        "no",
+        "--rounds",
+        "8",
+        "--csv",
+        "rows.csv",
+        "--methods",
+        "tiledsched,torch_cudnn,torch_math",
+        "--ceiling",
+    ]
     assert main([*bench, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in said["rows"]] == [OURS, "torch_cudnn", "torch_math", "matmul"]
@@ -506,7 +575,7 @@ def test_wrong_use_is_explained(arguments, words, tmp_path, monkeypatch, capsys)
 
 
 def test_a_harness_without_a_gpu_says_what_is_missing() -> None:
-    from tiledsched.studies.bench.harness import TorchHarness
+    from tiledsched.bench.harness import TorchHarness
 
     try:
         import cupy  # noqa: F401
@@ -527,5 +596,6 @@ def test_what_is_timed_beside_others_has_no_time(quick) -> None:
     harness.prepare = lambda *given: dataclasses.replace(prepare(*given), log=beside)
     rows = bench_cell(harness, ("burst", PROBLEM), options((OURS, "untuned")))
     assert [(row.status, row.median_us) for row in rows] == [
-        ("timed beside process 4711 on the GPU", None), ("not served: why", None),
-    ]  # fmt: skip
+        ("timed beside process 4711 on the GPU", None),
+        ("not served: why", None),
+    ]

@@ -12,12 +12,12 @@ import numpy
 import pytest
 
 import tiledsched.measure.torch_timing as timing_module
-from tiledsched.errors import MeasureError, UnsupportedError
+from tiledsched.bench import methods as methods_module
+from tiledsched.bench.methods import OURS, SERVED, methods_of
+from tiledsched.bench.run import BenchOptions, bench_cell
+from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
-from tiledsched.studies.bench import methods as methods_module
-from tiledsched.studies.bench.methods import OURS, SERVED, methods_of
-from tiledsched.studies.bench.run import BenchOptions, bench_cell
 
 torch = pytest.importorskip("torch")
 
@@ -79,10 +79,16 @@ def cuda(monkeypatch):
     cupy.from_dlpack = lambda tensor: tensor.numpy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     for name, value in {
-        "is_available": lambda: True, "synchronize": synchronize, "empty_cache": lambda: None, "Event": Event,
-        "_sleep": lambda cycles: None, "CUDAGraph": Graph, "graph": capture,
-        "Stream": lambda: None, "stream": lambda stream: contextlib.nullcontext(),
-    }.items():  # fmt: skip
+        "is_available": lambda: True,
+        "synchronize": synchronize,
+        "empty_cache": lambda: None,
+        "Event": Event,
+        "_sleep": lambda cycles: None,
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "Stream": lambda: None,
+        "stream": lambda stream: contextlib.nullcontext(),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     for name in ("randn", "empty"):
         real = getattr(torch, name)
@@ -91,15 +97,15 @@ def cuda(monkeypatch):
     sample = Device(
         name="NVIDIA Sample", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=1 << 20, driver="580.1"
     )
-    monkeypatch.setattr("tiledsched.studies.bench.harness.current_device", lambda: sample)
+    monkeypatch.setattr("tiledsched.bench.harness.current_device", lambda: sample)
     monkeypatch.setattr(methods_module, "MATMUL_SIZE", 64)
-    monkeypatch.setattr("tiledsched.studies.bench.run.BURST_GAP_S", 0.0)
-    monkeypatch.setattr("tiledsched.studies.bench.run.SUSTAINED_WARMUP_S", 0.0)
+    monkeypatch.setattr("tiledsched.bench.run.BURST_GAP_S", 0.0)
+    monkeypatch.setattr("tiledsched.bench.run.SUSTAINED_WARMUP_S", 0.0)
     return state
 
 
 def harness():
-    from tiledsched.studies.bench.harness import TorchHarness
+    from tiledsched.bench.harness import TorchHarness
 
     return TorchHarness()
 
@@ -146,8 +152,10 @@ def test_inputs_are_those_of_the_problem_every_time(cuda) -> None:
         assert cell([made(make, "eager")], problem=problem)["eager"].status == "ok"
     first, second = seen
     assert (tuple(first.q.shape), tuple(first.k.shape), tuple(first.v.shape)) == (
-        (2, 4, 48, 16), (2, 2, 60, 16), (2, 2, 60, 8),
-    )  # fmt: skip
+        (2, 4, 48, 16),
+        (2, 2, 60, 16),
+        (2, 2, 60, 8),
+    )
     assert first.q.dtype == torch.bfloat16
     assert first.causal == "bottom_right"
     assert torch.equal(first.q, second.q)
@@ -158,14 +166,16 @@ def test_every_way_to_fail_is_a_status(cuda) -> None:
     def poisoned(arrays):
         return lambda: torch.full_like(arrays.q, float("nan"))
 
-    rows = cell([
-        made(raising(UnsupportedError("head_dim 512 is above 256"))),
-        made(lambda arrays: lambda: arrays.q, "untuned"),
-        made(poisoned, "torch_flash"),
-        made(raising(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried ...")), "torch_cudnn"),
-        made(raising(RuntimeError("No available kernel.\nAborting")), "torch_efficient"),
-        METHODS["torch_auto"],
-    ])  # fmt: skip
+    rows = cell(
+        [
+            made(raising(UnsupportedError("head_dim 512 is above 256"))),
+            made(lambda arrays: lambda: arrays.q, "untuned"),
+            made(poisoned, "torch_flash"),
+            made(raising(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried ...")), "torch_cudnn"),
+            made(raising(RuntimeError("No available kernel.\nAborting")), "torch_efficient"),
+            METHODS["torch_auto"],
+        ]
+    )
     status = {name: row.status for name, row in rows.items()}
     assert status[OURS] == "not served: head_dim 512 is above 256"
     assert status["untuned"].startswith("wrong result: relative error ")
@@ -222,7 +232,7 @@ def test_inputs_that_do_not_fit_are_a_status_of_every_method(cuda, monkeypatch) 
 
 
 def test_short_calls_are_graphs_when_sustained_and_calls_that_cannot_be_captured_are_not(cuda, monkeypatch) -> None:
-    monkeypatch.setattr("tiledsched.studies.bench.harness.GRAPH_BELOW_US", 1e9)
+    monkeypatch.setattr("tiledsched.bench.harness.GRAPH_BELOW_US", 1e9)
 
     def make(arrays):
         result = METHODS["torch_auto"].make(arrays)()
@@ -244,7 +254,7 @@ def test_that_it_could_not_be_told_what_was_launched_is_told(cuda, monkeypatch) 
     def explain(*given, **more):
         raise ImportError("no such name")
 
-    monkeypatch.setattr("tiledsched.attention.explain.explain", explain)
+    monkeypatch.setattr("tiledsched.ops.explain.explain", explain)
     row = cell([made(METHODS["torch_auto"].make, SERVED)])[SERVED]
     assert row.status == "ok"
     assert row.provenance == "not known: ImportError: no such name"
@@ -294,17 +304,17 @@ def test_every_method_is_queued_behind_a_spin_twice_as_long_as_the_slowest_takes
 def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypatch) -> None:
     from test_cli import SUM
 
-    from tiledsched.kernel_names import load_kernel
-    from tiledsched.studies.bench import methods as methods_module
-    from tiledsched.studies.bench.methods import choose_methods
-    from tiledsched.studies.bench.rows import append_rows, read_rows
+    from tiledsched.bench import methods as methods_module
+    from tiledsched.bench.methods import choose_methods
+    from tiledsched.bench.rows import append_rows, read_rows
+    from tiledsched.core.registry import load_kernel
 
     (tmp_path / "sums.py").write_text(SUM.replace("FACTOR", "1"))
     kernel = load_kernel(f"{tmp_path}/sums.py:Add")
     problem = kernel.problem(rows=40, columns=70, dtype="float16")
     served = types.SimpleNamespace(schedule=types.SimpleNamespace(short=lambda: "TILE=64"), provenance="measured")
     operator = types.SimpleNamespace(explain=lambda *given, verify: types.SimpleNamespace(served=served, rival="torch"))
-    monkeypatch.setattr("tiledsched.studies.bench.case.operator_call", lambda arrays: (operator, []))
+    monkeypatch.setattr("tiledsched.bench.case.operator_call", lambda arrays: (operator, []))
 
     class Operator:
         """Its own kernel is wrong, and what is served in its place is not."""
@@ -330,12 +340,15 @@ def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypa
 
 def test_the_rivals_of_kernels_that_ship_compute_what_the_kernels_do(cuda, monkeypatch) -> None:
     """On the CPU: torch's own operators, and TileGym's left out."""
-    import tiledsched.studies.rivals as rivals
-    from tiledsched.kernel_names import kernel_named
-    from tiledsched.studies.bench.case import make_case
+    import tiledsched.bench.rivals as rivals
+    from tiledsched.bench.case import make_case
+    from tiledsched.core.registry import kernel_named
 
-    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name, real=rivals.importlib.util.find_spec: (
-        None if name == "tilegym" else real(name)))  # fmt: skip
+    monkeypatch.setattr(
+        rivals.importlib.util,
+        "find_spec",
+        lambda name, real=rivals.importlib.util.find_spec: None if name == "tilegym" else real(name),
+    )
     problems = [
         ("matmul", {"m": 20, "n": 30, "k": 40, "b_layout": "column"}),
         ("rms_norm", {"rows": 5, "columns": 64}),

@@ -18,20 +18,20 @@ from test_bench_harness import cell, cuda  # noqa: F401
 from test_rivals import a_rival, an_entry
 from test_rivals_timed import attend, process  # noqa: F401
 
-from tiledsched.attention import plans
-from tiledsched.attention import sdpa as serve
-from tiledsched.attention.placed import sdpa_paged, sdpa_varlen
-from tiledsched.cases import make_cases
-from tiledsched.errors import LaunchError, UnsupportedError
+from tiledsched.bench.case import make_case
+from tiledsched.bench.methods import OURS, SERVED, methods_of
+from tiledsched.core.cases import make_cases
+from tiledsched.core.errors import LaunchError, UnsupportedError
 from tiledsched.kernels.attention import Attention, rivals
 from tiledsched.kernels.attention.inputs import places
 from tiledsched.measure.arrays import ProblemArrays
 from tiledsched.measure.rivals import call_on
 from tiledsched.measure.torch_arrays import as_tensors
+from tiledsched.ops import plans
+from tiledsched.ops import sdpa as serve
+from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
 from tiledsched.serve import process as serving
 from tiledsched.serve.lookup import Table
-from tiledsched.studies.bench.case import make_case
-from tiledsched.studies.bench.methods import OURS, SERVED, methods_of
 
 METHODS = methods_of(Attention)
 FLASH_4, VARLEN = rivals.FLASH_4, rivals.TORCH_VARLEN
@@ -43,8 +43,18 @@ def problem(**more):
 
 
 def paged(**more):
-    return problem(**{"seq_q": 1, "seq_k": 96, "batch": 3, "page": 16, "lengths": True, "causal": True,
-                      "alignment": "bottom_right", **more})  # fmt: skip
+    return problem(
+        **{
+            "seq_q": 1,
+            "seq_k": 96,
+            "batch": 3,
+            "page": 16,
+            "lengths": True,
+            "causal": True,
+            "alignment": "bottom_right",
+            **more,
+        }
+    )
 
 
 PACKED = [
@@ -62,9 +72,24 @@ EVERY = [*PACKED, ODD, *PAGED, MIXED]
 # Stand-ins: each sequence by itself
 
 
-def flash(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
-          page_table=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
-          learnable_sink=None, out=None):  # fmt: skip
+def flash(
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    seqused_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    page_table=None,
+    softmax_scale=None,
+    causal=False,
+    softcap=None,
+    window_size_left=None,
+    window_size_right=None,
+    learnable_sink=None,
+    out=None,
+):
     """FlashAttention-4's inner function, which says what it was told in `TOLD`."""
     TOLD.append((max_seqlen_q, max_seqlen_k, q.data_ptr(), k.data_ptr()))
     window = None if window_size_left is None else (window_size_left, window_size_right)
@@ -80,15 +105,22 @@ def flash(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seq
             own = page_table[index, : -(-used // k.shape[1])].long()
             keys, values = (each[own].flatten(0, 1)[:used] for each in (k, v))
         if len(queries) and len(keys):
-            one = attend(*(x[None] for x in (queries, keys, values)), softmax_scale, causal, window, softcap or 0.0,
-                         learnable_sink)[0]  # fmt: skip
+            one = attend(
+                *(x[None] for x in (queries, keys, values)),
+                softmax_scale,
+                causal,
+                window,
+                softcap or 0.0,
+                learnable_sink,
+            )[0]
             rows.copy_(one.nan_to_num())
     OUT.append(made.data_ptr())
     return made, None
 
 
-def varlen(q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, mask, *, scale, window_size_left=None,
-           window_size_right=None):  # fmt: skip
+def varlen(
+    q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, mask, *, scale, window_size_left=None, window_size_right=None
+):
     """torch's operator."""
     assert (dropout, mask) == (0.0, False)
     return flash(
@@ -222,8 +254,9 @@ def test_torchs_operator_is_called_by_its_schema(monkeypatch) -> None:
     """It runs on GPUs only: here the arguments must be what torch's schema says."""
     schema = [each.name for each in rivals.torch_operator("_flash_attention_forward")._schema.arguments]
     called = []
-    monkeypatch.setattr(rivals, "torch_operator",
-                        lambda name: lambda *a, **k: called.append((a, k)) or [torch.zeros(60, 4, 16)])  # fmt: skip
+    monkeypatch.setattr(
+        rivals, "torch_operator", lambda name: lambda *a, **k: called.append((a, k)) or [torch.zeros(60, 4, 16)]
+    )
     q, offsets = torch.zeros(1, 4, 60, 16), torch.tensor([0, 20, 60])
     for asked in (PACKED[1].replace(packed=2), PACKED[1].replace(packed=2, window=5, window_right=2)):
         rivals.torch_varlen(asked, 0.3).bind(q, q, q, offsets, offsets)()
@@ -249,8 +282,10 @@ def test_the_inputs_that_bring_out_mistakes_hold_empty_sequences_and_rivals_are_
 
 
 def test_rows_and_keys_are_packed_apart_where_that_can_be() -> None:
-    both = [places(numpy.random.default_rng(0), each, uneven=True) for each in (
-        problem(packed=4, causal=True), problem(packed=4, causal=True, alignment="bottom_right"))]  # fmt: skip
+    both = [
+        places(numpy.random.default_rng(0), each, uneven=True)
+        for each in (problem(packed=4, causal=True), problem(packed=4, causal=True, alignment="bottom_right"))
+    ]
     assert (both[0]["CuQ"] == both[0]["CuK"]).all()
     assert (both[1]["CuQ"] != both[1]["CuK"]).any()
     lengths = [places(numpy.random.default_rng(0), paged(batch=batch), uneven=True)["Lengths"] for batch in (1, 2, 4)]
@@ -293,8 +328,15 @@ def served(launches, others, monkeypatch, faster):
 
     class Known(Table):
         def resolve(self, asked, *given):
-            offers = Table([dataclasses.replace(an_entry(asked, (a_rival(name=faster),)), device_name="NVIDIA H200")],
-                           Attention, rivals=True).resolve(asked, *given).rivals  # fmt: skip
+            offers = (
+                Table(
+                    [dataclasses.replace(an_entry(asked, (a_rival(name=faster),)), device_name="NVIDIA H200")],
+                    Attention,
+                    rivals=True,
+                )
+                .resolve(asked, *given)
+                .rivals
+            )
             return dataclasses.replace(super().resolve(asked, *given), rivals=offers)
 
     monkeypatch.setattr(serving, "load_table", lambda settings, **given: Known([], Attention, rivals=True))
@@ -350,8 +392,9 @@ def test_pages_are_handed_on(served) -> None:
     assert served == []
     assert out.is_contiguous()
     assert not out[1].any()
-    mixed = sdpa_varlen(q.flatten(0, 1), k, v, torch.tensor([0, 2, 4, 6]), None, 2, causal=True, block_table=table,
-                        seqused_k=lengths)  # fmt: skip
+    mixed = sdpa_varlen(
+        q.flatten(0, 1), k, v, torch.tensor([0, 2, 4, 6]), None, 2, causal=True, block_table=table, seqused_k=lengths
+    )
     assert TOLD[1][:2] == (2, 96)
     torch.testing.assert_close(mixed.reshape(out.shape), out, **TOLERANCE[torch.float16])
 

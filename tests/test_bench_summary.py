@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from test_bench import OTHER, PROBLEM, sample_rows
 
+from tiledsched.bench.rows import read_rows
+from tiledsched.bench.summary import geometric_mean, summarise, to_markdown
 from tiledsched.cli import main
-from tiledsched.studies.bench.rows import read_rows
-from tiledsched.studies.bench.summary import geometric_mean, summarise, to_markdown
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "h200"
 THIRD = PROBLEM.replace(dtype="bfloat16")

@@ -20,16 +20,16 @@ from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, Built, compile_task, pass_on_worker_warps
 from tiledsched.build.cubin import is_whole, read_artifact, strip_debug
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain, release
-from tiledsched.config import Settings, load_settings
-from tiledsched.device import arch_spec
-from tiledsched.errors import CompilerError, FailureKind
+from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import CompilerError, FailureKind
+from tiledsched.core.launch import assumed, problem_class, signature, steps, tile_kernels
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.launches import assumed, problem_class, signature, steps, tile_kernels
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
 from tiledsched.serve.entries import load_entries
-from tiledsched.space import SearchSpace
-from tiledsched.space_files import space_for
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 REPRODUCIBLE = ("sm_90", "sm_120", "sm_121")
@@ -60,8 +60,13 @@ def export(
     assert len(parameters) == len(step.arguments)
     output = io.BytesIO()
     (tile_kernel,) = tile_kernels(Attention, {arch: schedule}, problem, arch_spec(arch))
-    export_kernel(tile_kernel, [KernelSignature(parameters, asked.calling_convention, name)], output, gpu_code=arch,
-                  output_format="cubin")  # fmt: skip
+    export_kernel(
+        tile_kernel,
+        [KernelSignature(parameters, asked.calling_convention, name)],
+        output,
+        gpu_code=arch,
+        output_format="cubin",
+    )
     return output.getvalue()
 
 
@@ -90,23 +95,37 @@ def test_the_default_schedule_builds_for_every_arch(arch: str) -> None:
 
 
 STRUCTURE = [
-    {"persistent": "snake"}, {"block_order": "swizzled"}, {"kv_direction": "backward"}, {"kv_direction": "sawtooth"},
-    {"q_subtiles": 2}, {"kv_subtiles": 2}, {"qk_ahead": True}, {"k_load": "permute"}, {"tma_loads": False},
-    {"tma_store": False}, {"check_bounds": False}, {"division": "ieee"}, {"lazy_rescale": True},
-    {"qk_ahead": True, "loop_split": True}, {"qk_ahead": True, "q_subtiles": 2}, {"q_subtiles": 2, "kv_subtiles": 2},
-    {"kv_direction": "backward", "loop_split": True}, {"lazy_rescale": True, "kv_subtiles": 2},
-    {"flat_steps": 2, "persistent": "strided"}, {"flat_steps": 1, "reload_q": True, "loop_split": True, "persistent": "snake"},
+    {"persistent": "snake"},
+    {"block_order": "swizzled"},
+    {"kv_direction": "backward"},
+    {"kv_direction": "sawtooth"},
+    {"q_subtiles": 2},
+    {"kv_subtiles": 2},
+    {"qk_ahead": True},
+    {"k_load": "permute"},
+    {"tma_loads": False},
+    {"tma_store": False},
+    {"check_bounds": False},
+    {"division": "ieee"},
+    {"lazy_rescale": True},
+    {"qk_ahead": True, "loop_split": True},
+    {"qk_ahead": True, "q_subtiles": 2},
+    {"q_subtiles": 2, "kv_subtiles": 2},
+    {"kv_direction": "backward", "loop_split": True},
+    {"lazy_rescale": True, "kv_subtiles": 2},
+    {"flat_steps": 2, "persistent": "strided"},
+    {"flat_steps": 1, "reload_q": True, "loop_split": True, "persistent": "snake"},
     {"flat_steps": 1, "q_ahead": True, "loop_split": True, "persistent": "snake"},
-    {"q_in_registers": True}, {"unroll": 2}, {"store_late": True, "q_in_registers": True, "persistent": "strided"},
-    {"store_late": True, "persistent": "strided"}, {"store_late": True, "loop_split": True, "persistent": "snake"},
-    {"store_late": True, "peel_first": False, "persistent": "strided"}, {"kv_direction": "wide_sawtooth"},
+    {"q_in_registers": True},
+    {"unroll": 2},
+    {"store_late": True, "q_in_registers": True, "persistent": "strided"},
+    {"store_late": True, "persistent": "strided"},
+    {"store_late": True, "loop_split": True, "persistent": "snake"},
+    {"store_late": True, "peel_first": False, "persistent": "strided"},
+    {"kv_direction": "wide_sawtooth"},
     {"q_subtiles": 2, "q_in_registers": True, "persistent": "strided"},
-]  # fmt: skip
-INERT = {
-    "sm_80": ("tma_store",),
-    "sm_90": ("k_load", "check_bounds"),
-    "sm_121": ("k_load", "check_bounds"),
-}
+]
+INERT = {"sm_80": ("tma_store",), "sm_90": ("k_load", "check_bounds"), "sm_121": ("k_load", "check_bounds")}
 """Knobs that left the machine code of the plain causal kernel as it was, with the compiler of cuda-tile 1.7."""
 
 
@@ -217,14 +236,8 @@ ASKED = {
         CACHE.replace(seq_q=512, lengths=True, page=16),
         {"loop_split": True, "page_lookup": "scalar"},
     ),
-    "a pool of more than 2**31 elements, by gather": (
-        POOL,
-        {},
-    ),
-    "a pool of more than 2**31 elements, one by one": (
-        POOL,
-        {"page_lookup": "scalar"},
-    ),
+    "a pool of more than 2**31 elements, by gather": (POOL, {}),
+    "a pool of more than 2**31 elements, one by one": (POOL, {"page_lookup": "scalar"}),
     "pages that no power of two divides": (CACHE.replace(seq_k=4224, lengths=True, page=48), {"tile_n": 32}),
 }
 """What some models ask for beside."""
@@ -319,12 +332,25 @@ def test_a_program_that_spills_is_refused_where_there_is_another_choice(monkeypa
 def test_shipped_machine_code_is_what_was_measured() -> None:
     """Every kind of schedule that ships, of this compiler: what was added since left no trace in it."""
     here = installed_toolchain().compiler
-    entries = [each for each in load_entries(Settings(db="/nonexistent/x.db"), {"sm_90"}, "attention")
-               if each.fingerprint and each.toolchain.compiler == here]  # fmt: skip
+    entries = [
+        each
+        for each in load_entries(Settings(db="/nonexistent/x.db"), {"sm_90"}, "attention")
+        if each.fingerprint and each.toolchain.compiler == here
+    ]
     if not entries:
         pytest.skip(f"nothing that ships was built by {here}")
-    structure = ("persistent", "flat_steps", "kv_splits", "pack_gqa", "loop_split", "kv_direction", "unroll", "store_late",
-                 "column_parts", "q_subtiles")  # fmt: skip
+    structure = (
+        "persistent",
+        "flat_steps",
+        "kv_splits",
+        "pack_gqa",
+        "loop_split",
+        "kv_direction",
+        "unroll",
+        "store_late",
+        "column_parts",
+        "q_subtiles",
+    )
     kinds = {(*(each.schedule.get(name) for name in structure), each.problem.causal): each for each in entries}
     for each in random.Random(0).sample([*kinds.values()], min(6, len(kinds))):
         built = compile_task(BuildTask(kernel="attention", schedule=each.schedule, problem=each.problem, arch="sm_90"))
@@ -382,8 +408,10 @@ def covering(space: SearchSpace, ordinary: tuple[Problem, ...], *others: Problem
         for choice in knob.choices:
             if (name, choice) in missing:
                 drawn_with = [each for each in drawn if each[1][name] == choice] or [
-                    (problem, schedule) for problem in (*ordinary, *others)
-                    for schedule in itertools.islice(space.schedules(problem, pinned={name: choice}), 1)]  # fmt: skip
+                    (problem, schedule)
+                    for problem in (*ordinary, *others)
+                    for schedule in itertools.islice(space.schedules(problem, pinned={name: choice}), 1)
+                ]
                 found.append(max(drawn_with, key=lambda each: len(missing & set(each[1].items()))))
                 missing -= set(found[-1][1].items())
     return found
@@ -443,8 +471,10 @@ def test_a_launch_runs_what_was_built(knobs: dict, asked: dict) -> None:
             shape_divisible_by=[1 if size is not None else 16 for size in each.shape_constant],
             stride_divisible_by=[1 if stride is not None else 16 for stride in each.stride_constant],
         )
-        if isinstance(each, ArrayConstraint) else each for each in built.parameters
-    ]  # fmt: skip
+        if isinstance(each, ArrayConstraint)
+        else each
+        for each in built.parameters
+    ]
     for place, each in enumerate(built.parameters[:4]):
         inferred[place] = dataclasses.replace(inferred[place], stride_divisible_by=each.stride_divisible_by)
     launch = KernelSignature(inferred, built.calling_convention, built.symbol)
@@ -588,7 +618,7 @@ import sys, time
 from tiledsched.build.compiler import BuildTask, Built, compile_task
 from tiledsched.build.pool import start_process
 from tiledsched.kernels.attention import Attention
-from tiledsched.space_files import space_for
+from tiledsched.core.space_files import space_for
 
 import tempfile
 start_process(tempfile.gettempdir())

@@ -20,14 +20,14 @@ import pytest
 from tiledsched.cli import main
 from tiledsched.cli.parser import make_parser, parse
 from tiledsched.cli.problems import read_problems
-from tiledsched.device import ARCHS, PRODUCTS, arch_named
-from tiledsched.errors import TiledschedError
-from tiledsched.kernel import told
-from tiledsched.kernel_names import kernel_named
+from tiledsched.core.device import ARCHS, PRODUCTS, arch_named
+from tiledsched.core.errors import TiledschedError
+from tiledsched.core.kernel import told
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import load_space, space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
-from tiledsched.schedule import Schedule
-from tiledsched.space_files import load_space, space_for
 
 ROOT = Path(__file__).parent.parent
 SPACE = """
@@ -98,8 +98,14 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     assert "modelled" in out
 
     assert main(["show", "attention", "--arch", "sm_121", "--json"]) == 0
-    rows = [row for row in json.loads(capsys.readouterr().out)["entries"] if row["S"] in (1024, 4096)
-            and row["D"] == row["head_dim"] == 64 and not row["causal"] and row["dtype"] == "float16"]  # fmt: skip
+    rows = [
+        row
+        for row in json.loads(capsys.readouterr().out)["entries"]
+        if row["S"] in (1024, 4096)
+        and row["D"] == row["head_dim"] == 64
+        and not row["causal"]
+        and row["dtype"] == "float16"
+    ]
     assert {row["S"] for row in rows} == {1024, 4096}
     for row in rows:
         assert row["arch"] == "sm_121"
@@ -149,11 +155,28 @@ def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys,
 
     from tiledsched.store.exchange import read_table
 
-    monkeypatch.setattr("tiledsched.tuning.open_runner", lambda *given, **more: Gpu())
+    monkeypatch.setattr("tiledsched.tuning.session.open_runner", lambda *given, **more: Gpu())
     space = for_a_record().replace("sm_121", "sm_90").replace("choices = [2]", "choices = [1]")
     (home / "my.toml").write_text(space)
-    record = ["record", "--arch", "sm_90", "--space", "my.toml", "--seq-len", "1024", "--head-dim", "64", "--causal", "no",
-              "--programs", "3", "--sustained-leaders", "2", "--out", "landscapes"]  # fmt: skip
+    record = [
+        "record",
+        "--arch",
+        "sm_90",
+        "--space",
+        "my.toml",
+        "--seq-len",
+        "1024",
+        "--head-dim",
+        "64",
+        "--causal",
+        "no",
+        "--programs",
+        "3",
+        "--sustained-leaders",
+        "2",
+        "--out",
+        "landscapes",
+    ]
     assert main(record) == 0
     said = capsys.readouterr()
     burst, sustained = said.out.splitlines()
@@ -189,8 +212,16 @@ def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, c
     said = json.loads(capsys.readouterr().out)
     assert said["schema_version"] == 1
     assert said["landscapes"] == [
-        {"problem": PROBLEM.to_json(), "device": DEVICE.name, "arch": "sm_90", "regime": regime, "distinct_programs": 2,
-         "measurements": 2} for regime in ("burst", "sustained")]  # fmt: skip
+        {
+            "problem": PROBLEM.to_json(),
+            "device": DEVICE.name,
+            "arch": "sm_90",
+            "regime": regime,
+            "distinct_programs": 2,
+            "measurements": 2,
+        }
+        for regime in ("burst", "sustained")
+    ]
     (one,) = said["regimes"]
     assert (one["problem"], one["same"], one["burst_loss"]) == (PROBLEM.to_json(), False, pytest.approx(0.25))
     assert main(["landscapes"]) == 0
@@ -250,8 +281,13 @@ def test_a_killed_run_loses_nothing_and_the_next_goes_on(home) -> None:
 def test_ctrl_c_keeps_what_is_done(home) -> None:
     command = [sys.executable, "-m", "tiledsched", *TUNE, "--seq-len", "1024"]
     # A shell starts background jobs with SIGINT ignored, which a child would inherit.
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     wait_for_builds(home, process, 2)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
@@ -293,10 +329,13 @@ def test_wrong_use_is_explained_and_exits_with_2(home, capsys, monkeypatch, argu
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["bundle"], ["tune", "--arch", "sm_90", "--seq-len", "0"], ["tune", "--arch", "sm_90", "--dtype", "float8"], ["fly"],
+        ["bundle"],
+        ["tune", "--arch", "sm_90", "--seq-len", "0"],
+        ["tune", "--arch", "sm_90", "--dtype", "float8"],
+        ["fly"],
         ["tune", "--arch", "sm_90", "--batch", "1,2"],
     ],
-)  # fmt: skip
+)
 def test_wrong_flags_exit_with_2(arguments, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -334,8 +373,23 @@ def commands() -> dict[str, object]:
 def test_problem_flags_reach_the_problem() -> None:
     from tiledsched.cli.commands import _problems
 
-    common = ["tune", "--arch", "sm_90", "--seq-len", "4096", "--head-dim", "192", "--causal", "yes", "--batch", "2",
-              "--heads", "8", "--kv-heads", "2"]  # fmt: skip
+    common = [
+        "tune",
+        "--arch",
+        "sm_90",
+        "--seq-len",
+        "4096",
+        "--head-dim",
+        "192",
+        "--causal",
+        "yes",
+        "--batch",
+        "2",
+        "--heads",
+        "8",
+        "--kv-heads",
+        "2",
+    ]
     plain = Attention.problem(seq_q=4096, seq_k=4096, head_dim=192, causal=True, batch=2, heads=8, kv_heads=2)
     assert _problems(make_parser().parse_args(common)) == [plain]
     more = ["--seq-q", "4", "--alignment", "bottom_right", "--value-dim", "128", "--lse"]
@@ -345,8 +399,8 @@ def test_problem_flags_reach_the_problem() -> None:
 
 SUM = """
 import cuda.tile as ct
-import tiledsched.fields as ts
-from tiledsched.kernel import Kernel
+import tiledsched.core.fields as ts
+from tiledsched.core.kernel import Kernel
 
 @ct.kernel
 def add(X, Y, Out, TILE: ct.Constant[int]):
@@ -421,8 +475,14 @@ def test_a_wrong_problem_names_the_key_and_what_is_allowed(added, capsys, proble
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kernel", "words"), [("matmull", "'matmull' is not known here"), ("none.py:Add", "there is no file"),
-                                               ("sums.py:Sub", "it declares Add")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        ("matmull", "'matmull' is not known here"),
+        ("none.py:Add", "there is no file"),
+        ("sums.py:Sub", "it declares Add"),
+    ],
+)
 def test_a_kernel_that_is_not_there(added, capsys, kernel, words) -> None:
     assert main(["check", kernel]) == 2
     assert words in capsys.readouterr().err
@@ -497,13 +557,17 @@ def test_progress_off_a_terminal_is_a_few_lines(capsys, monkeypatch) -> None:
     assert len(lines) == 5
     assert lines[0].endswith("compiling 100")
     assert [line.split(" compiling ")[-1] for line in lines[1:]] == [
-        "25/100, 0:00:09 left, best so far 12.5 us (modelled): 64x64", "50/100, 0:00:06 left, best so far 12.5 us (modelled): 64x64",
-        "75/100, 0:00:03 left, best so far 12.5 us (modelled): 64x64", "100/100, best so far 12.5 us (modelled): 64x64",
-    ]  # fmt: skip
+        "25/100, 0:00:09 left, best so far 12.5 us (modelled): 64x64",
+        "50/100, 0:00:06 left, best so far 12.5 us (modelled): 64x64",
+        "75/100, 0:00:03 left, best so far 12.5 us (modelled): 64x64",
+        "100/100, best so far 12.5 us (modelled): 64x64",
+    ]
 
 
-@pytest.mark.parametrize(("text", "wanted"), [("[]", "must hold a list of schedules"), ("{", "cannot read candidates"),
-                                              ('[{"tile_q": 1}]', "unknown knobs")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("[]", "must hold a list of schedules"), ("{", "cannot read candidates"), ('[{"tile_q": 1}]', "unknown knobs")],
+)
 def test_candidates_that_cannot_be_read(tmp_path, capsys, text, wanted) -> None:
     path = tmp_path / "candidates.json"
     path.write_text(text)
@@ -584,14 +648,29 @@ def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored
     import store_samples
 
     from tiledsched.cli import output
-    from tiledsched.search.tuner import TuneResult
-    from tiledsched.tuning import TuneReport
+    from tiledsched.tuning.session import TuneReport
+    from tiledsched.tuning.tuner import TuneResult
 
     long = Schedule(tile_m=128, tile_n=64, **{f"a_knob_with_a_long_name_{i}": i for i in range(1, 4)})
-    entry = store_samples.entry("measured", schedule=long, device_name="NVIDIA Sample", ties=(store_samples.schedule(),),
-                                measurement=store_samples.stored(median_us=250.0).summary)  # fmt: skip
-    result = TuneResult(entry=entry, stored=stored, schedules=40, programs=30, compiled=35, measured=20, failed=0,
-                        seconds=12.34, over_default=0.25, over_runner_up=1e-4)  # fmt: skip
+    entry = store_samples.entry(
+        "measured",
+        schedule=long,
+        device_name="NVIDIA Sample",
+        ties=(store_samples.schedule(),),
+        measurement=store_samples.stored(median_us=250.0).summary,
+    )
+    result = TuneResult(
+        entry=entry,
+        stored=stored,
+        schedules=40,
+        programs=30,
+        compiled=35,
+        measured=20,
+        failed=0,
+        seconds=12.34,
+        over_default=0.25,
+        over_runner_up=1e-4,
+    )
     monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
     output.print_tuned(
         TuneReport(kernel=Attention, arch="sm_90", run_id=1, results=[result], entries=[entry], measured=True)
@@ -639,17 +718,25 @@ def list_entries(capsys, *filters) -> list[dict]:
     return json.loads(capsys.readouterr().out)["entries"]
 
 
-@pytest.mark.parametrize(("filters", "holds"), [
-    (["--head-dim", "128"], lambda one: one["head_dim"] == 128),
-    (["--head-dim", "64,128", "--causal"], lambda one: one["head_dim"] in (64, 128) and one["causal"]),
-    (["--seq-len", "4096", "--causal", "both"], lambda one: one["seq_k"] == 4096),
-    (["--dtype", "bfloat16"], lambda one: one["dtype"] == "bfloat16"),
-    (["--arch", "h200", "--regime", "burst"], lambda one: one["evidence"]["regime"] == "burst" and one["arch"] == "sm_90"),
-    (["--provenance", "modelled,default"], lambda one: one["provenance"] in ("modelled", "default")),
-    (["--device", "h200"], lambda one: one["evidence"]["device_name"] == "NVIDIA H200"),
-    (["--problem", "S=4096,head_dim=64:128", "--problem", "D=96"],
-     lambda one: one["D"] == 96 or (one["S"] == 4096 and one["head_dim"] in (64, 128))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("filters", "holds"),
+    [
+        (["--head-dim", "128"], lambda one: one["head_dim"] == 128),
+        (["--head-dim", "64,128", "--causal"], lambda one: one["head_dim"] in (64, 128) and one["causal"]),
+        (["--seq-len", "4096", "--causal", "both"], lambda one: one["seq_k"] == 4096),
+        (["--dtype", "bfloat16"], lambda one: one["dtype"] == "bfloat16"),
+        (
+            ["--arch", "h200", "--regime", "burst"],
+            lambda one: one["evidence"]["regime"] == "burst" and one["arch"] == "sm_90",
+        ),
+        (["--provenance", "modelled,default"], lambda one: one["provenance"] in ("modelled", "default")),
+        (["--device", "h200"], lambda one: one["evidence"]["device_name"] == "NVIDIA H200"),
+        (
+            ["--problem", "S=4096,head_dim=64:128", "--problem", "D=96"],
+            lambda one: one["D"] == 96 or (one["S"] == 4096 and one["head_dim"] in (64, 128)),
+        ),
+    ],
+)
 def test_filters_show_what_is_like_them_and_nothing_else(home, capsys, filters, holds) -> None:
     everything = list_entries(capsys)
     found = list_entries(capsys, *filters)
@@ -695,8 +782,12 @@ def test_problems_are_read_as_people_write_them() -> None:
     assert read("B=2 H=32/8:28/4 Sq=1 Sk=300 D=192/128 bfloat16 causal bottom-right +lse") == [
         f"B=2 H={heads} Sq=1 Sk=300 D=192/128 bfloat16 causal bottom-right +lse" for heads in ("32/8", "28/4")
     ]
-    for text, words in {"H=32/8/4": "write H=heads/kv_heads, or one value", "H=32/few": "must be a positive integer",
-                        "S=64 causl": "'causl': write key=value", "2048": "'2048': write key=value"}.items():  # fmt: skip
+    for text, words in {
+        "H=32/8/4": "write H=heads/kv_heads, or one value",
+        "H=32/few": "must be a positive integer",
+        "S=64 causl": "'causl': write key=value",
+        "2048": "'2048': write key=value",
+    }.items():
         with pytest.raises(TiledschedError, match=words):
             read(text)
 
@@ -706,8 +797,20 @@ def test_tune_and_explain_spell_their_flags_alike(added, capsys) -> None:
         {text: action for action in commands()[name]._actions for text in action.option_strings}
         for name in ("tune", "explain")
     )
-    searching = {"--budget", "--effort", "--trials", "--sampler", "--runner", "--candidates", "--neighbours", "--seed", "--jobs",
-                 "--compile-timeout", "--report", "--storage"}  # fmt: skip
+    searching = {
+        "--budget",
+        "--effort",
+        "--trials",
+        "--sampler",
+        "--runner",
+        "--candidates",
+        "--neighbours",
+        "--seed",
+        "--jobs",
+        "--compile-timeout",
+        "--report",
+        "--storage",
+    }
     assert set(tune) - set(explain) == searching
     assert set(explain) - set(tune) == {"--device"}
     for text in set(tune) & set(explain) - {"-h", "--help"}:
@@ -725,13 +828,16 @@ def test_tune_and_explain_spell_their_flags_alike(added, capsys) -> None:
     assert "pass --arch sm_90" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ("tune --headdim 64", "tune has no flag --headdim; did you mean --head-dim? see tiledsched tune --help"),
-    ("explain matmul --head-dim 64", "sizes of matmul go by name, e.g. --problem m=1024,"),
-    ("show softmax --head-dim 64", "sizes of softmax go by name, e.g. --problem rows=1024,"),
-    ("report --arch sm_90 --out x --colour", "report has no flag --colour; see tiledsched report --help"),
-    ("tune attention matmul", "tune takes no 'matmul'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("tune --headdim 64", "tune has no flag --headdim; did you mean --head-dim? see tiledsched tune --help"),
+        ("explain matmul --head-dim 64", "sizes of matmul go by name, e.g. --problem m=1024,"),
+        ("show softmax --head-dim 64", "sizes of softmax go by name, e.g. --problem rows=1024,"),
+        ("report --arch sm_90 --out x --colour", "report has no flag --colour; see tiledsched report --help"),
+        ("tune attention matmul", "tune takes no 'matmul'"),
+    ],
+)
 def test_an_unknown_flag_says_what_may_be_meant(capsys, line, words) -> None:
     assert main(line.split()) == 2
     assert words in capsys.readouterr().err

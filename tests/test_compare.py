@@ -13,17 +13,22 @@ from tiledsched.cli import main
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import write_report
 from tiledsched.report.compare import Known, compare, judged, side_of
-from tiledsched.report.sides import Wanted, read_side
+from tiledsched.report.comparison_sources import Wanted, read_side
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table
-from tiledsched.store.records import EntryRecord, Toolchain
+from tiledsched.store.records import Entry, Toolchain
 
 NEWER = Toolchain(cuda_tile="1.7.0", tileiras="13.5.37", ptxas="13.5.37", nvvm="13.5.37")
 MOVED = {
     # What the shipped programs took under 13.4.92 and 13.5.37 on one H200, in microseconds.
-    (1, 16, 16384, 128): (3056, 3459), (4, 16, 4096, 128): (804, 906), (1, 8, 4096, 128): (112, 127),
-    (1, 16, 16384, 64): (4194, 4476), (16, 16, 1024, 128): (228, 224), (8, 16, 2048, 128): (400, 400.5), (2, 16, 8192, 128): (872, 874),
-}  # fmt: skip
+    (1, 16, 16384, 128): (3056, 3459),
+    (4, 16, 4096, 128): (804, 906),
+    (1, 8, 4096, 128): (112, 127),
+    (1, 16, 16384, 64): (4194, 4476),
+    (16, 16, 1024, 128): (228, 224),
+    (8, 16, 2048, 128): (400, 400.5),
+    (2, 16, 8192, 128): (872, 874),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,26 +59,67 @@ def put(
     """A measurement, and the entry that serves it."""
     schedule = schedule or plain(128, 64)
     code = fingerprint or f"{schedule.id}{toolchain.tileiras.replace('.', '')[:4]}".ljust(24, "0")
-    number = db.record_measurement(None, "attention", SOURCE, toolchain,
-                                   taken(schedule, us, problem=problem, fingerprint=code, device=device, **more))  # fmt: skip
+    number = db.record_measurement(
+        None,
+        "attention",
+        SOURCE,
+        toolchain,
+        taken(schedule, us, problem=problem, fingerprint=code, device=device, **more),
+    )
     if served:
-        db.put_entry(EntryRecord(kernel="attention", arch="sm_90", problem=problem, provenance="measured", schedule=schedule,
-                                 fingerprint=code, device_name=device, regime=more.get("regime", "burst"), toolchain=toolchain,
-                                 measurement_id=number))  # fmt: skip
+        db.put_entry(
+            Entry(
+                kernel="attention",
+                arch="sm_90",
+                problem=problem,
+                provenance="measured",
+                schedule=schedule,
+                fingerprint=code,
+                device_name=device,
+                regime=more.get("regime", "burst"),
+                toolchain=toolchain,
+                measurement_id=number,
+            )
+        )
     return number
 
 
 def known(us, half=0.005, **changes):
-    return Known(**{"kernel": "k", "arch": "sm_90", "device": "GPU", "regime": "burst", "accum_mode": "fp32", "problem_id": "p",
-                    "problem": "P", "words": "", "schedule_id": "s", "schedule": "s", "fingerprint": "f", "us": us,
-                    "low_us": us * (1 - half), "high_us": us * (1 + half), "uid": "", **changes})  # fmt: skip
+    return Known(
+        **{
+            "kernel": "k",
+            "arch": "sm_90",
+            "device": "GPU",
+            "regime": "burst",
+            "accum_mode": "fp32",
+            "problem_id": "p",
+            "problem": "P",
+            "words": "",
+            "schedule_id": "s",
+            "schedule": "s",
+            "fingerprint": "f",
+            "us": us,
+            "low_us": us * (1 - half),
+            "high_us": us * (1 + half),
+            "uid": "",
+            **changes,
+        }
+    )
 
 
 @pytest.mark.parametrize(
     ("ratio", "half", "verdict"),
-    [(1.10, 0.005, "slower"), (0.90, 0.005, "faster"), (1.005, 0.005, "same"), (1.10, 0.2, "undecided"),
-     (1.005, 0.05, "undecided"), (1.019, 0.005, "undecided"), (1.03, 0.005, "slower"), (1.0, 0.001, "same")],
-)  # fmt: skip
+    [
+        (1.10, 0.005, "slower"),
+        (0.90, 0.005, "faster"),
+        (1.005, 0.005, "same"),
+        (1.10, 0.2, "undecided"),
+        (1.005, 0.05, "undecided"),
+        (1.019, 0.005, "undecided"),
+        (1.03, 0.005, "slower"),
+        (1.0, 0.001, "same"),
+    ],
+)
 def test_verdicts_follow_from_the_intervals(ratio, half, verdict):
     found = judged(known(100.0, half, fingerprint="a"), known(100.0 * ratio, half), 0.02)
     assert found.verdict == verdict
@@ -110,7 +156,8 @@ def test_two_compilers_of_one_database(home, capsys):
     slower = {str(problem_of(*case)) for case, (before, after) in MOVED.items() if after / before > 1.02}
     assert len(slower) == 4
     assert verdicts == {str(problem_of(*case)): "same" for case in MOVED} | dict.fromkeys(slower, "slower") | {
-        str(problem_of(16, 16, 1024, 128)): "undecided"}  # 1.8% faster, give or take 0.7  # fmt: skip
+        str(problem_of(16, 16, 1024, 128)): "undecided"
+    }  # 1.8% faster, give or take 0.7
     assert found["regressed"]
 
 
@@ -145,8 +192,9 @@ def test_the_table_of_people_and_the_line_for_ci(home, capsys):
     assert "no machine code was measured on both sides" in said
     assert "now 64x64" in said
     assert "was 128x64" in said
-    assert lines[-1] == (f"compare: 1 slower, 1 undecided, 0 faster, 0 same, 1 only in B; worst +13.0% ({PROBLEM}); "
-                         "threshold 2.0%: FAIL")  # fmt: skip
+    assert lines[-1] == (
+        f"compare: 1 slower, 1 undecided, 0 faster, 0 same, 1 only in B; worst +13.0% ({PROBLEM}); threshold 2.0%: FAIL"
+    )
     assert "tune attention --arch sm_90 --problem S=4096,D=64,B=4,H=32,causal=yes --db b.db" in said
     assert main(["compare", "b.db", "a.db"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("ok")
@@ -221,11 +269,18 @@ def test_shipped_against_itself(home, capsys):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("nothing.db shipped", "there is no nothing.db"), ("shipped 99.9", "nothing of '99.9' is measured there; it has the compilers"),
-     ("shipped@13.9 shipped", "has the compilers"), ("2026-13-45 shipped", "is no date"), ("empty shipped", "holds no table"),
-     ("notes.csv shipped", "notes.csv"), ("shipped shipped --threshold 0", "--threshold"), ("shipped shipped --arch sm_121 ", "nothing is measured"),
-     ("bad/schedules.csv shipped", "schedules.csv")],
-)  # fmt: skip
+    [
+        ("nothing.db shipped", "there is no nothing.db"),
+        ("shipped 99.9", "nothing of '99.9' is measured there; it has the compilers"),
+        ("shipped@13.9 shipped", "has the compilers"),
+        ("2026-13-45 shipped", "is no date"),
+        ("empty shipped", "holds no table"),
+        ("notes.csv shipped", "notes.csv"),
+        ("shipped shipped --threshold 0", "--threshold"),
+        ("shipped shipped --arch sm_121 ", "nothing is measured"),
+        ("bad/schedules.csv shipped", "schedules.csv"),
+    ],
+)
 def test_what_cannot_be_compared_is_told(home, capsys, words, message):
     (home / "empty").mkdir()
     (home / "notes.csv").write_text("a,b\n1,2\n")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tiledsched import config
-from tiledsched.config import SETTINGS, configure, knob_kinds, load_settings
-from tiledsched.errors import ConfigError
+from tiledsched.core import config
+from tiledsched.core.config import SETTINGS, configure, knob_kinds, load_settings
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.space_files import space_for
 
 SERVING = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
 
@@ -30,8 +30,12 @@ def test_flags_beat_environment_beats_project_beats_user(tmp_path) -> None:
     user, project = tmp_path / "user.toml", tmp_path / "project.toml"
     user.write_text("regime = 'sustained'\ndb = 'user.db'\n[knobs]\ntile_m = 64\noccupancy = 1\n")
     project.write_text("db = 'project.db'\n[knobs]\ntile_m = 128\n")
-    found = load_settings({"accum_mode": None, "fallback": "error"}, environ={"TILEDSCHED_DB": "env.db", "HOME": "/x",
-                          "TILEDSCHED_PERSISTENT": "strided"}, project=project, user=user)  # fmt: skip
+    found = load_settings(
+        {"accum_mode": None, "fallback": "error"},
+        environ={"TILEDSCHED_DB": "env.db", "HOME": "/x", "TILEDSCHED_PERSISTENT": "strided"},
+        project=project,
+        user=user,
+    )
     assert (found.regime, found.db, found.fallback, found.accum_mode) == ("sustained", "env.db", "error", "fp32")
     assert found.knobs == {"tile_m": 128, "occupancy": 1, "persistent": "strided"}
     assert found.sources["tile_m"] == str(project)
@@ -156,8 +160,8 @@ def test_the_documentation_names_every_other_variable() -> None:
 
 
 def test_a_declared_kernels_knobs_can_be_forced_and_reach_no_other_kernel() -> None:
-    from tiledsched.config import load_settings as read
-    from tiledsched.kernel_names import kernel_named
+    from tiledsched.core.config import load_settings as read
+    from tiledsched.core.registry import kernel_named
     from tiledsched.serve.entries import load_table
 
     matmul = kernel_named("matmul")

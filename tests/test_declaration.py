@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 import tiledsched as ts
-from tiledsched import kernel_names, launches
-from tiledsched.device import arch_spec
-from tiledsched.errors import ConfigError, DeclarationError, ProblemError
+from tiledsched.core import launch as launches
+from tiledsched.core import registry as kernel_names
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
+from tiledsched.core.storage import strides_of
 from tiledsched.interpreter import run_schedule
 from tiledsched.interpreter.checking import check_schedule
-from tiledsched.kernel_names import kernel_named
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
-from tiledsched.space_files import space_for
-from tiledsched.storage import strides_of
 
 DEVICE = arch_spec("sm_90")
 
@@ -40,12 +41,20 @@ def scale_rows(X, Out, factor: float, columns, TILE: ct.Constant[int]):
 def right(**changes):
     """The fields of a right declaration, some changed; those that are None are left out."""
     fields = {
-        "function": scale_rows, "rows": ts.dim(), "columns": ts.dim(constant=True), "dtype": ts.dtype("float32", "float16"),
-        "X": ts.array("rows columns"), "Out": ts.out("rows columns"), "factor": ts.scalar(2.0),
-        "knobs": {"TILE": [64, 128], "occupancy": [1, 2]}, "constraints": {"TILE >= columns": "a row is one tile"},
-        "suites": {"all": [{"rows": 5, "columns": 40}]}, "grid": lambda p, s, device: (p.rows,),
-        "reference": lambda xp, X, factor: X * factor, "__module__": __name__,
-    }  # fmt: skip
+        "function": scale_rows,
+        "rows": ts.dim(),
+        "columns": ts.dim(constant=True),
+        "dtype": ts.dtype("float32", "float16"),
+        "X": ts.array("rows columns"),
+        "Out": ts.out("rows columns"),
+        "factor": ts.scalar(2.0),
+        "knobs": {"TILE": [64, 128], "occupancy": [1, 2]},
+        "constraints": {"TILE >= columns": "a row is one tile"},
+        "suites": {"all": [{"rows": 5, "columns": 40}]},
+        "grid": lambda p, s, device: (p.rows,),
+        "reference": lambda xp, X, factor: X * factor,
+        "__module__": __name__,
+    }
     return {name: value for name, value in (fields | changes).items() if value is not None}
 
 
@@ -67,15 +76,24 @@ def kinds(step):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"constraints": {"TILE >= colums": "x"}}, "constraints['TILE >= colums']: reads unknown name 'colums'; known are TILE, col"),
+        (
+            {"constraints": {"TILE >= colums": "x"}},
+            "constraints['TILE >= colums']: reads unknown name 'colums'; known are TILE, col",
+        ),
         ({"exploring": {"open(1)": "x"}}, "exploring['open(1)']: uses Call; only names, numbers"),
         ({"constraints": {"TILE >": "x"}}, "constraints['TILE >']: is not an expression"),
-        ({"knobs": {"TILE": [64], "STAGES": [1, 2]}}, "knobs['STAGES']: neither a parameter of scale_rows nor a hint (num_ctas"),
+        (
+            {"knobs": {"TILE": [64], "STAGES": [1, 2]}},
+            "knobs['STAGES']: neither a parameter of scale_rows nor a hint (num_ctas",
+        ),
         ({"knobs": {"TILE": []}}, "knobs['TILE']: there is nothing to choose from"),
         ({"knobs": {"TILE": [64, "wide"]}}, "knobs['TILE']: choices must be all integers, all true/false or all words"),
         ({"knobs": {"TILE": [64.0]}}, "knobs['TILE']: choices must be all integers"),
         ({"knobs": {"TILE": ts.knob([64, 128], default=96)}}, "knobs['TILE']: the default 96 is not one of [64, 128]"),
-        ({"knobs": {"TILE": [64], "occupancy": [1, 33]}}, "knobs['occupancy']: 33 is no such hint; allowed are 0 to 32"),
+        (
+            {"knobs": {"TILE": [64], "occupancy": [1, 33]}},
+            "knobs['occupancy']: 33 is no such hint; allowed are 0 to 32",
+        ),
         ({"knobs": {"TILE": [64], "opt_level": [-1]}}, "knobs['opt_level']: -1 is no such hint; allowed are 0 to 3"),
         ({"knobs": {"TILE": [64], "num_ctas": ["two"]}}, "knobs['num_ctas']: 'two' is no such hint"),
         ({"knobs": {"TILE": [64], "rows": [1]}}, "knobs['rows']: there is a field of that name"),
@@ -85,29 +103,56 @@ def kinds(step):
         ({"grid": lambda p, s, device: None}, "grid: must be 1 to 3 positive integers, got None"),
         ({"grid": lambda p, s, device: (p.lines,)}, "it raises AttributeError"),
         ({"grid": None}, "a kernel needs grid(p, s, device)"),
-        ({"function": None}, "function: there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)"),
-        ({"function": "scale_rows"}, "expected a cuTile kernel or a function, got 'scale_rows'; decorate one with @ct.kernel"),
+        (
+            {"function": None},
+            "function: there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)",
+        ),
+        (
+            {"function": "scale_rows"},
+            "expected a cuTile kernel or a function, got 'scale_rows'; decorate one with @ct.kernel",
+        ),
         ({"reference": None}, "reference: missing; declare reference(xp, ...)"),
         ({"reference": lambda xp, X: X[:, :1]}, "reference: returns Out of shape"),
         ({"reference": lambda xp, X: ()}, "reference: returns 0 arrays; the outputs are Out"),
-        ({"reference": lambda xp, Y: Y}, "reference: its parameter 'Y' is called like nothing declared; known are X, factor"),
+        (
+            {"reference": lambda xp, Y: Y},
+            "reference: its parameter 'Y' is called like nothing declared; known are X, factor",
+        ),
         ({"reference": lambda xp, X: X @ X @ X}, "reference: for"),
         ({"X": ts.array("lines columns")}, "X: 'lines' is no size; known are columns, dtype, rows and numbers"),
         ({"X": ts.array("")}, "X: the shape is empty"),
         ({"X": ts.array("rows TILE")}, "X: 'TILE' is no size"),
         ({"X": ts.array("rows columns", dtype="float17")}, "X: its type 'float17' is neither a dtype field nor a type"),
         ({"dtype": None}, "X: its type 'dtype' is neither"),
-        ({"X": ts.array("rows columns", layout="diagonal")}, "X: layout 'diagonal' is neither row, column nor a choice"),
-        ({"order": ts.choice("nn", "nt"), "X": ts.array("rows columns", layout="order")}, "X: layout 'order' is neither"),
+        (
+            {"X": ts.array("rows columns", layout="diagonal")},
+            "X: layout 'diagonal' is neither row, column nor a choice",
+        ),
+        (
+            {"order": ts.choice("nn", "nt"), "X": ts.array("rows columns", layout="order")},
+            "X: layout 'order' is neither",
+        ),
         ({"X": ts.array("rows columns", when="scaled")}, "X: when = 'scaled' is no flag; declare it with ts.flag()"),
         ({"X": ts.array("rows columns", when="rows")}, "X: when = 'rows' is no flag"),
         ({"X": ts.array("rows columns", below="lines")}, "X: below = 'lines' is no field"),
-        ({"Out": ts.array("rows columns")}, "function: no array is an output; declare one with ts.out(...) or ts.inout(...)"),
-        ({"Out": None, "Result": ts.out("rows columns")}, "parameter 'Out' of scale_rows is called like nothing declared"),
-        ({"factor": None}, "parameter 'factor' of scale_rows is called like nothing declared (X, Out, TILE, occupancy, rows"),
+        (
+            {"Out": ts.array("rows columns")},
+            "function: no array is an output; declare one with ts.out(...) or ts.inout(...)",
+        ),
+        (
+            {"Out": None, "Result": ts.out("rows columns")},
+            "parameter 'Out' of scale_rows is called like nothing declared",
+        ),
+        (
+            {"factor": None},
+            "parameter 'factor' of scale_rows is called like nothing declared (X, Out, TILE, occupancy, rows",
+        ),
         ({"suites": {"all": [{"rows": 5}]}}, "suites['all']: a problem of"),
         ({"suites": {"all": [{"rows": 0, "columns": 40}]}}, "suites['all']: rows must be a positive integer, got 0"),
-        ({"suites": {"all": [{"rows": 5, "columns": 40, "lines": 1}]}}, "suites['all']: unknown problem keys ['lines']"),
+        (
+            {"suites": {"all": [{"rows": 5, "columns": 40, "lines": 1}]}},
+            "suites['all']: unknown problem keys ['lines']",
+        ),
         ({"values": ts.dim(1)}, "values: the name is taken"),
         ({"p": ts.dim(1)}, "p: the name is taken"),
         ({"label": ts.dim(1)}, "label"),
@@ -117,7 +162,7 @@ def kinds(step):
         ({"axes": ("lines",)}, "axes: 'lines' is no field; known are"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_a_wrong_declaration_names_the_field_and_what_is_allowed(changes, words):
     with pytest.raises(DeclarationError) as error:
         declare(**changes)
@@ -212,8 +257,11 @@ def halve(X, Out, TILE: ct.Constant[int]):
 
 
 def test_an_entry_is_chosen_by_problem_and_schedule():
-    kernel = declare(half=ts.flag(), entry=lambda p, s: halve if p.half else scale_rows,
-                     reference=lambda xp, X, factor, half: X * (0.5 if half else factor))  # fmt: skip
+    kernel = declare(
+        half=ts.flag(),
+        entry=lambda p, s: halve if p.half else scale_rows,
+        reference=lambda xp, X, factor, half: X * (0.5 if half else factor),
+    )
     s = Schedule(TILE=64, occupancy=1)
     for half in (False, True):
         p = kernel.problem(rows=5, columns=40, half=half)
@@ -286,8 +334,10 @@ def test_a_column_layout_swaps_the_last_two_axes_in_memory():
         assert x.stride_divisible_by[1 - unit] == 4  # 16 bytes
         assert out.stride_constant[1] == 1
         assert check_schedule(kernel, p, s)[0]
-    two = [launches.problem_class(kernel, kernel.problem(rows=32, columns=48, order=order), s, DEVICE).id
-           for order in ("row", "column")]  # fmt: skip
+    two = [
+        launches.problem_class(kernel, kernel.problem(rows=32, columns=48, order=order), s, DEVICE).id
+        for order in ("row", "column")
+    ]
     assert two[0] != two[1]
 
 
@@ -318,9 +368,14 @@ def test_what_only_some_problems_have_is_there_when_they_do():
     def reference(xp, X, Bias, biased):
         return (X + Bias, -Bias * xp.ones_like(X)) if biased else X
 
-    kernel = declare(function=add_bias, factor=None, biased=ts.flag(omit_default=True),
-                     Bias=ts.array("columns", when="biased"), Rest=ts.out("rows columns", when="biased"),
-                     reference=reference)  # fmt: skip
+    kernel = declare(
+        function=add_bias,
+        factor=None,
+        biased=ts.flag(omit_default=True),
+        Bias=ts.array("columns", when="biased"),
+        Rest=ts.out("rows columns", when="biased"),
+        reference=reference,
+    )
     without = kernel.problem(rows=3, columns=64)
     both, s = without.replace(biased=True), Schedule(TILE=64, occupancy=1)
     assert {each.name for each in kernel.arrays(both)} == {"X", "Bias", "Out", "Rest"}
@@ -344,10 +399,21 @@ def test_lists_of_arrays_have_a_shape_for_each():
     def shapes(p):
         return [(rows, p.columns) for rows in p.groups]
 
-    kernel = declare(function=double_all, factor=None, X=None, Out=None, rows=None, groups=ts.sizes(), label={"D": "columns"},
-                     derived={"experts": lambda p: len(p.groups)}, Xs=ts.arrays(shapes), Outs=ts.outs(shapes),
-                     grid=lambda p, s, device: max(p.groups), reference=lambda xp, Xs: [x * 2 for x in Xs],
-                     suites={"all": [{"groups": [2, 3], "columns": 16}]})  # fmt: skip
+    kernel = declare(
+        function=double_all,
+        factor=None,
+        X=None,
+        Out=None,
+        rows=None,
+        groups=ts.sizes(),
+        label={"D": "columns"},
+        derived={"experts": lambda p: len(p.groups)},
+        Xs=ts.arrays(shapes),
+        Outs=ts.outs(shapes),
+        grid=lambda p, s, device: max(p.groups),
+        reference=lambda xp, Xs: [x * 2 for x in Xs],
+        suites={"all": [{"groups": [2, 3], "columns": 16}]},
+    )
     p, s = kernel.problem(groups=[3, 7, 1], columns=40), Schedule(TILE=64, occupancy=1)
     assert (p.groups, p.experts, p.to_json()["groups"]) == ((3, 7, 1), 3, [3, 7, 1])
     assert Problem.from_json(json.loads(json.dumps(p.to_json()))) == p
@@ -360,8 +426,13 @@ def test_lists_of_arrays_have_a_shape_for_each():
 
 
 def test_names_follow_from_the_declaration():
-    kernel = declare(derived={"tiles": lambda p: -(-p.rows // 4)}, Out=ts.out("rows columns"), axes=("rows", "tiles"),
-                     label={"R": ("rows",)}, W=ts.workspace("tiles*4 columns/3 2"))  # fmt: skip
+    kernel = declare(
+        derived={"tiles": lambda p: -(-p.rows // 4)},
+        Out=ts.out("rows columns"),
+        axes=("rows", "tiles"),
+        label={"R": ("rows",)},
+        W=ts.workspace("tiles*4 columns/3 2"),
+    )
     p = kernel.problem(rows=5, columns=40)
     assert p.tiles == 2
     assert p.names == {"rows": 5, "columns": 40, "dtype": "float32", "tiles": 2}

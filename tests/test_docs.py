@@ -48,7 +48,7 @@ def commands(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_of_a_page_is_one_that_there_is(path, monkeypatch, capsys):
-    from tiledsched.kernel_names import load_kernel
+    from tiledsched.core.registry import load_kernel
 
     monkeypatch.setattr("tiledsched.cli.parser.devices", list)
     for words in commands(path):

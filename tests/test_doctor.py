@@ -11,7 +11,7 @@ import pytest
 
 from tiledsched import __version__, doctor
 from tiledsched.build import toolchain
-from tiledsched.extras import installing
+from tiledsched.core.extras import installing
 from tiledsched.measure.runner import Device
 from tiledsched.store.db import TuningDB
 
@@ -23,8 +23,13 @@ PARTS = {"cuda-tile": "1.7.0", "nvidia-nvvm": "13.4.92"}
 def machine(monkeypatch, tmp_path):
     """A CPU-only machine with a whole compiler and nothing optional; tests change it through the object returned."""
 
-    here = SimpleNamespace(packages=dict(PARTS), tools={"tileiras": "13.4.92", "ptxas": "13.4.92"},
-                           compiler=tmp_path / "bin", devices=[], importable=set())  # fmt: skip
+    here = SimpleNamespace(
+        packages=dict(PARTS),
+        tools={"tileiras": "13.4.92", "ptxas": "13.4.92"},
+        compiler=tmp_path / "bin",
+        devices=[],
+        importable=set(),
+    )
     for name in ("CUDA_HOME", "CUDA_PATH", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
@@ -207,15 +212,30 @@ def test_cupy_is_asked_in_its_own_process(monkeypatch):
     assert "cupy" not in sys.modules
 
 
-@pytest.mark.parametrize(("line", "cuda"), [("cuda: Optional[str] = '13.0'", "13.0"), ('cuda = "12.8"', "12.8"),
-                                            ("cuda: Optional[str] = None", ""), ("hip = None", None)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "cuda"),
+    [
+        ("cuda: Optional[str] = '13.0'", "13.0"),
+        ('cuda = "12.8"', "12.8"),
+        ("cuda: Optional[str] = None", ""),
+        ("hip = None", None),
+    ],
+)
 def test_torch_cuda_is_read_from_its_file(tmp_path, line, cuda):
     (tmp_path / "version.py").write_text(f"__version__ = '2.11.0'\n{line}\ngit_version = 'x'\n")
     assert doctor._torch_cuda([tmp_path / "absent", tmp_path]) == cuda
 
 
-@pytest.mark.parametrize(("version", "cuda", "status"), [("2.11.0+cu130", "13.0", "ok"), ("2.11.0", "", "broken"),
-                         ("2.11.0", "12.8", "warn"), ("2.8.1", "13.0", "broken"), ("2.9.0", None, "warn")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "cuda", "status"),
+    [
+        ("2.11.0+cu130", "13.0", "ok"),
+        ("2.11.0", "", "broken"),
+        ("2.11.0", "12.8", "warn"),
+        ("2.8.1", "13.0", "broken"),
+        ("2.9.0", None, "warn"),
+    ],
+)
 def test_torch(machine, monkeypatch, version, cuda, status):
     machine.packages["torch"] = version
     machine.importable.add("torch")

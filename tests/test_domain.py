@@ -9,21 +9,51 @@ from dataclasses import replace
 
 import pytest
 
-from tiledsched import data_files
-from tiledsched.data_files import search_spaces
-from tiledsched.errors import SpaceError
+from tiledsched.core import data_files
+from tiledsched.core.data_files import search_spaces
+from tiledsched.core.errors import SpaceError
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import load_space, space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import SUITES
-from tiledsched.schedule import Schedule
-from tiledsched.space_files import load_space, space_for
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 KNOBS = {
-    "tile_m", "tile_n", "latency_k", "latency_v", "occupancy", "opt_level", "accum_mode", "num_ctas",
-    "num_worker_warps", "loop_split", "block_order", "persistent", "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead",
-    "k_load", "tma_loads", "tma_store", "check_bounds", "division", "lazy_rescale", "flat_steps", "reload_q",
-    "q_ahead", "store_late", "q_in_registers", "unroll", "peel_first", "kv_splits", "kv_combine", "page_lookup", "pack_gqa", "column_parts",
-}  # fmt: skip
+    "tile_m",
+    "tile_n",
+    "latency_k",
+    "latency_v",
+    "occupancy",
+    "opt_level",
+    "accum_mode",
+    "num_ctas",
+    "num_worker_warps",
+    "loop_split",
+    "block_order",
+    "persistent",
+    "kv_direction",
+    "q_subtiles",
+    "kv_subtiles",
+    "qk_ahead",
+    "k_load",
+    "tma_loads",
+    "tma_store",
+    "check_bounds",
+    "division",
+    "lazy_rescale",
+    "flat_steps",
+    "reload_q",
+    "q_ahead",
+    "store_late",
+    "q_in_registers",
+    "unroll",
+    "peel_first",
+    "kv_splits",
+    "kv_combine",
+    "page_lookup",
+    "pack_gqa",
+    "column_parts",
+}
 
 
 def test_schedules_are_values() -> None:
@@ -88,9 +118,10 @@ def test_at_most_two_departures_from_the_plain_kernel() -> None:
     pins = space.modelled_pins()
     for schedule in itertools.islice(space.schedules(problem), 0, None, 17):
         departures = sum(
-            schedule[name] != value for name, value in pins.items()
+            schedule[name] != value
+            for name, value in pins.items()
             if name not in ("flat_steps", "reload_q", "q_ahead", "store_late", "q_in_registers", "unroll", "peel_first")
-        )  # fmt: skip
+        )
         departures += 2 if schedule["flat_steps"] else schedule["persistent"] == "snake"
         departures += schedule["block_order"] == "swizzled"
         latencies = bool(schedule["latency_k"] or schedule["latency_v"])
@@ -108,10 +139,29 @@ def test_what_only_a_measurement_shows_is_marked() -> None:
     space = space_for("sm_90", Attention)
     pins = space.modelled_pins()
     assert set(pins) == {
-        "kv_direction", "q_subtiles", "kv_subtiles", "qk_ahead", "k_load", "tma_loads", "tma_store", "check_bounds",
-        "division", "lazy_rescale", "flat_steps", "reload_q", "q_ahead", "store_late", "q_in_registers", "unroll",
-        "peel_first", "kv_splits", "kv_combine", "page_lookup", "pack_gqa", "column_parts",
-    }  # fmt: skip
+        "kv_direction",
+        "q_subtiles",
+        "kv_subtiles",
+        "qk_ahead",
+        "k_load",
+        "tma_loads",
+        "tma_store",
+        "check_bounds",
+        "division",
+        "lazy_rescale",
+        "flat_steps",
+        "reload_q",
+        "q_ahead",
+        "store_late",
+        "q_in_registers",
+        "unroll",
+        "peel_first",
+        "kv_splits",
+        "kv_combine",
+        "page_lookup",
+        "pack_gqa",
+        "column_parts",
+    }
     assert all(space.knobs[name].measured_only and space.knobs[name].default == value for name, value in pins.items())
     problem = Attention.standard(seq_len=1024, head_dim=64)
     assert all(pins.items() <= dict(schedule).items() for schedule in space.schedules(problem, pinned=pins))
@@ -177,10 +227,19 @@ def test_schedules_of_earlier_versions_are_completed() -> None:
 def test_constraints_are_checked_early_and_late_alike(monkeypatch) -> None:
     """A constraint over more combinations than are tabulated allows the same schedules in the same order."""
     problem = Attention.standard(seq_len=1000, head_dim=128, causal=True)
-    pinned = {"occupancy": 1, "num_worker_warps": 4, "tile_m": 64, "opt_level": 3, "persistent": "no", "num_ctas": 1,
-              "kv_direction": "forward", "division": "approximate", "tma_store": True}  # fmt: skip
+    pinned = {
+        "occupancy": 1,
+        "num_worker_warps": 4,
+        "tile_m": 64,
+        "opt_level": 3,
+        "persistent": "no",
+        "num_ctas": 1,
+        "kv_direction": "forward",
+        "division": "approximate",
+        "tma_store": True,
+    }
     early = list(space_for("sm_90", Attention).schedules(problem, pinned=pinned))
-    monkeypatch.setattr("tiledsched.space.MOST_COMBINATIONS", 1)
+    monkeypatch.setattr("tiledsched.core.space.MOST_COMBINATIONS", 1)
     assert list(space_for("sm_90", Attention).schedules(problem, pinned=pinned)) == early
     assert len(early) > 100
 
@@ -335,8 +394,12 @@ def test_neighbours_are_all_that_work_within_two_knobs() -> None:
     """Fewest changes first, also where the space does not explore; against trying every schedule of a small space."""
     space = space_for("sm_90", Attention)
     few = {"tile_m", "tile_n", "occupancy", "num_worker_warps", "num_ctas", "latency_k", "loop_split", "persistent"}
-    space = replace(space, knobs={name: knob if name in few else replace(knob, choices=(knob.default,))
-                                  for name, knob in space.knobs.items()})  # fmt: skip
+    space = replace(
+        space,
+        knobs={
+            name: knob if name in few else replace(knob, choices=(knob.default,)) for name, knob in space.knobs.items()
+        },
+    )
     problem = Attention.standard(seq_len=1024, head_dim=64, causal=True)
     start = space.default(problem)
     found = list(space.neighbours(start, problem, pinned=("tile_n",)))
@@ -345,8 +408,10 @@ def test_neighbours_are_all_that_work_within_two_knobs() -> None:
         return sum(schedule[name] != start[name] for name in start)
 
     names = sorted(few)
-    everything = (start.replace(**dict(zip(names, choices, strict=True)))
-                  for choices in itertools.product(*(space.knobs[name].choices for name in names)))  # fmt: skip
+    everything = (
+        start.replace(**dict(zip(names, choices, strict=True)))
+        for choices in itertools.product(*(space.knobs[name].choices for name in names))
+    )
     near = (each for each in everything if 1 <= changes(each) <= 2 and each["tile_n"] == start["tile_n"])
     expected = {each for each in near if not space.unworkable(each, problem)}
     assert len(found) == len(set(found))
@@ -365,8 +430,10 @@ def test_a_space_limited_to_candidates() -> None:
     # a split loop needs a mask, no tile has 512 rows, and the same candidate counts once
     assert list(limited.schedules(problem)) == [default, default.replace(tile_m=128, tile_n=128)]
     assert default.replace(loop_split=True) in list(limited.schedules(problem.replace(causal=True)))
-    assert list(limited.schedules(problem, pinned={"tile_m": 128})) == [limited.default(problem, pinned={"tile_m": 128}),
-                                                                       default.replace(tile_m=128, tile_n=128)]  # fmt: skip
+    assert list(limited.schedules(problem, pinned={"tile_m": 128})) == [
+        limited.default(problem, pinned={"tile_m": 128}),
+        default.replace(tile_m=128, tile_n=128),
+    ]
     with pytest.raises(SpaceError, match=r"unknown knobs \['tile_q'\]"):
         space.limited_to([{"tile_q": 64}])
 

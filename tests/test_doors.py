@@ -14,12 +14,12 @@ import zipfile
 import pytest
 from store_samples import DEVICE, PROBLEM, TOOLCHAIN, fill, measurement
 
-from tiledsched import files
 from tiledsched.build.artifacts import ArtifactStore
-from tiledsched.errors import ConfigError, DatabaseError
-from tiledsched.files import write_whole
+from tiledsched.core import files
+from tiledsched.core.errors import ConfigError, DatabaseError
+from tiledsched.core.files import write_whole
+from tiledsched.core.problem import Problem
 from tiledsched.measure.runner import Device
-from tiledsched.problem import Problem
 from tiledsched.report.document import Heading, Paragraph, Table, to_html, to_markdown
 from tiledsched.serve.bundle import read_bundle
 from tiledsched.store.codec import decode, encode
@@ -37,22 +37,41 @@ def db(tmp_path):
 TAKEN = ("measurements", 0, "measurement")
 SERVED = ("entries", 0)
 WRONG = [
-    (*TAKEN, "device", "name", "../../../x"), (*TAKEN, "device", "name", "<script>"), (*TAKEN, "device", "name", ".x"),
-    (*TAKEN, "device", "name", "a\nb"), (*TAKEN, "device", "arch", "sm_90/.."), (*TAKEN, "fingerprint", "../../victim"),
-    (*TAKEN, "regime", "../burst"), (*TAKEN, "runner", "<i>"), ("measurements", 0, "uid", "../x"),
-    ("measurements", 0, "source_hash", "<b>"), ("measurements", 0, "kernel", "a/b"),
-    (*TAKEN, "problem", {"kernel": "../../etc", "n": 1}), (*TAKEN, "problem", {"kernel": "stranger", "<b>": 1}),
-    (*TAKEN, "schedule", "<img src=x>", 1), (*TAKEN, "schedule", "tile_m", 2**63),
+    (*TAKEN, "device", "name", "../../../x"),
+    (*TAKEN, "device", "name", "<script>"),
+    (*TAKEN, "device", "name", ".x"),
+    (*TAKEN, "device", "name", "a\nb"),
+    (*TAKEN, "device", "arch", "sm_90/.."),
+    (*TAKEN, "fingerprint", "../../victim"),
+    (*TAKEN, "regime", "../burst"),
+    (*TAKEN, "runner", "<i>"),
+    ("measurements", 0, "uid", "../x"),
+    ("measurements", 0, "source_hash", "<b>"),
+    ("measurements", 0, "kernel", "a/b"),
+    (*TAKEN, "problem", {"kernel": "../../etc", "n": 1}),
+    (*TAKEN, "problem", {"kernel": "stranger", "<b>": 1}),
+    (*TAKEN, "schedule", "<img src=x>", 1),
+    (*TAKEN, "schedule", "tile_m", 2**63),
     (*TAKEN, "problem", {"kernel": "stranger", "n": [1, 2**64]}),
-    ("artifacts", 0, "fingerprint", "../../victim"), ("artifacts", 0, "cubin_bytes", 2**63),
-    (*SERVED, "device_name", "../../../x"), (*SERVED, "fingerprint", "F" * 24), (*SERVED, "arch", "<b>"),
-    (*SERVED, "kernel", ".."), (*SERVED, "accum_mode", "<b>"), (*SERVED, "runner_up", "a b", 1),
-    (*SERVED, "candidates", 10**400), (*SERVED, "model_us", 0), (*SERVED, "margin", float("nan")),
+    ("artifacts", 0, "fingerprint", "../../victim"),
+    ("artifacts", 0, "cubin_bytes", 2**63),
+    (*SERVED, "device_name", "../../../x"),
+    (*SERVED, "fingerprint", "F" * 24),
+    (*SERVED, "arch", "<b>"),
+    (*SERVED, "kernel", ".."),
+    (*SERVED, "accum_mode", "<b>"),
+    (*SERVED, "runner_up", "a b", 1),
+    (*SERVED, "candidates", 10**400),
+    (*SERVED, "model_us", 0),
+    (*SERVED, "margin", float("nan")),
     (*SERVED, "schedule", "tile_m", 32),
-    *((*TAKEN, name, value) for name in ("median_us", "ci_low_us", "ci_high_us")
-      for value in (0, -1, float("inf"), float("nan"), 10**400)),
+    *(
+        (*TAKEN, name, value)
+        for name in ("median_us", "ci_low_us", "ci_high_us")
+        for value in (0, -1, float("inf"), float("nan"), 10**400)
+    ),
     *((*TAKEN, "samples_us", 1, value) for value in (0.0, -1, float("inf"), float("nan"))),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("path", WRONG, ids=lambda path: f"{path[-2]}-{str(path[-1])[:12]}")
@@ -69,8 +88,11 @@ def test_a_table_is_held_to_its_form_by_key(db, tmp_path, path):
     assert key in str(error.value)
 
 
-@pytest.mark.parametrize("path", [(*TAKEN, "median_us", 50.0), (*TAKEN, "ci_low_us", 98.5), (*TAKEN, "samples_us", [98.0, 102.0])],
-                         ids=lambda path: path[-2])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [(*TAKEN, "median_us", 50.0), (*TAKEN, "ci_low_us", 98.5), (*TAKEN, "samples_us", [98.0, 102.0])],
+    ids=lambda path: path[-2],
+)
 def test_an_estimate_that_its_samples_do_not_give_is_not_taken(db, tmp_path, path):
     export_table(db, tmp_path / "t.json")
     data = json.loads((tmp_path / "t.json").read_text())
@@ -81,8 +103,17 @@ def test_an_estimate_that_its_samples_do_not_give_is_not_taken(db, tmp_path, pat
         import_table(other, tmp_path / "t.json")
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Quadro RTX 5000 with Max-Q Design", "Orin (nvgpu)",
-                                  "NVIDIA A100-SXM4-80GB", "Tesla T4", "GeForce GTX™ 1660 Ti"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "Quadro RTX 5000 with Max-Q Design",
+        "Orin (nvgpu)",
+        "NVIDIA A100-SXM4-80GB",
+        "Tesla T4",
+        "GeForce GTX™ 1660 Ti",
+    ],
+)
 def test_names_that_devices_have_are_taken(name):
     device = Device(name=name, arch="sm_90", sm_count=1)
     assert decode(Device, encode(device), "x") == device
@@ -193,8 +224,15 @@ def test_damage_is_reported_not_raised(db, tmp_path, statement, expected):
     assert expected in "\n".join(db.check())
 
 
-@pytest.mark.parametrize("statement", ["UPDATE problems SET dims = 'null'", "UPDATE schedules SET knobs = '[1]'",
-                                       "UPDATE devices SET device = '{}'", "UPDATE entries SET ties = '[1]'"])  # fmt: skip
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE problems SET dims = 'null'",
+        "UPDATE schedules SET knobs = '[1]'",
+        "UPDATE devices SET device = '{}'",
+        "UPDATE entries SET ties = '[1]'",
+    ],
+)
 def test_a_row_that_cannot_be_read_is_said(db, tmp_path, statement):
     damage(tmp_path / "tuning.db", statement)
     with pytest.raises(DatabaseError, match=r"db check|devices\["):

@@ -12,21 +12,40 @@ from pathlib import Path
 
 import pytest
 
-from tiledsched import cli, files
-from tiledsched.files import OwnFolder
+from tiledsched import cli
+from tiledsched.core import files
+from tiledsched.core.files import OwnFolder
 from tiledsched.store.db import TuningDB
 
 KILLS = int(os.environ.get("KILLS", "2"))
-TUNE = [sys.executable, "-m", "tiledsched", "tune", "softmax", "--arch", "sm_90", "--problem", "rows=4096,columns=1000:1016",
-        "--runner", "none", "--jobs", "2"]  # fmt: skip
+TUNE = [
+    sys.executable,
+    "-m",
+    "tiledsched",
+    "tune",
+    "softmax",
+    "--arch",
+    "sm_90",
+    "--problem",
+    "rows=4096,columns=1000:1016",
+    "--runner",
+    "none",
+    "--jobs",
+    "2",
+]
 
 
 @pytest.fixture
 def home(tmp_path):
     """The environment of a command, with everything it may write to in one folder."""
     (tmp_path / "tmp").mkdir()
-    return {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path / "home"),
-            "TILEDSCHED_DB": str(tmp_path / "x.db"), "TILEDSCHED_CACHE": str(tmp_path / "cache")}  # fmt: skip
+    return {
+        **os.environ,
+        "TMPDIR": str(tmp_path / "tmp"),
+        "HOME": str(tmp_path / "home"),
+        "TILEDSCHED_DB": str(tmp_path / "x.db"),
+        "TILEDSCHED_CACHE": str(tmp_path / "cache"),
+    }
 
 
 def members(group: int) -> list[str]:
@@ -112,7 +131,7 @@ import subprocess
 from tiledsched.build import pool
 from tiledsched.build.compiler import BuildTask
 from tiledsched.kernels.softmax import Softmax
-from tiledsched.schedule import Schedule
+from tiledsched.core.schedule import Schedule
 
 def compile_task(task):
     subprocess.run(["sh", "-c", "echo compiling; exec sleep 600"])
@@ -124,8 +143,13 @@ if __name__ == "__main__":
 """
     script = Path(home["TMPDIR"]).parent / "hangs.py"
     script.write_text(code)
-    child = subprocess.Popen([sys.executable, str(script)], env={**home, "PYTHONPATH": os.pathsep.join(sys.path)},
-                             stdout=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
+    child = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**home, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert child.stdout is not None
     assert child.stdout.readline() == "compiling\n"
     assert len(members(child.pid)) >= 3
@@ -160,7 +184,7 @@ def test_a_signal_ends_a_command_once(monkeypatch) -> None:
 
 def test_a_folder_lives_as_long_as_its_process(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
-    code = "from tiledsched.files import OwnFolder; import os; print(OwnFolder().path, flush=True); os.kill(os.getpid(), 9)"
+    code = "from tiledsched.core.files import OwnFolder; import os; print(OwnFolder().path, flush=True); os.kill(os.getpid(), 9)"
     gone = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True
     )

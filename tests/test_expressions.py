@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiledsched.cli import main
-from tiledsched.errors import DeclarationError, SpaceError
-from tiledsched.expressions import names_read, words_of
+from tiledsched.core.errors import DeclarationError, SpaceError
+from tiledsched.core.expressions import names_read, words_of
+from tiledsched.core.space import Constraint
+from tiledsched.core.space_files import load_space
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.softmax import Softmax
-from tiledsched.space import Constraint
-from tiledsched.space_files import load_space
 
 KNOWN = {"tile_m", "tile_n", "dtype"}
 REFUSED = {
@@ -74,21 +74,35 @@ def test_what_is_no_text_is_refused(text) -> None:
         names_read(text, KNOWN)
 
 
-@pytest.mark.parametrize("text", [
-    "tile_m * tile_n <= 4096 and (tile_m != 64 or tile_n % 32 == 0)", "dtype in ('float16', 'bfloat16')", "not tile_m > -3",
-    "(tile_m if dtype == 'float16' else tile_n) // 2 < 64", "True",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tile_m * tile_n <= 4096 and (tile_m != 64 or tile_n % 32 == 0)",
+        "dtype in ('float16', 'bfloat16')",
+        "not tile_m > -3",
+        "(tile_m if dtype == 'float16' else tile_n) // 2 < 64",
+        "True",
+    ],
+)
 def test_what_constraints_need_is_taken(text) -> None:
     assert names_read(text, KNOWN, {"dtype"}) <= KNOWN
 
 
-@given(st.recursive(
-    st.sampled_from(["tile_m", "tile_n", "dtype", "0", "1", "9223372036854775807", "'float16'", "()", "True"]),
-    lambda inner: st.one_of(
-        st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%", "<", "==", "in", "and", "or"]), inner).map(" ".join),
-        st.tuples(inner, inner).map(lambda pair: f"({pair[0]}, {pair[1]})"), inner.map("({})".format), inner.map("-{}".format),
-        st.tuples(inner, inner, inner).map("({0[0]} if {0[1]} else {0[2]})".format)),
-    max_leaves=25))  # fmt: skip
+@given(
+    st.recursive(
+        st.sampled_from(["tile_m", "tile_n", "dtype", "0", "1", "9223372036854775807", "'float16'", "()", "True"]),
+        lambda inner: st.one_of(
+            st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%", "<", "==", "in", "and", "or"]), inner).map(
+                " ".join
+            ),
+            st.tuples(inner, inner).map(lambda pair: f"({pair[0]}, {pair[1]})"),
+            inner.map("({})".format),
+            inner.map("-{}".format),
+            st.tuples(inner, inner, inner).map("({0[0]} if {0[1]} else {0[2]})".format),
+        ),
+        max_leaves=25,
+    )
+)
 def test_whatever_is_taken_is_evaluated_or_explained_in_a_moment(text) -> None:
     try:
         names = names_read(text, KNOWN, {"dtype"})

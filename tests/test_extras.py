@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tiledsched.extras import installing
+from tiledsched.core.extras import installing
 
 
 @pytest.mark.parametrize(
@@ -16,12 +16,17 @@ from tiledsched.extras import installing
         (None, "pip install 'tiledsched[gpu,report]'"),
         ({"url": "file:///home/me/a%20b", "dir_info": {"editable": True}}, "pip install -e '/home/me/a b[gpu,report]'"),
         ({"url": "file:///home/me/tiledsched", "dir_info": {}}, "pip install '/home/me/tiledsched[gpu,report]'"),
-        ({"url": "file:///tmp/tiledsched-1-py3-none-any.whl", "archive_info": {}},
-         "pip install 'tiledsched[gpu,report] @ file:///tmp/tiledsched-1-py3-none-any.whl'"),
-        ({"url": "https://host/a.git", "vcs_info": {"vcs": "git", "commit_id": "0"}}, "pip install 'tiledsched[gpu,report] @ git+https://host/a.git'"),
+        (
+            {"url": "file:///tmp/tiledsched-1-py3-none-any.whl", "archive_info": {}},
+            "pip install 'tiledsched[gpu,report] @ file:///tmp/tiledsched-1-py3-none-any.whl'",
+        ),
+        (
+            {"url": "https://host/a.git", "vcs_info": {"vcs": "git", "commit_id": "0"}},
+            "pip install 'tiledsched[gpu,report] @ git+https://host/a.git'",
+        ),
         ([], "pip install 'tiledsched[gpu,report]'"),
     ],
-)  # fmt: skip
+)
 def test_the_line_names_where_the_package_came_from(monkeypatch, source, line):
     class Distribution:
         def read_text(self, name):

@@ -19,12 +19,12 @@ import pytest
 import sqlalchemy as sa
 from store_samples import PROBLEM, entry, new_url
 
-from tiledsched import tuning
 from tiledsched.build import pool as pools
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.cli import main
-from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError, NoRoomError
+from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError, NoRoomError
+from tiledsched.core.space_files import space_for
 from tiledsched.fleet import builds as builds_module
 from tiledsched.fleet import gpus, local, ray_builds
 from tiledsched.fleet import worker as worker_module
@@ -35,19 +35,19 @@ from tiledsched.fleet.gpus import Gpu
 from tiledsched.fleet.kept import Kept
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
-from tiledsched.fleet.patience import is_full
+from tiledsched.fleet.local_store import Scratch, bring_home, whole
+from tiledsched.fleet.retry import is_full
 from tiledsched.fleet.run import plan as plan_campaign
 from tiledsched.fleet.run import run
-from tiledsched.fleet.scratch import Scratch, bring_home, whole
 from tiledsched.fleet.status import read_status
 from tiledsched.fleet.worker import Heart, Worker
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.measure import nvml, rivals
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.rivals import RivalRaces
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow
+from tiledsched.tuning import session as tuning
 
 TESTS = str(Path(__file__).parent)
 
@@ -55,9 +55,14 @@ TESTS = str(Path(__file__).parent)
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A folder for everything; workers inherit the environment."""
-    for name, value in {"TILEDSCHED_FLEET_JOBS": "fleet_jobs", "FLEET_FOLDER": str(tmp_path), "FLEET_GPUS": "sm_90:2",
-                        "TILEDSCHED_CACHE": str(tmp_path / "cache"), "TILEDSCHED_DB": str(tmp_path / "x.db"),
-                        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), TESTS])}.items():  # fmt: skip
+    for name, value in {
+        "TILEDSCHED_FLEET_JOBS": "fleet_jobs",
+        "FLEET_FOLDER": str(tmp_path),
+        "FLEET_GPUS": "sm_90:2",
+        "TILEDSCHED_CACHE": str(tmp_path / "cache"),
+        "TILEDSCHED_DB": str(tmp_path / "x.db"),
+        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), TESTS]),
+    }.items():
         monkeypatch.setenv(name, value)
     return tmp_path
 
@@ -100,7 +105,8 @@ def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(hom
         status = read_status(leases, campaign.id)
         assert (status.campaign.status, status.done, status.failed) == ("done", 5, 1)
         assert [(each.problem, each.message) for each in status.failures] == [
-            (fleet_jobs.problems(6)[3], "no schedule works; relax the constraints")]  # fmt: skip
+            (fleet_jobs.problems(6)[3], "no schedule works; relax the constraints")
+        ]
         with db.reading() as session:
             ends = Counter(session.scalars(sa.select(AttemptRow.outcome)))
             messages = list(

@@ -12,15 +12,15 @@ import sqlalchemy as sa
 from store_samples import entry
 from test_fleet import gone, home, started, wait_for
 
+from tiledsched.bench.rows import read_rows
 from tiledsched.cli import main
+from tiledsched.core.kernel import told
 from tiledsched.fleet.campaign import JOBS
 from tiledsched.fleet.leases import Leases
-from tiledsched.kernel import told
 from tiledsched.kernels.attention import Attention
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 from tiledsched.store.models import AttemptRow
-from tiledsched.studies.bench.rows import read_rows
 
 __all__ = ["home"]
 PROBLEMS = fleet_jobs.problems(3)
@@ -66,8 +66,12 @@ def run(home, monkeypatch, capsys):
 
 def alone(home, command, **options):
     """The single command's function on every problem, in one database."""
-    return [getattr(fleet_jobs, command)(Attention, problem, "sm_90", db=str(home / "alone.db"), jobs=1, progress=lambda text: None,
-                                         **options) for problem in PROBLEMS]  # fmt: skip
+    return [
+        getattr(fleet_jobs, command)(
+            Attention, problem, "sm_90", db=str(home / "alone.db"), jobs=1, progress=lambda text: None, **options
+        )
+        for problem in PROBLEMS
+    ]
 
 
 def fill(path) -> None:
@@ -78,9 +82,19 @@ def fill(path) -> None:
             alike = [one for one in replay.measurements if fleet_jobs.changes(one.schedule) == (problem.heads % 2 == 0)]
             taken = max(alike, key=lambda one: one.median_us)
             number = db.record_measurement(None, "attention", Attention.source_hash(), replay.toolchain, taken)
-            db.put_entry(entry("measured", problem=problem, schedule=taken.schedule, fingerprint=taken.fingerprint, regime="burst",
-                               device_name=taken.device.name, measurement_id=number, toolchain=replay.toolchain,
-                               source_hash=Attention.source_hash()))  # fmt: skip
+            db.put_entry(
+                entry(
+                    "measured",
+                    problem=problem,
+                    schedule=taken.schedule,
+                    fingerprint=taken.fingerprint,
+                    regime="burst",
+                    device_name=taken.device.name,
+                    measurement_id=number,
+                    toolchain=replay.toolchain,
+                    source_hash=Attention.source_hash(),
+                )
+            )
 
 
 def named() -> list[str]:
@@ -92,8 +106,10 @@ def test_record_writes_the_landscapes_of_the_single_command(run, home) -> None:
     said = run("record", *named(), *flags, "--out", str(home / "fleet"))
     single = alone(home, "record", programs=8, sustained_leaders=2)
     told_of = ("schedules", "programs", "wanted", "failed", "complete", "landscapes")
-    both = [[{name: row[name] for name in told_of} for row in rows]
-            for rows in (single, [row["result"] for row in sorted(said["rows"], key=lambda row: row["problem"]["heads"])])]  # fmt: skip
+    both = [
+        [{name: row[name] for name in told_of} for row in rows]
+        for rows in (single, [row["result"] for row in sorted(said["rows"], key=lambda row: row["problem"]["heads"])])
+    ]
     assert both[0] == both[1]
     assert len(said["files"]) == 2 * len(PROBLEMS)
     with TuningDB.open(home / "alone.db") as db:
@@ -112,8 +128,10 @@ def samples(stored):
 def test_refresh_serves_what_the_single_command_does(run, home, monkeypatch) -> None:
     for path in ("x.db", "alone.db"):
         fill(home / path)
-    monkeypatch.setattr("tiledsched.serve.entries._shipped",
-                        lambda *given: fleet_jobs.entries.Layer(name="shipped", where="", entries=()))  # fmt: skip
+    monkeypatch.setattr(
+        "tiledsched.serve.entries._shipped",
+        lambda *given: fleet_jobs.entries.Layer(name="shipped", where="", entries=()),
+    )
     said = run("refresh")
     order = [row["problem"]["heads"] for row in said["rows"]]
     assert order == [each.heads for each in sorted(PROBLEMS, key=lambda each: -each.flops)] != sorted(order)
@@ -122,8 +140,12 @@ def test_refresh_serves_what_the_single_command_does(run, home, monkeypatch) -> 
     found = []
     for path in ("x.db", "alone.db"):
         with TuningDB.open(home / path) as db:
-            found.append({(each.problem, each.compiler): (each.schedule, each.fingerprint, each.median_us, each.provenance)
-                          for each in db.entries()})  # fmt: skip
+            found.append(
+                {
+                    (each.problem, each.compiler): (each.schedule, each.fingerprint, each.median_us, each.provenance)
+                    for each in db.entries()
+                }
+            )
     assert found[0] == found[1]
     assert len(found[0]) == 2 * len(PROBLEMS)
     assert sum(

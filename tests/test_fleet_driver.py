@@ -8,7 +8,7 @@ import types
 import fleet_jobs
 import pytest
 
-from tiledsched.errors import ConfigError
+from tiledsched.core.errors import ConfigError
 from tiledsched.fleet import on_ray
 from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome
 from tiledsched.fleet.leases import Leases

@@ -14,15 +14,16 @@ import pytest
 import sqlalchemy as sa
 from store_samples import BACKENDS, PROBLEM, new_url
 
-from tiledsched.errors import ConfigError, DatabaseError
-from tiledsched.fleet import patience, simulate
+from tiledsched.core.errors import ConfigError, DatabaseError
+from tiledsched.fleet import retry as patience
+from tiledsched.fleet import simulate
+from tiledsched.fleet.calibration import Control, apart, spread_of
 from tiledsched.fleet.campaign import JOBS, MISSED, CampaignPlan, Outcome, check_job
 from tiledsched.fleet.gpus import Gpu, illness, visible
 from tiledsched.fleet.leases import Leases, expected
 from tiledsched.fleet.modelled import ModelledLeases
-from tiledsched.fleet.patience import patiently
+from tiledsched.fleet.retry import retry_while_unavailable
 from tiledsched.fleet.simulate import SimulationOptions, recorded_times, simulate_fleet
-from tiledsched.fleet.spread import Control, apart, spread_of
 from tiledsched.fleet.status import read_status
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow, LeaseRow, WorkerRow
@@ -97,7 +98,8 @@ def test_every_problem_is_taken_once_and_the_campaign_ends(leases, db) -> None:
     assert leases.counts(campaign.id) == {"waiting": 0, "leased": 0, "done": 3, "failed": 0}
     assert leases.end(campaign.id) == "done"
     assert [(problem, arch, result, by) for problem, arch, result, by in leases.results(campaign.id)] == [
-        (each, "sm_90", {"us": 1.0}, worker) for each in problems(3)]  # fmt: skip
+        (each, "sm_90", {"us": 1.0}, worker) for each in problems(3)
+    ]
     assert {outcome for *_, outcome in attempts(db)} == {"done"}
 
 
@@ -397,17 +399,19 @@ def test_a_database_that_is_away_is_waited_for_and_one_that_refuses_is_not(monke
             raise error
         return 7
 
-    assert patiently(ask) == 7
+    assert retry_while_unavailable(ask) == 7
     with pytest.raises(DatabaseError, match="refused"):
-        patiently(lambda: (_ for _ in ()).throw(away()), patience_s=0.05)
+        retry_while_unavailable(lambda: (_ for _ in ()).throw(away()), patience_s=0.05)
     asked = []
     with pytest.raises(DatabaseError, match="read-only"):
-        patiently(lambda: asked.append(1) or (_ for _ in ()).throw(DatabaseError("it was opened read-only; no")))
+        retry_while_unavailable(
+            lambda: asked.append(1) or (_ for _ in ()).throw(DatabaseError("it was opened read-only; no"))
+        )
     assert asked == [1]
     stop = threading.Event()
     stop.set()
     with pytest.raises(DatabaseError):
-        patiently(lambda: (_ for _ in ()).throw(away()), patience_s=60, stop=stop)
+        retry_while_unavailable(lambda: (_ for _ in ()).throw(away()), patience_s=60, stop=stop)
 
 
 def test_a_database_whose_disk_is_full_is_waited_for(db, monkeypatch) -> None:

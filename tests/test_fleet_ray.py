@@ -24,12 +24,12 @@ from store_samples import new_url
 from test_fleet import children, gone
 
 from tiledsched.build.compiler import BuildTask
+from tiledsched.core.space_files import space_for
 from tiledsched.fleet.campaign import CampaignPlan
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
 from tiledsched.fleet.status import read_status
 from tiledsched.kernels.softmax import Softmax
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow
 

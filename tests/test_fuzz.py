@@ -26,11 +26,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from store_samples import PROBLEM, fill
 
-from tiledsched import tuning
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.cli.problems import read_problems
-from tiledsched.config import load_settings
-from tiledsched.errors import TiledschedError
+from tiledsched.core.config import load_settings
+from tiledsched.core.errors import TiledschedError
+from tiledsched.core.space_files import load_space, space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.kernels.rms_norm import RmsNorm
@@ -38,7 +38,6 @@ from tiledsched.kernels.softmax import Softmax
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.serve.bundle import INDEX, read_bundle
 from tiledsched.serve.lookup import Table
-from tiledsched.space_files import load_space, space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import (
     export_landscape,
@@ -50,16 +49,29 @@ from tiledsched.store.exchange import (
 )
 from tiledsched.store.t4 import export_foreign, recorded
 from tiledsched.studies.ablation.sources import Recorded
+from tiledsched.tuning import session as tuning
 
 MANY = os.environ.get("FUZZ_EXAMPLES")
-FUZZ = settings(max_examples=int(MANY or 25), deadline=None, derandomize=not MANY, database=None,
-                suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])  # fmt: skip
+FUZZ = settings(
+    max_examples=int(MANY or 25),
+    deadline=None,
+    derandomize=not MANY,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink],
+)
 SECONDS, MEBIBYTES = 2.0, 512
 SPACE = {
-    "extends": "attention/sm_90.toml", "kernel": "attention", "arch": "sm_90", "about": "x", "limits": {"max_ctas": 4},
+    "extends": "attention/sm_90.toml",
+    "kernel": "attention",
+    "arch": "sm_90",
+    "about": "x",
+    "limits": {"max_ctas": 4},
     "knobs": {"tile_m": {"choices": [64, 128], "default": 64, "about": "rows", "measured_only": False}},
-    "constraints": [{"require": "tile_m * tile_n <= 128 * 128 and causal in (True, False)", "because": "x", "exploring": True}],
-}  # fmt: skip
+    "constraints": [
+        {"require": "tile_m * tile_n <= 128 * 128 and causal in (True, False)", "because": "x", "exploring": True}
+    ],
+}
 CONFIG = {"db": "x.db", "fallback": "torch", "regime": "burst", "sync": True, "gpu_wait": 3, "knobs": {"tile_m": 64}}
 CANDIDATES = [{"tile_m": 128, "tile_n": 64, "occupancy": 2}, {"tile_m": 64, "loop_split": True}]
 
@@ -69,11 +81,55 @@ def deep(levels: int) -> list:
 
 
 LEAVES = st.one_of(
-    st.sampled_from([None, True, False, 0, -1, 1, 2**31, 2**63 - 1, 2**63, -(2**63), 10**400, 0.5, 1e308, 5e-324, float("nan"),
-                     float("inf"), "", "x" * 5000, "../../../x", "/../x", "a/b", "\x00", "\ud800", "é", "<b>", "{}", "9" * 5000,
-                     "sm_90", "sm_999", "attention", "float16", "measured", "0001-01-01T00:00:00+23:59", [], {}, [1], {"": 0},
-                     {"kernel": "x"}, deep(300), "tile_m // (tile_n - 64)", "attention/sm_90.toml"]),
-    st.integers(), st.floats(), st.text(max_size=8))  # fmt: skip
+    st.sampled_from(
+        [
+            None,
+            True,
+            False,
+            0,
+            -1,
+            1,
+            2**31,
+            2**63 - 1,
+            2**63,
+            -(2**63),
+            10**400,
+            0.5,
+            1e308,
+            5e-324,
+            float("nan"),
+            float("inf"),
+            "",
+            "x" * 5000,
+            "../../../x",
+            "/../x",
+            "a/b",
+            "\x00",
+            "\ud800",
+            "é",
+            "<b>",
+            "{}",
+            "9" * 5000,
+            "sm_90",
+            "sm_999",
+            "attention",
+            "float16",
+            "measured",
+            "0001-01-01T00:00:00+23:59",
+            [],
+            {},
+            [1],
+            {"": 0},
+            {"kernel": "x"},
+            deep(300),
+            "tile_m // (tile_n - 64)",
+            "attention/sm_90.toml",
+        ]
+    ),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+)
 
 
 @st.composite
@@ -249,10 +305,14 @@ def test_bytes_of_any_file(folder, data) -> None:
     """Bits flipped, cut short, put together wrongly."""
     kind = data.draw(st.sampled_from(["t.json", "t.json.xz", "t.csv", "b.zip", "s.toml", "tiledsched.toml", "c.json"]))
     whole = {
-        "t.json": json.dumps(table()).encode(), "t.json.xz": lzma.compress(json.dumps(table()).encode(), preset=0),
-        "b.zip": bundle(index_of()), "s.toml": toml_file(SPACE).encode(), "tiledsched.toml": toml_file(CONFIG).encode(),
-        "c.json": json.dumps(CANDIDATES).encode(), "t.csv": foreign()["t.csv"].encode(),
-    }[kind]  # fmt: skip
+        "t.json": json.dumps(table()).encode(),
+        "t.json.xz": lzma.compress(json.dumps(table()).encode(), preset=0),
+        "b.zip": bundle(index_of()),
+        "s.toml": toml_file(SPACE).encode(),
+        "tiledsched.toml": toml_file(CONFIG).encode(),
+        "c.json": json.dumps(CANDIDATES).encode(),
+        "t.csv": foreign()["t.csv"].encode(),
+    }[kind]
     at = data.draw(st.integers(0, len(whole)))
     end = data.draw(st.integers(at, min(len(whole), at + 40)))
     path = folder / kind
@@ -263,8 +323,12 @@ def test_bytes_of_any_file(folder, data) -> None:
 
 def test_what_is_changed_was_right(folder) -> None:
     """Else nothing would be tried but the first refusal."""
-    for name, whole in {"t.json": json.dumps(table()), "s.toml": toml_file(SPACE), "tiledsched.toml": toml_file(CONFIG),
-                        "c.json": json.dumps(CANDIDATES)}.items():  # fmt: skip
+    for name, whole in {
+        "t.json": json.dumps(table()),
+        "s.toml": toml_file(SPACE),
+        "tiledsched.toml": toml_file(CONFIG),
+        "c.json": json.dumps(CANDIDATES),
+    }.items():
         (folder / name).write_text(whole)
         read_any(folder / name)
     go_on_with(folder / "t.json")
@@ -314,8 +378,13 @@ def index_of() -> dict:
         "problem": entry["problem"],
         "fingerprint": "f" * 24,
     }
-    return {"schema_version": 1, "source_hashes": {"attention": "abc"}, "compiler": "13.4", "programs": [program],
-            "entries": [{**entry, "measurement": None, "measurement_id": None, "run_id": None}]}  # fmt: skip
+    return {
+        "schema_version": 1,
+        "source_hashes": {"attention": "abc"},
+        "compiler": "13.4",
+        "programs": [program],
+        "entries": [{**entry, "measurement": None, "measurement_id": None, "run_id": None}],
+    }
 
 
 def bundle(index) -> bytes:
@@ -351,8 +420,12 @@ def test_settings_from_files(folder, data) -> None:
 
 
 @FUZZ
-@given(name=st.sampled_from(["TILE_M", "TILE_N", "OCCUPANCY", "KV_SPLITS", "PERSISTENT", "LOOP_SPLIT", "GPU_WAIT", "SYNC", "X"]),
-       value=LEAVES.map(str) | st.sampled_from(["64", "-64", "0", "1_0", "٣", "+64", "true", "1" * 5000]))  # fmt: skip
+@given(
+    name=st.sampled_from(
+        ["TILE_M", "TILE_N", "OCCUPANCY", "KV_SPLITS", "PERSISTENT", "LOOP_SPLIT", "GPU_WAIT", "SYNC", "X"]
+    ),
+    value=LEAVES.map(str) | st.sampled_from(["64", "-64", "0", "1_0", "٣", "+64", "true", "1" * 5000]),
+)
 def test_settings_from_variables(folder, name, value) -> None:
     with held():
         found = load_settings(environ={f"TILEDSCHED_{name}": value}, project=folder / "none", user=folder / "none")
@@ -396,9 +469,11 @@ def test_candidates(folder, data) -> None:
 
 
 WORDS = {
-    Attention: "S=1024,head_dim=64,B=16,H=32,causal=yes:no,dtype=bfloat16", Matmul: "m=64:128,n=64,k=64",
-    RmsNorm: "rows=4096,columns=4096:8192", Softmax: "rows=4096,columns=1000:1016,dtype=float16",
-}  # fmt: skip
+    Attention: "S=1024,head_dim=64,B=16,H=32,causal=yes:no,dtype=bfloat16",
+    Matmul: "m=64:128,n=64,k=64",
+    RmsNorm: "rows=4096,columns=4096:8192",
+    Softmax: "rows=4096,columns=1000:1016,dtype=float16",
+}
 
 
 @FUZZ
@@ -408,9 +483,18 @@ def test_problems_of_a_command(kernel, data) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(parts) - 1))
         key, equals, words = parts[at]
-        parts[at] = data.draw(st.sampled_from([
-            (key, equals, str(data.draw(LEAVES))), (key, equals, words + ":" + str(data.draw(LEAVES))), (str(data.draw(LEAVES)), equals, words),
-            (key, "", words), (key, equals, ":".join(map(str, range(1, 400)))), (key, equals, words + "+7")]))  # fmt: skip
+        parts[at] = data.draw(
+            st.sampled_from(
+                [
+                    (key, equals, str(data.draw(LEAVES))),
+                    (key, equals, words + ":" + str(data.draw(LEAVES))),
+                    (str(data.draw(LEAVES)), equals, words),
+                    (key, "", words),
+                    (key, equals, ":".join(map(str, range(1, 400)))),
+                    (key, equals, words + "+7"),
+                ]
+            )
+        )
     with held():
         for problem in read_problems(kernel, ",".join(map("".join, parts)))[:3]:
             assert str(problem)

@@ -13,14 +13,14 @@ import numpy
 import pytest
 
 from tiledsched.build.compiler import BuildTask, compile_task
-from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel_names import kernel_named
+from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import LARGEST_ERROR
 from tiledsched.kernels.attention.reference import attention_reference
 from tiledsched.measure.runner import Batch, Candidate, Checked
-from tiledsched.problem import Problem
-from tiledsched.space_files import space_for
 
 torch = pytest.importorskip("torch")
 cupy = pytest.importorskip("cupy")
@@ -43,7 +43,7 @@ SHAPES = [
 
 @pytest.fixture
 def serve(monkeypatch, tmp_path):
-    from tiledsched.attention import sdpa as module
+    from tiledsched.ops import sdpa as module
 
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
     module.reload()
@@ -159,7 +159,7 @@ def test_gradients_go_to_torch(serve, monkeypatch) -> None:
 
 LAUNCH = """
 import torch, sys
-from tiledsched.attention import sdpa as serve
+from tiledsched.ops import sdpa as serve
 q, k, v = (torch.randn({shape}, device="cuda", dtype=torch.float16) for _ in range(3))
 plan = serve.plan_for(q, k, v, causal={causal})
 serve.sdpa(q, k, v, causal={causal})
@@ -178,7 +178,7 @@ def test_what_is_launched_is_what_would_be_measured(tmp_path, shape, causal) -> 
     import json
 
     from tiledsched.build.cubin import read_artifact
-    from tiledsched.schedule import Schedule
+    from tiledsched.core.schedule import Schedule
 
     # Nothing prebuilt: a kernel from a bundle never reaches cuTile's cache.
     environment = os.environ | {
@@ -186,8 +186,13 @@ def test_what_is_launched_is_what_would_be_measured(tmp_path, shape, causal) -> 
         "TILEDSCHED_CACHE": str(tmp_path / "ours"),
         "TILEDSCHED_RIVALS": "off",
     }
-    done = subprocess.run([sys.executable, "-c", LAUNCH.format(shape=shape, causal=causal)], env=environment, check=True,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH.format(shape=shape, causal=causal)],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     schedule = Schedule.from_json(json.loads(done.stdout.splitlines()[-1]))
     with sqlite3.connect(tmp_path / "cache.db") as cache:
         launched = {read_artifact(blob, arch()).fingerprint for (blob,) in cache.execute("select blob from cache")}
@@ -244,8 +249,9 @@ def test_the_worker_checks_and_times(runner, dtype) -> None:
 @pytest.mark.parametrize("shape", [(300, 300, 64, 8, 1), (200, 1000, 128, 16, 8), (512, 512, 256, 8, 8)])
 def test_right_kernels_pass_the_gate_with_room(runner, dtype, causal, shape) -> None:
     seq_q, seq_k, head_dim, heads, kv_heads = shape
-    problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, dtype=dtype, causal=causal, batch=8, heads=heads,
-                      kv_heads=kv_heads)  # fmt: skip
+    problem = Attention.problem(
+        seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, dtype=dtype, causal=causal, batch=8, heads=heads, kv_heads=kv_heads
+    )
     runner.begin(problem)
     checked = runner.check(candidate(problem))
     assert isinstance(checked, Checked), checked
@@ -287,8 +293,12 @@ def test_killed_and_corrupt_cost_one_candidate(runner) -> None:
     runner.begin(SMALL)
     good = candidate(SMALL)
     assert isinstance(runner.check(good), Checked)
-    torn = Candidate(schedule=good.schedule, artifact=type(good.artifact)(arch=arch(), fingerprint="0" * 24,
-                     facts=good.artifact.facts, cubin=good.artifact.cubin[:2000]))  # fmt: skip
+    torn = Candidate(
+        schedule=good.schedule,
+        artifact=type(good.artifact)(
+            arch=arch(), fingerprint="0" * 24, facts=good.artifact.facts, cubin=good.artifact.cubin[:2000]
+        ),
+    )
     failure = runner.check(torn)
     assert isinstance(failure, Failure)
     assert failure.kind is FailureKind.ARTIFACT_CORRUPT

@@ -6,10 +6,10 @@ import importlib.util
 
 import pytest
 
+from tiledsched.bench.methods import OURS, SERVED, choose_methods, methods_of
+from tiledsched.bench.run import BenchOptions, run_bench
+from tiledsched.bench.summary import summarise
 from tiledsched.kernels.attention import Attention
-from tiledsched.studies.bench.methods import OURS, SERVED, choose_methods, methods_of
-from tiledsched.studies.bench.run import BenchOptions, run_bench
-from tiledsched.studies.bench.summary import summarise
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
@@ -25,7 +25,7 @@ PROBLEMS = [
 
 @pytest.fixture(scope="module")
 def harness():
-    from tiledsched.studies.bench.harness import TorchHarness
+    from tiledsched.bench.harness import TorchHarness
 
     return TorchHarness()
 
@@ -48,8 +48,19 @@ def test_every_method_installed_has_a_time_and_is_right(harness, regime) -> None
 
 
 PACKED = {"seq_q": 1000, "seq_k": 1000, "head_dim": 128, "heads": 8, "kv_heads": 2, "dtype": "bfloat16", "packed": 5}
-PAGED = {"seq_q": 1, "seq_k": 1024, "head_dim": 128, "heads": 8, "kv_heads": 2, "dtype": "bfloat16", "batch": 4, "page": 16,
-         "lengths": True, "causal": True, "alignment": "bottom_right"}  # fmt: skip
+PAGED = {
+    "seq_q": 1,
+    "seq_k": 1024,
+    "head_dim": 128,
+    "heads": 8,
+    "kv_heads": 2,
+    "dtype": "bfloat16",
+    "batch": 4,
+    "page": 16,
+    "lengths": True,
+    "causal": True,
+    "alignment": "bottom_right",
+}
 PLACED = [
     Attention.problem(**PACKED),
     Attention.problem(**PACKED, causal=True),
@@ -98,7 +109,7 @@ def test_slow_launches_and_quick_ones_have_the_times_they_have_alone(harness) ->
     ],
 )
 def test_the_triton_kernel_is_right(shape, dtype) -> None:
-    from tiledsched.studies.rivals.triton_attention import triton_attention
+    from tiledsched.bench.rivals.triton_attention import triton_attention
 
     batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim = shape
     generator = torch.Generator(device="cuda").manual_seed(1)

@@ -21,7 +21,7 @@ import json, subprocess, sys, time
 sys.modules["cuda.tile._compile"] = None  # whoever asks cuTile to compile, or to look into its own cache, fails
 import torch
 from tiledsched import sdpa
-from tiledsched.attention.sdpa import plan_for
+from tiledsched.ops.sdpa import plan_for
 class Watched(subprocess.Popen):
     def __init__(self, command, *given, **more):
         assert command[1:] == ["--version"], f"started {command}"  # of a compiler that is in no wheel, that has to be asked
@@ -51,8 +51,13 @@ def arch() -> str:
 
 
 def tiledsched(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "tiledsched", *arguments], env=os.environ | environment, check=False,
-                          capture_output=True, text=True)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "tiledsched", *arguments],
+        env=os.environ | environment,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +74,9 @@ def warm(tmp_path_factory):
 
 
 def first_call(**environment: str) -> dict:
-    done = subprocess.run([sys.executable, "-c", FIRST_CALL], env=os.environ | environment, capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     print(found)
@@ -98,8 +104,9 @@ def test_a_bundle_serves_a_machine_without_a_compiler(warm, tmp_path) -> None:
     file = tmp_path / "bundle.zip"
     made = tiledsched("bundle", "--arch", arch(), "--out", str(file), **environment)  # builds nothing: warmup has
     assert made.returncode == 0, made.stderr
-    found = first_call(TILEDSCHED_CACHE=str(tmp_path / "empty"), TILEDSCHED_DB=str(tmp_path / "none.db"),
-                       TILEDSCHED_BUNDLE=str(file))  # fmt: skip
+    found = first_call(
+        TILEDSCHED_CACHE=str(tmp_path / "empty"), TILEDSCHED_DB=str(tmp_path / "none.db"), TILEDSCHED_BUNDLE=str(file)
+    )
     assert found["prebuilt"]
     assert found["error"] < 2e-3
 
@@ -107,7 +114,7 @@ def test_a_bundle_serves_a_machine_without_a_compiler(warm, tmp_path) -> None:
 @pytest.fixture
 def serving(monkeypatch, tmp_path):
     """`sdpa` that refuses what it does not serve, so that a test which passes was served."""
-    from tiledsched.attention import sdpa as module
+    from tiledsched.ops import sdpa as module
 
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
     module.reload()
@@ -155,7 +162,7 @@ def test_prebuilt_programs_work_on_streams_views_and_in_graphs(warm, monkeypatch
 
 
 def test_torchs_function_is_served_while_routed(serving) -> None:
-    from tiledsched.attention.integrations.torch import route_torch_sdpa
+    from tiledsched.ops.integrations.torch import route_torch_sdpa
 
     q, k, v = tensors(2, 8, 512, 64, kv_heads=2)
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -169,7 +176,7 @@ def test_torchs_function_is_served_while_routed(serving) -> None:
 
 
 def test_compiled_code_is_served_while_routed(serving) -> None:
-    from tiledsched.attention.integrations.torch import route_torch_sdpa
+    from tiledsched.ops.integrations.torch import route_torch_sdpa
 
     q, k, v = tensors(2, 8, 512, 64)
     compiled = torch.compile(
@@ -182,7 +189,7 @@ def test_compiled_code_is_served_while_routed(serving) -> None:
 
 
 def test_gradients_are_torchs_while_routed() -> None:
-    from tiledsched.attention.integrations.torch import route_torch_sdpa
+    from tiledsched.ops.integrations.torch import route_torch_sdpa
 
     q, k, v = (x.requires_grad_() for x in tensors(1, 4, 128, 64))
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -196,8 +203,9 @@ def test_gradients_are_torchs_while_routed() -> None:
 
 
 def small_run(model_run, **more):
-    shape = model_run.ModelShape(family="Llama", hidden=512, intermediate=1536, layers=2, heads=8, kv_heads=2, head_dim=64,
-                                 vocabulary=512)  # fmt: skip
+    shape = model_run.ModelShape(
+        family="Llama", hidden=512, intermediate=1536, layers=2, heads=8, kv_heads=2, head_dim=64, vocabulary=512
+    )
     usual = {"batch": 2, "prompt": 256, "new_tokens": 8, "rounds": 2, "dtype": torch.float16}
     return shape, model_run.Workload(**(usual | more))
 
@@ -205,7 +213,7 @@ def small_run(model_run, **more):
 def test_a_model_is_served_in_prompt_and_generation(serving) -> None:
     """With `fallback = error` every attention of it ran on the kernel."""
     pytest.importorskip("transformers")
-    from tiledsched.studies import whole_models as model_run
+    from docs.studies import whole_models as model_run
 
     shape, work = small_run(model_run)
     *rows, comparison = model_run.measure({"llama": shape}, [work])
@@ -222,7 +230,7 @@ def test_a_model_is_served_in_prompt_and_generation(serving) -> None:
 
 def test_a_prompt_in_chunks_is_served(serving) -> None:
     pytest.importorskip("transformers")
-    from tiledsched.studies import whole_models as model_run
+    from docs.studies import whole_models as model_run
 
     shape, work = small_run(model_run)
     model = model_run.make_model(shape, work)
@@ -245,7 +253,7 @@ def test_diffusers_is_served(serving) -> None:
     pytest.importorskip("diffusers")
     from diffusers.models import attention_dispatch
 
-    from tiledsched.attention.integrations import diffusers
+    from tiledsched.ops.integrations import diffusers
 
     diffusers.register()
     q, k, v = (x.transpose(1, 2) for x in tensors(2, 8, 333, 64))
@@ -258,7 +266,7 @@ def test_diffusers_is_served(serving) -> None:
 
 def test_kernels_loads_a_package_that_is_served(serving, tmp_path) -> None:
     kernels = pytest.importorskip("kernels")
-    from tiledsched.attention.integrations.kernel_package import write_kernel_package
+    from tiledsched.ops.integrations.kernel_package import write_kernel_package
 
     write_kernel_package(tmp_path)
     q, k, v = tensors(1, 8, 256, 128)
@@ -269,14 +277,23 @@ def test_kernels_loads_a_package_that_is_served(serving, tmp_path) -> None:
 def test_padding_and_static_caches_of_compiled_models() -> None:
     """By the default compiler: a padded batch, whose mask is torch's, with CUDA graphs and without, and the steps of `generate`."""
     transformers = pytest.importorskip("transformers")
-    from tiledsched.attention.integrations.transformers import register
+    from tiledsched.ops.integrations.transformers import register
 
     register()
     torch.manual_seed(0)
     config = transformers.MistralConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, vocab_size=128, sliding_window=64, bos_token_id=0, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=128,
+        sliding_window=64,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = transformers.MistralForCausalLM(config).eval().to("cuda", torch.float16)
     prompt = 1 + torch.arange(2 * 96, device="cuda").reshape(2, 96) % 120
     padding = torch.ones_like(prompt)
@@ -297,8 +314,15 @@ def test_padding_and_static_caches_of_compiled_models() -> None:
     logits = []
     for method in ("eager", "tiledsched"):
         model.set_attn_implementation(method)
-        found = model.generate(input_ids=prompt, attention_mask=padding, max_new_tokens=4, do_sample=False,
-                               cache_implementation="static", output_logits=True, return_dict_in_generate=True,
-                               disable_compile=method == "eager")  # fmt: skip
+        found = model.generate(
+            input_ids=prompt,
+            attention_mask=padding,
+            max_new_tokens=4,
+            do_sample=False,
+            cache_implementation="static",
+            output_logits=True,
+            return_dict_in_generate=True,
+            disable_compile=method == "eager",
+        )
         logits.append(torch.stack(found.logits))
     torch.testing.assert_close(*logits, atol=2e-2, rtol=5e-2)

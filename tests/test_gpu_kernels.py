@@ -17,16 +17,19 @@ from sample_kernels import (
 )
 
 from tiledsched.build.compiler import compile_schedule
-from tiledsched.errors import FailureKind
+from tiledsched.core.errors import FailureKind
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Batch, Candidate, Checked
-from tiledsched.space_files import space_for
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
-pytestmark = [pytest.mark.gpu, pytest.mark.compiler,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]  # fmt: skip
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.compiler,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture

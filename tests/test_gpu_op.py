@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 import op_kernels as kernels
 
 import tiledsched as ts
-from tiledsched.errors import LaunchError, ProblemError
+from tiledsched.core.errors import LaunchError, ProblemError
 
 norm = ts.op("tiledsched_gpu_tests::rms_norm", kernels.RmsNorm)
 norm_backward = ts.op("tiledsched_gpu_tests::rms_norm_backward", kernels.RmsNormBackward)
@@ -39,8 +39,10 @@ def forgotten(monkeypatch, tmp_path):
 
 def made(rows=64, columns=1000, dtype=torch.float16):
     generator = torch.Generator(device="cuda").manual_seed(rows)
-    return (torch.randn(rows, columns, generator=generator, device="cuda").to(dtype),
-            torch.randn(columns, generator=generator, device="cuda").to(dtype))  # fmt: skip
+    return (
+        torch.randn(rows, columns, generator=generator, device="cuda").to(dtype),
+        torch.randn(columns, generator=generator, device="cuda").to(dtype),
+    )
 
 
 def normed(x, w, residual=None, eps=1e-5):
@@ -180,7 +182,7 @@ def test_what_is_launched_is_what_is_built() -> None:
 
 
 def test_what_a_call_costs_the_host() -> None:
-    from tiledsched.studies.host_cost import Method, measure_host_costs
+    from docs.studies.host_cost import Method, measure_host_costs
 
     x, w = made()
     stream = torch.cuda.current_stream().cuda_stream

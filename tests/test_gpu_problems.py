@@ -5,23 +5,24 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from tiledsched import launches
-from tiledsched.config import load_settings
-from tiledsched.errors import Failure
+from tiledsched.core import launch as launches
+from tiledsched.core.config import load_settings
+from tiledsched.core.errors import Failure
+from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import SmallDevice
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import LARGEST_ERROR, LARGEST_LSE_ERROR
 from tiledsched.kernels.attention.reference import attention_and_lse
 from tiledsched.measure.runner import Batch, Candidate, Checked
 from tiledsched.serve.prebuilt import make_kernel
-from tiledsched.space_files import space_for
 
 torch = pytest.importorskip("torch")
 cupy = pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-RIGHT = Attention.problem(seq_q=200, seq_k=700, head_dim=64, causal=True, alignment="bottom_right", batch=2, heads=4, kv_heads=2,
-                lse=True)  # fmt: skip
+RIGHT = Attention.problem(
+    seq_q=200, seq_k=700, head_dim=64, causal=True, alignment="bottom_right", batch=2, heads=4, kv_heads=2, lse=True
+)
 DECODE = RIGHT.replace(seq_q=1, seq_k=5000, heads=16, kv_heads=2)
 LONG = Attention.problem(seq_q=8, seq_k=8192, head_dim=128, dtype="bfloat16", heads=16, kv_heads=4)
 CASES = [
@@ -79,8 +80,10 @@ class Launcher:
             self.extras["Lse"] = torch.zeros((*q.shape[:3], 1), dtype=torch.float32, device="cuda")
         kernels = make_kernel(Attention, {arch(): schedule}, problem, load_settings())
         arrays = {"Q": q, "K": k, "V": v, "Out": self.out, **self.extras}
-        self.launches = [(step.grid, kernel, tuple(arrays.get(each.name, each.value) for each in step.arguments))
-                         for step, kernel in zip(steps, kernels, strict=True)]  # fmt: skip
+        self.launches = [
+            (step.grid, kernel, tuple(arrays.get(each.name, each.value) for each in step.arguments))
+            for step, kernel in zip(steps, kernels, strict=True)
+        ]
 
     def launch(self):
         import cuda.tile as ct
@@ -93,8 +96,11 @@ class Launcher:
 def tensors(problem, seed=0):
     generator = torch.Generator(device="cuda").manual_seed(seed)
     keys = (problem.batch, problem.kv_heads, problem.seq_k)
-    shapes = ((problem.batch, problem.heads, problem.seq_q, problem.head_dim), (*keys, problem.head_dim),
-              (*keys, problem.value_columns))  # fmt: skip
+    shapes = (
+        (problem.batch, problem.heads, problem.seq_q, problem.head_dim),
+        (*keys, problem.head_dim),
+        (*keys, problem.value_columns),
+    )
     return [
         torch.randn(shape, generator=generator, device="cuda", dtype=getattr(torch, problem.dtype)) for shape in shapes
     ]
@@ -102,8 +108,9 @@ def tensors(problem, seed=0):
 
 def assert_right(problem, launcher, inputs) -> None:
     arrays = [tensor.double().cpu().numpy() for tensor in inputs]
-    exact, lse = attention_and_lse(numpy, *arrays, causal=problem.causal, scale=problem.head_dim**-0.5,
-                                   alignment=problem.alignment)  # fmt: skip
+    exact, lse = attention_and_lse(
+        numpy, *arrays, causal=problem.causal, scale=problem.head_dim**-0.5, alignment=problem.alignment
+    )
     out = launcher.out.double().cpu().numpy()
     assert numpy.isfinite(out).all()
     error = numpy.linalg.norm(out - exact, axis=(2, 3)) / numpy.linalg.norm(exact, axis=(2, 3))
@@ -198,8 +205,9 @@ def test_arrays_of_more_than_two_thousand_million_elements() -> None:
         q, k, v = inputs
         for batch, rows in ((0, slice(0, 300)), (15, slice(-300, None))):
             part = (q[batch : batch + 1, :, rows], k[batch : batch + 1], v[batch : batch + 1])
-            exact, _ = attention_and_lse(numpy, *(tensor.double().cpu().numpy() for tensor in part), causal=False,
-                                         scale=128**-0.5)  # fmt: skip
+            exact, _ = attention_and_lse(
+                numpy, *(tensor.double().cpu().numpy() for tensor in part), causal=False, scale=128**-0.5
+            )
             found = launcher.out[batch : batch + 1, :, rows].double().cpu().numpy()
             assert numpy.linalg.norm(found - exact) < LARGEST_ERROR["float16", "fp32"] * numpy.linalg.norm(exact)
         assert not launcher.out.isnan().any()
@@ -217,16 +225,23 @@ def test_a_kernel_of_another_mask_is_refused(runner) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "window": 100, "softcap": 20.0},
-                                  {"window": (80, 60)}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "more", [{}, {"causal": True}, {"causal": True, "window": 100, "softcap": 20.0}, {"window": (80, 60)}], ids=str
+)
 def test_packed_sequences_and_pages(dtype, more) -> None:
     """As float64 has it, with empty sequences, short ones and a long one; pages in disorder, some of them named by nobody."""
     from tiledsched import configure, sdpa_paged, sdpa_varlen
 
     numbers = torch.Generator(device="cuda").manual_seed(0)
     sides = {"window": 81, "window_right": 60, "causal": True} if "causal" not in more and more else {}
-    named = {"causal": bool(more.get("causal")), "alignment": "bottom_right", "window": more.get("window", 0),
-             "cap": more.get("softcap", 0.0), "scale": 128**-0.5, **sides}  # fmt: skip
+    named = {
+        "causal": bool(more.get("causal")),
+        "alignment": "bottom_right",
+        "window": more.get("window", 0),
+        "cap": more.get("softcap", 0.0),
+        "scale": 128**-0.5,
+        **sides,
+    }
 
     def draw(*shape):
         return torch.randn(shape, generator=numbers, device="cuda").to(dtype)
@@ -258,7 +273,12 @@ def test_packed_sequences_and_pages(dtype, more) -> None:
         numpy, *host(*(each.transpose(0, 1)[None] for each in (q, k, v))), **named, cu_q=rows, cu_k=keys
     )
     agrees(packed.transpose(0, 1)[None], exact)
-    exact, _ = attention_and_lse(numpy, *host(*(each.transpose(1, 2) for each in (one, k_pool, v_pool))), **named,
-                                 table=table.cpu().numpy(), lengths=lengths.cpu().numpy())  # fmt: skip
+    exact, _ = attention_and_lse(
+        numpy,
+        *host(*(each.transpose(1, 2) for each in (one, k_pool, v_pool))),
+        **named,
+        table=table.cpu().numpy(),
+        lengths=lengths.cpu().numpy(),
+    )
     for each in paged:
         agrees(each.transpose(1, 2), exact)

@@ -10,16 +10,24 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-SIZES = {"seq_q": 1024, "seq_k": 1024, "head_dim": 128, "batch": 4, "heads": 16, "kv_heads": 16, "dtype": "bfloat16",
-         "causal": True}  # fmt: skip
+SIZES = {
+    "seq_q": 1024,
+    "seq_k": 1024,
+    "head_dim": 128,
+    "batch": 4,
+    "heads": 16,
+    "kv_heads": 16,
+    "dtype": "bfloat16",
+    "causal": True,
+}
 
 
 @pytest.fixture
 def tuned(tmp_path, monkeypatch):
     """What a tune with rivals stored, and a process that serves it."""
-    from tiledsched.attention import sdpa as serve
     from tiledsched.kernels.attention import Attention
-    from tiledsched.tuning import tune
+    from tiledsched.ops import sdpa as serve
+    from tiledsched.tuning.session import tune
 
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
@@ -113,9 +121,21 @@ def test_rivals_of_packed_sequences_and_pages_answer_as_we_do(name, packed, page
     q = draw(764, 8, 128) if packed else draw(5, 30, 8, 128)
     k, v = (draw(5 * most // page, page, 2, 128) if page else draw(764, 2, 128) for _ in range(2))
     more = {"causal": True, "window": window or None}
-    p = Attention.problem(seq_q=764 if packed else 30, seq_k=most if page else 764, head_dim=128, heads=8, kv_heads=2,
-                          dtype="bfloat16", causal=True, alignment="bottom_right", window=window, page=page,
-                          batch=1 if packed else 5, packed=5 if packed else 0, lengths=page > 0)  # fmt: skip
+    p = Attention.problem(
+        seq_q=764 if packed else 30,
+        seq_k=most if page else 764,
+        head_dim=128,
+        heads=8,
+        kv_heads=2,
+        dtype="bfloat16",
+        causal=True,
+        alignment="bottom_right",
+        window=window,
+        page=page,
+        batch=1 if packed else 5,
+        packed=5 if packed else 0,
+        lengths=page > 0,
+    )
     with configure(rivals="off", fallback="error"):
         if not packed:
             own = sdpa_paged(q, k, v, table, whole(lengths), **more)
@@ -144,8 +164,9 @@ def test_rivals_of_packed_sequences_and_pages_answer_as_we_do(name, packed, page
 @pytest.mark.parametrize("name", ["torch_cudnn", "flash_attention_4"])
 def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name) -> None:
     from tiledsched import configure, explain, sdpa
-    from tiledsched.attention import plans
-    from tiledsched.serve import entries, launching
+    from tiledsched.ops import plans
+    from tiledsched.serve import entries
+    from tiledsched.serve import launch as launching
 
     monkeypatch.setattr(launching, "_launched", set())  # as in a process where no other test has called it
     time = next((each for each in tuned.rivals if each.name == name), None)
@@ -181,13 +202,17 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
     assert called == [False, True]
 
 
-@pytest.mark.parametrize("asked", [
-    {},
-    {"causal": False, "kv_heads": 4},
-    {"window": 256},
-    {"softcap": True},
-    {"seq_q": 384, "seq_k": 1000, "alignment": "bottom_right"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"causal": False, "kv_heads": 4},
+        {"window": 256},
+        {"softcap": True},
+        {"seq_q": 384, "seq_k": 1000, "alignment": "bottom_right"},
+    ],
+    ids=str,
+)
 def test_a_second_call_of_flash_attention_4_is_of_its_compiled_function(monkeypatch, asked) -> None:
     from tiledsched.kernels.attention import Attention
     from tiledsched.kernels.attention.rivals import flash_attention_4

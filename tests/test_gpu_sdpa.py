@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tiledsched import configure
-from tiledsched.errors import LaunchError, UnsupportedError
+from tiledsched.core.errors import LaunchError, UnsupportedError
 
 # As in torch's test_transformers.py: the error of torch's math in the same dtype, times this, or the floor.
 FUDGE = 1.5
@@ -28,7 +28,7 @@ FLOOR = {torch.float16: {"atol": 1e-3, "rtol": 1e-3}, torch.bfloat16: {"atol": 1
 
 @pytest.fixture(autouse=True)
 def serve(monkeypatch):
-    from tiledsched.attention import sdpa as module
+    from tiledsched.ops import sdpa as module
 
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
     module.reload()
@@ -364,7 +364,7 @@ def test_sync_lets_a_call_stand_alone(serve) -> None:
 
 
 def test_host_costs_are_measured(tmp_path) -> None:
-    from tiledsched.studies import host_cost
+    from docs.studies import host_cost
 
     path = tmp_path / "host.csv"
     assert host_cost.main(["--rounds", "5", "--csv", str(path)]) == 0

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tiledsched.studies import host_cost
-from tiledsched.studies.host_cost import CALLS_PER_BLOCK, LOOKUPS, HostCost, Method, measure_host_costs, per_lookup
+from docs.studies import host_cost
+from docs.studies.host_cost import CALLS_PER_BLOCK, LOOKUPS, HostCost, Method, measure_host_costs, per_lookup
 
 
 def busy_for(seconds: float) -> None:

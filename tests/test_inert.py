@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiledsched.schedule import Schedule
-from tiledsched.search.inert import MOST_CHANGES, SURE, InertChanges
+from tiledsched.core.schedule import Schedule
+from tiledsched.tuning.inert import MOST_CHANGES, SURE, InertChanges
 
 CHOICES = {"tile": [32, 64, 128], "hint": [0, 2, 4], "other_hint": [0, 4], "flag": [False, True]}
 ALL = [Schedule(dict(zip(CHOICES, each, strict=True))) for each in itertools.product(*CHOICES.values())]
@@ -112,7 +112,7 @@ def test_true_is_not_one(seen) -> None:
 
 
 def test_the_study_replays_what_was_recorded(tmp_path, capsys, monkeypatch) -> None:
-    from tiledsched.studies.search import inert_changes
+    from docs.studies.search import inert_changes
 
     runs = {"a run": {schedule: str(program(schedule)) for schedule in ALL}}
     inert_changes.write(tmp_path / "builds.csv.xz", runs)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tiledsched.errors import ConfigError, UnsupportedError
+from tiledsched.core.errors import ConfigError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parent.parent
@@ -21,7 +21,7 @@ functional = torch.nn.functional
 @pytest.fixture(autouse=True)
 def serving(monkeypatch, tmp_path):
     """Nothing is tuned, nothing is remembered, and what goes to torch is not worth a warning here."""
-    from tiledsched.attention import sdpa as module
+    from tiledsched.ops import sdpa as module
 
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
@@ -44,7 +44,7 @@ def tensors(*shape, kv_heads=None, columns=None):
 
 @pytest.fixture
 def routing():
-    from tiledsched.attention.integrations import torch as module
+    from tiledsched.ops.integrations import torch as module
 
     yield module
     module.disable()
@@ -57,8 +57,9 @@ def routed_calls(routing, monkeypatch):
 
     def recorder(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
         calls.append((attn_mask, dropout_p, is_causal, scale, enable_gqa))
-        return 2 * torch._C._nn.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale,
-                                                             enable_gqa=enable_gqa)  # fmt: skip
+        return 2 * torch._C._nn.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
     monkeypatch.setattr(routing, "sdpa", recorder)
     return calls
@@ -142,8 +143,9 @@ def test_compiled_gradients_are_torchs(routing) -> None:
     attend = functional.scaled_dot_product_attention
     (expected,) = torch.autograd.grad(attend(q, k, v, is_causal=True).sum(), q)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
-                             backend="aot_eager", fullgraph=True)  # fmt: skip
+    compiled = torch.compile(
+        lambda q: functional.scaled_dot_product_attention(q, k, v, is_causal=True), backend="aot_eager", fullgraph=True
+    )
     with routing.route_torch_sdpa():
         (found,) = torch.autograd.grad(compiled(q).sum(), q)
     torch.testing.assert_close(found, expected)
@@ -176,15 +178,25 @@ def transformers():
 
 @pytest.fixture
 def registered(transformers):
-    from tiledsched.attention.integrations import transformers as module
+    from tiledsched.ops.integrations import transformers as module
 
     module.register()
     return module
 
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 128, "bos_token_id": 0,
-         "eos_token_id": None, "pad_token_id": 0}  # fmt: skip
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 FAMILIES = {"Llama": {}, "Qwen3": {}, "Mistral": {"sliding_window": 8}}
 
 
@@ -195,7 +207,7 @@ def make(transformers, family="Llama", **more):
 
 
 def use(model, method):
-    from tiledsched.studies import whole_models as model_run
+    from docs.studies import whole_models as model_run
 
     model_run.use(model, method)
     return model
@@ -203,7 +215,7 @@ def use(model, method):
 
 def both(model, call):
     """What `call(model)` gives under torch's attention through transformers, and under ours."""
-    from tiledsched.studies.whole_models import METHODS
+    from docs.studies.whole_models import METHODS
 
     found = []
     for method in METHODS:
@@ -224,8 +236,9 @@ def test_logits_and_greedy_tokens_are_those_of_torch(registered, transformers, f
     model = make(transformers, family)
     theirs, ours = both(model, lambda m: m(input_ids=PROMPT, attention_mask=padding).logits)
     torch.testing.assert_close(ours, theirs)
-    theirs, ours = both(model, lambda m: m.generate(input_ids=PROMPT, attention_mask=padding, max_new_tokens=9,
-                                                    do_sample=False))  # fmt: skip
+    theirs, ours = both(
+        model, lambda m: m.generate(input_ids=PROMPT, attention_mask=padding, max_new_tokens=9, do_sample=False)
+    )
     assert theirs.shape == (2, 29)
     assert torch.equal(ours, theirs)
 
@@ -233,8 +246,12 @@ def test_logits_and_greedy_tokens_are_those_of_torch(registered, transformers, f
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 def test_every_kind_of_cache_gives_the_same_tokens(registered, transformers, cache) -> None:
     model = make(transformers)
-    theirs, ours = both(model, lambda m: m.generate(input_ids=PROMPT, max_new_tokens=9, do_sample=False,
-                                                    cache_implementation=cache, disable_compile=True))  # fmt: skip
+    theirs, ours = both(
+        model,
+        lambda m: m.generate(
+            input_ids=PROMPT, max_new_tokens=9, do_sample=False, cache_implementation=cache, disable_compile=True
+        ),
+    )
     assert torch.equal(ours, theirs)
 
 
@@ -273,16 +290,21 @@ def test_each_phase_asks_for_the_mask_it_means(registered, transformers, monkeyp
     both(model, lambda m: m(input_ids=PROMPT, attention_mask=PADDED))
     assert calls == [(20, 20, "bottom_right", True)]
     calls.clear()
-    both(model, lambda m: m.generate(input_ids=PROMPT, max_new_tokens=2, do_sample=False, cache_implementation="static",
-                                     disable_compile=True))  # fmt: skip
+    both(
+        model,
+        lambda m: m.generate(
+            input_ids=PROMPT, max_new_tokens=2, do_sample=False, cache_implementation="static", disable_compile=True
+        ),
+    )
     if transformers.__version__ >= "5":  # before, a static cache always came with a mask
         assert calls[0] == (20, 20, True, True)  # the part of the cache that is written
 
 
 def test_an_encoder_is_not_causal(registered, transformers) -> None:
     torch.manual_seed(2)
-    config = transformers.BertConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                                     vocab_size=97)  # fmt: skip
+    config = transformers.BertConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=97
+    )
     model = transformers.BertModel(config).eval()
     for padding in (None, PADDED):
         theirs, ours = both(
@@ -321,10 +343,16 @@ def test_what_changes_the_scores_is_refused(registered, transformers) -> None:
 SLIDING = {"sliding_window": 8}
 ASKING = {
     "Mistral": SLIDING,
-    "Gemma2": SLIDING | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 1, "layer_types": ["sliding_attention", "full_attention"]},
-    "GptOss": SLIDING | {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["sliding_attention", "full_attention"]},
+    "Gemma2": SLIDING
+    | {
+        "attn_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 1,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "GptOss": SLIDING
+    | {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["sliding_attention", "full_attention"]},
     "Llama": {},
-}  # fmt: skip
+}
 RIGHT = PADDED.flip(1)
 ENDS = PADDED.clone()
 ENDS[1, 15:] = 0
@@ -351,16 +379,32 @@ def test_windows_softcap_and_sinks_stay_what_they_are_in_compiled_code(
     assert 8 in eagerly
 
 
-@pytest.mark.parametrize("change", [
-    {}, {"attention_chunk_size": 8}, {"sliding_window": 4}, {"allow_is_causal_skip": False}, {"attention_mask": PADDED == 1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"attention_chunk_size": 8},
+        {"sliding_window": 4},
+        {"allow_is_causal_skip": False},
+        {"attention_mask": PADDED == 1},
+    ],
+)
 def test_what_is_told_of_a_window_while_it_is_traced(change, registered, transformers, monkeypatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     config = SimpleNamespace(
         sliding_window=change.pop("sliding_window", 8), attention_chunk_size=change.pop("attention_chunk_size", None)
     )
-    named = {"q_length": 20, "kv_length": 20, "q_offset": 0, "kv_offset": 0, "local_size": 8, "config": config,
-             "allow_is_causal_skip": True, "attention_mask": None, "batch_size": 2} | change  # fmt: skip
+    named = {
+        "q_length": 20,
+        "kv_length": 20,
+        "q_offset": 0,
+        "kv_offset": 0,
+        "local_size": 8,
+        "config": config,
+        "allow_is_causal_skip": True,
+        "attention_mask": None,
+        "batch_size": 2,
+    } | change
     seen = registered._seen_keys(named)
     usual = config.sliding_window == 8 and config.attention_chunk_size is None and not change
     assert (seen is not None) is usual
@@ -385,8 +429,9 @@ def logits_of(model, method, padding, chunks=None):
 @pytest.mark.parametrize("family", sorted(ASKING))
 @pytest.mark.parametrize("padding", [None, PADDED, RIGHT, ENDS], ids=["whole", "left", "right", "both"])
 @pytest.mark.parametrize("chunks", [None, [9, 1, 10]], ids=["at once", "in chunks"])
-def test_windows_padding_softcap_and_sinks_are_served(launches, fresh, registered, transformers, monkeypatch, family, padding,
-                                                      chunks) -> None:  # fmt: skip
+def test_windows_padding_softcap_and_sinks_are_served(
+    launches, fresh, registered, transformers, monkeypatch, family, padding, chunks
+) -> None:
     """As `eager`, which every family has, and by the kernel alone: whatever went to torch would be an error."""
     model = make(transformers, family, **ASKING[family]).half()
     if family == "GptOss":
@@ -403,9 +448,19 @@ def test_windows_padding_softcap_and_sinks_are_served(launches, fresh, registere
 def test_windows_of_two_sides_are_served(launches, fresh, registered, transformers, monkeypatch, padding) -> None:
     """ModernBERT's local layers, which see as many keys after a row's own as before it."""
     config = transformers.ModernBertConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, local_attention=8,
-        global_attn_every_n_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        local_attention=8,
+        global_attn_every_n_layers=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+    )
     torch.manual_seed(0)
     model = transformers.ModernBertModel(config).eval().half()
     seen = torch.ones_like(PROMPT) if padding is None else padding
@@ -460,15 +515,30 @@ def test_generation_gives_the_tokens_of_eager(registered, transformers, family, 
     tokens = []
     for method in ("eager", "tiledsched"):
         use(model, method)
-        tokens.append(model.generate(input_ids=PROMPT, attention_mask=PADDED, max_new_tokens=9, do_sample=False,
-                                     cache_implementation=cache, disable_compile=True))  # fmt: skip
+        tokens.append(
+            model.generate(
+                input_ids=PROMPT,
+                attention_mask=PADDED,
+                max_new_tokens=9,
+                do_sample=False,
+                cache_implementation=cache,
+                disable_compile=True,
+            )
+        )
     assert torch.equal(*tokens)
 
 
 def on_static_cache(model, padding, tokens=9, **more):
     """Tokens that a model makes on a static cache, which the prompt fills in part."""
-    return model.generate(input_ids=PROMPT, attention_mask=padding, max_new_tokens=tokens, do_sample=False,
-                          cache_implementation="static", disable_compile=True, **more)  # fmt: skip
+    return model.generate(
+        input_ids=PROMPT,
+        attention_mask=padding,
+        max_new_tokens=tokens,
+        do_sample=False,
+        cache_implementation="static",
+        disable_compile=True,
+        **more,
+    )
 
 
 @pytest.fixture
@@ -531,14 +601,24 @@ def test_a_step_on_a_static_cache_that_is_traced_whole_needs_no_mask(registered,
     from transformers import masking_utils
 
     q, k, v = tensors(2, 4, 1, 16, kv_heads=2, columns=20)
-    named = {"batch_size": 2, "q_length": 1, "kv_length": 20, "kv_offset": 0, "allow_is_causal_skip": False, "use_vmap": False,
-             "device": "cpu", "mask_function": masking_utils.causal_mask_function, "attention_mask": None}  # fmt: skip
+    named = {
+        "batch_size": 2,
+        "q_length": 1,
+        "kv_length": 20,
+        "kv_offset": 0,
+        "allow_is_causal_skip": False,
+        "use_vmap": False,
+        "device": "cpu",
+        "mask_function": masking_utils.causal_mask_function,
+        "attention_mask": None,
+    }
     layer = torch.nn.Module()
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda place: registered.attention(layer, q, k, v, registered.mask(**named, q_offset=place))[0],
-        backend="eager", fullgraph=True,
-    )  # fmt: skip
+        backend="eager",
+        fullgraph=True,
+    )
     for place in map(torch.tensor, (3, 19)):
         seen = masking_utils.sdpa_mask(**named, q_offset=place)
         wanted = functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
@@ -555,9 +635,14 @@ def test_masks_that_say_more_stay_masks(registered, transformers, monkeypatch) -
     causal, window = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(4)
     chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=int))
     both = masking_utils.and_masks(window, causal)
-    for function, padding, more in ((causal, holes, {}), (chunked, None, {"local_size": 4}), (both, None, {}),
-                                    (lambda b, h, q, k: k <= q, PADDED.bool(), {}), (causal, PADDED.bool(), {"use_vmap": True}),
-                                    (window, None, {"allow_is_causal_skip": False})):  # fmt: skip
+    for function, padding, more in (
+        (causal, holes, {}),
+        (chunked, None, {"local_size": 4}),
+        (both, None, {}),
+        (lambda b, h, q, k: k <= q, PADDED.bool(), {}),
+        (causal, PADDED.bool(), {"use_vmap": True}),
+        (window, None, {"allow_is_causal_skip": False}),
+    ):
         assert registered._seen_keys({**sizes, "mask_function": function, "attention_mask": padding, **more}) is None
     found = registered.mask(**sizes, mask_function=window, attention_mask=PADDED.bool(), local_size=4)
     assert (found.columns, found.causal, found.window, found.lengths) == (20, True, 4, None)
@@ -583,7 +668,7 @@ def test_masks_are_refused_where_settings_say_so(registered, monkeypatch, servin
 
 
 def test_a_missing_library_is_named(monkeypatch) -> None:
-    from tiledsched.attention.integrations import diffusers, transformers
+    from tiledsched.ops.integrations import diffusers, transformers
 
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "diffusers.models.attention_dispatch", None)
@@ -601,7 +686,7 @@ def dispatch():
     pytest.importorskip("diffusers")
     from diffusers.models import attention_dispatch
 
-    from tiledsched.attention.integrations import diffusers
+    from tiledsched.ops.integrations import diffusers
 
     diffusers.register()
     diffusers.register()
@@ -623,15 +708,28 @@ def test_diffusers_backend_gives_what_its_native_one_gives(dispatch, more) -> No
 def test_a_diffusers_model_runs_on_it(dispatch, monkeypatch) -> None:
     import diffusers
 
-    from tiledsched.attention.integrations import diffusers as integration
+    from tiledsched.ops.integrations import diffusers as integration
 
     torch.manual_seed(4)
-    model = diffusers.FluxTransformer2DModel(patch_size=1, in_channels=4, num_layers=1, num_single_layers=1,
-                                             attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
-                                             pooled_projection_dim=32, axes_dims_rope=[4, 4, 8]).eval()  # fmt: skip
-    inputs = {"hidden_states": torch.randn(1, 16, 4), "encoder_hidden_states": torch.randn(1, 8, 32),
-              "pooled_projections": torch.randn(1, 32), "timestep": torch.tensor([0.5]),
-              "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3)}  # fmt: skip
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+    ).eval()
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 4),
+        "encoder_hidden_states": torch.randn(1, 8, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(8, 3),
+    }
     calls = []
     serving = integration.sdpa
     monkeypatch.setattr(integration, "sdpa", lambda *given: calls.append(given[0].shape) or serving(*given))
@@ -644,7 +742,7 @@ def test_a_diffusers_model_runs_on_it(dispatch, monkeypatch) -> None:
 
 
 def test_diffusers_backend_refuses_what_it_does_not_compute(dispatch) -> None:
-    from tiledsched.attention.integrations import diffusers
+    from tiledsched.ops.integrations import diffusers
 
     q = torch.randn(1, 4, 2, 16)
     with pytest.raises(UnsupportedError, match="set_attention_backend"):
@@ -656,7 +754,7 @@ def test_diffusers_backend_refuses_what_it_does_not_compute(dispatch) -> None:
 
 def test_kernels_loads_the_package_from_a_folder(tmp_path, monkeypatch) -> None:
     kernels = pytest.importorskip("kernels")
-    from tiledsched.attention.integrations.kernel_package import write_kernel_package
+    from tiledsched.ops.integrations.kernel_package import write_kernel_package
 
     files = write_kernel_package(tmp_path)
     assert {path.relative_to(tmp_path).parts[0] for path in files} == {"README.md", "build"}
@@ -671,7 +769,7 @@ def test_the_kernel_package_says_what_it_holds(tmp_path) -> None:
     import hashlib
     import importlib.util
 
-    from tiledsched.attention.integrations.kernel_package import main
+    from tiledsched.ops.integrations.kernel_package import main
 
     assert main([str(tmp_path)]) == 0
     ids = set()
@@ -699,7 +797,7 @@ ON_THE_CPU = ["--device", "cpu", "--dtype", "float32", "--layers", "1", "--new-t
 
 @pytest.fixture
 def small_models(transformers, monkeypatch):
-    from tiledsched.studies import whole_models as model_run
+    from docs.studies import whole_models as model_run
 
     small = {
         name: model_run.ModelShape(**{**SMALL, "family": shape.family}) for name, shape in model_run.MODELS.items()
@@ -710,8 +808,11 @@ def small_models(transformers, monkeypatch):
 
 def test_a_conversation_grows_so_that_no_length_comes_twice(small_models, capsys, monkeypatch) -> None:
     seen = []
-    monkeypatch.setattr(small_models, "prefill", lambda model, prompt, run=small_models.prefill: seen.append(prompt.shape)
-                        or run(model, prompt))  # fmt: skip
+    monkeypatch.setattr(
+        small_models,
+        "prefill",
+        lambda model, prompt, run=small_models.prefill: seen.append(prompt.shape) or run(model, prompt),
+    )
     arguments = [*ON_THE_CPU, "--model", "llama", "--batch", "2", "--prompt", "12", "--growing", "--json"]
     assert small_models.main([*arguments, "--no-compare"]) == 0
     assert {row["growing"] for row in json.loads(capsys.readouterr().out)["rows"]} == {True}
@@ -730,9 +831,11 @@ def test_models_run_under_both_and_tell_how_far_apart_they_are(small_models, cap
     said = json.loads(capsys.readouterr().out)
     rows = said["rows"]
     assert [(row["model"], row["method"], row["phase"], row["tokens"]) for row in rows[:8]] == [
-        ("llama", method, phase, batch * tokens) for batch in (1, 2) for method in ("sdpa", "tiledsched")
+        ("llama", method, phase, batch * tokens)
+        for batch in (1, 2)
+        for method in ("sdpa", "tiledsched")
         for phase, tokens in (("prefill", 12), ("decode", 3))
-    ]  # fmt: skip
+    ]
     assert len(rows) == 24
     for row in rows:
         assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
@@ -776,25 +879,53 @@ def test_what_does_not_fit_in_memory_is_left_out(small_models, monkeypatch) -> N
         return real(model, prompt)
 
     monkeypatch.setattr(small_models, "prefill", prefill)
-    large, fits = (small_models.Workload(batch=batch, prompt=4, new_tokens=1, rounds=1, dtype=torch.float32, device="cpu")
-                   for batch in (3, 1))  # fmt: skip
-    rows = list(small_models.measure({"llama": small_models.MODELS["llama"]}, [large, fits], comparing=False,
-                                     note=noted.append))  # fmt: skip
+    large, fits = (
+        small_models.Workload(batch=batch, prompt=4, new_tokens=1, rounds=1, dtype=torch.float32, device="cpu")
+        for batch in (3, 1)
+    )
+    rows = list(
+        small_models.measure({"llama": small_models.MODELS["llama"]}, [large, fits], comparing=False, note=noted.append)
+    )
     assert noted == ["llama 3x4: not enough memory"]
     assert [row.batch for row in rows] == [1] * 4
 
 
-USUAL = {"batch": 16, "tokens": 8, "median_ms": 1.0, "low_ms": 1.0, "high_ms": 1.0, "tokens_per_s": 1.0, "rounds": 5, "growing": False,
-         "ratio_low": 0.5, "ratio_high": 3.0, "shape": "", "dtype": "bfloat16", "device": "GPU", "versions": "torch 1",
-         "date": "2026-11-30"}  # fmt: skip
+USUAL = {
+    "batch": 16,
+    "tokens": 8,
+    "median_ms": 1.0,
+    "low_ms": 1.0,
+    "high_ms": 1.0,
+    "tokens_per_s": 1.0,
+    "rounds": 5,
+    "growing": False,
+    "ratio_low": 0.5,
+    "ratio_high": 3.0,
+    "shape": "",
+    "dtype": "bfloat16",
+    "device": "GPU",
+    "versions": "torch 1",
+    "date": "2026-11-30",
+}
 """Of a row of whole models."""
 
 
 def test_repeated_runs_are_fresh_processes_with_empty_homes(small_models, capsys, tmp_path, monkeypatch) -> None:
     """Here they only tell what they see; the third fails, and what the others found stays."""
-    rows = [{**USUAL, "model": "qwen2", "method": method, "phase": phase, "prompt": 8, "first_ms": 5.0, "fallbacks": "",
-             "ratio": None if method == "sdpa" else 1.0} for method in small_models.METHODS
-            for phase in small_models.PHASES]  # fmt: skip
+    rows = [
+        {
+            **USUAL,
+            "model": "qwen2",
+            "method": method,
+            "phase": phase,
+            "prompt": 8,
+            "first_ms": 5.0,
+            "fallbacks": "",
+            "ratio": None if method == "sdpa" else 1.0,
+        }
+        for method in small_models.METHODS
+        for phase in small_models.PHASES
+    ]
     script, seen = tmp_path / "small.py", tmp_path / "seen.txt"
     script.write_text(f"""
 import json, os, sys
@@ -843,7 +974,7 @@ def test_a_fresh_process_hands_back_what_it_found(small_models, capsys, tmp_path
     script = tmp_path / "small.py"
     script.write_text(f"""
 import sys
-from tiledsched.studies import whole_models as model_run
+from docs.studies import whole_models as model_run
 small = model_run.ModelShape(**{SMALL!r}, family="Qwen2")
 model_run.MODELS = {{"qwen2": small}}
 sys.exit(model_run.main())
@@ -858,11 +989,23 @@ sys.exit(model_run.main())
 
 
 def test_the_summary_is_of_all_runs(small_models) -> None:
-    rows = [small_models.Row(**USUAL, model="qwen2", method=method, phase=phase, prompt=prompt, run=run, first_ms=100.0 * run,
-                             ratio=None if method == "sdpa" else ratio * scale,
-                             fallbacks="why" if (method, prompt, phase) == ("tiledsched", 8192, "decode") else "")
-            for run, scale in ((1, 1.0), (2, 1.25), (3, 0.8)) for prompt in (1024, 8192)
-            for method in small_models.METHODS for phase, ratio in (("prefill", 1.0), ("decode", 1.21))]  # fmt: skip
+    rows = [
+        small_models.Row(
+            **USUAL,
+            model="qwen2",
+            method=method,
+            phase=phase,
+            prompt=prompt,
+            run=run,
+            first_ms=100.0 * run,
+            ratio=None if method == "sdpa" else ratio * scale,
+            fallbacks="why" if (method, prompt, phase) == ("tiledsched", 8192, "decode") else "",
+        )
+        for run, scale in ((1, 1.0), (2, 1.25), (3, 0.8))
+        for prompt in (1024, 8192)
+        for method in small_models.METHODS
+        for phase, ratio in (("prefill", 1.0), ("decode", 1.21))
+    ]
     text = small_models.to_text(rows, 6)
     assert text.splitlines()[:5] == [
         "model    batch  prompt    prefill                     decode",
@@ -892,8 +1035,8 @@ def test_a_model_is_made_in_its_dtype(small_models) -> None:
 
 
 def test_differing_choices_are_told_with_their_gap(transformers, monkeypatch) -> None:
-    from tiledsched.attention.integrations import transformers as integration
-    from tiledsched.studies import whole_models as model_run
+    from docs.studies import whole_models as model_run
+    from tiledsched.ops.integrations import transformers as integration
 
     shape = model_run.ModelShape(**{**SMALL, "layers": 2}, family="Llama")
     work = model_run.Workload(batch=2, prompt=12, new_tokens=8, dtype=torch.float32, device="cpu")
@@ -925,11 +1068,22 @@ def test_the_recipes_run(number, transformers, dispatch, routing, tmp_path, monk
     pytest.importorskip("kernels")
     monkeypatch.chdir(tmp_path)
     q, k, v = tensors(1, 2, 8, 16)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained",
-                        lambda name, attn_implementation, **more: use(make(transformers), attn_implementation))  # fmt: skip
-    transformer = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, attention_head_dim=16,
-                                                   num_attention_heads=2, axes_dims_rope=[4, 4, 8])  # fmt: skip
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda name, attn_implementation, **more: use(make(transformers), attn_implementation),
+    )
+    transformer = diffusers.FluxTransformer2DModel(
+        num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, axes_dims_rope=[4, 4, 8]
+    )
     pipeline = SimpleNamespace(transformer=transformer)
-    names = {"q": q, "k": k, "v": v, "inputs": {"input_ids": PROMPT}, "pipeline": pipeline,
-             "encoder": torch.nn.MultiheadAttention(32, 2, batch_first=True), "x": torch.randn(1, 4, 32)}  # fmt: skip
+    names = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "inputs": {"input_ids": PROMPT},
+        "pipeline": pipeline,
+        "encoder": torch.nn.MultiheadAttention(32, 2, batch_first=True),
+        "x": torch.randn(1, 4, 32),
+    }
     exec(compile(recipes()[number], f"recipe {number}", "exec"), names)

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from attention_runs import run_outputs, run_problem
 
-from tiledsched.errors import CompilerError, ProblemError, TiledschedError
+from tiledsched.core.errors import CompilerError, ProblemError, TiledschedError
+from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import InterpreterError, private, run, values
 from tiledsched.interpreter.builtins_in_tiles import BUILTINS
 from tiledsched.kernels.attention import Attention
-from tiledsched.space_files import space_for
 
 Int = ct.Constant[int]
 BFLOAT16 = ml_dtypes.bfloat16
@@ -116,10 +116,17 @@ def test_compiler_agrees_with_the_types():
 
     types_ = (ct.float16, ct.bfloat16, ct.float32, ct.int32, ct.int8)
     arrays = [
-        compilation.ArrayConstraint(dtype, 2, index_dtype=ct.int32, stride_lower_bound_incl=0, alias_groups=(),
-                                    may_alias_internally=False, stride_constant=(None, 1))
+        compilation.ArrayConstraint(
+            dtype,
+            2,
+            index_dtype=ct.int32,
+            stride_lower_bound_incl=0,
+            alias_groups=(),
+            may_alias_internally=False,
+            stride_constant=(None, 1),
+        )
         for dtype in types_
-    ]  # fmt: skip
+    ]
     signature = compilation.KernelSignature(
         [*arrays, compilation.ScalarConstraint(ct.float32), compilation.ScalarConstraint(ct.int32), 8],
         compilation.CallingConvention.cutile_python_v2(),
@@ -165,9 +172,15 @@ def test_load_counts_in_tiles_and_follows_order():
 
 @pytest.mark.parametrize(
     ("mode", "value"),
-    [("ZERO", 0.0), ("NEG_ZERO", -0.0), ("POS_INF", np.inf), ("NEG_INF", -np.inf), ("NAN", np.nan),
-     ("UNDETERMINED", np.nan)],
-)  # fmt: skip
+    [
+        ("ZERO", 0.0),
+        ("NEG_ZERO", -0.0),
+        ("POS_INF", np.inf),
+        ("NEG_INF", -np.inf),
+        ("NAN", np.nan),
+        ("UNDETERMINED", np.nan),
+    ],
+)
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
 def test_padding(mode, value, dtype):
     source = np.ones((3, 5), dtype)
@@ -317,8 +330,11 @@ def evaluate(expression, *arrays, dtype):
     """`expression` of tiles of whole arrays."""
 
     def kernel(target, sources):
-        ct.store(target, (0,) * target.ndim, expression(*(ct.load(source, (0,) * source.ndim, SHAPES[i])
-                                                          for i, source in enumerate(sources))))  # fmt: skip
+        ct.store(
+            target,
+            (0,) * target.ndim,
+            expression(*(ct.load(source, (0,) * source.ndim, SHAPES[i]) for i, source in enumerate(sources))),
+        )
 
     SHAPES = [array.shape for array in arrays]
     shape = np.broadcast_shapes(*SHAPES)
@@ -586,8 +602,9 @@ def test_outputs_are_named_and_those_not_asked_for_left_out():
     schedule = space_for("sm_90", Attention).default(problem).replace(kv_splits=2)
     found = run_outputs(Attention, schedule, problem, *inputs)
     assert {name: (array.shape, array.dtype.name) for name, array in found.items()} == {
-        "out": ((1, 2, 3, 32), "float16"), "lse": ((1, 2, 3), "float32"),
-    }  # fmt: skip
+        "out": ((1, 2, 3, 32), "float16"),
+        "lse": ((1, 2, 3), "float32"),
+    }
     without = run_outputs(Attention, schedule, problem.replace(lse=False), *inputs)
     assert list(without) == ["out"]
     np.testing.assert_array_equal(without["out"], found["out"])

@@ -130,9 +130,10 @@ def scaled_product(x, x_scale, y, y_scale, out, M: Int, N: Int, K: Int, BLOCK: I
     ct.store(out, (0, 0), ct.mma_scaled(*tiles, *others, ct.ones((M, N), ct.float32)))
 
 
-@pytest.mark.parametrize(("dtype", "scale_type", "block"), [
-    (FP8, E8, 32), (ml_dtypes.float8_e5m2, E8, 32), (FP4, E8, 32), (FP4, E8, 16), (FP4, FP8, 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "scale_type", "block"),
+    [(FP8, E8, 32), (ml_dtypes.float8_e5m2, E8, 32), (FP4, E8, 32), (FP4, E8, 16), (FP4, FP8, 16)],
+)
 def test_scaled_products(dtype, scale_type, block):
     x, y = RANDOM.standard_normal((4, 64)).astype(dtype), RANDOM.standard_normal((64, 8)).astype(dtype)
     scales = [2.0 ** RANDOM.integers(-3, 4, shape) for shape in ((4, 64 // block), (64 // block, 8))]
@@ -146,8 +147,12 @@ def test_scaled_products_refuse_what_cutile_refuses():
     out = np.zeros((4, 8), np.float32)
 
     def product(dtype, scale_type, block, out=out):
-        arrays = (np.ones((4, 64), dtype), np.ones((4, 64 // block), scale_type),
-                  np.ones((64, 8), dtype), np.ones((64 // block, 8), scale_type))  # fmt: skip
+        arrays = (
+            np.ones((4, 64), dtype),
+            np.ones((4, 64 // block), scale_type),
+            np.ones((64, 8), dtype),
+            np.ones((64 // block, 8), scale_type),
+        )
         run(scaled_product, 1, (*arrays, out, 4, 8, 64, block))
 
     with pytest.raises(InterpreterError, match="does not take float16 scaled by float8_e8m0fnu"):
@@ -232,8 +237,10 @@ def test_tiles_are_added_atomically():
     assert target.tolist() == [108, 110, 112, 114, 116, 118]
 
 
-@pytest.mark.parametrize(("name", "change"), [("max", np.maximum), ("min", np.minimum), ("and", np.bitwise_and),
-                                              ("or", np.bitwise_or), ("xor", np.bitwise_xor)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("max", np.maximum), ("min", np.minimum), ("and", np.bitwise_and), ("or", np.bitwise_or), ("xor", np.bitwise_xor)],
+)
 def test_tiles_are_combined_atomically(name, change):
     source, before = np.array([1, 6, 3, 12], np.int32), np.array([5, 3, 9, 10], np.int32)
     target = before.copy()
@@ -256,10 +263,14 @@ def other_rounding(source):
     ct.add(ct.load(source, (0,), (4,)), 1.0, rounding_mode=ct.RoundingMode.RZ)
 
 
-@pytest.mark.parametrize(("kernel", "operation"), [
-    (raw_memory, "ct.Array.get_raw_memory"), (unknown_type, "ct.float8_e5m3fnu"),
-    (other_rounding, f"ct.add with {ct.RoundingMode.RZ}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "operation"),
+    [
+        (raw_memory, "ct.Array.get_raw_memory"),
+        (unknown_type, "ct.float8_e5m3fnu"),
+        (other_rounding, f"ct.add with {ct.RoundingMode.RZ}"),
+    ],
+)
 def test_a_lacking_operation_is_an_error_of_its_own(kernel, operation):
     with pytest.raises(UnsupportedOperationError, match=rf"{kernel.__name__}, block \(0, 0, 0\): ") as caught:
         run(kernel, 1, (np.ones(4, np.float32),))
@@ -279,9 +290,11 @@ def test_the_table_of_strangers_would_show_what_goes_wrong():
         return programs.run(programs.Program(file="", kernels=("add_one",), compute=compute, tolerance=1e-3))
 
     right, wrong, unwritten, lacking = (
-        outcome(add_one, np.ones(4)), outcome(add_one, np.full(4, 2.0)),
-        outcome(add_one, np.array([1, 1, 1, np.nan])), outcome(ct.kernel(raw_memory), np.ones(4)),
-    )  # fmt: skip
+        outcome(add_one, np.ones(4)),
+        outcome(add_one, np.full(4, 2.0)),
+        outcome(add_one, np.array([1, 1, 1, np.nan])),
+        outcome(ct.kernel(raw_memory), np.ones(4)),
+    )
     assert (right.agrees, right.launched, right.lacking) == (True, {"add_one"}, "")
     assert (wrong.agrees, wrong.launched, wrong.error) == (False, {"add_one"}, 0.5)
     assert (unwritten.agrees, unwritten.error) == (False, float("inf"))

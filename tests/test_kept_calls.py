@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from tiledsched.kernels.attention.kept_calls import KeptCalls
+from tiledsched.kernels.attention.call_cache import CallCache
 
 
 class Theirs:
@@ -27,8 +27,11 @@ class Theirs:
 
 
 def compiled(q, k, v, out, lse, scale, cu_q, scalars):
-    out.copy_(torch.nn.functional.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), scale=scale)
-              .transpose(1, 2))  # fmt: skip
+    out.copy_(
+        torch.nn.functional.scaled_dot_product_attention(
+            *(each.transpose(1, 2) for each in (q, k, v)), scale=scale
+        ).transpose(1, 2)
+    )
 
 
 def plain(q, k, v, out):
@@ -37,7 +40,7 @@ def plain(q, k, v, out):
 
 def made(hand_over):
     theirs = Theirs(compiled, hand_over)
-    return theirs, KeptCalls(lambda q, k, v, *asked, **more: theirs(q, k, v, *asked, **more)[0], theirs)
+    return theirs, CallCache(lambda q, k, v, *asked, **more: theirs(q, k, v, *asked, **more)[0], theirs)
 
 
 def tensors(seed=0, rows_outside=True, rows=8):
@@ -73,13 +76,20 @@ def test_tensors_that_lie_otherwise_are_a_first_call_again() -> None:
     assert theirs.python == 3
 
 
-@pytest.mark.parametrize("hand_over", [
-    lambda q, k, v, out: [(q.clone(), k, v, out, None, 0.5, None, ())],  # a copy, because it lay otherwise
-    lambda q, k, v, out: [(q, k, v, torch.empty_like(out), None, 0.5, None, ()), (q, k, v, out, None, 0.5, None, ())],  # splits
-    lambda q, k, v, out: [(q, k, v, out, torch.empty(3), 0.5, None, ())],  # a log-sum-exp
-    lambda q, k, v, out: [(q, k, v, out, None, 0.5, None, (None, torch.empty(3)))],
-    lambda q, k, v, out: [(k, q, v, out, None, 0.5, None, ()), (q, k, v, out, None, 0.5, None, ())],
-], ids=["copied", "split", "lse", "scalars", "twice"])  # fmt: skip
+@pytest.mark.parametrize(
+    "hand_over",
+    [
+        lambda q, k, v, out: [(q.clone(), k, v, out, None, 0.5, None, ())],  # a copy, because it lay otherwise
+        lambda q, k, v, out: [
+            (q, k, v, torch.empty_like(out), None, 0.5, None, ()),
+            (q, k, v, out, None, 0.5, None, ()),
+        ],  # splits
+        lambda q, k, v, out: [(q, k, v, out, torch.empty(3), 0.5, None, ())],  # a log-sum-exp
+        lambda q, k, v, out: [(q, k, v, out, None, 0.5, None, (None, torch.empty(3)))],
+        lambda q, k, v, out: [(k, q, v, out, None, 0.5, None, ()), (q, k, v, out, None, 0.5, None, ())],
+    ],
+    ids=["copied", "split", "lse", "scalars", "twice"],
+)
 def test_what_is_not_sure_to_be_all_is_not_kept(hand_over) -> None:
     theirs, call = made(hand_over)
     for seed in range(3):
@@ -95,7 +105,7 @@ def test_calls_that_ask_for_more_go_the_whole_way() -> None:
     check(call, (flat, k, v, out))
     check(call, (q.requires_grad_(), k, v, out))
     assert theirs.python == 3
-    assert KeptCalls(lambda q, k, v, *asked: asked, theirs)(q, k, v, 5) == (5,)
+    assert CallCache(lambda q, k, v, *asked: asked, theirs)(q, k, v, 5) == (5,)
 
 
 def test_a_failure_leaves_their_cache_and_the_next_call_as_they_were() -> None:
@@ -145,7 +155,7 @@ def test_a_function_without_such_a_cache_is_called_as_it_is() -> None:
         compiled(q, k, v, out, None, 0.5, None, None)
         return out
 
-    call = KeptCalls(function, function)
+    call = CallCache(function, function)
     for seed in range(2):
         check(call, tensors(seed))
     assert len(called) == 2

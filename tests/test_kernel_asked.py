@@ -12,24 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import (
-    DRAWN,
-    asked_problems,
-    cases,
-    check,
-    decoding_problems,
-    make_inputs,
-    more_inputs,
-    schedule_for,
-)
+from kernel_checks import DRAWN, asked_problems, cases, check, decoding_problems, make_inputs, more_inputs, schedule_for
 
-from tiledsched.device import arch_spec
-from tiledsched.errors import ProblemError
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ProblemError
+from tiledsched.core.space_files import space_for
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.model import tile_steps
 from tiledsched.kernels.attention.reference import attention_and_lse
-from tiledsched.space_files import space_for
 
 CAUSAL = {"causal": True, "alignment": "bottom_right"}
 ORDERS = st.one_of(st.sampled_from(["forward", "reversed"]), st.integers(0, 100))
@@ -63,31 +54,64 @@ def test_few_rows_and_many_keys(case, seed, order):
 )
 def test_split_keys_under_any_structure(case, kv_splits, kv_combine, order):
     problem, schedule = case
-    schedule = schedule.replace(kv_splits=kv_splits, kv_combine=kv_combine, persistent="no", qk_ahead=False, num_ctas=1, flat_steps=0, unroll=1,
-                                store_late=False)  # fmt: skip
+    schedule = schedule.replace(
+        kv_splits=kv_splits,
+        kv_combine=kv_combine,
+        persistent="no",
+        qk_ahead=False,
+        num_ctas=1,
+        flat_steps=0,
+        unroll=1,
+        store_late=False,
+    )
     np.testing.assert_array_equal(check(problem, schedule, order=order), check(problem, schedule))
 
 
 STRUCTURES = [
-    {}, {"loop_split": True}, {"block_order": "reversed"}, {"block_order": "heads_fastest"},
-    {"block_order": "swizzled", "persistent": "snake"}, {"persistent": "strided"}, {"kv_direction": "sawtooth"},
-    {"kv_direction": "wide_sawtooth"}, {"persistent": "strided", "store_late": True, "peel_first": False},
-    {"persistent": "snake", "store_late": True, "loop_split": True}, {"kv_direction": "backward"},
-    {"kv_direction": "backward", "loop_split": True}, {"q_subtiles": 2}, {"q_subtiles": 2, "loop_split": True},
-    {"kv_subtiles": 2, "loop_split": True}, {"qk_ahead": True}, {"qk_ahead": True, "loop_split": True},
-    {"qk_ahead": True, "loop_split": True, "kv_direction": "backward"}, {"lazy_rescale": True, "loop_split": True},
-    {"unroll": 2}, {"unroll": 2, "loop_split": True}, {"unroll": 2, "loop_split": True, "kv_direction": "backward"},
-    {"persistent": "strided", "flat_steps": 1}, {"persistent": "snake", "flat_steps": 1, "loop_split": True, "q_ahead": True},
-    {"persistent": "strided", "flat_steps": 2, "reload_q": True}, {"persistent": "snake", "flat_steps": 2, "loop_split": True},
-    {"q_in_registers": True, "persistent": "snake", "loop_split": True}, {"pack_gqa": True, "loop_split": True},
-    {"kv_splits": 2, "loop_split": True, "tma_loads": False}, {"kv_splits": 2, "tma_loads": False, "pack_gqa": True},
+    {},
+    {"loop_split": True},
+    {"block_order": "reversed"},
+    {"block_order": "heads_fastest"},
+    {"block_order": "swizzled", "persistent": "snake"},
+    {"persistent": "strided"},
+    {"kv_direction": "sawtooth"},
+    {"kv_direction": "wide_sawtooth"},
+    {"persistent": "strided", "store_late": True, "peel_first": False},
+    {"persistent": "snake", "store_late": True, "loop_split": True},
+    {"kv_direction": "backward"},
+    {"kv_direction": "backward", "loop_split": True},
+    {"q_subtiles": 2},
+    {"q_subtiles": 2, "loop_split": True},
+    {"kv_subtiles": 2, "loop_split": True},
+    {"qk_ahead": True},
+    {"qk_ahead": True, "loop_split": True},
+    {"qk_ahead": True, "loop_split": True, "kv_direction": "backward"},
+    {"lazy_rescale": True, "loop_split": True},
+    {"unroll": 2},
+    {"unroll": 2, "loop_split": True},
+    {"unroll": 2, "loop_split": True, "kv_direction": "backward"},
+    {"persistent": "strided", "flat_steps": 1},
+    {"persistent": "snake", "flat_steps": 1, "loop_split": True, "q_ahead": True},
+    {"persistent": "strided", "flat_steps": 2, "reload_q": True},
+    {"persistent": "snake", "flat_steps": 2, "loop_split": True},
+    {"q_in_registers": True, "persistent": "snake", "loop_split": True},
+    {"pack_gqa": True, "loop_split": True},
+    {"kv_splits": 2, "loop_split": True, "tma_loads": False},
+    {"kv_splits": 2, "tma_loads": False, "pack_gqa": True},
     {"kv_splits": 2, "tma_loads": False, "kv_direction": "backward", "loop_split": True},
-]  # fmt: skip
+]
 ASKED = [
-    {"window": 1}, {"window": 40, "window_right": 30}, {"window": 64}, {"window": 150, "sinks": True}, {"softcap": True},
-    {"window_right": 50}, {"sinks": True}, {"lengths": True}, {"starts": True},
+    {"window": 1},
+    {"window": 40, "window_right": 30},
+    {"window": 64},
+    {"window": 150, "sinks": True},
+    {"softcap": True},
+    {"window_right": 50},
+    {"sinks": True},
+    {"lengths": True},
+    {"starts": True},
     {"starts": True, "lengths": True, "window": 50, "window_right": 90, "softcap": True, "sinks": True},
-]  # fmt: skip
+]
 SIZES = [(256, 256, "top_left"), (70, 300, "bottom_right"), (200, 70, "top_left"), (190, 130, "bottom_right")]
 
 
@@ -101,15 +125,35 @@ def test_every_structure(asked, knobs):
     batch = 3 if {"starts", "lengths"} & set(asked) else 1
     half = (STRUCTURES.index(knobs) + ASKED.index(asked)) % 2
     for (seq_q, seq_k, alignment), kv_heads in [*zip(SIZES, (1, 2, 1, 1), strict=True)][2 * half : 2 * half + 2]:
-        problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=True, alignment=alignment, batch=batch,
-                                    heads=2 * kv_heads, kv_heads=kv_heads, lse=True, **asked)  # fmt: skip
+        problem = Attention.problem(
+            seq_q=seq_q,
+            seq_k=seq_k,
+            head_dim=16,
+            causal=True,
+            alignment=alignment,
+            batch=batch,
+            heads=2 * kv_heads,
+            kv_heads=kv_heads,
+            lse=True,
+            **asked,
+        )
         check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs), sm_count=1)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"loop_split": True}, {"q_subtiles": 2}, {"persistent": "strided", "flat_steps": 1},
-                                   {"kv_splits": 2, "tma_loads": False}], ids=str)  # fmt: skip
-@pytest.mark.parametrize("asked", [{"starts": True}, {"lengths": True}, {"starts": True, "lengths": True, "sinks": True}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"loop_split": True},
+        {"q_subtiles": 2},
+        {"persistent": "strided", "flat_steps": 1},
+        {"kv_splits": 2, "tma_loads": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "asked", [{"starts": True}, {"lengths": True}, {"starts": True, "lengths": True, "sinks": True}], ids=str
+)
 def test_padded_batches_without_a_causal_mask(asked, knobs):
     problem = Attention.problem(seq_q=70, seq_k=256, head_dim=16, batch=4, heads=2, lse=True, **asked)
     check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs), sm_count=1)
@@ -192,10 +236,16 @@ def test_wide_indices_are_there():
         assert entry.__name__ == f"attention_asked{'_lse' if asked else ''}_wide"
 
 
-@pytest.mark.parametrize("problem", [
-    Attention.problem(seq_q=130, seq_k=130, head_dim=40, heads=4, kv_heads=2, window=50, causal=True, sinks=True, lse=True),
-    Attention.problem(seq_q=40, seq_k=200, head_dim=64, batch=8, softcap=True, starts=True, lengths=True, **CAUSAL),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Attention.problem(
+            seq_q=130, seq_k=130, head_dim=40, heads=4, kv_heads=2, window=50, causal=True, sinks=True, lse=True
+        ),
+        Attention.problem(seq_q=40, seq_k=200, head_dim=64, batch=8, softcap=True, starts=True, lengths=True, **CAUSAL),
+    ],
+    ids=str,
+)
 def test_adversarial_inputs(problem):
     """Those that a GPU's outputs are checked on, too."""
     for knobs in ({}, {"loop_split": True, "tile_n": 32}):
@@ -236,13 +286,33 @@ def torch_attention(torch, problem, q, k, v, more, cap):
 def test_the_reference_is_what_torch_makes(asked):
     torch = pytest.importorskip("torch")
     for seq_q, seq_k, alignment in SIZES:
-        problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=16, causal=True, alignment=alignment, batch=3, heads=4,
-                                    kv_heads=2, **asked)  # fmt: skip
+        problem = Attention.problem(
+            seq_q=seq_q,
+            seq_k=seq_k,
+            head_dim=16,
+            causal=True,
+            alignment=alignment,
+            batch=3,
+            heads=4,
+            kv_heads=2,
+            **asked,
+        )
         (q, k, v), more, cap = make_inputs(problem), more_inputs(problem), 5.0 if problem.softcap else 0.0
-        found, _ = attention_and_lse(np, q, k, v, causal=True, scale=problem.head_dim**-0.5, alignment=alignment,
-                                     window=problem.window, window_right=problem.window_right, cap=cap,
-                                     sinks=more.get("Sinks"), starts=more.get("Starts"),
-                                     lengths=more.get("Lengths"))  # fmt: skip
+        found, _ = attention_and_lse(
+            np,
+            q,
+            k,
+            v,
+            causal=True,
+            scale=problem.head_dim**-0.5,
+            alignment=alignment,
+            window=problem.window,
+            window_right=problem.window_right,
+            cap=cap,
+            sinks=more.get("Sinks"),
+            starts=more.get("Starts"),
+            lengths=more.get("Lengths"),
+        )
         np.testing.assert_allclose(found, torch_attention(torch, problem, q, k, v, more, cap).numpy(), atol=1e-12)
 
 
@@ -299,11 +369,11 @@ def test_what_is_asked_for_is_said():
     assert asked.id != plain.id
     assert not set(plain.to_json()) & {"window", "softcap", "sinks", "starts", "lengths"}
     assert asked.from_json(asked.to_json()) == asked
-    assert Attention.likeness(asked, asked) == 1.0
+    assert Attention.similarity(asked, asked) == 1.0
     for first, second in itertools.combinations(
         [plain, plain.replace(window=10), plain.replace(window=50), sides, asked], 2
     ):
-        assert Attention.likeness(first, second) < 1.0
+        assert Attention.similarity(first, second) < 1.0
         assert Attention.distance(first, second) > 0.0
 
 

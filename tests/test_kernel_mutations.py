@@ -15,8 +15,8 @@ from kernel_checks import check, make_inputs, one_hot_inputs, schedule_for
 
 from tiledsched.interpreter import InterpreterError
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention import asked as attention_asked
 from tiledsched.kernels.attention import entries as attention_entries
+from tiledsched.kernels.attention import features as attention_asked
 from tiledsched.kernels.attention import flat as attention_flat
 from tiledsched.kernels.attention import packed as attention_packed
 from tiledsched.kernels.attention import scheduler as attention_scheduler
@@ -71,7 +71,10 @@ MUTATIONS = {
     "output not cast": ("out.astype(Out.dtype)", "out"),
     "snake's last lap missing": ("snake(ct.bid(0), blocks, total // blocks)", "blocks"),
     "snake's last lap too long": ("total - snake(ct.bid(0), blocks, total // blocks)", "total"),
-    "the last output never stored": ("    epilogues(Out, Lse, work_tile, chains, asked, const)\n\n\ndef compute", "\n\ndef compute"),
+    "the last output never stored": (
+        "    epilogues(Out, Lse, work_tile, chains, asked, const)\n\n\ndef compute",
+        "\n\ndef compute",
+    ),
     "an output of nothing": ("lap > 0 if", "lap >= 0 if"),
     "one output in two": ("lap > 0 if", "lap > 1 if"),
     "an output of nothing, unpeeled": ("else work >= blocks", "else work >= 0"),
@@ -80,7 +83,10 @@ MUTATIONS = {
     "snake turns short": ("(blocks - 1 - 2 * block)", "(blocks - 2 - 2 * block)"),
     "swizzled groups overlap": ("(SWIZZLE_PAIRS * work_tiles) * SWIZZLE_PAIRS", "(SWIZZLE_PAIRS * work_tiles)"),
     "last swizzled group too wide": ("width = min(SWIZZLE_PAIRS, pairs - first)", "width = SWIZZLE_PAIRS"),
-    "swizzled tile counted over heads": ("% (SWIZZLE_PAIRS * work_tiles) // width", "% (SWIZZLE_PAIRS * work_tiles) // pairs"),
+    "swizzled tile counted over heads": (
+        "% (SWIZZLE_PAIRS * work_tiles) // width",
+        "% (SWIZZLE_PAIRS * work_tiles) // pairs",
+    ),
     "backward loop off by one": ("i = keys.steps - 1 - i\n", "i = keys.steps - i\n"),
     "backward loop is masked forward": ("keys.steps - first_masked if backward else first_masked", "first_masked"),
     "backward loop masks the wrong loop": ("backward = const.KV_DIRECTION == BACKWARD", "backward = False"),
@@ -95,7 +101,10 @@ MUTATIONS = {
         "tile = tile",
     ),
     "second key tile is the first": ("i * const.KV_SUBTILES + t", "i * const.KV_SUBTILES"),
-    "second key tile beyond the end": ("if const.EVEN or (const.KV_SUBTILES == 1 and", "if True or (const.KV_SUBTILES == 1 and"),
+    "second key tile beyond the end": (
+        "if const.EVEN or (const.KV_SUBTILES == 1 and",
+        "if True or (const.KV_SUBTILES == 1 and",
+    ),
     "maximum of the first key tile only": ("step_max = ct.maximum(step_max, ", "step_max = ct.minimum(step_max, "),
     "scores ahead of themselves": ("products(queries, keys, i + 1, const)", "products(queries, keys, i, const)"),
     "last step ahead not folded": ("fold(rows, keys, end, chains,", "fold(rows, keys, end - 1, chains,"),
@@ -108,12 +117,18 @@ MUTATIONS = {
     "lazy rescaling forgets the sum": ("            row_sum = row_sum * alpha\n", "            row_sum = row_sum\n"),
     "lazy rescaling forgets the output": ("acc = scaled(acc, alpha)", "acc = acc"),
     "lazy rescaling takes the new maximum": ("new_max = chain.row_max", "new_max = new_max"),
-}  # fmt: skip
+}
 
 MUTATIONS_ELSEWHERE = {
     "bottom-right mask off by one": ("return last + offset if", "return last + offset + 1 if"),
-    "bottom-right mask at the top left": ("return last + offset if const.BOTTOM_RIGHT or const.WINDOW_RIGHT else last", "return last"),
-    "bottom-right offset the wrong way": ("K.shape[2] - seq_q if const.BOTTOM_RIGHT", "seq_q - K.shape[2] if const.BOTTOM_RIGHT"),
+    "bottom-right mask at the top left": (
+        "return last + offset if const.BOTTOM_RIGHT or const.WINDOW_RIGHT else last",
+        "return last",
+    ),
+    "bottom-right offset the wrong way": (
+        "K.shape[2] - seq_q if const.BOTTOM_RIGHT",
+        "seq_q - K.shape[2] if const.BOTTOM_RIGHT",
+    ),
     "bottom-right end too early": (
         "min(max((place + 1) * block_rows + offset, 0)",
         "min(max(place * block_rows + 1 + offset, 0)",
@@ -147,7 +162,10 @@ MUTATIONS_ELSEWHERE = {
     "packs as wide as a tile": ("Q.shape[1] // const.GROUP", "Q.shape[1] // const.PACK"),
     "packs a tile apart": ("start=head * const.GROUP", "start=min(head, 1) * const.PACK"),
     "every pack the first": ("start=head * const.GROUP, stop=(head + 1) * const.GROUP", "start=0, stop=const.GROUP"),
-    "packs with the next one's heads": ("stop=(head + 1) * const.GROUP", "stop=min(array.shape[1], head * const.GROUP + const.PACK)"),
+    "packs with the next one's heads": (
+        "stop=(head + 1) * const.GROUP",
+        "stop=min(array.shape[1], head * const.GROUP + const.PACK)",
+    ),
     "shares overlap": ("begin, end = steps * split //", "begin, end = steps * split // 2 //"),
     "shares leave gaps": ("steps * (split + 1) // const.KV_SPLITS", "steps // const.KV_SPLITS * (split + 1)"),
     "boundary before the share": ("boundary = max(boundary, begin)", "boundary = boundary"),
@@ -157,22 +175,39 @@ MUTATIONS_ELSEWHERE = {
     "counter not reset": ("ct.scatter(Counters, (work, 0), 0)", "pass"),
     "counter of the block": ("ct.atomic_add(Counters, (work, 0), 1)", "ct.atomic_add(Counters, (work // 2, 0), 1)"),
     "every share in one slot": ("* const.KV_SPLITS + split", "* const.KV_SPLITS"),
-    "shares not rescaled": ("share.reshape((const.TILE_M, width)) * share_weight", "share.reshape((const.TILE_M, width))"),
+    "shares not rescaled": (
+        "share.reshape((const.TILE_M, width)) * share_weight",
+        "share.reshape((const.TILE_M, width))",
+    ),
     "sums not rescaled": ("ct.sum(sums * weight(maxima, row_max), axis=0)", "ct.sum(sums, axis=0)"),
-    "sum of the first share": ("sums = ct.load(State, (place, 1, 0), shares", "sums = ct.load(State, (place, 0, 0), shares"),
+    "sum of the first share": (
+        "sums = ct.load(State, (place, 1, 0), shares",
+        "sums = ct.load(State, (place, 0, 0), shares",
+    ),
     "shares of one group": ("range(const.KV_SPLITS // together(const))", "range(1)"),
     "every group the first": ("group * together(const) + each", "each"),
     "one share of each group": ("ct.static_iter(range(together(const)))", "ct.static_iter(range(1))"),
     "shares by the order of blocks": ("slot_of((batch * packs + head) * work_tiles + place, s,", "slot_of(work, s,"),
-    "rows of the first head": ("pack, member = head // const.TILE_HEADS, head % const.TILE_HEADS",
-                               "pack, member = head // const.TILE_HEADS, 0"),
+    "rows of the first head": (
+        "pack, member = head // const.TILE_HEADS, head % const.TILE_HEADS",
+        "pack, member = head // const.TILE_HEADS, 0",
+    ),
     "shares of the first pack": ("+ pack) * work_tiles + tile", ") * work_tiles + tile"),
     "shares of the first tile": ("* work_tiles + tile // const.Q_SUBTILES\n", "* work_tiles\n"),
-    "shares of one subtile": ("place = work * const.Q_SUBTILES + tile % const.Q_SUBTILES", "place = work * const.Q_SUBTILES"),
-    "states of the first row": ("(member * const.TILE_ROWS + row) // const.TILE_M", "member * const.TILE_ROWS // const.TILE_M"),
+    "shares of one subtile": (
+        "place = work * const.Q_SUBTILES + tile % const.Q_SUBTILES",
+        "place = work * const.Q_SUBTILES",
+    ),
+    "states of the first row": (
+        "(member * const.TILE_ROWS + row) // const.TILE_M",
+        "member * const.TILE_ROWS // const.TILE_M",
+    ),
     "rows of the first block": ("(place, member, row // const.TILE_M, column)", "(place, member, 0, column)"),
     "maxima not told apart": ("weights = weight(maxima, row_max)", "weights = weight(row_max, row_max)"),
-    "sums of the maxima": ("sums = ct.load(State, (place, 1, part), shares", "sums = ct.load(State, (place, 0, part), shares"),
+    "sums of the maxima": (
+        "sums = ct.load(State, (place, 1, part), shares",
+        "sums = ct.load(State, (place, 0, part), shares",
+    ),
     "found shares not rescaled": ("found * weights.reshape((const.KV_SPLITS, const.TILE_M, 1))", "found"),
     "states of the first query tile": ("place, shares = work * const.Q_SUBTILES + s,", "place, shares = 0,"),
     "share of another maximum": (
@@ -180,7 +215,7 @@ MUTATIONS_ELSEWHERE = {
         "ct.store(State, (slot, 0, 0), chain.row_sum",
     ),
     "shares in float16": ("chain.acc[part].astype(ct.float32).reshape", "chain.acc[part].astype(ct.float16).reshape"),
-}  # fmt: skip
+}
 
 MUTATIONS_FLAT = {
     "counting from the first lap only": ("range(laps_of(Q, blocks, const))", "range(1)"),
@@ -190,19 +225,28 @@ MUTATIONS_FLAT = {
     "queries never loaded again": ("if const.RELOAD_Q:", "if False:"),
     "the first queries ahead for ever": ("ahead = queries_of(Q, lap + 1, blocks, const)", "ahead = ahead"),
     "queries one work tile late": ("queries_of(Q, lap + 1, blocks", "queries_of(Q, lap, blocks"),
-    "the second work tile's queries in the first": ("queries = queries_of(Q, 0, blocks", "queries = queries_of(Q, 1, blocks"),
+    "the second work tile's queries in the first": (
+        "queries = queries_of(Q, 0, blocks",
+        "queries = queries_of(Q, 1, blocks",
+    ),
     "steps go on counting": ("            i = 0\n", ""),
     "one step of two": ("keys, i + u, first_masked", "keys, i, first_masked"),
     "steps counted singly": ("i = i + const.FLAT_STEPS", "i = i + 1"),
     "always the same lap": ("lap = lap + 1", "lap = lap"),
     "snake goes straight": ("place = snake(ct.bid(0), blocks, lap) if", "place = ct.bid(0) if"),
-    "beyond the last work tile": ("min(lap * blocks + place, work_tiles * heads * batches - 1)", "lap * blocks + place"),
+    "beyond the last work tile": (
+        "min(lap * blocks + place, work_tiles * heads * batches - 1)",
+        "lap * blocks + place",
+    ),
     "masked a step late": ("masked = i >= first_masked", "masked = i > first_masked"),
     "never masked": ("masked = i >= first_masked", "masked = i < 0"),
     "forgets by the wrong maximum": ("(const.TILE_M, 1), LOWEST, dtype", "(const.TILE_M, 1), 0.0, dtype"),
     "remembers what saw nothing": ("return fresh_chain(const)\n    return", "pass\n    return"),
-    "second step beyond the end": ("if const.EVEN or (const.KV_SUBTILES == 1 and", "if True or (const.KV_SUBTILES == 1 and"),
-}  # fmt: skip
+    "second step beyond the end": (
+        "if const.EVEN or (const.KV_SUBTILES == 1 and",
+        "if True or (const.KV_SUBTILES == 1 and",
+    ),
+}
 
 MUTATIONS_ASKED = {
     "window one key short": ("columns > rows - span.window", "columns > rows - span.window + 1"),
@@ -210,10 +254,16 @@ MUTATIONS_ASKED = {
     "no window": ("visible = visible & (columns > rows", "visible = visible | (columns > rows"),
     "no causal mask in a window": ("visible = visible & (columns <= rows)", "visible = visible"),
     "first step of the window late": ("offset + 1 - window, first_key)", "offset + 33 - window, first_key)"),
-    "early keys of the last row unmasked": ("(place + 1) * block_rows + offset - window", "place * block_rows + offset - window"),
+    "early keys of the last row unmasked": (
+        "(place + 1) * block_rows + offset - window",
+        "place * block_rows + offset - window",
+    ),
     "early keys unmasked": ("left = ct.cdiv(last_first_key, step_n) - first", "left = 0"),
     "no keys after a row's own": ("    if const.WINDOW_RIGHT:\n", "    if False:\n"),
-    "no row knows of keys after its own": ("if const.BOTTOM_RIGHT or const.WINDOW_RIGHT else", "if const.BOTTOM_RIGHT else"),
+    "no row knows of keys after its own": (
+        "if const.BOTTOM_RIGHT or const.WINDOW_RIGHT else",
+        "if const.BOTTOM_RIGHT else",
+    ),
     "steps end at a row's own key": ("(const.BOTTOM_RIGHT or const.WINDOW_RIGHT)", "const.BOTTOM_RIGHT"),
     "both sides of a window as one": ("asked.window + asked.window_right if const", "asked.window if const"),
     "steps counted from all keys": ("steps = max(steps - first, 1)", "steps = max(steps, 1)"),
@@ -228,7 +278,10 @@ MUTATIONS_ASKED = {
     "a share's second boundary": (", min(max(second, begin), end)", ", max(second, begin)"),
     "starts one late": ("columns >= span.start", "columns > span.start"),
     "starts of the first sequence": ("asked.Starts, (batch,)", "asked.Starts, (0,)"),
-    "starts below zero": ("Starts, (batch,), check_bounds=False), 0)", "Starts, (batch,), check_bounds=False), -9999999)"),
+    "starts below zero": (
+        "Starts, (batch,), check_bounds=False), 0)",
+        "Starts, (batch,), check_bounds=False), -9999999)",
+    ),
     "lengths one long": ("columns < span.end", "columns <= span.end"),
     "lengths of the first sequence": ("asked.Lengths, (batch,)", "asked.Lengths, (0,)"),
     "lengths beyond the keys": ("check_bounds=False), 0), seq_k)", "check_bounds=False), 0), 9999999)"),
@@ -246,7 +299,7 @@ MUTATIONS_ASKED = {
     "sinks under another maximum": ("ct.exp2(sink - row_max", "ct.exp2(sink - chain.row_max"),
     "output not rescaled by the sink": ("part.astype(ct.float32) * alpha", "part.astype(ct.float32)"),
     "sum not rescaled by the sink": ("chain.row_sum * alpha + ct.exp2(sink", "chain.row_sum + ct.exp2(sink"),
-}  # fmt: skip
+}
 
 
 MUTATIONS_PLACED = {
@@ -256,40 +309,67 @@ MUTATIONS_PLACED = {
     "places without one for each sequence": ("return sequence + ct.gather(asked.CuQ", "return ct.gather(asked.CuQ"),
     "places counted in rows": ("check_bounds=False) // block_rows\n", "check_bounds=False)\n"),
     "places counted from the head's first": ("max(place - first_place(sequence, block_rows, asked), 0)", "place"),
-    "a head's last place missing": ("rows_of_work(const) + asked.CuQ.shape[0] - 1", "rows_of_work(const) + asked.CuQ.shape[0] - 2"),
+    "a head's last place missing": (
+        "rows_of_work(const) + asked.CuQ.shape[0] - 1",
+        "rows_of_work(const) + asked.CuQ.shape[0] - 2",
+    ),
     "a head of no sequences": (" + asked.CuQ.shape[0] - 1", ""),
-    "a place too many is filled": ("place * rows_of_work(const) < Q.shape[2]", "place * rows_of_work(const) <= Q.shape[2]"),
+    "a place too many is filled": (
+        "place * rows_of_work(const) < Q.shape[2]",
+        "place * rows_of_work(const) <= Q.shape[2]",
+    ),
     "second work tiles are left out": ("place * rows_of_work(const) < Q.shape[2]", "place < 1"),
-    "rows of the next sequence, too": ("min(max(ct.gather(offsets, (sequence + 1,), check_bounds=False), begin), rows)", "rows"),
+    "rows of the next sequence, too": (
+        "min(max(ct.gather(offsets, (sequence + 1,), check_bounds=False), begin), rows)",
+        "rows",
+    ),
     "rows from the first on": ("start=begin, stop=end", "start=0, stop=end"),
-    "keys where queries begin": ("own_rows(K, asked.CuK, sequence), own_rows(V, asked.CuK", "own_rows(K, asked.CuQ, sequence), own_rows(V, asked.CuQ"),
-    "outputs of another sequence": ("return own_rows(Out, asked.CuQ, sequence), Lse", "return own_rows(Out, asked.CuQ, 0), Lse"),
+    "keys where queries begin": (
+        "own_rows(K, asked.CuK, sequence), own_rows(V, asked.CuK",
+        "own_rows(K, asked.CuQ, sequence), own_rows(V, asked.CuQ",
+    ),
+    "outputs of another sequence": (
+        "return own_rows(Out, asked.CuQ, sequence), Lse",
+        "return own_rows(Out, asked.CuQ, 0), Lse",
+    ),
     "log-sum-exps where they were": ("        Lse = own_rows(Lse, asked.CuQ, sequence)", "        pass"),
     "even keys unmasked": ("const.CHECK_BOUNDS else ", "False else "),
     "a step where there are no keys": ("steps = min(steps, ct.cdiv(end,", "steps = min(steps, 1 + ct.cdiv(end,"),
     "nothing divided by nothing": ("or const.LENGTHS or const.PACKED", "or const.LENGTHS"),
     "another sequence's sizes": ("entry = 0 if const.PACKED else batch", "entry = batch"),
     "keys of the first entry": ("batch if const.PAGE else entry", "entry"),
-    "diagonal at the table's end": ("return min(max(length, 0), asked.Table.shape[1] * const.PAGE) - seq_q", "return asked.Table.shape[1] * const.PAGE - seq_q"),
+    "diagonal at the table's end": (
+        "return min(max(length, 0), asked.Table.shape[1] * const.PAGE) - seq_q",
+        "return asked.Table.shape[1] * const.PAGE - seq_q",
+    ),
     "diagonal at the top": (" * const.PAGE) - seq_q", " * const.PAGE)"),
     "tables of the first sequence": ("(keys.batch, place)", "(0, place)"),
     "a page where there are no keys": ("if const.PACKED or const.PAGE:", "if const.PACKED:"),
     "always the first page": ("page_at(keys, j // tiles)", "page_at(keys, 0)"),
     "pages beyond the last key": ("(keys.batch, ct.minimum(first + each, last))", "(keys.batch, first + each)"),
     "pages beyond the last key, one by one": ("page_at(keys, min(first + n, last))", "page_at(keys, first + n)"),
-    "a tile's first page alone": ("(keys.batch, ct.minimum(first + each, last))", "(keys.batch, ct.minimum(first, last))"),
+    "a tile's first page alone": (
+        "(keys.batch, ct.minimum(first + each, last))",
+        "(keys.batch, ct.minimum(first, last))",
+    ),
     "a tile's pages, one late": ("page_at(keys, min(first + n, last))", "page_at(keys, min(first + n + 1, last))"),
     "a tile's pages in the same place": ("ct.where(each == n,", "ct.where(each <= n,"),
     "every tile's first pages": ("first, last = j * pages,", "first, last = 0 * pages,"),
     "tiles of pages as of one": ("first, last = j * pages,", "first, last = j,"),
-    "gathered tables are trusted": ("ct.minimum(ct.maximum(found, 0), keys.K.shape[0] - 1).astype(ct.int32), 0", "found, 0"),
+    "gathered tables are trusted": (
+        "ct.minimum(ct.maximum(found, 0), keys.K.shape[0] - 1).astype(ct.int32), 0",
+        "found, 0",
+    ),
     "pages of another head": ("ct.Slice(head, 1)", "ct.Slice(0, 1)"),
     "a page's first keys again": ("j // tiles), j % tiles", "j // tiles), 0"),
     "pages as long as a tile": ("const.PAGE // const.TILE_N", "1"),
     "tables are trusted": ("min(max(page, 0), keys.K.shape[0] - 1)", "page"),
-    "the last tile of a page for all": ("return min(j, max(ct.cdiv(keys.span.end, const.TILE_N) - 1, 0))", "return min(j, 0)"),
+    "the last tile of a page for all": (
+        "return min(j, max(ct.cdiv(keys.span.end, const.TILE_N) - 1, 0))",
+        "return min(j, 0)",
+    ),
     "keys of a page alone": ("asked.Table.shape[1] * const.PAGE if const.PAGE else K.shape[2]", "K.shape[2]"),
-}  # fmt: skip
+}
 
 
 MODULES = (
@@ -406,7 +486,10 @@ def battery_elsewhere(kernel):
         (right.replace(head_dim=96, value_dim=80), {"column_parts": 2}),
         (few.replace(heads=6), later | {"tile_m": 16, "pack_gqa": True}),
         (tall, {"qk_ahead": True, "loop_split": True}),
-        (lean.replace(seq_k=300, lse=True), later | {"kv_splits": 8, "tile_n": 32, "q_subtiles": 2, "block_order": "heads_fastest"}),
+        (
+            lean.replace(seq_k=300, lse=True),
+            later | {"kv_splits": 8, "tile_n": 32, "q_subtiles": 2, "block_order": "heads_fastest"},
+        ),
         (lean, split | {"kv_splits": 2, "loop_split": True, "tile_m": 128, "tile_n": 32}),
         (right.replace(head_dim=96, value_dim=80), {"column_parts": 2, "q_in_registers": True, "persistent": "snake"}),
         (few.replace(value_dim=100), split),
@@ -418,7 +501,7 @@ def battery_elsewhere(kernel):
         (right.replace(seq_q=90), {"loop_split": True}),
         (tall, {"kv_direction": "backward", "loop_split": True}),
         (few, split | {"tile_m": 16, "pack_gqa": True}),
-    ):  # fmt: skip
+    ):
         for order in ("reversed", "forward") if "kv_splits" in knobs else ("forward",):
             schedule = schedule_for(problem, forced="kv_splits" in knobs, **tiles | knobs)
             check(problem, schedule, kernel=kernel, order=order)
@@ -500,7 +583,7 @@ def battery_asked(kernel):
         (several.replace(starts=True), split, {}),
         (both, {"loop_split": True}, {}),
         (both, flat, wild),
-    ):  # fmt: skip
+    ):
         schedule = schedule_for(problem, forced=True, **{"tile_m": 64, "tile_n": 32} | knobs)
         check(problem, schedule, kernel=kernel, sm_count=1, **more)
 
@@ -515,8 +598,19 @@ def test_mutations_of_what_is_asked_beside_are_noticed(name):
 def battery_placed(kernel):
     """Cases that must notice every mutation of packed sequences and pages."""
     packed = Attention.problem(seq_q=200, seq_k=150, head_dim=16, causal=True, heads=2, kv_heads=1, packed=5, lse=True)
-    paged = Attention.problem(seq_q=5, seq_k=192, head_dim=16, causal=True, alignment="bottom_right", batch=3, heads=2, kv_heads=1,
-                              lengths=True, page=64, lse=True)  # fmt: skip
+    paged = Attention.problem(
+        seq_q=5,
+        seq_k=192,
+        head_dim=16,
+        causal=True,
+        alignment="bottom_right",
+        batch=3,
+        heads=2,
+        kv_heads=1,
+        lengths=True,
+        page=64,
+        lse=True,
+    )
     rows, keys = np.array([0, 64, 65, 65, 70, 200], np.int32), np.array([0, 10, 75, 80, 80, 150], np.int32)
     own = {"CuQ": rows, "CuK": keys}
     lengths = {"Lengths": np.array([100, 0, 3], np.int32)}
@@ -524,17 +618,28 @@ def battery_placed(kernel):
     one = {"tile_m": 64, "tile_n": 32}
     few = {"seq_q": 5, "causal": True, "alignment": "bottom_right"}
     for problem, knobs, more in (
-        (packed.replace(**few, seq_k=64, packed=3), {"tile_m": 16}, {"CuQ": np.array([0, 3, 3, 5], np.int32),
-                                                                    "CuK": np.array([0, 0, 32, 64], np.int32)}),
-        (paged.replace(seq_q=70, batch=1, packed=3), {}, lengths | {"Table": table, "CuQ": np.array([0, 30, 31, 70], np.int32)}),
-        (packed.replace(seq_q=130, packed=2), {}, {"CuQ": np.array([0, 65, 130], np.int32), "CuK": np.array([0, 70, 150], np.int32)}),
+        (
+            packed.replace(**few, seq_k=64, packed=3),
+            {"tile_m": 16},
+            {"CuQ": np.array([0, 3, 3, 5], np.int32), "CuK": np.array([0, 0, 32, 64], np.int32)},
+        ),
+        (
+            paged.replace(seq_q=70, batch=1, packed=3),
+            {},
+            lengths | {"Table": table, "CuQ": np.array([0, 30, 31, 70], np.int32)},
+        ),
+        (
+            packed.replace(seq_q=130, packed=2),
+            {},
+            {"CuQ": np.array([0, 65, 130], np.int32), "CuK": np.array([0, 70, 150], np.int32)},
+        ),
         (paged, {"kv_subtiles": 2, "unroll": 2, "q_in_registers": True}, lengths | {"Table": table}),
         (packed, {}, own),
         (packed.replace(alignment="bottom_right"), {"loop_split": True, "persistent": "strided"}, own),
         (packed.replace(causal=False), {"kv_splits": 2, "tma_loads": False}, own),
         (paged, {}, lengths | {"Table": table}),
         (paged.replace(causal=False), {}, lengths | {"Table": table}),
-    ):  # fmt: skip
+    ):
         check(problem, schedule_for(problem, forced=True, **one | knobs), kernel=kernel, more=more, sm_count=1)
     thin = paged.replace(page=16, kv_heads=2)
     q, k, v = make_inputs(thin)

@@ -14,12 +14,13 @@ import pytest
 from test_declaration import DEVICE, RowSums, declare
 
 import tiledsched as ts
-from tiledsched import kernel_names, launches
-from tiledsched.errors import ConfigError
+from tiledsched.core import launch as launches
+from tiledsched.core import registry as kernel_names
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.registry import kernel_named, load_kernel
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.interpreter.checking import check_schedule
-from tiledsched.kernel_names import kernel_named, load_kernel
-from tiledsched.schedule import Schedule
-from tiledsched.space_files import space_for
 
 DOCS = Path(__file__).parents[1] / "docs" / "kernels.md"
 ATTENTION_ID = "d5fe3bf5edc5"
@@ -76,9 +77,13 @@ def test_a_kernel_is_loaded_from_a_file(file):
 
 @pytest.mark.parametrize(
     ("where", "words"),
-    [("{file}:Tripled", "declares no kernel 'Tripled'; it declares Doubled"), ("{file}x.py:A", "there is no file"),
-     ("nowhere.at.all:A", "cannot import nowhere.at.all"), ("nobody", "kernel 'nobody' is not known here")],
-)  # fmt: skip
+    [
+        ("{file}:Tripled", "declares no kernel 'Tripled'; it declares Doubled"),
+        ("{file}x.py:A", "there is no file"),
+        ("nowhere.at.all:A", "cannot import nowhere.at.all"),
+        ("nobody", "kernel 'nobody' is not known here"),
+    ],
+)
 def test_what_is_not_there_is_said(file, where, words):
     with pytest.raises(ConfigError) as error:
         load_kernel(where.format(file=file))
@@ -156,8 +161,13 @@ def test_ids_are_the_same_in_every_process():
         "RowSums.problem(rows=7, columns=50), Schedule(TILE=16, SPLITS=4), DEVICE).id)"
     )
     folders = os.pathsep.join([str(Path(__file__).parent), str(DOCS.parents[1])])
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                           env=os.environ | {"PYTHONHASHSEED": "123", "PYTHONPATH": folders})  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": "123", "PYTHONPATH": folders},
+    )
     assert found.stdout.split() == here
 
 

@@ -24,21 +24,36 @@ from kernel_checks import (
 )
 from test_kernel_asked import ORDERS, STRUCTURES
 
-from tiledsched.device import arch_spec
-from tiledsched.errors import ProblemError
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ProblemError
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.inputs import SHORT, offsets
 from tiledsched.kernels.attention.reference import attention_and_lse
 
 PACKED = Attention.problem(seq_q=200, seq_k=200, head_dim=16, causal=True, heads=4, kv_heads=2, packed=5, lse=True)
-PAGED = Attention.problem(seq_q=5, seq_k=192, head_dim=16, causal=True, alignment="bottom_right", batch=3, heads=4, kv_heads=2,
-                          lengths=True, page=64, lse=True)  # fmt: skip
+PAGED = Attention.problem(
+    seq_q=5,
+    seq_k=192,
+    head_dim=16,
+    causal=True,
+    alignment="bottom_right",
+    batch=3,
+    heads=4,
+    kv_heads=2,
+    lengths=True,
+    page=64,
+    lse=True,
+)
 PROBLEMS = [
-    PACKED, PACKED.replace(seq_q=90, alignment="bottom_right", window=20, sinks=True),
-    PACKED.replace(causal=False, seq_k=130, packed=9, softcap=True), PAGED, PAGED.replace(page=16, window=30, sinks=True),
-    PAGED.replace(causal=False, page=48, softcap=True), PAGED.replace(seq_q=100, batch=1, packed=4, page=32),
-]  # fmt: skip
+    PACKED,
+    PACKED.replace(seq_q=90, alignment="bottom_right", window=20, sinks=True),
+    PACKED.replace(causal=False, seq_k=130, packed=9, softcap=True),
+    PAGED,
+    PAGED.replace(page=16, window=30, sinks=True),
+    PAGED.replace(causal=False, page=48, softcap=True),
+    PAGED.replace(seq_q=100, batch=1, packed=4, page=32),
+]
 
 
 @settings(DRAWN, max_examples=20)
@@ -193,12 +208,20 @@ def test_drawn_lengths():
 
 
 def test_what_cannot_be_is_refused():
-    for changes, words in (({"batch": 2}, "lie in a batch of 1"), ({"starts": True}, "starts and lengths are not for"),
-                           ({"lengths": True}, "starts and lengths are not for"), ({"page": 16}, "needs lengths")):  # fmt: skip
+    for changes, words in (
+        ({"batch": 2}, "lie in a batch of 1"),
+        ({"starts": True}, "starts and lengths are not for"),
+        ({"lengths": True}, "starts and lengths are not for"),
+        ({"page": 16}, "needs lengths"),
+    ):
         with pytest.raises(ProblemError, match=words):
             PACKED.replace(**changes)
-    for changes, words in (({"lengths": False}, "needs lengths"), ({"page": 40}, "multiple of 16"),
-                           ({"seq_k": 200}, "whole pages of 64"), ({"starts": True}, "nor starts for pages")):  # fmt: skip
+    for changes, words in (
+        ({"lengths": False}, "needs lengths"),
+        ({"page": 40}, "multiple of 16"),
+        ({"seq_k": 200}, "whole pages of 64"),
+        ({"starts": True}, "nor starts for pages"),
+    ):
         with pytest.raises(ProblemError, match=words):
             PAGED.replace(**changes)
 
@@ -213,7 +236,7 @@ def test_what_is_asked_for_is_said():
         assert problem.from_json(problem.to_json()) == problem
         plain = problem.replace(packed=0, page=0, lengths=False)
         assert not {"packed", "page"} & set(plain.to_json())
-        assert Attention.likeness(problem, problem) == 1.0 > Attention.likeness(problem, plain)
+        assert Attention.similarity(problem, problem) == 1.0 > Attention.similarity(problem, plain)
         assert Attention.distance(problem, plain) > 0.0
         assert not Attention.loss_group(problem)
         for rounded in (Attention.rounded(problem.replace(seq_q=777)), Attention.rounded(problem)):

@@ -31,8 +31,8 @@ from kernel_checks import (
     schedule_for,
 )
 
-from tiledsched import launches
-from tiledsched.device import arch_spec
+from tiledsched.core import launch as launches
+from tiledsched.core.device import arch_spec
 from tiledsched.interpreter import SmallDevice
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import entries as attention_entries
@@ -100,14 +100,27 @@ def test_which_knobs_change_the_result(case, seed):
     change what is added and in what order.
 
     Every other knob decides where and when the same sums are done: it may not change one bit.
-    """  # fmt: skip
+    """
     problem, schedule = case
     inputs = make_inputs(problem, seed)
     sawtooth = "sawtooth" in schedule["kv_direction"]  # some blocks turn round, so that their rows matter
-    plain = schedule.replace(occupancy=1, num_worker_warps=4, num_ctas=1, latency_k=0, latency_v=0, opt_level=3,
-                             loop_split=False, block_order="natural", persistent="no", qk_ahead=False,
-                             q_subtiles=schedule["q_subtiles"] if sawtooth else 1,
-                             k_load="order", tma_loads=True, tma_store=True, check_bounds=True)  # fmt: skip
+    plain = schedule.replace(
+        occupancy=1,
+        num_worker_warps=4,
+        num_ctas=1,
+        latency_k=0,
+        latency_v=0,
+        opt_level=3,
+        loop_split=False,
+        block_order="natural",
+        persistent="no",
+        qk_ahead=False,
+        q_subtiles=schedule["q_subtiles"] if sawtooth else 1,
+        k_load="order",
+        tma_loads=True,
+        tma_store=True,
+        check_bounds=True,
+    )
     outputs = [run_problem(Attention, each, problem, *inputs, sm_count=1) for each in (schedule, plain)]
     np.testing.assert_array_equal(*outputs)
 
@@ -248,11 +261,23 @@ def test_a_wide_sawtooth_turns_round_after_four_tiles():
 
 def structures(*more):
     """The structures that loop over keys each in its own way."""
-    return [{}, {"loop_split": True}, {"block_order": "reversed"}, {"block_order": "heads_fastest"},
-            {"block_order": "swizzled", "persistent": "snake"}, {"persistent": "strided"}, {"kv_direction": "sawtooth"},
-            {"kv_direction": "wide_sawtooth"}, {"persistent": "strided", "store_late": True, "peel_first": False},
-            {"kv_direction": "backward", "loop_split": True}, {"q_subtiles": 2}, {"kv_subtiles": 2},
-            {"qk_ahead": True, "loop_split": True}, {"lazy_rescale": True}, *more]  # fmt: skip
+    return [
+        {},
+        {"loop_split": True},
+        {"block_order": "reversed"},
+        {"block_order": "heads_fastest"},
+        {"block_order": "swizzled", "persistent": "snake"},
+        {"persistent": "strided"},
+        {"kv_direction": "sawtooth"},
+        {"kv_direction": "wide_sawtooth"},
+        {"persistent": "strided", "store_late": True, "peel_first": False},
+        {"kv_direction": "backward", "loop_split": True},
+        {"q_subtiles": 2},
+        {"kv_subtiles": 2},
+        {"qk_ahead": True, "loop_split": True},
+        {"lazy_rescale": True},
+        *more,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -262,8 +287,9 @@ def structures(*more):
 )
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(70, 190), (190, 70), (129, 64), (64, 129), (1, 100), (100, 1)])
 def test_a_mask_aligned_at_the_bottom_right(seq_q, seq_k, knobs):
-    problem = Attention.problem(seq_q=seq_q, seq_k=seq_k, head_dim=24, causal=True, alignment="bottom_right", heads=4, kv_heads=2,
-                      lse=True)  # fmt: skip
+    problem = Attention.problem(
+        seq_q=seq_q, seq_k=seq_k, head_dim=24, causal=True, alignment="bottom_right", heads=4, kv_heads=2, lse=True
+    )
     if knobs.get("kv_splits", 1) * 32 > seq_k:
         pytest.skip("fewer keys than shares")
     check(problem, schedule_for(problem, forced=True, tile_m=64, tile_n=32, **knobs))
@@ -286,15 +312,34 @@ def test_columns_in_one_part_and_in_two(head_dim, value_dim, knobs):
         check(problem, schedule_for(problem, tile_m=64, tile_n=32, column_parts=column_parts, **knobs))
 
 
-@pytest.mark.parametrize(("seq_q", "group", "tile_m"), [(1, 8, 16), (3, 4, 16), (5, 2, 32), (20, 8, 64), (16, 16, 64),
-                                                      (1, 7, 16), (5, 3, 16), (20, 5, 64), (2, 71, 128)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seq_q", "group", "tile_m"),
+    [(1, 8, 16), (3, 4, 16), (5, 2, 32), (20, 8, 64), (16, 16, 64), (1, 7, 16), (5, 3, 16), (20, 5, 64), (2, 71, 128)],
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("kv_splits", "kv_combine"), [(1, "last_block"), (4, "last_block"), (4, "launch")])
 def test_packed_heads(seq_q, group, tile_m, causal, kv_splits, kv_combine):
-    problem = Attention.problem(seq_q=seq_q, seq_k=300, head_dim=32, causal=causal, alignment="bottom_right", batch=2, lse=True,
-                      heads=2 * group, kv_heads=2)  # fmt: skip
-    schedule = schedule_for(problem, forced=True, tile_m=tile_m, tile_n=32, pack_gqa=True, kv_splits=kv_splits,
-                            kv_combine=kv_combine, tma_loads=kv_splits == 1 or kv_combine == "launch")  # fmt: skip
+    problem = Attention.problem(
+        seq_q=seq_q,
+        seq_k=300,
+        head_dim=32,
+        causal=causal,
+        alignment="bottom_right",
+        batch=2,
+        lse=True,
+        heads=2 * group,
+        kv_heads=2,
+    )
+    schedule = schedule_for(
+        problem,
+        forced=True,
+        tile_m=tile_m,
+        tile_n=32,
+        pack_gqa=True,
+        kv_splits=kv_splits,
+        kv_combine=kv_combine,
+        tma_loads=kv_splits == 1 or kv_combine == "launch",
+    )
     rows = rows_per_tile(problem, schedule)
     assert rows == tile_m // problem.group_rows  # a group of 7 takes rows for 8
     assert Attention.grid(problem, schedule, SmallDevice(sm_count=8))[0] == -(-seq_q // rows) * 4 * kv_splits
@@ -310,8 +355,9 @@ def test_a_last_row_aligned_at_the_bottom_right_needs_no_mask():
         (problem.replace(alignment="top_left"), True),
     ):
         assert Attention.constants(other, schedule)["CAUSAL"] is masked
-    one, two = (launches.problem_class(Attention, problem.replace(seq_q=rows), schedule, arch_spec("sm_90"))
-                for rows in (1, 2))  # fmt: skip
+    one, two = (
+        launches.problem_class(Attention, problem.replace(seq_q=rows), schedule, arch_spec("sm_90")) for rows in (1, 2)
+    )
     assert one.id != two.id
     check(problem, schedule)
 
@@ -329,13 +375,22 @@ def test_what_is_launched_takes_what_is_said():
     large = plain.replace(seq_q=1 << 20, seq_k=1 << 20, batch=64)
     asked = ["Sinks", "Starts", "Lengths"]
     placed = [*asked, "CuQ", "CuK", "Table"]
-    for problem, knobs, extras in ((plain, {}, []), (plain.replace(lse=True), {}, ["Lse"]), (large, {}, []),
-                                   (plain, {"kv_splits": 4, "tile_m": 16}, ["Lse", "Partial", "State", "Counters"]),
-                                   (large.replace(lse=True), {}, ["Lse"]), (plain.replace(sinks=True), {}, asked),
-                                   (plain.replace(lengths=True, lse=True), {}, ["Lse", *asked]),
-                                   (plain.replace(starts=True), {"kv_splits": 4, "tile_m": 16, "tma_loads": False},
-                                    ["Lse", "Partial", "State", "Counters", *asked]),
-                                   (plain.replace(packed=3), {}, placed), (plain.replace(lengths=True, page=64), {}, placed)):  # fmt: skip
+    for problem, knobs, extras in (
+        (plain, {}, []),
+        (plain.replace(lse=True), {}, ["Lse"]),
+        (large, {}, []),
+        (plain, {"kv_splits": 4, "tile_m": 16}, ["Lse", "Partial", "State", "Counters"]),
+        (large.replace(lse=True), {}, ["Lse"]),
+        (plain.replace(sinks=True), {}, asked),
+        (plain.replace(lengths=True, lse=True), {}, ["Lse", *asked]),
+        (
+            plain.replace(starts=True),
+            {"kv_splits": 4, "tile_m": 16, "tma_loads": False},
+            ["Lse", "Partial", "State", "Counters", *asked],
+        ),
+        (plain.replace(packed=3), {}, placed),
+        (plain.replace(lengths=True, page=64), {}, placed),
+    ):
         schedule = schedule_for(problem, **knobs)
         (step,) = launches.steps(Attention, problem, schedule, arch_spec("sm_90"))
         every = [field.name for field in dataclasses.fields(Constants)]
@@ -397,8 +452,13 @@ def test_wide_indices():
             return getattr(attention_entries, f"{Attention.entry(p, s).__name__}_wide")
 
     problem = Attention.problem(seq_q=70, seq_k=130, head_dim=40, causal=True, heads=4, kv_heads=2, lse=True)
-    for knobs in ({}, {"block_order": "swizzled", "persistent": "snake"}, {"q_subtiles": 2, "kv_subtiles": 2},
-                  {"loop_split": True, "block_order": "reversed"}, {"kv_splits": 2, "tma_loads": False}):  # fmt: skip
+    for knobs in (
+        {},
+        {"block_order": "swizzled", "persistent": "snake"},
+        {"q_subtiles": 2, "kv_subtiles": 2},
+        {"loop_split": True, "block_order": "reversed"},
+        {"kv_splits": 2, "tma_loads": False},
+    ):
         check(problem, schedule_for(problem, **knobs), kernel=Wide)
 
 

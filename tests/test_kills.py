@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from store_samples import BACKENDS, fill, new_url
 
-from tiledsched import files
-from tiledsched.files import write_whole
+from tiledsched.core import files
+from tiledsched.core.files import write_whole
 from tiledsched.store.backup import back_up
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import HEAD
@@ -77,8 +77,13 @@ REFRESHING = """
 
 def killed(code: str, *arguments: object, after_s: float) -> list[str]:
     """What a process said until it was killed, so long after it was ready: whole lines, without the first."""
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], stdout=subprocess.PIPE, text=True,
-                             cwd=Path(__file__).parent, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     time.sleep(after_s)

@@ -7,16 +7,16 @@ import json
 
 import pytest
 
+from tiledsched.bench import run as run_module
+from tiledsched.bench.rows import BenchRow
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.cli import main
-from tiledsched.errors import UnsupportedError
+from tiledsched.core.errors import UnsupportedError
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.report.document import Table
-from tiledsched.studies.bench import run as run_module
-from tiledsched.studies.bench.rows import BenchRow
-from tiledsched.studies.playbook import pages, rungs
-from tiledsched.studies.playbook.rungs import EDITS, NAIVE, PlainAttention, plain_problem
+from tiledsched.studies.ladder import pages, rungs
+from tiledsched.studies.ladder.rungs import EDITS, NAIVE, PlainAttention, plain_problem
 
 PROBLEM = Attention.problem(
     batch=2, heads=3, kv_heads=3, seq_q=200, seq_k=200, head_dim=64, dtype="float16", causal=True
@@ -46,7 +46,7 @@ def test_every_rung_is_right(name, causal):
 
 
 def test_a_wrong_rung_is_noticed(monkeypatch):
-    import tiledsched.studies.playbook.tiles as tiles
+    import tiledsched.studies.ladder.tiles as tiles
 
     monkeypatch.setattr(tiles, "LOG2_E", 1.0)
     passed, _, _ = check_schedule(
@@ -75,8 +75,18 @@ def rows_of(lengths=(1024, 4096)):
         problem = PROBLEM.replace(seq_q=length, seq_k=length)
         us = problem.flops / 100e6
         for place, method in enumerate(rungs.methods()):
-            found.append(BenchRow(problem=problem, method=method.name, regime="burst", status="ok", device="NVIDIA Sample",
-                                  median_us=us * 0.9**place, ci_low_us=us * 0.89**place, ci_high_us=us * 0.91**place))  # fmt: skip
+            found.append(
+                BenchRow(
+                    problem=problem,
+                    method=method.name,
+                    regime="burst",
+                    status="ok",
+                    device="NVIDIA Sample",
+                    median_us=us * 0.9**place,
+                    ci_low_us=us * 0.89**place,
+                    ci_high_us=us * 0.91**place,
+                )
+            )
     return found
 
 
@@ -126,8 +136,8 @@ def test_hints_for_every_arch_can_be_pasted(home, capsys):
 
 
 def test_the_command(home, capsys, monkeypatch):
+    import tiledsched.bench.harness
     import tiledsched.measure.lock
-    import tiledsched.studies.bench.harness
 
     def bench(named, options, harness, *, done, keep, progress):
         for row in rows_of([problem.seq_q for problem in named if ("burst", problem) not in done]):
@@ -139,7 +149,7 @@ def test_the_command(home, capsys, monkeypatch):
                 ]
             )
 
-    monkeypatch.setattr(tiledsched.studies.bench.harness, "TorchHarness", object)
+    monkeypatch.setattr(tiledsched.bench.harness, "TorchHarness", object)
     monkeypatch.setattr(tiledsched.measure.lock, "holding_current_gpu", contextlib.nullcontext)
     monkeypatch.setattr(run_module, "run_bench", bench)
     assert main(["ladder", "--json"]) == 0

@@ -10,10 +10,10 @@ import pytest
 from store_samples import DEVICE, TOOLCHAIN, entry, measurement
 
 from tiledsched.cli import main
-from tiledsched.config import Settings, load_settings
+from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.entries import layers, load_entries, load_table
-from tiledsched.space_files import space_for
 from tiledsched.store import engine as engines
 from tiledsched.store import location
 from tiledsched.store.db import TuningDB
@@ -34,8 +34,11 @@ def put(path, us: float, **more) -> str:
 
 def answers(settings: Settings) -> dict[str, float | None]:
     """Layer -> time of what it answers with."""
-    return {each.layer: each.median_us for each in load_entries(settings, {"sm_100"}, "attention")
-            if each.provenance == "measured"}  # fmt: skip
+    return {
+        each.layer: each.median_us
+        for each in load_entries(settings, {"sm_100"}, "attention")
+        if each.provenance == "measured"
+    }
 
 
 @pytest.fixture
@@ -52,8 +55,13 @@ def test_the_users_own_lies_over_the_sites(both) -> None:
 def test_the_sites_lies_over_what_ships(tmp_path) -> None:
     with TuningDB.open(tmp_path / "site.db") as db:
         db.put_entry(SHIPPED.replace(measurement=None, measurement_id=None, run_id=None, provenance="default"))
-        number = db.record_measurement(None, "attention", "abc", SHIPPED.toolchain, measurement(
-            1.0, problem=SHIPPED.problem, schedule=SHIPPED.schedule, fingerprint=SHIPPED.fingerprint))  # fmt: skip
+        number = db.record_measurement(
+            None,
+            "attention",
+            "abc",
+            SHIPPED.toolchain,
+            measurement(1.0, problem=SHIPPED.problem, schedule=SHIPPED.schedule, fingerprint=SHIPPED.fingerprint),
+        )
     settings = Settings(db="/nonexistent/x.db", site=str(tmp_path / "site.db"))
 
     def found():
@@ -152,8 +160,17 @@ def test_a_layer_that_cannot_be_read_is_left_out_and_the_others_serve_on(both, c
 
 
 @pytest.mark.parametrize("how", [how for how in HOWS if how != "gone"])
-@pytest.mark.parametrize("command", [["show", "--layers"], ["db", "check"], ["db", "query", "select * from entries"],
-                                     ["db", "export"], ["doctor"], ["db", "backup", "copy.db"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["show", "--layers"],
+        ["db", "check"],
+        ["db", "query", "select * from entries"],
+        ["db", "export"],
+        ["doctor"],
+        ["db", "backup", "copy.db"],
+    ],
+)
 def test_no_command_fails_with_a_traceback_on_a_broken_database(
     both, monkeypatch, tmp_path, capsys, how, command
 ) -> None:
@@ -185,8 +202,11 @@ def test_show_says_which_layer_answers(both, monkeypatch, capsys) -> None:
 
 def test_a_site_may_be_a_folder_of_tables(tmp_path) -> None:
     def site():
-        return next(each for each in layers(Settings(db="/nonexistent/x.db", site=str(tmp_path / "site")), ())
-                    if each.name == "site")  # fmt: skip
+        return next(
+            each
+            for each in layers(Settings(db="/nonexistent/x.db", site=str(tmp_path / "site")), ())
+            if each.name == "site"
+        )
 
     (tmp_path / "site" / "attention").mkdir(parents=True)
     assert "no table is in it; `tiledsched db export` writes one" in site().error

@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 from serve_on_cpu import TOLERANCE, expected, tensors
 
 from tiledsched import configure
-from tiledsched.attention import plans
-from tiledsched.attention import sdpa as serve
-from tiledsched.device import arch_spec
-from tiledsched.errors import ProblemError, UnsupportedError
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.ops import plans
+from tiledsched.ops import sdpa as serve
 from tiledsched.serve import plan_cache, process
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -367,8 +367,8 @@ def test_a_torch_with_another_comparison_is_looked_up_by_key(launches, monkeypat
 
 @pytest.mark.parametrize("name", ["matmul", "rms_norm", "softmax"])
 def test_where_an_arch_has_no_table_the_kernels_model_chooses(name) -> None:
-    from tiledsched.kernel_names import kernel_named
-    from tiledsched.space_files import space_for
+    from tiledsched.core.registry import kernel_named
+    from tiledsched.core.space_files import space_for
 
     kernel = kernel_named(name)
     problem = kernel.suite(next(iter(kernel.suites)))[0]

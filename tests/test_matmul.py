@@ -8,11 +8,11 @@ from tile_checks import check, make_inputs, mutated, run_schedule, sample, searc
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.device import ARCHS
+from tiledsched.core.device import ARCHS
+from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import InterpreterError
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.kernels.matmul.declaration import combine_tile
-from tiledsched.schedule import Schedule
 
 DEFAULT = {name: each.default for name, each in Matmul.knob_fields().items()}
 SMALL = {"TILE_M": 64, "TILE_N": 64, "TILE_K": 32, "num_worker_warps": 4, "GROUP_M": 4}
@@ -89,7 +89,10 @@ MUTATIONS = {
     "every share in one place": ("(work.share, work.row, column), tile", "(0 * work.share, work.row, column), tile"),
     "last group too tall": ("rows = min(const.GROUP_M, tiles_m - first)", "rows = const.GROUP_M"),
     "groups overlap": ("(const.GROUP_M * tiles_n) * const.GROUP_M", "(const.GROUP_M * tiles_n)"),
-    "row and column exchanged": ("Work(first + within % rows, within // rows", "Work(within // rows, first + within % rows"),
+    "row and column exchanged": (
+        "Work(first + within % rows, within // rows",
+        "Work(within // rows, first + within % rows",
+    ),
     "persistent blocks skip work": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):"),
     "second part is the first": (
         "return work.column * (const.TILE_N // const.REST_N + 1)",
@@ -105,7 +108,7 @@ MUTATIONS = {
     ),
     "copies without zeros": ("(ROWS, COLUMNS), padding_mode=ct.PaddingMode.ZERO", "(ROWS, COLUMNS)"),
     "sums beyond the edge": ("check_bounds=not COMBINE_EVEN)\n\n\ndef", "check_bounds=False)\n\n\ndef"),
-}  # fmt: skip
+}
 
 
 def battery():
@@ -170,11 +173,18 @@ def test_main_loop_keeps_three_steps_in_shared_memory_on_hopper():
 
 
 def test_model_prefers_what_was_faster_on_the_h200():
-    from tiledsched.resources import ResourceFacts
+    from tiledsched.core.resources import ResourceFacts
 
     def facts(shared, threads=384, registers=168, ctas=1):
-        return ResourceFacts(registers=registers, threads=threads, shared_bytes=shared, spill_bytes=0, num_ctas=ctas,
-                             code_bytes=0, ctas_per_sm=1)  # fmt: skip
+        return ResourceFacts(
+            registers=registers,
+            threads=threads,
+            shared_bytes=shared,
+            spill_bytes=0,
+            num_ctas=ctas,
+            code_bytes=0,
+            ctas_per_sm=1,
+        )
 
     large = Matmul.problem(m=4096, n=4096, k=4096, b_layout="column")
     thin = Matmul.problem(m=16, n=4096, k=4096, b_layout="column")

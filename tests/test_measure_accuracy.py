@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import sample_kernels
 
-from tiledsched.cases import expected_outputs, make_cases
-from tiledsched.kernel import ArraySpec, Tolerance
+from tiledsched.core.cases import expected_outputs, make_cases
+from tiledsched.core.kernel import ArraySpec, Tolerance
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.inputs import KINDS, adversarial_heads, border_keys, kinds_of_heads
 from tiledsched.kernels.attention.reference import attention_and_lse, attention_reference
 from tiledsched.measure.accuracy import output_errors
-from tiledsched.schedule import Schedule
-from tiledsched.space_files import space_for
 
 
 def tile_errors(out, expected, tile_m, **spec):
@@ -221,8 +221,7 @@ def test_a_right_kernel_passes_every_kind(dtype, accum_mode, margin, seq_q, seq_
     single = attention_reference(np, q[None], k[None], v[None], causal=causal, scale=scale, dtype="float32")
     assert tile_errors(single[0], exact[0], 64).max() < 1e-4
     for at, kind in enumerate(KINDS):
-        out = simulated(q[at], k[at], v[at], dtype, causal=causal, accum_mode=accum_mode,
-                        direction=1 if at % 2 else -1)  # fmt: skip
+        out = simulated(q[at], k[at], v[at], dtype, causal=causal, accum_mode=accum_mode, direction=1 if at % 2 else -1)
         error = tile_errors(out[None], exact[0, at : at + 1], 64).max()
         if kind not in asked.except_kinds:
             assert error < asked.relative / margin, kind
@@ -324,12 +323,28 @@ def test_a_mask_off_by_one_far_down():
 @pytest.mark.parametrize("seq_q", [6, 96, 300])
 def test_the_kernel_passes_every_kind_of_other_problems(seq_q, accum_mode):
     """Aligned at the bottom right, with other values' columns and the log-sum-exp."""
-    problem = Attention.problem(seq_q=seq_q, seq_k=256, head_dim=40, value_dim=96, causal=True, alignment="bottom_right", batch=2,
-                      heads=8, kv_heads=4, lse=True)  # fmt: skip
+    problem = Attention.problem(
+        seq_q=seq_q,
+        seq_k=256,
+        head_dim=40,
+        value_dim=96,
+        causal=True,
+        alignment="bottom_right",
+        batch=2,
+        heads=8,
+        kv_heads=4,
+        lse=True,
+    )
     plain = space_for("sm_90", Attention).default(problem).replace(accum_mode=accum_mode, tile_m=64, tile_n=32)
     _, case = make_cases(Attention, np, np.random.default_rng(2), problem)
-    for knobs in ({}, {"column_parts": 2}, {"kv_splits": 4}, {"pack_gqa": True}, {"pack_gqa": True, "kv_splits": 8},
-                  {"loop_split": True, "kv_direction": "backward"}):  # fmt: skip
+    for knobs in (
+        {},
+        {"column_parts": 2},
+        {"kv_splits": 4},
+        {"pack_gqa": True},
+        {"pack_gqa": True, "kv_splits": 8},
+        {"loop_split": True, "kv_direction": "backward"},
+    ):
         schedule = plain.replace(**knobs)
         for errors in run_on_cpu(problem, schedule, case):
             assert errors.errors.max() < errors.limit / 3, (errors.output, schedule.short())

@@ -24,13 +24,13 @@ from sample_kernels import (
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.build.cubin import _info_records, parts, symbol_of
-from tiledsched.cases import input_specs
-from tiledsched.errors import DeclarationError
-from tiledsched.kernel import ArraySpec
-from tiledsched.launches import steps
+from tiledsched.core.cases import input_specs
+from tiledsched.core.errors import DeclarationError
+from tiledsched.core.kernel import ArraySpec
+from tiledsched.core.launch import steps
+from tiledsched.core.storage import is_float
 from tiledsched.measure.arrays import ProblemArrays, allocate, each, laid_out, number, pack
 from tiledsched.measure.launch import launch_of
-from tiledsched.storage import is_float
 
 KERNEL_PARAMETER, KERNEL_PARAMETER_V2 = 0x17, 0x45
 """Attributes of `.nv.info` that describe a parameter, by cuobjdump's names EIATTR_KPARAM_INFO and ..._V2."""
@@ -68,8 +68,16 @@ def test_right_kernels_pass_every_case(kernel):
         assert all((one.errors <= one.limit / 3).all() for one in run_on_cpu(kernel, p, s, case))
 
 
-@pytest.mark.parametrize("changes", [{"order": "column"}, {"rows": 33, "columns": 77}, {"dtype": "bfloat16"},
-                                     {"rows": 1, "columns": 77, "order": "column", "dtype": "float32"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"order": "column"},
+        {"rows": 33, "columns": 77},
+        {"dtype": "bfloat16"},
+        {"rows": 1, "columns": 77, "order": "column", "dtype": "float32"},
+    ],
+    ids=str,
+)
 def test_other_layouts_sizes_and_types(changes):
     p, s = first(ScaleAdd)
     for case in cases_of(ScaleAdd, p.replace(**changes)):
@@ -190,5 +198,9 @@ def test_inputs_lie_as_declared():
     for wrong in (rows[:3], rows.astype(numpy.float32)):
         with pytest.raises(DeclarationError, match=r"X is declared as float16 \(4, 6\); .* correct them"):
             laid_out(numpy, wrong, spec, (4, 6))
-    assert each(allocate(numpy, ArraySpec(name="Xs", role="out", dtype="bfloat16", shapes=((2,), (3,)), listed=True))
-                )[1].dtype == numpy.uint16  # fmt: skip
+    assert (
+        each(allocate(numpy, ArraySpec(name="Xs", role="out", dtype="bfloat16", shapes=((2,), (3,)), listed=True)))[
+            1
+        ].dtype
+        == numpy.uint16
+    )

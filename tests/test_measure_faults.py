@@ -11,12 +11,12 @@ import provoke_faults
 import pytest
 from test_measure_gpu import PROBLEM, TIMEOUTS, candidate, command
 
-from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernel_names import kernel_named
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.registry import kernel_named
 from tiledsched.kernels.attention.inputs import KINDS
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, Checked, Failed, Measurement
-from tiledsched.search.race import Rules, race
+from tiledsched.tuning.race import Rules, race
 
 RULES = Rules(opening_rounds=2, heat_rounds=3, most_rounds=8)
 
@@ -109,8 +109,7 @@ def test_a_gpu_that_does_not_come_back_ends_the_race_and_the_culprit_is_told(mak
     field = [candidate(100.0), candidate(50.0, look="ecc"), candidate(140.0)]
     reported = []
     with pytest.raises(MeasureError, match="no CUDA-capable device"):
-        race(make_runner(mode=f"ready:{tmp_path / 'started'}"), PROBLEM, field, rules=RULES,
-             on_outcome=reported.append)  # fmt: skip
+        race(make_runner(mode=f"ready:{tmp_path / 'started'}"), PROBLEM, field, rules=RULES, on_outcome=reported.append)
     assert [(outcome.schedule, outcome.failure.kind) for outcome in reported] == [
         (field[1].schedule, FailureKind.GPU_LOST)
     ]
@@ -198,11 +197,15 @@ def test_the_script_tells_what_was_lost(tmp_path, capsys, monkeypatch):
         return bench._candidate(10.0)
 
     kind = FailureKind.HANG
-    monkeypatch.setattr(provoke_faults, "FAULTS", (
-        provoke_faults.Fault(name="crash", how="", expected=kind, provoke=crash),
-        provoke_faults.Fault(name="harmless", how="", expected=kind, provoke=harmless),
-        provoke_faults.Fault(name="grid_too_large", how="", expected=FailureKind.LAUNCH_FAILURE),
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        provoke_faults,
+        "FAULTS",
+        (
+            provoke_faults.Fault(name="crash", how="", expected=kind, provoke=crash),
+            provoke_faults.Fault(name="harmless", how="", expected=kind, provoke=harmless),
+            provoke_faults.Fault(name="grid_too_large", how="", expected=FailureKind.LAUNCH_FAILURE),
+        ),
+    )
     out = tmp_path / "faults.json"
     assert provoke_faults.main(["--fake", "--out", str(out)]) == 1
     crashed, faster, good = json.loads(out.read_text())["faults"]

@@ -14,15 +14,15 @@ import fake_worker
 import pytest
 from fake_worker import artifact, cubin
 
-from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernel_names import kernel_named
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.problem import stable_id
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure import gpu
 from tiledsched.measure.gpu import SHORT_GAP_MS, GpuRunner, Timeouts
 from tiledsched.measure.runner import Batch, Candidate, Checked
-from tiledsched.problem import stable_id
-from tiledsched.search.race import Rules, race
-from tiledsched.space_files import space_for
+from tiledsched.tuning.race import Rules, race
 
 PROBLEM = Attention.problem(seq_q=40, seq_k=24, head_dim=16, batch=2, heads=2, kv_heads=1)
 TIMEOUTS = Timeouts(start_s=20.0, begin_s=20.0, load_s=0.8, look_s=0.8, check_s=0.8, sample_s=0.8, each_sample_s=0.01)
@@ -106,8 +106,11 @@ def test_other_problems(make_runner, problem, kv_splits):
         (batch,) = runner.sample([right], rounds=2, regime=regime)
         assert batch.samples_us == pytest.approx((123.0, 123.0))
         assert batch.conditions.graph_launches == launches
-    for act, what in (("wrong-lse", "random inputs: error 1 above 0.002 in Lse[0, 1], row tile"),
-                      ("unwritten-lse", "error inf above 0.002 in Lse"), ("wrong", "relative error")):  # fmt: skip
+    for act, what in (
+        ("wrong-lse", "random inputs: error 1 above 0.002 in Lse[0, 1], row tile"),
+        ("unwritten-lse", "error inf above 0.002 in Lse"),
+        ("wrong", "relative error"),
+    ):
         failure = runner.check(candidate(124.0, check=act))
         assert failure.kind is FailureKind.WRONG_RESULT
         assert what in failure.message
@@ -330,8 +333,14 @@ def test_the_worker_ignores_ctrl_c(make_runner):
     assert runner._worker is worker
 
 
-@pytest.mark.parametrize(("mode", "words"), [("no-gpu", "no CUDA-capable device"), ("crash", "No module named 'cupy'"),
-                                             ("silent", "no answer to start within 0.5 s")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("no-gpu", "no CUDA-capable device"),
+        ("crash", "No module named 'cupy'"),
+        ("silent", "no answer to start within 0.5 s"),
+    ],
+)
 def test_no_start(mode, words):
     timeouts = Timeouts(start_s=0.5 if mode == "silent" else 20.0)
     runner = GpuRunner(kernel_named("attention"), timeouts=timeouts, worker_command=command(mode))
@@ -470,12 +479,22 @@ def test_a_race_over_a_failing_field(make_runner):
     runner = make_runner()
     good = [candidate(us, noise=0.002) for us in (100.0, 104.0, 130.0, 900.0)]
     bad = [candidate(50.0 + i, **script) for i, (script, *_) in enumerate(FAILURES[:6])]
-    bad += [candidate(39.0, look="illegal"), candidate(40.0, check="illegal"),
-            candidate(41.0, check="exit"), candidate(42.0, sample="illegal"),
-            candidate(43.0, sample="exit"), candidate(44.0, check="hang")]  # fmt: skip
+    bad += [
+        candidate(39.0, look="illegal"),
+        candidate(40.0, check="illegal"),
+        candidate(41.0, check="exit"),
+        candidate(42.0, sample="illegal"),
+        candidate(43.0, sample="exit"),
+        candidate(44.0, check="hang"),
+    ]
     reported = []
-    result = race(runner, PROBLEM, [*bad, *good], rules=Rules(opening_rounds=2, heat_rounds=3, most_rounds=11),
-                  on_outcome=reported.append)  # fmt: skip
+    result = race(
+        runner,
+        PROBLEM,
+        [*bad, *good],
+        rules=Rules(opening_rounds=2, heat_rounds=3, most_rounds=11),
+        on_outcome=reported.append,
+    )
     assert result.winner.schedule == good[0].schedule
     assert result.runner_up.schedule == good[1].schedule
     assert len(reported) == len(good) + len(bad) == len({outcome.schedule for outcome in reported})

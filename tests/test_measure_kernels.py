@@ -11,11 +11,11 @@ from sample_kernels import KERNELS, Accumulate, CountUp, Dequantize, Pick, RowSu
 from test_measure_gpu import TIMEOUTS, command
 
 from tiledsched.build.cubin import join
-from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernel_names import load_kernel
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.problem import stable_id
+from tiledsched.core.registry import load_kernel
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, Checked
-from tiledsched.problem import stable_id
 
 
 @pytest.fixture
@@ -68,8 +68,9 @@ def test_other_layouts_and_sizes(begin, changes):
 
 def test_where_something_is_wrong(begin):
     message = begin(Pick).check(candidate(Pick, check="wrong")).message
-    assert message == ("random inputs: unequal elements 1 above 0 in Out, row tile 0, column tile 3, the first of 1 wrong "
-                       "tiles of 4")  # fmt: skip
+    assert message == (
+        "random inputs: unequal elements 1 above 0 in Out, row tile 0, column tile 3, the first of 1 wrong tiles of 4"
+    )
     message = begin(Dequantize).check(candidate(Dequantize, check="unwritten")).message
     assert "relative error inf above 0.02 in Out, row tile 0" in message
 
@@ -95,8 +96,8 @@ def test_a_race_in_a_kernel_that_changes_in_place(begin):
 
 FILE = """
 import cuda.tile as ct
-import tiledsched.fields as ts
-from tiledsched.kernel import Kernel
+import tiledsched.core.fields as ts
+from tiledsched.core.kernel import Kernel
 
 def copy(X, Out, TILE: ct.Constant[int]):
     ct.store(Out, (ct.bid(0),), ct.load(X, (ct.bid(0),), (TILE,)))
@@ -144,8 +145,10 @@ def test_a_reference_that_is_wrong_is_told(begin, declared, reference):
 def test_a_grid_that_fails_costs_the_candidate(begin, declared):
     kernel = declared(grid="return 1 // (s['TILE'] - 256)")
     runner = begin(kernel, kernel.problem(count=1000))
-    made = [Candidate(schedule=first_schedule(kernel).replace(TILE=tile), artifact=artifact(cubin(100.0), f"{tile:024d}"))
-            for tile in (256, 512)]  # fmt: skip
+    made = [
+        Candidate(schedule=first_schedule(kernel).replace(TILE=tile), artifact=artifact(cubin(100.0), f"{tile:024d}"))
+        for tile in (256, 512)
+    ]
     failure = runner.check(made[0])
     assert isinstance(failure, Failure)
     assert (failure.kind, failure.message.split(":")[0]) == (FailureKind.LAUNCH_FAILURE, "ZeroDivisionError")
@@ -155,6 +158,6 @@ def test_a_grid_that_fails_costs_the_candidate(begin, declared):
 
 
 def first_schedule(kernel):
-    from tiledsched.schedule import Schedule
+    from tiledsched.core.schedule import Schedule
 
     return Schedule({name: choices[0] for name, choices in kernel.knobs.items()})

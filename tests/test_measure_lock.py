@@ -16,9 +16,9 @@ import pytest
 from test_measure_gpu import PROBLEM, SCRIPT, TIMEOUTS, assert_usable, candidate, command, make_runner, state_of
 from test_rooms import arrows, files_of
 
-from tiledsched.config import configure
-from tiledsched.errors import MeasureError
-from tiledsched.kernel_names import kernel_named
+from tiledsched.core.config import configure
+from tiledsched.core.errors import MeasureError
+from tiledsched.core.registry import kernel_named
 from tiledsched.measure import gpu, lock
 from tiledsched.measure.gpu import GpuRunner
 
@@ -51,8 +51,9 @@ def start(folder):
     started = []
 
     def start_process(code=HOLD, *, held=True):
-        process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                   text=True)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         started.append(process)
         if held:
             assert process.stdout.readline() == "held\n", process.stderr.read()
@@ -179,8 +180,10 @@ def test_where_nothing_can_be_written_nothing_is_locked(folder, caplog, monkeypa
     monkeypatch.setattr(lock, "FOLDER", folder / "nowhere")
     monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(folder / "file" / "own"))
     assert lock.hold(UUID, "Made-up GPU") is None
-    assert [message.rpartition(": ")[2] for message in caplog.messages] == ["other users are not waited for",
-                                                                              "nobody is waited for"]  # fmt: skip
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == [
+        "other users are not waited for",
+        "nobody is waited for",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import types
 import pytest
 
 from tiledsched import doctor
-from tiledsched.errors import MeasureError
-from tiledsched.measure import asking, nvml
+from tiledsched.core.errors import MeasureError
+from tiledsched.measure import driver_timeout as asking
+from tiledsched.measure import nvml
 from tiledsched.measure.runner import Conditions, Device
 
 
@@ -47,9 +48,15 @@ class Binding(types.ModuleType):
         return ask
 
 
-ONE_GPU = {"nvmlInit": True, "nvmlDeviceGetCount": 1, "nvmlDeviceGetHandleByIndex": {0: "handle"},
-           "nvmlDeviceGetHandleByPciBusId": "handle", "nvmlDeviceGetName": b"NVIDIA GB10",
-           "nvmlDeviceGetCudaComputeCapability": (12, 1), "nvmlSystemGetDriverVersion": "580.1"}  # fmt: skip
+ONE_GPU = {
+    "nvmlInit": True,
+    "nvmlDeviceGetCount": 1,
+    "nvmlDeviceGetHandleByIndex": {0: "handle"},
+    "nvmlDeviceGetHandleByPciBusId": "handle",
+    "nvmlDeviceGetName": b"NVIDIA GB10",
+    "nvmlDeviceGetCudaComputeCapability": (12, 1),
+    "nvmlSystemGetDriverVersion": "580.1",
+}
 
 
 @pytest.fixture
@@ -106,8 +113,13 @@ def test_conditions(binding):
     log = nvml.ConditionsLog()
     for _ in range(3):
         log.poll()
-    assert log.summary() == Conditions(sm_clock_mhz=1500, memory_clock_mhz=3201, power_w=701.5, temperature_c=61,
-                                       throttle_reasons=("power cap", "software thermal"))  # fmt: skip
+    assert log.summary() == Conditions(
+        sm_clock_mhz=1500,
+        memory_clock_mhz=3201,
+        power_w=701.5,
+        temperature_c=61,
+        throttle_reasons=("power cap", "software thermal"),
+    )
 
 
 def test_conditions_that_are_told_in_part(binding):
@@ -218,8 +230,11 @@ def test_what_nvml_calls_us(binding, before, after, ours):
 )
 def test_the_gpu_that_will_be_opened(binding, monkeypatch, visible, uuids, found):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    binding(nvmlDeviceGetCount=len(uuids) if uuids else 0, nvmlDeviceGetUUID=uuids,
-            nvmlDeviceGetHandleByIndex={0: "first", 1: "second"})  # fmt: skip
+    binding(
+        nvmlDeviceGetCount=len(uuids) if uuids else 0,
+        nvmlDeviceGetUUID=uuids,
+        nvmlDeviceGetHandleByIndex={0: "first", 1: "second"},
+    )
     assert nvml.only_gpu() == (found and (found, "NVIDIA GB10"))
 
 
@@ -234,8 +249,12 @@ def test_the_gpu_that_is_open(binding):
 def stuck(binding, monkeypatch):
     """A driver that answers nothing about the second of two GPUs, until told to."""
     well = threading.Event()
-    made = binding(nvmlDeviceGetCount=2, nvmlDeviceGetHandleByIndex={0: "first", 1: "second"},
-                   nvmlDeviceGetHandleByUUID={b"GPU-aa": "first"}, nvmlDeviceGetUUID={"first": "GPU-aa"})  # fmt: skip
+    made = binding(
+        nvmlDeviceGetCount=2,
+        nvmlDeviceGetHandleByIndex={0: "first", 1: "second"},
+        nvmlDeviceGetHandleByUUID={b"GPU-aa": "first"},
+        nvmlDeviceGetUUID={"first": "GPU-aa"},
+    )
     answers = Binding.__getattr__
 
     def hang(self, name):

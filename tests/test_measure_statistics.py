@@ -8,18 +8,24 @@ import statistics
 
 import pytest
 
-from tiledsched.measure.statistics import (
-    median_interval,
-    probability_not_slower,
-    relative_spread,
-    relative_uncertainty,
-)
+from tiledsched.measure.statistics import median_interval, probability_not_slower, relative_spread, relative_uncertainty
 
 # Intervals of the median
 
 
-RANKS = [(1, 1, 1), (2, 1, 2), (5, 1, 5), (6, 1, 6), (8, 1, 8), (9, 2, 8), (10, 2, 9), (20, 6, 15), (30, 10, 21),
-         (50, 18, 33), (100, 40, 61)]  # fmt: skip
+RANKS = [
+    (1, 1, 1),
+    (2, 1, 2),
+    (5, 1, 5),
+    (6, 1, 6),
+    (8, 1, 8),
+    (9, 2, 8),
+    (10, 2, 9),
+    (20, 6, 15),
+    (30, 10, 21),
+    (50, 18, 33),
+    (100, 40, 61),
+]
 
 
 @pytest.mark.parametrize(("count", "low", "high"), RANKS)

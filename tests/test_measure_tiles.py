@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from tiledsched.cases import Case
-from tiledsched.errors import DeclarationError, FailureKind
-from tiledsched.kernel import ArraySpec, Tolerance
+from tiledsched.core.cases import Case
+from tiledsched.core.errors import DeclarationError, FailureKind
+from tiledsched.core.kernel import ArraySpec, Tolerance
 from tiledsched.measure import accuracy
 from tiledsched.measure.accuracy import OutputErrors, case_errors, output_errors, summary, wrong_result
 
@@ -168,8 +168,10 @@ def test_the_first_and_the_worst_wrong_tile_are_named():
     case = Case(tuple("abcdef"), {}, ())
     assert message() is None
     relative[2, 3], relative[4, 0] = 0.6, math.inf
-    assert message() == ("c inputs: relative error 0.6 above 0.5 in Out[0, 2], row tile 3, the first of 2 wrong tiles of 24; "
-                         "the worst, inf, on e inputs in Out[1, 1], row tile 0")  # fmt: skip
+    assert message() == (
+        "c inputs: relative error 0.6 above 0.5 in Out[0, 2], row tile 3, the first of 2 wrong tiles of 24; "
+        "the worst, inf, on e inputs in Out[1, 1], row tile 0"
+    )
     relative[2, 3] = math.nan  # never let through, whatever made it
     assert "in Out[0, 2]" in message()
     relative[2, 3] = 0.1
@@ -177,14 +179,19 @@ def test_the_first_and_the_worst_wrong_tile_are_named():
 
 
 def test_several_outputs_and_lists():
-    specs = [ArraySpec(name="A", role="out", dtype="float64", shapes=((3,),), absolute=True),
-             ArraySpec(name="Bs", role="out", dtype="float64", shapes=((3,), (2, 2)), listed=True)]  # fmt: skip
+    specs = [
+        ArraySpec(name="A", role="out", dtype="float64", shapes=((3,),), absolute=True),
+        ArraySpec(name="Bs", role="out", dtype="float64", shapes=((3,), (2, 2)), listed=True),
+    ]
     expected = (np.ones(3), [np.ones(3), np.ones((2, 2))])
     case = Case("random", {}, expected)
     outputs = {"A": np.ones(3) + 0.05, "Bs": [np.ones(3), np.full((2, 2), 1.25)]}
     found = case_errors(np, specs, outputs, case, GATE, (64, 256))
-    assert [(each.output, each.measure) for each in found] == [("A", "error"), ("Bs[0]", "relative error"),
-                                                               ("Bs[1]", "relative error")]  # fmt: skip
+    assert [(each.output, each.measure) for each in found] == [
+        ("A", "error"),
+        ("Bs[0]", "relative error"),
+        ("Bs[1]", "relative error"),
+    ]
     assert wrong_result(found, case) is None
     assert summary(found, repeatable=True).worst_tile_error == 0.25  # of outputs judged relatively
     outputs["Bs"][1][0, 0] = 9.0

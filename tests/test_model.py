@@ -12,29 +12,49 @@ import numpy as np
 import pytest
 import store_samples as samples
 
-from tiledsched import data_files
+from docs.studies import model_residual as residual
+from docs.studies import model_scorecard as scorecard
+from docs.studies.landscapes import Landscape, MeasuredProgram, read_landscape
+from docs.studies.model_agreement import agreement, evaluate, stored_landscapes, table
 from tiledsched.build.cubin import ResourceFacts
-from tiledsched.device import ARCHS, arch_spec
-from tiledsched.errors import ConfigError
+from tiledsched.core import data_files
+from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import model as static
 from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
-from tiledsched.schedule import Schedule
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import import_table
-from tiledsched.studies import model_residual as residual
-from tiledsched.studies import model_scorecard as scorecard
-from tiledsched.studies.landscapes import Landscape, MeasuredProgram, read_landscape
-from tiledsched.studies.model_agreement import agreement, evaluate, stored_landscapes, table
 
-PLAIN = Schedule(tile_m=64, tile_n=64, occupancy=2, num_worker_warps=4, num_ctas=1, latency_k=0, latency_v=0,
-                 opt_level=3, accum_mode="fp32", loop_split=False, block_order="natural", persistent="no",
-                 kv_direction="forward", q_subtiles=1,
-                 kv_subtiles=1, qk_ahead=False, k_load="order", tma_loads=True, tma_store=True, check_bounds=True,
-                 division="approximate", lazy_rescale=False)  # fmt: skip
-FACTS = ResourceFacts(registers=128, threads=256, shared_bytes=42000, spill_bytes=0, num_ctas=1, code_bytes=16000,
-                      ctas_per_sm=2)  # fmt: skip
+PLAIN = Schedule(
+    tile_m=64,
+    tile_n=64,
+    occupancy=2,
+    num_worker_warps=4,
+    num_ctas=1,
+    latency_k=0,
+    latency_v=0,
+    opt_level=3,
+    accum_mode="fp32",
+    loop_split=False,
+    block_order="natural",
+    persistent="no",
+    kv_direction="forward",
+    q_subtiles=1,
+    kv_subtiles=1,
+    qk_ahead=False,
+    k_load="order",
+    tma_loads=True,
+    tma_store=True,
+    check_bounds=True,
+    division="approximate",
+    lazy_rescale=False,
+)
+FACTS = ResourceFacts(
+    registers=128, threads=256, shared_bytes=42000, spill_bytes=0, num_ctas=1, code_bytes=16000, ctas_per_sm=2
+)
 PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
 REGISTERS = {(4, 1): 255, (4, 2): 128, (4, 3): 80, (4, 4): 64, (8, 1): 168, (8, 2): 80, (8, 3): 56, (8, 4): 40}
 """What the compiler allots on sm_90 by (worker warps, occupancy hint)."""
@@ -119,8 +139,21 @@ def test_whole_turns_of_steps_are_taken() -> None:
     odd, even = (PROBLEM.replace(seq_k=keys) for keys in (5 * 64, 6 * 64))
     assert modelled(odd, unroll=2) > modelled(even)
     assert modelled(even, unroll=2) == modelled(even, flat_steps=2) == modelled(even)
-    shares = busy_steps(rows=64, step_n=64, seq_q=64, seq_k=10 * 64, causal=False, heads=1, order="natural", grid=0, sms=4,
-                        resident=1, extra=0.0, splits=2, turn=2)  # fmt: skip
+    shares = busy_steps(
+        rows=64,
+        step_n=64,
+        seq_q=64,
+        seq_k=10 * 64,
+        causal=False,
+        heads=1,
+        order="natural",
+        grid=0,
+        sms=4,
+        resident=1,
+        extra=0.0,
+        splits=2,
+        turn=2,
+    )
     assert shares[:, 1:].sum(axis=1).max() == 6  # five each, in three turns
 
 
@@ -248,8 +281,20 @@ class TestPlacement:
             for work, length in enumerate(steps):
                 lap, place = divmod(work, blocks)
                 jobs[blocks - 1 - place if lap % 2 else place] += length
-        found = busy_steps(rows=32, step_n=16, seq_q=seq, seq_k=seq, causal=causal, heads=heads, order=order,
-                           grid=blocks, sms=sms, resident=resident, extra=0.0, snake=snake)  # fmt: skip
+        found = busy_steps(
+            rows=32,
+            step_n=16,
+            seq_q=seq,
+            seq_k=seq,
+            causal=causal,
+            heads=heads,
+            order=order,
+            grid=blocks,
+            sms=sms,
+            resident=resident,
+            extra=0.0,
+            snake=snake,
+        )
         expected = self.ticking(jobs, sms, resident)
         assert (found @ np.arange(resident + 1)).max() <= sum(jobs)
         # The order of SMs among equals is not promised, the busiest SM is.
@@ -262,8 +307,19 @@ class TestPlacement:
         assert persistent > 1.05 * plain  # 264 blocks over 32 tiles a head: block w always gets tiles w mod 8
 
     def test_level_load_beyond_the_exact_limit(self, monkeypatch):
-        arguments = {"rows": 64, "step_n": 64, "seq_q": 2048, "seq_k": 2048, "causal": True, "heads": 64,
-                     "order": "natural", "grid": 0, "sms": 16, "resident": 2, "extra": 1.0}  # fmt: skip
+        arguments = {
+            "rows": 64,
+            "step_n": 64,
+            "seq_q": 2048,
+            "seq_k": 2048,
+            "causal": True,
+            "heads": 64,
+            "order": "natural",
+            "grid": 0,
+            "sms": 16,
+            "resident": 2,
+            "extra": 1.0,
+        }
         exact = busy_steps(**arguments)[:, 1:].sum(axis=1).max()
         monkeypatch.setattr(static, "EXACT_BLOCKS", 100)
         level = busy_steps.__wrapped__(**arguments)[:, 1:].sum(axis=1).max()
@@ -283,8 +339,19 @@ class TestPlacement:
         assert steps == [2] * 8 + [1] * 8 + [2] * 2 + [1] * 2
 
     def test_blocks_that_share_the_keys_of_a_tile(self):
-        arguments = {"rows": 64, "step_n": 64, "seq_q": 64, "seq_k": 640, "causal": False, "heads": 2, "order": "natural",
-                     "grid": 0, "sms": 8, "resident": 1, "extra": 0.0}  # fmt: skip
+        arguments = {
+            "rows": 64,
+            "step_n": 64,
+            "seq_q": 64,
+            "seq_k": 640,
+            "causal": False,
+            "heads": 2,
+            "order": "natural",
+            "grid": 0,
+            "sms": 8,
+            "resident": 1,
+            "extra": 0.0,
+        }
         assert busy_steps(**arguments)[:, 1].max() == 10
         assert busy_steps(**arguments, splits=4)[:, 1].max() == 3
 
@@ -308,8 +375,12 @@ def test_a_whole_space_is_estimated_in_seconds():
         problem = Attention.standard(seq_len=seq_len, head_dim=64, causal=True)
         for schedule in space.schedules(problem, pinned=space.modelled_pins()):
             warps, occupancy = schedule.number("num_worker_warps"), schedule.number("occupancy")
-            facts = replace(FACTS, threads=128 + 32 * warps, registers=REGISTERS[warps, occupancy],
-                            num_ctas=schedule.number("num_ctas"))  # fmt: skip
+            facts = replace(
+                FACTS,
+                threads=128 + 32 * warps,
+                registers=REGISTERS[warps, occupancy],
+                num_ctas=schedule.number("num_ctas"),
+            )
             estimate_us(problem, schedule, facts, arch_spec("sm_90"))
             count += 1
     assert count > 1000
@@ -333,8 +404,16 @@ class TestResidual:
         for number, (tile_n, ahead, warps) in enumerate(itertools.product((32, 64, 128), (False, True), (4, 8))):
             schedule = PLAIN.replace(tile_n=tile_n, qk_ahead=ahead, num_worker_warps=warps)
             us = 3.0 * estimate_us(problem, schedule, FACTS, spec) * (factor if ahead else 1.0)
-            programs.append(MeasuredProgram(schedule=schedule, fingerprint=str(number), grids=((number, 1, 1),), facts=FACTS,
-                                            median_us=us, checked=True))  # fmt: skip
+            programs.append(
+                MeasuredProgram(
+                    schedule=schedule,
+                    fingerprint=str(number),
+                    grids=((number, 1, 1),),
+                    facts=FACTS,
+                    median_us=us,
+                    checked=True,
+                )
+            )
         return Landscape(problem, "sm_90", "burst", tuple(programs))
 
     def test_a_factor_is_found_and_the_scale_is_not_its_business(self, monkeypatch):
@@ -410,8 +489,13 @@ class TestEvaluate:
             for number, tile_n in enumerate((32, 64, 128)):
                 schedule, fingerprint = PLAIN.replace(tile_n=tile_n), f"{number:024}"
                 db.record_build(samples.build(samples.artifact(fingerprint), sched=schedule))
-                db.record_measurement(run, "attention", "abc", samples.TOOLCHAIN, samples.measurement(
-                    100.0 / tile_n, schedule=schedule, fingerprint=fingerprint))  # fmt: skip
+                db.record_measurement(
+                    run,
+                    "attention",
+                    "abc",
+                    samples.TOOLCHAIN,
+                    samples.measurement(100.0 / tile_n, schedule=schedule, fingerprint=fingerprint),
+                )
         return path
 
     def test_a_database(self, database):
@@ -427,8 +511,13 @@ class TestEvaluate:
             run = db.start_run({}, "sm_90")
             schedule, fingerprint = PLAIN.replace(tma_loads=False), "f" * 24
             db.record_build(samples.build(samples.artifact(fingerprint), sched=schedule))
-            db.record_measurement(run, "attention", "abc", samples.TOOLCHAIN, samples.measurement(
-                0.1, schedule=schedule, fingerprint=fingerprint))  # fmt: skip
+            db.record_measurement(
+                run,
+                "attention",
+                "abc",
+                samples.TOOLCHAIN,
+                samples.measurement(0.1, schedule=schedule, fingerprint=fingerprint),
+            )
             landscapes = stored_landscapes(db)
             (everything,), (plain,) = evaluate(landscapes), evaluate(landscapes, at_defaults=True)
         assert (everything.programs, plain.programs) == (4, 3)
@@ -436,7 +525,7 @@ class TestEvaluate:
         assert everything.regret[1] > 0
 
     def test_the_command(self, database):
-        command = [sys.executable, "-m", "tiledsched.studies.model_agreement", "--db", str(database)]
+        command = [sys.executable, "-m", "docs.studies.model_agreement", "--db", str(database)]
         printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
         assert "| problem | arch |" in printed.stdout
         assert "Among the first 10: the best in 1 of 1 problems" in printed.stdout

@@ -12,11 +12,12 @@ import op_kernels as kernels
 from serve_on_cpu import capturing
 
 import tiledsched as ts
-from tiledsched.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
-from tiledsched.kernel import ArraySpec
-from tiledsched.serve import launching, process
+from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
+from tiledsched.core.kernel import ArraySpec
+from tiledsched.core.space_files import space_for
+from tiledsched.serve import launch as launching
+from tiledsched.serve import process
 from tiledsched.serve.lookup import Served, Table
-from tiledsched.space_files import space_for
 
 pytestmark = pytest.mark.usefixtures("fresh")
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
@@ -171,8 +172,10 @@ def test_wrong_arguments_are_told(launches) -> None:
 
 
 def test_zeros_of_one_launch_are_apart_and_kept_by_stream(launches, monkeypatch) -> None:
-    specs = [ArraySpec(name=name, role="workspace", dtype="int32", shapes=((size,),), zeroed=True)
-             for name, size in (("one", 8), ("two", 8), ("three", 4))]  # fmt: skip
+    specs = [
+        ArraySpec(name=name, role="workspace", dtype="int32", shapes=((size,),), zeroed=True)
+        for name, size in (("one", 8), ("two", 8), ("three", 4))
+    ]
     wanted = launching.scratch_of(specs)
     first, again, elsewhere = (launching.scratch_arrays(wanted, torch.device("cpu"), stream) for stream in (71, 71, 72))
     assert all(each.shape == spec.shape and not each.any() for each, spec in zip(first, specs, strict=True))
@@ -238,7 +241,7 @@ def test_the_shipped_kernels_of_rows(launches) -> None:
 
 
 def test_the_functions_shaped_like_torchs(launches) -> None:
-    from tiledsched import functions
+    from tiledsched.ops import functions
 
     close = {"rtol": 2e-2, "atol": 2e-2}
     x, w = torch.randn(2, 5, 64).bfloat16(), torch.randn(64).bfloat16()
@@ -429,8 +432,14 @@ def test_the_operators_are_well_made(launches, name) -> None:
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "trained"])
 def test_compiled_whole_it_is_the_same(launches, backend, name) -> None:
     made_op, given = CALLS[name]()
-    again = [[x.clone() for x in each] if isinstance(each, list) and torch.is_tensor(each[0])
-             else each.clone() if torch.is_tensor(each) else each for each in given]  # fmt: skip
+    again = [
+        [x.clone() for x in each]
+        if isinstance(each, list) and torch.is_tensor(each[0])
+        else each.clone()
+        if torch.is_tensor(each)
+        else each
+        for each in given
+    ]
     torch._dynamo.reset()
     compiled = torch.compile(lambda *given: (made_op(*given), given[0]), fullgraph=True, backend=backend)
     (found, first), want = compiled(*given), made_op(*again)
@@ -578,12 +587,21 @@ def test_a_kernel_without_inputs_or_with_outputs_by_chance_is_refused() -> None:
     def fill(Out, TILE: ct.Constant[int]):
         ct.store(Out, (ct.bid(0),), ct.zeros((TILE,), Out.dtype))
 
-    declared = {"function": fill, "size": ts.dim(), "Out": ts.out("size", dtype="float32"), "knobs": {"TILE": [16]},
-                "grid": lambda p, s, device: -(-p.size // 16), "reference": lambda xp, p: xp.zeros(p.size)}  # fmt: skip
+    declared = {
+        "function": fill,
+        "size": ts.dim(),
+        "Out": ts.out("size", dtype="float32"),
+        "knobs": {"TILE": [16]},
+        "grid": lambda p, s, device: -(-p.size // 16),
+        "reference": lambda xp, p: xp.zeros(p.size),
+    }
     with pytest.raises(ConfigError, match="has no input array"):
         ts.op("tiledsched_tests::fill", type("Fill", (ts.Kernel,), dict(declared)))
-    declared |= {"X": ts.array("size", dtype="float32"), "Other": ts.out("size", dtype="float32", when="big"),
-                 "derived": {"big": lambda p: p.size > 9}}  # fmt: skip
+    declared |= {
+        "X": ts.array("size", dtype="float32"),
+        "Other": ts.out("size", dtype="float32", when="big"),
+        "derived": {"big": lambda p: p.size > 9},
+    }
     with pytest.raises(ConfigError, match=r"Other: whether there is this output depends on big"):
         ts.op("tiledsched_tests::fill", type("Fill2", (ts.Kernel,), dict(declared)))
 
@@ -598,15 +616,20 @@ def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, 
     from store_samples import artifact
 
     from tiledsched.build.cubin import join, parts
-    from tiledsched.launches import signature as signature_of
+    from tiledsched.core.launch import signature as signature_of
     from tiledsched.serve.bundle import Program, write_bundle
 
     operator = {"norm": norm, "two launches": total}[name]
     declared, plan = operator.kernel, operator.plan_for(*given)
     codes = [replace(artifact("ab" * 12, "sm_90"), cubin=f"code {place}".encode()) for place in range(len(plan.steps))]
     built = join(codes)
-    program = Program(kernel=declared.name, arch="sm_90", schedule=plan.served.schedule, problem=plan.problem,
-                      fingerprint=built.fingerprint)  # fmt: skip
+    program = Program(
+        kernel=declared.name,
+        arch="sm_90",
+        schedule=plan.served.schedule,
+        problem=plan.problem,
+        fingerprint=built.fingerprint,
+    )
     path = tmp_path / "b.zip"
     write_bundle(
         path, [program], {("sm_90", built.fingerprint): built}, [], {declared.name: declared.source_hash()}, "none"

@@ -14,8 +14,8 @@ from serve_on_cpu import TOLERANCE, expected, tensors
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tiledsched import configure
-from tiledsched.attention import sdpa as serve
-from tiledsched.attention.operator import sdpa_lse_operator, sdpa_operator
+from tiledsched.ops import sdpa as serve
+from tiledsched.ops.operator import sdpa_lse_operator, sdpa_operator
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

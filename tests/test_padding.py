@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as functional
 
-from tiledsched.attention import padding
-from tiledsched.attention.padding import HIDDEN, hidden_ends
+from tiledsched.ops import padding
+from tiledsched.ops.padding import HIDDEN, hidden_ends
 
 Q, K = torch.zeros(3, 2, 5, 8), torch.zeros(3, 2, 7, 8)
 LEFT_AND_RIGHT = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [1] * 7], dtype=torch.bool)
@@ -23,23 +23,51 @@ def added(seen: torch.Tensor, hidden: float, dtype: torch.dtype = torch.float32)
     return torch.where(seen, 0.0, hidden).to(dtype)
 
 
-@pytest.mark.parametrize("mask", [
-    LEFT_AND_RIGHT, LEFT_AND_RIGHT[:, None, None], added(LEFT_AND_RIGHT, -torch.inf)[:, None, None],
-    added(LEFT_AND_RIGHT, HIDDEN)[:, None, None], added(LEFT_AND_RIGHT, -65504.0, torch.float16),
-    added(LEFT_AND_RIGHT, torch.finfo(torch.bfloat16).min, torch.bfloat16)[:, None, None],
-], ids=lambda mask: f"{mask.dtype} {mask.ndim}")  # fmt: skip
+@pytest.mark.parametrize(
+    "mask",
+    [
+        LEFT_AND_RIGHT,
+        LEFT_AND_RIGHT[:, None, None],
+        added(LEFT_AND_RIGHT, -torch.inf)[:, None, None],
+        added(LEFT_AND_RIGHT, HIDDEN)[:, None, None],
+        added(LEFT_AND_RIGHT, -65504.0, torch.float16),
+        added(LEFT_AND_RIGHT, torch.finfo(torch.bfloat16).min, torch.bfloat16)[:, None, None],
+    ],
+    ids=lambda mask: f"{mask.dtype} {mask.ndim}",
+)
 def test_where_keys_start_and_end(mask) -> None:
     starts, lengths = hidden_ends(mask, Q, K, at_once=True)
     assert (starts.tolist(), lengths.tolist()) == ([1, 0, 0], [7, 3, 7])
     assert starts.dtype == lengths.dtype == torch.int32
 
 
-@pytest.mark.parametrize("mask", [
-    torch.tensor([[1, 0, 1, 1, 1, 1, 1]] * 3, dtype=torch.bool), torch.tensor([[0] * 7] + [[1] * 7] * 2, dtype=torch.bool),
-    added(LEFT_AND_RIGHT, -100.0), torch.where(LEFT_AND_RIGHT, 1.0, -torch.inf), torch.zeros(3, 7, dtype=torch.int64),
-    torch.ones(2, 7, dtype=torch.bool), torch.ones(3, 1, 5, 7, dtype=torch.bool), torch.ones(3, 2, 1, 7, dtype=torch.bool),
-    torch.full((3, 7), torch.nan), torch.zeros(3, 7, requires_grad=True),
-], ids=["a hole", "nothing seen", "a bias", "scores raised", "integers", "another batch", "rows", "heads", "nan", "gradients"])  # fmt: skip
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.tensor([[1, 0, 1, 1, 1, 1, 1]] * 3, dtype=torch.bool),
+        torch.tensor([[0] * 7] + [[1] * 7] * 2, dtype=torch.bool),
+        added(LEFT_AND_RIGHT, -100.0),
+        torch.where(LEFT_AND_RIGHT, 1.0, -torch.inf),
+        torch.zeros(3, 7, dtype=torch.int64),
+        torch.ones(2, 7, dtype=torch.bool),
+        torch.ones(3, 1, 5, 7, dtype=torch.bool),
+        torch.ones(3, 2, 1, 7, dtype=torch.bool),
+        torch.full((3, 7), torch.nan),
+        torch.zeros(3, 7, requires_grad=True),
+    ],
+    ids=[
+        "a hole",
+        "nothing seen",
+        "a bias",
+        "scores raised",
+        "integers",
+        "another batch",
+        "rows",
+        "heads",
+        "nan",
+        "gradients",
+    ],
+)
 def test_what_says_more_is_left_alone(mask) -> None:
     assert hidden_ends(mask, Q, K, at_once=True) is None
 
@@ -121,7 +149,7 @@ def test_sdpa_serves_it(hidden, fallback, launches, quiet) -> None:
 
 
 def test_diffusers_serves_it_at_once(launches) -> None:
-    from tiledsched.attention.integrations import diffusers
+    from tiledsched.ops.integrations import diffusers
 
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, rows, 2, 16, generator=generator, dtype=torch.float16) for rows in (5, 7, 7))

@@ -10,38 +10,41 @@ from pathlib import Path
 
 import pytest
 
-from tiledsched import data_files
-from tiledsched.device import arch_spec
+from docs.studies.landscapes import read_landscape
+from docs.studies.policy import Judged, Study, summary
+from docs.studies.policy_losses import FAR, FEWEST, all_bands, bench_races, judged, medians, near_bands, to_json
+from tiledsched.bench.rows import BenchRow, append_rows
+from tiledsched.core import data_files
+from tiledsched.core.device import arch_spec
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device
-from tiledsched.serve import policy
+from tiledsched.serve import transfer as policy
 from tiledsched.serve.lookup import Table
-from tiledsched.serve.policy import (
-    Parameters,
-    expected_loss,
-    loss_bands,
-    named_losses,
-    repaired,
-    transfer,
-)
 from tiledsched.serve.prebuilt import MOST_SPILLED
-from tiledsched.space_files import space_for
+from tiledsched.serve.transfer import Parameters, candidate_losses, expected_loss, loss_bands, repaired, transfer
 from tiledsched.store.exchange import read_table
-from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
-from tiledsched.studies.bench.rows import BenchRow, append_rows
-from tiledsched.studies.landscapes import read_landscape
-from tiledsched.studies.policy import Judged, Study, summary
-from tiledsched.studies.policy_losses import FAR, FEWEST, all_bands, bench_races, judged, medians, near_bands, to_json
+from tiledsched.store.records import Entry, MeasurementSummary, Toolchain
 
 SPACE, SPEC = space_for("sm_90", Attention), arch_spec("sm_90")
 PROBLEM = Attention.standard(seq_len=2048, head_dim=64)
 TABLE = data_files.tuning_db().parent / "docs" / "results" / "serving" / "sm_90_2026-11-20.json.xz"
 """The table as old as the landscapes: what is younger cannot be looked up in them."""
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.92", ptxas="13.4.92", nvvm="13.4.92")
-SUMMARY = MeasurementSummary(id=1, uid="u", median_us=300.0, ci_low_us=299.0, ci_high_us=301.0, samples=30,
-                             device=Device(name="NVIDIA H200", arch="sm_90", sm_count=132), conditions=Conditions(),
-                             accuracy=None, runner="gpu", toolchain=TOOLCHAIN,
-                             created_at=datetime(2026, 11, 20, tzinfo=timezone.utc))  # fmt: skip
+SUMMARY = MeasurementSummary(
+    id=1,
+    uid="u",
+    median_us=300.0,
+    ci_low_us=299.0,
+    ci_high_us=301.0,
+    samples=30,
+    device=Device(name="NVIDIA H200", arch="sm_90", sm_count=132),
+    conditions=Conditions(),
+    accuracy=None,
+    runner="gpu",
+    toolchain=TOOLCHAIN,
+    created_at=datetime(2026, 11, 20, tzinfo=timezone.utc),
+)
 
 
 def schedule(problem=PROBLEM, **knobs):
@@ -49,9 +52,18 @@ def schedule(problem=PROBLEM, **knobs):
 
 
 def entry(problem=PROBLEM, chosen=None, **more):
-    return EntryRecord(kernel="attention", arch="sm_90", problem=problem, provenance="measured", measurement=SUMMARY,
-                       schedule=chosen or schedule(problem), fingerprint="f" * 24, device_name="NVIDIA H200",
-                       regime="burst", **more)  # fmt: skip
+    return Entry(
+        kernel="attention",
+        arch="sm_90",
+        problem=problem,
+        provenance="measured",
+        measurement=SUMMARY,
+        schedule=chosen or schedule(problem),
+        fingerprint="f" * 24,
+        device_name="NVIDIA H200",
+        regime="burst",
+        **more,
+    )
 
 
 def at(seq_len, **changes):
@@ -112,18 +124,18 @@ def test_a_loss_that_was_not_measured_is_at_least_what_the_model_says() -> None:
 
 def test_ties_and_the_runner_up_are_named_with_their_loss() -> None:
     tie, second = schedule(latency_k=2), schedule(latency_v=4)
-    losses = named_losses(entry(ties=(tie,), runner_up=second, margin=0.1), PROBLEM, SPACE)
+    losses = candidate_losses(entry(ties=(tie,), runner_up=second, margin=0.1), PROBLEM, SPACE)
     assert losses == {schedule(): 0.0, tie: 0.0, second: pytest.approx(math.log(1.1))}
 
 
 def test_where_tiles_are_cut_off_what_masks_them_apart_is_named_beside_what_won_without() -> None:
     cut, short = PROBLEM.replace(seq_q=4000, seq_k=4000), PROBLEM.replace(seq_q=500, seq_k=500)
     twin = schedule(loop_split=True)
-    assert named_losses(entry(), cut, SPACE) == {schedule(): 0.0, twin: policy.TWIN}
-    there = named_losses(entry(problem=cut), cut.replace(seq_k=4001), SPACE)
+    assert candidate_losses(entry(), cut, SPACE) == {schedule(): 0.0, twin: policy.TWIN}
+    there = candidate_losses(entry(problem=cut), cut.replace(seq_k=4001), SPACE)
     assert there == {schedule(): 0.0}  # where it is another program already
-    assert named_losses(entry(), short, SPACE) == {schedule(): 0.0}
-    causal = named_losses(entry(problem=PROBLEM.replace(causal=True)), cut.replace(causal=True), SPACE)
+    assert candidate_losses(entry(), short, SPACE) == {schedule(): 0.0}
+    causal = candidate_losses(entry(problem=PROBLEM.replace(causal=True)), cut.replace(causal=True), SPACE)
     assert causal == {schedule(): 0.0}
     assert choice(cut, entry(at(4096))).schedule == twin
 
@@ -136,11 +148,13 @@ def test_repair_resets_only_what_a_constraint_reads() -> None:
     assert repaired(schedule(tile_m=256, tile_n=256), PROBLEM, SPACE) is not None
 
 
-ODD = [Attention.problem(seq_q=1, seq_k=8192, head_dim=128, batch=8, heads=32, kv_heads=8),
-       Attention.problem(seq_q=16, seq_k=4096, head_dim=64, heads=8, kv_heads=8, causal=True),
-       *(Attention.standard(seq_len=2048, head_dim=d, causal=c) for d in (80, 96, 160, 192, 256) for c in (False, True)),
-       Attention.problem(seq_q=512, seq_k=4096, head_dim=128, heads=16, kv_heads=2, causal=True),
-       Attention.problem(seq_q=100, seq_k=77, head_dim=17, batch=2, heads=3, kv_heads=3, dtype="bfloat16")]  # fmt: skip
+ODD = [
+    Attention.problem(seq_q=1, seq_k=8192, head_dim=128, batch=8, heads=32, kv_heads=8),
+    Attention.problem(seq_q=16, seq_k=4096, head_dim=64, heads=8, kv_heads=8, causal=True),
+    *(Attention.standard(seq_len=2048, head_dim=d, causal=c) for d in (80, 96, 160, 192, 256) for c in (False, True)),
+    Attention.problem(seq_q=512, seq_k=4096, head_dim=128, heads=16, kv_heads=2, causal=True),
+    Attention.problem(seq_q=100, seq_k=77, head_dim=17, batch=2, heads=3, kv_heads=3, dtype="bfloat16"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -234,13 +248,21 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results" / "h200"
 def test_the_losses_that_ship_are_those_of_the_study() -> None:
     root = data_files.tuning_db()
     fresh, unknown = all_bands(
-        root / "tables" / "attention" / "sm_90.json", sorted((root / "landscapes" / "attention").glob("h200_burst_*.json.xz")),
-        [RESULTS / name for name in ("coverage_tuned.csv.xz", "asked_tuned.csv.xz", "both_regimes.csv.xz")], [RESULTS / "left_out.csv"],
-    )  # fmt: skip
+        root / "tables" / "attention" / "sm_90.json",
+        sorted((root / "landscapes" / "attention").glob("h200_burst_*.json.xz")),
+        [RESULTS / name for name in ("coverage_tuned.csv.xz", "asked_tuned.csv.xz", "both_regimes.csv.xz")],
+        [RESULTS / "left_out.csv"],
+    )
     assert json.loads(to_json(fresh)) == json.loads((root / "model" / "attention" / "transfer.json").read_text())
     assert unknown > 0
-    assert list(loss_bands("attention")) == [replace(band, up_to=round(band.up_to, 3), loss=replace(
-        band.loss, mean=round(band.loss.mean, 4), worst=round(band.loss.worst, 4))) for band in fresh]  # fmt: skip
+    assert list(loss_bands("attention")) == [
+        replace(
+            band,
+            up_to=round(band.up_to, 3),
+            loss=replace(band.loss, mean=round(band.loss.mean, 4), worst=round(band.loss.worst, 4)),
+        )
+        for band in fresh
+    ]
 
 
 def test_what_a_call_refuses_is_no_choice(tmp_path) -> None:
@@ -296,8 +318,10 @@ def test_all_that_are_as_near_as_the_nearest_name_candidates() -> None:
 def test_what_a_rival_took_is_no_loss_of_ours(tmp_path) -> None:
     def rows(provenance, schedule) -> list[BenchRow]:
         common = {"problem": PROBLEM, "regime": "burst", "status": "ok"}
-        return [BenchRow(method="tiledsched", provenance="measured", schedule="a", median_us=1.0, **common),
-                BenchRow(method="left_out", provenance=provenance, schedule=schedule, median_us=2.0, **common)]  # fmt: skip
+        return [
+            BenchRow(method="tiledsched", provenance="measured", schedule="a", median_us=1.0, **common),
+            BenchRow(method="left_out", provenance=provenance, schedule=schedule, median_us=2.0, **common),
+        ]
 
     append_rows(rows("rival", "torch_cudnn"), tmp_path / "rival.csv")
     assert bench_races(tmp_path / "rival.csv") == []
@@ -318,8 +342,12 @@ def test_with_few_rows_what_packs_its_heads_goes_by_what_does_and_shares_of_keys
     """Tokens of grouped heads before any number of keys: packed, and by as many shares as leave no SM idle for want of keys."""
     for heads, head_dim in ((32, 128), (64, 64)):
         for keys in (384, 1000, 1040, 4000, 16384):
-            one, many = (Attention.problem(seq_q=1, seq_k=keys, head_dim=head_dim, batch=batch, heads=heads, kv_heads=8,
-                                           dtype="bfloat16") for batch in (1, 32))  # fmt: skip
+            one, many = (
+                Attention.problem(
+                    seq_q=1, seq_k=keys, head_dim=head_dim, batch=batch, heads=heads, kv_heads=8, dtype="bfloat16"
+                )
+                for batch in (1, 32)
+            )
             assert shipped.resolve(many, "sm_90", "NVIDIA H200").schedule["pack_gqa"], many
             assert keys < 1000 or shipped.resolve(one, "sm_90", "NVIDIA H200").schedule["kv_splits"] > 1, one
     sixteen = schedule(ODD[0], kv_splits=16, tile_n=128)

@@ -9,15 +9,8 @@ from dataclasses import asdict, fields
 
 import pytest
 
-from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.suites import drawn
-from tiledsched.serve import process
-from tiledsched.serve.entries import load_entries
-from tiledsched.serve.policy import NEAR_KIND, Parameters
-from tiledsched.studies import policy_timed
-from tiledsched.studies.bench import run as run_module
-from tiledsched.studies.bench.rows import BenchRow
-from tiledsched.studies.policy_timed import (
+from docs.studies import policy_timed
+from docs.studies.policy_timed import (
     ALIKE,
     Row,
     chosen,
@@ -30,6 +23,13 @@ from tiledsched.studies.policy_timed import (
     tables_of,
     timed,
 )
+from tiledsched.bench import run as run_module
+from tiledsched.bench.rows import BenchRow
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.suites import drawn
+from tiledsched.serve import process
+from tiledsched.serve.entries import load_entries
+from tiledsched.serve.transfer import NEAR_KIND, Parameters
 
 BEFORE = Parameters(distances=4, reach=0.3, model=0.3)
 
@@ -76,8 +76,18 @@ def test_policies_choose_differently_and_each_choice_is_timed_once(entries, monk
 
     def bench(problems, options, harness):
         asked.append(problems[0])
-        return [BenchRow(problem=problems[0], regime="burst", method=method.name, median_us=10.0 + place, ci_low_us=9.0,
-                         ci_high_us=21.0, status="ok") for place, method in enumerate(options.methods)]  # fmt: skip
+        return [
+            BenchRow(
+                problem=problems[0],
+                regime="burst",
+                method=method.name,
+                median_us=10.0 + place,
+                ci_low_us=9.0,
+                ci_high_us=21.0,
+                status="ok",
+            )
+            for place, method in enumerate(options.methods)
+        ]
 
     monkeypatch.setattr(run_module, "run_bench", bench)
     harness = argparse.Namespace(device="made up", versions="none")
@@ -91,9 +101,15 @@ def test_policies_choose_differently_and_each_choice_is_timed_once(entries, monk
 
 
 def test_a_summary_compares_what_all_policies_have(tmp_path) -> None:
-    rows = [row("a", "x", 10.0), row("a", "y", 8.0), row("b", "x", 10.0), row("b", "y", 10.5),
-            row("c", "x", 10.0), Row(problem="c", policy="y", choice="64x64", status="it failed"),
-            *(Row(problem="d", policy=each, choice="64x64") for each in "xy")]  # fmt: skip
+    rows = [
+        row("a", "x", 10.0),
+        row("a", "y", 8.0),
+        row("b", "x", 10.0),
+        row("b", "y", 10.5),
+        row("c", "x", 10.0),
+        Row(problem="c", policy="y", choice="64x64", status="it failed"),
+        *(Row(problem="d", policy=each, choice="64x64") for each in "xy"),
+    ]
     path = tmp_path / "rows.csv.xz"
     with lzma.open(path, "wt", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])

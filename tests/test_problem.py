@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiledsched.errors import ProblemError
+from tiledsched.core.errors import ProblemError
+from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.inputs import places
 from tiledsched.kernels.attention.problem import two_parts
-from tiledsched.problem import Problem
 
 PLAIN_ID = "2432e659d1c0"
 """Of a plain causal problem: fields that came later are left out at their defaults, so that it holds."""
@@ -140,9 +140,22 @@ def test_work_of_other_problems() -> None:
 
 @pytest.mark.parametrize(
     ("columns", "parts"),
-    [(1, (16, 0)), (16, (16, 0)), (17, (32, 0)), (40, (32, 16)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)),
-     (96, (64, 32)), (120, (128, 0)), (128, (128, 0)), (160, (128, 32)), (192, (128, 64)), (256, (256, 0))],
-)  # fmt: skip
+    [
+        (1, (16, 0)),
+        (16, (16, 0)),
+        (17, (32, 0)),
+        (40, (32, 16)),
+        (64, (64, 0)),
+        (72, (64, 16)),
+        (80, (64, 16)),
+        (96, (64, 32)),
+        (120, (128, 0)),
+        (128, (128, 0)),
+        (160, (128, 32)),
+        (192, (128, 64)),
+        (256, (256, 0)),
+    ],
+)
 def test_columns_in_two_parts(columns: int, parts: tuple[int, int]) -> None:
     assert two_parts(columns) == parts
     problem = Attention.problem(seq_q=1, seq_k=1, head_dim=columns)

@@ -10,11 +10,11 @@ import pytest
 
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.cli import main
-from tiledsched.errors import ConfigError, MeasureError
+from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.kernels.attention import Attention
-from tiledsched.studies.profiles import launch, pages
-from tiledsched.studies.profiles.metrics import METRICS, MethodProfile, asked, over, read_raw
-from tiledsched.studies.profiles.run import find_ncu, profile, versions
+from tiledsched.studies.profile import launch, pages
+from tiledsched.studies.profile.metrics import METRICS, MethodProfile, asked, over, read_raw
+from tiledsched.studies.profile.run import find_ncu, profile, versions
 
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128)
 HEAD = (
@@ -31,18 +31,26 @@ HEAD = (
     "CC",
 )
 VALUES = {
-    "gpu__time_duration.sum": "800,000", "sm__throughput.avg.pct_of_peak_sustained_elapsed": "54.799792",
+    "gpu__time_duration.sum": "800,000",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed": "54.799792",
     "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": "46.07",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": "54.80",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "56.73",
-    "sm__warps_active.avg.pct_of_peak_sustained_active": "12.43", "launch__registers_per_thread": "168", "launch__block_size": "384",
-    "launch__grid_size": "132", "launch__shared_mem_per_block": "230,560", "lts__t_sectors.sum": "34,089,136",
-    "dram__bytes_read.sum": "100,663,296", "dram__bytes_write.sum": "33,554,432", "smsp__inst_executed.sum": "118,137,480",
-    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum": "0", "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum": "32,768",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "12.43",
+    "launch__registers_per_thread": "168",
+    "launch__block_size": "384",
+    "launch__grid_size": "132",
+    "launch__shared_mem_per_block": "230,560",
+    "lts__t_sectors.sum": "34,089,136",
+    "dram__bytes_read.sum": "100,663,296",
+    "dram__bytes_write.sum": "33,554,432",
+    "smsp__inst_executed.sum": "118,137,480",
+    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum": "0",
+    "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum": "32,768",
     "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": "0.263684",
     "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": "1.711404",
     "smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio": "(!) n/a",
-}  # fmt: skip
+}
 
 
 def raw(*kernels):
@@ -89,8 +97,17 @@ def test_a_raw_page_is_read():
 
 def test_a_call_of_several_kernels_is_one_row():
     """Times and bytes add up, shares are weighted by time, registers are the most."""
-    page = raw(("scores", {}), ("softmax", {"gpu__time_duration.sum": "200,000", "launch__registers_per_thread": "255",
-                                            "sm__throughput.avg.pct_of_peak_sustained_elapsed": "4.8"}))  # fmt: skip
+    page = raw(
+        ("scores", {}),
+        (
+            "softmax",
+            {
+                "gpu__time_duration.sum": "200,000",
+                "launch__registers_per_thread": "255",
+                "sm__throughput.avg.pct_of_peak_sustained_elapsed": "4.8",
+            },
+        ),
+    )
     found = MethodProfile(method="eager", kernels=tuple(read_raw(page))).to_csv(1)
     assert (found["duration_us"], found["dram_mib"], found["registers"], found["kernels"]) == (1000.0, 256, 255, 2)
     assert found["sm_throughput_pct"] == pytest.approx((54.799792 * 0.8 + 4.8 * 0.2), rel=1e-4)
@@ -163,7 +180,7 @@ def test_what_to_do_about_it_is_told(ncu):
 
 
 def test_ncu_is_found_where_it_installs_itself(monkeypatch, tmp_path, ncu):
-    from tiledsched.studies.profiles import run
+    from tiledsched.studies.profile import run
 
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(run, "PLACES", (str(tmp_path / "nc*"),))
@@ -188,9 +205,12 @@ def test_the_command(ncu, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("profile --seq-len 512,1024,2048,4096,8192 --head-dim 64,128", "name at most 8"), ("profile --problem S=512,D=64 --methods nothing", "unknown method"),
-     ("profile --problem S=512,D=64 --ncu /nowhere/ncu", "there is no program")],
-)  # fmt: skip
+    [
+        ("profile --seq-len 512,1024,2048,4096,8192 --head-dim 64,128", "name at most 8"),
+        ("profile --problem S=512,D=64 --methods nothing", "unknown method"),
+        ("profile --problem S=512,D=64 --ncu /nowhere/ncu", "there is no program"),
+    ],
+)
 def test_wrong_use_is_told(ncu, capsys, words, message):
     flags = [] if "--ncu" in words else ["--ncu", ncu]
     assert main([*words.split(), *flags]) == 2
@@ -202,12 +222,14 @@ def test_the_launcher_calls_once_under_the_profiler(monkeypatch):
 
     calls = []
     cuda = types.SimpleNamespace(
-        get_device_properties=lambda index: types.SimpleNamespace(total_memory=1 << 40), synchronize=lambda: None,
-        profiler=types.SimpleNamespace(start=lambda: calls.append("start"), stop=lambda: calls.append("stop")))  # fmt: skip
+        get_device_properties=lambda index: types.SimpleNamespace(total_memory=1 << 40),
+        synchronize=lambda: None,
+        profiler=types.SimpleNamespace(start=lambda: calls.append("start"), stop=lambda: calls.append("stop")),
+    )
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace())
-    from tiledsched.studies.bench import case, methods
-    from tiledsched.studies.bench.methods import Method
+    from tiledsched.bench import case, methods
+    from tiledsched.bench.methods import Method
 
     made = Method(name="it", about="", make=lambda arrays: lambda: calls.append("call"))
     monkeypatch.setattr(case, "make_case", lambda torch, cupy, problem: types.SimpleNamespace(arrays=None))

@@ -11,7 +11,7 @@ from store_samples import DEVICE, entry
 
 import tiledsched as ts
 from tiledsched.cli import main
-from tiledsched.errors import ConfigError
+from tiledsched.core.errors import ConfigError
 from tiledsched.fleet.campaign import JOBS, CampaignPlan, Outcome
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.softmax import Softmax
@@ -53,8 +53,12 @@ def test_ranks_that_differ_are_named(home, monkeypatch) -> None:
         asked.append(group)
         found[:] = [mine, "another", mine]
 
-    torch = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: bool(asked) or alone[0], get_world_size=lambda group: 3,
-                            all_gather_object=gather)  # fmt: skip
+    torch = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: bool(asked) or alone[0],
+        get_world_size=lambda group: 3,
+        all_gather_object=gather,
+    )
     alone = [False]
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(distributed=torch))
     monkeypatch.setitem(sys.modules, "torch.distributed", torch)

@@ -14,17 +14,17 @@ import pytest
 from store_samples import DEVICE, TOOLCHAIN, artifact
 
 from tiledsched.build.compiler import Built
-from tiledsched.errors import DatabaseError, Failure, FailureKind, NoValidScheduleError
+from tiledsched.core.errors import DatabaseError, Failure, FailureKind, NoValidScheduleError
+from tiledsched.core.problem import stable_id
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Checked, Conditions
-from tiledsched.problem import stable_id
-from tiledsched.schedule import Schedule
-from tiledsched.search.record import COVERAGE, FIELD, LEADERS, SUSTAINED, Recorder, RecordOptions, plan
-from tiledsched.space import SearchSpace
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape, read_table
+from tiledsched.tuning.record import COVERAGE, FIELD, LEADERS, SUSTAINED, Recorder, RecordOptions, plan
 
 ROOT = Path(__file__).parent.parent
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128, causal=True)
@@ -84,12 +84,16 @@ def test_a_plan_begins_with_the_default_the_seeds_and_their_neighbours() -> None
 
 
 def test_every_value_has_its_share() -> None:
-    allowed = Counter((name, repr(value)) for each in SPACE.schedules(PROBLEM, pinned=PINNED)
-                      for name, value in each.items())  # fmt: skip
+    allowed = Counter(
+        (name, repr(value)) for each in SPACE.schedules(PROBLEM, pinned=PINNED) for name, value in each.items()
+    )
     order = planned(300, space=SPACE)
     counts = Counter((name, repr(value)) for each in order for name, value in each.items())
-    short = {value: counts[value] for value, most in allowed.items()
-             if counts[value] < min(most, int(0.9 * COVERAGE * len(order)))}  # fmt: skip
+    short = {
+        value: counts[value]
+        for value, most in allowed.items()
+        if counts[value] < min(most, int(0.9 * COVERAGE * len(order)))
+    }
     assert short == {}
 
 
@@ -169,8 +173,10 @@ class Gpu:
         return Checked(accuracy=ACCURACY, first_look_us=self._time(candidate, "burst"))
 
     def sample(self, candidates, *, rounds, regime):
-        return [Batch(samples_us=tuple(self._time(each, regime) for _ in range(rounds)), conditions=Conditions())
-                for each in candidates]  # fmt: skip
+        return [
+            Batch(samples_us=tuple(self._time(each, regime) for _ in range(rounds)), conditions=Conditions())
+            for each in candidates
+        ]
 
     def close(self): ...
 
@@ -184,9 +190,18 @@ class Site:
 
     def recorder(self, runner, *, space=SMALL, **options) -> Recorder:
         options = {"programs": 60, "sustained_leaders": 5, **options}
-        return Recorder(self.db, self.compiler, space, Attention, self.compiler.toolchain, RecordOptions(**options),
-                        pool=self.compiler, run_id=self.db.start_run({}, "sm_90"), runner=runner,
-                        progress=self.said.append)  # fmt: skip
+        return Recorder(
+            self.db,
+            self.compiler,
+            space,
+            Attention,
+            self.compiler.toolchain,
+            RecordOptions(**options),
+            pool=self.compiler,
+            run_id=self.db.start_run({}, "sm_90"),
+            runner=runner,
+            progress=self.said.append,
+        )
 
     def record(self, folder, runner=None, **options):
         return next(self.recorder(runner or Gpu(), **options).record([PROBLEM], folder))
@@ -335,8 +350,9 @@ def test_every_version_of_the_format_is_read(tmp_path) -> None:
     for path in files:
         table = read_table(path)
         assert len(table.measurements) == 12
-        assert all(one.measurement.median_us == statistics.median(one.measurement.samples_us)
-                   for one in table.measurements)  # fmt: skip
+        assert all(
+            one.measurement.median_us == statistics.median(one.measurement.samples_us) for one in table.measurements
+        )
 
 
 @pytest.mark.parametrize(
@@ -368,14 +384,16 @@ def test_an_export_holds_the_device_and_the_regime_asked_for(site, tmp_path) -> 
 
 
 def test_what_is_timed_beside_others_is_no_part_of_a_landscape(site, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tiledsched.search.race.PATIENCE_S", 0.0)
+    monkeypatch.setattr("tiledsched.tuning.race.PATIENCE_S", 0.0)
 
-    class Beside(Gpu):
+    class AttentionFeatures(Gpu):
         def sample(self, candidates, *, rounds, regime):
-            return [dataclasses.replace(each, conditions=Conditions(beside=(4711,)))
-                    for each in super().sample(candidates, rounds=rounds, regime=regime)]  # fmt: skip
+            return [
+                dataclasses.replace(each, conditions=Conditions(beside=(4711,)))
+                for each in super().sample(candidates, rounds=rounds, regime=regime)
+            ]
 
-    result = site.record(tmp_path, Beside())
+    result = site.record(tmp_path, AttentionFeatures())
     assert (result.complete, result.measured, result.failed, result.files) == (False, 0, 0, ())
     assert "left, because all is timed beside process 4711 on the GPU; end it and run again" in " ".join(site.said)
     assert site.db.measurements(disturbed=True)

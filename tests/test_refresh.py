@@ -12,24 +12,24 @@ import pytest
 from store_samples import DEVICE, PROBLEM, entry, measurement
 from test_search_tuner import LANDSCAPES, Recorded
 
-from tiledsched import refresh as refresh_module
-from tiledsched import tuning
+from docs.studies import compilers
+from tiledsched.bench.rows import append_rows, read_rows
 from tiledsched.build import pool
 from tiledsched.build.cubin import Artifact
 from tiledsched.build.toolchain import RELEASES, Toolchain, compiler_at_hand, installed_toolchain
 from tiledsched.cli import main
-from tiledsched.config import load_settings
+from tiledsched.core.config import load_settings
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Batch, Conditions, RivalTime
-from tiledsched.refresh import KEPT, LEFT, RACED, refresh
 from tiledsched.serve.lookup import Table
 from tiledsched.serve.process import warn_once
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import for_compiler, leaders, of_one_compiler, stale
-from tiledsched.studies import compilers
-from tiledsched.studies.bench.rows import append_rows, read_rows
+from tiledsched.tuning import refresh as refresh_module
+from tiledsched.tuning import session as tuning
+from tiledsched.tuning.refresh import KEPT, LEFT, RACED, refresh
 
 
 def toolchain(version: str) -> Toolchain:
@@ -81,8 +81,15 @@ def test_entries_of_several_compilers_stand_side_by_side(tmp_path) -> None:
     with TuningDB.open(tmp_path / "x.db") as db:
         for version, us in (("13.4.92", 100.0), ("13.5.37", 112.0), ("13.4.92", 99.0)):
             number = db.record_measurement(None, "attention", "abc", toolchain(version), measurement(us))
-            db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number,
-                               toolchain=toolchain(version)))  # fmt: skip
+            db.put_entry(
+                entry(
+                    "measured",
+                    device_name=DEVICE.name,
+                    regime="burst",
+                    measurement_id=number,
+                    toolchain=toolchain(version),
+                )
+            )
         assert [(each.compiler, each.median_us) for each in db.entries()] == [("13.4.92", 99.0), ("13.5.37", 112.0)]
         assert db.check() == []
         assert {each.toolchain.tileiras for each in of_one_compiler(db.measurements(), "13.5.37")} == {"13.5.37"}
@@ -152,8 +159,15 @@ def test_show_and_doctor_say_it(tmp_path, monkeypatch, capsys) -> None:
     with TuningDB.open(tmp_path / "x.db") as db:
         for version, us in (("13.4.92", 100.0), ("13.5.37", 110.0)):
             number = db.record_measurement(None, "attention", "abc", toolchain(version), measurement(us))
-            db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number,
-                               toolchain=toolchain(version)))  # fmt: skip
+            db.put_entry(
+                entry(
+                    "measured",
+                    device_name=DEVICE.name,
+                    regime="burst",
+                    measurement_id=number,
+                    toolchain=toolchain(version),
+                )
+            )
     show = ["show", "attention", "--device", DEVICE.name, "--json"]
 
     def shown(*more):
@@ -242,10 +256,20 @@ def tuned(db: TuningDB, compiler: Compiler) -> None:
     """What a tune under a compiler leaves behind: the fastest program, measured."""
     ranked = sorted(compiler.measurements, key=lambda taken: taken.median_us)
     number = db.record_measurement(None, "attention", Attention.source_hash(), compiler.toolchain, ranked[0])
-    assert db.put_entry(entry("measured", problem=compiler.problem, schedule=ranked[0].schedule,
-                              fingerprint=ranked[0].fingerprint, device_name=ranked[0].device.name, regime="burst",
-                              measurement_id=number, toolchain=compiler.toolchain, runner_up=ranked[1].schedule,
-                              source_hash=Attention.source_hash()))  # fmt: skip
+    assert db.put_entry(
+        entry(
+            "measured",
+            problem=compiler.problem,
+            schedule=ranked[0].schedule,
+            fingerprint=ranked[0].fingerprint,
+            device_name=ranked[0].device.name,
+            regime="burst",
+            measurement_id=number,
+            toolchain=compiler.toolchain,
+            runner_up=ranked[1].schedule,
+            source_hash=Attention.source_hash(),
+        )
+    )
 
 
 @pytest.fixture
@@ -306,9 +330,19 @@ def test_what_won_on_like_problems_under_this_compiler_takes_part(bench, db) -> 
     slowest = max(second.measurements, key=lambda taken: taken.median_us)
     won = dataclasses.replace(slowest, problem=there)
     number = db.record_measurement(None, "attention", Attention.source_hash(), second.toolchain, won)
-    db.put_entry(entry("measured", problem=there, schedule=won.schedule, fingerprint=won.fingerprint, regime="burst",
-                       device_name=won.device.name, measurement_id=number, toolchain=second.toolchain,
-                       source_hash=Attention.source_hash()))  # fmt: skip
+    db.put_entry(
+        entry(
+            "measured",
+            problem=there,
+            schedule=won.schedule,
+            fingerprint=won.fingerprint,
+            regime="burst",
+            device_name=won.device.name,
+            measurement_id=number,
+            toolchain=second.toolchain,
+            source_hash=Attention.source_hash(),
+        )
+    )
     (row,) = bench(second).rows
     assert row.outcome == RACED
     raced = {stored.measurement.schedule for stored in db.measurements(first.problem)}
@@ -382,8 +416,21 @@ class Races:
 
     def race(self, problem, candidate):
         self.raced.append(candidate.artifact.fingerprint)
-        return [RivalTime(name=name, median_us=90.0, ours_us=100.0, ratio=0.9, ratio_low=0.89, ratio_high=0.91, samples=30,
-                          host_us=50.0, capturable=True, version=version) for name, version in self.here.items()]  # fmt: skip
+        return [
+            RivalTime(
+                name=name,
+                median_us=90.0,
+                ours_us=100.0,
+                ratio=0.9,
+                ratio_low=0.89,
+                ratio_high=0.91,
+                samples=30,
+                host_us=50.0,
+                capturable=True,
+                version=version,
+            )
+            for name, version in self.here.items()
+        ]
 
     def close(self) -> None:
         self.closed += 1
@@ -489,8 +536,10 @@ class Stopwatch:
 
 def test_what_each_compiler_serves_is_timed_in_one_run(tmp_path, capsys) -> None:
     first, second = first_and_second()
-    (old, new) = (measured("13.4.92", fingerprint="old", problem=first.problem, schedule=first.schedules[0]),
-                  measured("13.5.37", fingerprint="new", problem=first.problem, schedule=first.schedules[1]))  # fmt: skip
+    (old, new) = (
+        measured("13.4.92", fingerprint="old", problem=first.problem, schedule=first.schedules[0]),
+        measured("13.5.37", fingerprint="new", problem=first.problem, schedule=first.schedules[1]),
+    )
     served = compilers.served_by([new, old], first.problem, DEVICE.name)
     assert list(served) == ["13.4.92", "13.5.37"]
 
@@ -513,7 +562,10 @@ def test_what_each_compiler_serves_is_timed_in_one_run(tmp_path, capsys) -> None
     rows = compilers.compare(gpu, Built(), Code(), served, first.problem, regime="burst", rounds=8)
     assert gpu.runs == [["old", "stale", "new"]]
     assert [(row.method, row.compiler, row.median_us, row.samples) for row in rows] == [
-        ("tiledsched", "13.4.92", 100.0, 8), ("stale", "13.5.37", 113.0, 8), ("tiledsched", "13.5.37", 101.5, 8)]  # fmt: skip
+        ("tiledsched", "13.4.92", 100.0, 8),
+        ("stale", "13.5.37", 113.0, 8),
+        ("tiledsched", "13.5.37", 101.5, 8),
+    ]
     append_rows(rows, tmp_path / "rows.csv")
     assert [row.compiler for row in read_rows(tmp_path / "rows.csv")] == ["13.4.92", "13.5.37", "13.5.37"]
     assert compilers.main(["--summary", str(tmp_path / "rows.csv")]) == 0

@@ -14,23 +14,10 @@ from types import SimpleNamespace
 import pytest
 from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
 
-from tiledsched import launches
-from tiledsched.build.compiler import Built
-from tiledsched.build.cubin import Artifact
-from tiledsched.cli import main
-from tiledsched.errors import ConfigError, Failure, FailureKind, MeasureError
-from tiledsched.kernel_names import kernel_named
-from tiledsched.kernels.attention import Attention
-from tiledsched.measure.replay import ReplayRunner
-from tiledsched.measure.runner import Batch, Candidate, Checked
-from tiledsched.problem import stable_id
-from tiledsched.search.programs import Builder
-from tiledsched.space_files import space_for
-from tiledsched.store.db import TuningDB
-from tiledsched.studies.repeatability import methods as methods_module
-from tiledsched.studies.repeatability.methods import Choice, Counted, Exhaustive, InTurn, RaceMethod, built_kernel
-from tiledsched.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, check_columns, read_rows
-from tiledsched.studies.repeatability.session import (
+from docs.studies.repeatability import methods as methods_module
+from docs.studies.repeatability.methods import Choice, Counted, Exhaustive, InTurn, RaceMethod, built_kernel
+from docs.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, check_columns, read_rows
+from docs.studies.repeatability.session import (
     Field,
     Known,
     block_medians,
@@ -41,15 +28,34 @@ from tiledsched.studies.repeatability.session import (
     run_session,
     spread,
 )
-from tiledsched.studies.repeatability.summary import summarise
+from docs.studies.repeatability.summary import summarise
+from tiledsched.build.compiler import Built
+from tiledsched.build.cubin import Artifact
+from tiledsched.cli import main
+from tiledsched.core import launch as launches
+from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError
+from tiledsched.core.problem import stable_id
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.space_files import space_for
+from tiledsched.kernels.attention import Attention
+from tiledsched.measure.replay import ReplayRunner
+from tiledsched.measure.runner import Batch, Candidate, Checked
+from tiledsched.store.db import TuningDB
+from tiledsched.tuning.programs import Builder
 
 TEMPLATE = kernel_named("attention")
 SPACE = space_for("sm_90", Attention)
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 OTHER = Attention.standard(seq_len=4096, head_dim=64)
 DEFAULT = SPACE.default(PROBLEM, pinned={"accum_mode": "fp32"})
-SCHEDULES = [DEFAULT, *(each for each in itertools.islice(SPACE.schedules(PROBLEM, pinned={"accum_mode": "fp32"}), 40)
-                        if each != DEFAULT)]  # fmt: skip
+SCHEDULES = [
+    DEFAULT,
+    *(
+        each
+        for each in itertools.islice(SPACE.schedules(PROBLEM, pinned={"accum_mode": "fp32"}), 40)
+        if each != DEFAULT
+    ),
+]
 TIMES = {schedule: 100.0 + 5 * index for index, schedule in enumerate(SCHEDULES)}
 BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 
@@ -94,9 +100,16 @@ class MadeUp:
 
 def measured(problem=PROBLEM, noise=0.001):
     """Each program's measurement: its time, and samples a little around it."""
-    return [measurement(us, problem=problem, schedule=schedule, fingerprint=print_of(schedule),
-                        samples_us=tuple(us * (1 + noise * step) for step in (-1.0, 0.0, 1.0)))
-            for schedule, us in TIMES.items()]  # fmt: skip
+    return [
+        measurement(
+            us,
+            problem=problem,
+            schedule=schedule,
+            fingerprint=print_of(schedule),
+            samples_us=tuple(us * (1 + noise * step) for step in (-1.0, 0.0, 1.0)),
+        )
+        for schedule, us in TIMES.items()
+    ]
 
 
 @pytest.fixture
@@ -249,8 +262,13 @@ class FakeTorch(types.ModuleType):
         self.now_us, self.flushes = 0.0, 0
         self.uint8, self.float16 = "uint8", "float16"
         properties = SimpleNamespace(L2_cache_size=1 << 20, multi_processor_count=132, major=9, minor=0)
-        self.cuda = SimpleNamespace(is_available=lambda: True, current_stream=lambda: 0, synchronize=lambda: None,
-                                    get_device_properties=lambda device: properties, Event=self.event)  # fmt: skip
+        self.cuda = SimpleNamespace(
+            is_available=lambda: True,
+            current_stream=lambda: 0,
+            synchronize=lambda: None,
+            get_device_properties=lambda device: properties,
+            Event=self.event,
+        )
 
     def event(self, enable_timing):
         event = SimpleNamespace()
@@ -302,8 +320,10 @@ def torch(monkeypatch):
 
 def timed(*times):
     """Candidates whose machine code says how long they take."""
-    return [Candidate(schedule=schedule, artifact=dataclasses.replace(artifact(print_of(schedule)), cubin=us.encode()))
-            for schedule, us in zip(SCHEDULES, times, strict=False)]  # fmt: skip
+    return [
+        Candidate(schedule=schedule, artifact=dataclasses.replace(artifact(print_of(schedule)), cubin=us.encode()))
+        for schedule, us in zip(SCHEDULES, times, strict=False)
+    ]
 
 
 def test_in_turn_takes_the_smallest_mean_of_twenty_warm_launches(torch) -> None:
@@ -356,8 +376,14 @@ class Fixed:
 
     def choose(self, problem, candidates) -> Choice:
         self._log.append((problem, self.name))
-        return Choice(schedule=self._schedule, estimate_us=99.0 if self._schedule else None, ties=self._ties, launches=7,
-                      kernel_seconds=0.5, failures=0)  # fmt: skip
+        return Choice(
+            schedule=self._schedule,
+            estimate_us=99.0 if self._schedule else None,
+            ties=self._ties,
+            launches=7,
+            kernel_seconds=0.5,
+            failures=0,
+        )
 
 
 def session(methods, *, seed=0, fields=None, keep=lambda rows: None, noise=0.0):
@@ -368,8 +394,9 @@ def session(methods, *, seed=0, fields=None, keep=lambda rows: None, noise=0.0):
 
 
 def test_regret_comes_from_one_interleaved_run_of_the_chosen_and_the_leaders() -> None:
-    rows = session([Fixed("race", SCHEDULES[1], ties=(SCHEDULES[0],)), Fixed("in-turn", SCHEDULES[10]),
-                     Fixed("exhaustive", None)])  # fmt: skip
+    rows = session(
+        [Fixed("race", SCHEDULES[1], ties=(SCHEDULES[0],)), Fixed("in-turn", SCHEDULES[10]), Fixed("exhaustive", None)]
+    )
     by = {row.method: row for row in rows if row.method != "referee"}
     assert by["race"].regret == pytest.approx(0.05)
     assert by["in-turn"].regret == pytest.approx(0.5)
@@ -448,11 +475,29 @@ def test_spread() -> None:
 
 
 def row(session="a", method="race", schedule="x", *, problem=PROBLEM, **more) -> StudyRow:
-    values = {"session": session, "seed": 1, "position": 1, "method": method, "problem": problem,
-              "schedule_id": schedule, "schedule": "128x64", "fingerprint": "f" * 24, "estimate_us": 100.0,
-              "ties": None, "regret": 0.0, "cv": 0.01, "cv_of_10": 0.002, "device_seconds": 4.0, "kernel_seconds": 1.5,
-              "launches": 300, "candidates": 100, "failures": 0, "device": "NVIDIA Sample", "driver": "580.1",
-              "versions": "cuda-tile 1.7.0"}  # fmt: skip
+    values = {
+        "session": session,
+        "seed": 1,
+        "position": 1,
+        "method": method,
+        "problem": problem,
+        "schedule_id": schedule,
+        "schedule": "128x64",
+        "fingerprint": "f" * 24,
+        "estimate_us": 100.0,
+        "ties": None,
+        "regret": 0.0,
+        "cv": 0.01,
+        "cv_of_10": 0.002,
+        "device_seconds": 4.0,
+        "kernel_seconds": 1.5,
+        "launches": 300,
+        "candidates": 100,
+        "failures": 0,
+        "device": "NVIDIA Sample",
+        "driver": "580.1",
+        "versions": "cuda-tile 1.7.0",
+    }
     return StudyRow(**{**values, **more})
 
 
@@ -567,11 +612,17 @@ def gpu(db, tmp_path, monkeypatch):
     monkeypatch.setattr(tiledsched.build.pool, "BuildPool", lambda jobs: made)
     monkeypatch.setattr(tiledsched.build.toolchain, "installed_toolchain", lambda: TOOLCHAIN)
     monkeypatch.setattr(tiledsched.build.toolchain, "check_arch", lambda toolchain, arch: None)
-    monkeypatch.setattr(tiledsched.measure.gpu, "GpuRunner", lambda template, seed: ReplayRunner(
-        template, [*measured(), *measured(OTHER)], seed=seed))  # fmt: skip
+    monkeypatch.setattr(
+        tiledsched.measure.gpu,
+        "GpuRunner",
+        lambda template, seed: ReplayRunner(template, [*measured(), *measured(OTHER)], seed=seed),
+    )
     others = {"in-turn": Fixed("in-turn", SCHEDULES[2]), "exhaustive": Fixed("exhaustive", SCHEDULES[3])}
-    monkeypatch.setattr(methods_module, "make_methods", lambda names, template, runner: [
-        others.get(name) or RaceMethod(runner) for name in names])  # fmt: skip
+    monkeypatch.setattr(
+        methods_module,
+        "make_methods",
+        lambda names, template, runner: [others.get(name) or RaceMethod(runner) for name in names],
+    )
     return made
 
 
@@ -666,10 +717,14 @@ def test_torch_methods_launch_the_artifact_and_get_it_right() -> None:
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     problem = Attention.standard(seq_len=512, head_dim=64, causal=True, batch=2, heads=4)
     default = space_for(arch, Attention).default(problem, pinned={"accum_mode": "fp32"})
-    made = [compile_task(BuildTask(kernel=Attention.locator(), schedule=each, problem=problem, arch=arch)).artifact
-            for each in (default, default.replace(tile_m=64, tile_n=32))]  # fmt: skip
-    field = [Candidate(schedule=default, artifact=made[0]),
-             Candidate(schedule=default.replace(tile_m=64, tile_n=32), artifact=made[1])]  # fmt: skip
+    made = [
+        compile_task(BuildTask(kernel=Attention.locator(), schedule=each, problem=problem, arch=arch)).artifact
+        for each in (default, default.replace(tile_m=64, tile_n=32))
+    ]
+    field = [
+        Candidate(schedule=default, artifact=made[0]),
+        Candidate(schedule=default.replace(tile_m=64, tile_n=32), artifact=made[1]),
+    ]
     for method in (InTurn(TEMPLATE), Exhaustive(TEMPLATE)):
         method.prepare(problem, field)
         q, k, v, out = (method._arrays[name] for name in ("Q", "K", "V", "Out"))
@@ -686,11 +741,13 @@ def test_torch_methods_launch_the_artifact_and_get_it_right() -> None:
 
 
 def test_the_referee_does_not_judge_beside_others() -> None:
-    class Beside(ReplayRunner):
+    class AttentionFeatures(ReplayRunner):
         def sample(self, candidates, *, rounds, regime):
-            return [dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, beside=(4711,)))
-                    for each in super().sample(candidates, rounds=rounds, regime=regime)]  # fmt: skip
+            return [
+                dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, beside=(4711,)))
+                for each in super().sample(candidates, rounds=rounds, regime=regime)
+            ]
 
     field = Field(candidates=candidates(12), leaders=candidates(4))
     with pytest.raises(MeasureError, match="timed beside process 4711 on the GPU, which decides nothing; end it"):
-        referee(Beside(TEMPLATE, measured()), PROBLEM, field, [])
+        referee(AttentionFeatures(TEMPLATE, measured()), PROBLEM, field, [])

@@ -20,17 +20,17 @@ from report_samples import (
 )
 
 from tiledsched.cli import main
-from tiledsched.config import load_settings
+from tiledsched.core.config import load_settings
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped, write_report
 from tiledsched.report.analysis import held
 from tiledsched.report.document import Cards, Chart
 from tiledsched.report.regret import broad, enough, regret_map
 from tiledsched.report.text import document, side_by_side
-from tiledsched.schedule import Schedule
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.db import TuningDB
-from tiledsched.store.records import EntryRecord
+from tiledsched.store.records import Entry
 
 CAUSAL = PROBLEM.replace(causal=True)
 
@@ -70,8 +70,15 @@ def test_a_winner_alone_says_nothing_of_other_choices(db):
 def test_a_knob_that_has_to_be_chosen(db):
     """Each of two problems has its own best value: any single one costs; the other knob is settled."""
     for problem, best in ((PROBLEM, 64), (CAUSAL, 128)):
-        add_times(db, {plain(64, tile_n, occupancy=occ): 100.0 * (1 if tile_n == best else 1.21) * occ
-                       for tile_n in (64, 128) for occ in (1, 2)}, problem=problem)  # fmt: skip
+        add_times(
+            db,
+            {
+                plain(64, tile_n, occupancy=occ): 100.0 * (1 if tile_n == best else 1.21) * occ
+                for tile_n in (64, 128)
+                for occ in (1, 2)
+            },
+            problem=problem,
+        )
     costs = held(report_of(db).measured.problems)
     assert list(costs) == ["occupancy", "tile_n"]  # the one whose wrong value costs most is first
     assert costs["occupancy"] == pytest.approx({1: 1.0, 2: 2.0})
@@ -93,8 +100,18 @@ def test_the_default_is_found_in_evidence_of_an_older_space(db):
 
 
 def entry(schedule, **more):
-    return EntryRecord(kernel="attention", arch="sm_90", problem=PROBLEM, provenance="measured", schedule=schedule,
-                       fingerprint=schedule.id * 2, device_name=DEVICE.name, regime="burst", toolchain=TOOLCHAIN, **more)  # fmt: skip
+    return Entry(
+        kernel="attention",
+        arch="sm_90",
+        problem=PROBLEM,
+        provenance="measured",
+        schedule=schedule,
+        fingerprint=schedule.id * 2,
+        device_name=DEVICE.name,
+        regime="burst",
+        toolchain=TOOLCHAIN,
+        **more,
+    )
 
 
 def test_the_runner_up_of_the_race_is_told_where_only_the_winner_is_here(db):
@@ -168,8 +185,13 @@ def test_looks_of_a_warm_landscape_are_no_cold_times(db):
 
     def put(us, tile, samples, graph_launches, problem=PROBLEM):
         found = taken(plain(64, tile), us, problem=problem)
-        found = dataclasses.replace(found, samples_us=(us,) * samples, ci_low_us=us, ci_high_us=us,
-                                    conditions=dataclasses.replace(found.conditions, graph_launches=graph_launches))  # fmt: skip
+        found = dataclasses.replace(
+            found,
+            samples_us=(us,) * samples,
+            ci_low_us=us,
+            ci_high_us=us,
+            conditions=dataclasses.replace(found.conditions, graph_launches=graph_launches),
+        )
         db.record_measurement(None, "attention", SOURCE, TOOLCHAIN, found)
 
     for problem in (PROBLEM, CAUSAL):

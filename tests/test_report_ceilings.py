@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 from report_samples import PROBLEM, TOOLCHAIN, add_times, plain, report_of, taken
 
-from tiledsched.config import load_settings
+from tiledsched.core.config import load_settings
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.report.ceilings import measured_ceilings, roof_of
 from tiledsched.report.rate_charts import roofline, said_of_roofs
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.db import TuningDB
-from tiledsched.store.records import EntryRecord
+from tiledsched.store.records import Entry
 
 LARGE = Softmax.problem(rows=65536, columns=8192)
 SMALL = Softmax.problem(rows=64, columns=1024)
@@ -28,16 +28,31 @@ def db():
         yield opened
 
 
-def entry(db, problem, us, **changes) -> EntryRecord:
+def entry(db, problem, us, **changes) -> Entry:
     """A measured entry as it is read back from a database."""
     measured = {key: changes.pop(key) for key in ("device", "regime", "clock") if key in changes}
     found = taken(plain(128, 64), us, problem=problem, **measured)
     number = db.record_measurement(None, problem.kernel, "abc", TOOLCHAIN, found)
-    db.put_entry(EntryRecord(kernel=problem.kernel, arch="sm_90", problem=problem, provenance="measured",
-                             schedule=found.schedule, fingerprint=found.fingerprint, device_name=found.device.name,
-                             regime=found.regime, measurement_id=number, toolchain=TOOLCHAIN, **changes))  # fmt: skip
-    return next(each for each in db.entries(kernel=problem.kernel)
-                if (each.problem, each.device_name, each.regime) == (problem, found.device.name, found.regime))  # fmt: skip
+    db.put_entry(
+        Entry(
+            kernel=problem.kernel,
+            arch="sm_90",
+            problem=problem,
+            provenance="measured",
+            schedule=found.schedule,
+            fingerprint=found.fingerprint,
+            device_name=found.device.name,
+            regime=found.regime,
+            measurement_id=number,
+            toolchain=TOOLCHAIN,
+            **changes,
+        )
+    )
+    return next(
+        each
+        for each in db.entries(kernel=problem.kernel)
+        if (each.problem, each.device_name, each.regime) == (problem, found.device.name, found.regime)
+    )
 
 
 def test_the_highest_rate_of_each_unit_and_gpu_with_its_clock(db):
@@ -50,7 +65,10 @@ def test_the_highest_rate_of_each_unit_and_gpu_with_its_clock(db):
     ]
     found = measured_ceilings(rows, "burst", ["float16", "bfloat16"])
     assert [(each.device_name, each.unit, each.problem) for each in found] == [
-        ("NVIDIA H100", "TFLOP/s", CACHED), ("NVIDIA H200", "GB/s", LARGE), ("NVIDIA H200", "TFLOP/s", PRODUCT)]  # fmt: skip
+        ("NVIDIA H100", "TFLOP/s", CACHED),
+        ("NVIDIA H200", "GB/s", LARGE),
+        ("NVIDIA H200", "TFLOP/s", PRODUCT),
+    ]
     assert found[2].rate == PRODUCT.tflops(1400.0)
     assert found[1].rate == LARGE.gbps(500.0)
     assert "at 1755 MHz (matmul m=8192" in str(found[2])

@@ -12,7 +12,7 @@ import sys
 import pytest
 from report_samples import DEVICE, PROBLEM, add_builds, add_modelled, add_times, build_of, landscape, plain, report_of
 
-from tiledsched.errors import ConfigError, Failure, FailureKind
+from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.report import write_report
 from tiledsched.report.csv_files import schedules_csv, sensitivity_csv
 from tiledsched.report.document import Cards, Chart, Contents, Heading, Paragraph, Table, to_html, to_markdown
@@ -90,7 +90,12 @@ def test_drops_in_the_table(db):
     assert row["worst"] == "3.00x"
     row = table_with(markdown, "best tile")[0]
     assert (row["S"], row["best tile"], row["runner-up tile"], row["drop"], row["worst tile's drop"]) == (
-        "medium (4096)", "128x64", "128x128", "10.0%", "200.0%")  # fmt: skip
+        "medium (4096)",
+        "128x64",
+        "128x128",
+        "10.0%",
+        "200.0%",
+    )
 
 
 def test_one_schedule_leaves_cells_empty(db):
@@ -109,8 +114,9 @@ def test_one_schedule_leaves_cells_empty(db):
 
 def test_failures_table(db):
     message = "tileiras: error: `a` | <b>\nmore"
-    db.record_failure(None, "attention", "sm_90", "build", plain(256, 256),
-                      Failure(kind=FailureKind.COMPILE_ERROR, message=message))  # fmt: skip
+    db.record_failure(
+        None, "attention", "sm_90", "build", plain(256, 256), Failure(kind=FailureKind.COMPILE_ERROR, message=message)
+    )
     blocks = document(report_of(db, "sm_90"))
     row = table_with(to_markdown(blocks).replace("\\|", "/"), "stage", "kind")[0]
     assert (row["stage"], row["kind"], row["candidates"]) == ("build", "compile_error", "1")
@@ -152,7 +158,11 @@ def test_sensitivity_csv(db):
     add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True), runner_up=plain(64, 64), margin=0.25)
     rows = rows_of(sensitivity_csv(report_of(db, "sm_90")))
     assert [(row["provenance"], row["scope"]) for row in rows] == [
-        ("measured", "problem"), ("measured", "regime"), ("modelled", "problem"), ("modelled", "regime")]  # fmt: skip
+        ("measured", "problem"),
+        ("measured", "regime"),
+        ("modelled", "problem"),
+        ("modelled", "regime"),
+    ]
     for row in rows[:2]:
         assert (row["best_tile"], row["runner_up_tile"], row["drop_percent"]) == ("128x64", "64x64", "10.000")
         assert row["modelled_drop_percent"] == ""
@@ -242,10 +252,14 @@ def test_a_file_in_place_of_the_folder(db, tmp_path):
 
 def test_document_blocks():
     blocks = [
-        Paragraph(text="Mind `this` & <that>", warning=True), Heading(text="T", level=1),
-        Contents(), Cards(items=(("+5%", "what `x` costs"),)), Heading(text="More, folded", folded=True),
-        Table(head=("a", "b"), rows=(("1.5%", "128x64"), ("-", "-"))), Chart(name="i", spec={"mark": "</script>"}, text='say "x"'),
-    ]  # fmt: skip
+        Paragraph(text="Mind `this` & <that>", warning=True),
+        Heading(text="T", level=1),
+        Contents(),
+        Cards(items=(("+5%", "what `x` costs"),)),
+        Heading(text="More, folded", folded=True),
+        Table(head=("a", "b"), rows=(("1.5%", "128x64"), ("-", "-"))),
+        Chart(name="i", spec={"mark": "</script>"}, text='say "x"'),
+    ]
     markdown = to_markdown(blocks, {"i.svg"})
     assert markdown.splitlines()[0] == "Mind `this` &amp; &lt;that&gt;"
     assert "| ---: | --- |" in markdown

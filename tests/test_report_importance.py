@@ -8,7 +8,7 @@ import random
 import pytest
 from report_samples import landscape, plain, report_of
 
-from tiledsched import data_files
+from tiledsched.core import data_files
 from tiledsched.report import write_report
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.store.db import TuningDB

@@ -13,15 +13,15 @@ import cuda.tile as ct
 import pytest
 from report_samples import DEVICE, PROBLEM, add_builds, add_modelled, add_times, build_of, plain, report_of
 
-import tiledsched.fields as ts
-from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel import Kernel
+import tiledsched.core.fields as ts
+from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import charts, write_report
 from tiledsched.report.axes import axes_of, cell
 from tiledsched.report.document import to_markdown
 from tiledsched.report.text import document
-from tiledsched.schedule import Schedule
 from tiledsched.store.db import TuningDB
 
 ATTENTIONS_WORDS = re.compile(
@@ -129,8 +129,16 @@ def test_its_own_words_and_no_others(db, tmp_path, monkeypatch):
         db, choices(Smooth)[0], problem=LONG.replace(dtype="float32"), runner_up=choices(Smooth)[1], margin=0.5
     )
     add_builds(db, [build_of(one, one.id * 2, problem=LONG) for one in choices(Smooth)])
-    db.record_failure(None, Smooth.name, "sm_90", "measure", choices(Smooth)[3],
-                      Failure(kind=FailureKind.HANG, message="no answer"), problem=LONG, device=DEVICE)  # fmt: skip
+    db.record_failure(
+        None,
+        Smooth.name,
+        "sm_90",
+        "measure",
+        choices(Smooth)[3],
+        Failure(kind=FailureKind.HANG, message="no answer"),
+        problem=LONG,
+        device=DEVICE,
+    )
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 110.0})  # attention's, in the same database
     add_modelled(db, plain(128, 64), problem=PROBLEM.replace(causal=True))
     written = {
@@ -144,12 +152,23 @@ def test_its_own_words_and_no_others(db, tmp_path, monkeypatch):
         assert ATTENTIONS_WORDS.findall(text) == []
     markdown = written["report.md"]
     assert markdown.startswith("# Tiling sensitivity on sm_90: report_tests.smooth\n")
-    for section in ("Best schedules, measured", "Tiling sensitivity, measured", "Every knob, measured",
-                    "Resources of the winners, measured", "Evidence", "Best schedules, modelled", "Burst against sustained",
-                    "Knobs that change nothing", "Failures", "Conditions: NVIDIA H200"):  # fmt: skip
+    for section in (
+        "Best schedules, measured",
+        "Tiling sensitivity, measured",
+        "Every knob, measured",
+        "Resources of the winners, measured",
+        "Evidence",
+        "Best schedules, modelled",
+        "Burst against sustained",
+        "Knobs that change nothing",
+        "Failures",
+        "Conditions: NVIDIA H200",
+    ):
         assert f"\n## {section}\n" in markdown
     assert re.findall("\n### (.*)", markdown.split("## Tiling")[0]) == [
-        "width=64 float16 on NVIDIA H200", "width=128 float16 on NVIDIA H200"]  # fmt: skip
+        "width=64 float16 on NVIDIA H200",
+        "width=128 float16 on NVIDIA H200",
+    ]
 
 
 def test_tables(db):
@@ -157,15 +176,28 @@ def test_tables(db):
     add_smooth(db, SHORT, 0.1)
     markdown = to_markdown(document(report_of(db, kernel=Smooth)))
     short, long = table_under(markdown, "### width=64 float16")
-    assert list(long) == ["length", "best", "µs", "95% interval", "GB/s", "runner-up", "drop", "ties", "default's drop",
-                          "median's drop", "worst"]  # fmt: skip
+    assert list(long) == [
+        "length",
+        "best",
+        "µs",
+        "95% interval",
+        "GB/s",
+        "runner-up",
+        "drop",
+        "ties",
+        "default's drop",
+        "median's drop",
+        "worst",
+    ]
     assert (short["length"], long["length"], long["µs"], long["drop"]) == ("512", "8192", "100.0", "5.0%")
     assert long["GB/s"] == f"{2 * 8192 * 64 * 2 / 100e-6 / 1e9:.1f}"  # once in, once out, two bytes each
     assert long["default's drop"] == "100.0%"  # of the declaration's first choices
     lines = table_under(markdown, "## Tiling sensitivity, measured")
     assert list(lines[0])[:6] == ["device", "width", "dtype", "length", "problems", "best tile"]
     assert [(line["length"], line["best tile"], line["runner-up tile"]) for line in lines] == [
-        ("short (512)", "256x1", "256x2"), ("long (8192)", "256x1", "256x2")]  # fmt: skip
+        ("short (512)", "256x1", "256x2"),
+        ("long (8192)", "256x1", "256x2"),
+    ]
     assert "Each tile (SPAN x LANES) is judged" in markdown
     assert "Short is length up to 1024" in markdown
     assert [row["knob"] for row in table_under(markdown, "## Every knob, measured")] == ["`SPAN`", "`LANES`", "`turn`"]
@@ -177,10 +209,36 @@ def test_csv_columns(db, tmp_path):
     write_report(report_of(db, kernel=Smooth), tmp_path)
     rows = rows_of((tmp_path / "schedules.csv").read_text())
     assert list(rows[0]) == [
-        "arch", "device", "regime", "provenance", "problem_id", "length", "width", "dtype", "schedule_id", "LANES", "SPAN",
-        "turn", "median_us", "ci_low_us", "ci_high_us", "samples", "gbps", "relative", "modelled_us", "modelled_gbps",
-        "modelled_relative", "same_program_as", "fingerprint", "registers", "threads", "shared_bytes", "spill_bytes",
-        "code_bytes", "ctas_per_sm"]  # fmt: skip
+        "arch",
+        "device",
+        "regime",
+        "provenance",
+        "problem_id",
+        "length",
+        "width",
+        "dtype",
+        "schedule_id",
+        "LANES",
+        "SPAN",
+        "turn",
+        "median_us",
+        "ci_low_us",
+        "ci_high_us",
+        "samples",
+        "gbps",
+        "relative",
+        "modelled_us",
+        "modelled_gbps",
+        "modelled_relative",
+        "same_program_as",
+        "fingerprint",
+        "registers",
+        "threads",
+        "shared_bytes",
+        "spill_bytes",
+        "code_bytes",
+        "ctas_per_sm",
+    ]
     assert (len(rows), rows[0]["length"], rows[0]["width"], rows[0]["SPAN"], rows[0]["turn"]) == (
         13,
         "8192",
@@ -193,9 +251,23 @@ def test_csv_columns(db, tmp_path):
     assert rows[12]["gbps"] == rows[0]["modelled_gbps"] == ""
     lines = rows_of((tmp_path / "sensitivity.csv").read_text())
     assert list(lines[0]) == [
-        "arch", "device", "provenance", "scope", "width", "dtype", "size_regime", "sizes", "problems", "problem_id",
-        "best_tile", "runner_up_tile", "drop_percent", "worst_drop_percent", "modelled_drop_percent",
-        "modelled_worst_drop_percent"]  # fmt: skip
+        "arch",
+        "device",
+        "provenance",
+        "scope",
+        "width",
+        "dtype",
+        "size_regime",
+        "sizes",
+        "problems",
+        "problem_id",
+        "best_tile",
+        "runner_up_tile",
+        "drop_percent",
+        "worst_drop_percent",
+        "modelled_drop_percent",
+        "modelled_worst_drop_percent",
+    ]
     assert (lines[1]["scope"], lines[1]["sizes"], lines[1]["worst_drop_percent"]) == ("regime", "8192", "140.000")
 
 
@@ -205,7 +277,13 @@ def test_tiles_are_drawn_over_the_two_knobs_that_matter_most(db):
     assert report.tile_knobs == ("SPAN", "LANES")
     (one,) = report.measured.problems
     assert {tile.tile: round(tile.relative, 3) for tile in one.tiles} == {
-        (256, 1): 1.0, (256, 2): 1.2, (512, 1): 1.5, (512, 2): 1.8, (128, 1): 2.0, (128, 2): 2.4}  # fmt: skip
+        (256, 1): 1.0,
+        (256, 2): 1.2,
+        (512, 1): 1.5,
+        (512, 2): 1.8,
+        (128, 1): 2.0,
+        (128, 2): 2.4,
+    }
     spec = charts.tiles(report.measured, report)
     assert {(row["rows"], row["columns"]): row["said"] for row in spec["data"]["values"]}[128, 2] == "2.40"
     assert [row["rows"] for row in spec["data"]["values"] if row["tile"]] == [256]
@@ -213,8 +291,12 @@ def test_tiles_are_drawn_over_the_two_knobs_that_matter_most(db):
 
 def test_hints_are_a_tile_only_where_nothing_else_varies(db):
     base = Schedule(SPAN=128, LANES=1, turn="left")
-    times = {base.replace(SPAN=span, occupancy=occ, num_ctas=ctas): 100.0 + span / 64 + 50 * occ + ctas
-             for span in (128, 256) for occ in (1, 2) for ctas in (1, 2)}  # fmt: skip
+    times = {
+        base.replace(SPAN=span, occupancy=occ, num_ctas=ctas): 100.0 + span / 64 + 50 * occ + ctas
+        for span in (128, 256)
+        for occ in (1, 2)
+        for ctas in (1, 2)
+    }
     add_times(db, times, problem=LONG)
     assert report_of(db, kernel=Smooth).tile_knobs == ("SPAN", "occupancy")
 
@@ -262,8 +344,11 @@ def test_a_grid_that_fails_on_an_older_schedule_does_not_break_the_report(db):
 def test_axes_labels_and_named_tiles(db, tmp_path):
     wide, narrow = (Product.problem(length=128, inner=32, width=width) for width in (4096, 256))
     for problem, samples in itertools.product((wide, narrow), (1, 2)):
-        add_times(db, {one: 1.0 + one["threads"] + one["BLOCK_M"] / 1e3 + one["BLOCK_N"] / 1e4 for one in choices(Product)},
-                  problem=problem.replace(samples=samples))  # fmt: skip
+        add_times(
+            db,
+            {one: 1.0 + one["threads"] + one["BLOCK_M"] / 1e3 + one["BLOCK_N"] / 1e4 for one in choices(Product)},
+            problem=problem.replace(samples=samples),
+        )
     add_times(db, {choices(Product)[0]: 5.0}, problem=wide.replace(order="nt"))
     report = report_of(db, kernel=Product)
     assert report.tile_knobs == ("BLOCK_M", "BLOCK_N")  # by name, though `threads` matters more
@@ -271,15 +356,15 @@ def test_axes_labels_and_named_tiles(db, tmp_path):
     table = table_under(markdown, "### order=nn float16")
     assert list(table[0])[:5] == ["N", "M", "inner", "samples", "best"]
     assert [(row["N"], row["M"], row["inner"], row["samples"]) for row in table] == [
-        ("256", "128", "32", "1"), ("256", "128", "32", "2"), ("4096", "128", "32", "1"), ("4096", "128", "32", "2")]  # fmt: skip
+        ("256", "128", "32", "1"),
+        ("256", "128", "32", "2"),
+        ("4096", "128", "32", "1"),
+        ("4096", "128", "32", "2"),
+    ]
     assert "repeats" not in table[0]  # at its default everywhere: nothing to tell apart
     assert table[0]["TFLOP/s"] == f"{2 * 128 * 256 * 32 / (float(table[0]['µs']) * 1e-6) / 1e12:.1f}"
     add_times(db, {choices(Product)[0]: 5.0}, problem=narrow.replace(repeats=3))
-    markdown = to_markdown(
-        document(
-            report_of(db, kernel=Product),
-        )
-    )
+    markdown = to_markdown(document(report_of(db, kernel=Product)))
     table = table_under(markdown, "### order=nn float16")
     assert [(row["N"], row["repeats"]) for row in table] == [
         ("256", "1"),

@@ -9,17 +9,24 @@ from dataclasses import replace
 import pytest
 from report_samples import plain, taken
 
-from tiledsched import data_files
+from tiledsched.core import data_files
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report.knobs import fastest_first, knob_row, problem_row, tables, verdict
-from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 
 SPACE = space_for("sm_90", Attention)
-FIRST = [taken(plain(64, 64), 200.0), taken(plain(64, 64, kv_subtiles=2), 160.0), taken(plain(128, 64), 180.0),
-         taken(plain(128, 64, kv_subtiles=2), 240.0)]  # fmt: skip
-SECOND = [taken(plain(64, 64), 100.0), taken(plain(64, 64, kv_subtiles=2), 125.0),
-          replace(taken(plain(64, 32, kv_subtiles=2), 50.0), accuracy=None)]  # fmt: skip
+FIRST = [
+    taken(plain(64, 64), 200.0),
+    taken(plain(64, 64, kv_subtiles=2), 160.0),
+    taken(plain(128, 64), 180.0),
+    taken(plain(128, 64, kv_subtiles=2), 240.0),
+]
+SECOND = [
+    taken(plain(64, 64), 100.0),
+    taken(plain(64, 64, kv_subtiles=2), 125.0),
+    replace(taken(plain(64, 32, kv_subtiles=2), 50.0), accuracy=None),
+]
 SHIPPED = data_files.tuning_db() / "landscapes" / "attention" / "h200_burst_s4096_d64_float16_full_b4_h32.json.xz"
 
 
@@ -53,8 +60,11 @@ def test_the_best_is_compared_with_the_best_without_structure() -> None:
 
 def test_a_shipped_landscape_read_as_bare_json_gives_the_same() -> None:
     data = json.loads(lzma.decompress(SHIPPED.read_bytes()))
-    times = [(one["measurement"]["median_us"], one["measurement"]["schedule"]) for one in data["measurements"]
-             if one["measurement"]["accuracy"]]  # fmt: skip
+    times = [
+        (one["measurement"]["median_us"], one["measurement"]["schedule"])
+        for one in data["measurements"]
+        if one["measurement"]["accuracy"]
+    ]
     one_tile = min(us for us, schedule in times if schedule["kv_subtiles"] == 1)
     two_tiles = min(us for us, schedule in times if schedule["kv_subtiles"] == 2)
     landscape = [stored.measurement for stored in read_table(SHIPPED).measurements]

@@ -21,13 +21,13 @@ from report_samples import (
     taken,
 )
 
-from tiledsched.errors import Failure, FailureKind
+from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report.analysis import matched_pairs, size_regime
 from tiledsched.report.text import _summary
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
-from tiledsched.store.records import EntryRecord
+from tiledsched.store.records import Entry
 
 
 @pytest.fixture
@@ -51,9 +51,20 @@ def test_a_refresh_under_another_compiler_does_not_hide_the_landscape(db, monkey
     for problem in (PROBLEM, refreshed):
         for schedule, us in ((plain(128, 64), 99.0), (plain(64, 64), 90.0)):
             number = db.record_measurement(None, "attention", SOURCE, newer, taken(schedule, us, problem=problem))
-        db.put_entry(EntryRecord(kernel="attention", arch="sm_90", problem=problem, provenance="measured", schedule=schedule,
-                                 device_name=DEVICE.name, regime="burst", source_hash=SOURCE, toolchain=newer,
-                                 measurement_id=number))  # fmt: skip
+        db.put_entry(
+            Entry(
+                kernel="attention",
+                arch="sm_90",
+                problem=problem,
+                provenance="measured",
+                schedule=schedule,
+                device_name=DEVICE.name,
+                regime="burst",
+                source_hash=SOURCE,
+                toolchain=newer,
+                measurement_id=number,
+            )
+        )
     report = report_of(db, "sm_90")
     whole, new = sorted(report.measured.problems, key=lambda one: -one.programs)
     assert [one.us for one in whole.timed] == [100.0, 110.0, 150.0, 400.0]
@@ -108,11 +119,21 @@ def test_overlapping_intervals_are_ties(db):
 def test_the_race_decides_ties_where_it_ran(db):
     """Medians 3% apart, intervals apart, but the race, which pairs samples, called it a tie."""
     ids = add_times(db, {plain(128, 64): 100.0, plain(64, 64): 103.0, plain(128, 128): 104.0})
-    db.put_entry(EntryRecord(
-        kernel="attention", arch="sm_90", problem=PROBLEM, device_name=DEVICE.name, regime="burst",
-        provenance="measured", schedule=plain(64, 64), ties=(plain(128, 64),), toolchain=TOOLCHAIN,
-        measurement_id=ids[plain(64, 64)], source_hash=SOURCE,
-    ))  # fmt: skip
+    db.put_entry(
+        Entry(
+            kernel="attention",
+            arch="sm_90",
+            problem=PROBLEM,
+            device_name=DEVICE.name,
+            regime="burst",
+            provenance="measured",
+            schedule=plain(64, 64),
+            ties=(plain(128, 64),),
+            toolchain=TOOLCHAIN,
+            measurement_id=ids[plain(64, 64)],
+            source_hash=SOURCE,
+        )
+    )
     one = only(report_of(db, "sm_90"))
     assert one.best.schedule == plain(128, 64)
     assert one.ties == (plain(64, 64),)
@@ -152,10 +173,15 @@ def test_newest_measurement_counts(db):
 
 
 def test_knob_importance_matches_hand_numbers(db):
-    add_times(db, {
-        plain(128, 64): 100.0, plain(128, 64, occupancy=2): 110.0,
-        plain(64, 64): 150.0, plain(64, 64, occupancy=2): 120.0,
-    })  # fmt: skip
+    add_times(
+        db,
+        {
+            plain(128, 64): 100.0,
+            plain(128, 64, occupancy=2): 110.0,
+            plain(64, 64): 150.0,
+            plain(64, 64, occupancy=2): 120.0,
+        },
+    )
     knobs = {knob.knob: knob for knob in only(report_of(db, "sm_90")).knobs}
     assert set(knobs) == {"tile_m", "occupancy"}
     assert knobs["occupancy"].pairs == 2
@@ -269,8 +295,16 @@ def test_measured_problems_are_not_modelled_too(db):
 
 
 def test_transferred_entries_are_named_not_timed(db):
-    db.put_entry(EntryRecord(kernel="attention", arch="sm_90", problem=PROBLEM, provenance="transferred",
-                             schedule=plain(128, 64), source="nearest problem"))  # fmt: skip
+    db.put_entry(
+        Entry(
+            kernel="attention",
+            arch="sm_90",
+            problem=PROBLEM,
+            provenance="transferred",
+            schedule=plain(128, 64),
+            source="nearest problem",
+        )
+    )
     report = report_of(db, "sm_90")
     assert report.measured.problems == report.modelled.problems == ()
     assert [entry.source for entry in report.unmeasured] == ["nearest problem"]
@@ -279,10 +313,15 @@ def test_transferred_entries_are_named_not_timed(db):
 
 def test_inert_knobs(db):
     add_times(db, {plain(128, 64): 100.0})
-    add_builds(db, [
-        build_of(plain(128, 64), "a" * 24), build_of(plain(128, 64, latency_k=2), "a" * 24),
-        build_of(plain(64, 64), "b" * 24), build_of(plain(64, 64, latency_k=2), "c" * 24),
-    ])  # fmt: skip
+    add_builds(
+        db,
+        [
+            build_of(plain(128, 64), "a" * 24),
+            build_of(plain(128, 64, latency_k=2), "a" * 24),
+            build_of(plain(64, 64), "b" * 24),
+            build_of(plain(64, 64, latency_k=2), "c" * 24),
+        ],
+    )
     report = report_of(db, "sm_90")
     assert [(knob.knob, knob.pairs, knob.same) for knob in report.inert] == [("latency_k", 2, 1), ("tile_m", 2, 0)]
     assert report.builds == 4
@@ -298,14 +337,17 @@ def test_failures_are_counted_once(db):
         db.record_failure(None, "attention", "sm_90", "measure", plain(64, 64), hang, problem=PROBLEM, device=DEVICE)
     counts = report_of(db, "sm_90").failures
     assert [(line.stage, line.kind, line.candidates) for line in counts] == [
-        ("build", "compile_error", 2), ("measure", "hang", 1)]  # fmt: skip
+        ("build", "compile_error", 2),
+        ("measure", "hang", 1),
+    ]
     assert counts[1].example == "no answer for 5 s"
 
 
 def test_conditions(db):
     db.record_measurement(None, "attention", SOURCE, TOOLCHAIN, taken(plain(128, 64), 100.0, clock=1980))
-    db.record_measurement(None, "attention", SOURCE, TOOLCHAIN,
-                          taken(plain(64, 64), 120.0, clock=1410, reasons=("power cap",)))  # fmt: skip
+    db.record_measurement(
+        None, "attention", SOURCE, TOOLCHAIN, taken(plain(64, 64), 120.0, clock=1410, reasons=("power cap",))
+    )
     (line,) = report_of(db, "sm_90").conditions
     assert line.device.name == DEVICE.name
     assert line.sm_clock_mhz == (1410, 1980)

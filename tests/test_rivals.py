@@ -12,14 +12,14 @@ from store_samples import PROBLEM, RIVALS, entry, stored
 from test_search_tuner import LANDSCAPES, Recorded, tune
 
 from tiledsched import configure
-from tiledsched.errors import DatabaseError, LaunchError
+from tiledsched.core.errors import DatabaseError, LaunchError
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import RivalTime
 from tiledsched.serve import rivals as rivals_module
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import Table
 from tiledsched.serve.rivals import expected_offers, measured_offers, pays
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, read_table
 
@@ -29,15 +29,34 @@ SPACE = space_for("sm_90", Attention)
 
 
 def a_rival(ratio=0.9, **more) -> RivalTime:
-    values = {"name": "torch_flash", "median_us": 100 * ratio, "ours_us": 100.0, "ratio": ratio, "ratio_low": ratio - 0.005,
-              "ratio_high": ratio + 0.005, "samples": 30, "host_us": 20.0, "capturable": True, "version": "torch 2"}  # fmt: skip
+    values = {
+        "name": "torch_flash",
+        "median_us": 100 * ratio,
+        "ours_us": 100.0,
+        "ratio": ratio,
+        "ratio_low": ratio - 0.005,
+        "ratio_high": ratio + 0.005,
+        "samples": 30,
+        "host_us": 20.0,
+        "capturable": True,
+        "version": "torch 2",
+    }
     return RivalTime(**{**values, **more})
 
 
 def an_entry(problem=PROBLEM, rivals=(FASTER,), **more):
     summary = stored(problem=problem).summary
-    return entry("measured", problem=problem, device_name=GPU, regime="burst", measurement=summary, model_us=None,
-                 schedule=SPACE.default(problem), rivals=rivals, **more)  # fmt: skip
+    return entry(
+        "measured",
+        problem=problem,
+        device_name=GPU,
+        regime="burst",
+        measurement=summary,
+        model_us=None,
+        schedule=SPACE.default(problem),
+        rivals=rivals,
+        **more,
+    )
 
 
 def of(seq_len, **more):
@@ -223,8 +242,8 @@ def attention(launches, monkeypatch):
     """sdpa on a table whose evidence is that a rival is faster; `calls` are the rival's."""
     from serve_on_cpu import expected, tensors
 
-    from tiledsched.attention import plans
-    from tiledsched.attention import sdpa as serve
+    from tiledsched.ops import plans
+    from tiledsched.ops import sdpa as serve
     from tiledsched.serve import process
 
     q, k, v = tensors(heads=2, rows=24)
@@ -242,9 +261,15 @@ def attention(launches, monkeypatch):
             self.known_times((a_rival(**more),))
 
         def known_times(self, times) -> None:
-            monkeypatch.setattr(process, "load_table", lambda settings, **given: Table(
-                [dataclasses.replace(an_entry(problem, times), device_name="NVIDIA H200")], Attention,
-                rivals=settings.rivals == "serve"))  # fmt: skip
+            monkeypatch.setattr(
+                process,
+                "load_table",
+                lambda settings, **given: Table(
+                    [dataclasses.replace(an_entry(problem, times), device_name="NVIDIA H200")],
+                    Attention,
+                    rivals=settings.rivals == "serve",
+                ),
+            )
             serve.reload()
 
     def call(q, k, v):
@@ -451,7 +476,7 @@ def test_one_rival_may_serve_eagerly_and_another_in_graphs(attention, late, monk
         attention.known_times(times)
         eager.clear()
         late.captured.clear()
-        monkeypatch.setattr("tiledsched.serve.launching._launched", set())
+        monkeypatch.setattr("tiledsched.serve.launch._launched", set())
         with on_another_stream(monkeypatch):
             attention.sdpa(attention.q, attention.k, attention.v)
         with capturing(monkeypatch):
@@ -459,7 +484,7 @@ def test_one_rival_may_serve_eagerly_and_another_in_graphs(attention, late, monk
         assert (eager, late.captured, len(attention.launches)) == ([1], [False, True], 0)
     offers["flash_attention_4"] = lambda *given: 1 / 0
     attention.known_times((a_rival(), times[1]))
-    monkeypatch.setattr("tiledsched.serve.launching._launched", set())
+    monkeypatch.setattr("tiledsched.serve.launch._launched", set())
     with on_another_stream(monkeypatch):
         attention.sdpa(attention.q, attention.k, attention.v)  # which makes way for the other
     with capturing(monkeypatch):
@@ -475,8 +500,8 @@ def test_it_is_called_in_compiled_code(attention) -> None:
 
 
 def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
-    from tiledsched.studies.bench.methods import OURS, SERVED
-    from tiledsched.studies.rivals.attention import METHODS, AttentionArrays, PairCase
+    from tiledsched.bench.methods import OURS, SERVED
+    from tiledsched.bench.rivals.attention import METHODS, AttentionArrays, PairCase
 
     plan = attention.plans.plan_for(attention.q, attention.k, attention.v)
     arrays = AttentionArrays(torch=torch, problem=plan.problem, tensors=(attention.q, attention.k, attention.v))
@@ -488,18 +513,20 @@ def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
     assert case.details(OURS, verify=False)["provenance"] == "measured"
     for captured in (False, True):
         assert case.details(SERVED, verify=False, captured=captured) == {
-            "schedule": "torch_flash", "provenance": "rival", "measured_program": None,
-        }  # fmt: skip
+            "schedule": "torch_flash",
+            "provenance": "rival",
+            "measured_program": None,
+        }
     attention.known(capturable=False)
     assert case.details(SERVED, verify=False, captured=True)["provenance"] == "measured"
 
 
 def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, monkeypatch) -> None:
     """Of a stranger's problem only itself is left out; of a suite's, the suite, and not the union of suites."""
+    from tiledsched.bench.methods import LEFT_OUT
+    from tiledsched.bench.rivals import attention_left_out
+    from tiledsched.bench.rivals.attention import METHODS, AttentionArrays, PairCase
     from tiledsched.kernels.attention import Attention
-    from tiledsched.studies.bench.methods import LEFT_OUT
-    from tiledsched.studies.rivals import attention_left_out
-    from tiledsched.studies.rivals.attention import METHODS, AttentionArrays, PairCase
 
     plan = attention.plans.plan_for(attention.q, attention.k, attention.v)
     monkeypatch.setattr(attention_left_out, "_entries", lambda arch: [plan.served.entry])
@@ -513,7 +540,7 @@ def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, m
 
 def test_what_is_left_out_is_read_again_under_other_settings(monkeypatch) -> None:
     """A process of a fleet benches from one database after the other."""
-    from tiledsched.studies.rivals import attention_left_out
+    from tiledsched.bench.rivals import attention_left_out
 
     loads = []
     monkeypatch.setattr(attention_left_out, "load_entries", lambda *given: loads.append(given) or [])
@@ -532,7 +559,8 @@ def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declar
     import op_kernels
     from serve_on_cpu import capturing, on_another_stream
 
-    from tiledsched.serve import launching, process
+    from tiledsched.serve import launch as launching
+    from tiledsched.serve import process
     from tiledsched.serve.op import op
 
     x, w = torch.randn(4, 64, dtype=torch.float16), torch.randn(64, dtype=torch.float16)

@@ -20,16 +20,16 @@ pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replac
 from test_bench import Harness, options, quick  # noqa: F401
 from test_bench_harness import cell, cuda  # noqa: F401
 
-from tiledsched.cases import make_cases
-from tiledsched.errors import Failure, FailureKind, UnsupportedError
+from tiledsched.bench.methods import OURS, methods_of
+from tiledsched.bench.run import bench_cell
+from tiledsched.core.cases import make_cases
+from tiledsched.core.errors import Failure, FailureKind, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import rivals as attention_rivals
 from tiledsched.measure.arrays import ProblemArrays
 from tiledsched.measure.rival_worker import Rivals
 from tiledsched.measure.rivals import RivalRaces, RivalSamples, rival_time
 from tiledsched.measure.torch_timing import CYCLES_PER_US, TorchStopwatch, host_cost_us
-from tiledsched.studies.bench.methods import OURS, methods_of
-from tiledsched.studies.bench.run import bench_cell
 
 METHODS = methods_of(Attention)
 
@@ -162,7 +162,7 @@ def process(cuda, monkeypatch, tmp_path):  # noqa: F811
     """The process of the rivals, with torch on the CPU and NumPy for CuPy; `launched` are our winner's launches."""
     from test_cli import SUM
 
-    from tiledsched.kernel_names import load_kernel
+    from tiledsched.core.registry import load_kernel
 
     monkeypatch.setattr("tiledsched.measure.timing.SUSTAINED_WARMUP_S", 0.0)
     for name in ("Stream", "current_stream"):
@@ -191,8 +191,10 @@ def process(cuda, monkeypatch, tmp_path):  # noqa: F811
         return rivals.answer(state, ("rivals", launch, rounds, regime, 0, 0.0))
 
     def named(functions):
-        monkeypatch.setattr("tiledsched.measure.rival_worker.load_kernel",
-                            lambda name: types.SimpleNamespace(rivals=lambda p: functions))  # fmt: skip
+        monkeypatch.setattr(
+            "tiledsched.measure.rival_worker.load_kernel",
+            lambda name: types.SimpleNamespace(rivals=lambda p: functions),
+        )
         return rivals.answer(state, ("named", kernel.locator(), problem))
 
     return types.SimpleNamespace(race=race, named=named, launched=launched, streams=streams, cuda=cuda, state=state)
@@ -206,8 +208,16 @@ def test_every_rival_is_checked_and_timed_beside_our_winner(process) -> None:
         return Y + X
 
     versioned.version = "mine 1"
-    found = process.race({"torch": torch.add, "wrong": torch.sub, "refuses": refuses, "mine": versioned,
-                          "few": lambda X, Y: (), "shape": lambda X, Y: X[:1] + Y[:1]})  # fmt: skip
+    found = process.race(
+        {
+            "torch": torch.add,
+            "wrong": torch.sub,
+            "refuses": refuses,
+            "mine": versioned,
+            "few": lambda X, Y: (),
+            "shape": lambda X, Y: X[:1] + Y[:1],
+        }
+    )
     told = {each.name: each for each in found}
     assert list(told) == ["torch", "wrong", "refuses", "mine", "few", "shape"]
     assert told["wrong"].failure.startswith("wrong result: ")
@@ -272,8 +282,8 @@ class Process:
 
 
 def test_the_process_is_started_once_and_both_know_each_other(monkeypatch, caplog) -> None:
+    from tiledsched.core.space_files import space_for
     from tiledsched.measure.runner import Candidate
-    from tiledsched.space_files import space_for
 
     problem = Attention.standard(seq_len=512, head_dim=64)
     candidate = Candidate(
@@ -281,8 +291,12 @@ def test_the_process_is_started_once_and_both_know_each_other(monkeypatch, caplo
         artifact=types.SimpleNamespace(fingerprint="f", cubin=b""),
     )
     met = []
-    runner = types.SimpleNamespace(lock="lock", seed=0, device=types.SimpleNamespace(sm_count=132, arch="sm_90"),
-                                   meet=lambda others: met.append(others) or frozenset({7}))  # fmt: skip
+    runner = types.SimpleNamespace(
+        lock="lock",
+        seed=0,
+        device=types.SimpleNamespace(sm_count=132, arch="sm_90"),
+        meet=lambda others: met.append(others) or frozenset({7}),
+    )
     monkeypatch.setattr("tiledsched.measure.rivals.Worker", Process)
     Process.greeting = ("ready", None)
     Process.told = [RivalSamples(name="one", samples_us=(90.0,) * 8, ours_us=(100.0,) * 8)]
@@ -332,8 +346,20 @@ def attend(q, k, v, scale, causal=False, window=None, softcap=0.0, sink=None, us
     return ((scores - lse).exp() @ v).transpose(1, 2)
 
 
-def inner(q, k, v, seqused_k=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
-          window_size_right=None, learnable_sink=None, num_splits=1, out=None):  # fmt: skip
+def inner(
+    q,
+    k,
+    v,
+    seqused_k=None,
+    softmax_scale=None,
+    causal=False,
+    softcap=None,
+    window_size_left=None,
+    window_size_right=None,
+    learnable_sink=None,
+    num_splits=1,
+    out=None,
+):
     if num_splits != 1:
         raise NotImplementedError("no splits on this GPU")
     window = None if window_size_left is None else (window_size_left, window_size_right)
@@ -350,10 +376,12 @@ def outer_lengths(q, k, v, seqused_k=None, **more):
     return attend(q, k, v, more["softmax_scale"], more.get("causal", False), used=seqused_k).to(q.dtype)
 
 
-outer_lengths.__signature__ = inspect.Signature([
-    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
-    for name in ("q", "k", "v", "seqused_k", "softmax_scale", "causal")
-])  # fmt: skip
+outer_lengths.__signature__ = inspect.Signature(
+    [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+        for name in ("q", "k", "v", "seqused_k", "softmax_scale", "causal")
+    ]
+)
 
 
 @pytest.fixture(params=["inner", "outer"])
@@ -496,8 +524,8 @@ def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
 def test_flex_attention_and_masks_compute_what_is_asked_for(monkeypatch, asked) -> None:
     from torch.nn.attention import flex_attention as flex
 
-    from tiledsched.attention.beside import Beside, attend_beside
-    from tiledsched.studies.rivals.attention import AttentionArrays
+    from tiledsched.bench.rivals.attention import AttentionArrays
+    from tiledsched.ops.features import AttentionFeatures, attend_beside
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
@@ -509,7 +537,7 @@ def test_flex_attention_and_masks_compute_what_is_asked_for(monkeypatch, asked) 
     beside += [torch.tensor([24, 17])] if asked.lengths else []
     arrays = AttentionArrays(torch=torch, problem=asked, tensors=(q, k, v, *beside))
     alignment = asked.alignment if asked.causal else None
-    given = Beside(**{name.removeprefix("key_"): value for name, value in arrays.named.items()})
+    given = AttentionFeatures(**{name.removeprefix("key_"): value for name, value in arrays.named.items()})
     want, _ = attend_beside(q, k, v, None, 0.0, alignment, None, given)
     torch.testing.assert_close(METHODS["torch_flex"].make(arrays)(), want, rtol=1e-4, atol=1e-5)
     if asked.softcap or asked.sinks:

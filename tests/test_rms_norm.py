@@ -7,10 +7,10 @@ import pytest
 from tile_checks import check, make_inputs, mutated, run_schedule, sample, searched
 
 from tiledsched.build.compiler import compile_schedule
-from tiledsched.device import ARCHS
+from tiledsched.core.device import ARCHS
+from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import InterpreterError
 from tiledsched.kernels.rms_norm import RmsNorm
-from tiledsched.schedule import Schedule
 
 DEFAULT = {name: each.default for name, each in RmsNorm.knob_fields().items()}
 
@@ -54,7 +54,10 @@ MUTATIONS = {
     "root for its inverse": ("ct.rsqrt(", "ct.sqrt("),
     "not weighed": ("scale_of(x * x, eps, const) * weight", "scale_of(x * x, eps, const)"),
     "weights of the first tile": ("weight = ct.load(W, (j,)", "weight = ct.load(W, (0,)"),
-    "weights of another tile, held": ("tiles[j] * scale * weights(W, j, const)", "tiles[j] * scale * weights(W, 0, const)"),
+    "weights of another tile, held": (
+        "tiles[j] * scale * weights(W, j, const)",
+        "tiles[j] * scale * weights(W, 0, const)",
+    ),
     "squares of the first tile": ("squares = squares + tiles[j] * tiles[j]", "squares = squares"),
     "squares not squared": ("            squares = squares + x * x\n", "            squares = squares + x\n"),
     "tiles of the first column": ("ct.load(array, (row, column)", "ct.load(array, (row, 0 * column)"),
@@ -63,26 +66,36 @@ MUTATIONS = {
     "padding undetermined": ("padding_mode=ct.PaddingMode.ZERO,\n                       allow_tma", "allow_tma"),
     "persistent blocks skip rows": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):"),
     "persistent blocks end early": ("ct.cdiv(X.shape[0], const.TILE_ROWS)", "X.shape[0] // const.TILE_ROWS"),
-    "the last tile left out": ("- 1) // const.TILE_COLUMNS", "- 1) // const.TILE_COLUMNS - (const.COLUMNS > const.TILE_COLUMNS)"),
+    "the last tile left out": (
+        "- 1) // const.TILE_COLUMNS",
+        "- 1) // const.TILE_COLUMNS - (const.COLUMNS > const.TILE_COLUMNS)",
+    ),
     "residual left out": ("x = x + load_rows(R", "x = x + 0.0 * load_rows(R"),
     "sum not stored": ("if Sum is not None:", "if False:"),
     "residual stored for the sum": (
         "store_rows(Sum, row, j, x, const)",
         "store_rows(Sum, row, j, load_rows(R, row, j, const), const)",
     ),
-    "residual left out of the second pass": ("summed(X, R, None, row, j, const)", "summed(X, None, None, row, j, const)"),
+    "residual left out of the second pass": (
+        "summed(X, R, None, row, j, const)",
+        "summed(X, None, None, row, j, const)",
+    ),
     "scaled in float16": ("return tile.astype(ct.float32)", "return tile"),
-}  # fmt: skip
+}
 
 
 def battery():
     """Cases that between them notice every mutation above."""
     for residual in (False, True):
         p = RmsNorm.problem(rows=7, columns=1000, residual=residual)
-        for pinned in ({"TILE_COLUMNS": 1024}, {"TILE_COLUMNS": 512}, {"TILE_COLUMNS": 512, "HOLD": False},
-                       {"TILE_COLUMNS": 512, "loads": "gather", "TILE_ROWS": 2},
-                       {"TILE_COLUMNS": 1024, "PERSISTENT": True, "TILE_ROWS": 2, "loads": "tma", "occupancy": 1},
-                       {"TILE_COLUMNS": 512, "PERSISTENT": True, "HOLD": False, "loads": "tma", "occupancy": 1}):  # fmt: skip
+        for pinned in (
+            {"TILE_COLUMNS": 1024},
+            {"TILE_COLUMNS": 512},
+            {"TILE_COLUMNS": 512, "HOLD": False},
+            {"TILE_COLUMNS": 512, "loads": "gather", "TILE_ROWS": 2},
+            {"TILE_COLUMNS": 1024, "PERSISTENT": True, "TILE_ROWS": 2, "loads": "tma", "occupancy": 1},
+            {"TILE_COLUMNS": 512, "PERSISTENT": True, "HOLD": False, "loads": "tma", "occupancy": 1},
+        ):
             check(RmsNorm, p, schedule(**pinned))
     p = RmsNorm.problem(rows=2, columns=512, dtype="float16")
     inputs = make_inputs(RmsNorm, p)
@@ -113,11 +126,18 @@ def test_compiles_without_spills(arch):
 
 
 def test_model_prefers_more_bytes_under_way():
-    from tiledsched.resources import ResourceFacts
+    from tiledsched.core.resources import ResourceFacts
 
     def us(registers, shared, **pinned):
-        facts = ResourceFacts(registers=registers, threads=128, shared_bytes=shared, spill_bytes=0, num_ctas=1, code_bytes=0,
-                              ctas_per_sm=1)  # fmt: skip
+        facts = ResourceFacts(
+            registers=registers,
+            threads=128,
+            shared_bytes=shared,
+            spill_bytes=0,
+            num_ctas=1,
+            code_bytes=0,
+            ctas_per_sm=1,
+        )
         p = RmsNorm.problem(rows=32768, columns=4096)
         return RmsNorm.model(p, schedule(**pinned), facts, ARCHS["sm_90"])
 

@@ -19,11 +19,12 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tiledsched import configure
-from tiledsched.attention import plans
-from tiledsched.attention import sdpa as serve
-from tiledsched.attention.launching import launch_plan
-from tiledsched.errors import LaunchError, ProblemError, UnsupportedError
-from tiledsched.serve import plan_cache, policy, prebuilt, process
+from tiledsched.core.errors import LaunchError, ProblemError, UnsupportedError
+from tiledsched.ops import plans
+from tiledsched.ops import sdpa as serve
+from tiledsched.ops.launching import launch_plan
+from tiledsched.serve import plan_cache, prebuilt, process
+from tiledsched.serve import transfer as policy
 from tiledsched.serve.prebuilt import spills_error
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -215,8 +216,10 @@ def test_shares_that_a_second_launch_combines(launches) -> None:
     sinks = torch.randn(q.shape[1], dtype=q.dtype)
     with configure(kv_splits=2, kv_combine="launch", tile_m=16, tile_n=64):
         torch.testing.assert_close(serve.sdpa(q, k, v), expected(q, k, v), **TOLERANCE[q.dtype])
-        assert [len(launch[3]) - len(plan.tail) for launch, plan in zip(launches[-2:], plans.plan_for(q, k, v).in_turn, strict=True)] \
-            == [5, 4]  # fmt: skip
+        assert [
+            len(launch[3]) - len(plan.tail)
+            for launch, plan in zip(launches[-2:], plans.plan_for(q, k, v).in_turn, strict=True)
+        ] == [5, 4]
         share, combine = (launch[3] for launch in launches[-2:])
         assert share[3].data_ptr() == combine[2].data_ptr()
         out, lse = serve.sdpa(q, k, v, return_lse=True)
@@ -510,13 +513,21 @@ def torchs(q, k, v, scale=None, **flags):
 
 
 @pytest.mark.parametrize("on", ["here", "kernel"])
-@pytest.mark.parametrize(("shapes", "lse_shape"), [
-    (((2, 1, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16)), (2, 4, 8)), (((2, 4, 8, 16), (2, 1, 8, 16), (2, 4, 8, 16)), (2, 4, 8)),
-    (((2, 4, 8, 16), (2, 4, 8, 16), (2, 1, 8, 16)), (2, 4, 8)), (((2, 1, 8, 16), (2, 1, 8, 16), (2, 4, 8, 16)), (2, 4, 8)),
-    (((1, 8, 16), (4, 8, 16), (4, 8, 16)), (4, 8)), (((2, 4, 8, 0), (2, 4, 8, 0), (2, 4, 8, 16)), (2, 4, 8)),
-    (((2, 4, 8, 0), (2, 4, 8, 0), (2, 4, 8, 0)), (2, 4, 8)), (((2, 4, 8, 16), (2, 4, 0, 16), (2, 4, 0, 16)), (2, 4, 8)), (((2, 4, 8, 16), (2, 0, 8, 16), (2, 0, 8, 16)), (2, 4, 8)),
-    (((2, 2, 4, 8, 16), (2, 2, 1, 8, 16), (2, 2, 1, 8, 16)), (2, 2, 4, 8)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shapes", "lse_shape"),
+    [
+        (((2, 1, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16)), (2, 4, 8)),
+        (((2, 4, 8, 16), (2, 1, 8, 16), (2, 4, 8, 16)), (2, 4, 8)),
+        (((2, 4, 8, 16), (2, 4, 8, 16), (2, 1, 8, 16)), (2, 4, 8)),
+        (((2, 1, 8, 16), (2, 1, 8, 16), (2, 4, 8, 16)), (2, 4, 8)),
+        (((1, 8, 16), (4, 8, 16), (4, 8, 16)), (4, 8)),
+        (((2, 4, 8, 0), (2, 4, 8, 0), (2, 4, 8, 16)), (2, 4, 8)),
+        (((2, 4, 8, 0), (2, 4, 8, 0), (2, 4, 8, 0)), (2, 4, 8)),
+        (((2, 4, 8, 16), (2, 4, 0, 16), (2, 4, 0, 16)), (2, 4, 8)),
+        (((2, 4, 8, 16), (2, 0, 8, 16), (2, 0, 8, 16)), (2, 4, 8)),
+        (((2, 2, 4, 8, 16), (2, 2, 1, 8, 16), (2, 2, 1, 8, 16)), (2, 2, 4, 8)),
+    ],
+)
 def test_heads_and_sizes_mean_what_they_do_in_torch(request, on, shapes, lse_shape) -> None:
     on_kernel(request, on)
     q, k, v = (torch.randn(shape, dtype=torch.float16) for shape in shapes)
@@ -531,8 +542,10 @@ def test_heads_and_sizes_mean_what_they_do_in_torch(request, on, shapes, lse_sha
 
 @pytest.mark.parametrize("on", ["here", "kernel"])
 @pytest.mark.parametrize("axes", [3, 4])
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -0.5, 0.0, 0, True, torch.tensor(0.25), torch.tensor(2), np.float32(0.25),
-                                   np.int64(2)])  # fmt: skip
+@pytest.mark.parametrize(
+    "scale",
+    [math.nan, math.inf, -0.5, 0.0, 0, True, torch.tensor(0.25), torch.tensor(2), np.float32(0.25), np.int64(2)],
+)
 def test_a_scale_means_what_it_does_in_torch(request, on, axes, scale) -> None:
     on_kernel(request, on)
     q, k, v = (x if axes == 4 else x[0] for x in tensors(**FAR))

@@ -11,21 +11,39 @@ torch = pytest.importorskip("torch")
 from serve_on_cpu import TOLERANCE, tensors
 
 from tiledsched import configure, explain
-from tiledsched.attention import sdpa as serve
-from tiledsched.attention.operator import sdpa_lse_operator, sdpa_operator
-from tiledsched.errors import ProblemError, UnsupportedError
+from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.ops import sdpa as serve
+from tiledsched.ops.operator import sdpa_lse_operator, sdpa_operator
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
 SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])
 STARTS, LENGTHS = torch.tensor([3, 0, 40]), torch.tensor([40, 20, 40])
 ASKED = [
-    {"window": 7, "causal": True}, {"window": 1, "causal": "bottom_right"}, {"window": 30, "causal": "bottom_right"},
-    {"window": (6, 5)}, {"window": (-1, 3)}, {"window": [4, None], "sinks": SINKS}, {"window": (5, 9), "causal": True},
-    {"window": (2, 0), "key_starts": STARTS}, {"softcap": 2.0}, {"softcap": 5, "causal": True}, {"sinks": SINKS}, {"sinks": SINKS.half(), "causal": True},
-    {"key_lengths": LENGTHS}, {"key_starts": STARTS.int()}, {"key_starts": STARTS, "key_lengths": LENGTHS.to(torch.int16)},
-    {"key_starts": STARTS, "key_lengths": LENGTHS, "causal": "bottom_right", "window": 9, "softcap": 3.0, "sinks": SINKS},
-]  # fmt: skip
+    {"window": 7, "causal": True},
+    {"window": 1, "causal": "bottom_right"},
+    {"window": 30, "causal": "bottom_right"},
+    {"window": (6, 5)},
+    {"window": (-1, 3)},
+    {"window": [4, None], "sinks": SINKS},
+    {"window": (5, 9), "causal": True},
+    {"window": (2, 0), "key_starts": STARTS},
+    {"softcap": 2.0},
+    {"softcap": 5, "causal": True},
+    {"sinks": SINKS},
+    {"sinks": SINKS.half(), "causal": True},
+    {"key_lengths": LENGTHS},
+    {"key_starts": STARTS.int()},
+    {"key_starts": STARTS, "key_lengths": LENGTHS.to(torch.int16)},
+    {
+        "key_starts": STARTS,
+        "key_lengths": LENGTHS,
+        "causal": "bottom_right",
+        "window": 9,
+        "softcap": 3.0,
+        "sinks": SINKS,
+    },
+]
 
 
 @pytest.fixture

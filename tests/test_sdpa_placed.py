@@ -12,11 +12,11 @@ from serve_on_cpu import TOLERANCE
 from test_sdpa_asked import exact
 
 from tiledsched import configure
-from tiledsched.attention import plans
-from tiledsched.attention import sdpa as serve
-from tiledsched.attention.operator import sdpa_lse_operator, sdpa_operator
-from tiledsched.attention.placed import sdpa_paged, sdpa_varlen
-from tiledsched.errors import ProblemError, UnsupportedError
+from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.ops import plans
+from tiledsched.ops import sdpa as serve
+from tiledsched.ops.operator import sdpa_lse_operator, sdpa_operator
+from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -24,9 +24,13 @@ SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])
 ROWS, KEYS = torch.tensor([0, 9, 9, 10, 40]), torch.tensor([0, 4, 37, 37, 67])
 """Of four sequences: a few rows of fewer keys; no rows; a row that has no keys; as many of both."""
 ASKED = [
-    {}, {"causal": True}, {"causal": "top_left"}, {"causal": True, "window": 7, "sinks": SINKS}, {"softcap": 2.0, "scale": 0.3},
+    {},
+    {"causal": True},
+    {"causal": "top_left"},
+    {"causal": True, "window": 7, "sinks": SINKS},
+    {"softcap": 2.0, "scale": 0.3},
     {"window": (8, 4)},
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -112,8 +116,9 @@ def test_one_plan_for_all_lengths(launches) -> None:
 
 @pytest.mark.parametrize("page", [16, 48, 64])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("asked", [{}, {"causal": False, "window": (20, 1)}, {"window": 20, "sinks": SINKS, "softcap": 3.0}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "asked", [{}, {"causal": False, "window": (20, 1)}, {"window": 20, "sinks": SINKS, "softcap": 3.0}], ids=str
+)
 def test_pages_are_served(launches, quiet, page, rows, asked) -> None:
     lengths = [100, 0, 64, 1]
     q = torch.randn(4, rows, 4, 16, generator=torch.Generator().manual_seed(2)).half()
@@ -192,10 +197,12 @@ def test_bad_pages_are_refused(launches) -> None:
     q = torch.randn(2, 1, 4, 16).half()
     k, v, table, _ = pages_of([20, 9], 16, most=2)
     lengths = torch.tensor([20, 9])
-    for arguments, words in (((table[:1], lengths), r"block_table must be a tensor \[2 sequences"),
-                             ((table.float(), lengths), "block_table must be int32"),
-                             ((table, lengths[:1]), r"key_lengths must be a tensor \[2\]"),
-                             ((table, lengths.half()), "key_lengths must be int32")):  # fmt: skip
+    for arguments, words in (
+        ((table[:1], lengths), r"block_table must be a tensor \[2 sequences"),
+        ((table.float(), lengths), "block_table must be int32"),
+        ((table, lengths[:1]), r"key_lengths must be a tensor \[2\]"),
+        ((table, lengths.half()), "key_lengths must be int32"),
+    ):
         with pytest.raises(ProblemError, match=words):
             sdpa_paged(q, k, v, *arguments)
     with pytest.raises(ProblemError, match="both given"):
@@ -206,8 +213,12 @@ def test_bad_pages_are_refused(launches) -> None:
 def test_the_operators_are_well_made(launches, quiet, operator) -> None:
     q, k, v = (each.transpose(0, 1)[None] for each in packed_tensors())
     with configure(fallback="torch"):
-        torch.library.opcheck(operator, (q, k, v, "bottom_right", 0.3, 5, 4.0, SINKS, None, None, ROWS.int(), KEYS.int(), None,
-                                         30, 33), rtol=1e-2, atol=1e-2)  # fmt: skip
+        torch.library.opcheck(
+            operator,
+            (q, k, v, "bottom_right", 0.3, 5, 4.0, SINKS, None, None, ROWS.int(), KEYS.int(), None, 30, 33),
+            rtol=1e-2,
+            atol=1e-2,
+        )
 
 
 @pytest.mark.parametrize("gradients", [False, True])

@@ -18,23 +18,42 @@ from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_folder
-from tiledsched.device import arch_spec
-from tiledsched.errors import CompilerError, ConfigError, Failure, FailureKind, NoRoomError
-from tiledsched.fleet.patience import is_full
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import CompilerError, ConfigError, Failure, FailureKind, NoRoomError
+from tiledsched.core.problem import stable_id
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
+from tiledsched.fleet.retry import is_full
 from tiledsched.kernels.attention import Attention
-from tiledsched.problem import stable_id
-from tiledsched.schedule import Schedule
-from tiledsched.search.programs import Builder
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
+from tiledsched.tuning.programs import Builder
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 H200 = arch_spec("sm_90")
-KNOBS = {"tile_m": 64, "tile_n": 64, "occupancy": 1, "num_worker_warps": 4, "num_ctas": 1, "latency_k": 0,
-         "latency_v": 0, "opt_level": 3, "accum_mode": "fp32", "loop_split": False, "block_order": "natural",
-         "persistent": "no", "kv_direction": "forward", "q_subtiles": 1, "kv_subtiles": 1, "qk_ahead": False,
-         "k_load": "order", "tma_loads": True, "tma_store": True, "check_bounds": True, "division": "approximate",
-         "lazy_rescale": False}  # fmt: skip
+KNOBS = {
+    "tile_m": 64,
+    "tile_n": 64,
+    "occupancy": 1,
+    "num_worker_warps": 4,
+    "num_ctas": 1,
+    "latency_k": 0,
+    "latency_v": 0,
+    "opt_level": 3,
+    "accum_mode": "fp32",
+    "loop_split": False,
+    "block_order": "natural",
+    "persistent": "no",
+    "kv_direction": "forward",
+    "q_subtiles": 1,
+    "kv_subtiles": 1,
+    "qk_ahead": False,
+    "k_load": "order",
+    "tma_loads": True,
+    "tma_store": True,
+    "check_bounds": True,
+    "division": "approximate",
+    "lazy_rescale": False,
+}
 BAD = Failure(kind=FailureKind.COMPILE_ERROR, message="TileError: no")
 
 
@@ -78,8 +97,13 @@ def builder(db, tmp_path):
     """A maker of builders over one database and one folder, as if each were a new process."""
 
     def make(pool, **changes):
-        values = {"db": db, "artifacts": ArtifactStore(tmp_path), "kernel": Attention,
-                  "arch": "sm_90", "toolchain": TOOLCHAIN} | changes  # fmt: skip
+        values = {
+            "db": db,
+            "artifacts": ArtifactStore(tmp_path),
+            "kernel": Attention,
+            "arch": "sm_90",
+            "toolchain": TOOLCHAIN,
+        } | changes
         return Builder(*values.values(), pool=pool)
 
     return make
@@ -120,10 +144,15 @@ def test_a_cache_that_cannot_be_written_is_said_before_and_after_building(tmp_pa
         full.put(artifact("ab" * 12))
 
 
-@pytest.mark.parametrize(("kind", "seconds", "again"), [
-    (FailureKind.COMPILE_ERROR, 1.0, False), (FailureKind.COMPILER_KILLED, 1.0, True),
-    (FailureKind.COMPILE_TIMEOUT, 1.0, True), (FailureKind.COMPILE_TIMEOUT, 140.0, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "seconds", "again"),
+    [
+        (FailureKind.COMPILE_ERROR, 1.0, False),
+        (FailureKind.COMPILER_KILLED, 1.0, True),
+        (FailureKind.COMPILE_TIMEOUT, 1.0, True),
+        (FailureKind.COMPILE_TIMEOUT, 140.0, False),
+    ],
+)
 def test_only_what_the_compiler_says_is_a_fact(builder, kind, seconds, again):
     """The limit is 120 s: a compile that had less may end now."""
 
@@ -158,13 +187,20 @@ def test_the_system_is_told_from_the_compiler(monkeypatch, words):
     assert compiler.compile_task(wanted).failure.kind is FailureKind.COMPILE_ERROR
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(122, "Disk quota exceeded"),
-                                   RuntimeError("Return code 1\nerror: No space left on device"),
-                                   RuntimeError("Return code 1")], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        OSError(122, "Disk quota exceeded"),
+        RuntimeError("Return code 1\nerror: No space left on device"),
+        RuntimeError("Return code 1"),
+    ],
+    ids=str,
+)
 def test_a_full_disk_is_no_fault_of_what_was_compiled(monkeypatch, tmp_path, error):
     """The last error says nothing of a disk, which is full all the same."""
-    from tiledsched import files
     from tiledsched.build import compiler
+    from tiledsched.core import files
 
     class Full:
         def __init__(self, dir):
@@ -313,7 +349,7 @@ def test_a_deadline_leaves_the_rest(builder, monkeypatch):
     pool = StubPool()
     wanted = [schedule(occupancy=n) for n in range(1, 9)]
     shop = builder(pool)
-    monkeypatch.setattr("tiledsched.search.programs.time.monotonic", lambda: len(pool.compiled))
+    monkeypatch.setattr("tiledsched.tuning.programs.time.monotonic", lambda: len(pool.compiled))
     assert shop.build(wanted, PROBLEM, deadline_s=2.5) == 3
     assert pool.stopped_early
     assert builder(pool).missing(wanted, PROBLEM) == wanted[3:]
@@ -361,8 +397,14 @@ def outcomes(pool, tasks):
 
 
 def test_each_way_to_end_costs_one_task(processes):
-    tasks = [task("fine", n=1), task("kill"), task("error"), task("sleep", timeout_s=0.3), task("exit"),
-             *(task("fine", n=n) for n in range(2, 6))]  # fmt: skip
+    tasks = [
+        task("fine", n=1),
+        task("kill"),
+        task("error"),
+        task("sleep", timeout_s=0.3),
+        task("exit"),
+        *(task("fine", n=n) for n in range(2, 6)),
+    ]
     found = outcomes(processes, tasks)
     kinds = [built.failure and built.failure.kind for built in found]
     killed, stopped = FailureKind.COMPILER_KILLED, FailureKind.COMPILE_TIMEOUT

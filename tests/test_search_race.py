@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 from store_samples import DEVICE, PROBLEM, artifact
 
-from tiledsched.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.problem import stable_id
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions, Failed, Measurement
 from tiledsched.measure.statistics import median_interval
-from tiledsched.problem import stable_id
-from tiledsched.schedule import Schedule
-from tiledsched.search.race import RULES, Rules, near, race, settle
+from tiledsched.tuning.race import RULES, Rules, near, race, settle
 
 ACCURACY = Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 0, 0), repeatable=True)
 HANG = Failure(kind=FailureKind.HANG, message="no answer")
@@ -32,8 +32,7 @@ class SyntheticRunner:
     device = DEVICE
     device_name = DEVICE.name
 
-    def __init__(self, true_us, *, noise=0.0, drift=0.0, seed=0, failing=None, interrupt_after=math.inf,
-                 looks_us=None):  # fmt: skip
+    def __init__(self, true_us, *, noise=0.0, drift=0.0, seed=0, failing=None, interrupt_after=math.inf, looks_us=None):
         self.looks_us = looks_us or {}
         self.looked, self.checked = [], []
         self.true_us, self.noise, self.drift = true_us, noise, drift
@@ -81,8 +80,12 @@ class SyntheticRunner:
             self.samples[name] += rounds
         conditions = Conditions(sm_clock_mhz=1980)
         limits = {name: limit for name, limit in self.failing.items() if not isinstance(limit, str)}
-        return [HANG if self.samples[name] > limits.get(name, math.inf) else
-                Batch(samples_us=tuple(times[name]), conditions=conditions) for name in names]  # fmt: skip
+        return [
+            HANG
+            if self.samples[name] > limits.get(name, math.inf)
+            else Batch(samples_us=tuple(times[name]), conditions=conditions)
+            for name in names
+        ]
 
 
 def candidate(name):
@@ -356,7 +359,7 @@ def test_a_deadline_in_the_middle_starts_nothing_new(monkeypatch):
     """Time is the number of launches. 69 looks, one check, then two of three opening groups, and it is late."""
     times = {f"c{i:02}": 100.0 + i / 2 for i in range(68)} | {"hopeless": 900.0}
     runner = SyntheticRunner(times)
-    monkeypatch.setattr("tiledsched.search.race.time.monotonic", lambda: runner.taken)
+    monkeypatch.setattr("tiledsched.tuning.race.time.monotonic", lambda: runner.taken)
     result, reported = run(runner, deadline_s=69 + 1 + 32 * 3 + 1)
     assert len(reported) == 65
     assert len(runner.calls) == 2
@@ -410,8 +413,11 @@ def test_a_tie_that_time_ran_out_for_is_one_still():
     alone, _ = run(SyntheticRunner({name_of(burst.winner): 90.0}, noise=1e-4), regime="sustained")
     result = settle(burst, alone)
     assert (result.winner, result.ties, result.runner_up, result.margin) == (
-        burst.winner, burst.ties, burst.runner_up, pytest.approx(burst.margin)
-    )  # fmt: skip
+        burst.winner,
+        burst.ties,
+        burst.runner_up,
+        pytest.approx(burst.margin),
+    )
     other, _ = run(SyntheticRunner({name_of(burst.ties[0]): 90.0}, noise=1e-4), regime="sustained")
     assert settle(burst, other) is burst, "nor does it win for having raced alone"
 
@@ -471,7 +477,7 @@ def test_losing_the_gpu_reports_what_is_known():
     assert [type(outcome) for outcome in reported] == [Measurement, Measurement]
 
 
-class Beside(SyntheticRunner):
+class AttentionFeatures(SyntheticRunner):
     """Another process runs while some of the samples are taken, by their place among the calls of `sample`."""
 
     def __init__(self, *given, disturbed, **more):
@@ -480,14 +486,16 @@ class Beside(SyntheticRunner):
 
     def sample(self, candidates, *, rounds, regime):
         beside = (4711,) if self.disturbed(len(self.calls)) else ()
-        return [batch if isinstance(batch, Failure) else replace(batch, conditions=replace(batch.conditions, beside=beside))
-                for batch in super().sample(candidates, rounds=rounds, regime=regime)]  # fmt: skip
+        return [
+            batch if isinstance(batch, Failure) else replace(batch, conditions=replace(batch.conditions, beside=beside))
+            for batch in super().sample(candidates, rounds=rounds, regime=regime)
+        ]
 
 
 @pytest.fixture
 def impatient(monkeypatch):
     """Races follow each other at once."""
-    monkeypatch.setattr("tiledsched.search.race.PAUSE_S", 0.0)
+    monkeypatch.setattr("tiledsched.tuning.race.PAUSE_S", 0.0)
 
 
 def raced(runner, **more):
@@ -499,7 +507,7 @@ def raced(runner, **more):
 @pytest.mark.parametrize("call", [0, 1, 3])
 def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, caplog):
     times = {"a": 100.0, "b": 101.0, "slow": 140.0, "hopeless": 900.0, "bad": 50.0}
-    runner = Beside(times, noise=0.01, disturbed=lambda index: index == call, failing={"bad": "check"})
+    runner = AttentionFeatures(times, noise=0.01, disturbed=lambda index: index == call, failing={"bad": "check"})
     result, reported = raced(runner)
     assert name_of(result.winner) == "a"
     assert result.disturbance == ""
@@ -513,7 +521,7 @@ def test_what_is_timed_beside_others_is_told_and_raced_again(call, impatient, ca
 
 
 def test_who_was_beaten_before_is_out_by_a_time_that_counts(impatient):
-    runner = Beside({"a": 100.0, "beaten": 108.0}, noise=0.002, disturbed=lambda index: index == 2)
+    runner = AttentionFeatures({"a": 100.0, "beaten": 108.0}, noise=0.002, disturbed=lambda index: index == 2)
     _, reported = raced(runner)
     assert [(name_of(each), each.conditions.beside) for each in reported][:2] == [("beaten", ()), ("a", (4711,))]
 
@@ -521,8 +529,10 @@ def test_who_was_beaten_before_is_out_by_a_time_that_counts(impatient):
 @pytest.mark.parametrize("deadline_s", [None, 0.0])
 def test_a_gpu_that_is_never_alone_decides_nothing(deadline_s, impatient, monkeypatch):
     if deadline_s is None:
-        monkeypatch.setattr("tiledsched.search.race.PATIENCE_S", 0.05)
-    runner = Beside({"a": 100.0, "b": 101.0, "bad": 50.0}, disturbed=lambda index: True, failing={"bad": "check"})
+        monkeypatch.setattr("tiledsched.tuning.race.PATIENCE_S", 0.05)
+    runner = AttentionFeatures(
+        {"a": 100.0, "b": 101.0, "bad": 50.0}, disturbed=lambda index: True, failing={"bad": "check"}
+    )
     result, reported = raced(runner, deadline_s=deadline_s)
     assert (result.winner, result.runner_up, result.ties) == (None, None, ())
     assert result.disturbance == "beside process 4711 on the GPU"
@@ -533,7 +543,7 @@ def test_a_gpu_that_is_never_alone_decides_nothing(deadline_s, impatient, monkey
 
 def test_looks_alone_are_asked_about_too(impatient):
     """All are hopeless against what is known: nothing is sampled, and who else ran is asked for by itself."""
-    runner = Beside({"a": 400.0, "b": 500.0}, disturbed=lambda index: index == 0)
+    runner = AttentionFeatures({"a": 400.0, "b": 500.0}, disturbed=lambda index: index == 0)
     result, reported = raced(runner, known_us=100.0)
     assert [rounds for _, rounds in runner.calls] == [0, 0]
     assert [each.conditions.beside for each in reported] == [(4711,)] * 2 + [()] * 2

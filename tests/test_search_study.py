@@ -14,22 +14,22 @@ import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
 
-from tiledsched import space_files
+from docs.studies.search.bench import held_out_landscapes
 from tiledsched.cli import main
-from tiledsched.errors import ConfigError, Failure, FailureKind
+from tiledsched.core import space_files
+from tiledsched.core.errors import ConfigError, Failure, FailureKind
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import load_space, space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.rms_norm import RmsNorm
 from tiledsched.measure.runner import Failed
-from tiledsched.schedule import Schedule
-from tiledsched.search import surrogate
-from tiledsched.search.samplers import SAMPLERS
-from tiledsched.search.study import ScheduleStudy
-from tiledsched.search.study_storage import LiveStudy, open_storage, write_studies
-from tiledsched.search.surrogate import Known, SurrogateSampler
-from tiledsched.space_files import load_space, space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import import_table
-from tiledsched.studies.search.bench import held_out_landscapes
+from tiledsched.tuning import surrogate
+from tiledsched.tuning.samplers import SAMPLERS
+from tiledsched.tuning.study import ScheduleStudy
+from tiledsched.tuning.study_storage import LiveStudy, open_storage, write_studies
+from tiledsched.tuning.surrogate import Known, SurrogateSampler
 
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128, causal=True)
 PINNED = {"accum_mode": "fp32"}
@@ -48,13 +48,27 @@ def read_space(path):
 def space(tmp_path_factory):
     """Twelve knobs, 1500 schedules and constraints, as a real one; its own file, because the shipped ones change."""
     path = tmp_path_factory.mktemp("space") / "space.toml"
-    knobs = {"tile_m": [64, 128, 256], "tile_n": [32, 64, 128], "occupancy": [1, 2, 3], "warps": [4, 8],
-             "latency_k": [0, 2, 4], "latency_v": [0, 2, 4], "split": [False, True], "order": ["a", "b", "c"],
-             "persistent": [False, True], "accum_mode": ["fp32", "fp16"]}  # fmt: skip
+    knobs = {
+        "tile_m": [64, 128, 256],
+        "tile_n": [32, 64, 128],
+        "occupancy": [1, 2, 3],
+        "warps": [4, 8],
+        "latency_k": [0, 2, 4],
+        "latency_v": [0, 2, 4],
+        "split": [False, True],
+        "order": ["a", "b", "c"],
+        "persistent": [False, True],
+        "accum_mode": ["fp32", "fp16"],
+    }
     lines = ['kernel = "attention"', 'arch = "sm_90"']
     lines += [f"[knobs.{name}]\nchoices = {str(choices).lower()}" for name, choices in knobs.items()]
-    for rule in ("tile_m * tile_n * occupancy <= 16384", "latency_k <= latency_v", "order != 'b' or causal",
-                 "not (persistent and split)", "latency_v == 0 or warps == 8 or order == 'a'"):  # fmt: skip
+    for rule in (
+        "tile_m * tile_n * occupancy <= 16384",
+        "latency_k <= latency_v",
+        "order != 'b' or causal",
+        "not (persistent and split)",
+        "latency_v == 0 or warps == 8 or order == 'a'",
+    ):
         lines.append(f'[[constraints]]\nrequire = "{rule}"\nbecause = "so it is"')
     path.write_text("\n".join(lines))
     return read_space(path)
@@ -138,7 +152,7 @@ def test_same_seed_same_proposals(space, name):
 def test_same_proposals_in_another_process(space):
     """Hashes of strings differ between processes; proposals must not."""
     program = f"""
-from tiledsched.search.study import ScheduleStudy
+from tiledsched.tuning.study import ScheduleStudy
 from test_search_study import *
 sampler = ScheduleStudy(read_space({space.source!r}), PROBLEM, pinned=PINNED, seed=5)
 print([schedule.id for schedule in asked_in_batches(sampler, limit=60)])
@@ -146,8 +160,13 @@ print([schedule.id for schedule in asked_in_batches(sampler, limit=60)])
     program = f"import sys\nsys.path[:] = {[str(Path(__file__).parent), *sys.path]!r}\n{program}"
 
     def output(hash_seed):
-        return subprocess.run([sys.executable, "-c", program], env={"PYTHONHASHSEED": hash_seed}, capture_output=True,
-                              text=True, check=True).stdout  # fmt: skip
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
 
     assert output("1") == output("2") != ""
 
@@ -233,12 +252,15 @@ def test_no_valid_schedule(space):
         assert (sampler.size, sampler.ask(3)) == (0, [])
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("genetic", "known are surrogate, tpe, gp, cmaes, qmc, random, exhaustive, and module:Class"),
-    ("nowhere.at_all:Sampler", "needs nowhere"),
-    ("optuna.samplers:Nothing", "is no sampler"),
-    ("optuna.samplers:GridSampler", "cannot be made without more arguments"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("genetic", "known are surrogate, tpe, gp, cmaes, qmc, random, exhaustive, and module:Class"),
+        ("nowhere.at_all:Sampler", "needs nowhere"),
+        ("optuna.samplers:Nothing", "is no sampler"),
+        ("optuna.samplers:GridSampler", "cannot be made without more arguments"),
+    ],
+)
 def test_samplers_that_cannot_be(space, name, words):
     with pytest.raises(ConfigError, match=words):
         ScheduleStudy(space, PROBLEM, pinned=PINNED, sampler=name)
@@ -330,12 +352,16 @@ def test_the_surrogate_drives_a_study_of_anything():
 
 
 def test_the_surrogate_learns_from_other_tasks_as_far_as_they_are_alike():
-    known = Known(task=2, candidates=tuple(CANDIDATES), expected=tuple(map(rough, CANDIDATES)),
-                  values=tuple(map(cost, CANDIDATES)))  # fmt: skip
+    known = Known(
+        task=2,
+        candidates=tuple(CANDIDATES),
+        expected=tuple(map(rough, CANDIDATES)),
+        values=tuple(map(cost, CANDIDATES)),
+    )
 
     def first(alike):
         sampler = SurrogateSampler(
-            CANDIDATES, choices=CHOICES, task=1, elsewhere=[known], likeness=lambda p, q: alike ** (p != q)
+            CANDIDATES, choices=CHOICES, task=1, elsewhere=[known], similarity=lambda p, q: alike ** (p != q)
         )
         study = optuna.create_study(sampler=sampler)
         return study.ask({n: CategoricalDistribution(each) for n, each in CHOICES.items()}).params

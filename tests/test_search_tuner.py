@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiledsched import data_files
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
-from tiledsched.device import arch_spec
-from tiledsched.errors import ConfigError, Failure, FailureKind, MeasureError, NoValidScheduleError
+from tiledsched.core import data_files
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError, NoValidScheduleError
+from tiledsched.core.space import SearchSpace
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.search.effort import EFFORTS
-from tiledsched.search.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
-from tiledsched.search.tuner import Silent, TuneOptions, Tuner
-from tiledsched.space import SearchSpace
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
+from tiledsched.tuning.effort import EFFORTS
+from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
+from tiledsched.tuning.tuner import Silent, TuneOptions, Tuner
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 
@@ -92,15 +92,39 @@ class Recorded:
         return Artifact(arch=arch, fingerprint=fingerprint, facts=self.facts[fingerprint], cubin=b"")
 
 
-def tune(recorded: Recorded, db: TuningDB, *, runner=None, space=None, toolchain=None, source_hash=None, served=None,
-         shipped=None, measure=True, watcher=None, rivals=None, **options):  # fmt: skip
+def tune(
+    recorded: Recorded,
+    db: TuningDB,
+    *,
+    runner=None,
+    space=None,
+    toolchain=None,
+    source_hash=None,
+    served=None,
+    shipped=None,
+    measure=True,
+    watcher=None,
+    rivals=None,
+    **options,
+):
     run_id = db.start_run({}, "sm_90")
     runner = (runner or ReplayRunner(Attention, recorded.measurements, seed=1)) if measure else None
     with patch.object(Attention, "source_hash", return_value=source_hash or Attention.source_hash()):
-        tuner = Tuner(db, recorded, space or recorded_space(recorded), Attention, toolchain or recorded.toolchain,
-                      TuneOptions(**options), pool=recorded, run_id=run_id, runner=runner, watcher=watcher,
-                      served=(lambda problem, device: [served]) if served else None, shipped=shipped,
-                      rivals=rivals)  # fmt: skip
+        tuner = Tuner(
+            db,
+            recorded,
+            space or recorded_space(recorded),
+            Attention,
+            toolchain or recorded.toolchain,
+            TuneOptions(**options),
+            pool=recorded,
+            run_id=run_id,
+            runner=runner,
+            watcher=watcher,
+            served=(lambda problem, device: [served]) if served else None,
+            shipped=shipped,
+            rivals=rivals,
+        )
         return tuner.tune([recorded.problem])[0]
 
 
@@ -116,8 +140,15 @@ def test_the_default_search_finds_the_recorded_best(db, path) -> None:
     result = tune(recorded, db)
     assert result.entry.provenance == "measured"
     assert result.measured <= EFFORTS["default"].programs
-    default_us = min(us for us in (recorded.times.get(recorded.key(each)) for each in [
-        space_for("sm_90", Attention).default(recorded.problem)] if each in recorded.fingerprints) if us)  # fmt: skip
+    default_us = min(
+        us
+        for us in (
+            recorded.times.get(recorded.key(each))
+            for each in [space_for("sm_90", Attention).default(recorded.problem)]
+            if each in recorded.fingerprints
+        )
+        if us
+    )
     assert result.over_default == pytest.approx(
         default_us / recorded.times[recorded.key(result.entry.schedule)] - 1, abs=0.02
     )
@@ -201,8 +232,10 @@ def test_times_in_graphs_are_not_reused(db) -> None:
     assert tune(recorded, db, effort="quick").measured >= len(in_graphs)
 
 
-CHANGES = {"compiler": lambda recorded: {"toolchain": dataclasses.replace(recorded.toolchain, tileiras="13.5.1")},
-           "source": lambda recorded: {"source_hash": "another"}}  # fmt: skip
+CHANGES = {
+    "compiler": lambda recorded: {"toolchain": dataclasses.replace(recorded.toolchain, tileiras="13.5.1")},
+    "source": lambda recorded: {"source_hash": "another"},
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -248,8 +281,11 @@ def test_some_machine_code_that_stayed_is_known_and_the_rest_is_measured(db) -> 
 def test_candidates_that_lack_what_is_served_do_not_replace_it_by_less(db, sampler) -> None:
     recorded = Recorded(LANDSCAPES[1])
     first = tune(recorded, db)
-    slower = [each for each in recorded.schedules if recorded.fingerprints.get(each)
-              and recorded.times[recorded.key(each)] > 1.1 * recorded.best_us][:8]  # fmt: skip
+    slower = [
+        each
+        for each in recorded.schedules
+        if recorded.fingerprints.get(each) and recorded.times[recorded.key(each)] > 1.1 * recorded.best_us
+    ][:8]
     recorded.toolchain = dataclasses.replace(recorded.toolchain, tileiras="13.5.1")
     second = tune(recorded, db, space=space_for("sm_90", Attention).limited_to(slower), sampler=sampler)
     assert second.entry.schedule == first.entry.schedule
@@ -273,8 +309,16 @@ def test_neighbours_of_the_fastest_are_found_outside_what_is_explored(db) -> Non
 
 def test_neighbours_need_something_measured(db) -> None:
     recorded = Recorded(LANDSCAPES[0])
-    tuner = Tuner(db, recorded, recorded_space(recorded), Attention, recorded.toolchain, TuneOptions(neighbours=True),
-                  pool=recorded, run_id=db.start_run({}, "sm_90"))  # fmt: skip
+    tuner = Tuner(
+        db,
+        recorded,
+        recorded_space(recorded),
+        Attention,
+        recorded.toolchain,
+        TuneOptions(neighbours=True),
+        pool=recorded,
+        run_id=db.start_run({}, "sm_90"),
+    )
     with pytest.raises(ConfigError, match="no GPU of sm_90 is used here; leave out --neighbours"):
         tuner.tune([recorded.problem])
     assert recorded.compiled == 0
@@ -350,7 +394,7 @@ def test_a_failed_candidate_is_a_row_and_not_tried_again(db) -> None:
 
 
 def test_a_replay_needs_one_device_and_a_recorded_problem() -> None:
-    from tiledsched.errors import MeasureError
+    from tiledsched.core.errors import MeasureError
 
     recorded = Recorded(LANDSCAPES[1])
     with pytest.raises(MeasureError, match="one device"):
@@ -406,8 +450,13 @@ def test_what_is_built_late_is_not_lost(db, path) -> None:
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
-@given(place=st.floats(0.0, 1.0), trials=st.integers(1, 12), seed=st.integers(0, 99),
-       budget_s=st.sampled_from([None, 0.0, 1e-3]), sampler=st.sampled_from(["surrogate", "random"]))  # fmt: skip
+@given(
+    place=st.floats(0.0, 1.0),
+    trials=st.integers(1, 12),
+    seed=st.integers(0, 99),
+    budget_s=st.sampled_from([None, 0.0, 1e-3]),
+    sampler=st.sampled_from(["surrogate", "random"]),
+)
 def test_what_would_be_served_races_and_loses_only_to_what_is_faster(place, trials, seed, budget_s, sampler) -> None:
     recorded = Recorded(LANDSCAPES[3])
     ranked = sorted(recorded.schedules, key=lambda each: recorded.times[recorded.key(each)])
@@ -455,8 +504,11 @@ def test_an_effort_says_how_much_is_built_and_the_best_so_far_is_told(db) -> Non
     assert quick.compiled == EFFORTS["quick"].modelled == quick.schedules
     assert [us for us, _ in told] == sorted((us for us, _ in told), reverse=True)
     us, schedule = told[-1]
-    assert us == quick.entry.model_us == Attention.model(recorded.problem, schedule,
-                                                         recorded.facts[recorded.fingerprints[schedule]], spec)  # fmt: skip
+    assert (
+        us
+        == quick.entry.model_us
+        == Attention.model(recorded.problem, schedule, recorded.facts[recorded.fingerprints[schedule]], spec)
+    )
     more = tune(recorded, db, measure=False)
     assert more.compiled == EFFORTS["default"].modelled - quick.compiled  # what was built counts
     assert more.entry.model_us <= quick.entry.model_us
@@ -490,14 +542,10 @@ def test_what_ships_says_where_to_look_first(db) -> None:
 
 
 def test_nothing_ships_for_a_kernel_that_nobody_knows() -> None:
-    assert (Shipped("nobody", "sm_90").winners, Shipped("nobody", "sm_90").recorded, Shipped().winners) == (
-        [],
-        {},
-        [],
-    )
+    assert (Shipped("nobody", "sm_90").winners, Shipped("nobody", "sm_90").recorded, Shipped().winners) == ([], {}, [])
 
 
-class Beside(ReplayRunner):
+class AttentionFeatures(ReplayRunner):
     """Another process runs while the first `disturbed` samples are taken, and makes all look alike."""
 
     disturbed = math.inf
@@ -507,21 +555,26 @@ class Beside(ReplayRunner):
         batches = super().sample(candidates, rounds=rounds, regime=regime)
         if self.disturbed < 0:
             return batches
-        return [dataclasses.replace(each, samples_us=(1.0,) * rounds,
-                                    conditions=dataclasses.replace(each.conditions, others=(815, 4711), beside=(4711,)))
-                for each in batches]  # fmt: skip
+        return [
+            dataclasses.replace(
+                each,
+                samples_us=(1.0,) * rounds,
+                conditions=dataclasses.replace(each.conditions, others=(815, 4711), beside=(4711,)),
+            )
+            for each in batches
+        ]
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("tiledsched.search.race.PAUSE_S", 0.0)
-    monkeypatch.setattr("tiledsched.search.race.PATIENCE_S", 0.1)
+    monkeypatch.setattr("tiledsched.tuning.race.PAUSE_S", 0.0)
+    monkeypatch.setattr("tiledsched.tuning.race.PATIENCE_S", 0.1)
 
 
 def test_what_was_timed_beside_others_is_a_row_and_decides_nothing(db, impatient, monkeypatch) -> None:
-    monkeypatch.setattr("tiledsched.search.race.PATIENCE_S", 60.0)
+    monkeypatch.setattr("tiledsched.tuning.race.PATIENCE_S", 60.0)
     recorded = Recorded(LANDSCAPES[1])
-    runner = Beside(Attention, recorded.measurements, seed=1)
+    runner = AttentionFeatures(Attention, recorded.measurements, seed=1)
     runner.disturbed = 3
     result = tune(recorded, db, runner=runner, effort="quick")
     (entry,) = db.entries(provenance="measured")
@@ -540,13 +593,13 @@ def test_a_gpu_that_is_never_alone_leaves_what_is_served_and_says_so(db, impatie
     with pytest.raises(
         MeasureError, match=r"what is served stays: all was timed beside process 4711 on the GPU; end it"
     ):
-        tune(recorded, db, runner=Beside(Attention, recorded.measurements), effort="quick")
+        tune(recorded, db, runner=AttentionFeatures(Attention, recorded.measurements), effort="quick")
     assert db.entries() == db.measurements() == db.landscapes() == []
     assert db.measurements(disturbed=True)
     first = tune(recorded, db, effort="quick")  # nothing of that is evidence
     assert first.measured == first.programs
     before = db.entries()
-    runner = Beside(Attention, recorded.measurements, seed=2)
+    runner = AttentionFeatures(Attention, recorded.measurements, seed=2)
     with pytest.raises(MeasureError):
         tune(recorded, db, runner=runner, effort="default")
     assert db.entries() == before

@@ -8,15 +8,15 @@ import json
 import numpy as np
 import pytest
 
+from docs.studies.search import constants, ours
+from docs.studies.search.bench import run_bench, shipped_landscapes
+from docs.studies.search.field import read_field
+from docs.studies.search.methods import METHODS
+from docs.studies.search.scores import DEPTHS, Run, Trace, read_runs, score, summarise, write_runs
 from tiledsched.cli import main
-from tiledsched.errors import ConfigError
+from tiledsched.core.errors import ConfigError
 from tiledsched.kernels.attention import Attention
-from tiledsched.search.effort import EFFORTS
-from tiledsched.studies.search import constants, ours
-from tiledsched.studies.search.bench import run_bench, shipped_landscapes
-from tiledsched.studies.search.field import read_field
-from tiledsched.studies.search.methods import METHODS
-from tiledsched.studies.search.scores import DEPTHS, Run, Trace, read_runs, score, summarise, write_runs
+from tiledsched.tuning.effort import EFFORTS
 
 NEEDS = {"optuna-gp": "torch", "optuna-cma-es": "cmaes", "kernel-tuner": "kernel_tuner"}
 SLOW = ("optuna-gp", "optuna-brute-force", "kernel-tuner-pso", "tiledsched-thorough", "tiledsched-thorough-warm")
@@ -67,9 +67,22 @@ def test_scores_by_hand(fields) -> None:
 
 
 def made(landscape: str, seed: int, to_1pct: int | None, regret: float = 0.1) -> Run:
-    return Run(sampler="x", landscape=landscape, seed=seed, measurements=50, measurements_to_1pct=to_1pct,
-               measurements_to_5pct=3, compiles_to_1pct=to_1pct, compiles_to_5pct=3, device_s_to_1pct=None,
-               device_s_to_5pct=0.5, regret_10=regret, regret_25=regret, regret_50=regret, regret_100=0.0)  # fmt: skip
+    return Run(
+        sampler="x",
+        landscape=landscape,
+        seed=seed,
+        measurements=50,
+        measurements_to_1pct=to_1pct,
+        measurements_to_5pct=3,
+        compiles_to_1pct=to_1pct,
+        compiles_to_5pct=3,
+        device_s_to_1pct=None,
+        device_s_to_5pct=0.5,
+        regret_10=regret,
+        regret_25=regret,
+        regret_50=regret,
+        regret_100=0.0,
+    )
 
 
 def test_a_run_that_never_came_near_counts_as_infinite() -> None:
@@ -115,7 +128,7 @@ def test_the_search_meets_its_target(fields) -> None:
 
 
 def test_constants_change_and_come_back(fields) -> None:
-    from tiledsched.search import surrogate
+    from tiledsched.tuning import surrogate
 
     before, surprise = surrogate.UNEVEN, constants.surprise(fields[0])
     with constants.changed(constants.constants([1.0] * 5 + [4.0] + [1.0] * 2)):

@@ -9,18 +9,18 @@ from datetime import datetime, timezone
 
 import pytest
 
-from tiledsched import data_files
-from tiledsched.config import Settings
-from tiledsched.errors import ConfigError, ProblemError, UnsupportedError
+from tiledsched.core import data_files
+from tiledsched.core.config import Settings
+from tiledsched.core.errors import ConfigError, ProblemError, UnsupportedError
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import Table
-from tiledsched.space_files import space_for
-from tiledsched.store.records import EntryRecord, MeasurementSummary, Toolchain
+from tiledsched.store.records import Entry, MeasurementSummary, Toolchain
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
 H200 = Device(name="NVIDIA H200", arch="sm_90", sm_count=132)
@@ -33,14 +33,33 @@ def schedule(**knobs) -> Schedule:
 
 def entry(problem: Problem = PROBLEM, provenance: str = "measured", *, knobs=None, device: str = "NVIDIA H200", **more):
     measured = provenance in ("measured", "transferred")
-    summary = MeasurementSummary(id=1, uid="u", median_us=300.0, ci_low_us=299.0, ci_high_us=301.0, samples=30,
-                                 device=H200, conditions=Conditions(), accuracy=None, runner="gpu", toolchain=TOOLCHAIN,
-                                 created_at=datetime(2026, 11, 20, tzinfo=timezone.utc))  # fmt: skip
-    values = {"kernel": "attention", "arch": "sm_90", "problem": problem, "provenance": provenance,
-              "schedule": schedule(**(knobs or {})), "device_name": device if measured else "",
-              "regime": "burst" if measured else "", "measurement": summary if measured else None,
-              "model_us": None if measured else 500.0, "fingerprint": "f" * 24}  # fmt: skip
-    return EntryRecord(**(values | more))
+    summary = MeasurementSummary(
+        id=1,
+        uid="u",
+        median_us=300.0,
+        ci_low_us=299.0,
+        ci_high_us=301.0,
+        samples=30,
+        device=H200,
+        conditions=Conditions(),
+        accuracy=None,
+        runner="gpu",
+        toolchain=TOOLCHAIN,
+        created_at=datetime(2026, 11, 20, tzinfo=timezone.utc),
+    )
+    values = {
+        "kernel": "attention",
+        "arch": "sm_90",
+        "problem": problem,
+        "provenance": provenance,
+        "schedule": schedule(**(knobs or {})),
+        "device_name": device if measured else "",
+        "regime": "burst" if measured else "",
+        "measurement": summary if measured else None,
+        "model_us": None if measured else 500.0,
+        "fingerprint": "f" * 24,
+    }
+    return Entry(**(values | more))
 
 
 def table_of(entries, **settings) -> Table:
@@ -48,10 +67,13 @@ def table_of(entries, **settings) -> Table:
 
 
 def test_this_devices_measurement_comes_first() -> None:
-    table = table_of([
-        entry(knobs={"tile_m": 128}, device="NVIDIA H100"), entry(knobs={"occupancy": 2}),
-        entry(provenance="modelled", knobs={"tile_n": 128}),
-    ])  # fmt: skip
+    table = table_of(
+        [
+            entry(knobs={"tile_m": 128}, device="NVIDIA H100"),
+            entry(knobs={"occupancy": 2}),
+            entry(provenance="modelled", knobs={"tile_n": 128}),
+        ]
+    )
     served = table.resolve(PROBLEM, "sm_90", "NVIDIA H200")
     assert served.provenance == "measured"
     assert served.schedule["occupancy"] == 2
@@ -197,12 +219,15 @@ def test_forced_knobs_that_do_not_go_with_what_is_tuned_go_with_the_default() ->
     assert "the rest is the default's" in served.reason
 
 
-@pytest.mark.parametrize(("forced", "words"), [
-    ({"tile_m": 48}, "tile_m = 48; sides of tiles are powers of two, such as"),
-    ({"num_worker_warps": 3}, "num_worker_warps = 3 is no such hint; compilers take 0, 1, 2, 4, 8, 16, 32"),
-    ({"occupancy": -1}, "occupancy = -1 is no such hint"),
-    ({"accum_mode": "fp8"}, "allowed on sm_90: ['fp32', 'fp16']"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("forced", "words"),
+    [
+        ({"tile_m": 48}, "tile_m = 48; sides of tiles are powers of two, such as"),
+        ({"num_worker_warps": 3}, "num_worker_warps = 3 is no such hint; compilers take 0, 1, 2, 4, 8, 16, 32"),
+        ({"occupancy": -1}, "occupancy = -1 is no such hint"),
+        ({"accum_mode": "fp8"}, "allowed on sm_90: ['fp32', 'fp16']"),
+    ],
+)
 def test_forced_knobs_that_no_program_can_have_are_refused(forced, words) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         table_of([entry()], forced=forced).resolve(PROBLEM, "sm_90")
@@ -300,7 +325,7 @@ def test_lookup_of_a_large_table_is_quick() -> None:
 @pytest.fixture
 def sdpa_module(monkeypatch, tmp_path):
     pytest.importorskip("torch")
-    from tiledsched.attention import sdpa as module
+    from tiledsched.ops import sdpa as module
 
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     module.reload()

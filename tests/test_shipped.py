@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from kernel_checks import check
 
-from tiledsched import data_files
-from tiledsched.kernel_names import kernel_named
+from tiledsched.core import data_files
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.problem import Problem
 from tiledsched.serve.lookup import Table
-from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 
 ROOT = Path(__file__).parent.parent
@@ -73,8 +73,7 @@ def test_what_was_measured_is_right_in_the_interpreter(part) -> None:
         assert space.unworkable(schedule, problem) == []
         check(problem, schedule)
         less = problem.seq_k - (37 if not problem.page else 3 * problem.page)
-        uneven = problem.replace(seq_k=less, seq_q=min(problem.seq_q, less),
-                                 heads=problem.group, kv_heads=1)  # fmt: skip
+        uneven = problem.replace(seq_k=less, seq_q=min(problem.seq_q, less), heads=problem.group, kv_heads=1)
         if not space.unworkable(schedule, uneven):
             check(uneven, schedule)
 
@@ -111,9 +110,18 @@ def test_links_lead_somewhere(path) -> None:
 
 def test_the_main_result_in_the_readme_is_the_recorded_one() -> None:
     path = ROOT / "docs" / "results" / "h200" / "bench.csv"
-    cells = {(row["method"], int(row["batch"]), int(row["heads"]), int(row["seq_q"]), int(row["head_dim"]), row["causal"]): row
-             for row in csv.DictReader(path.open())
-             if (row["regime"], row["dtype"]) == ("burst", "float16") and row["heads"] == row["kv_heads"]}  # fmt: skip
+    cells = {
+        (
+            row["method"],
+            int(row["batch"]),
+            int(row["heads"]),
+            int(row["seq_q"]),
+            int(row["head_dim"]),
+            row["causal"],
+        ): row
+        for row in csv.DictReader(path.open())
+        if (row["regime"], row["dtype"]) == ("burst", "float16") and row["heads"] == row["kv_heads"]
+    }
     text = (ROOT / "README.md").read_text()
     for head_dim, seq, causal in itertools.product((64, 128), (1024, 4096, 16384), ("False", "True")):
         cell = (16384 // seq, 2048 // head_dim, seq, head_dim, causal)

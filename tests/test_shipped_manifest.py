@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from tiledsched import data_files
-from tiledsched.config import Settings
-from tiledsched.errors import DatabaseError
+from tiledsched.core import data_files
+from tiledsched.core.config import Settings
+from tiledsched.core.errors import DatabaseError
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.entries import load_entries
 from tiledsched.store import shipped

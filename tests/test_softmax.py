@@ -7,9 +7,9 @@ import pytest
 from tile_checks import check, make_inputs, mutated, run_schedule, sample
 
 from tiledsched.build.compiler import compile_schedule
+from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import InterpreterError
 from tiledsched.kernels.softmax import Softmax
-from tiledsched.schedule import Schedule
 
 DEFAULT = {name: each.default for name, each in Softmax.knob_fields().items()}
 WALKS: tuple[dict, ...] = (
@@ -68,7 +68,7 @@ MUTATIONS = {
     "lowest maximum too high": ("LOWEST = -3.4e38", "LOWEST = 10.0"),
     "persistent blocks skip rows": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):"),
     "tiles of the first column": ("ct.load(array, (row, column)", "ct.load(array, (row, 0 * column)"),
-}  # fmt: skip
+}
 
 
 def battery():

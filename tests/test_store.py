@@ -28,7 +28,7 @@ from store_samples import (
 )
 
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.errors import DatabaseError, Failure, FailureKind
+from tiledsched.core.errors import DatabaseError, Failure, FailureKind
 from tiledsched.measure.runner import Conditions
 from tiledsched.store import queries
 from tiledsched.store.db import TuningDB
@@ -141,14 +141,25 @@ def test_measurements_come_back_whole_and_newest_first(db):
 def test_measurements_are_found_by_each_of_their_properties(db):
     record(db, measurement(100.0))
     for wanted in (
-        {"problem": PROBLEM}, {"arch": "sm_90"}, {"device_name": DEVICE.name}, {"regime": "burst"},
-        {"fingerprint": "f" * 24}, {"kernel": "attention"}, {"runner": "gpu"},
-    ):  # fmt: skip
+        {"problem": PROBLEM},
+        {"arch": "sm_90"},
+        {"device_name": DEVICE.name},
+        {"regime": "burst"},
+        {"fingerprint": "f" * 24},
+        {"kernel": "attention"},
+        {"runner": "gpu"},
+    ):
         assert len(db.measurements(**wanted)) == 1, wanted
     for other in (
-        {"problem": PROBLEM.replace(causal=True)}, {"arch": "sm_80"}, {"device_name": "x"}, {"regime": "sustained"},
-        {"fingerprint": "0"}, {"kernel": "x"}, {"runner": "replay"}, {"run_id": 7},
-    ):  # fmt: skip
+        {"problem": PROBLEM.replace(causal=True)},
+        {"arch": "sm_80"},
+        {"device_name": "x"},
+        {"regime": "sustained"},
+        {"fingerprint": "0"},
+        {"kernel": "x"},
+        {"runner": "replay"},
+        {"run_id": 7},
+    ):
         assert db.measurements(**other) == [], other
 
 
@@ -183,9 +194,18 @@ def test_failures_are_rows_with_kind_and_message(db):
     fill(db)
     measured, built = db.failures()
     assert (built.stage, built.failure, built.problem, built.fingerprint, built.device_name) == (
-        "build", FAILURE, None, "", "")  # fmt: skip
+        "build",
+        FAILURE,
+        None,
+        "",
+        "",
+    )
     assert (measured.stage, measured.problem, measured.fingerprint, measured.device_name) == (
-        "measure", PROBLEM, "e" * 24, DEVICE.name)  # fmt: skip
+        "measure",
+        PROBLEM,
+        "e" * 24,
+        DEVICE.name,
+    )
     assert db.failures(arch="sm_80") == []
     assert db.failures(problem=PROBLEM) == db.failures(stage="measure") == [measured]
     with pytest.raises(DatabaseError, match="stage"):
@@ -194,8 +214,16 @@ def test_failures_are_rows_with_kind_and_message(db):
 
 def test_an_entry_comes_back_with_its_evidence(db):
     number = record(db, measurement(100.0))
-    put = entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number, runner_up=schedule(64),
-                margin=0.25, ties=(schedule(occupancy=2), schedule(occupancy=4)), updated_at=START)  # fmt: skip
+    put = entry(
+        "measured",
+        device_name=DEVICE.name,
+        regime="burst",
+        measurement_id=number,
+        runner_up=schedule(64),
+        margin=0.25,
+        ties=(schedule(occupancy=2), schedule(occupancy=4)),
+        updated_at=START,
+    )
     assert db.put_entry(put)
     (got,) = db.entries()
     assert got.replace(measurement=None) == put
@@ -230,9 +258,14 @@ def test_a_weaker_entry_never_replaces_a_stronger(db):
 
 def test_entries_are_kept_apart_by_every_part_of_their_key(db):
     for changes in (
-        {}, {"kernel": "other"}, {"arch": "sm_80"}, {"problem": PROBLEM.replace(causal=True)},
-        {"device_name": "x"}, {"regime": "burst"}, {"accum_mode": "fp16"},
-    ):  # fmt: skip
+        {},
+        {"kernel": "other"},
+        {"arch": "sm_80"},
+        {"problem": PROBLEM.replace(causal=True)},
+        {"device_name": "x"},
+        {"regime": "burst"},
+        {"accum_mode": "fp16"},
+    ):
         assert db.put_entry(entry(**changes))
         assert entry(**changes).key in {got.key for got in db.entries(**changes)}
     assert len(db.entries()) == 7
@@ -262,8 +295,14 @@ def test_merge_adds_once_and_the_faster_wins(db):
 
 def test_failures_are_forgotten_and_nothing_else_is(db):
     killed = replace(FAILURE, kind=FailureKind.COMPILER_KILLED)
-    db.record_builds([build(), build(FAILURE, sched=schedule(256)), build(killed, sched=schedule(512)),
-                      build(FAILURE, sched=schedule(256), arch="sm_80")])  # fmt: skip
+    db.record_builds(
+        [
+            build(),
+            build(FAILURE, sched=schedule(256)),
+            build(killed, sched=schedule(512)),
+            build(FAILURE, sched=schedule(256), arch="sm_80"),
+        ]
+    )
     db.record_failure(
         None, "attention", "sm_90", "measure", schedule(), replace(FAILURE, kind=FailureKind.HANG), problem=PROBLEM
     )

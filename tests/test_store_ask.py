@@ -15,11 +15,11 @@ import pytest
 from store_samples import BACKENDS, TOOLCHAIN, fill, measurement, new_url, schedule
 
 from tiledsched.cli import main
-from tiledsched.errors import DatabaseError
-from tiledsched.store.ask import ask, tables
+from tiledsched.core.errors import DatabaseError
 from tiledsched.store.backup import back_up
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import Base
+from tiledsched.store.sql import ask, tables
 
 DOCUMENTED = (Path(__file__).parent.parent / "docs" / "database.md").read_text()
 QUESTIONS = re.findall(r"^--.*\n([^;]*);", re.search(r"```sql\n(.*?)```", DOCUMENTED, re.DOTALL).group(1), re.MULTILINE)
@@ -58,13 +58,34 @@ def test_every_question_of_the_documents_is_tried() -> None:
     assert len(QUESTIONS) == 6
 
 
-@pytest.mark.parametrize("sql", [
-    "delete from entries", "update entries set candidates = 0", "drop table entries", "create table x (y int)",
-    "insert into runs select * from runs", "select 1; delete from entries", "commit; delete from entries",
-    "with gone as (delete from entries returning 1) select * from gone", "attach 'stolen.db' as other", "vacuum",
-    "pragma journal_mode = delete", "select load_extension('x')", "begin", "", ";", "-- nothing", "selec", "select * from none",
-    "select nothing from entries", "select 1 from", "copy entries to '/tmp/stolen'", "set transaction read write", "\x00",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "delete from entries",
+        "update entries set candidates = 0",
+        "drop table entries",
+        "create table x (y int)",
+        "insert into runs select * from runs",
+        "select 1; delete from entries",
+        "commit; delete from entries",
+        "with gone as (delete from entries returning 1) select * from gone",
+        "attach 'stolen.db' as other",
+        "vacuum",
+        "pragma journal_mode = delete",
+        "select load_extension('x')",
+        "begin",
+        "",
+        ";",
+        "-- nothing",
+        "selec",
+        "select * from none",
+        "select nothing from entries",
+        "select 1 from",
+        "copy entries to '/tmp/stolen'",
+        "set transaction read write",
+        "\x00",
+    ],
+)
 def test_what_is_no_question_is_refused_and_changes_nothing(asked, tmp_path, monkeypatch, sql) -> None:
     monkeypatch.chdir(tmp_path)
     before, files = asked.entries(), set(tmp_path.iterdir())
@@ -99,11 +120,18 @@ def test_the_command(tmp_path, monkeypatch, capsys) -> None:
     assert capsys.readouterr().out.splitlines() == ["provenance  model_us", "measured    90.0", "modelled    90.0"]
     assert main([*query, "--csv", "--limit", "1"]) == 0
     assert list(csv.reader(io.StringIO(capsys.readouterr().out))) == [
-        ["provenance", "model_us"], ["measured", "90.0"], ["modelled", "90.0"]]  # fmt: skip
+        ["provenance", "model_us"],
+        ["measured", "90.0"],
+        ["modelled", "90.0"],
+    ]
     assert main([*query, "--json", "--limit", "1"]) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out) == {"schema_version": 1, "columns": ["provenance", "model_us"], "rows": [["measured", 90.0]],
-                                    "more": True}  # fmt: skip
+    assert json.loads(said.out) == {
+        "schema_version": 1,
+        "columns": ["provenance", "model_us"],
+        "rows": [["measured", 90.0]],
+        "more": True,
+    }
     assert "there are more rows than 1" in said.err
     assert main(["db", "query"]) == 0
     assert "kernel_views" in capsys.readouterr().out

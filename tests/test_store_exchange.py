@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_samples import DEVICE, PROBLEM, START, TOOLCHAIN, artifact, build, entry, fill, measurement, schedule, stored
 
-from tiledsched.errors import DatabaseError
+from tiledsched.core.errors import DatabaseError
+from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Accuracy, Conditions
-from tiledsched.problem import Problem
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import (
@@ -25,7 +25,7 @@ from tiledsched.store.exchange import (
     parse_table,
     read_table,
 )
-from tiledsched.store.records import EntryRecord, MergeResult, StoredMeasurement
+from tiledsched.store.records import Entry, MergeResult, StoredMeasurement
 
 
 @pytest.fixture
@@ -43,8 +43,10 @@ def table(db, tmp_path):
 
 def portable(entries):
     """What of entries has the same value in every database."""
-    return [one.replace(measurement_id=None, run_id=None, measurement=one.measurement and one.measurement.uid)
-            for one in entries]  # fmt: skip
+    return [
+        one.replace(measurement_id=None, run_id=None, measurement=one.measurement and one.measurement.uid)
+        for one in entries
+    ]
 
 
 def test_a_table_goes_out_and_in_unchanged(db, table, tmp_path):
@@ -133,16 +135,26 @@ def test_a_kernel_that_is_not_known_here_goes_out_and_in(tmp_path):
 @pytest.mark.parametrize(
     ("problem", "name"),
     [
-        (Attention.problem(seq_q=4096, seq_k=4096, head_dim=128, causal=True, batch=4, heads=16, kv_heads=16),
-         "h200_burst_s4096_d128_float16_causal_b4_h16"),
-        (Attention.problem(seq_q=1, seq_k=512, head_dim=64, value_dim=32, heads=8, kv_heads=2, lse=True, dtype="bfloat16"),
-         "h200_burst_sq1_sk512_d64-32_bfloat16_full_b1_h8-2_lse"),
-        (Attention.problem(seq_q=7, seq_k=9, head_dim=64, causal=True, alignment="bottom_right"),
-         "h200_burst_sq7_sk9_d64_float16_bottom-right_b1_h1"),
-        (Problem("my lib.norms:RmsNorm", {"rows": 7, "experts": (3, 4), "dtype": "float16", "biased": False}),
-         "h200_burst_my-lib.norms-RmsNorm_rows7_experts3-4_float16_no-biased"),
+        (
+            Attention.problem(seq_q=4096, seq_k=4096, head_dim=128, causal=True, batch=4, heads=16, kv_heads=16),
+            "h200_burst_s4096_d128_float16_causal_b4_h16",
+        ),
+        (
+            Attention.problem(
+                seq_q=1, seq_k=512, head_dim=64, value_dim=32, heads=8, kv_heads=2, lse=True, dtype="bfloat16"
+            ),
+            "h200_burst_sq1_sk512_d64-32_bfloat16_full_b1_h8-2_lse",
+        ),
+        (
+            Attention.problem(seq_q=7, seq_k=9, head_dim=64, causal=True, alignment="bottom_right"),
+            "h200_burst_sq7_sk9_d64_float16_bottom-right_b1_h1",
+        ),
+        (
+            Problem("my lib.norms:RmsNorm", {"rows": 7, "experts": (3, 4), "dtype": "float16", "biased": False}),
+            "h200_burst_my-lib.norms-RmsNorm_rows7_experts3-4_float16_no-biased",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_landscapes_file_is_called(problem, name):
     assert landscape_file_name(problem, "NVIDIA H200", "burst") == f"{name}.json.xz"
 
@@ -193,10 +205,13 @@ def test_a_landscape_is_a_table_without_entries(db, tmp_path):
         (lambda data: data["entries"][0]["schedule"].update(tile_m=1.5), "entries[0].schedule"),
         (lambda data: data["measurements"].append(data["measurements"][0]), "measurements[1].uid"),
         (lambda data: data["measurements"][0]["measurement"].update(median_us="x"), "measurement.median_us"),
-        (lambda data: data["measurements"][0]["measurement"]["accuracy"].update(worst_tile=["x"]), "accuracy.worst_tile"),
+        (
+            lambda data: data["measurements"][0]["measurement"]["accuracy"].update(worst_tile=["x"]),
+            "accuracy.worst_tile",
+        ),
         (lambda data: data["artifacts"][0]["facts"].pop("threads"), "artifacts[0].facts.threads"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_table_is_refused_by_key(table, change, key):
     data = json.loads(table.read_text())
     change(data)
@@ -243,11 +258,15 @@ def test_merging_needs_the_other_database(db, tmp_path):
 )
 def test_records_survive_json(samples, reasons, tile):
     accuracy = tile and Accuracy(max_abs_error=0.5, worst_tile_error=1e-9, worst_tile=tile, repeatable=False)
-    taken = stored(median_us=samples[0], samples_us=tuple(samples), accuracy=accuracy,
-                   conditions=Conditions(throttle_reasons=tuple(reasons)))  # fmt: skip
+    taken = stored(
+        median_us=samples[0],
+        samples_us=tuple(samples),
+        accuracy=accuracy,
+        conditions=Conditions(throttle_reasons=tuple(reasons)),
+    )
     assert decode(StoredMeasurement, json.loads(json.dumps(encode(taken))), "x") == taken
     one = entry("measured", measurement=taken.summary, ties=(schedule(), schedule(7)), updated_at=START)
-    assert decode(EntryRecord, json.loads(json.dumps(encode(one))), "x") == one
+    assert decode(Entry, json.loads(json.dumps(encode(one))), "x") == one
 
 
 def test_a_recorded_measurement_has_one_name_everywhere(db, tmp_path):

@@ -17,8 +17,8 @@ from store_samples import TOOLCHAIN, build, entry, fill, measurement, schedule
 from test_store_schema import KILLED, python
 
 from tiledsched.cli import main
-from tiledsched.config import Settings
-from tiledsched.errors import DatabaseError
+from tiledsched.core.config import Settings
+from tiledsched.core.errors import DatabaseError
 from tiledsched.serve.entries import Layer, layers
 from tiledsched.store import engine as engines
 from tiledsched.store.db import TuningDB
@@ -131,8 +131,10 @@ def test_a_file_that_may_not_grow_is_no_traceback(tmp_path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         sys.exit(main(["db", "merge", sys.argv[1], "--db", sys.argv[2]]))
         """,
-        SAMPLE, path, stderr=-1,
-    )  # fmt: skip
+        SAMPLE,
+        path,
+        stderr=-1,
+    )
     error = child.communicate()[1]
     assert child.returncode == 2, error
     assert "Traceback" not in error
@@ -216,7 +218,7 @@ WRITER = """
 """
 READER = """
     import logging, sys, time
-    from tiledsched.config import Settings
+    from tiledsched.core.config import Settings
     from tiledsched.serve.entries import layers
     logging.disable()
     ends, seen = time.monotonic() + 1.5, 0

@@ -14,14 +14,14 @@ from store_samples import BACKENDS, DEVICE, PROBLEM, START, entry, new_url, sche
 
 from tiledsched.cli import main
 from tiledsched.store.db import TuningDB
-from tiledsched.store.records import EntryRecord, StoredMeasurement
+from tiledsched.store.records import Entry, StoredMeasurement
 
 PROBLEMS = (PROBLEM, PROBLEM.replace(causal=True))
 HOLDS = {"device_name": DEVICE.name, "regime": "burst"}
 
 
 @st.composite
-def pieces(draw) -> tuple[list[StoredMeasurement], list[EntryRecord]]:
+def pieces(draw) -> tuple[list[StoredMeasurement], list[Entry]]:
     """What one database brings: measured and modelled entries with few different times, so that many are equal."""
     measurements, entries = {}, {}
     for _ in range(draw(st.integers(1, 4))):
@@ -33,11 +33,24 @@ def pieces(draw) -> tuple[list[StoredMeasurement], list[EntryRecord]]:
         day = timedelta(days=draw(st.integers(0, 3)))
         if draw(st.booleans()):
             uid = f"{PROBLEMS.index(problem)}{tile:03}{us:03.0f}{day.days}".rjust(24, "0")
-            taken = stored(uid, created_at=START + day, problem=problem, schedule=schedule(tile), fingerprint=f"{tile:024}",
-                           median_us=us)  # fmt: skip
+            taken = stored(
+                uid,
+                created_at=START + day,
+                problem=problem,
+                schedule=schedule(tile),
+                fingerprint=f"{tile:024}",
+                median_us=us,
+            )
             measurements[uid] = taken
-            new = entry("measured", problem=problem, schedule=schedule(tile), fingerprint=f"{tile:024}", updated_at=START + day,
-                        source=f"day {day.days}", **HOLDS).replace(measurement=taken.summary)  # fmt: skip
+            new = entry(
+                "measured",
+                problem=problem,
+                schedule=schedule(tile),
+                fingerprint=f"{tile:024}",
+                updated_at=START + day,
+                source=f"day {day.days}",
+                **HOLDS,
+            ).replace(measurement=taken.summary)
         else:
             new = entry(
                 "modelled", problem=problem, schedule=schedule(tile), model_us=us, updated_at=START + day, **HOLDS
@@ -48,8 +61,10 @@ def pieces(draw) -> tuple[list[StoredMeasurement], list[EntryRecord]]:
 
 def state(db: TuningDB) -> str:
     """All that a merge may change, without numbers that mean something here only."""
-    entries = [{**each.to_json(), "measurement_id": None, "measurement": each.measurement and each.measurement.uid}
-               for each in db.entries()]  # fmt: skip
+    entries = [
+        {**each.to_json(), "measurement_id": None, "measurement": each.measurement and each.measurement.uid}
+        for each in db.entries()
+    ]
     return json.dumps([entries, sorted(each.uid for each in db.measurements())], sort_keys=True)
 
 
@@ -85,7 +100,7 @@ def test_what_is_served_after_a_merge_is_the_fastest_that_came(brought) -> None:
             assert (got.rank, got.median_us or got.model_us) == (rank, min(times))
 
 
-def measured(uid: str, us: float, **changes) -> tuple[StoredMeasurement, EntryRecord]:
+def measured(uid: str, us: float, **changes) -> tuple[StoredMeasurement, Entry]:
     taken = stored(uid.rjust(24, "0"), median_us=us, **changes)
     one = taken.measurement
     return taken, entry(

@@ -12,8 +12,8 @@ import pytest
 import sqlalchemy as sa
 from store_samples import BACKENDS, new_url
 
-from tiledsched import data_files
-from tiledsched.problem import Problem, stable_id
+from tiledsched.core import data_files
+from tiledsched.core.problem import Problem, stable_id
 from tiledsched.store import engine as engines
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import Table, export_table, read_table
@@ -38,8 +38,10 @@ def write_as_0003(engine: sa.Engine, table: Table) -> None:
     measurements = [measurement_values(stored, parents) for stored in table.measurements]
     for number, row in enumerate(measurements, start=1):
         row["id"] = numbers[row["uid"]] = number
-    entries = [entry_values(entry, numbers.get(entry.measurement and entry.measurement.uid), parents)
-               for entry in table.entries]  # fmt: skip
+    entries = [
+        entry_values(entry, numbers.get(entry.measurement and entry.measurement.uid), parents)
+        for entry in table.entries
+    ]
     problems = {each.measurement.problem for each in table.measurements} | {each.problem for each in table.entries}
     renamed = {problem.id: old_id(problem) for problem in problems}
     for row in entries:
@@ -122,12 +124,15 @@ def test_every_landscape_comes_through_whole(upgraded) -> None:
     assert len(lines) == 36
     for table in tables:
         first = table.measurements[0].measurement
-        before = {(one.measurement.fingerprint, one.measurement.schedule, one.measurement.median_us): one.uid
-                  for one in table.measurements}  # fmt: skip
+        before = {
+            (one.measurement.fingerprint, one.measurement.schedule, one.measurement.median_us): one.uid
+            for one in table.measurements
+        }
         found = db.landscape(first.problem, first.device.name, first.regime)
         assert len(found) == len(table.measurements)
-        assert before == {(one.measurement.fingerprint, one.measurement.schedule, one.measurement.median_us): one.uid
-                          for one in found}  # fmt: skip
+        assert before == {
+            (one.measurement.fingerprint, one.measurement.schedule, one.measurement.median_us): one.uid for one in found
+        }
         line = lines[first.problem, first.device.name, first.regime]
         assert (line.measurements, line.distinct_programs) == (
             len(before),

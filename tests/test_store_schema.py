@@ -17,7 +17,7 @@ import pytest
 import sqlalchemy as sa
 from store_samples import BACKENDS, DEVICE, PROBLEM, TOOLCHAIN, build, entry, fill, new_url, schedule
 
-from tiledsched.errors import DatabaseError
+from tiledsched.core.errors import DatabaseError
 from tiledsched.store import engine as engines
 from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import HEAD, VERSION_TABLE
@@ -188,7 +188,7 @@ def test_migrations_end_at_what_the_models_say(backend, tmp_path):
 def test_there_is_an_old_database_of_every_schema():
     from alembic.script import ScriptDirectory
 
-    from tiledsched import data_files
+    from tiledsched.core import data_files
 
     scripts = ScriptDirectory(str(data_files.tuning_db() / "migrations"))
     revisions = {script.revision for script in scripts.walk_revisions()}

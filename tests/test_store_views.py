@@ -8,9 +8,9 @@ import pytest
 import sqlalchemy as sa
 from store_samples import BACKENDS, DEVICE, PROBLEM, START, TOOLCHAIN, entry, fill, measurement, new_url, schedule
 
-import tiledsched.fields as ts
-from tiledsched.kernel import Kernel
-from tiledsched.kernels import SHIPPED
+import tiledsched.core.fields as ts
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.registry import SHIPPED
 from tiledsched.store.db import TuningDB
 from tiledsched.store.views import create_view, view_name
 
@@ -77,8 +77,19 @@ def test_a_row_says_what_is_served_and_why(db) -> None:
     number = db.record_measurement(None, "attention", "abc", TOOLCHAIN, measurement(100.0))
     db.put_entry(entry("measured", device_name=DEVICE.name, regime="burst", measurement_id=number, updated_at=START))
     row = columns(db, "attention")
-    assert list(row)[:11] == ["arch", "device_name", "regime", "accum_mode", "compiler", "provenance", "schedule", "median_us",
-                              "model_us", "fingerprint", "updated_at"]  # fmt: skip
+    assert list(row)[:11] == [
+        "arch",
+        "device_name",
+        "regime",
+        "accum_mode",
+        "compiler",
+        "provenance",
+        "schedule",
+        "median_us",
+        "model_us",
+        "fingerprint",
+        "updated_at",
+    ]
     assert [row[name] for name in list(row)[:6]] == ["sm_90", DEVICE.name, "burst", "fp32", "13.4.12", "measured"]
     assert (row["median_us"], row["model_us"], row["fingerprint"]) == (100.0, 90.0, "f" * 24)
     assert str(row["updated_at"]).startswith("2026-01-02 03:04:05")
@@ -165,8 +176,15 @@ def test_who_may_not_make_views_still_records(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "name"),
-    [("attention", "attention"), ("mylib.norms:RmsNorm", "rms_norm"), ("rms:RMSNorm", "rms_norm"), ("a.b.GEMM2D", "gemm2d"),
-     ("file:Ünïcode", "_n_code"), ("x:" + "A" * 80, "a" * 63), ("odd:", "kernel")],
-)  # fmt: skip
+    [
+        ("attention", "attention"),
+        ("mylib.norms:RmsNorm", "rms_norm"),
+        ("rms:RMSNorm", "rms_norm"),
+        ("a.b.GEMM2D", "gemm2d"),
+        ("file:Ünïcode", "_n_code"),
+        ("x:" + "A" * 80, "a" * 63),
+        ("odd:", "kernel"),
+    ],
+)
 def test_a_view_is_called_like_its_kernel(kernel, name) -> None:
     assert view_name(kernel) == name

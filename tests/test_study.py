@@ -9,23 +9,33 @@ import types
 import pytest
 from report_samples import DEVICE, SOURCE, TOOLCHAIN, taken
 
+from tiledsched.bench import run as run_module
+from tiledsched.bench.rows import BenchRow, append_rows
 from tiledsched.cli import main
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions
 from tiledsched.report.document import as_svg
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
-from tiledsched.studies.bench import run as run_module
-from tiledsched.studies.bench.rows import BenchRow, append_rows
 from tiledsched.studies.evaluation import figures, tiles
 from tiledsched.studies.evaluation.pages import speedups, write_evaluation
 from tiledsched.studies.evaluation.rows import COLUMNS, METHODS, OURS, problems, result_of
 
-PAPER = ("method,baseline_name,dtype,causal,B,H,S,D,flops_forward,median_ms,p95_ms,throughput_tokens_per_s,tflops_per_s,approx_bw_gbps,"
-         "status,status_detail")  # fmt: skip
+PAPER = (
+    "method,baseline_name,dtype,causal,B,H,S,D,flops_forward,median_ms,p95_ms,throughput_tokens_per_s,tflops_per_s,approx_bw_gbps,"
+    "status,status_detail"
+)
 PAPER_TILES = "regime,S,D,best_TM,best_TN,best_median_ms,runner_TM,runner_TN,runner_median_ms,sensitivity_drop_percent"
-FACTOR = {"tiledsched": 1.0, "torch_auto": 1.1, "torch_math": 12.0, "eager": 9.0, "torch_flash": 1.2, "torch_efficient": 1.6,
-          "torch_cudnn": 0.95, "triton": 1.5}  # fmt: skip
+FACTOR = {
+    "tiledsched": 1.0,
+    "torch_auto": 1.1,
+    "torch_math": 12.0,
+    "eager": 9.0,
+    "torch_flash": 1.2,
+    "torch_efficient": 1.6,
+    "torch_cudnn": 0.95,
+    "triton": 1.5,
+}
 
 
 def rows(**statuses):
@@ -34,10 +44,29 @@ def rows(**statuses):
     for problem in problems():
         for method, factor in FACTOR.items():
             us = problem.flops / 500e6 * factor
-            timed = {} if method in statuses else {"median_us": us, "ci_low_us": us * 0.99, "ci_high_us": us * 1.01, "p95_us": us * 1.05,
-                                                   "samples": 30}  # fmt: skip
-            found.append(BenchRow(problem=problem, method=method, regime="burst", status=statuses.get(method, "ok"), device="NVIDIA Sample",
-                                  versions="driver 1 torch 2", conditions=Conditions(sm_clock_mhz=1980), **timed))  # fmt: skip
+            timed = (
+                {}
+                if method in statuses
+                else {
+                    "median_us": us,
+                    "ci_low_us": us * 0.99,
+                    "ci_high_us": us * 1.01,
+                    "p95_us": us * 1.05,
+                    "samples": 30,
+                }
+            )
+            found.append(
+                BenchRow(
+                    problem=problem,
+                    method=method,
+                    regime="burst",
+                    status=statuses.get(method, "ok"),
+                    device="NVIDIA Sample",
+                    versions="driver 1 torch 2",
+                    conditions=Conditions(sm_clock_mhz=1980),
+                    **timed,
+                )
+            )
     return found
 
 
@@ -53,9 +82,11 @@ def test_the_grid_is_the_papers():
 
 @pytest.mark.parametrize(
     ("causal", "median_us", "flops", "tokens", "tflops", "gbps"),
-    [(False, 35.32800078392029, 536870912.0, 115942026.41278003, 15.196753285975904, 59.36231752334338),
-     (True, 30.208000913262367, 268959744.0, 135593216.2396656, 8.903592951161402, 69.42372671470879)],
-)  # fmt: skip
+    [
+        (False, 35.32800078392029, 536870912.0, 115942026.41278003, 15.196753285975904, 59.36231752334338),
+        (True, 30.208000913262367, 268959744.0, 135593216.2396656, 8.903592951161402, 69.42372671470879),
+    ],
+)
 def test_a_row_of_the_paper_comes_out_the_same(causal, median_us, flops, tokens, tflops, gbps):
     """S=512, D=64, float16, of the paper's published results."""
     problem = next(p for p in problems() if (p.seq_q, p.head_dim, p.dtype, p.causal) == (512, 64, "float16", causal))
@@ -71,10 +102,16 @@ def test_a_row_of_the_paper_comes_out_the_same(causal, median_us, flops, tokens,
 
 @pytest.mark.parametrize(
     ("said", "status"),
-    [("RuntimeError: No available kernel. Aborting execution.", "unsupported"), ("not installed: triton", "unsupported"),
-     ("out of memory", "oom"), ("skipped: its score matrices would take 90 GiB", "oom"), ("not served: head_dim 160", "unsupported"),
-     ("wrong: relative error 0.2", "wrong"), ("RuntimeError: something else", "runtime_error")],
-)  # fmt: skip
+    [
+        ("RuntimeError: No available kernel. Aborting execution.", "unsupported"),
+        ("not installed: triton", "unsupported"),
+        ("out of memory", "oom"),
+        ("skipped: its score matrices would take 90 GiB", "oom"),
+        ("not served: head_dim 160", "unsupported"),
+        ("wrong: relative error 0.2", "wrong"),
+        ("RuntimeError: something else", "runtime_error"),
+    ],
+)
 def test_every_reason_is_a_status(said, status):
     row = result_of(BenchRow(problem=problems()[0], method="torch_cudnn", regime="burst", status=said))
     assert (row.method, row.status, row.status_detail, row.median_ms) == ("torch_sdpa_cudnn_forced", status, said, None)
@@ -87,9 +124,21 @@ def lines_of(path):
 def test_what_is_written(tmp_path):
     found = rows(triton="not installed: triton", torch_cudnn="RuntimeError: No available kernel.")
     written = {path.name for path in write_evaluation(tmp_path, found, [])}
-    assert {"benchmark_results.csv", "tuning_results.csv", "table3_reproducibility.md", "table4_tiling_sensitivity.md", "study_summary.md",
-            "study.html", "figure3_throughput_vs_s.svg", "figure3_throughput_vs_s.png", "figure4_regime_map.svg",
-            "figure5_bw_proxy.svg", "figure6_flash_style.svg", "figure6_explicit_baselines.svg", "figure7_forced_backends.svg"} <= written  # fmt: skip
+    assert {
+        "benchmark_results.csv",
+        "tuning_results.csv",
+        "table3_reproducibility.md",
+        "table4_tiling_sensitivity.md",
+        "study_summary.md",
+        "study.html",
+        "figure3_throughput_vs_s.svg",
+        "figure3_throughput_vs_s.png",
+        "figure4_regime_map.svg",
+        "figure5_bw_proxy.svg",
+        "figure6_flash_style.svg",
+        "figure6_explicit_baselines.svg",
+        "figure7_forced_backends.svg",
+    } <= written
     lines = lines_of(tmp_path / "benchmark_results.csv")
     assert len(lines) == 80 * 8
     assert all(line["status"] for line in lines)
@@ -149,8 +198,17 @@ def test_the_tiles_table_is_of_what_was_raced(tmp_path):
                 )
     (row,) = tiles.tiling_rows(tmp_path, Attention)
     assert row.to_csv() == {
-        "regime": "Short S", "S": 1024, "D": 64, "best_TM": 64, "best_TN": 128, "best_median_ms": 0.12275, "runner_TM": 64, "runner_TN": 64,
-        "runner_median_ms": 0.12688, "sensitivity_drop_percent": pytest.approx(3.36456, abs=1e-4)}  # fmt: skip
+        "regime": "Short S",
+        "S": 1024,
+        "D": 64,
+        "best_TM": 64,
+        "best_TN": 128,
+        "best_median_ms": 0.12275,
+        "runner_TM": 64,
+        "runner_TN": 64,
+        "runner_median_ms": 0.12688,
+        "sensitivity_drop_percent": pytest.approx(3.36456, abs=1e-4),
+    }
     write_evaluation(tmp_path, rows(), [row])
     assert (
         "| Short S | S=1024, D=64 | (64, 128) | (64, 64) | 3.36 |"
@@ -168,9 +226,9 @@ class Harness:
 def gpu(monkeypatch, tmp_path):
     import contextlib
 
+    import tiledsched.bench.harness
     import tiledsched.measure.lock
-    import tiledsched.studies.bench.harness
-    import tiledsched.tuning
+    import tiledsched.tuning.session
 
     calls = types.SimpleNamespace(cells=0, tuned=[], most=80)
 
@@ -190,7 +248,7 @@ def gpu(monkeypatch, tmp_path):
     def tune(kernel, named, *, db, candidates, arch, **more):
         calls.tuned += named
         with TuningDB.open(db) as opened, open(candidates, encoding="utf-8") as file:
-            from tiledsched.schedule import Schedule
+            from tiledsched.core.schedule import Schedule
 
             for place, schedule in enumerate(json.load(file)):
                 opened.record_measurement(
@@ -204,10 +262,10 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(
         "tiledsched.studies.evaluation.pages.drawings", lambda blocks: {}
     )  # drawn once, in a test above
-    monkeypatch.setattr(tiledsched.studies.bench.harness, "TorchHarness", Harness)
+    monkeypatch.setattr(tiledsched.bench.harness, "TorchHarness", Harness)
     monkeypatch.setattr(tiledsched.measure.lock, "holding_current_gpu", contextlib.nullcontext)
     monkeypatch.setattr(run_module, "run_bench", bench)
-    monkeypatch.setattr(tiledsched.tuning, "tune", tune)
+    monkeypatch.setattr(tiledsched.tuning.session, "tune", tune)
     return calls
 
 
@@ -229,9 +287,13 @@ def test_the_command_goes_on_where_it_stopped(gpu, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("study --summary --out nowhere", "holds no study"), ("study matmul", "tiledsched bench matmul"), ("study --methods matmul", "the study knows"),
-     ("study --methods nothing", "unknown method")],
-)  # fmt: skip
+    [
+        ("study --summary --out nowhere", "holds no study"),
+        ("study matmul", "tiledsched bench matmul"),
+        ("study --methods matmul", "the study knows"),
+        ("study --methods nothing", "unknown method"),
+    ],
+)
 def test_wrong_use_is_told(gpu, capsys, words, message):
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
@@ -253,7 +315,7 @@ def test_tiles_stop_with_the_budget(tmp_path, monkeypatch):
         shares.append(budget_s)
         now[0] += 40.0
 
-    monkeypatch.setattr("tiledsched.tuning.tune", tune)
+    monkeypatch.setattr("tiledsched.tuning.session.tune", tune)
     tiles.race_tiles("sm_90", tmp_path, Attention, budget_s=100.0)
     assert shares == [100.0 / 6, 60.0 / 5, 20.0 / 4]
     tiles.race_tiles("sm_90", tmp_path, Attention, budget_s=0.0)

@@ -8,15 +8,15 @@ import pytest
 from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, add_builds, add_times, build_of, plain, taken
 
 from tiledsched.cli import main
-from tiledsched.errors import ConfigError, DatabaseError, Failure, FailureKind
+from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind
+from tiledsched.core.problem import Problem
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.problem import Problem
-from tiledsched.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape
 from tiledsched.store.foreign import rows_of_csv, to_csv
 from tiledsched.store.t4 import INVALIDITY, export_foreign, kernel_tuner_cache, recorded, t4_metadata, t4_results
-from tiledsched.tuning import _read_candidates as read_candidates
+from tiledsched.tuning.session import _read_candidates as read_candidates
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 VERSION = {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"}
@@ -26,39 +26,67 @@ RESULTS_SCHEMA = {
     "required": ["schema_version", "results"],
     "properties": {
         "schema_version": VERSION,
-        "results": {"type": "array", "items": {
-            "type": "object",
-            "required": ["configuration", "times", "invalidity", "correctness", "measurements", "objectives"],
-            "properties": {
-                "timestamp": TEXT,
-                "configuration": {"type": "object", "additionalProperties": {"type": ["integer", "boolean", "string"]}},
-                "objectives": {"type": "array", "items": TEXT},
-                "times": {
-                    "type": "object",
-                    "properties": {"compilation_time": NUMBER, "compilation": NUMBER,
-                                   "runtimes": {"type": "array", "items": NUMBER}},
-                    "additionalProperties": False,
+        "results": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["configuration", "times", "invalidity", "correctness", "measurements", "objectives"],
+                "properties": {
+                    "timestamp": TEXT,
+                    "configuration": {
+                        "type": "object",
+                        "additionalProperties": {"type": ["integer", "boolean", "string"]},
+                    },
+                    "objectives": {"type": "array", "items": TEXT},
+                    "times": {
+                        "type": "object",
+                        "properties": {
+                            "compilation_time": NUMBER,
+                            "compilation": NUMBER,
+                            "runtimes": {"type": "array", "items": NUMBER},
+                        },
+                        "additionalProperties": False,
+                    },
+                    "invalidity": {"enum": ["timeout", "compile", "runtime", "correctness", "constraints", "correct"]},
+                    "correctness": NUMBER,
+                    "measurements": {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "required": ["name", "value", "unit"],
+                            "properties": {
+                                "name": TEXT,
+                                "value": {"type": ["number", "string", "array"]},
+                                "unit": TEXT,
+                            },
+                        },
+                    },
                 },
-                "invalidity": {"enum": ["timeout", "compile", "runtime", "correctness", "constraints", "correct"]},
-                "correctness": NUMBER,
-                "measurements": {"type": "array", "items": {
-                    "type": "object", "required": ["name", "value", "unit"],
-                    "properties": {"name": TEXT, "value": {"type": ["number", "string", "array"]}, "unit": TEXT},
-                }},
+                "additionalProperties": False,
             },
-            "additionalProperties": False,
-        }},
+        },
     },
-}  # fmt: skip
+}
 METADATA_SCHEMA = {
     "type": "object",
     "required": ["schema_version", "metadata"],
-    "properties": {"schema_version": VERSION, "metadata": {"type": "object", "properties": {
-        "hardware": {"type": "object", "properties": {"hardware_description": {"type": "array"}}},
-        "environment": {"type": "object", "properties": {
-            "device_query": {"type": "object"}, "requirements": {"type": "array", "items": TEXT}}},
-    }}},
-}  # fmt: skip
+    "properties": {
+        "schema_version": VERSION,
+        "metadata": {
+            "type": "object",
+            "properties": {
+                "hardware": {"type": "object", "properties": {"hardware_description": {"type": "array"}}},
+                "environment": {
+                    "type": "object",
+                    "properties": {
+                        "device_query": {"type": "object"},
+                        "requirements": {"type": "array", "items": TEXT},
+                    },
+                },
+            },
+        },
+    },
+}
 FASTEST, SLOWER = plain(128, 64), plain(64, 64, loop_split=True)
 
 
@@ -69,8 +97,17 @@ def failed(db, schedule, kind, fingerprint="") -> None:
         add_builds(db, [build_of(schedule, failure)])
         return
     add_builds(db, [build_of(schedule, fingerprint)])
-    db.record_failure(None, "attention", "sm_90", "measure", schedule, failure, problem=PROBLEM, fingerprint=fingerprint,
-                      device=taken(schedule, 1.0).device)  # fmt: skip
+    db.record_failure(
+        None,
+        "attention",
+        "sm_90",
+        "measure",
+        schedule,
+        failure,
+        problem=PROBLEM,
+        fingerprint=fingerprint,
+        device=taken(schedule, 1.0).device,
+    )
 
 
 @pytest.fixture
@@ -109,8 +146,13 @@ def test_times_are_milliseconds(landscape) -> None:
 
 
 def test_failures_have_words(db, landscape) -> None:
-    kinds = {FailureKind.COMPILE_ERROR: "compile", FailureKind.COMPILE_TIMEOUT: "timeout", FailureKind.HANG: "timeout",
-             FailureKind.WRONG_RESULT: "correctness", FailureKind.ILLEGAL_ADDRESS: "runtime"}  # fmt: skip
+    kinds = {
+        FailureKind.COMPILE_ERROR: "compile",
+        FailureKind.COMPILE_TIMEOUT: "timeout",
+        FailureKind.HANG: "timeout",
+        FailureKind.WRONG_RESULT: "correctness",
+        FailureKind.ILLEGAL_ADDRESS: "runtime",
+    }
     for number, kind in enumerate(kinds):
         built = "" if kind in (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT) else f"{number:024x}"
         failed(db, plain(128, 32, latency_k=number), kind, built)
@@ -119,8 +161,11 @@ def test_failures_have_words(db, landscape) -> None:
         enumerate(kinds.values())
     )
     assert all(result["correctness"] == 0 and result["times"]["runtimes"] == [] for result in bad)
-    errors = {entry["latency_k"]: entry["time"] for entry in kernel_tuner_cache(landscape())["cache"].values()
-              if isinstance(entry["time"], str)}  # fmt: skip
+    errors = {
+        entry["latency_k"]: entry["time"]
+        for entry in kernel_tuner_cache(landscape())["cache"].values()
+        if isinstance(entry["time"], str)
+    }
     built, ran = "CompilationFailedConfig", "RuntimeFailedConfig"
     assert errors == {0: built, 1: built, 2: ran, 3: ran, 4: ran}
     assert set(INVALIDITY) <= set(FailureKind)
@@ -136,9 +181,17 @@ def test_failures_of_other_machine_code_or_devices_are_left_out(db, landscape) -
     add_builds(db, [build_of(plain(128, 32), "c" * 24)])  # compiled anew since
     elsewhere = taken(plain(64, 32), 1.0, device="NVIDIA Other").device
     add_builds(db, [build_of(plain(64, 32), "d" * 24)])
-    db.record_failure(None, "attention", "sm_90", "measure", plain(64, 32),
-                      Failure(kind=FailureKind.HANG, message="h"), problem=PROBLEM, fingerprint="d" * 24,
-                      device=elsewhere)  # fmt: skip
+    db.record_failure(
+        None,
+        "attention",
+        "sm_90",
+        "measure",
+        plain(64, 32),
+        Failure(kind=FailureKind.HANG, message="h"),
+        problem=PROBLEM,
+        fingerprint="d" * 24,
+        device=elsewhere,
+    )
     assert landscape().failures == ()
 
 
@@ -169,7 +222,9 @@ def test_the_cache_is_keyed_as_kernel_tuner_looks_it_up(landscape) -> None:
 def test_a_moved_source_loses_nothing(db, landscape) -> None:
     db.record_measurement(None, "attention", "moved", TOOLCHAIN, taken(SLOWER, 140.0))
     assert [(one.source_hash, one.measurement.median_us) for one in landscape().measurements] == [
-        (SOURCE, 100.0), ("moved", 140.0)]  # fmt: skip
+        (SOURCE, 100.0),
+        ("moved", 140.0),
+    ]
     assert t4_metadata(landscape())["metadata"]["tiledsched"]["source_hash"] == "moved"
 
 
@@ -177,7 +232,9 @@ def test_a_configuration_stands_once(db, landscape) -> None:
     """A schedule that became other machine code since: the newer counts, faster or not."""
     add_times(db, {FASTEST: 110.0}, fingerprints={FASTEST: "b" * 24})
     assert [(one.measurement.fingerprint, one.measurement.median_us) for one in landscape().measurements] == [
-        ("b" * 24, 110.0), (SLOWER.id * 2, 150.0)]  # fmt: skip
+        ("b" * 24, 110.0),
+        (SLOWER.id * 2, 150.0),
+    ]
 
 
 def test_a_kernel_that_is_not_known_here_is_exported(tmp_path) -> None:
@@ -217,7 +274,11 @@ def test_the_command_writes_them(db, tmp_path, capsys) -> None:
         assert main(["landscapes", *where, "--format", form]) == 0
     stem = "h200_burst_s4096_d64_float16_full_b4_h32"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        f"{stem}.json.xz", f"{stem}.t4.json", f"{stem}.t4.metadata.json", f"{stem}.cache.json"}  # fmt: skip
+        f"{stem}.json.xz",
+        f"{stem}.t4.json",
+        f"{stem}.t4.metadata.json",
+        f"{stem}.cache.json",
+    }
     assert f"{stem}.cache.json" in capsys.readouterr().err
     assert main(["landscapes", "--db", str(tmp_path / "tuning.db"), "--format", "t4"]) == 2
     assert "--export" in capsys.readouterr().err
@@ -291,8 +352,18 @@ def test_a_result_changed_by_hand_is_refused(db, tmp_path, capsys) -> None:
     assert "results[0].configuration: is not that of its record" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "uid,uid\n", "uid\n1,2\n", "a,a.b,uid,fingerprint\n1,2,3,4\n", '"', "uid,fingerprint\n1,2\n",
-                                  "uid,fingerprint,device\n1,2,3\n"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "uid,uid\n",
+        "uid\n1,2\n",
+        "a,a.b,uid,fingerprint\n1,2,3,4\n",
+        '"',
+        "uid,fingerprint\n1,2\n",
+        "uid,fingerprint,device\n1,2,3\n",
+    ],
+)
 def test_a_wrong_csv_is_told(text, tmp_path, capsys) -> None:
     (tmp_path / "x.csv").write_text(text)
     assert main(["db", "import", str(tmp_path / "x.csv"), "--db", str(tmp_path / "other.db")]) == 2
@@ -311,9 +382,12 @@ def test_every_value_has_a_cell_of_its_own(value) -> None:
 
 def test_candidates_are_read_from_whatever_tuners_write(db, tmp_path) -> None:
     landscape, space = recorded(db, PROBLEM, DEVICE.name, "burst"), space_for("sm_90", Attention)
-    files = {"t4.json": json.dumps(t4_results(landscape)), "cache.json": json.dumps(kernel_tuner_cache(landscape)),
-             "list.json": json.dumps([dict(FASTEST), dict(SLOWER)]),
-             "rows.csv": "tile_m,tile_n,loop_split,time\n128,64,false,1\n64,64,true,2\n"}  # fmt: skip
+    files = {
+        "t4.json": json.dumps(t4_results(landscape)),
+        "cache.json": json.dumps(kernel_tuner_cache(landscape)),
+        "list.json": json.dumps([dict(FASTEST), dict(SLOWER)]),
+        "rows.csv": "tile_m,tile_n,loop_split,time\n128,64,false,1\n64,64,true,2\n",
+    }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         listed = space.limited_to(read_candidates(tmp_path / name, space)).candidates

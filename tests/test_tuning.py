@@ -16,13 +16,13 @@ import tiledsched as ts
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
 from tiledsched.cli import main
-from tiledsched.device import arch_spec
-from tiledsched.errors import ConfigError, DeclarationError, MeasureError, ProblemError, SpaceError
-from tiledsched.kernel_names import load_kernel
-from tiledsched.search.prior import estimator
-from tiledsched.space_files import space_for
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ConfigError, DeclarationError, MeasureError, ProblemError, SpaceError
+from tiledsched.core.registry import load_kernel
+from tiledsched.core.space_files import space_for
 from tiledsched.store.db import TuningDB
-from tiledsched.tuning import problems_of, small_problems
+from tiledsched.tuning.prior import estimator
+from tiledsched.tuning.session import problems_of, small_problems
 
 ROOT = Path(__file__).parent.parent
 SCALE = '''
@@ -61,8 +61,11 @@ SOFTMAX = "\n\n".join(TUTORIAL[:2])
 """What the tutorial's reader has in softmax.py."""
 PADDING = ", padding_mode=ct.PaddingMode.NEG_INF"
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("tilegym_*.py"))
-TINY = {"tilegym_matmul": {"m": 100, "n": 72, "k": 64}, "tilegym_softmax": {"rows": 5, "columns": 100},
-        "tilegym_rope": {"batch": 1, "seq": 3, "q_heads": 4, "k_heads": 2, "head_dim": 64}}  # fmt: skip
+TINY = {
+    "tilegym_matmul": {"m": 100, "n": 72, "k": 64},
+    "tilegym_softmax": {"rows": 5, "columns": 100},
+    "tilegym_rope": {"batch": 1, "seq": 3, "q_heads": 4, "k_heads": 2, "head_dim": 64},
+}
 
 
 @pytest.fixture(scope="module")
@@ -188,16 +191,20 @@ def test_small_problems_are_of_every_kind_and_one_that_no_tile_divides(kernel) -
     assert any(problem.rows % 16 for problem in found)
 
 
-@pytest.mark.parametrize(("given", "error", "words"), [
-    ({"problems": "wide"}, ConfigError, "has no suite 'wide'; known are even, odd"),
-    ({"problems": []}, ConfigError, "no problem of scale:Scale is named.*pass --problem"),
-    ({"problems": [{"rows": 0}]}, ProblemError, "rows must be a positive integer, got 0"),
-    ({"problems": [{"lines": 4}]}, ProblemError, "unknown problem keys.*rows"),
-    ({"arch": "sm_42"}, SpaceError, "sm_42.*sm_90"),
-    ({"arch": "sm_121", "space": "my.toml"}, ConfigError, "is for sm_90, not sm_121; pass --arch sm_90"),
-    ({"runner": "gpu"}, MeasureError, "no sm_90 GPU here; run: tiledsched doctor, or use --runner none"),
-    ({"candidates": "none.json"}, ConfigError, "cannot read candidates"),
-], ids=lambda value: str(value) if isinstance(value, dict) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"problems": "wide"}, ConfigError, "has no suite 'wide'; known are even, odd"),
+        ({"problems": []}, ConfigError, "no problem of scale:Scale is named.*pass --problem"),
+        ({"problems": [{"rows": 0}]}, ProblemError, "rows must be a positive integer, got 0"),
+        ({"problems": [{"lines": 4}]}, ProblemError, "unknown problem keys.*rows"),
+        ({"arch": "sm_42"}, SpaceError, "sm_42.*sm_90"),
+        ({"arch": "sm_121", "space": "my.toml"}, ConfigError, "is for sm_90, not sm_121; pass --arch sm_90"),
+        ({"runner": "gpu"}, MeasureError, "no sm_90 GPU here; run: tiledsched doctor, or use --runner none"),
+        ({"candidates": "none.json"}, ConfigError, "cannot read candidates"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
 def test_what_is_wrong_is_said_before_anything_is_built(folder, kernel, monkeypatch, given, error, words) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr("tiledsched.measure.nvml.devices", list)

@@ -15,13 +15,14 @@ from types import SimpleNamespace
 import pytest
 import store_samples
 
-from tiledsched import launches
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, read_artifact
-from tiledsched.config import Settings, load_settings
-from tiledsched.device import arch_spec
-from tiledsched.errors import CompilerError, ConfigError, Failure, FailureKind
+from tiledsched.core import launch as launches
+from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import CompilerError, ConfigError, Failure, FailureKind
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve import bundle as bundles
 from tiledsched.serve import warmup
@@ -29,8 +30,7 @@ from tiledsched.serve.bundle import Program, bundle_paths, read_bundle, warm_pat
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.lookup import Table
 from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundles
-from tiledsched.space_files import space_for
-from tiledsched.store.records import EntryRecord
+from tiledsched.store.records import Entry
 
 ARCH = "sm_90"
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
@@ -49,10 +49,20 @@ def told_by_its_name(cubin: bytes, arch: str) -> Artifact:
     return artifact(cubin.decode(), arch)
 
 
-def entry(problem=PROBLEM, schedule=SCHEDULE, **more) -> EntryRecord:
-    values = {"kernel": "attention", "arch": ARCH, "problem": problem, "provenance": "modelled", "schedule": schedule,
-              "device_name": "", "regime": "", "measurement": None, "model_us": 500.0, "fingerprint": "f" * 24}  # fmt: skip
-    return EntryRecord(**(values | more))
+def entry(problem=PROBLEM, schedule=SCHEDULE, **more) -> Entry:
+    values = {
+        "kernel": "attention",
+        "arch": ARCH,
+        "problem": problem,
+        "provenance": "modelled",
+        "schedule": schedule,
+        "device_name": "",
+        "regime": "",
+        "measurement": None,
+        "model_us": 500.0,
+        "fingerprint": "f" * 24,
+    }
+    return Entry(**(values | more))
 
 
 def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> Program:
@@ -153,10 +163,26 @@ def test_a_damaged_warm_bundle_costs_nothing_and_a_damaged_named_one_is_an_error
         usable_bundles(Attention, load_settings())
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "[" * 50_000, json.dumps({"schema_version": 1}), json.dumps({
-    "schema_version": 1, "source_hashes": [], "compiler": "c", "entries": [], "programs": [{"kernel": "attention"}]}),
-    json.dumps({"schema_version": 1, "source_hashes": {}, "compiler": "c", "entries": 3, "programs": 5})],
-    ids=["a list", "empty", "deep", "no programs", "half a program", "numbers"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{}",
+        "[" * 50_000,
+        json.dumps({"schema_version": 1}),
+        json.dumps(
+            {
+                "schema_version": 1,
+                "source_hashes": [],
+                "compiler": "c",
+                "entries": [],
+                "programs": [{"kernel": "attention"}],
+            }
+        ),
+        json.dumps({"schema_version": 1, "source_hashes": {}, "compiler": "c", "entries": 3, "programs": 5}),
+    ],
+    ids=["a list", "empty", "deep", "no programs", "half a program", "numbers"],
+)
 def test_a_malformed_index_is_no_bundle(tmp_path, text) -> None:
     with zipfile.ZipFile(tmp_path / "bad.zip", "w") as file:
         file.writestr("bundle.json", text)
@@ -205,8 +231,11 @@ def asked(problem=PROBLEM, schedule=SCHEDULE, **changes):
     parameters = []
     for each in built.parameters:
         if isinstance(each, ArrayConstraint):
-            fields = {name: getattr(each, name) for name in inspect.signature(ArrayConstraint.__init__).parameters
-                      if name != "self"} | inferred  # fmt: skip
+            fields = {
+                name: getattr(each, name)
+                for name in inspect.signature(ArrayConstraint.__init__).parameters
+                if name != "self"
+            } | inferred
             each = ArrayConstraint(fields.pop("dtype"), fields.pop("ndim"), **fields)
         parameters.append(each)
     return KernelSignature(parameters, built.calling_convention)
@@ -250,12 +279,15 @@ def test_indices_of_another_width_are_another_program() -> None:
 @pytest.mark.parametrize(
     ("problem", "schedule"),
     [
-        (PROBLEM.replace(causal=True), SCHEDULE), (PROBLEM.replace(dtype="bfloat16"), SCHEDULE),
-        (PROBLEM.replace(head_dim=128), SCHEDULE), (PROBLEM.replace(kv_heads=8), SCHEDULE),
-        (PROBLEM.replace(seq_k=1000), SCHEDULE), (PROBLEM, SCHEDULE.replace(tile_m=128)),
+        (PROBLEM.replace(causal=True), SCHEDULE),
+        (PROBLEM.replace(dtype="bfloat16"), SCHEDULE),
+        (PROBLEM.replace(head_dim=128), SCHEDULE),
+        (PROBLEM.replace(kv_heads=8), SCHEDULE),
+        (PROBLEM.replace(seq_k=1000), SCHEDULE),
+        (PROBLEM, SCHEDULE.replace(tile_m=128)),
     ],
     ids=["causal", "dtype", "head_dim", "group", "length", "tile"],
-)  # fmt: skip
+)
 def test_another_problem_class_or_tile_is_another_program(problem, schedule) -> None:
     assert not serves(built_for(), asked(problem, schedule))
 
@@ -268,8 +300,11 @@ def test_a_kernel_takes_the_program_with_its_hints_and_signature(tmp_path, monke
     causal = PROBLEM.replace(causal=True)
     held = [program(), program(causal, fingerprint="cd" * 12), program(schedule=HINTED, fingerprint="ef" * 12)]
     monkeypatch.setenv("TILEDSCHED_BUNDLE", str(write(tmp_path / "b.zip", held)))
-    for schedule, problem, wanted in ((SCHEDULE, PROBLEM, held[0]), (SCHEDULE, causal, held[1]),
-                                      (HINTED, PROBLEM, held[2])):  # fmt: skip
+    for schedule, problem, wanted in (
+        (SCHEDULE, PROBLEM, held[0]),
+        (SCHEDULE, causal, held[1]),
+        (HINTED, PROBLEM, held[2]),
+    ):
         (kernel,) = make_kernel(Attention, {ARCH: schedule}, problem, SETTINGS)
         cubin, symbol, *more = kernel._compile(asked(problem, schedule), None, (9, 0))
         assert cubin == artifact(wanted.fingerprint, ARCH).cubin
@@ -332,8 +367,16 @@ def test_a_program_of_a_bundle_is_the_one_cutile_would_compile_and_no_compiler_s
     problem = PROBLEM.replace(head_dim=32)
     schedule = SCHEDULE.replace(tile_m=64, tile_n=32)
     table = Table([entry(problem, schedule)], Attention)
-    made = warmup.prepare(ARCH, warm_path(ARCH, load_settings(), "attention"), [entry(problem, schedule)], table, Attention,
-                          ArtifactStore(), "a compiler", jobs=1)  # fmt: skip
+    made = warmup.prepare(
+        ARCH,
+        warm_path(ARCH, load_settings(), "attention"),
+        [entry(problem, schedule)],
+        table,
+        Attention,
+        ArtifactStore(),
+        "a compiler",
+        jobs=1,
+    )
     assert (made.programs, made.compiled, made.reused, made.failures) == (1, 1, 0, ())
     signature = built_for(problem, schedule)
     (plain,) = launches.tile_kernels(Attention, {ARCH: schedule}, problem, arch_spec(ARCH))
@@ -342,11 +385,11 @@ def test_a_program_of_a_bundle_is_the_one_cutile_would_compile_and_no_compiler_s
 import subprocess, sys
 def forbidden(*given, **more): raise AssertionError(f"started {{given}}")
 subprocess.run = subprocess.Popen = forbidden
-from tiledsched import launches
-from tiledsched.config import load_settings
-from tiledsched.kernel_names import kernel_named
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.core import launch as launches
+from tiledsched.core.config import load_settings
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.serve.prebuilt import make_kernel
 schedule, problem = Schedule({schedule.to_json()!r}), Problem.from_json({problem.to_json()!r})
 declared = kernel_named("attention")
@@ -385,8 +428,12 @@ class Pool:
             failed = (
                 Failure(kind=FailureKind.COMPILE_ERROR, message="too big") if task.schedule["tile_m"] == 128 else None
             )
-            yield Built(task=task, artifact=None if failed else artifact(name[:24].ljust(24, "0"), ARCH), failure=failed,
-                        seconds=1.0)  # fmt: skip
+            yield Built(
+                task=task,
+                artifact=None if failed else artifact(name[:24].ljust(24, "0"), ARCH),
+                failure=failed,
+                seconds=1.0,
+            )
 
 
 @pytest.fixture
@@ -444,7 +491,7 @@ def test_more_kinds_of_problem_are_prepared_on_request(tmp_path, pool) -> None:
     assert len(found) == len(set(found)) == 8
     assert {(each.dtype, each.group, each.seq_k) for each in found} == {
         (dtype, group, rows) for dtype in ("float16", "bfloat16") for group in (1, 4) for rows in (1024, 1025)
-    }  # fmt: skip
+    }
     assert likely(group=[3]) == []  # 32 heads are no multiple of 3
     decode = likely(PROBLEM.replace(causal=True), decode=True)
     assert [(each.seq_q, each.causal) for each in decode] == [(1024, True), (1, False)]

@@ -13,11 +13,11 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
-from tiledsched.declaration import call_reference
+from tiledsched.core.launch import steps
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
+from tiledsched.core.validate import call_reference
 from tiledsched.interpreter import run
-from tiledsched.launches import steps
-from tiledsched.schedule import Schedule
-from tiledsched.space_files import space_for
 
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 ROUNDING = {"float16": 1e-3, "bfloat16": 8e-3}

@@ -4,85 +4,60 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-_HOMES = {
-    "Kernel": "tiledsched.kernel", "Problem": "tiledsched.problem", "Schedule": "tiledsched.schedule",
-    "SearchSpace": "tiledsched.space", "TiledschedError": "tiledsched.errors", "Tolerance": "tiledsched.kernel",
-    "array": "tiledsched.fields", "arrays": "tiledsched.fields", "check": "tiledsched.tuning",
-    "check_ranks": "tiledsched.serve.ranks",
-    "choice": "tiledsched.fields", "configure": "tiledsched.config", "dim": "tiledsched.fields", "dtype": "tiledsched.fields",
-    "explain": "tiledsched.attention.explain", "flag": "tiledsched.fields", "inout": "tiledsched.fields",
-    "knob": "tiledsched.fields", "load_kernel": "tiledsched.kernel_names", "load_space": "tiledsched.space_files",
-    "op": "tiledsched.serve.op", "out": "tiledsched.fields", "outs": "tiledsched.fields", "scalar": "tiledsched.fields",
-    "sdpa": "tiledsched.attention.sdpa", "sdpa_paged": "tiledsched.attention.placed",
-    "sdpa_varlen": "tiledsched.attention.placed", "sizes": "tiledsched.fields", "space_for": "tiledsched.space_files",
-    "tune": "tiledsched.tuning", "workspace": "tiledsched.fields",
-}  # fmt: skip
-__all__ = [
-    "Kernel",
-    "Problem",
-    "Schedule",
-    "SearchSpace",
-    "TiledschedError",
-    "Tolerance",
-    "__version__",
-    "array",
-    "arrays",
-    "check",
-    "check_ranks",
-    "choice",
-    "configure",
-    "dim",
-    "dtype",
-    "explain",
-    "flag",
-    "inout",
-    "knob",
-    "load_kernel",
-    "load_space",
-    "op",
-    "out",
-    "outs",
-    "scalar",
-    "sdpa",
-    "sdpa_paged",
-    "sdpa_varlen",
-    "sizes",
-    "space_for",
-    "tune",
-    "workspace"
-]  # fmt: skip
-
 if TYPE_CHECKING:
-    from tiledsched.attention.explain import explain
-    from tiledsched.attention.placed import sdpa_paged, sdpa_varlen
-    from tiledsched.attention.sdpa import sdpa
-    from tiledsched.config import configure
-    from tiledsched.errors import TiledschedError
-    from tiledsched.fields import (
-        array,
-        arrays,
-        choice,
-        dim,
-        dtype,
-        flag,
-        inout,
-        knob,
-        out,
-        outs,
-        scalar,
-        sizes,
-        workspace,
-    )
-    from tiledsched.kernel import Kernel, Tolerance
-    from tiledsched.kernel_names import load_kernel
-    from tiledsched.problem import Problem
-    from tiledsched.schedule import Schedule
-    from tiledsched.serve.op import op
-    from tiledsched.serve.ranks import check_ranks
-    from tiledsched.space import SearchSpace
-    from tiledsched.space_files import load_space, space_for
-    from tiledsched.tuning import check, tune
+    from tiledsched.core.config import configure as configure
+    from tiledsched.core.errors import TiledschedError as TiledschedError
+    from tiledsched.core.fields import array as array
+    from tiledsched.core.fields import arrays as arrays
+    from tiledsched.core.fields import choice as choice
+    from tiledsched.core.fields import dim as dim
+    from tiledsched.core.fields import dtype as dtype
+    from tiledsched.core.fields import flag as flag
+    from tiledsched.core.fields import inout as inout
+    from tiledsched.core.fields import knob as knob
+    from tiledsched.core.fields import out as out
+    from tiledsched.core.fields import outs as outs
+    from tiledsched.core.fields import scalar as scalar
+    from tiledsched.core.fields import sizes as sizes
+    from tiledsched.core.fields import workspace as workspace
+    from tiledsched.core.kernel import Kernel as Kernel
+    from tiledsched.core.kernel import Tolerance as Tolerance
+    from tiledsched.core.problem import Problem as Problem
+    from tiledsched.core.registry import load_kernel as load_kernel
+    from tiledsched.core.schedule import Schedule as Schedule
+    from tiledsched.core.space import SearchSpace as SearchSpace
+    from tiledsched.core.space_files import load_space as load_space
+    from tiledsched.core.space_files import space_for as space_for
+    from tiledsched.ops.explain import explain as explain
+    from tiledsched.ops.sdpa import sdpa as sdpa
+    from tiledsched.ops.varlen import sdpa_paged as sdpa_paged
+    from tiledsched.ops.varlen import sdpa_varlen as sdpa_varlen
+    from tiledsched.serve.op import op as op
+    from tiledsched.serve.ranks import check_ranks as check_ranks
+    from tiledsched.tuning.session import check as check
+    from tiledsched.tuning.session import tune as tune
+
+__version__ = "0.1.0"
+_PUBLIC = {
+    "core.config": "configure",
+    "core.errors": "TiledschedError",
+    "core.fields": "array arrays choice dim dtype flag inout knob out outs scalar sizes workspace",
+    "core.kernel": "Kernel Tolerance",
+    "core.problem": "Problem",
+    "core.registry": "load_kernel",
+    "core.schedule": "Schedule",
+    "core.space": "SearchSpace",
+    "core.space_files": "load_space space_for",
+    "ops.explain": "explain",
+    "ops.sdpa": "sdpa",
+    "ops.varlen": "sdpa_paged sdpa_varlen",
+    "serve.op": "op",
+    "serve.ranks": "check_ranks",
+    "tuning.session": "check tune",
+}
+"""Module -> the public names that it defines."""
+_HOMES = {name: f"tiledsched.{module}" for module, names in _PUBLIC.items() for name in names.split()}
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

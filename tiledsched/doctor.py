@@ -25,15 +25,15 @@ from tiledsched import __version__
 from tiledsched.build import toolchain
 from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.compiler import MISLEADING_VARIABLES
-from tiledsched.config import Settings, load_settings
-from tiledsched.device import ARCHS, arch_spec
-from tiledsched.errors import CompilerError, ConfigError, TiledschedError
-from tiledsched.extras import installing, package_version
+from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
+from tiledsched.core.extras import installing, package_version
 from tiledsched.measure import nvml
 
 if TYPE_CHECKING:
     from tiledsched.serve.entries import Layer
-    from tiledsched.store.records import EntryRecord
+    from tiledsched.store.records import Entry
 
 SCHEMA_VERSION = 1
 OLDEST_PYTHON = (3, 10)
@@ -110,8 +110,11 @@ def examine() -> list[Finding]:
         except TiledschedError as error:
             verdict = _of_error(error)
         except Exception as error:
-            verdict = Verdict("broken", f"the check itself failed: {type(error).__name__}: {error}",
-                              "report this, with the output of `tiledsched doctor --json`")  # fmt: skip
+            verdict = Verdict(
+                "broken",
+                f"the check itself failed: {type(error).__name__}: {error}",
+                "report this, with the output of `tiledsched doctor --json`",
+            )
         findings.append(Finding(name=name, status=verdict.status, detail=verdict.detail, remedy=verdict.remedy))
     return findings
 
@@ -143,9 +146,11 @@ def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "tiledsched": __version__,
         "findings": [asdict(finding) for finding in findings],
-        "overall": {capability.name: {"works": capability.works, "detail": capability.detail}
-                    for capability in overall(findings)},
-    }  # fmt: skip
+        "overall": {
+            capability.name: {"works": capability.works, "detail": capability.detail}
+            for capability in overall(findings)
+        },
+    }
 
 
 def to_text(findings: Sequence[Finding], *, colour: bool | None = None) -> str:
@@ -441,8 +446,9 @@ def _layers() -> Verdict:
         found = _found_layers()
     except TiledschedError as error:
         return _of_error(error)
-    detail = "; ".join(f"{layer.name} ({layer.where}): {_plural(len(layer.entries), 'entry', 'entries')}"
-                       for layer in reversed(found))  # fmt: skip
+    detail = "; ".join(
+        f"{layer.name} ({layer.where}): {_plural(len(layer.entries), 'entry', 'entries')}" for layer in reversed(found)
+    )
     wrong = "; ".join(layer.error for layer in found if layer.error)
     if not wrong:
         return Verdict("ok", detail)
@@ -461,8 +467,9 @@ def _evidence() -> Verdict:
         entries = combined(_found_layers())
     except TiledschedError as error:
         return _of_error(error)
-    measured = [entry for entry in entries if entry.provenance == "measured"
-                and (not names or entry.device_name in names)]  # fmt: skip
+    measured = [
+        entry for entry in entries if entry.provenance == "measured" and (not names or entry.device_name in names)
+    ]
     where = f" on {', '.join(sorted(names))}" if names else ""
     if not measured:
         return Verdict("ok", f"nothing was measured{where}")
@@ -476,12 +483,15 @@ def _evidence() -> Verdict:
         return Verdict("ok", detail)
     releases = sorted({".".join(entry.compiler.split(".")[:2]) for entry in old})
     kernels = sorted({entry.kernel for entry in old})
-    return Verdict("warn", f"{detail}; {len(old)} are stale, tileiras here is {here}",
-                   f"tiledsched refresh {kernels[0]}, or install the compiler they were measured with: "
-                   + " ".join(["pip install", *(f"'{part}=={releases[-1]}.*'" for part in toolchain.PARTS)]))  # fmt: skip
+    return Verdict(
+        "warn",
+        f"{detail}; {len(old)} are stale, tileiras here is {here}",
+        f"tiledsched refresh {kernels[0]}, or install the compiler they were measured with: "
+        + " ".join(["pip install", *(f"'{part}=={releases[-1]}.*'" for part in toolchain.PARTS)]),
+    )
 
 
-def _faster(measured: Sequence[EntryRecord]) -> Iterator[str]:
+def _faster(measured: Sequence[Entry]) -> Iterator[str]:
     """For each two compilers that the same problems were measured with, which is faster and by how much."""
     times: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
     for entry in measured:
@@ -493,8 +503,10 @@ def _faster(measured: Sequence[EntryRecord]) -> Iterator[str]:
             logs = [math.log(times[other][place] / times[one][place]) for place in both]
             ratio = math.exp(math.fsum(logs) / len(logs))
             quick, by = (one, ratio) if ratio >= 1 else (other, 1 / ratio)
-            yield (f"{quick} is {by - 1:.1%} faster than {other if quick == one else one} by geometric mean over "
-                   f"{_plural(len(both), 'problem', 'problems')}")  # fmt: skip
+            yield (
+                f"{quick} is {by - 1:.1%} faster than {other if quick == one else one} by geometric mean over "
+                f"{_plural(len(both), 'problem', 'problems')}"
+            )
 
 
 def _cache_folder() -> Path:

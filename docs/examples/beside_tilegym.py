@@ -39,12 +39,17 @@ def tensors(kernel, p):
 
 
 THEIRS = {
-    Matmul: {"plain": lambda a, b: ops.matmul(a, b, static_persistent=False),
-             "persistent": lambda a, b: ops.matmul(a, b, static_persistent=True)},
-    Softmax: {"gather": ops.softmax, "tma": lambda x: ops.softmax(x, use_tma=True),
-              "multi_wave": lambda x: ops.softmax(x, use_multi_wave=True)},
+    Matmul: {
+        "plain": lambda a, b: ops.matmul(a, b, static_persistent=False),
+        "persistent": lambda a, b: ops.matmul(a, b, static_persistent=True),
+    },
+    Softmax: {
+        "gather": ops.softmax,
+        "tma": lambda x: ops.softmax(x, use_tma=True),
+        "multi_wave": lambda x: ops.softmax(x, use_multi_wave=True),
+    },
     Rope: {"rope": lambda q, k, cos, sin: ops.apply_rope_base(q, k, cos, sin)},
-}  # fmt: skip
+}
 PROBLEMS = {
     Matmul: [{"m": n, "n": n, "k": n, "dtype": "bfloat16"} for n in (1024, 2048, 4096, 8192)],
     Rope: [
@@ -114,9 +119,23 @@ def main():
     arguments = parser.parse_args()
     with open(arguments.csv, "w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(("kernel", "problem", "schedule", "tiledsched_us", "tilegym_us", "tilegym_variant", "ratio",
-                       "tiledsched_search_s", "tiledsched_gpu_s", "tilegym_search_s", "tilegym_gpu_s", "device",
-                       "torch"))  # fmt: skip
+        rows.writerow(
+            (
+                "kernel",
+                "problem",
+                "schedule",
+                "tiledsched_us",
+                "tilegym_us",
+                "tilegym_variant",
+                "ratio",
+                "tiledsched_search_s",
+                "tiledsched_gpu_s",
+                "tilegym_search_s",
+                "tilegym_gpu_s",
+                "device",
+                "torch",
+            )
+        )
         for kernel, problems in PROBLEMS.items():
             ours = ts.op(f"beside::{kernel.__name__.lower()}", kernel)
             for values in problems:
@@ -129,9 +148,18 @@ def main():
                 times = race({"tiledsched": ours, **THEIRS[kernel]}, given)
                 mine = times.pop("tiledsched")
                 best = min(times, key=times.get)
-                line = (kernel.__name__, p, report.entries[0].schedule.short(), f"{mine:.2f}", f"{times[best]:.2f}", best,
-                        f"{times[best] / mine:.3f}", *(f"{each:.1f}" for each in spent), torch.cuda.get_device_name(),
-                        torch.__version__)  # fmt: skip
+                line = (
+                    kernel.__name__,
+                    p,
+                    report.entries[0].schedule.short(),
+                    f"{mine:.2f}",
+                    f"{times[best]:.2f}",
+                    best,
+                    f"{times[best] / mine:.3f}",
+                    *(f"{each:.1f}" for each in spent),
+                    torch.cuda.get_device_name(),
+                    torch.__version__,
+                )
                 rows.writerow(line)
                 file.flush()
                 print(*line, flush=True)

@@ -76,8 +76,12 @@ def check_sum(*shape: int, gather: bool):
     yield sample("VectorAddition.py").vec_add(a, b, use_gather=gather), a.double() + b.double()
 
 
-for _kernel, _shape, _gather in (("1d", (3000,), False), ("2d", (70, 200), False),
-                                 ("1d_gather", (3001,), True), ("2d_gather", (70, 201), True)):  # fmt: skip
+for _kernel, _shape, _gather in (
+    ("1d", (3000,), False),
+    ("2d", (70, 200), False),
+    ("1d_gather", (3001,), True),
+    ("2d_gather", (70, 201), True),
+):
     program("VectorAddition.py", f"vec_add_kernel_{_kernel}")(functools.partial(check_sum, *_shape, gather=_gather))
 
 
@@ -98,9 +102,12 @@ def transpose():
 
 
 @program(
-    "LayerNorm.py", "layer_norm_fwd", "layer_norm_bwd_dx_partial_dwdb", "layer_norm_bwd_dwdb",
+    "LayerNorm.py",
+    "layer_norm_fwd",
+    "layer_norm_bwd_dx_partial_dwdb",
+    "layer_norm_bwd_dwdb",
     check_overlap=False,  # its blocks add to shared sums in turn, under a lock
-)  # fmt: skip
+)
 def layer_norm():
     x, weight, bias = (normal(*shape, dtype=torch.float32) for shape in ((70, 1500), (1500,), (1500,)))
     change = normal(70, 1500, dtype=torch.float32)

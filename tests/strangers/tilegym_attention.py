@@ -89,8 +89,11 @@ def check_variant(layout: str, queries: int, keys: int):
     yield run(*arguments), laid(attention(q, k, v, mask=causal))
     yield run(*arguments, window_size=40), laid(attention(q, k, v, mask=window))
     yield run(*arguments, is_causal=False), laid(attention(q, k, v))
-    for kind, bias, added in (("vector", vector, vector), ("matrix", matrix, matrix),
-                              ("alibi", slopes, alibi(queries, keys, slopes))):  # fmt: skip
+    for kind, bias, added in (
+        ("vector", vector, vector),
+        ("matrix", matrix, matrix),
+        ("alibi", slopes, alibi(queries, keys, slopes)),
+    ):
         yield run(*arguments, bias_type=kind, bias=bias), laid(attention(q, k, v, mask=causal, bias=added))
     yield run(*arguments, random_mask=hidden), laid(attention(q, k, v, mask=causal & (hidden == 0)))
 

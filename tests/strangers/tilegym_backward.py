@@ -67,8 +67,9 @@ def rms_norm():
     yield from check_gradients(
         lambda x, weight: norm(x, (300,), weight, 1e-5),
         lambda x, weight: F.rms_norm(x, (300,), weight, 1e-5),
-        normal(30, 300), normal(300),
-    )  # fmt: skip
+        normal(30, 300),
+        normal(300),
+    )
 
 
 @program("attention.py", *(f"_fmha_bwd_{part}_kernel" for part in ("preprocess", "dkdv", "dq")), tolerance=4e-3)
@@ -78,14 +79,20 @@ def fmha():
         yield from check_gradients(
             functools.partial(tilegym("attention").tile_fmha_with_backward, is_causal=causal),
             functools.partial(attention, mask=mask),
-            normal(1, 4, 128, 64), normal(1, 2, 128, 64), normal(1, 2, 128, 64),
-        )  # fmt: skip
+            normal(1, 4, 128, 64),
+            normal(1, 2, 128, 64),
+            normal(1, 2, 128, 64),
+        )
 
 
 @program(
-    "mamba2.py", "bwd_pass_state_kernel", "compute_dd_dcb_dx_kernel", "compute_da_db_dc_ddt_kernel", tolerance=1e-2,
+    "mamba2.py",
+    "bwd_pass_state_kernel",
+    "compute_dd_dcb_dx_kernel",
+    "compute_da_db_dc_ddt_kernel",
+    tolerance=1e-2,
     check_overlap=False,  # heads of a group add to one gradient
-)  # fmt: skip
+)
 def mamba2_backward():
     inputs = mamba_inputs(128)
     change, last_change = normal(*inputs[0].shape, dtype=torch.bfloat16), torch.randn(inputs[-1].shape)
@@ -96,10 +103,14 @@ def mamba2_backward():
 
 
 ACTIVATIONS = {
-    "swiglu": lambda gate, up: F.silu(gate) * up, "geglu": lambda gate, up: F.gelu(gate) * up,
-    "reglu": lambda gate, up: F.relu(gate) * up, "silu": F.silu, "relu": F.relu, "gelu": F.gelu,
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "geglu": lambda gate, up: F.gelu(gate) * up,
+    "reglu": lambda gate, up: F.relu(gate) * up,
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
     "relu_sq": lambda x: F.relu(x) ** 2,
-}  # fmt: skip
+}
 
 
 @program("moe_actgrad_bwd.py", "_moe_actgrad_bwd_kernel", tolerance=4e-3)

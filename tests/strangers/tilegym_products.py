@@ -122,7 +122,20 @@ def fused_moe():
     for routed in (False, True):
         out = torch.full((tokens, chosen, columns), float("nan")).half()
         tilegym("moe").invoke_fused_moe_kernel(
-            x, weights, out, None, None, routing, ids, sorted_ids, torch.tensor(expert_ids, dtype=torch.int32),
-            torch.tensor([len(sorted_ids)], dtype=torch.int32), routed, chosen, config, ct.float16, False,
-        )  # fmt: skip
+            x,
+            weights,
+            out,
+            None,
+            None,
+            routing,
+            ids,
+            sorted_ids,
+            torch.tensor(expert_ids, dtype=torch.int32),
+            torch.tensor([len(sorted_ids)], dtype=torch.int32),
+            routed,
+            chosen,
+            config,
+            ct.float16,
+            False,
+        )
         yield out, mixture_of_experts(x, weights, ids.long(), routing, routed=routed)

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 from tiledsched.build.cubin import Artifact, read_artifact
-from tiledsched.errors import CompilerError, ConfigError, DatabaseError
-from tiledsched.files import read_bounded, unpacked, user_folder, write_whole
+from tiledsched.core.errors import CompilerError, ConfigError, DatabaseError
+from tiledsched.core.files import read_bounded, unpacked, user_folder, write_whole
 
 CACHE_VARIABLE = "TILEDSCHED_CACHE"
 
@@ -33,8 +33,10 @@ class ArtifactStore:
             DatabaseError: arch or fingerprint is none: made of another's data, it could point outside the folder.
         """
         if not (re.fullmatch(r"sm_\w+", arch, re.ASCII) and re.fullmatch(r"[0-9a-f]+", fingerprint)):
-            raise DatabaseError(f"{arch!r} and {fingerprint!r} name no machine code: an arch is sm_ and a number, a "
-                                "fingerprint hex digits; import the table or database they come from again")  # fmt: skip
+            raise DatabaseError(
+                f"{arch!r} and {fingerprint!r} name no machine code: an arch is sm_ and a number, a "
+                "fingerprint hex digits; import the table or database they come from again"
+            )
         return self.folder / arch / fingerprint[:2] / f"{fingerprint}.cubin.xz"
 
     def ready(self) -> None:
@@ -51,8 +53,10 @@ class ArtifactStore:
             raise self._unusable(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
     def _unusable(self, error: OSError) -> ConfigError:
-        return ConfigError(f"cannot keep machine code in {self.folder}: {error.strerror}; free some space there, or name another "
-                           f"folder with {CACHE_VARIABLE}")  # fmt: skip
+        return ConfigError(
+            f"cannot keep machine code in {self.folder}: {error.strerror}; free some space there, or name another "
+            f"folder with {CACHE_VARIABLE}"
+        )
 
     def put(self, artifact: Artifact) -> None:
         """Keep `artifact`. Keeping one twice changes nothing.

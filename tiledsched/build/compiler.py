@@ -14,13 +14,13 @@ from pathlib import Path
 
 from tiledsched.build.cubin import Artifact, join, read_artifact
 from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, release
-from tiledsched.device import arch_spec
-from tiledsched.errors import Failure, FailureKind, NoRoomError
-from tiledsched.files import PREFIX, has_room, is_full
-from tiledsched.kernel import KernelClass
-from tiledsched.kernel_names import load_kernel
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import Failure, FailureKind, NoRoomError
+from tiledsched.core.files import PREFIX, has_room, is_full
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import load_kernel
+from tiledsched.core.schedule import Schedule
 
 DEFAULT_TIMEOUT_S = 120.0
 MISLEADING_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
@@ -32,7 +32,7 @@ class BuildTask:
     """One compile: everything a worker process needs, small enough to send to it."""
 
     kernel: str
-    """Where the kernel is declared; see :func:`tiledsched.kernel_names.load_kernel`."""
+    """Where the kernel is declared; see :func:`tiledsched.core.registry.load_kernel`."""
     schedule: Schedule
     """What to compile."""
     problem: Problem
@@ -107,7 +107,7 @@ def compile_schedule(kernel: KernelClass, problem: Problem, schedule: Schedule, 
     """The machine code of every launch of a schedule. Whatever the compiler trips over is raised."""
     from cuda.tile.compilation import export_kernel
 
-    from tiledsched.launches import signature, steps, tile_kernels
+    from tiledsched.core.launch import signature, steps, tile_kernels
 
     pass_on_worker_warps()
     device = arch_spec(arch)
@@ -115,8 +115,9 @@ def compile_schedule(kernel: KernelClass, problem: Problem, schedule: Schedule, 
     objects = tile_kernels(kernel, {arch: schedule}, problem, device)
     for step, tile_kernel in zip(steps(kernel, problem, schedule, device), objects, strict=True):
         output = io.BytesIO()
-        export_kernel(tile_kernel, [signature(kernel, problem, schedule, step)], output, gpu_code=arch,
-                      output_format="cubin")  # fmt: skip
+        export_kernel(
+            tile_kernel, [signature(kernel, problem, schedule, step)], output, gpu_code=arch, output_format="cubin"
+        )
         built.append(read_artifact(output.getvalue(), arch))
     return join(built)
 
@@ -147,8 +148,10 @@ def no_room(folder: str, why: str) -> NoRoomError:
     """What is told where a compile had no room in its temporary `folder`."""
     path = Path(folder)
     where = path.parent if path.name.startswith(PREFIX) else path
-    return NoRoomError(f"no room to compile in {where} of {socket.gethostname()}: {why}; free some space there, or name another "
-                       "folder with TMPDIR, and run again: what was built and measured is kept")  # fmt: skip
+    return NoRoomError(
+        f"no room to compile in {where} of {socket.gethostname()}: {why}; free some space there, or name another "
+        "folder with TMPDIR, and run again: what was built and measured is kept"
+    )
 
 
 def _first_line(error: BaseException) -> str:

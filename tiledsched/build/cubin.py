@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tiledsched.errors import CompilerError
-from tiledsched.resources import ResourceFacts as ResourceFacts
-from tiledsched.resources import ctas_per_sm as ctas_per_sm
+from tiledsched.core.errors import CompilerError
+from tiledsched.core.resources import ResourceFacts as ResourceFacts
+from tiledsched.core.resources import ctas_per_sm as ctas_per_sm
 
 EIATTR_MAX_THREADS_REQUIRED = 0x10
 EIATTR_FRAME_SIZE = 0x11
@@ -150,8 +150,15 @@ def _facts(sections: list[Any], arch: str, *, kernel: str, code_bytes: int) -> R
     if not registers or not threads:
         raise CompilerError(f"the cubin of {kernel!r} names no register or thread count; its format is unknown here")
     resident = ctas_per_sm(arch, registers, threads, shared)
-    return ResourceFacts(registers=registers, threads=threads, shared_bytes=shared, spill_bytes=spill,
-                         num_ctas=num_ctas, code_bytes=code_bytes, ctas_per_sm=resident)  # fmt: skip
+    return ResourceFacts(
+        registers=registers,
+        threads=threads,
+        shared_bytes=shared,
+        spill_bytes=spill,
+        num_ctas=num_ctas,
+        code_bytes=code_bytes,
+        ctas_per_sm=resident,
+    )
 
 
 def _info_records(data: bytes) -> Iterator[tuple[int, bytes]]:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pebble import ProcessExpired, ProcessPool
 
 from tiledsched.build.compiler import BuildTask, Built, compile_task, no_room, prepare_process
-from tiledsched.errors import CompilerError, Failure, FailureKind, NoRoomError
-from tiledsched.files import OwnFolder, has_room, is_full
+from tiledsched.core.errors import CompilerError, Failure, FailureKind, NoRoomError
+from tiledsched.core.files import OwnFolder, has_room, is_full
 
 GRACE_S = 20.0
 """Time beyond a task's own limit before its whole process is killed: the compiler's limit fires first."""
@@ -30,7 +30,7 @@ GRACE_S = 20.0
 def start_process(folder: str) -> None:
     """Set up a compile process: a group of its own, so that ending it ends the compiler it started, too; and `folder` for what
     it and the compiler write meanwhile.
-    """  # fmt: skip
+    """
     os.setpgrp()
     _end_with_parent()
     tempfile.tempdir = os.environ["TMPDIR"] = os.environ["CUDA_TILE_TEMP_DIR"] = folder
@@ -135,8 +135,12 @@ class BuildPool:
                 raise CompilerError(
                     f"no temporary folder to compile in: {error}; TMPDIR must name a folder with space"
                 ) from error
-            self._pool = ProcessPool(max_workers=self.jobs, initializer=start_process, initargs=[self._folder.path],
-                                     context=multiprocessing.get_context("spawn"))  # fmt: skip
+            self._pool = ProcessPool(
+                max_workers=self.jobs,
+                initializer=start_process,
+                initargs=[self._folder.path],
+                context=multiprocessing.get_context("spawn"),
+            )
         return self._pool
 
     def close(self) -> None:

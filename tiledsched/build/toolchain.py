@@ -11,10 +11,10 @@ import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tiledsched.errors import CompilerError
-from tiledsched.extras import package_version
-from tiledsched.problem import stable_id
-from tiledsched.schedule import Schedule
+from tiledsched.core.errors import CompilerError
+from tiledsched.core.extras import package_version
+from tiledsched.core.problem import stable_id
+from tiledsched.core.schedule import Schedule
 
 PARTS = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 RELEASES = ("13.4", "13.5")
@@ -107,15 +107,20 @@ def _installed_toolchain(_path: str) -> Toolchain:
     folder = compiler_folder()
     if folder is None:
         raise CompilerError(f"the cuTile compiler (tileiras) is not installed; run: {INSTALL}")
-    toolchain = Toolchain(cuda_tile=cuda_tile, tileiras=tool_version(folder / "tileiras"),
-                          ptxas=tool_version(folder / "ptxas"),
-                          nvvm=package_version("nvidia-nvvm") if folder == wheel_folder() else "")  # fmt: skip
+    toolchain = Toolchain(
+        cuda_tile=cuda_tile,
+        tileiras=tool_version(folder / "tileiras"),
+        ptxas=tool_version(folder / "ptxas"),
+        nvvm=package_version("nvidia-nvvm") if folder == wheel_folder() else "",
+    )
     if not toolchain.tileiras:
         raise CompilerError(f"{folder / 'tileiras'} does not run; reinstall it: {INSTALL}")
     releases = {release(version) for version in (toolchain.tileiras, toolchain.ptxas, toolchain.nvvm) if version}
     if len(releases) > 1:
-        raise CompilerError(f"compiler parts of different releases: tileiras {toolchain.tileiras}, ptxas "
-                            f"{toolchain.ptxas}, nvvm {toolchain.nvvm}; install one release: {INSTALL}")  # fmt: skip
+        raise CompilerError(
+            f"compiler parts of different releases: tileiras {toolchain.tileiras}, ptxas "
+            f"{toolchain.ptxas}, nvvm {toolchain.nvvm}; install one release: {INSTALL}"
+        )
     return toolchain
 
 
@@ -139,5 +144,6 @@ def check_arch(toolchain: Toolchain, arch: str) -> None:
     """Raise CompilerError where the toolchain is too old for `arch`."""
     oldest = OLDEST.get(arch, OLDEST_ANY)
     if release(toolchain.tileiras) < oldest:
-        raise CompilerError(f"tileiras {toolchain.tileiras} is too old for {arch}, which needs {oldest[0]}.{oldest[1]}; "
-                            f"run: {INSTALL}")  # fmt: skip
+        raise CompilerError(
+            f"tileiras {toolchain.tileiras} is too old for {arch}, which needs {oldest[0]}.{oldest[1]}; run: {INSTALL}"
+        )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from tiledsched.errors import TiledschedError
+from tiledsched.core.errors import TiledschedError
 
 INTERRUPTED = 130
 COLLECT_EVERY = 50_000
@@ -65,14 +65,17 @@ def _told_to_end() -> Iterator[None]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0 done, 1 no valid schedule or a regression, 2 usage, 130 interrupted (143 and 129
     where TERM or HUP did).
-    """  # fmt: skip
+    """
     gc.set_threshold(COLLECT_EVERY)
     from tiledsched.cli.parser import parse
 
     try:
         options = parse(sys.argv[1:] if arguments is None else list(arguments))
-        logging.basicConfig(handlers=[_Stderr()], format="%(levelname)s %(name)s: %(message)s",
-                            level=logging.DEBUG if options.verbose else logging.WARNING)  # fmt: skip
+        logging.basicConfig(
+            handlers=[_Stderr()],
+            format="%(levelname)s %(name)s: %(message)s",
+            level=logging.DEBUG if options.verbose else logging.WARNING,
+        )
         with _told_to_end():
             return int(options.run(options))
     except TiledschedError as error:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from tiledsched.cli import output
 from tiledsched.cli.commands import _open, _print_json, _problems, _said, _settings, _tools
-from tiledsched.errors import ConfigError
+from tiledsched.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tiledsched.problem import Problem
-    from tiledsched.schedule import Schedule
-    from tiledsched.space import SearchSpace
+    from tiledsched.core.problem import Problem
+    from tiledsched.core.schedule import Schedule
+    from tiledsched.core.space import SearchSpace
     from tiledsched.studies.ablation.rows import AblationRow
 
 
@@ -28,9 +28,9 @@ def bench(options: argparse.Namespace) -> int:
     """Time a kernel beside its rivals; or sum up rows that were measured before."""
     if options.summary:
         return _bench_summary(options)
-    from tiledsched.studies.bench.job import bench_here
-    from tiledsched.studies.bench.rows import append_rows, finished_cells
-    from tiledsched.studies.bench.summary import summarise, to_markdown
+    from tiledsched.bench.job import bench_here
+    from tiledsched.bench.rows import append_rows, finished_cells
+    from tiledsched.bench.summary import summarise, to_markdown
 
     path = Path(options.csv) if options.csv else None
     if options.resume and path is None:
@@ -38,11 +38,19 @@ def bench(options: argparse.Namespace) -> int:
     if path is not None and path.exists() and not options.resume:
         raise ConfigError(f"{path} is there already; go on with it with --resume, or choose another file")
     rows = bench_here(
-        options.declaration, _problems(options), db=options.db, methods=options.methods, ceiling=options.ceiling,
-        regime=options.regime, rounds=options.rounds, budget_s=options.budget, verify=options.verify,
+        options.declaration,
+        _problems(options),
+        db=options.db,
+        methods=options.methods,
+        ceiling=options.ceiling,
+        regime=options.regime,
+        rounds=options.rounds,
+        budget_s=options.budget,
+        verify=options.verify,
         done=lambda methods: finished_cells(path, methods) if path else set(),
-        keep=lambda found: append_rows(found, path) if path else None, progress=output.note,
-    )  # fmt: skip
+        keep=lambda found: append_rows(found, path) if path else None,
+        progress=output.note,
+    )
     summaries = summarise(rows)
     if options.json:
         _print_json({"rows": [row.to_json() for row in rows], "summary": [each.to_json() for each in summaries]})
@@ -53,8 +61,8 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def _bench_summary(options: argparse.Namespace) -> int:
-    from tiledsched.studies.bench.rows import read_rows
-    from tiledsched.studies.bench.summary import summarise, to_markdown
+    from tiledsched.bench.rows import read_rows
+    from tiledsched.bench.summary import summarise, to_markdown
 
     summaries = summarise([row for path in options.summary for row in read_rows(Path(path))])
     _said(options, {"summary": [each.to_json() for each in summaries]}, to_markdown(summaries))
@@ -63,12 +71,12 @@ def _bench_summary(options: argparse.Namespace) -> int:
 
 def profile(options: argparse.Namespace) -> int:
     """Nsight Compute on each problem and method; Markdown to stdout."""
-    from tiledsched.files import write_whole
+    from tiledsched.bench.methods import OURS, SERVED, methods_of
+    from tiledsched.core.files import write_whole
     from tiledsched.measure.nvml import devices
-    from tiledsched.studies.bench.methods import OURS, SERVED, methods_of
-    from tiledsched.studies.profiles import pages
-    from tiledsched.studies.profiles.run import find_ncu, versions
-    from tiledsched.studies.profiles.run import profile as profiled
+    from tiledsched.studies.profile import pages
+    from tiledsched.studies.profile.run import find_ncu, versions
+    from tiledsched.studies.profile.run import profile as profiled
 
     problems, ncu = _problems(options), find_ncu(options.ncu)
     if options.db:
@@ -106,11 +114,11 @@ def profile(options: argparse.Namespace) -> int:
 
 def ladder(options: argparse.Namespace) -> int:
     """Every rung from the naive kernel to what is served, each cell kept as it is measured; or only the hints of every arch."""
+    from tiledsched.bench.rows import append_rows, finished_cells, read_rows
     from tiledsched.serve.entries import load_table
-    from tiledsched.studies.bench.rows import append_rows, finished_cells, read_rows
-    from tiledsched.studies.playbook.pages import write_ladder
-    from tiledsched.studies.playbook.rungs import methods, plain_problem, usual
-    from tiledsched.studies.playbook.targets import by_target
+    from tiledsched.studies.ladder.pages import write_ladder
+    from tiledsched.studies.ladder.rungs import methods, plain_problem, usual
+    from tiledsched.studies.ladder.targets import by_target
 
     kernel = options.declaration
     if kernel.name != "attention":
@@ -130,9 +138,9 @@ def ladder(options: argparse.Namespace) -> int:
     if options.summary and not path.exists():
         raise ConfigError(f"{folder} holds no ladder; leave out --summary to measure one")
     if not options.summary:
+        from tiledsched.bench.harness import TorchHarness
+        from tiledsched.bench.run import BenchOptions, run_bench
         from tiledsched.measure.lock import holding_current_gpu
-        from tiledsched.studies.bench.harness import TorchHarness
-        from tiledsched.studies.bench.run import BenchOptions, run_bench
 
         steps = methods()
         how = BenchOptions(
@@ -160,7 +168,7 @@ def ladder(options: argparse.Namespace) -> int:
 
 def study(options: argparse.Namespace) -> int:
     """The paper's evaluation: bench, tiles, tables and figures, each cell kept as it is measured."""
-    from tiledsched.studies.bench.rows import append_rows, finished_cells, read_rows
+    from tiledsched.bench.rows import append_rows, finished_cells, read_rows
     from tiledsched.studies.evaluation import rows as grid
     from tiledsched.studies.evaluation.pages import write_evaluation
     from tiledsched.studies.evaluation.tiles import race_tiles, tiling_rows
@@ -182,10 +190,10 @@ def study(options: argparse.Namespace) -> int:
     else:
         if options.db:
             os.environ["TILEDSCHED_DB"] = options.db  # what is launched reads its own settings
+        from tiledsched.bench.harness import TorchHarness
+        from tiledsched.bench.methods import choose_methods
+        from tiledsched.bench.run import BenchOptions, run_bench
         from tiledsched.measure.lock import holding_current_gpu
-        from tiledsched.studies.bench.harness import TorchHarness
-        from tiledsched.studies.bench.methods import choose_methods
-        from tiledsched.studies.bench.run import BenchOptions, run_bench
 
         chosen = choose_methods(options.declaration, options.methods or list(grid.METHODS))
         methods = [method for method in chosen if method.name in grid.METHODS]
@@ -210,8 +218,11 @@ def study(options: argparse.Namespace) -> int:
     missing = len(grid.problems()) - len({row.problem for row in rows})
     if missing:
         output.note(f"{missing} of {len(grid.problems())} problems are left; run the same command again to go on")
-    _said(options, {"files": [str(each) for each in files], "problems": len(grid.problems()) - missing, "left": missing},
-          "\n".join(map(str, files)))  # fmt: skip
+    _said(
+        options,
+        {"files": [str(each) for each in files], "problems": len(grid.problems()) - missing, "left": missing},
+        "\n".join(map(str, files)),
+    )
     return 0
 
 
@@ -233,8 +244,8 @@ def ablate(options: argparse.Namespace) -> int:
 
 def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     """The rows of each recorded problem."""
+    from tiledsched.core.space_files import space_for
     from tiledsched.measure.replay import ReplayRunner
-    from tiledsched.space_files import space_for
     from tiledsched.store.exchange import read_table
     from tiledsched.studies.ablation.ladder import Ladder
     from tiledsched.studies.ablation.sources import Recorded
@@ -247,20 +258,28 @@ def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
         kernel = first.problem.declaration if first is not None else options.declaration
         space = space_for(options.arch, kernel)
         recorded = Recorded(table, space)
-        ladder = Ladder(ReplayRunner(kernel, recorded.measurements), recorded, space, kernel, recorded.problem,
-                        regime=recorded.regime, rounds=options.rounds, recorded=recorded.holds,
-                        progress=output.note)  # fmt: skip
+        ladder = Ladder(
+            ReplayRunner(kernel, recorded.measurements),
+            recorded,
+            space,
+            kernel,
+            recorded.problem,
+            regime=recorded.regime,
+            rounds=options.rounds,
+            recorded=recorded.holds,
+            progress=output.note,
+        )
         yield ladder.climb(_plain(options.start or "default", space, recorded.problem), recorded.best.schedule)
 
 
 def _ablated(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     """The rows of each problem, measured."""
     from tiledsched.build.pool import BuildPool
-    from tiledsched.search.programs import Builder
     from tiledsched.serve.entries import load_table
     from tiledsched.studies.ablation.ladder import Ladder
     from tiledsched.studies.ablation.sources import Built
-    from tiledsched.tuning import open_runner
+    from tiledsched.tuning.programs import Builder
+    from tiledsched.tuning.session import open_runner
 
     tools, kernel = _tools(options), options.declaration
     runner = open_runner(kernel, options.arch, runner="gpu", seed=options.seed, without="--replay FILE")
@@ -272,8 +291,16 @@ def _ablated(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
             for problem in _problems(options):
                 found = served.resolve(problem, options.arch, runner.device.name)
                 output.note(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
-                ladder = Ladder(runner, source, tools.space, kernel, problem, regime=tools.settings.regime,
-                                rounds=options.rounds, progress=output.note)  # fmt: skip
+                ladder = Ladder(
+                    runner,
+                    source,
+                    tools.space,
+                    kernel,
+                    problem,
+                    regime=tools.settings.regime,
+                    rounds=options.rounds,
+                    progress=output.note,
+                )
                 plain = _plain(options.start or "untuned", tools.space, problem)
                 yield ladder.climb(plain, tools.space.complete(found.schedule))
     finally:
@@ -282,8 +309,8 @@ def _ablated(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
 
 def _plain(start: str, space: SearchSpace, problem: Problem) -> Schedule:
     """Rung 0: the space's default schedule, or the kernel as one would first write it."""
-    from tiledsched.space import accuracy_class
-    from tiledsched.studies.rivals import untuned
+    from tiledsched.bench.rivals import untuned
+    from tiledsched.core.space import accuracy_class
 
     if start == "default":
         return space.default(problem, pinned=accuracy_class(space, "fp32"))

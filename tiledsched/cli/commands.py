@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli import output
 from tiledsched.cli.problems import filtered, problems_of
-from tiledsched.config import Settings, load_settings
-from tiledsched.errors import ConfigError
-from tiledsched.extras import installing
-from tiledsched.kernel import told
+from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.extras import installing
+from tiledsched.core.kernel import told
 
 if TYPE_CHECKING:
-    from tiledsched.problem import Problem
+    from tiledsched.core.problem import Problem
     from tiledsched.store.db import TuningDB
-    from tiledsched.tuning import Tools, TuneReport
+    from tiledsched.tuning.session import Tools, TuneReport
 
 SCHEMA_VERSION = 1
 
@@ -51,10 +51,11 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
 
 
 def _tools(options: argparse.Namespace) -> Tools:
-    from tiledsched.tuning import prepare_tools
+    from tiledsched.tuning.session import prepare_tools
 
-    return prepare_tools(options.declaration, options.arch, settings=_settings(options),
-                         space=getattr(options, "space", None))  # fmt: skip
+    return prepare_tools(
+        options.declaration, options.arch, settings=_settings(options), space=getattr(options, "space", None)
+    )
 
 
 def _command(options: argparse.Namespace) -> dict[str, Any]:
@@ -67,23 +68,44 @@ def tune(options: argparse.Namespace) -> int:
     """Tune, then print what is served now."""
     # The surrogate's matrices are small: more threads win nothing, and the cores are wanted for compiling.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from tiledsched import tuning
     from tiledsched.cli.progress import TuneProgress
+    from tiledsched.tuning import session as tuning
 
     problems = _problems(options)
     with TuneProgress(len(problems), options.budget) as watcher:
         report = tuning.tune(
-            options.declaration, problems, arch=options.arch, db=options.db, effort=options.effort,
-            trials=options.trials, budget_s=options.budget, sampler=options.sampler, neighbours=options.neighbours,
-            seed=options.seed, regime=options.regime, accum_mode=options.accum_mode, rivals=options.rivals, runner=options.runner,
-            space=options.space, candidates=options.candidates, jobs=options.jobs,
-            compile_timeout_s=options.compile_timeout, storage=options.storage, watcher=watcher, command=_command(options),
-        )  # fmt: skip
+            options.declaration,
+            problems,
+            arch=options.arch,
+            db=options.db,
+            effort=options.effort,
+            trials=options.trials,
+            budget_s=options.budget,
+            sampler=options.sampler,
+            neighbours=options.neighbours,
+            seed=options.seed,
+            regime=options.regime,
+            accum_mode=options.accum_mode,
+            rivals=options.rivals,
+            runner=options.runner,
+            space=options.space,
+            candidates=options.candidates,
+            jobs=options.jobs,
+            compile_timeout_s=options.compile_timeout,
+            storage=options.storage,
+            watcher=watcher,
+            command=_command(options),
+        )
     files = _written_report(options, options.report) if options.report else []
     if options.json:
-        _print_json({"run": report.run_id, "results": [output.result_json(result) for result in report.results],
-                     "entries": [output.entry_json(entry) for entry in report.entries],
-                     "files": [str(path) for path in files]})  # fmt: skip
+        _print_json(
+            {
+                "run": report.run_id,
+                "results": [output.result_json(result) for result in report.results],
+                "entries": [output.entry_json(entry) for entry in report.entries],
+                "files": [str(path) for path in files],
+            }
+        )
     else:
         output.print_tuned(report)
         if files:
@@ -96,15 +118,25 @@ def refresh(options: argparse.Namespace) -> int:
     """Bring what is served up to the compiler at hand, and say what moved."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from tiledsched.cli.progress import TuneProgress
-    from tiledsched.refresh import refresh as refreshed
+    from tiledsched.tuning.refresh import refresh as refreshed
 
     problems = _measured(options, options.arch)
     with TuneProgress(0, options.budget) as watcher:
         report = refreshed(
-            options.declaration, problems or None, arch=options.arch, db=options.db, effort=options.effort,
-            budget_s=options.budget, neighbours=options.neighbours, runner=options.runner, seed=options.seed, jobs=options.jobs,
-            compile_timeout_s=options.compile_timeout, watcher=watcher, command=_command(options),
-        )  # fmt: skip
+            options.declaration,
+            problems or None,
+            arch=options.arch,
+            db=options.db,
+            effort=options.effort,
+            budget_s=options.budget,
+            neighbours=options.neighbours,
+            runner=options.runner,
+            seed=options.seed,
+            jobs=options.jobs,
+            compile_timeout_s=options.compile_timeout,
+            watcher=watcher,
+            command=_command(options),
+        )
     if options.json:
         _print_json(report.to_json())
     else:
@@ -145,18 +177,28 @@ def _next_steps(options: argparse.Namespace, report: TuneReport) -> list[tuple[s
 
 def _given(options: argparse.Namespace, *names: str) -> list[str]:
     """Flags as they were given."""
-    return [word for name in names if (value := getattr(options, name)) is not None
-            for word in (f"--{name.replace('_', '-')}", str(value))]  # fmt: skip
+    return [
+        word
+        for name in names
+        if (value := getattr(options, name)) is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 def check(options: argparse.Namespace) -> int:
     """Compare what schedules give in the interpreter with the reference; exit code 1 where some are wrong."""
-    from tiledsched import tuning
+    from tiledsched.tuning import session as tuning
 
     named = _problems(options) if options.problem or options.suite else None
     rows = []
-    for row in tuning.check(options.declaration, named, arch=options.arch, schedules=options.schedules, seed=options.seed,
-                            space=options.space):  # fmt: skip
+    for row in tuning.check(
+        options.declaration,
+        named,
+        arch=options.arch,
+        schedules=options.schedules,
+        seed=options.seed,
+        space=options.space,
+    ):
         rows.append(row)
         if not options.json:
             output.print_checked(row)
@@ -178,18 +220,30 @@ def _folder(path: str) -> Path:
 
 def record(options: argparse.Namespace) -> int:
     """Record landscapes, a line for each file as it is written."""
-    from tiledsched import tuning
+    from tiledsched.tuning import session as tuning
 
     if not options.build_only and not options.out:
         raise ConfigError("record needs a folder for the landscapes; pass --out DIR, or --build-only")
     problems, folder = _problems(options), _folder(options.out) if options.out else None
     run_id, results = tuning.record(
-        options.declaration, problems, arch=options.arch, out=folder, db=options.db, programs=options.programs,
-        sustained_leaders=options.sustained_leaders, build_only=options.build_only, budget_s=options.budget,
-        accum_mode=options.accum_mode, space=options.space, seed=options.seed, jobs=options.jobs,
-        compile_timeout_s=options.compile_timeout, progress=output.note,
-        on_result=(lambda result: None) if options.json else output.print_recorded, command=_command(options),
-    )  # fmt: skip
+        options.declaration,
+        problems,
+        arch=options.arch,
+        out=folder,
+        db=options.db,
+        programs=options.programs,
+        sustained_leaders=options.sustained_leaders,
+        build_only=options.build_only,
+        budget_s=options.budget,
+        accum_mode=options.accum_mode,
+        space=options.space,
+        seed=options.seed,
+        jobs=options.jobs,
+        compile_timeout_s=options.compile_timeout,
+        progress=output.note,
+        on_result=(lambda result: None) if options.json else output.print_recorded,
+        command=_command(options),
+    )
     if options.json:
         _print_json({"run": run_id, "problems": [output.recorded_json(result) for result in results]})
     return 0
@@ -197,15 +251,17 @@ def record(options: argparse.Namespace) -> int:
 
 def explain(options: argparse.Namespace) -> int:
     """Say for each problem what it is served with, and why."""
+    from tiledsched.core.space_files import chosen_space
     from tiledsched.serve.entries import load_table
     from tiledsched.serve.explain import explain_problem
-    from tiledsched.space_files import chosen_space
 
     settings = _settings(options)
     spaces = [chosen_space(options.arch, options.declaration, options.space)] if options.space else []
     table = load_table(settings, kernel=options.declaration, archs={options.arch}, spaces=spaces)
-    found = [explain_problem(table, problem, options.arch, options.device, settings.sources)
-             for problem in _problems(options)]  # fmt: skip
+    found = [
+        explain_problem(table, problem, options.arch, options.device, settings.sources)
+        for problem in _problems(options)
+    ]
     if options.json:
         rows = [each.to_json() for each in found]
         _print_json({**rows[0], "rows": rows})  # of one problem also at the top, where scripts have always found it
@@ -224,10 +280,10 @@ def report(options: argparse.Namespace) -> int:
 def _written_report(options: argparse.Namespace, folder: str, device_name: str | None = None) -> list[Path]:
     """The files of a report on the kernel and archs of a command: what the database holds, over what ships."""
     from tiledsched.report import WithShipped, build_report, write_report
-    from tiledsched.search.tuner import modelled_times
     from tiledsched.serve.entries import load_entries
     from tiledsched.store.db import TuningDB
     from tiledsched.store.location import database_exists
+    from tiledsched.tuning.tuner import modelled_times
 
     settings, kernel = _settings(options), options.declaration
     named = options.db or database_exists(settings.db)
@@ -236,15 +292,24 @@ def _written_report(options: argparse.Namespace, folder: str, device_name: str |
         for arch in [options.arch] if isinstance(options.arch, str) else options.arch:
             served = load_entries(settings, {arch})
             known = WithShipped(db, kernel, arch, served)
-            found.append(build_report(known, arch, kernel=kernel, regime=settings.regime, device_name=device_name,
-                                      model_times=modelled_times(arch, kernel), served=served))  # fmt: skip
+            found.append(
+                build_report(
+                    known,
+                    arch,
+                    kernel=kernel,
+                    regime=settings.regime,
+                    device_name=device_name,
+                    model_times=modelled_times(arch, kernel),
+                    served=served,
+                )
+            )
     return write_report(found, Path(folder))
 
 
 def compare(options: argparse.Namespace) -> int:
     """Say what moved from A to B; exit code 1 where something is slower."""
     from tiledsched.report.compare import compare as compared
-    from tiledsched.report.sides import Wanted, read_side
+    from tiledsched.report.comparison_sources import Wanted, read_side
 
     db, wanted = (
         _settings(options).db,
@@ -252,8 +317,10 @@ def compare(options: argparse.Namespace) -> int:
     )
     found = compared(read_side(options.a, db, wanted), read_side(options.b, db, wanted), options.threshold / 100)
     if not found.rows:
-        raise ConfigError(f"{options.a} and {options.b} have no problem in common: {len(found.only_a)} only in the first, "
-                          f"{len(found.only_b)} only in the second")  # fmt: skip
+        raise ConfigError(
+            f"{options.a} and {options.b} have no problem in common: {len(found.only_a)} only in the first, "
+            f"{len(found.only_b)} only in the second"
+        )
     if options.json:
         _print_json(found.to_json())
     else:
@@ -292,53 +359,3 @@ def _with_paths(parser: argparse.ArgumentParser, kinds: dict[str, Any]) -> argpa
             for each in action.choices.values():
                 _with_paths(each, kinds)
     return parser
-
-
-def repeatability(options: argparse.Namespace) -> int:
-    """One session of the repeatability study, or the sum of all."""
-    from tiledsched.studies.repeatability.rows import read_rows
-    from tiledsched.studies.repeatability.summary import summarise
-
-    if not options.summary:
-        return _study_session(options)
-    summary = summarise(read_rows(Path(options.summary)))
-    if options.json:
-        _print_json(summary.to_json())
-    else:
-        for table in summary.tables():
-            output.console().print(table)
-    return 0
-
-
-def _study_session(options: argparse.Namespace) -> int:
-    from datetime import datetime, timezone
-
-    from tiledsched.build.pool import BuildPool
-    from tiledsched.measure.gpu import GpuRunner
-    from tiledsched.search.programs import Builder
-    from tiledsched.studies.repeatability.methods import make_methods
-    from tiledsched.studies.repeatability.rows import append_rows, check_columns
-    from tiledsched.studies.repeatability.session import find_field, run_session
-
-    if not options.arch or not options.csv:
-        raise ConfigError("it needs --arch and --csv; pass both, or --summary FILE")
-    path = Path(options.csv)
-    check_columns(path)
-    began = datetime.now(timezone.utc)
-    seed = int(began.timestamp()) if options.seed is None else options.seed
-    tools, kernel = _tools(options), options.declaration
-    runner = GpuRunner(kernel, seed=seed)
-    try:
-        if runner.device.arch != options.arch:
-            raise ConfigError(f"this GPU is {runner.device.arch}; pass --arch {runner.device.arch}")
-        with _open(options) as db, BuildPool(options.jobs) as pool:
-            builder = Builder(db, tools.artifacts, kernel, options.arch, tools.toolchain, pool)
-            fields = [(problem, find_field(db, builder, tools.space, problem, runner.device, options.programs))
-                      for problem in _problems(options)]  # fmt: skip
-        rows = run_session(fields, make_methods(options.methods, kernel, runner), runner, seed=seed, began=began,
-                           keep=lambda done: append_rows(done, path), progress=output.note)  # fmt: skip
-    finally:
-        runner.close()
-    _said(options, {"rows": [row.to_csv() for row in rows]},
-          f"{len(rows)} rows added to {path}; sum up with: tiledsched repeatability --summary {path}")  # fmt: skip
-    return 0

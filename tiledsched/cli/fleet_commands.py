@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli import fleet_output, output
 from tiledsched.cli.commands import _folder, _measured, _print_json, _problems, _said, _settings, _written_report
-from tiledsched.errors import ConfigError
+from tiledsched.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tiledsched.fleet.campaign import CampaignPlan
@@ -64,7 +64,7 @@ def refresh(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     """`bench` over a fleet; rows are written here, at the end."""
-    from tiledsched.studies.bench.methods import choose_methods
+    from tiledsched.bench.methods import choose_methods
 
     if options.summary or options.resume:
         raise ConfigError("a fleet goes on by itself, and has no summary of files; use tiledsched bench --summary")
@@ -135,8 +135,10 @@ def _run(
         files += _write_landscapes(db, results, folder) if folder else []
         files += _write_rows(results, Path(csv)) if csv else []
     if options.json:
-        rows = [{"problem": problem.to_json(), "arch": arch, "worker": worker, "result": result}
-                for problem, arch, result, worker in results]  # fmt: skip
+        rows = [
+            {"problem": problem.to_json(), "arch": arch, "worker": worker, "result": result}
+            for problem, arch, result, worker in results
+        ]
         _print_json({**status.to_json(), "rows": rows, "files": files})
     else:
         fleet_output.print_results(results)
@@ -165,7 +167,7 @@ def _write_landscapes(db: TuningDB, results: Any, folder: Path) -> list[str]:
 
 
 def _write_rows(results: Any, path: Path) -> list[str]:
-    from tiledsched.studies.bench.rows import BenchRow, append_rows
+    from tiledsched.bench.rows import BenchRow, append_rows
 
     for _, _, result, _ in results:
         cells = [
@@ -209,8 +211,16 @@ def status(options: argparse.Namespace) -> int:
         leases = Leases(db)
         campaigns = leases.campaigns()
         if options.all or not campaigns:
-            rows = [{"campaign": each.id, "command": each.command, "kernel": each.kernel, "status": each.status,
-                     **leases.counts(each.id)} for each in campaigns]  # fmt: skip
+            rows = [
+                {
+                    "campaign": each.id,
+                    "command": each.command,
+                    "kernel": each.kernel,
+                    "status": each.status,
+                    **leases.counts(each.id),
+                }
+                for each in campaigns
+            ]
             _said(options, {"campaigns": rows}, fleet_output.campaigns(rows))
             return 0
         wanted = options.campaign or campaigns[0].id

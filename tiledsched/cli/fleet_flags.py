@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiledsched.cli import fleet_commands
-from tiledsched.flags import count, positive
+from tiledsched.core.flags import count, positive
 from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS
 
 WORKERS = "work without GPUs, that many problems at a time (on each node): builds and the model's ranking"
@@ -22,14 +22,27 @@ def of_a_fleet(
     flags["--arch"].help = "targets, e.g. sm_90,sm_100 or h200 (default: those of the GPUs here)"
     parser.set_defaults(run=run, usual_arch=False)
     add = parser.add_argument_group("of the fleet").add_argument
-    add("--ray-address", metavar="ADDRESS", help="use every GPU of this Ray cluster: auto, HOST:PORT, or local "
-        "(default: the GPUs of this host)")  # fmt: skip
+    add(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="use every GPU of this Ray cluster: auto, HOST:PORT, or local (default: the GPUs of this host)",
+    )
     add("--open-only", action="store_true", help="open the campaign and stop; `tiledsched fleet work` does the rest")
     add("--workers", type=count, default=0, metavar="N", help=WORKERS)
-    add("--lease", type=float, default=LEASE_S, metavar="SECONDS", help="after which a worker that says nothing has lost its "
-        f"problem (default: {LEASE_S:g})")  # fmt: skip
-    add("--deadline", type=float, default=DEADLINE_S, metavar="SECONDS", help="after which an attempt is killed as hung "
-        f"(default: {DEADLINE_S:g})")  # fmt: skip
+    add(
+        "--lease",
+        type=float,
+        default=LEASE_S,
+        metavar="SECONDS",
+        help=f"after which a worker that says nothing has lost its problem (default: {LEASE_S:g})",
+    )
+    add(
+        "--deadline",
+        type=float,
+        default=DEADLINE_S,
+        metavar="SECONDS",
+        help=f"after which an attempt is killed as hung (default: {DEADLINE_S:g})",
+    )
     add(
         "--attempts",
         type=positive,
@@ -41,11 +54,21 @@ def of_a_fleet(
 
 def add_others(actions: Any, command: Callable[..., argparse.ArgumentParser]) -> None:
     """`work`, `status`, `stop` and `simulate`."""
-    work = command(actions, "work", fleet_commands.work, "work on campaigns with the GPUs of this host until nothing is left: "
-                   "what a Slurm array or a Kubernetes job runs")  # fmt: skip
+    work = command(
+        actions,
+        "work",
+        fleet_commands.work,
+        "work on campaigns with the GPUs of this host until nothing is left: "
+        "what a Slurm array or a Kubernetes job runs",
+    )
     work.add_argument("campaign", nargs="?", metavar="CAMPAIGN", help="only this one (default: all that are running)")
-    work.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="how long to wait for a campaign (default: not "
-                      "at all)")  # fmt: skip
+    work.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long to wait for a campaign (default: not at all)",
+    )
     work.add_argument("--workers", type=count, default=0, metavar="N", help=WORKERS)
     work.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
     status = command(
@@ -58,14 +81,24 @@ def add_others(actions: Any, command: Callable[..., argparse.ArgumentParser]) ->
         actions, "stop", fleet_commands.stop, "let workers end with what they hold; the same command goes on later"
     )
     stop.add_argument("campaign", metavar="CAMPAIGN", help="which")
-    simulate = command(actions, "simulate", fleet_commands.simulate, "say what a fleet would take and where it breaks first: "
-                       "the real leases, problems with recorded times", db=False)  # fmt: skip
+    simulate = command(
+        actions,
+        "simulate",
+        fleet_commands.simulate,
+        "say what a fleet would take and where it breaks first: the real leases, problems with recorded times",
+        db=False,
+    )
     add = simulate.add_argument
     add("--gpus", type=positive, default=1000, metavar="N", help="GPUs (default: 1000)")
     add("--problems", type=positive, default=100_000, metavar="N", help="problems (default: 100000)")
     add("--deaths", type=float, default=0.001, metavar="SHARE", help="of attempts whose worker dies (default: 0.001)")
     add("--db", metavar="URL", help="an empty database for the leases (default: SQLite, in a temporary folder)")
     add("--cores", type=positive, default=8, metavar="N", help="of the database's server (default: 8)")
-    add("--real", type=positive, default=10_000, metavar="N", help="problems that real leases serve; "
-        "they tell what the others cost (default: 10000)")  # fmt: skip
+    add(
+        "--real",
+        type=positive,
+        default=10_000,
+        metavar="N",
+        help="problems that real leases serve; they tell what the others cost (default: 10000)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of times and deaths (default: 0)")

@@ -8,14 +8,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli import output
-from tiledsched.schedule import Schedule
+from tiledsched.core.schedule import Schedule
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from tiledsched.core.problem import Problem
     from tiledsched.fleet.status import FleetStatus
-    from tiledsched.problem import Problem
 
 MOST_WORKERS, MOST_FAILURES = 40, 20
 """Lines of a view; `--json` has all."""

@@ -11,26 +11,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.extras import installing
-from tiledsched.kernel import labels_of
-from tiledsched.problem import Problem, rate_of, rate_text, unit_of
+from tiledsched.core.extras import installing
+from tiledsched.core.kernel import labels_of
+from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tiledsched.kernel import KernelClass
+    from tiledsched.bench.rows import BenchRow
+    from tiledsched.core.kernel import KernelClass
     from tiledsched.measure.runner import RivalTime
-    from tiledsched.refresh import RefreshReport
     from tiledsched.report.compare import Comparison
-    from tiledsched.search.record import RecordResult
-    from tiledsched.search.tuner import TuneResult
     from tiledsched.serve.entries import Layer
     from tiledsched.store.queries import RegimeComparison
-    from tiledsched.store.records import EntryRecord, MergeResult
+    from tiledsched.store.records import Entry, MergeResult
     from tiledsched.studies.ablation.rows import AblationRow
-    from tiledsched.studies.bench.rows import BenchRow
-    from tiledsched.studies.search.scores import Summary as SearchSummary
-    from tiledsched.tuning import CheckRow, TuneReport
+    from tiledsched.tuning.record import RecordResult
+    from tiledsched.tuning.refresh import RefreshReport
+    from tiledsched.tuning.session import CheckRow, TuneReport
+    from tiledsched.tuning.tuner import TuneResult
 
 WIDE = 200
 """Columns of a table that goes to a file or pipe, where no terminal sets the width."""
@@ -53,18 +52,25 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def entry_json(entry: EntryRecord, compiler: str = "") -> dict[str, Any]:
+def entry_json(entry: Entry, compiler: str = "") -> dict[str, Any]:
     """The row `show --json` prints: flat where people filter, nested where evidence lies. `compiler` is the one at hand."""
     from tiledsched.store.evidence import stale
 
     problem = entry.problem
     return {
-        "arch": entry.arch, "kernel": problem.kernel, **short_values(problem), **plain_values(problem),
-        "provenance": entry.provenance, "compiler": entry.compiler, "stale": stale(entry, compiler),
-        "schedule": entry.schedule.to_json(), "median_us": entry.median_us,
-        "tflops": entry.tflops, "gbps": problem.gbps(entry.median_us) if entry.median_us else None,
+        "arch": entry.arch,
+        "kernel": problem.kernel,
+        **short_values(problem),
+        **plain_values(problem),
+        "provenance": entry.provenance,
+        "compiler": entry.compiler,
+        "stale": stale(entry, compiler),
+        "schedule": entry.schedule.to_json(),
+        "median_us": entry.median_us,
+        "tflops": entry.tflops,
+        "gbps": problem.gbps(entry.median_us) if entry.median_us else None,
         "evidence": entry.to_json(),
-    }  # fmt: skip
+    }
 
 
 def plain_values(problem: Problem) -> dict[str, Any]:
@@ -101,55 +107,94 @@ def print_checks(rows: Sequence[CheckRow]) -> None:
 
 def result_json(result: TuneResult) -> dict[str, Any]:
     """One problem's tuning, in numbers."""
-    return {"problem": result.entry.problem.to_json(), "stored": result.stored, "schedules": result.schedules,
-            "programs": result.programs, "compiled": result.compiled, "measured": result.measured,
-            "failed": result.failed, "left": result.left, "over_default": result.over_default,
-            "over_runner_up": result.over_runner_up, "seconds": round(result.seconds, 3)}  # fmt: skip
+    return {
+        "problem": result.entry.problem.to_json(),
+        "stored": result.stored,
+        "schedules": result.schedules,
+        "programs": result.programs,
+        "compiled": result.compiled,
+        "measured": result.measured,
+        "failed": result.failed,
+        "left": result.left,
+        "over_default": result.over_default,
+        "over_runner_up": result.over_runner_up,
+        "seconds": round(result.seconds, 3),
+    }
 
 
 def landscape_json(line: Any) -> dict[str, Any]:
     """One line of `landscapes --json`."""
-    return {"problem": line.problem.to_json(), "device": line.device_name, "arch": line.arch, "regime": line.regime,
-            "distinct_programs": line.distinct_programs, "measurements": line.measurements}  # fmt: skip
+    return {
+        "problem": line.problem.to_json(),
+        "device": line.device_name,
+        "arch": line.arch,
+        "regime": line.regime,
+        "distinct_programs": line.distinct_programs,
+        "measurements": line.measurements,
+    }
 
 
 def recorded_json(result: RecordResult) -> dict[str, Any]:
     """One problem of `record --json`."""
     return {
-        "problem": result.problem.to_json(), "schedules": result.schedules, "distinct_programs": result.programs,
-        "wanted": result.wanted, "compiled": result.compiled, "measured": result.measured, "failed": result.failed,
-        "failed_builds": result.failed_builds, "failed_programs": result.failed_programs, "complete": result.complete,
-        "landscapes": [{
-            "file": str(file.path), "device": file.device_name, "regime": file.regime,
-            "distinct_programs": file.distinct_programs, "best_us": file.best_us, "best_tflops": file.best_tflops,
-            "worst_ratio": file.worst_ratio,
-        } for file in result.files],
-    }  # fmt: skip
+        "problem": result.problem.to_json(),
+        "schedules": result.schedules,
+        "distinct_programs": result.programs,
+        "wanted": result.wanted,
+        "compiled": result.compiled,
+        "measured": result.measured,
+        "failed": result.failed,
+        "failed_builds": result.failed_builds,
+        "failed_programs": result.failed_programs,
+        "complete": result.complete,
+        "landscapes": [
+            {
+                "file": str(file.path),
+                "device": file.device_name,
+                "regime": file.regime,
+                "distinct_programs": file.distinct_programs,
+                "best_us": file.best_us,
+                "best_tflops": file.best_tflops,
+                "worst_ratio": file.worst_ratio,
+            }
+            for file in result.files
+        ],
+    }
 
 
 def print_recorded(result: RecordResult) -> None:
     """A line for each landscape of one problem, or for its builds."""
     if not result.files:
-        print(f"{result.problem}: {result.programs} distinct programs of {result.wanted} built, nothing measured, "
-              f"{result.compiled} compiled now, {result.failed} failed", flush=True)  # fmt: skip
+        print(
+            f"{result.problem}: {result.programs} distinct programs of {result.wanted} built, nothing measured, "
+            f"{result.compiled} compiled now, {result.failed} failed",
+            flush=True,
+        )
     for file in result.files:
         rest = "" if result.complete else "; not complete, run again to go on"
         best = rate_text(result.problem, file.best_us, 1)
-        print(f"{result.problem} {file.regime}: {file.distinct_programs} distinct programs, {result.failed} failed, "
-              f"best {best}, worst {file.worst_ratio:.2f}x{rest}; {file.path}", flush=True)  # fmt: skip
+        print(
+            f"{result.problem} {file.regime}: {file.distinct_programs} distinct programs, {result.failed} failed, "
+            f"best {best}, worst {file.worst_ratio:.2f}x{rest}; {file.path}",
+            flush=True,
+        )
 
 
 def print_merged(result: MergeResult) -> None:
     """What a merge did, and what it found that a race must decide."""
-    from tiledsched.kernel import told
+    from tiledsched.core.kernel import told
 
-    print(f"entries: {result.entries_added} added, {result.entries_replaced} replaced, {result.entries_kept} kept; measurements: "
-          f"{result.measurements_added} added, {result.measurements_kept} known")  # fmt: skip
+    print(
+        f"entries: {result.entries_added} added, {result.entries_replaced} replaced, {result.entries_kept} kept; measurements: "
+        f"{result.measurements_added} added, {result.measurements_kept} known"
+    )
     for each in result.contradictions:
         entry = each.entry
         print(f"contradicted: {each}")
-        print(f"  let a race decide: tiledsched tune {entry.kernel} --arch {entry.arch} --regime {entry.regime} --problem "
-              f"{told(entry.problem)}")  # fmt: skip
+        print(
+            f"  let a race decide: tiledsched tune {entry.kernel} --arch {entry.arch} --regime {entry.regime} --problem "
+            f"{told(entry.problem)}"
+        )
 
 
 def print_tuned(report: TuneReport) -> None:
@@ -159,8 +204,10 @@ def print_tuned(report: TuneReport) -> None:
         built = (
             "The default, what is served and the model's favourites were built" if part else "Every schedule was built"
         )
-        _print_wrapped(f"No {report.arch} GPU here: nothing was measured. {built}, and the model ranked the programs. "
-                       "On a machine with that GPU the same command measures.")  # fmt: skip
+        _print_wrapped(
+            f"No {report.arch} GPU here: nothing was measured. {built}, and the model ranked the programs. "
+            "On a machine with that GPU the same command measures."
+        )
     for result, entry in zip(report.results, report.entries, strict=True):
         print()
         _print_wrapped(f"{entry.problem} on {entry.device_name or entry.arch}")
@@ -170,8 +217,11 @@ def print_tuned(report: TuneReport) -> None:
             _print_wrapped(_rivals(entry.rivals, entry.problem.declaration), "  ")
         of = f" of {result.schedules + result.left}" if not report.measured else ""
         did = f", {result.measured} measured" if report.measured else ""
-        _print_wrapped(f"{result.schedules}{of} schedules built, {result.programs} distinct programs; {result.compiled} "
-                       f"compiled now{did}, {result.failed} failed, {result.seconds:.1f} s", "  ")  # fmt: skip
+        _print_wrapped(
+            f"{result.schedules}{of} schedules built, {result.programs} distinct programs; {result.compiled} "
+            f"compiled now{did}, {result.failed} failed, {result.seconds:.1f} s",
+            "  ",
+        )
 
 
 def _rivals(times: Sequence[RivalTime], kernel: KernelClass) -> str:
@@ -201,9 +251,11 @@ def print_refreshed(report: RefreshReport) -> None:
         for schedule in row.leaders[1:] if row.now is None else ():
             _print_wrapped(f"to race beside it: {schedule.short()}", "  ")
     moved = f" ({report.change:+.1%} by geometric mean)" if report.change is not None else ""
-    done = [f"{report.current} of tileiras {report.compiler} and this source already",
-            f"{len(report.of('kept'))} the same machine code, evidence kept",
-            f"{len(report.of('raced'))} raced again{moved}"]  # fmt: skip
+    done = [
+        f"{report.current} of tileiras {report.compiler} and this source already",
+        f"{len(report.of('kept'))} the same machine code, evidence kept",
+        f"{len(report.of('raced'))} raced again{moved}",
+    ]
     done += [f"rivals timed beside {len(report.rivals)}"] if report.rivals else []
     left = report.of("to race")
     devices = ", ".join(sorted({row.was.device_name for row in left}))
@@ -215,11 +267,13 @@ def print_refreshed(report: RefreshReport) -> None:
             f"nothing of {name} was measured for {report.arch}; run: tiledsched tune {name} --arch {report.arch}"
         )
         return
-    _print_wrapped(f"{total} measured entries of {report.kernel.name} on {report.arch}: {'; '.join(done)}. {report.compiled} "
-                   f"compiled, {report.seconds:.1f} s")  # fmt: skip
+    _print_wrapped(
+        f"{total} measured entries of {report.kernel.name} on {report.arch}: {'; '.join(done)}. {report.compiled} "
+        f"compiled, {report.seconds:.1f} s"
+    )
 
 
-def _verdict(result: TuneResult, entry: EntryRecord) -> str:
+def _verdict(result: TuneResult, entry: Entry) -> str:
     """How fast the winner is and by how much it wins; of a stronger entry that was kept, what that is."""
     us, how = entry.median_us, "measured"
     if us is None:
@@ -264,17 +318,25 @@ def print_next(commands: Sequence[tuple[str, str]]) -> None:
 
 def _print_wrapped(text: str, indent: str = "") -> None:
     """One paragraph. Words are never cut, so that none of a schedule is lost."""
-    print(textwrap.fill(text, width(), initial_indent=indent, subsequent_indent=f"{indent}  " if indent else "",
-                        break_long_words=False, break_on_hyphens=False))  # fmt: skip
+    print(
+        textwrap.fill(
+            text,
+            width(),
+            initial_indent=indent,
+            subsequent_indent=f"{indent}  " if indent else "",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
 
 
-def print_entries(entries: Sequence[EntryRecord], compiler: str = "") -> None:
+def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
     """What is served where `compiler` is at hand: a table for each kernel; where that is too narrow, a line and the schedule
     below it.
-    """  # fmt: skip
+    """
     from tiledsched.store.evidence import stale
 
-    by_kernel: dict[str, list[EntryRecord]] = {}
+    by_kernel: dict[str, list[Entry]] = {}
     for entry in entries:
         by_kernel.setdefault(entry.problem.kernel, []).append(entry)
     for place, (kernel, found) in enumerate(by_kernel.items()):
@@ -306,7 +368,7 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 
 
 def print_layers(
-    layers: Sequence[Layer], entries: Sequence[EntryRecord], covered: Mapping[tuple[str, ...], list[str]]
+    layers: Sequence[Layer], entries: Sequence[Entry], covered: Mapping[tuple[str, ...], list[str]]
 ) -> None:
     """Which layer answers for each problem, and which others have something for it."""
     for layer in reversed(layers):
@@ -316,38 +378,71 @@ def print_layers(
     for entry in entries:
         under = [name for name in covered[entry.key] if name != entry.layer]
         us = f", {entry.median_us:.1f} us" if entry.median_us else ""
-        _print_wrapped(f"{entry.layer:8} {entry.arch} {entry.problem}: {entry.provenance}{us}"
-                       + (f" (also in {', '.join(under)})" if under else ""))  # fmt: skip
+        _print_wrapped(
+            f"{entry.layer:8} {entry.arch} {entry.problem}: {entry.provenance}{us}"
+            + (f" (also in {', '.join(under)})" if under else "")
+        )
 
 
-def _provenance(entry: EntryRecord, compiler: str) -> str:
+def _provenance(entry: Entry, compiler: str) -> str:
     """With `stale` beside it where that is so."""
     from tiledsched.store.evidence import stale
 
     return f"{entry.provenance}, stale" if stale(entry, compiler) else entry.provenance
 
 
-def _entry_lines(entries: Sequence[EntryRecord], compiler: str) -> list[str]:
+def _entry_lines(entries: Sequence[Entry], compiler: str) -> list[str]:
     """A table without rules, thousands of lines of it in no time. The schedule comes last: it may be as long as it is."""
     problems = [_columns(entry.problem) for entry in entries]
     shown = [
         name for name in problems[0] if len({each.get(name) for each in problems}) > 1 or not _plain(entries, name)
     ]
     compilers = len({entry.compiler for entry in entries if entry.compiler}) > 1
-    head = ("arch", *shown, *["compiler"] * compilers, "provenance", "median us", "rate", "model us", "runner-up", "ties",
-            "programs", "schedule")  # fmt: skip
+    head = (
+        "arch",
+        *shown,
+        *["compiler"] * compilers,
+        "provenance",
+        "median us",
+        "rate",
+        "model us",
+        "runner-up",
+        "ties",
+        "programs",
+        "schedule",
+    )
     rows = [head]
     for entry, values in zip(entries, problems, strict=True):
         us = entry.median_us
-        rows.append((entry.arch, *(values.get(name, "") for name in shown), *[entry.compiler] * compilers,
-                     _provenance(entry, compiler), f"{us:.1f}" if us else "-", rate_text(entry.problem, us) if us else "-",
-                     f"{entry.model_us:.1f}" if entry.model_us else "-",
-                     f"+{entry.margin:.1%}" if entry.margin is not None else "-", str(len(entry.ties)),
-                     str(entry.candidates), entry.schedule.short()))  # fmt: skip
+        rows.append(
+            (
+                entry.arch,
+                *(values.get(name, "") for name in shown),
+                *[entry.compiler] * compilers,
+                _provenance(entry, compiler),
+                f"{us:.1f}" if us else "-",
+                rate_text(entry.problem, us) if us else "-",
+                f"{entry.model_us:.1f}" if entry.model_us else "-",
+                f"+{entry.margin:.1%}" if entry.margin is not None else "-",
+                str(len(entry.ties)),
+                str(entry.candidates),
+                entry.schedule.short(),
+            )
+        )
     left = ("arch", "provenance")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    return ["  ".join([*(text.ljust(size) if name in left else text.rjust(size)
-                         for text, size, name in zip(row, widths, head, strict=False)), row[-1]]) for row in rows]  # fmt: skip
+    return [
+        "  ".join(
+            [
+                *(
+                    text.ljust(size) if name in left else text.rjust(size)
+                    for text, size, name in zip(row, widths, head, strict=False)
+                ),
+                row[-1],
+            ]
+        )
+        for row in rows
+    ]
 
 
 def _columns(problem: Problem) -> dict[str, str]:
@@ -362,12 +457,12 @@ def _columns(problem: Problem) -> dict[str, str]:
     return {name: words[value] if isinstance(value, bool) else str(value) for name, value in values.items()}
 
 
-def _plain(entries: Sequence[EntryRecord], name: str) -> bool:
+def _plain(entries: Sequence[Entry], name: str) -> bool:
     """Whether a column says nothing: a field that the ids of problems leave out at its default, where it is."""
     return all(name in entry.problem.values and name not in entry.problem.to_json() for entry in entries)
 
 
-def _print_narrow(entries: Sequence[EntryRecord], compiler: str) -> None:
+def _print_narrow(entries: Sequence[Entry], compiler: str) -> None:
     for entry in entries:
         us = entry.median_us
         timed = f"{us:.1f} us, {rate_text(entry.problem, us)}" if us else "not measured"
@@ -383,8 +478,14 @@ def print_landscapes(lines: Sequence[Any]) -> None:
     for name in ("device", "arch", "regime", "problem", "distinct programs", "measurements"):
         table.add_column(name)
     for line in lines:
-        table.add_row(line.device_name, line.arch, line.regime, str(line.problem), str(line.distinct_programs),
-                      str(line.measurements))  # fmt: skip
+        table.add_row(
+            line.device_name,
+            line.arch,
+            line.regime,
+            str(line.problem),
+            str(line.distinct_programs),
+            str(line.measurements),
+        )
     console().print(table)
 
 
@@ -393,14 +494,27 @@ def print_regimes(compared: Sequence[RegimeComparison]) -> None:
     from rich.table import Table
 
     table = Table(title="burst against sustained: * marks a difference beyond the 95% intervals")
-    for name in ("device", "problem", "programs in both", "burst winner", "sustained winner", "burst winner, sustained",
-                 "sustained winner, burst"):  # fmt: skip
+    for name in (
+        "device",
+        "problem",
+        "programs in both",
+        "burst winner",
+        "sustained winner",
+        "burst winner, sustained",
+        "sustained winner, burst",
+    ):
         table.add_column(name)
     for one in compared:
         sustained = "the same" if one.same else one.sustained_winner.short()
-        table.add_row(one.device_name, str(one.problem), str(one.programs), one.burst_winner.short(), sustained,
-                      _loss(one.burst_loss, one.burst_loss_distinct),
-                      _loss(one.sustained_loss, one.sustained_loss_distinct))  # fmt: skip
+        table.add_row(
+            one.device_name,
+            str(one.problem),
+            str(one.programs),
+            one.burst_winner.short(),
+            sustained,
+            _loss(one.burst_loss, one.burst_loss_distinct),
+            _loss(one.sustained_loss, one.sustained_loss_distinct),
+        )
     console().print(table)
 
 
@@ -468,47 +582,40 @@ def _bench_cell(row: BenchRow | None, ours_us: float | None) -> str:
     return f"{value:.0f} ({row.median_us / ours_us:.2f}x)" if beside and ours_us else f"{value:.0f}"
 
 
-def print_searches(summaries: Sequence[SearchSummary], of: str = "landscapes that ship") -> None:
-    """One line per method: medians of what it takes to come near the exhaustive best, mean regrets on the way."""
-    from rich.table import Table
-
-    table = Table(
-        title=f"{of}: distinct programs measured to come within 1% of the best (median, 95% interval), and regret"
-    )
-    for name in ("method", "to 1%", "interval", "to 5%", "compiles to 1%", "device s to 1%", "reached", "regret at 10",
-                 "at 25", "at 50", "at 100", "seeds"):  # fmt: skip
-        table.add_column(name, justify="left" if name == "method" else "right")
-
-    def cell(value: float | None) -> str:
-        return "never" if value is None else f"{value:.4g}"
-
-    for line in summaries:
-        low, high = line.measurements_to_1pct_interval
-        regrets = (line.regret_10, line.regret_25, line.regret_50, line.regret_100)
-        table.add_row(line.sampler, cell(line.measurements_to_1pct), f"{cell(low)}-{cell(high)}",
-                      cell(line.measurements_to_5pct), cell(line.compiles_to_1pct), cell(line.device_s_to_1pct),
-                      f"{line.reached:.0%}", *(f"{regret:.2%}" for regret in regrets), str(line.seeds))  # fmt: skip
-    console().print(table)
-
-
 def print_ablation(rows: Sequence[AblationRow]) -> None:
     """For each problem the ladder, and the tuned schedule without each knob; of what else was tried, only what failed."""
     from rich.table import Table
 
     for problem in dict.fromkeys(row.problem for row in rows):
         table = Table(title=f"{problem}: from the plain schedule to the tuned one")
-        for name, justify in (("", "left"), ("rung", "right"), ("knob", "left"), ("from", "left"), ("to", "left"),
-                              ("median us", "right"), ("95% interval", "right"), ("over previous", "right"),
-                              ("over plain", "right"), ("schedule or status", "left")):  # fmt: skip
+        for name, justify in (
+            ("", "left"),
+            ("rung", "right"),
+            ("knob", "left"),
+            ("from", "left"),
+            ("to", "left"),
+            ("median us", "right"),
+            ("95% interval", "right"),
+            ("over previous", "right"),
+            ("over plain", "right"),
+            ("schedule or status", "left"),
+        ):
             table.add_column(name, justify=justify)  # type: ignore[arg-type]
         for row in rows:
             if row.problem == problem and (row.view != "tried" or row.status != "ok"):
                 timed = row.median_us is not None
-                table.add_row(row.view, str(row.rung), row.knob or "(plain)", row.before, row.after,
-                              f"{row.median_us:.1f}" if timed else "-",
-                              f"{row.ci_low_us:.1f}-{row.ci_high_us:.1f}" if timed else "-",
-                              _speedup(row.speedup_over_previous), _speedup(row.speedup_over_plain),
-                              row.schedule if row.status == "ok" else row.status)  # fmt: skip
+                table.add_row(
+                    row.view,
+                    str(row.rung),
+                    row.knob or "(plain)",
+                    row.before,
+                    row.after,
+                    f"{row.median_us:.1f}" if timed else "-",
+                    f"{row.ci_low_us:.1f}-{row.ci_high_us:.1f}" if timed else "-",
+                    _speedup(row.speedup_over_previous),
+                    _speedup(row.speedup_over_plain),
+                    row.schedule if row.status == "ok" else row.status,
+                )
         console().print(table)
 
 

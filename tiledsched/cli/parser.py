@@ -12,17 +12,16 @@ from typing import Any
 from tiledsched import __version__
 from tiledsched.cli import bench_commands, commands, fleet_commands, fleet_flags, search_commands, store_commands
 from tiledsched.cli.problems import example, kernel_word
-from tiledsched.device import arch_named
-from tiledsched.errors import ConfigError, FailureKind
-from tiledsched.fields import DTYPES
-from tiledsched.flags import count, names, positive, words
-from tiledsched.kernel import KernelClass
-from tiledsched.kernel_names import kernel_named, load_kernel
+from tiledsched.core.device import arch_named
+from tiledsched.core.errors import ConfigError, FailureKind
+from tiledsched.core.fields import DTYPES
+from tiledsched.core.flags import count, names, positive, words
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.registry import kernel_named, load_kernel
 from tiledsched.measure.nvml import devices
-from tiledsched.search.effort import EFFORTS
-from tiledsched.search.samplers import OURS, SAMPLERS, sampler_named
 from tiledsched.store.records import PROVENANCES
-from tiledsched.studies.repeatability.rows import METHODS
+from tiledsched.tuning.effort import EFFORTS
+from tiledsched.tuning.samplers import OURS, SAMPLERS, sampler_named
 
 EPILOG = """exit codes: 0 done, 1 no valid schedule or a regression found, 2 usage or configuration, 130 interrupted.
 Data goes to stdout, progress and logs to stderr. Settings: flags, then TILEDSCHED_* variables, then tiledsched.toml,
@@ -111,16 +110,34 @@ def _common() -> dict[str, argparse.ArgumentParser]:
 
 def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
     """Of no kernel: only the flags that all have."""
-    parser = argparse.ArgumentParser(prog="tiledsched", description="Find, prove, keep and serve the best schedule of "
-                                     "cuTile kernels.", epilog=EPILOG,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="tiledsched",
+        description="Find, prove, keep and serve the best schedule of cuTile kernels.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"tiledsched {__version__}")
     parser.set_defaults(verbose=False, declaration=kernel, usual_arch=False)
     subs = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_tune, _add_check, _add_record, _add_show, _add_explain, _add_report, _add_compare, _add_bench, _add_ablate,
-                _add_bench_search, _add_study, _add_ladder, _add_profile,
-                _add_repeatability, _add_landscapes, _add_dashboard, _add_refresh, _add_warmup,
-                _add_bundle):  # fmt: skip
+    for add in (
+        _add_tune,
+        _add_check,
+        _add_record,
+        _add_show,
+        _add_explain,
+        _add_report,
+        _add_compare,
+        _add_bench,
+        _add_ablate,
+        _add_study,
+        _add_ladder,
+        _add_profile,
+        _add_landscapes,
+        _add_dashboard,
+        _add_refresh,
+        _add_warmup,
+        _add_bundle,
+    ):
         add(subs, kernel)
     _add_fleet(subs, kernel)
     _add_doctor(subs)
@@ -129,24 +146,37 @@ def _make(kernel: KernelClass | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _command(subs: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, *,
-             db: bool = True) -> argparse.ArgumentParser:  # fmt: skip
+def _command(
+    subs: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, *, db: bool = True
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done to stderr")
     if db:
-        parser.add_argument("--db", metavar="URL", help="database path or URL (default: TILEDSCHED_DB, or the user's "
-                            "data directory)")  # fmt: skip
+        parser.add_argument(
+            "--db", metavar="URL", help="database path or URL (default: TILEDSCHED_DB, or the user's data directory)"
+        )
     parser.add_argument("--json", action="store_true", help="print JSON with a schema_version")
     parser.set_defaults(run=run)
     return parser
 
 
-def _arch_flag(parser: argparse.ArgumentParser, text: str = "", *, required: bool = False, usual: bool = True,
-               several: bool = False) -> None:  # fmt: skip
+def _arch_flag(
+    parser: argparse.ArgumentParser,
+    text: str = "",
+    *,
+    required: bool = False,
+    usual: bool = True,
+    several: bool = False,
+) -> None:
     """`--arch`; with `usual`, that of the GPU here, or else of the usual one, where it is not given. With `several`, a list."""
     said = text or f"target, e.g. sm_90 or h200 (default: that of the GPU here, or else {USUAL_ARCH})"
-    parser.add_argument("--arch", type=_archs_named if several else arch_named, required=required,
-                        metavar="ARCH[,ARCH]" if several else "ARCH", help=said)  # fmt: skip
+    parser.add_argument(
+        "--arch",
+        type=_archs_named if several else arch_named,
+        required=required,
+        metavar="ARCH[,ARCH]" if several else "ARCH",
+        help=said,
+    )
     parser.set_defaults(usual_arch=usual and not required)
 
 
@@ -165,40 +195,79 @@ def _problem_flags(parser: argparse.ArgumentParser, kernel: KernelClass | None, 
     suites = tuple(kernel.suites) if kernel else ()
     known = f"{', '.join(suites) or 'none'}" if kernel else "its own"
     such = f"; e.g. {example(kernel)}" if kernel else ""
-    parser.add_argument("--problem", action="append", default=[], metavar="K=V,...", help="problems by name, in every "
-                        "combination of values with : between them" + such)  # fmt: skip
+    parser.add_argument(
+        "--problem",
+        action="append",
+        default=[],
+        metavar="K=V,...",
+        help="problems by name, in every combination of values with : between them" + such,
+    )
     parser.add_argument("--suite", metavar="NAME[,NAME]", help=f"named sets of problems: {known}")
     if own and kernel is not None and kernel.add_flags is not None:
         kernel.add_flags(parser.add_argument_group(f"problems of {kernel.name}"))
 
 
 def _add_tune(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "tune", commands.tune, "find the best schedules for an arch: measured where its GPU is "
-                      "present, else built and ranked by the model")  # fmt: skip
+    parser = _command(
+        subs,
+        "tune",
+        commands.tune,
+        "find the best schedules for an arch: measured where its GPU is present, else built and ranked by the model",
+    )
     _arch_flag(parser)
     _problem_flags(parser, kernel)
     _way_flags(parser)
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
-    parser.add_argument("--effort", default="default", choices=tuple(EFFORTS), help="how many programs are measured and "
-                        "race for the decision, or, without a GPU, are built (default: default)")  # fmt: skip
-    parser.add_argument("--trials", type=positive, metavar="N", help="distinct programs to measure per problem, at most; "
-                        "without a GPU, schedules to build (default: as the effort says)")  # fmt: skip
+    parser.add_argument(
+        "--effort",
+        default="default",
+        choices=tuple(EFFORTS),
+        help="how many programs are measured and "
+        "race for the decision, or, without a GPU, are built (default: default)",
+    )
+    parser.add_argument(
+        "--trials",
+        type=positive,
+        metavar="N",
+        help="distinct programs to measure per problem, at most; "
+        "without a GPU, schedules to build (default: as the effort says)",
+    )
     parser.add_argument("--report", metavar="DIR", help="also write the report with its pictures to this folder")
-    parser.add_argument("--sampler", type=sampler_named, default=OURS, metavar="NAME", help="what proposes schedules: "
-                        f"{', '.join(SAMPLERS)}, or module:Class of any sampler of Optuna (default: {OURS})")  # fmt: skip
-    parser.add_argument("--storage", metavar="URL", help="keep Optuna's studies there while tuning: a file, or the URL of a "
-                        "database")  # fmt: skip
-    parser.add_argument("--runner", choices=("auto", "gpu", "none"), default="auto", help="measure on the GPU, or only "
-                        "build and rank; auto measures where a GPU of the arch is present (default: auto)")  # fmt: skip
-    parser.add_argument("--candidates", metavar="FILE",
-                        help="search only these schedules, the default and what is served: a JSON list, CSV, T4 results "
-                        "or a Kernel Tuner cache")  # fmt: skip
-    parser.add_argument("--neighbours", action="store_true", help="also try what differs from the fastest so far in one or "
-                        "two knobs, beyond what the space or the list explores")  # fmt: skip
+    parser.add_argument(
+        "--sampler",
+        type=sampler_named,
+        default=OURS,
+        metavar="NAME",
+        help="what proposes schedules: "
+        f"{', '.join(SAMPLERS)}, or module:Class of any sampler of Optuna (default: {OURS})",
+    )
+    parser.add_argument(
+        "--storage", metavar="URL", help="keep Optuna's studies there while tuning: a file, or the URL of a database"
+    )
+    parser.add_argument(
+        "--runner",
+        choices=("auto", "gpu", "none"),
+        default="auto",
+        help="measure on the GPU, or only "
+        "build and rank; auto measures where a GPU of the arch is present (default: auto)",
+    )
+    parser.add_argument(
+        "--candidates",
+        metavar="FILE",
+        help="search only these schedules, the default and what is served: a JSON list, CSV, T4 results "
+        "or a Kernel Tuner cache",
+    )
+    parser.add_argument(
+        "--neighbours",
+        action="store_true",
+        help="also try what differs from the fastest so far in one or "
+        "two knobs, beyond what the space or the list explores",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampler (default: 0)")
     parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
-    parser.add_argument("--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule "
-                        "(default: 120)")  # fmt: skip
+    parser.add_argument(
+        "--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule (default: 120)"
+    )
 
 
 def _way_flags(parser: argparse.ArgumentParser) -> None:
@@ -207,32 +276,56 @@ def _way_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--regime", choices=REGIMES, help="cool and at full clocks, or at the power cap (default: burst)"
     )
-    parser.add_argument("--rivals", choices=("serve", "record", "off"), help="whether a tune times other implementations beside "
-                        "each winner, and whether those that are faster serve (default: serve, which is both)")  # fmt: skip
+    parser.add_argument(
+        "--rivals",
+        choices=("serve", "record", "off"),
+        help="whether a tune times other implementations beside "
+        "each winner, and whether those that are faster serve (default: serve, which is both)",
+    )
     parser.add_argument("--space", metavar="FILE", help="your own search space (TOML) in place of the kernel's")
 
 
 def _add_check(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "check", commands.check, "run a kernel on the CPU, in the interpreter, and compare what its "
-                      "schedules give with its reference", db=False)  # fmt: skip
+    parser = _command(
+        subs,
+        "check",
+        commands.check,
+        "run a kernel on the CPU, in the interpreter, and compare what its schedules give with its reference",
+        db=False,
+    )
     _problem_flags(parser, kernel, own=False)
     _arch_flag(parser, "whose search space (default: sm_90)", usual=False)
     parser.set_defaults(arch="sm_90")
-    parser.add_argument("--schedules", type=positive, default=20, metavar="N", help="schedules of each problem: the default and "
-                        "others drawn from the space (default: 20)")  # fmt: skip
+    parser.add_argument(
+        "--schedules",
+        type=positive,
+        default=20,
+        metavar="N",
+        help="schedules of each problem: the default and others drawn from the space (default: 20)",
+    )
     parser.add_argument("--space", metavar="FILE", help="your own search space (TOML)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of schedules and inputs (default: 0)")
 
 
 def _add_record(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "record", commands.record, "record landscapes: measure a broad choice of programs of each "
-                      "problem, for replay anywhere")  # fmt: skip
+    parser = _command(
+        subs,
+        "record",
+        commands.record,
+        "record landscapes: measure a broad choice of programs of each problem, for replay anywhere",
+    )
     _arch_flag(parser)
     _problem_flags(parser, kernel)
-    parser.add_argument("--programs", type=positive, default=300, metavar="N", help="distinct programs per problem "
-                        "(default: 300)")  # fmt: skip
-    parser.add_argument("--sustained-leaders", type=count, default=24, metavar="N", help="how many of the fastest are "
-                        "measured in the sustained regime, too (default: 24)")  # fmt: skip
+    parser.add_argument(
+        "--programs", type=positive, default=300, metavar="N", help="distinct programs per problem (default: 300)"
+    )
+    parser.add_argument(
+        "--sustained-leaders",
+        type=count,
+        default=24,
+        metavar="N",
+        help="how many of the fastest are measured in the sustained regime, too (default: 24)",
+    )
     parser.add_argument("--build-only", action="store_true", help="build the programs and stop; needs no GPU")
     parser.add_argument("-o", "--out", metavar="DIR", help="folder for the landscape files")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
@@ -240,8 +333,9 @@ def _add_record(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument("--space", metavar="FILE", help="your own search space (TOML)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of schedules (default: 0)")
     parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
-    parser.add_argument("--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule "
-                        "(default: 120)")  # fmt: skip
+    parser.add_argument(
+        "--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule (default: 120)"
+    )
 
 
 def _add_show(subs: Any, kernel: KernelClass | None) -> None:
@@ -251,17 +345,27 @@ def _add_show(subs: Any, kernel: KernelClass | None) -> None:
     parser.add_argument("--provenance", type=words(PROVENANCES), metavar="P[,P]", help=f"only {', '.join(PROVENANCES)}")
     parser.add_argument("--regime", choices=REGIMES, help="only what was measured in it")
     parser.add_argument("--device", metavar="NAME", help="only what was measured on a GPU whose name has this in it")
-    parser.add_argument("--layers", action="store_true", help="which layer answers: the user's, the site's, a bundle or what "
-                        "ships")  # fmt: skip
-    parser.add_argument("--compiler", metavar="VERSION", help="what is served where this one is at hand, e.g. 13.5.37, or all "
-                        "that is stored (default: the compiler here)")  # fmt: skip
+    parser.add_argument(
+        "--layers", action="store_true", help="which layer answers: the user's, the site's, a bundle or what ships"
+    )
+    parser.add_argument(
+        "--compiler",
+        metavar="VERSION",
+        help="what is served where this one is at hand, e.g. 13.5.37, or all "
+        "that is stored (default: the compiler here)",
+    )
     _filters(parser, kernel)
 
 
 def _filters(parser: argparse.ArgumentParser, kernel: KernelClass | None) -> None:
     """`--problem`, and the flags by which a kernel's problems are named elsewhere, as filters of what is known."""
-    parser.add_argument("--problem", action="append", default=[], metavar="K=V,...", help="only problems with these values, "
-                        "several with : between them; what is not named may be anything")  # fmt: skip
+    parser.add_argument(
+        "--problem",
+        action="append",
+        default=[],
+        metavar="K=V,...",
+        help="only problems with these values, several with : between them; what is not named may be anything",
+    )
     own = _own_filters(parser, kernel) if kernel is not None else ()
     if "--dtype" not in parser._option_string_actions:
         parser.add_argument("--dtype", type=words(DTYPES), metavar="T[,T]", help="only these element types")
@@ -294,27 +398,44 @@ def _add_explain(subs: Any, kernel: KernelClass | None) -> None:
 def _add_report(subs: Any, kernel: KernelClass | None) -> None:
     parser = _command(subs, "report", commands.report, "write the tiling-sensitivity report")
     _kernel_flag(parser)
-    _arch_flag(parser, "e.g. sm_90, or sm_90,sm_121 to see them side by side (default: that of the GPU here, or else "
-               f"{USUAL_ARCH})", several=True)  # fmt: skip
+    _arch_flag(
+        parser,
+        f"e.g. sm_90, or sm_90,sm_121 to see them side by side (default: that of the GPU here, or else {USUAL_ARCH})",
+        several=True,
+    )
     parser.add_argument("-o", "--out", default="report", metavar="DIR", help="folder to write to (default: report)")
     parser.add_argument("--regime", choices=REGIMES, help="default: burst")
     parser.add_argument("--device", metavar="NAME", help="only measurements of this GPU (default: the arch's newest)")
 
 
 def _add_compare(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "compare", commands.compare, "say what became faster or slower from A to B, and which winners "
-                      "changed; exit code 1 where something is slower")  # fmt: skip
-    parser.add_argument("a", metavar="A", help="before: a database, a table, a landscape, a folder of them, a report's folder, "
-                        "`shipped`; or of your database a compiler (13.5), a date (2026-11-22) or a device (H100); or "
-                        "SOURCE@COMPILER")  # fmt: skip
+    parser = _command(
+        subs,
+        "compare",
+        commands.compare,
+        "say what became faster or slower from A to B, and which winners "
+        "changed; exit code 1 where something is slower",
+    )
+    parser.add_argument(
+        "a",
+        metavar="A",
+        help="before: a database, a table, a landscape, a folder of them, a report's folder, "
+        "`shipped`; or of your database a compiler (13.5), a date (2026-11-22) or a device (H100); or "
+        "SOURCE@COMPILER",
+    )
     parser.add_argument("b", metavar="B", help="after: the same")
     parser.add_argument(
         "--kernel", dest="only", default="", metavar="NAME", help="only of this kernel (default: of all)"
     )
     _arch_flag(parser, "only this arch", usual=False)
     parser.add_argument("--regime", choices=REGIMES, help="only this regime (default: both)")
-    parser.add_argument("--threshold", type=_percent, default=2.0, metavar="PERCENT", help="differences up to this are none "
-                        "(default: 2)")  # fmt: skip
+    parser.add_argument(
+        "--threshold",
+        type=_percent,
+        default=2.0,
+        metavar="PERCENT",
+        help="differences up to this are none (default: 2)",
+    )
     parser.add_argument("--all", action="store_true", help="also list what stayed the same")
 
 
@@ -326,77 +447,120 @@ def _percent(text: str) -> float:
 
 
 def _add_bench(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "bench", bench_commands.bench, "time a kernel beside its rivals, interleaved on this GPU: "
-                      "attention beside torch's backends, the untuned kernel, Triton and others")  # fmt: skip
+    parser = _command(
+        subs,
+        "bench",
+        bench_commands.bench,
+        "time a kernel beside its rivals, interleaved on this GPU: "
+        "attention beside torch's backends, the untuned kernel, Triton and others",
+    )
     _problem_flags(parser, kernel)
-    parser.add_argument("--methods", type=names, metavar="M[,M]", help="what takes part (default: all that is "
-                        "installed)")  # fmt: skip
+    parser.add_argument(
+        "--methods", type=names, metavar="M[,M]", help="what takes part (default: all that is installed)"
+    )
     parser.add_argument("--ceiling", action="store_true", help="also an 8192^3 matmul, and every rate over it")
-    parser.add_argument("--regime", choices=("burst", "sustained", "both"), default="burst", help="cool and at full "
-                        "clocks, at the power cap, or one after the other (default: burst)")  # fmt: skip
-    parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="samples of a quick method (default: 30); "
-                        "slow ones get fewer")  # fmt: skip
+    parser.add_argument(
+        "--regime",
+        choices=("burst", "sustained", "both"),
+        default="burst",
+        help="cool and at full clocks, at the power cap, or one after the other (default: burst)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        default=30,
+        metavar="N",
+        help="samples of a quick method (default: 30); slow ones get fewer",
+    )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all problems together (default: no limit)")
     parser.add_argument("--csv", metavar="FILE", help="also write one row per method and problem, as they are known")
     parser.add_argument("--resume", action="store_true", help="go on with the file of --csv: leave out what is in it")
-    parser.add_argument("--verify", action="store_true", help="also check that what is launched is the machine code "
-                        "that was measured (needs the compiler)")  # fmt: skip
-    parser.add_argument("--summary", nargs="+", metavar="FILE", help="measure nothing: sum up the rows of these files, "
-                        "as Markdown")  # fmt: skip
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="also check that what is launched is the machine code that was measured (needs the compiler)",
+    )
+    parser.add_argument(
+        "--summary", nargs="+", metavar="FILE", help="measure nothing: sum up the rows of these files, as Markdown"
+    )
 
 
 def _add_dashboard(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "dashboard", search_commands.dashboard, "write what is measured as Optuna studies, and open "
-                      "optuna-dashboard on them where it is installed")  # fmt: skip
+    parser = _command(
+        subs,
+        "dashboard",
+        search_commands.dashboard,
+        "write what is measured as Optuna studies, and open optuna-dashboard on them where it is installed",
+    )
     _listed_kernel(parser)
     _arch_flag(parser, "only this arch", usual=False)
-    parser.add_argument("--storage", metavar="URL", help="where the studies go: a file, or the URL of a database (default: "
-                        "studies.log in the user's cache directory)")  # fmt: skip
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        help="where the studies go: a file, or the URL of a database (default: "
+        "studies.log in the user's cache directory)",
+    )
     parser.add_argument("--port", type=positive, default=8080, metavar="N", help="of the dashboard (default: 8080)")
     parser.add_argument("--write-only", action="store_true", help="write the studies and stop")
 
 
-def _add_bench_search(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "bench-search", search_commands.bench_search, "replay ways to search on recorded landscapes: how "
-                      "many measurements each takes; needs no GPU", db=False)  # fmt: skip
-    _kernel_flag(parser)
-    parser.add_argument("--samplers", type=names, metavar="NAME[,NAME]", help="which methods (default: all)")
-    parser.add_argument("--seeds", type=positive, default=50, metavar="N", help="runs of each method on each landscape, at "
-                        "most (default: 50)")  # fmt: skip
-    parser.add_argument("--landscapes", nargs="+", metavar="FILE", help="what to search (default: the burst landscapes that "
-                        "ship with the package)")  # fmt: skip
-    parser.add_argument("--jobs", type=positive, metavar="N", help="processes (default: one per CPU)")
-    parser.add_argument("--csv", metavar="FILE", help="also write one row per run; rows of other methods that are there "
-                        "stay and are summed up, too; a name that ends in .xz is compressed")  # fmt: skip
-    parser.add_argument("--figure", metavar="FILE", help="also draw it (PNG or SVG)")
-
-
 def _add_ablate(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "ablate", bench_commands.ablate, "say what each knob of the tuned schedule is worth: a ladder "
-                      "from the plain kernel, and the tuned one without each knob")  # fmt: skip
+    parser = _command(
+        subs,
+        "ablate",
+        bench_commands.ablate,
+        "say what each knob of the tuned schedule is worth: a ladder "
+        "from the plain kernel, and the tuned one without each knob",
+    )
     _arch_flag(parser)
     _problem_flags(parser, kernel)
-    parser.add_argument("--replay", nargs="+", metavar="FILE", help="measure nothing: climb over these recorded "
-                        "landscapes, whose problems count instead of the flags")  # fmt: skip
-    parser.add_argument("--start", choices=("untuned", "default"), help="where the ladder begins: 64x64 tiles without "
-                        "hints, or the space's default (default: untuned; with --replay, default)")  # fmt: skip
-    parser.add_argument("--regime", choices=("burst", "sustained"), help="cool and at full clocks, or at the power cap "
-                        "(default: burst; with --replay, the record's)")  # fmt: skip
-    parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="samples of each in the final run "
-                        "(default: 30)")  # fmt: skip
+    parser.add_argument(
+        "--replay",
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: climb over these recorded landscapes, whose problems count instead of the flags",
+    )
+    parser.add_argument(
+        "--start",
+        choices=("untuned", "default"),
+        help="where the ladder begins: 64x64 tiles without "
+        "hints, or the space's default (default: untuned; with --replay, default)",
+    )
+    parser.add_argument(
+        "--regime",
+        choices=("burst", "sustained"),
+        help="cool and at full clocks, or at the power cap (default: burst; with --replay, the record's)",
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=30, metavar="N", help="samples of each in the final run (default: 30)"
+    )
     parser.add_argument("--csv", metavar="FILE", help="also write the rows, after each problem")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the inputs (default: 0)")
     parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
 
 
 def _add_study(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "study", bench_commands.study, "run the whole evaluation of the TiledAttention paper on this GPU: "
-                      "its benchmark, tiling sensitivity, tables and figures")  # fmt: skip
+    parser = _command(
+        subs,
+        "study",
+        bench_commands.study,
+        "run the whole evaluation of the TiledAttention paper on this GPU: "
+        "its benchmark, tiling sensitivity, tables and figures",
+    )
     _kernel_flag(parser)
-    parser.add_argument("-o", "--out", default="study", metavar="DIR", help="folder to write to; run again, it goes on where it "
-                        "stopped (default: study)")  # fmt: skip
-    parser.add_argument("--methods", type=names, metavar="M[,M]", help="what takes part (default: all of the paper that are "
-                        "installed, and Triton)")  # fmt: skip
+    parser.add_argument(
+        "-o",
+        "--out",
+        default="study",
+        metavar="DIR",
+        help="folder to write to; run again, it goes on where it stopped (default: study)",
+    )
+    parser.add_argument(
+        "--methods",
+        type=names,
+        metavar="M[,M]",
+        help="what takes part (default: all of the paper that are installed, and Triton)",
+    )
     parser.add_argument("--regime", choices=REGIMES, default="burst", help="default: burst")
     parser.add_argument(
         "--rounds", type=positive, default=30, metavar="N", help="samples of a quick method (default: 30)"
@@ -410,20 +574,35 @@ def _add_study(subs: Any, kernel: KernelClass | None) -> None:
 
 
 def _add_ladder(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "ladder", bench_commands.ladder, "climb from the naive attention kernel to the served one, an edit "
-                      "at a time, over sequence lengths; also hints for every arch")  # fmt: skip
+    parser = _command(
+        subs,
+        "ladder",
+        bench_commands.ladder,
+        "climb from the naive attention kernel to the served one, an edit "
+        "at a time, over sequence lengths; also hints for every arch",
+    )
     _problem_flags(parser, kernel, own=False)
-    parser.add_argument("-o", "--out", default="ladder", metavar="DIR", help="folder to write to; run again, it goes on where it "
-                        "stopped (default: ladder)")  # fmt: skip
+    parser.add_argument(
+        "-o",
+        "--out",
+        default="ladder",
+        metavar="DIR",
+        help="folder to write to; run again, it goes on where it stopped (default: ladder)",
+    )
     parser.add_argument("--regime", choices=REGIMES, default="burst", help="default: burst")
     parser.add_argument(
         "--rounds", type=positive, default=30, metavar="N", help="samples of a quick rung (default: 30)"
     )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
-    parser.add_argument("--targets", action="store_true", help="measure nothing: print the hints of what is served on each "
-                        "arch as `ct.ByTarget`, to paste above a kernel")  # fmt: skip
-    parser.add_argument("--summary", action="store_true", help="measure nothing: write the table and chart of what the folder "
-                        "holds")  # fmt: skip
+    parser.add_argument(
+        "--targets",
+        action="store_true",
+        help="measure nothing: print the hints of what is served on each "
+        "arch as `ct.ByTarget`, to paste above a kernel",
+    )
+    parser.add_argument(
+        "--summary", action="store_true", help="measure nothing: write the table and chart of what the folder holds"
+    )
 
 
 def _add_profile(subs: Any, kernel: KernelClass | None) -> None:
@@ -431,72 +610,96 @@ def _add_profile(subs: Any, kernel: KernelClass | None) -> None:
         subs, "profile", bench_commands.profile, "say what methods do with the GPU, side by side, under Nsight Compute"
     )
     _problem_flags(parser, kernel)
-    parser.add_argument("--methods", type=names, metavar="M[,M]", help="what is profiled, by the names of bench (default: "
-                        "the kernel and its first rival)")  # fmt: skip
+    parser.add_argument(
+        "--methods",
+        type=names,
+        metavar="M[,M]",
+        help="what is profiled, by the names of bench (default: the kernel and its first rival)",
+    )
     parser.add_argument(
         "-o", "--out", metavar="DIR", help="also write a Markdown and a CSV file for each problem to this folder"
     )
     parser.add_argument("--ncu", metavar="FILE", help="Nsight Compute (default: on PATH, or where it installs itself)")
 
 
-def _add_repeatability(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "repeatability", commands.repeatability, "let the race and other methods choose among the same "
-                      "measured programs, once each; run it again and again, then sum it up")  # fmt: skip
-    _arch_flag(parser, "of this GPU, e.g. sm_90 (required, except with --summary)", usual=False)
-    _problem_flags(parser, kernel)
-    parser.add_argument("--programs", type=positive, default=100, metavar="N", help="programs to choose among, per problem "
-                        "(default: 100)")  # fmt: skip
-    parser.add_argument("--methods", type=words(METHODS), default=list(METHODS[:3]), metavar="M[,M]",
-                        help=f"{', '.join(METHODS)} (default: the first three)")  # fmt: skip
-    parser.add_argument("--seed", type=int, metavar="N", help="of the order of problems and methods (default: time)")
-    parser.add_argument("--csv", metavar="FILE", help="where to append the rows (required, except with --summary)")
-    parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
-    parser.add_argument("--summary", metavar="FILE", help="measure nothing: sum up the rows of this file")
-
-
 def _add_landscapes(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "landscapes", store_commands.landscapes, "list what is measured: problem, device, programs, "
-                      "measurements")  # fmt: skip
+    parser = _command(
+        subs, "landscapes", store_commands.landscapes, "list what is measured: problem, device, programs, measurements"
+    )
     _listed_kernel(parser)
     parser.add_argument("--export", metavar="DIR", help="also write each landscape to a file of its own")
-    parser.add_argument("--format", choices=("tiledsched", "csv", "t4", "kernel-tuner-cache"), default="tiledsched",
-                        help="of those files: this package's, a row for each measurement, T4 results, or what Kernel Tuner's "
-                        "simulation mode reads (default: tiledsched)")  # fmt: skip
-    parser.add_argument("--full", action="store_true", help="every measurement, not only the newest of each program that "
-                        "decides something")  # fmt: skip
+    parser.add_argument(
+        "--format",
+        choices=("tiledsched", "csv", "t4", "kernel-tuner-cache"),
+        default="tiledsched",
+        help="of those files: this package's, a row for each measurement, T4 results, or what Kernel Tuner's "
+        "simulation mode reads (default: tiledsched)",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every measurement, not only the newest of each program that decides something",
+    )
 
 
 def _add_refresh(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "refresh", commands.refresh, "after another compiler or a change of a kernel: keep the evidence of "
-                      "machine code that is the same, and race the rest again")  # fmt: skip
+    parser = _command(
+        subs,
+        "refresh",
+        commands.refresh,
+        "after another compiler or a change of a kernel: keep the evidence of "
+        "machine code that is the same, and race the rest again",
+    )
     _kernel_flag(parser)
     _arch_flag(parser)
     _filters(parser, kernel)
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
     parser.add_argument("--effort", default="quick", choices=tuple(EFFORTS), help="of the races (default: quick)")
-    parser.add_argument("--neighbours", action="store_true", help="also race what differs from the fastest so far in one or "
-                        "two knobs, beyond what the space explores")  # fmt: skip
-    parser.add_argument("--runner", choices=("auto", "none"), default="auto", help="race on the GPU, or only say what would be "
-                        "raced; auto races where a GPU of the arch is present (default: auto)")  # fmt: skip
+    parser.add_argument(
+        "--neighbours",
+        action="store_true",
+        help="also race what differs from the fastest so far in one or two knobs, beyond what the space explores",
+    )
+    parser.add_argument(
+        "--runner",
+        choices=("auto", "none"),
+        default="auto",
+        help="race on the GPU, or only say what would be "
+        "raced; auto races where a GPU of the arch is present (default: auto)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampler (default: 0)")
     parser.add_argument("--jobs", type=positive, metavar="N", help="compile processes (default: one per CPU)")
-    parser.add_argument("--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule "
-                        "(default: 120)")  # fmt: skip
+    parser.add_argument(
+        "--compile-timeout", type=float, default=120.0, metavar="SECONDS", help="per schedule (default: 120)"
+    )
 
 
 def _add_warmup(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "warmup", store_commands.warmup, "build what the tuned table serves ahead, so that the first call "
-                      "of a process starts no compiler")  # fmt: skip
+    parser = _command(
+        subs,
+        "warmup",
+        store_commands.warmup,
+        "build what the tuned table serves ahead, so that the first call of a process starts no compiler",
+    )
     _arch_flag(parser, "e.g. sm_90 (default: those of the GPUs here)", usual=False)
     _prepare_flags(parser, kernel)
 
 
 def _add_bundle(subs: Any, kernel: KernelClass | None) -> None:
-    parser = _command(subs, "bundle", store_commands.bundle, "write what the tuned table serves, built, to a file for machines "
-                      "without a compiler")  # fmt: skip
+    parser = _command(
+        subs,
+        "bundle",
+        store_commands.bundle,
+        "write what the tuned table serves, built, to a file for machines without a compiler",
+    )
     _arch_flag(parser, "e.g. sm_90; no GPU of it is needed", required=True)
-    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="file to write; what it holds is used again. "
-                        "In a folder, it is named by its contents")  # fmt: skip
+    parser.add_argument(
+        "-o",
+        "--out",
+        required=True,
+        metavar="FILE",
+        help="file to write; what it holds is used again. In a folder, it is named by its contents",
+    )
     parser.add_argument("--campaign", metavar="CAMPAIGN", help="only what this campaign of a fleet did")
     _prepare_flags(parser, kernel)
 
@@ -512,8 +715,12 @@ def _add_fleet(subs: Any, kernel: KernelClass | None) -> None:
     text = "tune, record, refresh or bench on many GPUs and hosts, from leases in the database"
     parser = subs.add_parser(FLEET, help=text, description=text[0].upper() + text[1:] + ".")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    for add, run in ((_add_tune, fleet_commands.tune), (_add_record, fleet_commands.record),
-                     (_add_refresh, fleet_commands.refresh), (_add_bench, fleet_commands.bench)):  # fmt: skip
+    for add, run in (
+        (_add_tune, fleet_commands.tune),
+        (_add_record, fleet_commands.record),
+        (_add_refresh, fleet_commands.refresh),
+        (_add_bench, fleet_commands.bench),
+    ):
         add(actions, kernel)
         single = list(actions.choices.values())[-1]
         if "--arch" not in single._option_string_actions:
@@ -536,8 +743,11 @@ def _add_completion(subs: Any) -> None:
 
 
 def _add_db(subs: Any) -> None:
-    parser = subs.add_parser("db", help="export, import, merge, query, back up, check or upgrade the database",
-                             description="Export, import, merge, query, back up, check or upgrade the database.")  # fmt: skip
+    parser = subs.add_parser(
+        "db",
+        help="export, import, merge, query, back up, check or upgrade the database",
+        description="Export, import, merge, query, back up, check or upgrade the database.",
+    )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     export = _command(
         actions, "export", store_commands.db_export, "write entries and their evidence to a reviewable table"
@@ -561,14 +771,24 @@ def _add_db(subs: Any) -> None:
     )
     _listed_kernel(forget)
     _arch_flag(forget, "only this arch", usual=False)
-    forget.add_argument("--kind", choices=[str(kind) for kind in FailureKind], metavar="KIND",
-                        help="only this kind, e.g. compile_error or out_of_memory")  # fmt: skip
+    forget.add_argument(
+        "--kind",
+        choices=[str(kind) for kind in FailureKind],
+        metavar="KIND",
+        help="only this kind, e.g. compile_error or out_of_memory",
+    )
     query = _command(actions, "query", store_commands.db_query, "ask a question in SQL; it can change nothing")
-    query.add_argument("sql", metavar="SQL", nargs="?", help="one SELECT, or - for standard input (default: list the tables and "
-                       "views)")  # fmt: skip
+    query.add_argument(
+        "sql", metavar="SQL", nargs="?", help="one SELECT, or - for standard input (default: list the tables and views)"
+    )
     query.add_argument("--csv", action="store_true", help="print CSV")
-    query.add_argument("--limit", type=positive, default=1000, metavar="N", help="rows of a table or of JSON, at most (default: "
-                       "1000; CSV has all)")  # fmt: skip
+    query.add_argument(
+        "--limit",
+        type=positive,
+        default=1000,
+        metavar="N",
+        help="rows of a table or of JSON, at most (default: 1000; CSV has all)",
+    )
     query.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="give up after this long (default: 60)"
     )

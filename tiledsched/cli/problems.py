@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiledsched.errors import ConfigError, TiledschedError
-from tiledsched.fields import Choice, Flag, ProblemField, Sizes
-from tiledsched.kernel import KernelClass, fields_called, short_names
-from tiledsched.kernels import SHIPPED
-from tiledsched.problem import Problem
+from tiledsched.core.errors import ConfigError, TiledschedError
+from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
+from tiledsched.core.kernel import KernelClass, fields_called, short_names
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import SHIPPED
 
 LOCATOR = re.compile(r"[^\s=,]+:[A-Za-z_]\w*")
 FLAGS = {"yes": True, "true": True, "no": False, "false": False}
@@ -76,8 +76,10 @@ def read_problems(kernel: KernelClass, text: str) -> list[Problem]:
     """
     values = read_values(kernel, text)
     fields = list(itertools.chain(*values))
-    return [kernel.problem(**dict(zip(fields, itertools.chain(*chosen), strict=True)))
-            for chosen in itertools.product(*values.values())]  # fmt: skip
+    return [
+        kernel.problem(**dict(zip(fields, itertools.chain(*chosen), strict=True)))
+        for chosen in itertools.product(*values.values())
+    ]
 
 
 def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tuple[Any, ...]]]:
@@ -93,8 +95,10 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
             key, words = _alone(kernel, part)
         names = fields_called(kernel, key, "/" in words)
         if names is None:
-            raise ConfigError(f"--problem {part!r}: write key=value; the keys of {kernel.name} are "
-                              f"{', '.join([*kernel.fields, *short_names(kernel)])}")  # fmt: skip
+            raise ConfigError(
+                f"--problem {part!r}: write key=value; the keys of {kernel.name} are "
+                f"{', '.join([*kernel.fields, *short_names(kernel)])}"
+            )
         either = ":" if isinstance(kernel.fields[names[0]], Sizes) else "[:,]"
         values[names] = [_read_each(kernel, names, key, word.strip()) for word in re.split(either, words)]
     return values
@@ -142,8 +146,9 @@ def own_filters(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in options.own if name != "dtype" and (value := getattr(options, name)) is not None}
 
 
-def matching(problems: Iterable[Problem], named: Sequence[str], own: Mapping[str, Any],
-             dtypes: Sequence[str] | None) -> set[Problem]:  # fmt: skip
+def matching(
+    problems: Iterable[Problem], named: Sequence[str], own: Mapping[str, Any], dtypes: Sequence[str] | None
+) -> set[Problem]:
     """Those that filters let through. What a filter does not name may be anything.
 
     Args:
@@ -167,10 +172,17 @@ def matching(problems: Iterable[Problem], named: Sequence[str], own: Mapping[str
 
     def fits(problem: Problem) -> bool:
         values, fields = problem.values, problem.declaration.fields
-        return (not named or any(all(tuple(values[name] for name in names) in allowed for names, allowed in one.items())
-                                 for one in wanted[problem.kernel])
-                ) and all(name in values and values[name] in _allowed(fields[name], value) for name, value in own.items()
-                ) and (dtypes is None or not set(dtypes).isdisjoint(map(str, values.values())))  # fmt: skip
+        return (
+            (
+                not named
+                or any(
+                    all(tuple(values[name] for name in names) in allowed for names, allowed in one.items())
+                    for one in wanted[problem.kernel]
+                )
+            )
+            and all(name in values and values[name] in _allowed(fields[name], value) for name, value in own.items())
+            and (dtypes is None or not set(dtypes).isdisjoint(map(str, values.values())))
+        )
 
     if not named and not own and dtypes is None:
         return found

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from tiledsched.cli.output import note
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 
 MODELLED_STAGE = "compiling"
 """The stage whose best is the model's estimate: no GPU takes part in it."""
@@ -30,9 +30,16 @@ class TuneProgress:
 
     def __init__(self, problems: int = 0, budget_s: float | None = None) -> None:
         self._terminal = sys.stderr.isatty()
-        self._bars = _Bars(TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
-                           TextColumn("{task.fields[left]}"), console=Console(stderr=True), disable=not self._terminal,
-                           expand=True, transient=True)  # fmt: skip
+        self._bars = _Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=Console(stderr=True),
+            disable=not self._terminal,
+            expand=True,
+            transient=True,
+        )
         self._problems, self._seen = problems, dict[Problem, None]()
         self._ends = math.inf if budget_s is None else time.monotonic() + budget_s
         self._task: TaskID | None = None
@@ -68,8 +75,15 @@ class TuneProgress:
             self._bars.update(self._task, completed=done, left=left)
         elif self._total and done * 4 // self._total > self._quarters:
             self._quarters = done * 4 // self._total
-            note("".join([f"{self._what} {done}/{self._total}", f", {left}" if left else "",
-                          f", {self._best}" if self._best else ""]))  # fmt: skip
+            note(
+                "".join(
+                    [
+                        f"{self._what} {done}/{self._total}",
+                        f", {left}" if left else "",
+                        f", {self._best}" if self._best else "",
+                    ]
+                )
+            )
 
     def best(self, us: float, schedule: Schedule) -> None:
         """Show it below the bar, or with the next line."""

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli import output
 from tiledsched.cli.commands import _folder, _open, _print_json, _said, _settings
 from tiledsched.cli.problems import filtered, own_filters
-from tiledsched.errors import ConfigError
+from tiledsched.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tiledsched.serve.entries import Layer
-    from tiledsched.store.records import EntryRecord, MergeResult
+    from tiledsched.store.records import Entry, MergeResult
 
 
 FORMS = {"tiledsched": ".json.xz", "csv": ".csv"}
@@ -29,7 +29,7 @@ FORMS = {"tiledsched": ".json.xz", "csv": ".csv"}
 
 def _listed(options: argparse.Namespace) -> str | None:
     """The name of the kernel asked for, as tables have it; None for all. One that is not known here is taken at its word."""
-    from tiledsched.kernel_names import load_kernel
+    from tiledsched.core.registry import load_kernel
 
     if options.listed is None:
         return None
@@ -57,16 +57,29 @@ def show(options: argparse.Namespace) -> int:
         entries = for_compiler(entries, compiler)
     entries = [entry for entry in entries if options.arch in (None, entry.arch) and kernel in (None, entry.kernel)]
     problems = set(filtered(options, (entry.problem for entry in entries)))
-    entries = [entry for entry in entries
-               if entry.problem in problems and options.regime in (None, entry.regime)
-               and (options.provenance is None or entry.provenance in options.provenance)
-               and (options.device or "").lower() in entry.device_name.lower()]  # fmt: skip
+    entries = [
+        entry
+        for entry in entries
+        if entry.problem in problems
+        and options.regime in (None, entry.regime)
+        and (options.provenance is None or entry.provenance in options.provenance)
+        and (options.device or "").lower() in entry.device_name.lower()
+    ]
     if options.json:
         covered = _covered(found)
-        _print_json({"layers": [layer.to_json() for layer in found],
-                     "entries": [{**output.entry_json(entry, compiler), "layer": entry.layer,
-                                  "covers": [name for name in covered[entry.key] if name != entry.layer]}
-                                 for entry in entries]})  # fmt: skip
+        _print_json(
+            {
+                "layers": [layer.to_json() for layer in found],
+                "entries": [
+                    {
+                        **output.entry_json(entry, compiler),
+                        "layer": entry.layer,
+                        "covers": [name for name in covered[entry.key] if name != entry.layer],
+                    }
+                    for entry in entries
+                ],
+            }
+        )
     elif entries and options.layers:
         output.print_layers(found, entries, _covered(found))
     elif entries:
@@ -75,8 +88,11 @@ def show(options: argparse.Namespace) -> int:
         print("nothing that is tuned is like that; leave out a filter", file=sys.stderr)
     else:
         what = f"of {kernel} " if kernel else ""
-        print(f"nothing {what}is tuned for {options.arch or 'any arch'}; run: tiledsched tune "
-              f"{options.listed + ' ' if kernel else ''}--arch {options.arch or 'ARCH'}", file=sys.stderr)  # fmt: skip
+        print(
+            f"nothing {what}is tuned for {options.arch or 'any arch'}; run: tiledsched tune "
+            f"{options.listed + ' ' if kernel else ''}--arch {options.arch or 'ARCH'}",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -117,8 +133,12 @@ def landscapes(options: argparse.Namespace) -> int:
                 for path in paths:
                     output.note(f"written {path}")
     if options.json:
-        _print_json({"landscapes": [output.landscape_json(line) for line in found],
-                     "regimes": [one.to_json() for one in compared]})  # fmt: skip
+        _print_json(
+            {
+                "landscapes": [output.landscape_json(line) for line in found],
+                "regimes": [one.to_json() for one in compared],
+            }
+        )
     else:
         output.print_landscapes(found)
         if compared:
@@ -159,7 +179,7 @@ def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]], campa
     from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
-    from tiledsched.tuning import prepare_tools
+    from tiledsched.tuning.session import prepare_tools
 
     settings, kernel = _settings(options), options.declaration
     entries, table = load_entries(settings), load_table(settings, kernel=kernel)
@@ -169,16 +189,24 @@ def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]], campa
     for arch, path in targets:
         tools = prepare_tools(kernel, arch, settings=settings)
         done = prepare(
-            arch, path / f".{os.getpid()}.zip" if path.is_dir() else path, entries, table, kernel, tools.artifacts,
-            tools.toolchain.compiler, likely=lambda problem: kernel.likely(problem, options) if kernel.likely else (),
-            others=[warm_path(arch, settings, kernel.name)], jobs=options.jobs, progress=output.note,
-        )  # fmt: skip
+            arch,
+            path / f".{os.getpid()}.zip" if path.is_dir() else path,
+            entries,
+            table,
+            kernel,
+            tools.artifacts,
+            tools.toolchain.compiler,
+            likely=lambda problem: kernel.likely(problem, options) if kernel.likely else (),
+            others=[warm_path(arch, settings, kernel.name)],
+            jobs=options.jobs,
+            progress=output.note,
+        )
         results.append(renamed_by_contents(done, kernel.name) if path.is_dir() else done)
     _said(options, {"bundles": [result.to_json() for result in results]}, "\n".join(map(str, results)))
     return 1 if any(result.failures for result in results) else 0
 
 
-def _of_campaign(options: argparse.Namespace, entries: list[EntryRecord], campaign: str) -> list[EntryRecord]:
+def _of_campaign(options: argparse.Namespace, entries: list[Entry], campaign: str) -> list[Entry]:
     """Entries of the problems that a campaign did."""
     from tiledsched.fleet.leases import Leases
 
@@ -243,7 +271,7 @@ def db_forget_failures(options: argparse.Namespace) -> int:
 
 def db_query(options: argparse.Namespace) -> int:
     """Answer a question in SQL."""
-    from tiledsched.store.ask import ask, tables
+    from tiledsched.store.sql import ask, tables
 
     with _open(options, read_only=True) as db:
         if options.sql is None:
@@ -288,8 +316,11 @@ def db_check(options: argparse.Namespace) -> int:
     with _open(options, read_only=True) as db:
         problems = db.check()
         revision = db.schema_revision
-    _said(options, {"problems": problems, "schema": revision},
-          "\n".join(problems) if problems else f"no damage found (schema {revision})")  # fmt: skip
+    _said(
+        options,
+        {"problems": problems, "schema": revision},
+        "\n".join(problems) if problems else f"no damage found (schema {revision})",
+    )
     return 1 if problems else 0
 
 

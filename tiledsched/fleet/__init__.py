@@ -16,9 +16,18 @@ if TYPE_CHECKING:
     from tiledsched.fleet.status import FleetStatus, read_status
 
 _HOMES = {
-    "Campaign": "campaign", "CampaignPlan": "campaign", "FleetStatus": "status", "Lease": "campaign", "Leases": "leases",
-    "Outcome": "campaign", "Patience": "run", "plan": "run", "read_status": "status", "run": "run", "work": "local",
-}  # fmt: skip
+    "Campaign": "campaign",
+    "CampaignPlan": "campaign",
+    "FleetStatus": "status",
+    "Lease": "campaign",
+    "Leases": "leases",
+    "Outcome": "campaign",
+    "Patience": "run",
+    "plan": "run",
+    "read_status": "status",
+    "run": "run",
+    "work": "local",
+}
 __all__ = [
     "Campaign",
     "CampaignPlan",

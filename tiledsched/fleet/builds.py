@@ -22,11 +22,11 @@ from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import GRACE_S, BuildPool
 from tiledsched.build.toolchain import installed_toolchain
-from tiledsched.device import arch_spec
-from tiledsched.errors import ConfigError, Failure, FailureKind
-from tiledsched.files import write_whole
-from tiledsched.kernel_names import load_kernel
-from tiledsched.launches import problem_class
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ConfigError, Failure, FailureKind
+from tiledsched.core.files import write_whole
+from tiledsched.core.launch import problem_class
+from tiledsched.core.registry import load_kernel
 from tiledsched.store.host import lives, own_word
 
 POLL_S = 0.1

@@ -9,14 +9,14 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
 
-from tiledsched.errors import ConfigError
-from tiledsched.problem import Problem, stable_id
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import Problem, stable_id
 
 JOBS = {
     "tune": "tiledsched.fleet.jobs:tune",
     "record": "tiledsched.fleet.jobs:record",
     "refresh": "tiledsched.fleet.jobs:refresh",
-    "bench": "tiledsched.studies.bench.job:bench",
+    "bench": "tiledsched.bench.job:bench",
 }
 """Commands of a fleet, and the function that does one problem of each: found by name, as kernels are."""
 JOBS_VARIABLE = "TILEDSCHED_FLEET_JOBS"

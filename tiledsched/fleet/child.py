@@ -25,8 +25,8 @@ from tiledsched.build.artifacts import ArtifactStore, default_cache_folder
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.config import load_settings
-from tiledsched.errors import (
+from tiledsched.core.config import load_settings
+from tiledsched.core.errors import (
     ConfigError,
     DeclarationError,
     NoRoomError,
@@ -36,15 +36,15 @@ from tiledsched.errors import (
     TiledschedError,
     UnsupportedError,
 )
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import load_kernel
 from tiledsched.fleet.builds import Pool, build_key
 from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup, check_job
 from tiledsched.fleet.jobs import unknown_options
 from tiledsched.fleet.kept import Kept
-from tiledsched.fleet.patience import PATIENCE_S, is_full, patiently
-from tiledsched.fleet.scratch import Scratch, remove, whole
-from tiledsched.kernel import KernelClass
-from tiledsched.kernel_names import load_kernel
-from tiledsched.problem import Problem
+from tiledsched.fleet.local_store import Scratch, remove, whole
+from tiledsched.fleet.retry import PATIENCE_S, is_full, retry_while_unavailable
 from tiledsched.store.db import TuningDB
 
 THE_PROBLEMS_FAULT = (NoValidScheduleError, ProblemError, SpaceError, DeclarationError, UnsupportedError)
@@ -117,7 +117,7 @@ class Child:
 
     def _home(self) -> TuningDB:
         if self._db is None:
-            self._db = patiently(lambda: TuningDB.open(self._setup.db), stop=self._stop)
+            self._db = retry_while_unavailable(lambda: TuningDB.open(self._setup.db), stop=self._stop)
         return self._db
 
     def _scratches(self) -> Scratch:
@@ -126,7 +126,7 @@ class Child:
         for path in self._scratch.left_behind():
             if whole(path):
                 bring = functools.partial(self._scratch.bring_home, path, self._home(), held=False)
-                patiently(bring, stop=self._stop)
+                retry_while_unavailable(bring, stop=self._stop)
             else:
                 remove(path)
         return self._scratch
@@ -135,7 +135,7 @@ class Child:
         """Do one problem and bring home what was found, however it ended: outcome, result and message."""
         try:
             name = f"{lease.campaign_id}-{lease.id}-{lease.attempt}"
-            path = patiently(
+            path = retry_while_unavailable(
                 lambda: self._scratches().database(self._home(), lease.problem, lease.arch, name), stop=self._stop
             )
         except Exception as error:
@@ -148,8 +148,15 @@ class Child:
             self._working = True
             if self._stop.is_set():  # told before there was anything to stop
                 raise StoppedError
-            result = self._job(self._kernel, lease.problem, lease.arch, db=str(path), jobs=self._setup.jobs,
-                               progress=lambda text: self._pipe.send(("say", text)), **options)  # fmt: skip
+            result = self._job(
+                self._kernel,
+                lease.problem,
+                lease.arch,
+                db=str(path),
+                jobs=self._setup.jobs,
+                progress=lambda text: self._pipe.send(("say", text)),
+                **options,
+            )
             self._working = False
             outcome = Outcome.DONE
         except THE_PROBLEMS_FAULT as error:
@@ -160,9 +167,14 @@ class Child:
             outcome, message = _ended_by(error), _said(error)
         self._working = False
         try:
-            held = patiently(lambda: holds(self._home(), lease), patience_s=self._patience(), stop=self._stop)
-            patiently(lambda: self._scratches().bring_home(path, self._home(), held=held), patience_s=self._patience(),
-                      stop=self._stop)  # fmt: skip
+            held = retry_while_unavailable(
+                lambda: holds(self._home(), lease), patience_s=self._patience(), stop=self._stop
+            )
+            retry_while_unavailable(
+                lambda: self._scratches().bring_home(path, self._home(), held=held),
+                patience_s=self._patience(),
+                stop=self._stop,
+            )
         except Exception as error:  # the file stays, for the next one here
             ended = self._unless_stopped(_ended_by(error)) if outcome is Outcome.DONE else outcome
             return str(ended), None, message or _said(error)
@@ -181,7 +193,7 @@ class Child:
         if control is None:
             control = importlib.import_module("tiledsched.fleet.jobs").control
         try:
-            path = patiently(
+            path = retry_while_unavailable(
                 lambda: self._scratches().database(self._home(), problem, arch, f"control-{problem.id}"),
                 stop=self._stop,
             )

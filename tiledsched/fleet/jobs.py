@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tiledsched import tuning
-from tiledsched.errors import Failure, MeasureError
-from tiledsched.kernel import KernelClass
-from tiledsched.problem import Problem
-from tiledsched.refresh import refresh as refresh_here
-from tiledsched.schedule import Schedule
+from tiledsched.core.errors import Failure, MeasureError
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.tuning import session as tuning
+from tiledsched.tuning.refresh import refresh as refresh_here
 
 Progress = Callable[[str], None]
 CONTROL_ROUNDS = 30
@@ -42,16 +42,18 @@ class StageProgress:
         """Nothing: the result says it."""
 
 
-def tune(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress,
-         **options: Any) -> dict[str, Any]:  # fmt: skip
+def tune(
+    kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress, **options: Any
+) -> dict[str, Any]:
     """`tiledsched tune` of one problem."""
     report = tuning.tune(kernel, [problem], arch=arch, db=db, jobs=jobs, watcher=StageProgress(progress), **options)
     (row,) = report.rows
     return row
 
 
-def record(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress,
-           **options: Any) -> dict[str, Any]:  # fmt: skip
+def record(
+    kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress, **options: Any
+) -> dict[str, Any]:
     """`tiledsched record` of one problem. Its landscape is in the database; who asked for files writes them from there."""
     with tempfile.TemporaryDirectory() as folder:
         _, (result,) = tuning.record(
@@ -69,8 +71,9 @@ def record(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: i
     }
 
 
-def refresh(kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress,
-            **options: Any) -> dict[str, Any]:  # fmt: skip
+def refresh(
+    kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress, **options: Any
+) -> dict[str, Any]:
     """`tiledsched refresh` of one problem."""
     return refresh_here(
         kernel, [problem], arch=arch, db=db, jobs=jobs, watcher=StageProgress(progress), **options
@@ -101,10 +104,10 @@ def control(
         MeasureError: it does not build or run here.
     """
     from tiledsched.build.pool import open_pool
-    from tiledsched.config import load_settings
+    from tiledsched.core.config import load_settings
     from tiledsched.measure.statistics import median_interval
-    from tiledsched.search.programs import Builder
     from tiledsched.store.db import TuningDB
+    from tiledsched.tuning.programs import Builder
 
     tools = tuning.prepare_tools(kernel, arch, settings=load_settings({"db": db}), space=options.get("space"))
     runner = tuning.open_runner(kernel, arch, runner="gpu")

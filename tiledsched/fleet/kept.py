@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tiledsched import tuning
 from tiledsched.build import pool as pools
 from tiledsched.fleet.builds import Pool, SharedBuilds
 from tiledsched.measure import rivals
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.rivals import RivalRaces
+from tiledsched.tuning import session as tuning
 
 
 class KeptRunner(GpuRunner):

@@ -22,10 +22,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
-from tiledsched.errors import ConfigError
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import Problem, stable_id
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, Failure, Lease, Outcome
-from tiledsched.fleet.patience import PATIENCE_S, patiently
-from tiledsched.problem import Problem, stable_id
+from tiledsched.fleet.retry import PATIENCE_S, retry_while_unavailable
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow, CampaignRow, ControlRow, LeaseRow, ProblemRow, UtcDateTime, WorkerRow
 from tiledsched.store.records import record_of
@@ -55,8 +55,14 @@ class Leases:
         stop: set, it ends the waiting for a database that is away.
     """
 
-    def __init__(self, db: TuningDB, *, clock: Clock | None = None, patience_s: float = PATIENCE_S,
-                 stop: threading.Event | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        db: TuningDB,
+        *,
+        clock: Clock | None = None,
+        patience_s: float = PATIENCE_S,
+        stop: threading.Event | None = None,
+    ) -> None:
         self.db = db
         self._clock, self._patience_s, self._stop = clock, patience_s, stop
 
@@ -92,8 +98,14 @@ class Leases:
         def make(session: Session) -> None:
             now = self._told(session)
             ends_at = None if plan.budget_s is None else now + timedelta(seconds=plan.budget_s)
-            patience = {"lease_s": plan.lease_s, "deadline_s": plan.deadline_s, "most_attempts": plan.most_attempts,
-                        "status": "running", "ends_at": ends_at, "finished_at": None}  # fmt: skip
+            patience = {
+                "lease_s": plan.lease_s,
+                "deadline_s": plan.deadline_s,
+                "most_attempts": plan.most_attempts,
+                "status": "running",
+                "ends_at": ends_at,
+                "finished_at": None,
+            }
             known = session.get(CampaignRow, identity)
             if known is None:
                 session.add(
@@ -168,8 +180,11 @@ class Leases:
                 return str(campaign.status)
             if session.scalar(sa.select(sa.exists().where(mine, LeaseRow.state.in_(OPEN)))):
                 return "running"
-            session.execute(sa.update(CampaignRow).where(CampaignRow.id == campaign_id, CampaignRow.status == "running")
-                            .values(status="done", finished_at=self._now()))  # fmt: skip
+            session.execute(
+                sa.update(CampaignRow)
+                .where(CampaignRow.id == campaign_id, CampaignRow.status == "running")
+                .values(status="done", finished_at=self._now())
+            )
             return "done"
 
         return self._write(end)
@@ -213,8 +228,11 @@ class Leases:
         """Note that a worker ended, and why. What it still has is taken from it at once."""
 
         def leave(session: Session) -> None:
-            session.execute(sa.update(WorkerRow).where(WorkerRow.id == worker_id)
-                            .values(state="ended", note=note, seen_at=self._now()))  # fmt: skip
+            session.execute(
+                sa.update(WorkerRow)
+                .where(WorkerRow.id == worker_id)
+                .values(state="ended", note=note, seen_at=self._now())
+            )
             held = (
                 sa.select(LeaseRow).where(LeaseRow.worker_id == worker_id, LeaseRow.state == "leased").with_for_update()
             )
@@ -264,10 +282,23 @@ class Leases:
             ).one()
             if running.status != "running" or (running.ends_at is not None and running.ends_at <= now):
                 return None
-            wanted = [LeaseRow.campaign_id == campaign.id, LeaseRow.arch.in_(list(archs)),
-                      LeaseRow.attempts < campaign.most_attempts]  # fmt: skip
-            free = sa.select(LeaseRow.id, LeaseRow.attempts, LeaseRow.arch, LeaseRow.problem_id, LeaseRow.state,
-                             LeaseRow.worker_id).limit(1).with_for_update(skip_locked=True)  # fmt: skip
+            wanted = [
+                LeaseRow.campaign_id == campaign.id,
+                LeaseRow.arch.in_(list(archs)),
+                LeaseRow.attempts < campaign.most_attempts,
+            ]
+            free = (
+                sa.select(
+                    LeaseRow.id,
+                    LeaseRow.attempts,
+                    LeaseRow.arch,
+                    LeaseRow.problem_id,
+                    LeaseRow.state,
+                    LeaseRow.worker_id,
+                )
+                .limit(1)
+                .with_for_update(skip_locked=True)
+            )
             order = LeaseRow.attempts, LeaseRow.number
             found = session.execute(free.where(*wanted, LeaseRow.state == "waiting").order_by(*order)).first()
             if found is None:
@@ -308,8 +339,9 @@ class Leases:
         row = session.scalars(sa.select(LeaseRow).where(*held).limit(1)).first()
         return None if row is None else _lease(session, campaign, worker_id, row, row.attempts)
 
-    def finish(self, lease: Lease, outcome: Outcome, *, result: Mapping[str, Any] | None = None,
-               message: str = "") -> Outcome:  # fmt: skip
+    def finish(
+        self, lease: Lease, outcome: Outcome, *, result: Mapping[str, Any] | None = None, message: str = ""
+    ) -> Outcome:
         """Note what came of a lease; `late` where another has or had the problem meanwhile and this is evidence only.
 
         A late result of a problem that nobody has, or that was given up, is as good as any.
@@ -379,9 +411,17 @@ class Leases:
             .where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == "failed")
             .order_by(LeaseRow.arch, LeaseRow.number)
         )
-        return self._read(lambda session: [
-            Failure(problem=Problem.from_json({"kernel": of.kernel, **of.dims}), arch=row.arch, attempts=row.attempts,
-                    message=row.message) for row, of in session.execute(asked)])  # fmt: skip
+        return self._read(
+            lambda session: [
+                Failure(
+                    problem=Problem.from_json({"kernel": of.kernel, **of.dims}),
+                    arch=row.arch,
+                    attempts=row.attempts,
+                    message=row.message,
+                )
+                for row, of in session.execute(asked)
+            ]
+        )
 
     def results(self, campaign_id: str) -> list[tuple[Problem, str, dict[str, Any], str]]:
         """What was done: problem, arch, what its job returned, and on which worker."""
@@ -391,9 +431,12 @@ class Leases:
             .where(LeaseRow.campaign_id == campaign_id, LeaseRow.state == "done")
             .order_by(LeaseRow.arch, LeaseRow.number)
         )
-        return self._read(lambda session: [
-            (Problem.from_json({"kernel": of.kernel, **of.dims}), row.arch, row.result or {}, row.worker_id or "")
-            for row, of in session.execute(asked)])  # fmt: skip
+        return self._read(
+            lambda session: [
+                (Problem.from_json({"kernel": of.kernel, **of.dims}), row.arch, row.result or {}, row.worker_id or "")
+                for row, of in session.execute(asked)
+            ]
+        )
 
     # Controls
 
@@ -416,22 +459,27 @@ class Leases:
 
     def note_control(self, campaign_id: str, worker_id: str, gpu: str, arch: str, told: Mapping[str, Any]) -> None:
         """Store what a GPU took for the control program."""
-        row = {"campaign_id": campaign_id, "worker_id": worker_id, "gpu": gpu, "arch": arch,
-               **{name: told[name] for name in ("fingerprint", "median_us", "ci_low_us", "ci_high_us")},
-               "conditions": dict(told.get("conditions") or {})}  # fmt: skip
+        row = {
+            "campaign_id": campaign_id,
+            "worker_id": worker_id,
+            "gpu": gpu,
+            "arch": arch,
+            **{name: told[name] for name in ("fingerprint", "median_us", "ci_low_us", "ci_high_us")},
+            "conditions": dict(told.get("conditions") or {}),
+        }
         self._write(lambda session: session.execute(sa.insert(ControlRow).values(**row, taken_at=self._told(session))))
 
     # How
 
     def _write(self, work: Callable[[Session], T]) -> T:
-        return patiently(lambda: self.db.write(work), patience_s=self._patience_s, stop=self._stop)
+        return retry_while_unavailable(lambda: self.db.write(work), patience_s=self._patience_s, stop=self._stop)
 
     def _read(self, work: Callable[[Session], T]) -> T:
         def read() -> T:
             with self.db.reading() as session:
                 return work(session)
 
-        return patiently(read, patience_s=self._patience_s, stop=self._stop)
+        return retry_while_unavailable(read, patience_s=self._patience_s, stop=self._stop)
 
     def _now(self, after_s: float = 0.0) -> Any:
         """The time, so long from now: an expression on PostgreSQL, else a value."""
@@ -492,8 +540,9 @@ class Leases:
             spent.values(state="failed", done_at=self._now()), execution_options={"synchronize_session": False}
         )
 
-    def _end_attempt(self, session: Session, lease: Any, outcome: Outcome, message: str,
-                     result: Mapping[str, Any] | None = None) -> None:  # fmt: skip
+    def _end_attempt(
+        self, session: Session, lease: Any, outcome: Outcome, message: str, result: Mapping[str, Any] | None = None
+    ) -> None:
         number = lease.attempt if isinstance(lease, Lease) else lease.attempts
         values: dict[str, Any] = {"ended_at": self._now(), "outcome": str(outcome), "message": message}
         if result is not None:
@@ -513,8 +562,9 @@ class Leases:
 
 
 def _lease(session: Session, campaign: Campaign, worker_id: str, row: Any, attempt: int) -> Lease:
-    kernel, dims = session.execute(sa.select(ProblemRow.kernel, ProblemRow.dims).where(
-        ProblemRow.id == row.problem_id)).one()  # fmt: skip
+    kernel, dims = session.execute(
+        sa.select(ProblemRow.kernel, ProblemRow.dims).where(ProblemRow.id == row.problem_id)
+    ).one()
     return Lease(
         id=row.id,
         campaign_id=campaign.id,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiledsched.build.pool import default_jobs
-from tiledsched.errors import ConfigError, MeasureError
+from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.fleet.campaign import Campaign
 from tiledsched.fleet.gpus import Gpu, gpus_here
 from tiledsched.fleet.leases import Leases
-from tiledsched.fleet.patience import PATIENCE_S, patiently
+from tiledsched.fleet.retry import PATIENCE_S, retry_while_unavailable
 from tiledsched.fleet.worker import STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
 
@@ -65,7 +65,7 @@ def work(
     done: list[str] = []
     count, notes = 0, list[str]()
     refused: ConfigError | None = None
-    with patiently(lambda: TuningDB.open(db), patience_s=patience_s, stop=stop) as opened:
+    with retry_while_unavailable(lambda: TuningDB.open(db), patience_s=patience_s, stop=stop) as opened:
         leases = Leases(opened, patience_s=patience_s, stop=stop)
         gives_up = time.monotonic() + wait_s
         while not stop.is_set():

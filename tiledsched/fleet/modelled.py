@@ -9,9 +9,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from tiledsched.core.problem import Problem
 from tiledsched.fleet.campaign import Campaign, Lease, Outcome
 from tiledsched.fleet.leases import Leases
-from tiledsched.problem import Problem
 from tiledsched.store.models import LeaseRow
 
 
@@ -59,8 +59,11 @@ class ModelledLeases:
         if self._waiting:
             attempts, _, number = heapq.heappop(self._waiting)
         else:
-            late = [(attempts, self._what[number][0], number) for number, (_, attempts, until) in self._held.items()
-                    if until < campaign.silent_until(now) and attempts < campaign.most_attempts]  # fmt: skip
+            late = [
+                (attempts, self._what[number][0], number)
+                for number, (_, attempts, until) in self._held.items()
+                if until < campaign.silent_until(now) and attempts < campaign.most_attempts
+            ]
             if not late:
                 return None
             attempts, _, number = min(late)
@@ -68,8 +71,15 @@ class ModelledLeases:
         self._held[number] = worker_id, attempts + 1, now + timedelta(seconds=campaign.lease_s)
         self._of[worker_id] = number
         _, arch, problem_id = self._what[number]
-        return Lease(id=number, campaign_id=campaign.id, worker_id=worker_id, attempt=attempts + 1, arch=arch,
-                     problem=self._problems[problem_id], last=attempts + 1 >= campaign.most_attempts)  # fmt: skip
+        return Lease(
+            id=number,
+            campaign_id=campaign.id,
+            worker_id=worker_id,
+            attempt=attempts + 1,
+            arch=arch,
+            problem=self._problems[problem_id],
+            last=attempts + 1 >= campaign.most_attempts,
+        )
 
     def finish(self, lease: Lease, outcome: Outcome, **_: Any) -> Outcome:
         """Done, if the worker still has it."""

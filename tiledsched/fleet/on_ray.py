@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.build.pool import default_jobs
-from tiledsched.errors import ConfigError
+from tiledsched.core.errors import ConfigError
 from tiledsched.fleet.campaign import Campaign, Outcome
 from tiledsched.fleet.gpus import Gpu, gpus_here, visible
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import Worked
-from tiledsched.fleet.patience import PATIENCE_S, patiently
 from tiledsched.fleet.ray_builds import RayBuilds, on_node, open_directory, ray_module
+from tiledsched.fleet.retry import PATIENCE_S, retry_while_unavailable
 from tiledsched.fleet.worker import STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
 
@@ -73,7 +73,7 @@ class GpuActor:
 
     def __init__(self, db: str, campaign_id: str, slot: int | None, builds: Any, jobs: int | None) -> None:
         self._stop = threading.Event()
-        self._db = patiently(lambda: TuningDB.open(db), stop=self._stop)
+        self._db = retry_while_unavailable(lambda: TuningDB.open(db), stop=self._stop)
         leases = Leases(self._db, stop=self._stop)
         campaign = leases.campaign(campaign_id)
         gpu = _own_gpu(campaign.job, slot)
@@ -376,9 +376,17 @@ class Driver:
                 self._ray.kill(handle)
 
 
-def run_on_ray(db: str, campaign_id: str, *, address: str | None, without_gpu: int = 0, jobs: int | None = None,
-               say: Callable[[str], None] = lambda line: None, patience_s: float = PATIENCE_S,
-               nobody_s: float = NOBODY_S) -> Worked:  # fmt: skip
+def run_on_ray(
+    db: str,
+    campaign_id: str,
+    *,
+    address: str | None,
+    without_gpu: int = 0,
+    jobs: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    patience_s: float = PATIENCE_S,
+    nobody_s: float = NOBODY_S,
+) -> Worked:
     """Work on a campaign with every GPU of a Ray cluster, until it ends.
 
     Args:
@@ -412,7 +420,7 @@ def run_on_ray(db: str, campaign_id: str, *, address: str | None, without_gpu: i
             ) from error
     try:
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-        with patiently(lambda: TuningDB.open(db), patience_s=patience_s) as opened:
+        with retry_while_unavailable(lambda: TuningDB.open(db), patience_s=patience_s) as opened:
             if len(hosts) > 1 and opened.url.startswith("sqlite"):
                 raise ConfigError(
                     f"the database is a file, and the cluster has {len(hosts)} hosts, which would each have their own; "

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from typing import Any
 
 from tiledsched.build.compiler import BuildTask, Built
-from tiledsched.errors import ConfigError, Failure, FailureKind, NoRoomError
-from tiledsched.extras import installing
+from tiledsched.core.errors import ConfigError, Failure, FailureKind, NoRoomError
+from tiledsched.core.extras import installing
 
 LOOK_EVERY_S = 2.0
 """Between two looks at the nodes."""

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.config import load_settings
-from tiledsched.errors import ConfigError
+from tiledsched.core.config import load_settings
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
 from tiledsched.fleet.campaign import DEADLINE_S, JOBS, LEASE_S, MOST_ATTEMPTS, CampaignPlan
 from tiledsched.fleet.gpus import gpus_here
 from tiledsched.fleet.jobs import record, refresh, tune, unknown_options
 from tiledsched.fleet.leases import Leases, expected
 from tiledsched.fleet.local import Worked, work
-from tiledsched.fleet.patience import patiently
+from tiledsched.fleet.retry import retry_while_unavailable
 from tiledsched.fleet.status import FleetStatus, read_status
-from tiledsched.kernel import KernelClass
-from tiledsched.problem import Problem
 from tiledsched.store.db import TuningDB
 from tiledsched.store.location import location
-from tiledsched.tuning import Cases, kernel_of, problems_of
+from tiledsched.tuning.session import Cases, kernel_of, problems_of
 
 ONE_PROBLEM = {"tune": tune, "record": record, "refresh": refresh}
 """Commands whose options are known here."""
@@ -43,8 +43,15 @@ class Patience:
     """Seconds after which nothing more is begun; None for no limit."""
 
 
-def plan(command: str, kernel: KernelClass | str, problems: Cases | str | None, archs: Collection[str], *,
-         options: Mapping[str, Any] | None = None, patience: Patience | None = None) -> CampaignPlan:  # fmt: skip
+def plan(
+    command: str,
+    kernel: KernelClass | str,
+    problems: Cases | str | None,
+    archs: Collection[str],
+    *,
+    options: Mapping[str, Any] | None = None,
+    patience: Patience | None = None,
+) -> CampaignPlan:
     """A campaign: each problem for each arch, those of most work first.
 
     Args:
@@ -65,8 +72,11 @@ def plan(command: str, kernel: KernelClass | str, problems: Cases | str | None, 
     if unknown:
         raise ConfigError(f"{command} has no option {', '.join(unknown)}; see help(tiledsched.{command})")
     wanted: Sequence[Problem] = expected(problems_of(kernel, problems))
-    given = {name: str(Path(value).resolve()) if name in FILES else value
-             for name, value in (options or {}).items() if value is not None}  # fmt: skip
+    given = {
+        name: str(Path(value).resolve()) if name in FILES else value
+        for name, value in (options or {}).items()
+        if value is not None
+    }
     return CampaignPlan(
         job=JOBS.get(command, command),
         kernel=kernel.locator(),
@@ -86,8 +96,15 @@ def where(db: str | None) -> str:
     return location(db or load_settings().db)
 
 
-def run(planned: CampaignPlan, *, db: str | None = None, ray_address: str | None = None, without_gpu: int = 0,
-        jobs: int | None = None, say: Callable[[str], None] = lambda line: None) -> FleetStatus:  # fmt: skip
+def run(
+    planned: CampaignPlan,
+    *,
+    db: str | None = None,
+    ray_address: str | None = None,
+    without_gpu: int = 0,
+    jobs: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> FleetStatus:
     """Open a campaign, or one that is there again, and work until it ends. What could not be done is listed in what is returned.
 
     Args:
@@ -103,7 +120,7 @@ def run(planned: CampaignPlan, *, db: str | None = None, ray_address: str | None
         KeyboardInterrupt: after Ctrl-C, once everything is ended; what was done is stored, and the same plan goes on.
     """
     url = where(db)
-    with patiently(lambda: TuningDB.open(url)) as opened:
+    with retry_while_unavailable(lambda: TuningDB.open(url)) as opened:
         leases = Leases(opened)
         campaign = leases.open(planned)
         say(f"campaign {campaign.id}: see it with: tiledsched fleet status {campaign.id}")

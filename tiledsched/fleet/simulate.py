@@ -30,18 +30,18 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from tiledsched import data_files
 from tiledsched.build.cubin import Artifact, ResourceFacts
-from tiledsched.errors import ConfigError
+from tiledsched.core import data_files
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, Lease, Outcome
 from tiledsched.fleet.leases import Leases
+from tiledsched.fleet.local_store import what_is_known
 from tiledsched.fleet.modelled import ModelledLeases
-from tiledsched.fleet.scratch import what_is_known
-from tiledsched.problem import Problem, ProblemClass
-from tiledsched.search.effort import EFFORTS
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import BuildRecord, StoredMeasurement
+from tiledsched.tuning.effort import EFFORTS
 
 T = TypeVar("T")
 HOST_GPUS = 8
@@ -422,8 +422,13 @@ def _build_of(stored: StoredMeasurement, number: int) -> BuildRecord:
     )
 
 
-def simulate_fleet(options: SimulationOptions, times: Sequence[RecordedTime], *, db: str | None = None,
-                   say: Callable[[str], None] = lambda line: None) -> Simulated:  # fmt: skip
+def simulate_fleet(
+    options: SimulationOptions,
+    times: Sequence[RecordedTime],
+    *,
+    db: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Simulated:
     """Simulate a campaign to its end.
 
     Args:

@@ -11,9 +11,9 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
+from tiledsched.fleet.calibration import Control, GpuSpread, spread_of
 from tiledsched.fleet.campaign import Campaign, Failure, Outcome
 from tiledsched.fleet.leases import Leases
-from tiledsched.fleet.spread import Control, GpuSpread, spread_of
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow, ControlRow, LeaseRow, WorkerRow
 
@@ -111,11 +111,15 @@ class FleetStatus:
         """A plain dict."""
         numbers = ("total", "waiting", "leased", "done", "failed", "late", "lost", "rate_per_hour", "left_s")
         return {
-            "campaign": self.campaign.id, "command": self.campaign.command, "kernel": self.campaign.kernel,
-            "status": self.campaign.status, **{name: getattr(self, name) for name in numbers},
-            "workers": [each.to_json() for each in self.workers], "spread": [each.to_json() for each in self.spread],
+            "campaign": self.campaign.id,
+            "command": self.campaign.command,
+            "kernel": self.campaign.kernel,
+            "status": self.campaign.status,
+            **{name: getattr(self, name) for name in numbers},
+            "workers": [each.to_json() for each in self.workers],
+            "spread": [each.to_json() for each in self.spread],
             "failures": [each.to_json() for each in self.failures],
-        }  # fmt: skip
+        }
 
 
 def controls_of(db: TuningDB, campaign_id: str) -> list[Control]:
@@ -151,9 +155,16 @@ def read_status(leases: Leases, campaign_id: str) -> FleetStatus:
     left_s = left / rate * 3600 if rate and left and campaign.status == "running" else None
     lost = sum(ends.get(str(each), 0) for each in (Outcome.EXPIRED, Outcome.HUNG, Outcome.ERROR))
     return FleetStatus(
-        campaign=campaign, **counts, late=ends.get(str(Outcome.LATE), 0), lost=lost, rate_per_hour=rate, left_s=left_s,
-        workers=workers, spread=spread_of(controls_of(leases.db, campaign.id)), failures=leases.failures(campaign.id),
-    )  # fmt: skip
+        campaign=campaign,
+        **counts,
+        late=ends.get(str(Outcome.LATE), 0),
+        lost=lost,
+        rate_per_hour=rate,
+        left_s=left_s,
+        workers=workers,
+        spread=spread_of(controls_of(leases.db, campaign.id)),
+        failures=leases.failures(campaign.id),
+    )
 
 
 def _rate(session: Session, campaign: Campaign, now: datetime) -> float | None:
@@ -187,8 +198,9 @@ def _workers(session: Session, campaign: Campaign, now: datetime) -> list[Worker
     counted = sa.select(AttemptRow.worker_id, AttemptRow.outcome, sa.func.count()).join(
         WorkerRow, WorkerRow.id == AttemptRow.worker_id
     )
-    for worker_id, outcome, count in session.execute(counted.where(WorkerRow.campaign_id == campaign.id)
-                                                     .group_by(AttemptRow.worker_id, AttemptRow.outcome)):  # fmt: skip
+    for worker_id, outcome, count in session.execute(
+        counted.where(WorkerRow.campaign_id == campaign.id).group_by(AttemptRow.worker_id, AttemptRow.outcome)
+    ):
         ended.setdefault(worker_id, Counter())[outcome] += count
     found = []
     for row in rows:

@@ -20,15 +20,15 @@ from multiprocessing import Pipe
 from typing import Any, Protocol
 
 from tiledsched.build.compiler import BuildTask, Built
-from tiledsched.errors import DatabaseError, MeasureError, NoRoomError
+from tiledsched.core.errors import DatabaseError, MeasureError, NoRoomError
+from tiledsched.core.problem import Problem
+from tiledsched.fleet.calibration import apart, label_of
 from tiledsched.fleet.campaign import JOBS_VARIABLE, Campaign, Lease, Outcome, Setup
 from tiledsched.fleet.gpus import ANSWER_S, Gpu, GpuState, illness
 from tiledsched.fleet.leases import Leases
-from tiledsched.fleet.spread import apart, label_of
 from tiledsched.fleet.status import controls_of
 from tiledsched.measure.gpu import END_TIMEOUT_S, child_environment
 from tiledsched.measure.nvml import LABEL_VARIABLE
-from tiledsched.problem import Problem
 
 START_S = 120.0
 """Until a child is ready: imports, on a cold file system."""
@@ -81,8 +81,18 @@ class Worker:
         say: told what happens, a line each.
     """
 
-    def __init__(self, leases: Leases, db: str, campaign: Campaign, gpu: Gpu, *, jobs: int, stop: threading.Event,
-                 builds: Builds | None = None, say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        leases: Leases,
+        db: str,
+        campaign: Campaign,
+        gpu: Gpu,
+        *,
+        jobs: int,
+        stop: threading.Event,
+        builds: Builds | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.gpu, self.campaign, self.note, self.ended = gpu, campaign, "", False
         self.gpu_state = GpuState(gpu)
         self._leases, self._stop, self._builds, self._say = leases, stop, builds, say
@@ -150,8 +160,10 @@ class Worker:
         self._fault = message
         outcome = self._leases.finish(lease, outcome, result=result, message=message)
         self._doing = ""
-        self._say(f"{lease.problem} on {self.gpu.name or self.gpu.uuid}: {outcome}, {time.monotonic() - began:.1f} s"
-                  + (f": {message}" if message else ""))  # fmt: skip
+        self._say(
+            f"{lease.problem} on {self.gpu.name or self.gpu.uuid}: {outcome}, {time.monotonic() - began:.1f} s"
+            + (f": {message}" if message else "")
+        )
         if waits:
             self._wait_for_room(message)
         self._since_control += 1
@@ -225,8 +237,11 @@ class Worker:
         label = label_of(self.gpu.uuid) if apart(controls_of(self._leases.db, self.campaign.id), self.gpu.uuid) else ""
         if label != self._label:
             self._label = label
-            self._say(f"{self.gpu.name} {self.gpu.uuid} differs from its like: its evidence is kept apart" if label else
-                      f"{self.gpu.name} {self.gpu.uuid} is as its like again")  # fmt: skip
+            self._say(
+                f"{self.gpu.name} {self.gpu.uuid} differs from its like: its evidence is kept apart"
+                if label
+                else f"{self.gpu.name} {self.gpu.uuid} is as its like again"
+            )
             self._end_child()  # a new one names its GPU so
             return self._ready()
         return True
@@ -237,8 +252,13 @@ class Worker:
         """A child's answer; what its death stands for, if it dies."""
         assert self._child is not None
         try:
-            return self._child.ask((verb, *arguments), deadline_s=deadline_s, stop=self._stop, builds=self._builds,
-                                   told=lambda text: self._note_stage(doing, text))  # fmt: skip
+            return self._child.ask(
+                (verb, *arguments),
+                deadline_s=deadline_s,
+                stop=self._stop,
+                builds=self._builds,
+                told=lambda text: self._note_stage(doing, text),
+            )
         except ChildLostError as error:
             self._end_child()
             return error.outcome, None, str(error)
@@ -276,11 +296,21 @@ class _Process:
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
         self._pipe, theirs = Pipe()
         life, self._life = os.pipe()
-        told = {**child_environment(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment,
-                JOBS_VARIABLE: os.environ.get(JOBS_VARIABLE, "")}  # fmt: skip
+        told = {
+            **child_environment(),
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            **environment,
+            JOBS_VARIABLE: os.environ.get(JOBS_VARIABLE, ""),
+        }
         command = [sys.executable, "-m", "tiledsched.fleet.child", str(theirs.fileno()), str(life)]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno(), life], env=told, stdin=subprocess.DEVNULL,
-                                         stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno(), life],
+            env=told,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         theirs.close()
         os.close(life)
         self._stopped = False
@@ -297,8 +327,15 @@ class _Process:
             self.kill()
             raise
 
-    def ask(self, request: Sequence[Any], *, deadline_s: float, stop: threading.Event, builds: Builds | None,
-            told: Callable[[str], None]) -> tuple[Outcome, dict[str, Any] | None, str]:  # fmt: skip
+    def ask(
+        self,
+        request: Sequence[Any],
+        *,
+        deadline_s: float,
+        stop: threading.Event,
+        builds: Builds | None,
+        told: Callable[[str], None],
+    ) -> tuple[Outcome, dict[str, Any] | None, str]:
         """Its answer to one request; builds that it asks for meanwhile are passed on.
 
         Raises:

@@ -52,8 +52,16 @@ def flush(array: Any) -> Any:
     return array * (np.abs(array) >= SMALLEST_NORMAL)
 
 
-def elementwise(name: str, x: Operand, y: Operand, compute: Compute, *, force_float: bool = False,
-                rounding_mode: Any = None, flush_to_zero: bool = False) -> Any:  # fmt: skip
+def elementwise(
+    name: str,
+    x: Operand,
+    y: Operand,
+    compute: Compute,
+    *,
+    force_float: bool = False,
+    rounding_mode: Any = None,
+    flush_to_zero: bool = False,
+) -> Any:
     """`compute` over two operands brought to their common type; plain Python where both are loose constants."""
     if not isinstance(x, Tile) and not isinstance(y, Tile):
         return compute(x, y)
@@ -106,14 +114,21 @@ def power(x: Any, y: Any) -> Any:
 
 def _binary(name: str, compute: Compute, *, force_float: bool = False) -> None:
     def function(x: Operand, y: Operand, /, *, rounding_mode: Any = None, flush_to_zero: bool = False) -> Any:
-        return elementwise(name, x, y, compute, force_float=force_float, rounding_mode=rounding_mode,
-                           flush_to_zero=flush_to_zero)  # fmt: skip
+        return elementwise(
+            name, x, y, compute, force_float=force_float, rounding_mode=rounding_mode, flush_to_zero=flush_to_zero
+        )
 
     add(name, function)
 
 
-for _name, _compute in (("add", operator.add), ("sub", operator.sub), ("mul", operator.mul), ("mod", modulo),
-                        ("floordiv", floor_divide), ("pow", power)):  # fmt: skip
+for _name, _compute in (
+    ("add", operator.add),
+    ("sub", operator.sub),
+    ("mul", operator.mul),
+    ("mod", modulo),
+    ("floordiv", floor_divide),
+    ("pow", power),
+):
     _binary(_name, _compute)
 _binary("truediv", operator.truediv, force_float=True)
 _binary("atan2", lambda x, y: np.arctan2(x, y))
@@ -147,8 +162,14 @@ def _compare(name: str, compute: Compute) -> None:
     add(name, function)
 
 
-for _name, _compute in (("greater", operator.gt), ("greater_equal", operator.ge), ("less", operator.lt),
-                        ("less_equal", operator.le), ("equal", operator.eq), ("not_equal", operator.ne)):  # fmt: skip
+for _name, _compute in (
+    ("greater", operator.gt),
+    ("greater_equal", operator.ge),
+    ("less", operator.lt),
+    ("less_equal", operator.le),
+    ("equal", operator.eq),
+    ("not_equal", operator.ne),
+):
     _compare(_name, _compute)
 
 
@@ -175,8 +196,9 @@ _bitwise("bitwise_lshift", operator.lshift, shift=True)
 _bitwise("bitwise_rshift", operator.rshift, shift=True)
 
 
-def unary(name: str, x: Operand, compute: Callable[[Any], Any], *, rounding_mode: Any = None,
-          flush_to_zero: bool = False) -> Any:  # fmt: skip
+def unary(
+    name: str, x: Operand, compute: Callable[[Any], Any], *, rounding_mode: Any = None, flush_to_zero: bool = False
+) -> Any:
     """A function of floats; integers become float32. The 8- and 16-bit floats are computed in float32 and rounded."""
     if not isinstance(x, Tile):
         return compute(np.float64(x)).item()

@@ -26,15 +26,28 @@ from tiledsched.interpreter.values import (
 
 NumpyArray = np.ndarray[Any, Any]
 Region = tuple[slice, ...]
-PADDING = {ct.PaddingMode.ZERO: 0.0, ct.PaddingMode.NEG_ZERO: -0.0, ct.PaddingMode.NAN: np.nan,
-           ct.PaddingMode.POS_INF: np.inf, ct.PaddingMode.NEG_INF: -np.inf}  # fmt: skip
+PADDING = {
+    ct.PaddingMode.ZERO: 0.0,
+    ct.PaddingMode.NEG_ZERO: -0.0,
+    ct.PaddingMode.NAN: np.nan,
+    ct.PaddingMode.POS_INF: np.inf,
+    ct.PaddingMode.NEG_INF: -np.inf,
+}
 
 
 class Array(ct.Array):
     """A global array: a view of the caller's NumPy array, and who wrote each of its elements."""
 
-    def __init__(self, name: str, data: NumpyArray, writers: NumpyArray, launch: Any, *, index_dtype: Any = ct.int32,
-                 static_dims: tuple[int, ...] = ()) -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        data: NumpyArray,
+        writers: NumpyArray,
+        launch: Any,
+        *,
+        index_dtype: Any = ct.int32,
+        static_dims: tuple[int, ...] = (),
+    ) -> None:
         if data.dtype not in TILE_TYPE:
             raise InterpreterError(f"{name}: cuTile has no type for NumPy's {data.dtype}; use one such as float16")
         self.name = name
@@ -75,8 +88,9 @@ class Array(ct.Array):
         part = (slice(None),) * axis + (slice(first, last),)
         return Array(self.name, self.data[part], self.writers[part], self.launch, index_dtype=self.index_dtype)
 
-    def tiled_view(self, tile_shape: Any, *, padding_mode: Any = ct.PaddingMode.UNDETERMINED,
-                   traversal_steps: Any = None) -> TiledView:  # fmt: skip
+    def tiled_view(
+        self, tile_shape: Any, *, padding_mode: Any = ct.PaddingMode.UNDETERMINED, traversal_steps: Any = None
+    ) -> TiledView:
         """Tiles of one shape, `traversal_steps` elements apart."""
         return TiledView(self, constant_shape(tile_shape), padding_mode, traversal_steps)
 
@@ -133,8 +147,15 @@ class TiledView(ct.TiledView):
         check_hints(latency)
         return read(self._array, index, self._shape, "C", self._padding, check_bounds, self._steps)
 
-    def store(self, index: Any, tile: Tile | Scalar, *, check_bounds: bool = True, latency: int | None = None,
-              allow_tma: Any = None) -> None:  # fmt: skip
+    def store(
+        self,
+        index: Any,
+        tile: Tile | Scalar,
+        *,
+        check_bounds: bool = True,
+        latency: int | None = None,
+        allow_tma: Any = None,
+    ) -> None:
         """Write the tile at `index`."""
         check_hints(latency)
         value = np.broadcast_to(implicit_cast(tile, self.dtype, "ct.TiledView.store"), self._shape)
@@ -199,8 +220,9 @@ def padding_value(array: Array, padding_mode: Any) -> Any:
     return PADDING[padding_mode]
 
 
-def place(array: Array, index: Any, shape: tuple[int, ...], order: Any, check_bounds: bool,
-          steps: tuple[int, ...] | None) -> tuple[tuple[int, ...], Region, Region, bool]:  # fmt: skip
+def place(
+    array: Array, index: Any, shape: tuple[int, ...], order: Any, check_bounds: bool, steps: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], Region, Region, bool]:
     """Where a tile lies: axis order, part of the array, that part within the tile, whether it is all of it."""
     rank = array.ndim
     items = index if isinstance(index, tuple) else (index,)
@@ -229,8 +251,15 @@ def place(array: Array, index: Any, shape: tuple[int, ...], order: Any, check_bo
     return axes, tuple(outer), tuple(inner), whole
 
 
-def read(array: Array, index: Any, shape: tuple[int, ...], order: Any, padding_mode: Any, check_bounds: bool,
-         steps: tuple[int, ...] | None = None) -> Tile:  # fmt: skip
+def read(
+    array: Array,
+    index: Any,
+    shape: tuple[int, ...],
+    order: Any,
+    padding_mode: Any,
+    check_bounds: bool,
+    steps: tuple[int, ...] | None = None,
+) -> Tile:
     """The tile at `index`, padded where it crosses the array's edge."""
     sides = shape or (1,) * array.ndim
     axes, outer, inner, whole = place(array, index, sides, order, check_bounds, steps)
@@ -242,8 +271,9 @@ def read(array: Array, index: Any, shape: tuple[int, ...], order: Any, padding_m
     return Tile(tile.reshape(shape), array.dtype)
 
 
-def write(array: Array, index: Any, value: NumpyArray, order: Any, check_bounds: bool,
-          steps: tuple[int, ...] | None = None) -> None:  # fmt: skip
+def write(
+    array: Array, index: Any, value: NumpyArray, order: Any, check_bounds: bool, steps: tuple[int, ...] | None = None
+) -> None:
     """Write `value` at `index`; elements beyond the array's edge are dropped."""
     if value.ndim == 0:
         value = value.reshape((1,) * array.ndim)

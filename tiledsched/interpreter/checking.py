@@ -7,18 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.cases import make_cases, output_specs
+from tiledsched.core.cases import make_cases, output_specs
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.storage import storage_type
 from tiledsched.interpreter.launch import SmallDevice, element_type, run_schedule
 from tiledsched.interpreter.values import InterpreterError
-from tiledsched.kernel import KernelClass
 from tiledsched.measure.accuracy import case_errors, worst_error, wrong_result
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
-from tiledsched.storage import storage_type
 
 
-def check_schedule(kernel: KernelClass, p: Problem, s: Schedule, *, arch: str = "sm_90",
-                   seed: int = 0) -> tuple[bool, float, str]:  # fmt: skip
+def check_schedule(
+    kernel: KernelClass, p: Problem, s: Schedule, *, arch: str = "sm_90", seed: int = 0
+) -> tuple[bool, float, str]:
     """Whether every output is right on every kind of inputs, the largest error of a tile, and what is wrong.
 
     Args:

@@ -15,19 +15,19 @@ import cuda.tile as ct
 import ml_dtypes
 import numpy as np
 
-from tiledsched.errors import ProblemError
-from tiledsched.interpreter import arithmetic, memory, products, reductions, shapes  # noqa: F401  (they fill the registry)
+from tiledsched.core.errors import ProblemError
+from tiledsched.core.launch import annotated, scratch, steps
+from tiledsched.interpreter import arithmetic, memory, products, reductions, shapes  # noqa: F401
 from tiledsched.interpreter.arrays import Array, poison
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
 from tiledsched.interpreter.private import load_dispatch_mode, undecorated
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
 from tiledsched.interpreter.values import TILE_TYPE, InterpreterError, Tile, UnsupportedOperationError, in_range
-from tiledsched.launches import annotated, scratch, steps
 
 if TYPE_CHECKING:
-    from tiledsched.kernel import ArraySpec, KernelClass
-    from tiledsched.problem import Problem
-    from tiledsched.schedule import Schedule
+    from tiledsched.core.kernel import ArraySpec, KernelClass
+    from tiledsched.core.problem import Problem
+    from tiledsched.core.schedule import Schedule
 
 DispatchMode: Any = load_dispatch_mode()
 Grid = int | tuple[int, ...]
@@ -41,8 +41,13 @@ it shows; or zero, with which CUDA's tensor maps fill what lies outside by defau
 class Launch(DispatchMode):
     """One launch: the grid, the block whose turn it is, and the answer to every `ct.*` call."""
 
-    def __init__(self, grid: tuple[int, int, int], check_overlap: bool, order: BlockOrder = "forward",
-                 undetermined: Undetermined = "nan") -> None:  # fmt: skip
+    def __init__(
+        self,
+        grid: tuple[int, int, int],
+        check_overlap: bool,
+        order: BlockOrder = "forward",
+        undetermined: Undetermined = "nan",
+    ) -> None:
         self.grid = grid
         self.undetermined = undetermined
         self.order = order
@@ -152,9 +157,16 @@ class SmallDevice:
     """Its arch."""
 
 
-def run_schedule(kernel: KernelClass, p: Problem, s: Schedule, inputs: Mapping[str, Any], *,
-                 scalars: Mapping[str, float] | None = None, device: SmallDevice | None = None,
-                 order: BlockOrder = "forward") -> dict[str, Any]:  # fmt: skip
+def run_schedule(
+    kernel: KernelClass,
+    p: Problem,
+    s: Schedule,
+    inputs: Mapping[str, Any],
+    *,
+    scalars: Mapping[str, float] | None = None,
+    device: SmallDevice | None = None,
+    order: BlockOrder = "forward",
+) -> dict[str, Any]:
     """Every output of a kernel with one schedule, run on the CPU.
 
     Args:
@@ -187,16 +199,22 @@ def run_schedule(kernel: KernelClass, p: Problem, s: Schedule, inputs: Mapping[s
     extras = scratch(kernel, p, s, launches)
     arrays |= {spec.name: _unwritten(spec, spec.shape) for spec in extras}
     for step in launches:
-        args = [arrays[each.name] if each.kind in ("array", "list") else (scalars or {}).get(each.name, each.value)
-                for each in step.arguments]  # fmt: skip
-        args = [np.dtype(each.dtype).type(value) if each.kind == "scalar" else value
-                for each, value in zip(step.arguments, args, strict=True)]  # fmt: skip
+        args = [
+            arrays[each.name] if each.kind in ("array", "list") else (scalars or {}).get(each.name, each.value)
+            for each in step.arguments
+        ]
+        args = [
+            np.dtype(each.dtype).type(value) if each.kind == "scalar" else value
+            for each, value in zip(step.arguments, args, strict=True)
+        ]
         run(annotated(kernel, step, p, s), step.grid, args, order=order)
     for spec in extras:
         if spec.zeroed and np.any(arrays[spec.name]):
             left = np.count_nonzero(arrays[spec.name])
-            raise InterpreterError(f"the kernel needs {spec.name} zeroed, but leaves {left} elements that are not: a second "
-                                   "launch would go wrong")  # fmt: skip
+            raise InterpreterError(
+                f"the kernel needs {spec.name} zeroed, but leaves {left} elements that are not: a second "
+                "launch would go wrong"
+            )
     return {spec.name: arrays[spec.name] for spec in specs if spec.role in ("out", "inout")}
 
 
@@ -262,5 +280,6 @@ def _argument(name: str, value: Any, notes: tuple[Any, ...], launch: Launch) -> 
         return Tile(value, dtype)
     if isinstance(value, float):
         return Tile(value, ct.float32)
-    raise InterpreterError(f"{name}: expected a NumPy array or a number, got {type(value).__name__}; "
-                           "pass torch tensors as tensor.numpy()")  # fmt: skip
+    raise InterpreterError(
+        f"{name}: expected a NumPy array or a number, got {type(value).__name__}; pass torch tensors as tensor.numpy()"
+    )

@@ -26,16 +26,35 @@ UNDETERMINED = ct.PaddingMode.UNDETERMINED
 
 
 @implements("load")
-def load(array: Array, /, index: Any, shape: Any, *, order: Any = "C", padding_mode: Any = UNDETERMINED,
-         check_bounds: bool = True, latency: int | None = None, **others: Any) -> Tile:  # fmt: skip
+def load(
+    array: Array,
+    /,
+    index: Any,
+    shape: Any,
+    *,
+    order: Any = "C",
+    padding_mode: Any = UNDETERMINED,
+    check_bounds: bool = True,
+    latency: int | None = None,
+    **others: Any,
+) -> Tile:
     """The tile of `shape` at `index`, counted in tiles."""
     check_hints(latency)
     return read(array, index, constant_shape(shape), order, padding_mode, check_bounds)
 
 
 @implements("store")
-def store(array: Array, /, index: Any, tile: Tile | Scalar, *, order: Any = "C", check_bounds: bool = True,
-          latency: int | None = None, **others: Any) -> None:  # fmt: skip
+def store(
+    array: Array,
+    /,
+    index: Any,
+    tile: Tile | Scalar,
+    *,
+    order: Any = "C",
+    check_bounds: bool = True,
+    latency: int | None = None,
+    **others: Any,
+) -> None:
     """Write `tile` at `index`, counted in tiles of its shape."""
     check_hints(latency)
     write(array, index, implicit_cast(tile, array.dtype, f"ct.store to {array.name}"), order, check_bounds)
@@ -75,8 +94,16 @@ def locate(array: Array, indices: Any, mask: Any, check_bounds: bool) -> tuple[l
 
 
 @implements("gather")
-def gather(array: Array, indices: Any, /, *, mask: Any = None, padding_value: Any = 0, check_bounds: bool = True,
-           latency: int | None = None) -> Tile:  # fmt: skip
+def gather(
+    array: Array,
+    indices: Any,
+    /,
+    *,
+    mask: Any = None,
+    padding_value: Any = 0,
+    check_bounds: bool = True,
+    latency: int | None = None,
+) -> Tile:
     """The elements at `indices`; `padding_value` where masked or out of bounds."""
     check_hints(latency)
     where, followed = locate(array, indices, mask, check_bounds)
@@ -85,8 +112,16 @@ def gather(array: Array, indices: Any, /, *, mask: Any = None, padding_value: An
 
 
 @implements("scatter")
-def scatter(array: Array, indices: Any, value: Tile | Scalar, /, *, mask: Any = None, check_bounds: bool = True,
-            latency: int | None = None) -> None:  # fmt: skip
+def scatter(
+    array: Array,
+    indices: Any,
+    value: Tile | Scalar,
+    /,
+    *,
+    mask: Any = None,
+    check_bounds: bool = True,
+    latency: int | None = None,
+) -> None:
     """Write the elements at `indices`; nothing where masked or out of bounds."""
     check_hints(latency)
     where, followed = locate(array, indices, mask, check_bounds)
@@ -113,8 +148,15 @@ def make_slice(self: Any, start: Any, length: int, /) -> None:
 
 
 @implements("load_advanced_indexing")
-def load_advanced_indexing(array: Array, indices: tuple[Any, ...], /, *, padding_mode: Any = UNDETERMINED,
-                           latency: int | None = None, allow_tma: Any = None) -> Tile:  # fmt: skip
+def load_advanced_indexing(
+    array: Array,
+    indices: tuple[Any, ...],
+    /,
+    *,
+    padding_mode: Any = UNDETERMINED,
+    latency: int | None = None,
+    allow_tma: Any = None,
+) -> Tile:
     """Rows chosen by a tile of indices, crossed with slices."""
     check_hints(latency)
     where, followed = locate(array, dense_indices(indices), None, True)
@@ -123,8 +165,9 @@ def load_advanced_indexing(array: Array, indices: tuple[Any, ...], /, *, padding
 
 
 @implements("store_advanced_indexing")
-def store_advanced_indexing(array: Array, indices: tuple[Any, ...], tile: Tile | Scalar, /, *,
-                            latency: int | None = None, allow_tma: Any = None) -> None:  # fmt: skip
+def store_advanced_indexing(
+    array: Array, indices: tuple[Any, ...], tile: Tile | Scalar, /, *, latency: int | None = None, allow_tma: Any = None
+) -> None:
     """Write rows chosen by a tile of indices, crossed with slices."""
     scatter(array, dense_indices(indices), tile, latency=latency)
 
@@ -138,8 +181,9 @@ def _atomic(name: str, change: Callable[[Any, Any], Any]) -> None:
     add(name, function)
 
 
-def atomically(array: Array, indices: Any, operands: tuple[Any, ...], change: Callable[..., Any], check_bounds: bool,
-               name: str) -> Tile:  # fmt: skip
+def atomically(
+    array: Array, indices: Any, operands: tuple[Any, ...], change: Callable[..., Any], check_bounds: bool, name: str
+) -> Tile:
     """Replace the elements at `indices` one after another; the result is what was there before each."""
     where, followed = locate(array, indices, None, check_bounds)
     values = [
@@ -154,16 +198,30 @@ def atomically(array: Array, indices: Any, operands: tuple[Any, ...], change: Ca
     return Tile(old, array.dtype)
 
 
-for _name, _change in (("add", operator.add), ("xchg", lambda old, new: new), ("max", np.fmax), ("min", np.fmin),
-                       ("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):  # fmt: skip
+for _name, _change in (
+    ("add", operator.add),
+    ("xchg", lambda old, new: new),
+    ("max", np.fmax),
+    ("min", np.fmin),
+    ("and", operator.and_),
+    ("or", operator.or_),
+    ("xor", operator.xor),
+):
     _atomic(f"atomic_{_name}", _change)
 
 
 @implements("atomic_cas")
-def atomic_cas(array: Array, indices: Any, expected: Any, desired: Any, /, *, check_bounds: bool = True,
-               **others: Any) -> Tile:  # fmt: skip
+def atomic_cas(
+    array: Array, indices: Any, expected: Any, desired: Any, /, *, check_bounds: bool = True, **others: Any
+) -> Tile:
     """Replace elements that equal `expected`; out of bounds, `expected` is returned."""
-    found = atomically(array, indices, (expected, desired), lambda old, want, new: new if old == want else old,
-                       check_bounds, "atomic_cas")  # fmt: skip
+    found = atomically(
+        array,
+        indices,
+        (expected, desired),
+        lambda old, want, new: new if old == want else old,
+        check_bounds,
+        "atomic_cas",
+    )
     _, followed = locate(array, indices, None, check_bounds)
     return Tile(np.where(followed, found.array, implicit_cast(expected, array.dtype, "ct.atomic_cas")), array.dtype)

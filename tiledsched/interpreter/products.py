@@ -11,10 +11,16 @@ from tiledsched.interpreter.registry import implements
 from tiledsched.interpreter.values import CATEGORY, INTEGER, STORAGE, InterpreterError, Tile, cast, promote_dtypes
 
 MMA_ACCUMULATORS = {
-    "float16": ("float16", "float32"), "bfloat16": ("float32",), "float32": ("float32",), "tfloat32": ("float32",),
-    "float64": ("float64",), "int8": ("int32",), "uint8": ("int32",),
-    "float8_e4m3fn": ("float16", "float32"), "float8_e5m2": ("float16", "float32"),
-}  # fmt: skip
+    "float16": ("float16", "float32"),
+    "bfloat16": ("float32",),
+    "float32": ("float32",),
+    "tfloat32": ("float32",),
+    "float64": ("float64",),
+    "int8": ("int32",),
+    "uint8": ("int32",),
+    "float8_e4m3fn": ("float16", "float32"),
+    "float8_e5m2": ("float16", "float32"),
+}
 """Accumulator types `ct.mma` allows for each input type."""
 SCALE_BLOCKS: dict[str, dict[str, tuple[int, ...]]] = {
     "float8_e4m3fn": {"float8_e8m0fnu": (32,)},
@@ -91,8 +97,9 @@ def check_product_types(x: Tile, y: Tile) -> None:
     """Both operands of one type that tensor cores take, or any of int8 and uint8."""
     bytes_only = {str(x.dtype), str(y.dtype)} <= {"int8", "uint8"}
     if (x.dtype != y.dtype and not bytes_only) or str(x.dtype) not in MMA_ACCUMULATORS:
-        raise InterpreterError(f"matrix products take two tiles of one type of {tuple(MMA_ACCUMULATORS)}, "
-                               f"got {x.dtype} and {y.dtype}")  # fmt: skip
+        raise InterpreterError(
+            f"matrix products take two tiles of one type of {tuple(MMA_ACCUMULATORS)}, got {x.dtype} and {y.dtype}"
+        )
 
 
 def widened(x: Tile, y: Tile) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import cuda.tile as ct
 import numpy as np
 
-from tiledsched.interpreter import arithmetic  # noqa: F401  (reductions are made of it)
+from tiledsched.interpreter import arithmetic  # noqa: F401
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, add, implements, innermost
 from tiledsched.interpreter.values import CATEGORY, FLOAT, InterpreterError, Tile, cast, constant_int
 

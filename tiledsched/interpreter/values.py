@@ -13,7 +13,7 @@ import cuda.tile as ct
 import ml_dtypes
 import numpy as np
 
-from tiledsched.errors import TiledschedError
+from tiledsched.core.errors import TiledschedError
 
 
 class InterpreterError(TiledschedError, RuntimeError):
@@ -56,8 +56,11 @@ for _names, _category in ((INTEGERS, INTEGER), (FLOATS, FLOAT), (RESTRICTED, RES
             CATEGORY[getattr(ct, _name)] = _category
 TILE_TYPE = {numpy: dtype for dtype, numpy in STORAGE.items() if dtype is not ct.tfloat32}
 """The cuTile type of a NumPy array's elements."""
-LIMITS = {dtype: (int(np.iinfo(numpy).min), int(np.iinfo(numpy).max))
-          for dtype, numpy in STORAGE.items() if CATEGORY[dtype] == INTEGER}  # fmt: skip
+LIMITS = {
+    dtype: (int(np.iinfo(numpy).min), int(np.iinfo(numpy).max))
+    for dtype, numpy in STORAGE.items()
+    if CATEGORY[dtype] == INTEGER
+}
 """The smallest and the largest number of each integer type."""
 
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import tiledsched.fields as ts
-from tiledsched.problem import Problem
-from tiledsched.resources import ctas_per_sm
-from tiledsched.schedule import Schedule
+import tiledsched.core.fields as ts
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ctas_per_sm
+from tiledsched.core.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.device import ArchSpec
-    from tiledsched.resources import ResourceFacts
+    from tiledsched.core.device import ArchSpec
+    from tiledsched.core.resources import ResourceFacts
 
 LOADS = ("plain", "tma", "gather")
 """How rows move; the kernel sees the index."""

@@ -46,8 +46,13 @@ def load_rows(array, row, column, const):
     if const.LOADS == GATHER:
         tile = ct.gather(array, elements_of(row, column, const))
     else:
-        tile = ct.load(array, (row, column), (const.TILE_ROWS, const.TILE_COLUMNS), padding_mode=ct.PaddingMode.ZERO,
-                       allow_tma=None if const.LOADS == TMA else False)  # fmt: skip
+        tile = ct.load(
+            array,
+            (row, column),
+            (const.TILE_ROWS, const.TILE_COLUMNS),
+            padding_mode=ct.PaddingMode.ZERO,
+            allow_tma=None if const.LOADS == TMA else False,
+        )
     return tile.astype(ct.float32)
 
 

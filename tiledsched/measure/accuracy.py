@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy
 
-from tiledsched.cases import Case
-from tiledsched.errors import DeclarationError, Failure, FailureKind
-from tiledsched.kernel import ArraySpec, Tolerance
+from tiledsched.core.cases import Case
+from tiledsched.core.errors import DeclarationError, Failure, FailureKind
+from tiledsched.core.kernel import ArraySpec, Tolerance
+from tiledsched.core.storage import SMALLEST, is_float, to_float
 from tiledsched.measure.runner import Accuracy
-from tiledsched.storage import SMALLEST, is_float, to_float
 
 ELEMENTS_AT_ONCE = 1 << 26
 """So many elements of an output are compared at a time, or one row of tiles: it bounds the memory that this takes."""
@@ -61,8 +61,14 @@ class OutputErrors:
         return case.kind_of(flat // (self.errors.shape[1] * self.errors.shape[2]))
 
 
-def case_errors(xp: Any, specs: Sequence[ArraySpec], outputs: dict[str, Any], case: Case, tolerance: Tolerance,
-                tile: tuple[int, int]) -> list[OutputErrors]:  # fmt: skip
+def case_errors(
+    xp: Any,
+    specs: Sequence[ArraySpec],
+    outputs: dict[str, Any],
+    case: Case,
+    tolerance: Tolerance,
+    tile: tuple[int, int],
+) -> list[OutputErrors]:
     """The errors of every output; those of kinds of inputs of which nothing is asked are 0.
 
     Args:
@@ -88,8 +94,9 @@ def case_errors(xp: Any, specs: Sequence[ArraySpec], outputs: dict[str, Any], ca
     return found
 
 
-def output_errors(xp: Any, spec: ArraySpec, stored: Any, expected: Any, tolerance: Tolerance,
-                  tile: tuple[int, int]) -> OutputErrors:  # fmt: skip
+def output_errors(
+    xp: Any, spec: ArraySpec, stored: Any, expected: Any, tolerance: Tolerance, tile: tuple[int, int]
+) -> OutputErrors:
     """Errors of one array. NaN anywhere, such as an element nothing wrote, makes a tile's error infinite.
 
     Args:
@@ -102,8 +109,10 @@ def output_errors(xp: Any, spec: ArraySpec, stored: Any, expected: Any, toleranc
     """
     shape = tuple(stored.shape)
     if tuple(expected.shape) != shape:
-        raise DeclarationError(f"the reference gives {spec.name} of shape {tuple(expected.shape)}, declared is {shape}; "
-                               "correct one of them")  # fmt: skip
+        raise DeclarationError(
+            f"the reference gives {spec.name} of shape {tuple(expected.shape)}, declared is {shape}; "
+            "correct one of them"
+        )
     rows, columns = (1, 1, *shape)[-2:]
     outer = shape[:-2]
     tile = min(tile[0], rows), min(tile[1], columns)
@@ -175,8 +184,12 @@ def summary(found: Sequence[OutputErrors], *, repeatable: bool) -> Accuracy:
     """The errors of the random inputs in short: of outputs judged by relative error, where there are any."""
     judged = [each for each in found if each.measure == RELATIVE] or list(found)
     worst = max(judged, key=worst_error)
-    return Accuracy(max_abs_error=max(each.largest for each in judged), worst_tile_error=worst_error(worst),
-                    worst_tile=worst.place(int(worst.errors.argmax())), repeatable=repeatable)  # fmt: skip
+    return Accuracy(
+        max_abs_error=max(each.largest for each in judged),
+        worst_tile_error=worst_error(worst),
+        worst_tile=worst.place(int(worst.errors.argmax())),
+        repeatable=repeatable,
+    )
 
 
 def worst_error(errors: OutputErrors) -> float:
@@ -197,8 +210,10 @@ def wrong_result(found: Sequence[OutputErrors], case: Case, when: str = "") -> F
         if not wrong.size:
             continue
         errors, first, worst = each.errors.reshape(-1), int(wrong[0]), int(each.errors.argmax())
-        message = (f"{each.kind(first, case)} inputs: {when}{each.measure} {errors[first]:.3g} above {each.limit:.3g} in "
-                   f"{each.words(first)}, the first of {wrong.size} wrong tiles of {errors.size}")  # fmt: skip
+        message = (
+            f"{each.kind(first, case)} inputs: {when}{each.measure} {errors[first]:.3g} above {each.limit:.3g} in "
+            f"{each.words(first)}, the first of {wrong.size} wrong tiles of {errors.size}"
+        )
         if worst != first:
             message += f"; the worst, {errors[worst]:.3g}, on {each.kind(worst, case)} inputs in {each.words(worst)}"
         return Failure(kind=FailureKind.WRONG_RESULT, message=message)

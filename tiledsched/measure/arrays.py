@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy
 
-from tiledsched.cases import Arrays, Case, output_specs
-from tiledsched.errors import DeclarationError
-from tiledsched.kernel import ArraySpec, KernelClass
+from tiledsched.core.cases import Arrays, Case, output_specs
+from tiledsched.core.errors import DeclarationError
+from tiledsched.core.kernel import ArraySpec, KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.storage import is_float, poison, same_bits, storage_type, strides_of, to_storage
 from tiledsched.measure.launch import Launch, LaunchStep
-from tiledsched.problem import Problem
-from tiledsched.storage import is_float, poison, same_bits, storage_type, strides_of, to_storage
 
 Packed = list[tuple[Any, ...]]
 """The arguments of each step."""
@@ -76,8 +76,11 @@ class ProblemArrays:
 
     def not_zero(self, wanted: tuple[ArraySpec, ...]) -> list[str]:
         """The scratch arrays that must be zero, and are not."""
-        return [spec.name for spec in wanted if spec.zeroed and any(bool(array.any()) for array in
-                each(self.scratch(wanted)[spec.name]))]  # fmt: skip
+        return [
+            spec.name
+            for spec in wanted
+            if spec.zeroed and any(bool(array.any()) for array in each(self.scratch(wanted)[spec.name]))
+        ]
 
     def copy_outputs(self) -> Arrays:
         """The outputs as they are now."""
@@ -85,8 +88,11 @@ class ProblemArrays:
 
     def same_outputs(self, kept: Arrays) -> bool:
         """Whether the outputs hold the bits that :meth:`copy_outputs` kept."""
-        return all(same_bits(one, other) for name, value in self.outputs.items()
-                   for one, other in zip(each(value), kept[name], strict=True))  # fmt: skip
+        return all(
+            same_bits(one, other)
+            for name, value in self.outputs.items()
+            for one, other in zip(each(value), kept[name], strict=True)
+        )
 
     def arguments(self, launch: Launch, case: Case) -> Packed:
         """The arguments of every step of a launch on the inputs of `case`."""
@@ -97,8 +103,10 @@ class ProblemArrays:
     def _laid_out(self, inputs: Arrays) -> Arrays:
         found: Arrays = {}
         for name, value in inputs.items():
-            made = [laid_out(self.xp, array, self.specs[name], shape)
-                    for array, shape in zip(each(value), self.specs[name].shapes, strict=True)]  # fmt: skip
+            made = [
+                laid_out(self.xp, array, self.specs[name], shape)
+                for array, shape in zip(each(value), self.specs[name].shapes, strict=True)
+            ]
             found[name] = made if self.specs[name].listed else made[0]
         return found
 
@@ -125,11 +133,16 @@ def laid_out(xp: Any, array: Any, spec: ArraySpec, shape: tuple[int, ...]) -> An
         DeclarationError: it is not what the declaration says.
     """
     if tuple(array.shape) != shape or str(array.dtype) != storage_type(spec.dtype):
-        raise DeclarationError(f"{spec.name} is declared as {spec.dtype} {shape}; `inputs` or `adversarial` made "
-                               f"{array.dtype} {tuple(array.shape)}, correct them")  # fmt: skip
+        raise DeclarationError(
+            f"{spec.name} is declared as {spec.dtype} {shape}; `inputs` or `adversarial` made "
+            f"{array.dtype} {tuple(array.shape)}, correct them"
+        )
     wanted = strides_of(shape, spec.column)
-    if all(stride == array.itemsize * want for size, stride, want in zip(shape, array.strides, wanted, strict=True)
-           if size > 1):  # fmt: skip
+    if all(
+        stride == array.itemsize * want
+        for size, stride, want in zip(shape, array.strides, wanted, strict=True)
+        if size > 1
+    ):
         return array
     copy = allocate(xp, replace(spec, shapes=(shape,), listed=False))
     copy[...] = array

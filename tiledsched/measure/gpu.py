@@ -14,15 +14,15 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.files import OwnFolder
-from tiledsched.kernel import KernelClass
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.files import OwnFolder
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem, stable_id
 from tiledsched.measure.launch import Launch, launch_of
 from tiledsched.measure.lock import GpuLock, hold
 from tiledsched.measure.nvml import devices
 from tiledsched.measure.runner import REGIMES, Batch, Candidate, Checked, Device, GapTrial
 from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
-from tiledsched.problem import Problem, stable_id
 
 log = logging.getLogger("tiledsched")
 WORKER_COMMAND = (sys.executable, "-m", "tiledsched.measure.worker")
@@ -41,8 +41,10 @@ DEFAULT_GAP_MS = BURST_GAP_S * 1e3
 SHORT_GAP_MS = 2.0
 """Distance of launches below `SHORT_US`: they leave the GPU at rest anyway, and spread too much to calibrate by."""
 
-ADVICE = {FailureKind.OUT_OF_MEMORY: "try smaller sizes",
-          FailureKind.LAUNCH_FAILURE: "correct what the kernel declares"}  # fmt: skip
+ADVICE = {
+    FailureKind.OUT_OF_MEMORY: "try smaller sizes",
+    FailureKind.LAUNCH_FAILURE: "correct what the kernel declares",
+}
 """Where a problem cannot be prepared, by kind of failure."""
 
 
@@ -89,10 +91,14 @@ class Worker:
         self._errors = Path(self._folder.path) / "stderr.txt"
         self.connection, theirs = Pipe()
         with theirs, self._errors.open("wb") as errors:
-            self.process = subprocess.Popen([*command, str(theirs.fileno()), self._folder.path, str(os.getpid())],
-                                            pass_fds=[theirs.fileno(), *([lock.descriptor] if lock else [])],
-                                            stdin=subprocess.DEVNULL,
-                                            stdout=subprocess.DEVNULL, stderr=errors, env=child_environment())  # fmt: skip
+            self.process = subprocess.Popen(
+                [*command, str(theirs.fileno()), self._folder.path, str(os.getpid())],
+                pass_fds=[theirs.fileno(), *([lock.descriptor] if lock else [])],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=child_environment(),
+            )
         self.loaded: set[str] = set()
 
     def receive(self, timeout_s: float, what: str) -> tuple[str, Any]:
@@ -170,8 +176,10 @@ class Worker:
         try:
             self.process.wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise MeasureError("the measuring process cannot be killed: the GPU is stuck; reset it or restart the "
-                               "machine, then run: tiledsched doctor") from None  # fmt: skip
+            raise MeasureError(
+                "the measuring process cannot be killed: the GPU is stuck; reset it or restart the "
+                "machine, then run: tiledsched doctor"
+            ) from None
         self._folder.close()
 
 
@@ -204,9 +212,16 @@ class GpuRunner:
     name = "gpu"
     regimes = frozenset(REGIMES)
 
-    def __init__(self, kernel: KernelClass, *, seed: int = 0, timeouts: Timeouts | None = None,
-                 gap_ms: float | None = None, worker_command: Sequence[str] = WORKER_COMMAND,
-                 gpu: tuple[str, str] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        kernel: KernelClass,
+        *,
+        seed: int = 0,
+        timeouts: Timeouts | None = None,
+        gap_ms: float | None = None,
+        worker_command: Sequence[str] = WORKER_COMMAND,
+        gpu: tuple[str, str] | None = None,
+    ) -> None:
         self._kernel = kernel
         self._seed = seed
         self._timeouts = timeouts or Timeouts()
@@ -363,8 +378,11 @@ class GpuRunner:
         doubtful = next((each.others for each in seen if each.beside is None), ())
         if doubtful and not self._told:
             self._told = True
-            log.warning("process %s has the GPU open, and NVML does not tell here whether it runs: what is measured may be "
-                        "measured beside it", ", ".join(map(str, doubtful)))  # fmt: skip
+            log.warning(
+                "process %s has the GPU open, and NVML does not tell here whether it runs: what is measured may be "
+                "measured beside it",
+                ", ".join(map(str, doubtful)),
+            )
 
     def _settle_timing(self, candidates: Sequence[Candidate], regime: str) -> None:
         """Once per problem and regime: launches or graphs, and how far apart. The fastest candidate at hand decides both.
@@ -395,8 +413,9 @@ class GpuRunner:
     def _expected(self, candidate: Candidate) -> float:
         return self._expected_us.get(candidate.artifact.fingerprint, UNKNOWN_US)
 
-    def _sample_together(self, candidates: Sequence[Candidate], rounds: int,
-                         regime: str) -> list[Batch | Failure] | Failure:  # fmt: skip
+    def _sample_together(
+        self, candidates: Sequence[Candidate], rounds: int, regime: str
+    ) -> list[Batch | Failure] | Failure:
         limits = self._timeouts
         graph_launches = (self._graph_launches or 0) if regime == "sustained" else 0
         gap_ms = DEFAULT_GAP_MS if self._gap_ms is None else self._gap_ms
@@ -408,8 +427,9 @@ class GpuRunner:
             failed = next((launch for launch in launches if isinstance(launch, Failure)), None)
             if failed is not None:
                 return failed
-            return self._worker.ask(timeout_s, "sample", launches, rounds, regime, self._draw_seed("order"), gap_ms,
-                                    graph_launches)  # fmt: skip
+            return self._worker.ask(
+                timeout_s, "sample", launches, rounds, regime, self._draw_seed("order"), gap_ms, graph_launches
+            )
 
         answer: list[Batch | Failure] | Failure = self._guarded(ask)
         return answer

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.kernel import ArraySpec, KernelClass, Tolerance
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.core.kernel import ArraySpec, KernelClass, Tolerance
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 
 Argument = tuple[str, str, Any]
 """("array", name, wide), ("list", name, wide) or ("scalar", dtype, value). `wide`: indexed with 64 bits. Constants are in the
@@ -54,11 +54,24 @@ def launch_of(kernel: KernelClass, p: Problem, s: Schedule, device: Any, fingerp
     Raises:
         DeclarationError: the declaration gives no launch.
     """
-    from tiledsched.launches import scratch, steps
+    from tiledsched.core.launch import scratch, steps
 
     found = steps(kernel, p, s, device)
-    plain = tuple(LaunchStep(grid=step.grid, arguments=tuple(
-        ("scalar", each.dtype, each.value) if each.kind == "scalar" else (each.kind, each.name, each.wide)
-        for each in step.arguments if each.kind != "constant")) for step in found)  # fmt: skip
-    return Launch(fingerprint=fingerprint, steps=plain, scratch=scratch(kernel, p, s, found),
-                  tolerance=kernel.tolerance(p, s), tile=kernel.check_tile(p, s))  # fmt: skip
+    plain = tuple(
+        LaunchStep(
+            grid=step.grid,
+            arguments=tuple(
+                ("scalar", each.dtype, each.value) if each.kind == "scalar" else (each.kind, each.name, each.wide)
+                for each in step.arguments
+                if each.kind != "constant"
+            ),
+        )
+        for step in found
+    )
+    return Launch(
+        fingerprint=fingerprint,
+        steps=plain,
+        scratch=scratch(kernel, p, s, found),
+        tolerance=kernel.tolerance(p, s),
+        tile=kernel.check_tile(p, s),
+    )

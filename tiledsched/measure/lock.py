@@ -22,9 +22,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiledsched.config import load_settings
-from tiledsched.errors import MeasureError
-from tiledsched.files import user_folder
+from tiledsched.core.config import load_settings
+from tiledsched.core.errors import MeasureError
+from tiledsched.core.files import user_folder
 from tiledsched.measure.nvml import current_gpu
 
 FOLDER = Path("/tmp")
@@ -93,8 +93,10 @@ def hold(uuid: str, name: str) -> GpuLock | None:
                 _write_holder(descriptor)
                 return _held.setdefault(uuid, GpuLock(uuid, descriptor))
         if wait_s is not None and time.monotonic() - began >= wait_s:
-            raise MeasureError(f"GPU {name} ({uuid}) is held by {by}, and one process at a time measures on a GPU; run again "
-                               "when it has ended, or wait for it: TILEDSCHED_GPU_WAIT says for how many seconds")  # fmt: skip
+            raise MeasureError(
+                f"GPU {name} ({uuid}) is held by {by}, and one process at a time measures on a GPU; run again "
+                "when it has ended, or wait for it: TILEDSCHED_GPU_WAIT says for how many seconds"
+            )
         if not told:
             log.warning("waiting for GPU %s (%s): held by %s", name, uuid, by)
             told = True

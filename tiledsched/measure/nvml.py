@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from tiledsched.measure.asking import LISTED_S, READ_S, asked, unwatched
+from tiledsched.measure.driver_timeout import LISTED_S, READ_S, asked, unwatched
 from tiledsched.measure.runner import Conditions, Device
 
 THROTTLE_REASONS = {
@@ -84,8 +84,11 @@ def _list_uuids() -> list[str]:
         pynvml.nvmlInit()
     except Exception:
         return []
-    return [_text(_tell(pynvml.nvmlDeviceGetUUID, each) or "") for each in _handles(pynvml)
-            if _tell(pynvml.nvmlDeviceGetCudaComputeCapability, each) is not None]  # fmt: skip
+    return [
+        _text(_tell(pynvml.nvmlDeviceGetUUID, each) or "")
+        for each in _handles(pynvml)
+        if _tell(pynvml.nvmlDeviceGetCudaComputeCapability, each) is not None
+    ]
 
 
 def state_of(uuid: str) -> dict[str, Any]:
@@ -138,9 +141,15 @@ def _list_devices() -> list[Device]:
         if capability is None:
             continue  # listed, but lost or in a mode that computes nothing
         memory = _tell(pynvml.nvmlDeviceGetMemoryInfo, handle)
-        found.append(Device(name=_labelled(_text(_tell(pynvml.nvmlDeviceGetName, handle) or "unnamed GPU")),
-                            arch=f"sm_{capability[0]}{capability[1]}", sm_count=0,
-                            memory_bytes=int(memory.total) if memory else 0, driver=driver))  # fmt: skip
+        found.append(
+            Device(
+                name=_labelled(_text(_tell(pynvml.nvmlDeviceGetName, handle) or "unnamed GPU")),
+                arch=f"sm_{capability[0]}{capability[1]}",
+                sm_count=0,
+                memory_bytes=int(memory.total) if memory else 0,
+                driver=driver,
+            )
+        )
     return found
 
 
@@ -215,8 +224,10 @@ def current_processes() -> frozenset[int]:
 
 
 def _processes(nvml: Any, handle: Any) -> frozenset[int]:
-    listed = [_tell(nvml.nvmlDeviceGetComputeRunningProcesses, handle),
-              _tell(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle)]  # fmt: skip
+    listed = [
+        _tell(nvml.nvmlDeviceGetComputeRunningProcesses, handle),
+        _tell(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
+    ]
     return frozenset(each.pid for processes in listed for each in processes or ())
 
 
@@ -243,9 +254,14 @@ def current_device() -> Device:
         driver = _text(pynvml.nvmlSystemGetDriverVersion())
     except Exception:
         driver = f"CUDA {cupy.cuda.runtime.driverGetVersion()}"
-    return Device(name=_labelled(_text(properties["name"])), arch=f"sm_{properties['major']}{properties['minor']}",
-                  sm_count=int(properties["multiProcessorCount"]), memory_bytes=int(properties["totalGlobalMem"]),
-                  l2_bytes=int(properties["l2CacheSize"]), driver=driver)  # fmt: skip
+    return Device(
+        name=_labelled(_text(properties["name"])),
+        arch=f"sm_{properties['major']}{properties['minor']}",
+        sm_count=int(properties["multiProcessorCount"]),
+        memory_bytes=int(properties["totalGlobalMem"]),
+        l2_bytes=int(properties["l2CacheSize"]),
+        driver=driver,
+    )
 
 
 class ConditionsLog:
@@ -260,8 +276,13 @@ class ConditionsLog:
         MeasureError: the driver does not answer.
     """
 
-    def __init__(self, ours: Collection[int] = (), since_s: float | None = None, *,
-                 ask: Callable[[Callable[[], Any], float], Any] = unwatched) -> None:  # fmt: skip
+    def __init__(
+        self,
+        ours: Collection[int] = (),
+        since_s: float | None = None,
+        *,
+        ask: Callable[[Callable[[], Any], float], Any] = unwatched,
+    ) -> None:
         self._seen: dict[str, list[int]] = {}
         self._ask, bus = ask, _current_bus()
         self._nvml, self._handle = ask(lambda: _at(bus), LISTED_S)
@@ -313,9 +334,12 @@ class ConditionsLog:
         others = listed - self._ours if told else frozenset()
         reasons = functools.reduce(operator.or_, seen.get("reasons", []), 0)
         throttled = tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit)
-        return Conditions(sm_clock_mhz=int(statistics.median(seen.get("sm", [0]))),
-                          memory_clock_mhz=int(statistics.median(seen.get("memory", [0]))),
-                          power_w=max(seen.get("milliwatts", [0])) / 1e3,
-                          temperature_c=max(seen.get("temperature", [0])),
-                          throttle_reasons=throttled, others=tuple(sorted(others)),
-                          beside=self._ask(lambda: self._ran(others), READ_S) if told else ())  # fmt: skip
+        return Conditions(
+            sm_clock_mhz=int(statistics.median(seen.get("sm", [0]))),
+            memory_clock_mhz=int(statistics.median(seen.get("memory", [0]))),
+            power_w=max(seen.get("milliwatts", [0])) / 1e3,
+            temperature_c=max(seen.get("temperature", [0])),
+            throttle_reasons=throttled,
+            others=tuple(sorted(others)),
+            beside=self._ask(lambda: self._ran(others), READ_S) if told else (),
+        )

@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from tiledsched.errors import Failure, FailureKind, MeasureError
-from tiledsched.kernel import KernelClass
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Device, Measurement
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
 
 Key = tuple[str, str, tuple[tuple[int, int, int], ...]]
 

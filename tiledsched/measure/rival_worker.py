@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.cases import Case, input_specs
-from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel import KernelClass
-from tiledsched.kernel_names import load_kernel
+from tiledsched.core.cases import Case, input_specs
+from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
 from tiledsched.measure.accuracy import case_errors, wrong_result
 from tiledsched.measure.arrays import ProblemArrays
@@ -28,7 +29,6 @@ from tiledsched.measure.rivals import RivalSamples, call_on
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES, sample_rounds
 from tiledsched.measure.torch_arrays import as_stored, as_tensors
 from tiledsched.measure.torch_timing import SPIN_MARGIN, Call, TorchStopwatch, host_cost_us
-from tiledsched.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,9 @@ class Rivals:
                 with suppress(RuntimeError):  # of a context that is lost, which is told elsewhere
                     self._torch.cuda.empty_cache()
 
-    def race(self, state: Any, launch: Launch, rounds: int, regime: str, seed: int,
-             gap_ms: float) -> list[RivalSamples] | Failure:  # fmt: skip
+    def race(
+        self, state: Any, launch: Launch, rounds: int, regime: str, seed: int, gap_ms: float
+    ) -> list[RivalSamples] | Failure:
         """Samples of every rival that is right, ours beside each round."""
         torch, arrays, problem = self._torch, state.arrays, self._problem
         assert problem is not None
@@ -97,8 +98,9 @@ class Rivals:
         order = list(named)
         return sorted(told, key=lambda each: order.index(each.name))
 
-    def _try(self, name: str, function: Callable[..., Any], arrays: ProblemArrays, launch: Launch,
-             flush: Any) -> Tried | str:  # fmt: skip
+    def _try(
+        self, name: str, function: Callable[..., Any], arrays: ProblemArrays, launch: Launch, flush: Any
+    ) -> Tried | str:
         """What some calls tell, or why it takes no part. One that looks at values must be right on the odd ones, too.
 
         Raises:
@@ -165,8 +167,9 @@ class Rivals:
 
         return call
 
-    def _sample(self, state: Any, ours: Call, tried: list[Tried], flush: Any, rounds: int, regime: str, seed: int,
-                gap_ms: float) -> list[RivalSamples]:  # fmt: skip
+    def _sample(
+        self, state: Any, ours: Call, tried: list[Tried], flush: Any, rounds: int, regime: str, seed: int, gap_ms: float
+    ) -> list[RivalSamples]:
         torch = self._torch
         ours()
         torch.cuda.synchronize()
@@ -180,14 +183,30 @@ class Rivals:
                 if watch.read(watch.queue(index, paced=True)) < max(GRAPH_BELOW_US, SPIN_MARGIN * host_us):
                     watch.capture(index, GRAPH_LAUNCHES)
         log = ConditionsLog(state.ours, time.time())
-        samples = sample_rounds(watch, len(calls), rounds=rounds, regime=regime, rng=random.Random(seed), log=log,
-                                gap_s=gap_ms / 1e3, warmup_s=timing.SUSTAINED_WARMUP_S)  # fmt: skip
+        samples = sample_rounds(
+            watch,
+            len(calls),
+            rounds=rounds,
+            regime=regime,
+            rng=random.Random(seed),
+            log=log,
+            gap_s=gap_ms / 1e3,
+            warmup_s=timing.SUSTAINED_WARMUP_S,
+        )
         disturbance = log.summary().disturbance
         # Last: a capture that fails may leave a library in a state of its own.
-        return [RivalSamples(name=each.name, failure=f"timed {disturbance}" if disturbance else "", samples_us=tuple(theirs),
-                             ours_us=tuple(samples[0]), host_us=each.host_us,
-                             capturable=TorchStopwatch(torch, [each.call], flush).capture(0, 1), version=each.version)
-                for each, theirs in zip(tried, samples[1:], strict=True)]  # fmt: skip
+        return [
+            RivalSamples(
+                name=each.name,
+                failure=f"timed {disturbance}" if disturbance else "",
+                samples_us=tuple(theirs),
+                ours_us=tuple(samples[0]),
+                host_us=each.host_us,
+                capturable=TorchStopwatch(torch, [each.call], flush).capture(0, 1),
+                version=each.version,
+            )
+            for each, theirs in zip(tried, samples[1:], strict=True)
+        ]
 
 
 def main(descriptor: str, folder: str, parent: str) -> None:

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tiledsched.errors import Failure
-from tiledsched.kernel import Kernel, KernelClass
+from tiledsched.core.errors import Failure
+from tiledsched.core.kernel import Kernel, KernelClass
+from tiledsched.core.problem import Problem
 from tiledsched.measure.gpu import GpuRunner, Timeouts, Worker, WorkerDiedError
 from tiledsched.measure.launch import launch_of
 from tiledsched.measure.runner import Candidate, RivalTime
 from tiledsched.measure.statistics import median_interval
 from tiledsched.measure.timing import BURST_GAP_S
-from tiledsched.problem import Problem
 
 log = logging.getLogger("tiledsched")
 RIVAL_COMMAND = (sys.executable, "-m", "tiledsched.measure.rival_worker")
@@ -66,8 +66,11 @@ def call_on(function: Callable[..., Any], tensors: Sequence[Any]) -> Callable[[]
 
 def rival_time(told: RivalSamples) -> RivalTime:
     """Medians, and the interval of the ratio by round."""
-    pairs = [(theirs, ours) for theirs, ours in zip(told.samples_us, told.ours_us, strict=True)
-             if not (math.isnan(theirs) or math.isnan(ours))]  # fmt: skip
+    pairs = [
+        (theirs, ours)
+        for theirs, ours in zip(told.samples_us, told.ours_us, strict=True)
+        if not (math.isnan(theirs) or math.isnan(ours))
+    ]
     failure = told.failure
     if not failure and len(pairs) < LEAST_ROUNDS:
         failure = "host too slow: the GPU waited for it nearly every time"
@@ -75,10 +78,18 @@ def rival_time(told: RivalSamples) -> RivalTime:
         return RivalTime(name=told.name, failure=failure, host_us=round(told.host_us, 1), version=told.version)
     ratios = [theirs / ours for theirs, ours in pairs]
     low, high = median_interval(ratios, CONFIDENCE)
-    return RivalTime(name=told.name, median_us=statistics.median(theirs for theirs, _ in pairs),
-                     ours_us=statistics.median(ours for _, ours in pairs), ratio=statistics.median(ratios), ratio_low=low,
-                     ratio_high=high, samples=len(pairs), host_us=round(told.host_us, 1), capturable=told.capturable,
-                     version=told.version)  # fmt: skip
+    return RivalTime(
+        name=told.name,
+        median_us=statistics.median(theirs for theirs, _ in pairs),
+        ours_us=statistics.median(ours for _, ours in pairs),
+        ratio=statistics.median(ratios),
+        ratio_low=low,
+        ratio_high=high,
+        samples=len(pairs),
+        host_us=round(told.host_us, 1),
+        capturable=told.capturable,
+        version=told.version,
+    )
 
 
 class RivalRaces:
@@ -92,8 +103,15 @@ class RivalRaces:
         timeouts: when it is taken for hung.
     """
 
-    def __init__(self, kernel: KernelClass, runner: GpuRunner, *, regime: str, command: Sequence[str] = RIVAL_COMMAND,
-                 timeouts: Timeouts | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        kernel: KernelClass,
+        runner: GpuRunner,
+        *,
+        regime: str,
+        command: Sequence[str] = RIVAL_COMMAND,
+        timeouts: Timeouts | None = None,
+    ) -> None:
         self._kernel, self._runner, self._regime = kernel, runner, regime
         self._command, self._timeouts = tuple(command), timeouts or Timeouts()
         self._worker: Worker | None = None

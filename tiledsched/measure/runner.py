@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from tiledsched.build.cubin import Artifact
-from tiledsched.errors import Failure
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.core.errors import Failure
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 
 REGIMES = ("burst", "sustained")
 

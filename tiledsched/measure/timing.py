@@ -73,8 +73,17 @@ class Log(Protocol):
         ...
 
 
-def sample_rounds(watch: Stopwatch, count: int, *, rounds: int, regime: str, rng: random.Random, log: Log,
-                  gap_s: float = BURST_GAP_S, warmup_s: float = SUSTAINED_WARMUP_S) -> list[list[float]]:  # fmt: skip
+def sample_rounds(
+    watch: Stopwatch,
+    count: int,
+    *,
+    rounds: int,
+    regime: str,
+    rng: random.Random,
+    log: Log,
+    gap_s: float = BURST_GAP_S,
+    warmup_s: float = SUSTAINED_WARMUP_S,
+) -> list[list[float]]:
     """Microseconds of `count` candidates, `rounds` samples each; sample i of every candidate is of round i.
 
     Args:
@@ -120,9 +129,14 @@ def calibrate(watch: Stopwatch, *, log: Callable[[], Log], gaps_s: Sequence[floa
         readings = log()
         count = max(TRIAL_SAMPLES, int(TRIAL_S / gap_s) if gap_s else 0)
         samples = _burst(watch, 1, count + 2, random.Random(0), readings, gap_s)[0][2:]
-        trials.append(GapTrial(gap_ms=gap_s * 1e3, median_us=statistics.median(samples),
-                               spread=relative_spread(samples),
-                               sm_clock_mhz=readings.summary().sm_clock_mhz))  # fmt: skip
+        trials.append(
+            GapTrial(
+                gap_ms=gap_s * 1e3,
+                median_us=statistics.median(samples),
+                spread=relative_spread(samples),
+                sm_clock_mhz=readings.summary().sm_clock_mhz,
+            )
+        )
         if _first_steady(trials):
             break
     return trials
@@ -143,8 +157,9 @@ def _first_steady(trials: Sequence[GapTrial]) -> GapTrial | None:
     return None
 
 
-def _sustained(watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: Log,
-               warmup_s: float) -> list[list[float]]:  # fmt: skip
+def _sustained(
+    watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: Log, warmup_s: float
+) -> list[list[float]]:
     """The GPU never waits: while one round runs, the next is queued behind it."""
     samples: list[list[float]] = [[] for _ in range(count)]
     warm_at = time.perf_counter() + warmup_s

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiledsched.cases import Arrays as Stored
-from tiledsched.cases import input_specs
-from tiledsched.kernel import ArraySpec
-from tiledsched.problem import Problem
-from tiledsched.storage import storage_type
+from tiledsched.core.cases import Arrays as Stored
+from tiledsched.core.cases import input_specs
+from tiledsched.core.kernel import ArraySpec
+from tiledsched.core.problem import Problem
+from tiledsched.core.storage import storage_type
 
 
 def as_tensors(torch: Any, problem: Problem, stored: Stored) -> tuple[Any, ...]:

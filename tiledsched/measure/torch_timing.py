@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiledsched.errors import MeasureError
+from tiledsched.core.errors import MeasureError
 
 LEAST_SPIN_US = 300.0
 """Ahead of every paced call: the host queues what follows meanwhile, so that events never time it."""
@@ -94,8 +94,10 @@ class TorchStopwatch:
                 return index, before, None
             after.synchronize()
             self.spin_us *= 2
-        raise MeasureError(f"the call waits for the GPU, or takes the host more than {self.spin_us / 1e3:.0f} ms: its time on "
-                           "the GPU alone cannot be told; leave it out with --methods")  # fmt: skip
+        raise MeasureError(
+            f"the call waits for the GPU, or takes the host more than {self.spin_us / 1e3:.0f} ms: its time on "
+            "the GPU alone cannot be told; leave it out with --methods"
+        )
 
     def read(self, queued: tuple[int, Any, Any]) -> float:
         """Microseconds of one call; NaN where the GPU had nothing left to do when it was queued."""

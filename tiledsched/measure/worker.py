@@ -26,10 +26,11 @@ import cupy
 import numpy
 
 from tiledsched.build.cubin import is_whole, parts, symbol_of
-from tiledsched.cases import Case, make_cases
-from tiledsched.errors import Failure, FailureKind
-from tiledsched.kernel import Tolerance
-from tiledsched.kernel_names import load_kernel
+from tiledsched.core.cases import Case, make_cases
+from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.kernel import Tolerance
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
 from tiledsched.measure.accuracy import OutputErrors, case_errors, summary, wrong_result
 from tiledsched.measure.arrays import Packed, ProblemArrays
@@ -37,7 +38,6 @@ from tiledsched.measure.launch import Launch
 from tiledsched.measure.nvml import ConditionsLog, current_device, current_gpu, current_processes, own_processes
 from tiledsched.measure.runner import Batch, Checked, GapTrial
 from tiledsched.measure.timing import calibrate, sample_rounds
-from tiledsched.problem import Problem
 
 FLUSH_TIMES_L2 = 2
 SPIN_US = 300.0
@@ -55,9 +55,15 @@ MARKS = {
     FailureKind.HANG: ("launch timed out",),
     FailureKind.DRIVER_MISMATCH: ("unsupported toolchain", "no kernel image", "driver version is insufficient"),
     FailureKind.GPU_LOST: ("uncorrectable", "devices are busy or unavailable", "no cuda-capable device", "gpu is lost"),
-    FailureKind.ILLEGAL_ADDRESS: ("illegal memory access", "misaligned address", "illegal instruction",
-                                  "unspecified launch failure", "invalid program counter", "device-side assert"),
-}  # fmt: skip
+    FailureKind.ILLEGAL_ADDRESS: (
+        "illegal memory access",
+        "misaligned address",
+        "illegal instruction",
+        "unspecified launch failure",
+        "invalid program counter",
+        "device-side assert",
+    ),
+}
 """What the driver's message holds, in lower case, for each kind of failure it can tell."""
 
 SPIN_SOURCE = r"""
@@ -120,7 +126,7 @@ def begin(state: State, locator: str, problem: Problem, seed: int) -> None:
 def _rehearse(state: State, arrays: ProblemArrays) -> None:
     """Do once what every check and sample does: CuPy compiles a kernel at its first use, which takes seconds on a machine
     that never did, and candidates are still being built now.
-    """  # fmt: skip
+    """
     arrays.poison(())
     for case in arrays.cases:
         _errors(arrays, case, Tolerance(relative=0.0), REHEARSED_TILE)
@@ -162,7 +168,7 @@ def look(state: State, launch: Launch) -> float:
 def check(state: State, launch: Launch) -> Checked | Failure:
     """Over poisoned outputs: two launches on the random inputs, right everywhere, and whether they give the same bits;
     the same after launches in a row; then one on each case of adversarial inputs.
-    """  # fmt: skip
+    """
     arrays = state.arrays
     assert arrays is not None
     random, *adversarial = arrays.cases
@@ -282,18 +288,27 @@ class Stopwatch:
         return float(cupy.cuda.get_elapsed_time(before, after) * 1e3) / self._count
 
 
-def sample(state: State, launches: list[Launch], rounds: int, regime: str, seed: int, gap_ms: float,
-           graph_launches: int) -> list[Batch]:  # fmt: skip
+def sample(
+    state: State, launches: list[Launch], rounds: int, regime: str, seed: int, gap_ms: float, graph_launches: int
+) -> list[Batch]:
     """Interleaved samples of every launch."""
     log = ConditionsLog(state.ours, state.since_s)
     still_warm = time.perf_counter() - state.last_sustained_s < timing.STILL_WARM_S
-    samples = sample_rounds(Stopwatch(state, launches, graph_launches), len(launches), rounds=rounds, regime=regime,
-                            rng=random.Random(seed), log=log, gap_s=gap_ms / 1e3,
-                            warmup_s=timing.SUSTAINED_REWARM_S if still_warm else timing.SUSTAINED_WARMUP_S)  # fmt: skip
+    samples = sample_rounds(
+        Stopwatch(state, launches, graph_launches),
+        len(launches),
+        rounds=rounds,
+        regime=regime,
+        rng=random.Random(seed),
+        log=log,
+        gap_s=gap_ms / 1e3,
+        warmup_s=timing.SUSTAINED_REWARM_S if still_warm else timing.SUSTAINED_WARMUP_S,
+    )
     if regime == "sustained":
         state.last_sustained_s = time.perf_counter()
-    conditions = dataclasses.replace(log.summary(), gap_ms=gap_ms if regime == "burst" else 0.0,
-                                     graph_launches=graph_launches)  # fmt: skip
+    conditions = dataclasses.replace(
+        log.summary(), gap_ms=gap_ms if regime == "burst" else 0.0, graph_launches=graph_launches
+    )
     state.since_s = time.time()
     return [Batch(samples_us=tuple(values), conditions=conditions) for values in samples]
 

@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from tiledsched.kernel import HINT_KNOBS
+from tiledsched.core.kernel import HINT_KNOBS
+from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.report.records import (
     KnobImportance,
     KnobValueRatio,
@@ -18,7 +19,6 @@ from tiledsched.report.records import (
     TileTime,
     Timed,
 )
-from tiledsched.schedule import KnobValue, Schedule
 
 T = TypeVar("T")
 REGIMES = (("short", 1024), ("medium", 4096))
@@ -57,8 +57,7 @@ def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[T
         if knobs is not None and {*knobs} <= {*one.schedule}:
             best.setdefault((one.schedule.number(knobs[0]), one.schedule.number(knobs[1])), one)
     fastest = min((one.us for one in best.values()), default=0.0)
-    return tuple(TileTime(tile=tile, us=one.us, relative=one.us / fastest)
-                 for tile, one in best.items())  # fmt: skip
+    return tuple(TileTime(tile=tile, us=one.us, relative=one.us / fastest) for tile, one in best.items())
 
 
 def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...]:
@@ -80,12 +79,20 @@ def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...
         means = {tile: statistics.geometric_mean([table[tile] for table in tables]) for tile in shared}
         ranked = sorted(shared, key=lambda tile: (means[tile], tile))
         runner_up = ranked[1] if len(ranked) > 1 else None
-        lines.append(TileSensitivity(
-            device_name=members[0].device_name, shared=members[0].shared, accum_mode=members[0].accum_mode,
-            regime=regime, sizes=tuple(sorted({member.size for member in members})), problems=len(members),
-            best=ranked[0], runner_up=runner_up, drop=means[runner_up] / means[ranked[0]] - 1 if runner_up else None,
-            spread=means[ranked[-1]] / means[ranked[0]] - 1,
-        ))  # fmt: skip
+        lines.append(
+            TileSensitivity(
+                device_name=members[0].device_name,
+                shared=members[0].shared,
+                accum_mode=members[0].accum_mode,
+                regime=regime,
+                sizes=tuple(sorted({member.size for member in members})),
+                problems=len(members),
+                best=ranked[0],
+                runner_up=runner_up,
+                drop=means[runner_up] / means[ranked[0]] - 1 if runner_up else None,
+                spread=means[ranked[-1]] / means[ranked[0]] - 1,
+            )
+        )
     return tuple(lines)
 
 
@@ -95,8 +102,10 @@ def knob_importance(timed: Sequence[Timed]) -> tuple[KnobImportance, ...]:
     fastest = min(one.us for one in timed)
     effects = []
     for knob in _varying(schedules):
-        changes = [max(a.us, b.us) / min(a.us, b.us) - 1
-                   for a, b in matched_pairs([(one.schedule, one) for one in timed], knob)]  # fmt: skip
+        changes = [
+            max(a.us, b.us) / min(a.us, b.us) - 1
+            for a, b in matched_pairs([(one.schedule, one) for one in timed], knob)
+        ]
         best: dict[tuple[type, KnobValue], float] = {}
         for one in timed:
             if knob in one.schedule:
@@ -141,10 +150,18 @@ def joined_importance(problems: Sequence[ProblemReport]) -> tuple[KnobImportance
         for part in parts:
             for line in part.values:
                 ratios[type(line.value), line.value].append(line.ratio)
-        values = [KnobValueRatio(value=value, ratio=statistics.geometric_mean(found))
-                  for (_, value), found in ratios.items()]  # fmt: skip
-        joined.append(KnobImportance(knob=knob, pairs=pairs, mean_change=total / pairs if pairs else None,
-                                 largest_change=max(largest, default=None), values=_by_ratio(values)))  # fmt: skip
+        values = [
+            KnobValueRatio(value=value, ratio=statistics.geometric_mean(found)) for (_, value), found in ratios.items()
+        ]
+        joined.append(
+            KnobImportance(
+                knob=knob,
+                pairs=pairs,
+                mean_change=total / pairs if pairs else None,
+                largest_change=max(largest, default=None),
+                values=_by_ratio(values),
+            )
+        )
     return tuple(sorted(joined, key=_order))
 
 
@@ -169,8 +186,13 @@ def _varying(schedules: Sequence[Schedule]) -> list[str]:
 
 
 def _importance(knob: str, changes: Sequence[float], values: Sequence[KnobValueRatio]) -> KnobImportance:
-    return KnobImportance(knob=knob, pairs=len(changes), mean_change=statistics.fmean(changes) if changes else None,
-                      largest_change=max(changes, default=None), values=_by_ratio(values))  # fmt: skip
+    return KnobImportance(
+        knob=knob,
+        pairs=len(changes),
+        mean_change=statistics.fmean(changes) if changes else None,
+        largest_change=max(changes, default=None),
+        values=_by_ratio(values),
+    )
 
 
 def _by_ratio(values: Sequence[KnobValueRatio]) -> tuple[KnobValueRatio, ...]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.fields import Choice, Flag
-from tiledsched.kernel import KernelClass, labels_of, total
-from tiledsched.problem import Problem, describe_values
+from tiledsched.core.fields import Choice, Flag
+from tiledsched.core.kernel import KernelClass, labels_of, total
+from tiledsched.core.problem import Problem, describe_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,5 +88,10 @@ def axes_of(kernel: KernelClass) -> Axes:
     columns |= {short: names for short, names in labels.items() if not {*names} <= {*shared, *swept}}
     rest = [name for name in fields if name not in {*labelled, *swept, *shared}]
     columns |= {name: (name,) for name in rest if name in axes or fields[name].default is None}
-    return Axes(swept=swept, shared=tuple(shared), columns=columns, titles={name: titles.get((name,), name) for name in shared},
-                optional=tuple(name for name in rest if name not in columns))  # fmt: skip
+    return Axes(
+        swept=swept,
+        shared=tuple(shared),
+        columns=columns,
+        titles={name: titles.get((name,), name) for name in shared},
+        optional=tuple(name for name in rest if name not in columns),
+    )

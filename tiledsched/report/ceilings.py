@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from tiledsched.problem import Problem, unit_of
+from tiledsched.core.problem import Problem, unit_of
 from tiledsched.report.records import MEASURED
-from tiledsched.store.records import EntryRecord
+from tiledsched.store.records import Entry
 
 LEAST_CACHES = 4
 """A rate of memory counts from so many times the L2 cache on: what is written last may still be in it."""
@@ -38,7 +38,7 @@ class Ceiling:
         return f"{self.rate:.0f} {self.unit}{clock} ({self.problem.kernel} {self.problem}, {self.taken:%Y-%m-%d})"
 
 
-def measured_ceilings(entries: Iterable[EntryRecord], regime: str, dtypes: Iterable[str]) -> tuple[Ceiling, ...]:
+def measured_ceilings(entries: Iterable[Entry], regime: str, dtypes: Iterable[str]) -> tuple[Ceiling, ...]:
     """The highest measured rates, of each GPU and unit.
 
     Args:
@@ -60,8 +60,14 @@ def measured_ceilings(entries: Iterable[EntryRecord], regime: str, dtypes: Itera
         for unit, rate in rates.items():
             if (entry.device_name, unit) not in found or rate > found[entry.device_name, unit].rate:
                 found[entry.device_name, unit] = Ceiling(
-                    device_name=entry.device_name, unit=unit, rate=rate, problem=problem, taken=taken.created_at,
-                    sm_clock_mhz=taken.conditions.sm_clock_mhz, power_w=taken.conditions.power_w)  # fmt: skip
+                    device_name=entry.device_name,
+                    unit=unit,
+                    rate=rate,
+                    problem=problem,
+                    taken=taken.created_at,
+                    sm_clock_mhz=taken.conditions.sm_clock_mhz,
+                    power_w=taken.conditions.power_w,
+                )
     return tuple(found[key] for key in sorted(found))
 
 

@@ -529,11 +529,7 @@ def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Sp
             trace(section, report),
         ),
         "rates": ("Rates of the best schedules", "A dot is a problem.", rates(section, report)),
-        "roofline": (
-            "Roofline",
-            said_of_roofs(section, report),
-            roofline(section, report),
-        ),
+        "roofline": ("Roofline", said_of_roofs(section, report), roofline(section, report)),
         "resources": ("Resources and time", "Programs by what their machine code takes.", resources(section)),
     }
     return {

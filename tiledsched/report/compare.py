@@ -101,10 +101,22 @@ class Compared:
         shared = {
             name: getattr(self.b, name) for name in ("kernel", "arch", "regime", "accum_mode", "problem_id", "problem")
         }
-        sides = {f"{side}_{name}": value for side, one in (("a", self.a), ("b", self.b)) for name, value in asdict(one).items()
-                 if name not in (*shared, "words", "when")}  # fmt: skip
-        return {**shared, "verdict": self.verdict, "ratio": self.ratio, "ratio_low": self.low, "ratio_high": self.high,
-                "winner_changed": self.winner_changed, "same_program": self.same_program, **sides}  # fmt: skip
+        sides = {
+            f"{side}_{name}": value
+            for side, one in (("a", self.a), ("b", self.b))
+            for name, value in asdict(one).items()
+            if name not in (*shared, "words", "when")
+        }
+        return {
+            **shared,
+            "verdict": self.verdict,
+            "ratio": self.ratio,
+            "ratio_low": self.low,
+            "ratio_high": self.high,
+            "winner_changed": self.winner_changed,
+            "same_program": self.same_program,
+            **sides,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +167,19 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
         return {
-            "a": self.a, "b": self.b, "threshold": self.threshold, "counts": self.counts, "mean_ratio": self.mean,
-            "drift": statistics.geometric_mean(self.drift) if self.drift else None, "programs_on_both": len(self.drift),
-            "regressed": self.regressed, "line": self.line(), "rows": [row.to_json() for row in self.rows],
-            "only_a": [one.problem for one in self.only_a], "only_b": [one.problem for one in self.only_b],
-        }  # fmt: skip
+            "a": self.a,
+            "b": self.b,
+            "threshold": self.threshold,
+            "counts": self.counts,
+            "mean_ratio": self.mean,
+            "drift": statistics.geometric_mean(self.drift) if self.drift else None,
+            "programs_on_both": len(self.drift),
+            "regressed": self.regressed,
+            "line": self.line(),
+            "rows": [row.to_json() for row in self.rows],
+            "only_a": [one.problem for one in self.only_a],
+            "only_b": [one.problem for one in self.only_b],
+        }
 
 
 def key_of(known: Known) -> Key:
@@ -205,10 +225,14 @@ def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
         if other is not None and one.fingerprint and not _one_measurement(one, other):
             drift.append(other.us / one.us)
     return Comparison(
-        a=a.name, b=b.name, rows=tuple(rows), drift=tuple(drift), threshold=threshold,
+        a=a.name,
+        b=b.name,
+        rows=tuple(rows),
+        drift=tuple(drift),
+        threshold=threshold,
         only_a=tuple(one for key, one in first.items() if key not in second),
         only_b=tuple(one for key, one in second.items() if key not in first),
-    )  # fmt: skip
+    )
 
 
 def _anywhere(best: Mapping[Key, Known]) -> dict[Key, Known]:

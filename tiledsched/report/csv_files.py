@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiledsched.problem import Problem, unit_of
+from tiledsched.core.problem import Problem, unit_of
 from tiledsched.report.analysis import size_regime
 from tiledsched.report.records import MEASURED, MODELLED, Report, Section, Tile
 from tiledsched.report.regret import broad, regret_map
@@ -26,17 +26,37 @@ def schedules_csv(report: Report) -> str:
     problems = [*report.measured.problems, *report.modelled.problems]
     rates = [column for unit, column in RATE_COLUMNS.items() if any(unit_of(one.problem) == unit for one in problems)]
     first = ["arch", "device", "regime", "provenance", "problem_id"]
-    last = ["median_us", "ci_low_us", "ci_high_us", "samples", *rates, "relative", "modelled_us",
-            *(f"modelled_{rate}" for rate in rates), "modelled_relative", "same_program_as", "fingerprint",
-            *FACT_COLUMNS]  # fmt: skip
+    last = [
+        "median_us",
+        "ci_low_us",
+        "ci_high_us",
+        "samples",
+        *rates,
+        "relative",
+        "modelled_us",
+        *(f"modelled_{rate}" for rate in rates),
+        "modelled_relative",
+        "same_program_as",
+        "fingerprint",
+        *FACT_COLUMNS,
+    ]
     fields = _columns(_fields(one.problem for one in problems), "problem", (*first, "schedule_id", *last))
-    knobs = _columns(dict.fromkeys(knob for one in problems for timed in one.timed for knob in timed.schedule), "knob",
-                     (*first, *fields.values(), "schedule_id", *last))  # fmt: skip
+    knobs = _columns(
+        dict.fromkeys(knob for one in problems for timed in one.timed for knob in timed.schedule),
+        "knob",
+        (*first, *fields.values(), "schedule_id", *last),
+    )
     rows = []
     for one in problems:
         measured = one.provenance == MEASURED
-        shared = {"arch": report.arch, "device": one.device_name, "regime": report.regime if measured else "",
-                  "provenance": one.provenance, "problem_id": one.problem.id, **_values(one.problem, fields)}  # fmt: skip
+        shared = {
+            "arch": report.arch,
+            "device": one.device_name,
+            "regime": report.regime if measured else "",
+            "provenance": one.provenance,
+            "problem_id": one.problem.id,
+            **_values(one.problem, fields),
+        }
         for timed in one.timed:
             row: dict[str, Any] = {
                 **shared,
@@ -46,11 +66,17 @@ def schedules_csv(report: Report) -> str:
                 "fingerprint": timed.fingerprint,
             }
             prefix = "" if measured else "modelled_"
-            row |= {"median_us" if measured else "modelled_us": _number(timed.us), f"{prefix}relative": _number(timed.relative),
-                    f"{prefix}{RATE_COLUMNS[unit_of(one.problem)]}": _number(timed.rate)}  # fmt: skip
+            row |= {
+                "median_us" if measured else "modelled_us": _number(timed.us),
+                f"{prefix}relative": _number(timed.relative),
+                f"{prefix}{RATE_COLUMNS[unit_of(one.problem)]}": _number(timed.rate),
+            }
             if measured:
-                row |= {"ci_low_us": _number(timed.ci_low_us), "ci_high_us": _number(timed.ci_high_us),
-                        "samples": timed.samples}  # fmt: skip
+                row |= {
+                    "ci_low_us": _number(timed.ci_low_us),
+                    "ci_high_us": _number(timed.ci_high_us),
+                    "samples": timed.samples,
+                }
             if timed.facts is not None:
                 row |= {name: getattr(timed.facts, name) for name in FACT_COLUMNS}
             rows.append(row)
@@ -59,9 +85,17 @@ def schedules_csv(report: Report) -> str:
 
 def regret_csv(report: Report) -> str:
     """One row for every pair of problems with a landscape: what serving the winner of one on the other costs."""
-    rows = [{"arch": report.arch, "winner_of": str(one.tuned), "winner_of_id": one.tuned.id, "served_on": str(one.served),
-             "served_on_id": one.served.id, "loss": _number(one.loss)}
-            for one in regret_map(broad(report.measured.problems))]  # fmt: skip
+    rows = [
+        {
+            "arch": report.arch,
+            "winner_of": str(one.tuned),
+            "winner_of_id": one.tuned.id,
+            "served_on": str(one.served),
+            "served_on_id": one.served.id,
+            "loss": _number(one.loss),
+        }
+        for one in regret_map(broad(report.measured.problems))
+    ]
     return _csv(["arch", "winner_of", "winner_of_id", "served_on", "served_on_id", "loss"], rows)
 
 
@@ -69,25 +103,54 @@ def sensitivity_csv(report: Report) -> str:
     """One row for every problem and one for every regime of sizes: best tile, runner-up tile, drop."""
     accum = _accum_column(report)
     first = ["arch", "device", "provenance", "scope"]
-    last = [*accum, "size_regime", "sizes", "problems", "problem_id", "best_tile", "runner_up_tile",
-            "drop_percent", "worst_drop_percent", "modelled_drop_percent", "modelled_worst_drop_percent"]  # fmt: skip
+    last = [
+        *accum,
+        "size_regime",
+        "sizes",
+        "problems",
+        "problem_id",
+        "best_tile",
+        "runner_up_tile",
+        "drop_percent",
+        "worst_drop_percent",
+        "modelled_drop_percent",
+        "modelled_worst_drop_percent",
+    ]
     shared = list(_columns(report.axes.shared, "problem", (*first, *last)).values())
     rows: list[dict[str, Any]] = []
     for section in (report.measured, report.modelled):
         for one in section.problems:
             if one.tiles:
-                rows.append({
-                    "device": one.device_name, "scope": "problem", **dict(zip(shared, one.shared, strict=True)),
-                    **dict.fromkeys(accum, one.accum_mode), "size_regime": size_regime(one.size),
-                    "sizes": one.size, "problems": 1, "problem_id": one.problem.id, "best_tile": _tile(one.tiles[0].tile),
-                    "runner_up_tile": _tile(one.tiles[1].tile if len(one.tiles) > 1 else None),
-                } | _drops(section, one.tile_drop, one.tiles[-1].relative - 1))  # fmt: skip
+                rows.append(
+                    {
+                        "device": one.device_name,
+                        "scope": "problem",
+                        **dict(zip(shared, one.shared, strict=True)),
+                        **dict.fromkeys(accum, one.accum_mode),
+                        "size_regime": size_regime(one.size),
+                        "sizes": one.size,
+                        "problems": 1,
+                        "problem_id": one.problem.id,
+                        "best_tile": _tile(one.tiles[0].tile),
+                        "runner_up_tile": _tile(one.tiles[1].tile if len(one.tiles) > 1 else None),
+                    }
+                    | _drops(section, one.tile_drop, one.tiles[-1].relative - 1)
+                )
         for line in section.sensitivity:
-            rows.append({
-                "device": line.device_name, "scope": "regime", **dict(zip(shared, line.shared, strict=True)),
-                **dict.fromkeys(accum, line.accum_mode), "size_regime": line.regime, "sizes": " ".join(map(str, line.sizes)),
-                "problems": line.problems, "best_tile": _tile(line.best), "runner_up_tile": _tile(line.runner_up),
-            } | _drops(section, line.drop, line.spread))  # fmt: skip
+            rows.append(
+                {
+                    "device": line.device_name,
+                    "scope": "regime",
+                    **dict(zip(shared, line.shared, strict=True)),
+                    **dict.fromkeys(accum, line.accum_mode),
+                    "size_regime": line.regime,
+                    "sizes": " ".join(map(str, line.sizes)),
+                    "problems": line.problems,
+                    "best_tile": _tile(line.best),
+                    "runner_up_tile": _tile(line.runner_up),
+                }
+                | _drops(section, line.drop, line.spread)
+            )
     return _csv([*first, *shared, *last], [{"arch": report.arch, **row} for row in rows])
 
 
@@ -95,33 +158,74 @@ def regimes_csv(report: Report) -> str:
     """One row for every problem measured in both regimes: who wins in each, and what the other's winner loses there."""
     accum = _accum_column(report)
     first = ["arch", "device", "problem_id"]
-    last = [*accum, "programs", "burst_winner", "sustained_winner", "same", "burst_loss_percent",
-            "burst_loss_distinct", "sustained_loss_percent", "sustained_loss_distinct"]  # fmt: skip
+    last = [
+        *accum,
+        "programs",
+        "burst_winner",
+        "sustained_winner",
+        "same",
+        "burst_loss_percent",
+        "burst_loss_distinct",
+        "sustained_loss_percent",
+        "sustained_loss_distinct",
+    ]
     fields = _columns(_fields(one.problem for one in report.regimes), "problem", (*first, *last))
-    return _csv([*first, *fields.values(), *last], [{
-        "arch": report.arch, "device": one.device_name, "problem_id": one.problem.id, **_values(one.problem, fields),
-        **dict.fromkeys(accum, one.accum_mode), "programs": one.programs, "burst_winner": one.burst_winner.id,
-        "sustained_winner": one.sustained_winner.id, "same": one.same,
-        "burst_loss_percent": f"{one.burst_loss * 100:.3f}", "burst_loss_distinct": one.burst_loss_distinct,
-        "sustained_loss_percent": f"{one.sustained_loss * 100:.3f}",
-        "sustained_loss_distinct": one.sustained_loss_distinct,
-    } for one in report.regimes])  # fmt: skip
+    return _csv(
+        [*first, *fields.values(), *last],
+        [
+            {
+                "arch": report.arch,
+                "device": one.device_name,
+                "problem_id": one.problem.id,
+                **_values(one.problem, fields),
+                **dict.fromkeys(accum, one.accum_mode),
+                "programs": one.programs,
+                "burst_winner": one.burst_winner.id,
+                "sustained_winner": one.sustained_winner.id,
+                "same": one.same,
+                "burst_loss_percent": f"{one.burst_loss * 100:.3f}",
+                "burst_loss_distinct": one.burst_loss_distinct,
+                "sustained_loss_percent": f"{one.sustained_loss * 100:.3f}",
+                "sustained_loss_distinct": one.sustained_loss_distinct,
+            }
+            for one in report.regimes
+        ],
+    )
 
 
 def importance_csv(report: Report) -> str:
     """One row for every knob: the share of the difference between good programs and all that it accounts for."""
-    return _csv(("arch", "knob", "share_percent", "largest_share_percent", "problems"), [
-        {"arch": report.arch, "knob": one.knob, "share_percent": f"{one.share * 100:.3f}",
-         "largest_share_percent": f"{one.largest * 100:.3f}", "problems": one.problems}
-        for one in report.measured.shares])  # fmt: skip
+    return _csv(
+        ("arch", "knob", "share_percent", "largest_share_percent", "problems"),
+        [
+            {
+                "arch": report.arch,
+                "knob": one.knob,
+                "share_percent": f"{one.share * 100:.3f}",
+                "largest_share_percent": f"{one.largest * 100:.3f}",
+                "problems": one.problems,
+            }
+            for one in report.measured.shares
+        ],
+    )
 
 
 def interactions_csv(report: Report) -> str:
     """One row for every change of a knob whose effect depends on the rest of the schedule."""
-    rows = [{"arch": report.arch, "knob": one.knob, "before": one.before, "after": one.after,
-             "circumstance": one.circumstance, "change_with_percent": f"{one.effect_with * 100:.3f}",
-             "pairs_with": one.pairs_with, "change_without_percent": f"{one.effect_without * 100:.3f}",
-             "pairs_without": one.pairs_without} for one in report.measured.interactions]  # fmt: skip
+    rows = [
+        {
+            "arch": report.arch,
+            "knob": one.knob,
+            "before": one.before,
+            "after": one.after,
+            "circumstance": one.circumstance,
+            "change_with_percent": f"{one.effect_with * 100:.3f}",
+            "pairs_with": one.pairs_with,
+            "change_without_percent": f"{one.effect_without * 100:.3f}",
+            "pairs_without": one.pairs_without,
+        }
+        for one in report.measured.interactions
+    ]
     return _csv(list(rows[0]) if rows else (), rows)
 
 

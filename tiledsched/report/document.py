@@ -180,13 +180,25 @@ def to_html(blocks: Sequence[Block], *, title: str) -> str:
     if folded:
         body.append("</details>")
     code = _drawing_code() if any(isinstance(block, Chart) for block in blocks) else ""
-    return "\n".join([
-        "<!DOCTYPE html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">', f"<title>{html.escape(title)}</title>",
-        f"<style>\n{(own / 'page.css').read_text()}</style>", "</head>", "<body>", *body,
-        *([f"<script type=\"module\">{code}\n{(own / 'charts.js').read_text()}</script>"] if code else []),
-        f"<script>{(own / 'page.js').read_text()}</script>", "</body>", "</html>", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{html.escape(title)}</title>",
+            f"<style>\n{(own / 'page.css').read_text()}</style>",
+            "</head>",
+            "<body>",
+            *body,
+            *([f'<script type="module">{code}\n{(own / "charts.js").read_text()}</script>'] if code else []),
+            f"<script>{(own / 'page.js').read_text()}</script>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
 
 
 def _drawing_code() -> str:
@@ -210,8 +222,13 @@ def _html(block: Block) -> str:
         name = ' class="warning"' if block.warning else ""
         return f"<p{name}>{_inline(block.text)}</p>"
     if isinstance(block, Cards):
-        return "\n".join(['<dl class="cards">', *(f"<div><dt>{_inline(value)}</dt><dd>{_inline(what)}</dd></div>"
-                                                  for value, what in block.items), "</dl>"])  # fmt: skip
+        return "\n".join(
+            [
+                '<dl class="cards">',
+                *(f"<div><dt>{_inline(value)}</dt><dd>{_inline(what)}</dd></div>" for value, what in block.items),
+                "</dl>",
+            ]
+        )
     if isinstance(block, Chart):
         data = json.dumps(block.spec, separators=(",", ":")).replace("<", "\\u003c")
         place = f'<div class="chart" data-spec="{block.name}" role="img" aria-label="{html.escape(block.text)}"></div>'

@@ -12,9 +12,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.report.analysis import matched_pairs, named_tile
 from tiledsched.report.records import Interaction, KnobShare
-from tiledsched.schedule import KnobValue, Schedule
 
 Times = Sequence[tuple[Schedule, float]]
 """Distinct programs of one problem on one device: a schedule of each and its microseconds."""
@@ -39,8 +39,10 @@ def knob_shares(problems: Sequence[Times]) -> tuple[KnobShare, ...]:
         if len(times) >= FEWEST_PROGRAMS:
             for knob, share in _ped_anova(times).items():
                 shares[knob].append(share)
-    found = [KnobShare(knob=knob, share=statistics.fmean(each), largest=max(each), problems=len(each))
-             for knob, each in shares.items()]  # fmt: skip
+    found = [
+        KnobShare(knob=knob, share=statistics.fmean(each), largest=max(each), problems=len(each))
+        for knob, each in shares.items()
+    ]
     return tuple(sorted(found, key=lambda one: (-one.share, one.knob)))
 
 
@@ -55,18 +57,23 @@ def _ped_anova(times: Times) -> Mapping[str, float]:
             values[knob].add(value)
     choices: dict[str, optuna.distributions.BaseDistribution] = {
         knob: optuna.distributions.CategoricalDistribution(sorted(known, key=str))
-        for knob, known in values.items() if len(known) > 1 and all(knob in schedule for schedule, _ in times)
-    }  # fmt: skip
+        for knob, known in values.items()
+        if len(known) > 1 and all(knob in schedule for schedule, _ in times)
+    }
     if not choices:
         return {}
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # marked experimental in some releases
         study = optuna.create_study(direction="minimize")
-        study.add_trials([
-            optuna.trial.create_trial(params={knob: schedule[knob] for knob in choices}, distributions=choices, value=us)
-            for schedule, us in times
-        ])  # fmt: skip
+        study.add_trials(
+            [
+                optuna.trial.create_trial(
+                    params={knob: schedule[knob] for knob in choices}, distributions=choices, value=us
+                )
+                for schedule, us in times
+            ]
+        )
         evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=FASTEST_SHARE)
         return optuna.importance.get_param_importances(study, evaluator=evaluator)
 
@@ -128,10 +135,15 @@ def _largest(
         if abs(difference) < max(LEAST_DIFFERENCE, FEWEST_ERRORS * error):
             continue
         one = Interaction(
-            knob=change[0], before=change[1], after=change[2], circumstance=circumstance,
-            effect_with=math.expm1(statistics.fmean(inside)), pairs_with=len(inside),
-            effect_without=math.expm1(statistics.fmean(outside)), pairs_without=len(outside),
-        )  # fmt: skip
+            knob=change[0],
+            before=change[1],
+            after=change[2],
+            circumstance=circumstance,
+            effect_with=math.expm1(statistics.fmean(inside)),
+            pairs_with=len(inside),
+            effect_without=math.expm1(statistics.fmean(outside)),
+            pairs_without=len(outside),
+        )
         if best is None or abs(one.effect_with - one.effect_without) > abs(best.effect_with - best.effect_without):
             best = one
     return best

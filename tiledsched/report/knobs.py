@@ -12,23 +12,41 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tiledsched.errors import ConfigError
-from tiledsched.kernel_names import kernel_named
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import rate_of, unit_of
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.schedule import KnobValue
+from tiledsched.core.space import SearchSpace
+from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import Measurement
-from tiledsched.problem import rate_of, unit_of
 from tiledsched.report.document import NOTHING, Table, to_markdown
 from tiledsched.report.importance import interactions, knob_shares
 from tiledsched.report.text import interactions_table, shares_table
-from tiledsched.schedule import KnobValue
-from tiledsched.space import SearchSpace
-from tiledsched.space_files import space_for
 from tiledsched.store.exchange import read_table
 
 Landscapes = Sequence[Sequence[Measurement]]
-KNOB_HEAD = ("knob value", "programs", "checked", "in best", "clearly ahead", "over plain: median", "best",
-             "over all others: median", "best", "pairs: median", "pairs")  # fmt: skip
-PROBLEM_HEAD = ("problem", "checked programs", "best schedule", "us", "{unit}", "gain over no structural knob",
-                "intervals apart")  # fmt: skip
+KNOB_HEAD = (
+    "knob value",
+    "programs",
+    "checked",
+    "in best",
+    "clearly ahead",
+    "over plain: median",
+    "best",
+    "over all others: median",
+    "best",
+    "pairs: median",
+    "pairs",
+)
+PROBLEM_HEAD = (
+    "problem",
+    "checked programs",
+    "best schedule",
+    "us",
+    "{unit}",
+    "gain over no structural knob",
+    "intervals apart",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +95,15 @@ def verdict(space: SearchSpace, landscapes: Landscapes, knob: str, value: KnobVa
             if partner in unchanged:
                 pairs.append(unchanged[partner] / one.median_us)
     recorded = sum(one.schedule[knob] == value for landscape in landscapes for one in landscape)
-    return KnobVerdict(recorded=recorded, checked=checked, in_best=in_best, ahead=ahead, pairs=tuple(pairs),
-                       over_plain=tuple(over_plain), over_others=tuple(over_others))  # fmt: skip
+    return KnobVerdict(
+        recorded=recorded,
+        checked=checked,
+        in_best=in_best,
+        ahead=ahead,
+        pairs=tuple(pairs),
+        over_plain=tuple(over_plain),
+        over_others=tuple(over_others),
+    )
 
 
 def _middle_and_most(ratios: Sequence[float]) -> tuple[str, str]:
@@ -88,9 +113,17 @@ def _middle_and_most(ratios: Sequence[float]) -> tuple[str, str]:
 def knob_row(space: SearchSpace, landscapes: Landscapes, knob: str, value: KnobValue) -> tuple[str, ...]:
     """The verdict as cells under `KNOB_HEAD`."""
     got = verdict(space, landscapes, knob, value)
-    return (f"`{knob}={str(value).lower()}`", str(got.recorded), str(got.checked), str(got.in_best), str(got.ahead),
-            *_middle_and_most(got.over_plain), *_middle_and_most(got.over_others), _middle_and_most(got.pairs)[0],
-            str(len(got.pairs)))  # fmt: skip
+    return (
+        f"`{knob}={str(value).lower()}`",
+        str(got.recorded),
+        str(got.checked),
+        str(got.in_best),
+        str(got.ahead),
+        *_middle_and_most(got.over_plain),
+        *_middle_and_most(got.over_others),
+        _middle_and_most(got.pairs)[0],
+        str(len(got.pairs)),
+    )
 
 
 def problem_row(pins: Mapping[str, KnobValue], ranked: Sequence[Measurement]) -> tuple[str, ...]:
@@ -99,8 +132,15 @@ def problem_row(pins: Mapping[str, KnobValue], ranked: Sequence[Measurement]) ->
     plain = next((one for one in ranked if all(one.schedule[name] == value for name, value in pins.items())), None)
     gain = f"{plain.median_us / best.median_us:.3f}x" if plain else NOTHING
     apart = "yes" if plain and best.ci_high_us < plain.ci_low_us else "no"
-    return (str(best.problem), str(len(ranked)), best.schedule.short(), f"{best.median_us:.1f}",
-            f"{rate_of(best.problem, best.median_us):.0f}", gain, apart)  # fmt: skip
+    return (
+        str(best.problem),
+        str(len(ranked)),
+        best.schedule.short(),
+        f"{best.median_us:.1f}",
+        f"{rate_of(best.problem, best.median_us):.0f}",
+        gain,
+        apart,
+    )
 
 
 def tables(space: SearchSpace, landscapes: Landscapes) -> tuple[Table, Table]:
@@ -114,8 +154,10 @@ def tables(space: SearchSpace, landscapes: Landscapes) -> tuple[Table, Table]:
     knob_rows = (knob_row(space, landscapes, *departure) for departure in departures)
     problem_rows = (problem_row(space.modelled_pins(), fastest_first(one)) for one in landscapes)
     head = tuple(title.format(unit=unit_of(landscapes[0][0].problem)) for title in PROBLEM_HEAD)
-    return (Table(head=KNOB_HEAD, rows=tuple(row for row in knob_rows if row[1] != "0")),
-            Table(head=head, rows=tuple(problem_rows)))  # fmt: skip
+    return (
+        Table(head=KNOB_HEAD, rows=tuple(row for row in knob_rows if row[1] != "0")),
+        Table(head=head, rows=tuple(problem_rows)),
+    )
 
 
 if __name__ == "__main__":
@@ -125,5 +167,13 @@ if __name__ == "__main__":
         raise ConfigError("the landscapes are not of one kernel, one arch and one regime; give files of one of each")
     ((kernel, arch, _),) = kinds
     times = [[(one.schedule, one.median_us) for one in landscape] for landscape in recorded]
-    print(to_markdown([*tables(space_for(arch, kernel=kernel_named(kernel)), recorded), shares_table(knob_shares(times)),
-                       interactions_table(interactions(times))]), end="")  # fmt: skip
+    print(
+        to_markdown(
+            [
+                *tables(space_for(arch, kernel=kernel_named(kernel)), recorded),
+                shares_table(knob_shares(times)),
+                interactions_table(interactions(times)),
+            ]
+        ),
+        end="",
+    )

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.device import ARCHS
-from tiledsched.fields import Choice, Flag
-from tiledsched.kernel import KernelClass
-from tiledsched.problem import Problem, ProblemClass, rate_of
+from tiledsched.core.device import ARCHS
+from tiledsched.core.fields import Choice, Flag
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem, ProblemClass, rate_of
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
+from tiledsched.core.space_files import space_for
 from tiledsched.report.analysis import joined_importance, knob_importance, sensitivity, tile_knobs, tile_times
 from tiledsched.report.axes import Axes, axes_of
 from tiledsched.report.ceilings import measured_ceilings
@@ -28,12 +31,9 @@ from tiledsched.report.records import (
     Section,
     Timed,
 )
-from tiledsched.schedule import Schedule
-from tiledsched.space import SearchSpace
-from tiledsched.space_files import space_for
 from tiledsched.store.evidence import for_compiler, of_one_compiler, timed_alike
 from tiledsched.store.queries import KnobEffect, compare_regimes, knob_effects
-from tiledsched.store.records import BuildRecord, EntryRecord, FailureRecord, StoredMeasurement, Toolchain
+from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement, Toolchain
 
 if TYPE_CHECKING:
     from tiledsched.report.sources import WithShipped
@@ -59,7 +59,7 @@ def build_report(
     device_name: str | None = None,
     model_times: ModelTimes | None = None,
     space: SearchSpace | None = None,
-    served: Iterable[EntryRecord] = (),
+    served: Iterable[Entry] = (),
 ) -> Report:
     """All that `db` knows of the schedules of a kernel on `arch`.
 
@@ -76,13 +76,34 @@ def build_report(
     """
     compiler = compiler_at_hand()
     existing = db.measurements(arch=arch, kernel=kernel.name)
-    taken = of_one_compiler([stored for stored in timed_alike(existing) if stored.measurement.regime == regime
-                             and device_name in (None, stored.measurement.device.name)], compiler, fullest=True)  # fmt: skip
-    entries = _beside(taken, [entry for entry in db.entries(arch=arch, kernel=kernel.name)
-                              if device_name is None or entry.device_name in ("", device_name)], compiler)  # fmt: skip
+    taken = of_one_compiler(
+        [
+            stored
+            for stored in timed_alike(existing)
+            if stored.measurement.regime == regime and device_name in (None, stored.measurement.device.name)
+        ],
+        compiler,
+        fullest=True,
+    )
+    entries = _beside(
+        taken,
+        [
+            entry
+            for entry in db.entries(arch=arch, kernel=kernel.name)
+            if device_name is None or entry.device_name in ("", device_name)
+        ],
+        compiler,
+    )
     builds = _Builds(db, arch, kernel, taken, entries)
-    desk = _Desk(kernel=kernel, axes=axes_of(kernel), arch=arch, builds=builds, space=space or _or_none(space_for, arch, kernel),
-                 entries=entries, regime=regime)  # fmt: skip
+    desk = _Desk(
+        kernel=kernel,
+        axes=axes_of(kernel),
+        arch=arch,
+        builds=builds,
+        space=space or _or_none(space_for, arch, kernel),
+        entries=entries,
+        regime=regime,
+    )
 
     landscapes: dict[LandscapeKey, list[StoredMeasurement]] = defaultdict(list)
     for stored in taken:
@@ -109,25 +130,35 @@ def build_report(
         elsewhere=len(existing) - len(taken),
         measured=_section(MEASURED, measured, tile),
         modelled=_section(MODELLED, modelled, tile),
-        unmeasured=tuple(entry for entry in entries if entry.provenance in ("transferred", "default")
-                         and (entry.problem, entry.accum_mode) not in done),
+        unmeasured=tuple(
+            entry
+            for entry in entries
+            if entry.provenance in ("transferred", "default") and (entry.problem, entry.accum_mode) not in done
+        ),
         inert=builds.knob_effects(),
         builds=sum(1 for build in builds.all if build.fingerprint),
-        failures=_count_failures([failed for failed in db.failures(arch=arch) if failed.kernel == kernel.name], builds.all),
+        failures=_count_failures(
+            [failed for failed in db.failures(arch=arch) if failed.kernel == kernel.name], builds.all
+        ),
         conditions=_conditions(taken),
-        regimes=tuple(one for one in compare_regimes(timed_alike(db.latest_measurements(arch=arch, device_name=device_name)))
-                      if one.problem.kernel == kernel.name),
-        model_compilers=tuple(sorted({entry.toolchain.compiler for entry in entries
-                                      if entry.provenance == MODELLED and entry.toolchain})),
-        ceilings=measured_ceilings([*entries, *served], regime,
-                                   {str(problem.values.get("dtype")) for problem, _, _ in landscapes}),
-    )  # fmt: skip
+        regimes=tuple(
+            one
+            for one in compare_regimes(timed_alike(db.latest_measurements(arch=arch, device_name=device_name)))
+            if one.problem.kernel == kernel.name
+        ),
+        model_compilers=tuple(
+            sorted({entry.toolchain.compiler for entry in entries if entry.provenance == MODELLED and entry.toolchain})
+        ),
+        ceilings=measured_ceilings(
+            [*entries, *served], regime, {str(problem.values.get("dtype")) for problem, _, _ in landscapes}
+        ),
+    )
 
 
-def _beside(taken: Sequence[StoredMeasurement], entries: Sequence[EntryRecord], compiler: str) -> list[EntryRecord]:
+def _beside(taken: Sequence[StoredMeasurement], entries: Sequence[Entry], compiler: str) -> list[Entry]:
     """The entry that answers for each problem: of the compiler whose times of it are shown, else of the one at hand."""
     shown = {stored.measurement.problem: stored.toolchain.tileiras for stored in taken}
-    alike: dict[str, list[EntryRecord]] = defaultdict(list)
+    alike: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         alike[shown.get(entry.problem, compiler)].append(entry)
     return [entry for version, members in alike.items() for entry in for_compiler(members, version)]
@@ -138,19 +169,38 @@ def _accum_mode(schedule: Schedule) -> str:
 
 
 def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
-    ordered = tuple(sorted((replace(one, tiles=tile_times(one.timed, tile)) for one in problems),
-                           key=lambda one: (one.group, one.size, one.problem)))  # fmt: skip
-    times = [[(one.schedule, one.us) for one in report.timed if one.same_program_as is None]
-             for report in ordered if provenance == MEASURED]  # fmt: skip
-    return Section(provenance=provenance, problems=ordered, sensitivity=sensitivity(ordered),
-                   knobs=joined_importance(ordered), shares=knob_shares(times), interactions=interactions(times))  # fmt: skip
+    ordered = tuple(
+        sorted(
+            (replace(one, tiles=tile_times(one.timed, tile)) for one in problems),
+            key=lambda one: (one.group, one.size, one.problem),
+        )
+    )
+    times = [
+        [(one.schedule, one.us) for one in report.timed if one.same_program_as is None]
+        for report in ordered
+        if provenance == MEASURED
+    ]
+    return Section(
+        provenance=provenance,
+        problems=ordered,
+        sensitivity=sensitivity(ordered),
+        knobs=joined_importance(ordered),
+        shares=knob_shares(times),
+        interactions=interactions(times),
+    )
 
 
 class _Builds:
     """Every build by the compilers and kernel sources that the evidence was made with."""
 
-    def __init__(self, db: TuningDB | WithShipped, arch: str, kernel: KernelClass, taken: list[StoredMeasurement],
-                 entries: list[EntryRecord]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        db: TuningDB | WithShipped,
+        arch: str,
+        kernel: KernelClass,
+        taken: list[StoredMeasurement],
+        entries: list[Entry],
+    ) -> None:
         wanted: dict[tuple[str, str], Toolchain] = {}
         for stored in taken:
             wanted[stored.source_hash, stored.toolchain.id] = stored.toolchain
@@ -163,8 +213,11 @@ class _Builds:
         self._facts = {fingerprint: record.facts for (_, fingerprint), record in db.artifacts(arch).items()}
         self._facts |= {build.fingerprint: build.facts for build in self.all if build.facts}
         self._kernel = kernel
-        self._compiled_in = [name for name, each in kernel.fields.items()
-                             if isinstance(each, (Choice, Flag)) or getattr(each, "constant", False)]  # fmt: skip
+        self._compiled_in = [
+            name
+            for name, each in kernel.fields.items()
+            if isinstance(each, (Choice, Flag)) or getattr(each, "constant", False)
+        ]
         self._alike: dict[tuple[object, ...], list[BuildRecord]] = defaultdict(list)
         for build in self.all:
             if build.fingerprint:
@@ -177,13 +230,15 @@ class _Builds:
 
     def of(self, problem: Problem, device: Any) -> list[BuildRecord]:
         """Successful builds whose machine code serves `problem`."""
-        from tiledsched.launches import problem_class
+        from tiledsched.core.launch import problem_class
 
         if problem not in self._serving:
             alike = self._alike.get(tuple(map(problem.values.get, self._compiled_in)), [])
             self._serving[problem] = [
-                build for build in alike
-                if build.problem_class == _or_none(problem_class, self._kernel, problem, build.schedule, device)]  # fmt: skip
+                build
+                for build in alike
+                if build.problem_class == _or_none(problem_class, self._kernel, problem, build.schedule, device)
+            ]
         return self._serving[problem]
 
     def knob_effects(self) -> tuple[KnobEffect, ...]:
@@ -193,10 +248,17 @@ class _Builds:
         holds constants of the kernel that follow from the knobs.
         """
         groups = {tuple(build.key for build in found): found for found in self._serving.values()}
-        compared = knob_effects(replace(build, problem_class=ProblemClass({"group": place}))
-                                for place, found in enumerate(groups.values()) for build in found)  # fmt: skip
-        return tuple(sorted((effect for effect in compared if effect.pairs),
-                            key=lambda effect: (-effect.same / effect.pairs, effect.knob)))  # fmt: skip
+        compared = knob_effects(
+            replace(build, problem_class=ProblemClass({"group": place}))
+            for place, found in enumerate(groups.values())
+            for build in found
+        )
+        return tuple(
+            sorted(
+                (effect for effect in compared if effect.pairs),
+                key=lambda effect: (-effect.same / effect.pairs, effect.knob),
+            )
+        )
 
 
 def _or_none(function: Callable[..., T], *arguments: object) -> T | None:
@@ -216,7 +278,7 @@ class _Desk:
     arch: str
     builds: _Builds
     space: SearchSpace | None
-    entries: list[EntryRecord]
+    entries: list[Entry]
     regime: str
 
     def measured(self, key: LandscapeKey, stored: Sequence[StoredMeasurement]) -> ProblemReport:
@@ -243,11 +305,15 @@ class _Desk:
         for one in by_program.values():
             found = one.measurement
             timed[found.schedule] = Timed(
-                schedule=found.schedule, fingerprint=found.fingerprint, us=found.median_us,
-                ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us,
-                samples=len(found.samples_us), facts=self.builds.facts(found.fingerprint),
+                schedule=found.schedule,
+                fingerprint=found.fingerprint,
+                us=found.median_us,
+                ci_low_us=found.ci_low_us,
+                ci_high_us=found.ci_high_us,
+                samples=len(found.samples_us),
+                facts=self.builds.facts(found.fingerprint),
                 worst_tile_error=found.accuracy.worst_tile_error if found.accuracy else None,
-            )  # fmt: skip
+            )
         for schedule, program in others:
             if program in by_program and schedule not in timed:
                 own = timed[by_program[program].measurement.schedule]
@@ -255,13 +321,16 @@ class _Desk:
         written = self._write_up(MEASURED, key, list(timed.values()), self._served(key), len(stored))
         return replace(written, trace=_trace(stored, written.best.us))
 
-    def modelled(self, entry: EntryRecord, model_times: ModelTimes | None) -> ProblemReport | None:
+    def modelled(self, entry: Entry, model_times: ModelTimes | None) -> ProblemReport | None:
         """One problem nobody measured; None where not even the model gives a time."""
         problem, device = entry.problem, ARCHS.get(self.arch)
-        builds = [build for build in self.builds.of(problem, device)
-                  if _accum_mode(build.schedule) == entry.accum_mode
-                  and (entry.toolchain is None or build.toolchain == entry.toolchain)
-                  and (not entry.source_hash or build.source_hash == entry.source_hash)]  # fmt: skip
+        builds = [
+            build
+            for build in self.builds.of(problem, device)
+            if _accum_mode(build.schedule) == entry.accum_mode
+            and (entry.toolchain is None or build.toolchain == entry.toolchain)
+            and (not entry.source_hash or build.source_hash == entry.source_hash)
+        ]
         fingerprints = {build.schedule: build.fingerprint for build in builds}
         times = model_times(problem, builds) if model_times else {}
         us = {build.schedule: times[build.schedule.id] for build in builds if build.schedule.id in times}
@@ -278,21 +347,34 @@ class _Desk:
             fingerprint = fingerprints.get(schedule, "")
             program = self._program(fingerprint or schedule.id, problem, schedule, device)
             known = first.setdefault(program, schedule)
-            timed.append(Timed(schedule=schedule, fingerprint=fingerprint, us=us[schedule], facts=self.builds.facts(fingerprint),
-                               same_program_as=None if known is schedule else known))  # fmt: skip
+            timed.append(
+                Timed(
+                    schedule=schedule,
+                    fingerprint=fingerprint,
+                    us=us[schedule],
+                    facts=self.builds.facts(fingerprint),
+                    same_program_as=None if known is schedule else known,
+                )
+            )
         return self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, 0)
 
     def _program(self, fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:
         return fingerprint, _or_none(self.kernel.grids, problem, schedule, device)
 
-    def _served(self, key: LandscapeKey) -> EntryRecord | None:
+    def _served(self, key: LandscapeKey) -> Entry | None:
         problem, device_name, accum_mode = key
-        fitting = [entry for entry in self.entries if (entry.problem, entry.accum_mode) == (problem, accum_mode)
-                   and entry.device_name in ("", device_name) and entry.regime in ("", self.regime)]  # fmt: skip
+        fitting = [
+            entry
+            for entry in self.entries
+            if (entry.problem, entry.accum_mode) == (problem, accum_mode)
+            and entry.device_name in ("", device_name)
+            and entry.regime in ("", self.regime)
+        ]
         return min(fitting, key=lambda entry: (entry.rank, not entry.device_name, not entry.regime), default=None)
 
-    def _write_up(self, provenance: str, key: LandscapeKey, timed: list[Timed], served: EntryRecord | None,
-                  measurements: int) -> ProblemReport:  # fmt: skip
+    def _write_up(
+        self, provenance: str, key: LandscapeKey, timed: list[Timed], served: Entry | None, measurements: int
+    ) -> ProblemReport:
         problem, device_name, accum_mode = key
         chosen = served.schedule if served else None  # among equal times, the one that is served stands first
         timed.sort(key=lambda one: (one.us, one.same_program_as is not None, one.schedule != chosen, one.schedule.id))
@@ -301,14 +383,22 @@ class _Desk:
         ties = _ties(timed, programs, served) if provenance == MEASURED else set()
         runner_up = next((one for one in programs[1:] if one.schedule not in ties), None)
         return ProblemReport(
-            provenance=provenance, problem=problem, device_name=device_name, accum_mode=accum_mode,
-            size=self.axes.size(problem), shared=self.axes.shared_values(problem), timed=tuple(timed),
+            provenance=provenance,
+            problem=problem,
+            device_name=device_name,
+            accum_mode=accum_mode,
+            size=self.axes.size(problem),
+            shared=self.axes.shared_values(problem),
+            timed=tuple(timed),
             runner_up=runner_up or _raced(timed[0], served),
             ties=tuple(one.schedule for one in programs if one.schedule in ties),
             default=self._default(problem, timed),
-            median_us=statistics.median(one.us for one in programs), programs=len(programs), measurements=measurements,
-            served=served, knobs=knob_importance(timed),
-        )  # fmt: skip
+            median_us=statistics.median(one.us for one in programs),
+            programs=len(programs),
+            measurements=measurements,
+            served=served,
+            knobs=knob_importance(timed),
+        )
 
     def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:
         """The default schedule, if it has a time; one of an older space is it with the knobs that it lacks at their defaults."""
@@ -330,7 +420,7 @@ def _trace(stored: Sequence[StoredMeasurement], best_us: float) -> tuple[float, 
     return tuple(first.values())
 
 
-def _raced(best: Timed, served: EntryRecord | None) -> Timed | None:
+def _raced(best: Timed, served: Entry | None) -> Timed | None:
     """The runner-up as the race left it in the entry, where its own measurement is not here."""
     if served is None or served.runner_up is None or served.margin is None or served.schedule != best.schedule:
         return None
@@ -340,7 +430,7 @@ def _raced(best: Timed, served: EntryRecord | None) -> Timed | None:
     )
 
 
-def _ties(timed: Sequence[Timed], programs: Sequence[Timed], served: EntryRecord | None) -> set[Schedule]:
+def _ties(timed: Sequence[Timed], programs: Sequence[Timed], served: Entry | None) -> set[Schedule]:
     """Programs that cannot be told apart from the fastest: as the race found, else by overlapping intervals."""
     best = programs[0]
     program_of = {one.schedule: one.same_program_as or one.schedule for one in timed}
@@ -368,8 +458,16 @@ def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRec
         kind = (failed.stage, str(failed.failure.kind))
         seen[kind].add((failed.schedule.id, failed.problem.id if failed.problem else ""))
         example.setdefault(kind, (failed.failure.message, failed.schedule))
-    counts = [FailureCount(stage=stage, kind=kind, candidates=len(found), example=example[stage, kind][0],
-                           schedule=example[stage, kind][1]) for (stage, kind), found in seen.items()]  # fmt: skip
+    counts = [
+        FailureCount(
+            stage=stage,
+            kind=kind,
+            candidates=len(found),
+            example=example[stage, kind][0],
+            schedule=example[stage, kind][1],
+        )
+        for (stage, kind), found in seen.items()
+    ]
     return tuple(sorted(counts, key=lambda line: (-line.candidates, line.stage, line.kind)))
 
 
@@ -385,20 +483,24 @@ def _conditions(taken: Sequence[StoredMeasurement]) -> tuple[DeviceConditions, .
             for reason in state.throttle_reasons:
                 reasons[reason] += 1
         dates = [stored.created_at for stored in members]
-        found.append(DeviceConditions(
-            device=members[0].measurement.device,
-            drivers=tuple(sorted({stored.measurement.device.driver for stored in members} - {""})),
-            compilers=tuple(sorted({stored.toolchain.compiler for stored in members})),
-            source_hashes=tuple(sorted({stored.source_hash for stored in members} - {""})),
-            runners=tuple(sorted({stored.measurement.runner for stored in members})),
-            sm_clock_mhz=_range(state.sm_clock_mhz for state in states),
-            memory_clock_mhz=_range(state.memory_clock_mhz for state in states),
-            power_w=max(state.power_w for state in states),
-            temperature_c=max(state.temperature_c for state in states),
-            throttle_reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
-            first=min(dates), last=max(dates), measurements=len(members),
-            samples=sum(len(stored.measurement.samples_us) for stored in members),
-        ))  # fmt: skip
+        found.append(
+            DeviceConditions(
+                device=members[0].measurement.device,
+                drivers=tuple(sorted({stored.measurement.device.driver for stored in members} - {""})),
+                compilers=tuple(sorted({stored.toolchain.compiler for stored in members})),
+                source_hashes=tuple(sorted({stored.source_hash for stored in members} - {""})),
+                runners=tuple(sorted({stored.measurement.runner for stored in members})),
+                sm_clock_mhz=_range(state.sm_clock_mhz for state in states),
+                memory_clock_mhz=_range(state.memory_clock_mhz for state in states),
+                power_w=max(state.power_w for state in states),
+                temperature_c=max(state.temperature_c for state in states),
+                throttle_reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
+                first=min(dates),
+                last=max(dates),
+                measurements=len(members),
+                samples=sum(len(stored.measurement.samples_us) for stored in members),
+            )
+        )
     return tuple(found)
 
 

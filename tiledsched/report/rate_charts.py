@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tiledsched.problem import unit_of
+from tiledsched.core.problem import unit_of
 from tiledsched.report.ceilings import roof_of
 from tiledsched.report.records import MEASURED, Report, Section
 from tiledsched.report.vega import BINARY, BLUE, GREEN, ORANGE, RED, SIZES, Spec, chart, quantity, tips, word
@@ -50,7 +50,7 @@ def rates(section: Section, report: Report) -> Spec | None:
 
 def roofline(section: Section, report: Report) -> Spec | None:
     """Rates against arithmetic intensity, under the highest rates that were measured and under those computed for the arch."""
-    from tiledsched.device import ARCHS
+    from tiledsched.core.device import ARCHS
 
     spec = ARCHS.get(report.arch)
     problems = [

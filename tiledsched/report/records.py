@@ -10,11 +10,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.build.cubin import ResourceFacts
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.measure.runner import Device
-from tiledsched.problem import Problem
 from tiledsched.report.axes import Axes
-from tiledsched.schedule import KnobValue, Schedule
-from tiledsched.store.records import EntryRecord
+from tiledsched.store.records import Entry
 
 if TYPE_CHECKING:
     from tiledsched.report.ceilings import Ceiling
@@ -158,7 +158,7 @@ class ProblemReport:
     """Distinct programs (machine code and grid) with a time."""
     measurements: int
     """Measurements, repeats included; 0 where modelled."""
-    served: EntryRecord | None
+    served: Entry | None
     """What the database serves for this problem; None where it has no entry."""
     knobs: tuple[KnobImportance, ...]
     """Knobs with more than one value, the most important first."""
@@ -325,7 +325,7 @@ class Report:
     """Problems with measurements."""
     modelled: Section
     """Problems with nothing but the model's estimate."""
-    unmeasured: tuple[EntryRecord, ...]
+    unmeasured: tuple[Entry, ...]
     """Entries with neither, e.g. transferred ones."""
     inert: tuple[KnobEffect, ...]
     """How often a knob leaves the machine code unchanged: the most inert knob first."""

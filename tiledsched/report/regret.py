@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiledsched.problem import Problem
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.report.records import ProblemReport
-from tiledsched.schedule import Schedule
 
 LEAST_PROGRAMS = 20
 """Of a problem whose landscape is broad enough to ask what another schedule would cost."""
@@ -55,9 +55,15 @@ def regret_map(problems: Sequence[ProblemReport]) -> list[Regret]:
     """Every pair of problems."""
     known: Mapping[Problem, Mapping[Schedule, float]] = {one.problem: losses(one) for one in problems}
     winners = {one.problem: _winner(one) for one in problems}
-    return [Regret(tuned=tuned, served=served, loss=min((known[served][each] for each in winners[tuned] if each in known[served]),
-                                                        default=None))
-            for tuned in known for served in known]  # fmt: skip
+    return [
+        Regret(
+            tuned=tuned,
+            served=served,
+            loss=min((known[served][each] for each in winners[tuned] if each in known[served]), default=None),
+        )
+        for tuned in known
+        for served in known
+    ]
 
 
 def _winner(one: ProblemReport) -> list[Schedule]:

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from tiledsched import data_files
-from tiledsched.errors import DatabaseError
-from tiledsched.kernel import KernelClass
+from tiledsched.core import data_files
+from tiledsched.core.errors import DatabaseError
+from tiledsched.core.kernel import KernelClass
 from tiledsched.store.exchange import read_table
-from tiledsched.store.records import ArtifactRecord, EntryRecord, StoredMeasurement
+from tiledsched.store.records import ArtifactRecord, Entry, StoredMeasurement
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -28,7 +28,7 @@ class WithShipped:
         entries: what is served, of every layer.
     """
 
-    def __init__(self, db: TuningDB, kernel: KernelClass, arch: str, entries: Iterable[EntryRecord]) -> None:
+    def __init__(self, db: TuningDB, kernel: KernelClass, arch: str, entries: Iterable[Entry]) -> None:
         self._db, self._kernel, self._arch = db, kernel, arch
         self._entries = [entry for entry in entries if (entry.kernel, entry.arch) == (kernel.name, arch)]
         folder = data_files.tuning_db()
@@ -52,18 +52,29 @@ class WithShipped:
                     (each.arch, each.fingerprint): each for each in table.artifacts if each.arch == arch
                 }
 
-    def entries(self, **wanted: Any) -> list[EntryRecord]:
+    def entries(self, **wanted: Any) -> list[Entry]:
         """What is served, of every layer; of the kernel and arch."""
         return list(self._entries)
 
-    def measurements(self, arch: str | None = None, device_name: str | None = None, regime: str | None = None, *,
-                     kernel: str | None = None, **more: Any) -> list[StoredMeasurement]:  # fmt: skip
+    def measurements(
+        self,
+        arch: str | None = None,
+        device_name: str | None = None,
+        regime: str | None = None,
+        *,
+        kernel: str | None = None,
+        **more: Any,
+    ) -> list[StoredMeasurement]:
         """One's own and those that ship, newest first, each once."""
         own = self._db.measurements(arch=arch, device_name=device_name, regime=regime, kernel=kernel, **more)
         known = {stored.uid for stored in own}
-        shipped = [stored for stored in self._shipped.values() if stored.uid not in known
-                   and device_name in (None, stored.measurement.device.name)
-                   and regime in (None, stored.measurement.regime)]  # fmt: skip
+        shipped = [
+            stored
+            for stored in self._shipped.values()
+            if stored.uid not in known
+            and device_name in (None, stored.measurement.device.name)
+            and regime in (None, stored.measurement.regime)
+        ]
         return sorted([*own, *shipped], key=lambda stored: (stored.created_at, stored.uid), reverse=True)
 
     def latest_measurements(

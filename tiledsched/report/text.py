@@ -9,11 +9,12 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from tiledsched.errors import ConfigError
-from tiledsched.extras import installing
-from tiledsched.files import write_whole
-from tiledsched.kernel import told
-from tiledsched.problem import Problem, unit_of
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.extras import installing
+from tiledsched.core.files import write_whole
+from tiledsched.core.kernel import told
+from tiledsched.core.problem import Problem, unit_of
+from tiledsched.core.schedule import Schedule
 from tiledsched.report import charts
 from tiledsched.report.analysis import held
 from tiledsched.report.axes import cell, show
@@ -51,7 +52,6 @@ from tiledsched.report.records import (
     Tile,
 )
 from tiledsched.report.regret import broad, enough
-from tiledsched.schedule import Schedule
 
 NOT_MEASURED = "not measured"
 CHOSEN = 1.01
@@ -236,8 +236,11 @@ def _body(report: Report, arch: str) -> list[Block]:
     sections = [section for section in (report.measured, report.modelled) if section.problems]
     for section in sections:
         for name, (heading, text, spec) in charts.of_section(section, report).items():
-            blocks += [Heading(text=heading), Paragraph(text=text),
-                       Chart(name=f"{name}-{report.arch}", spec=spec, text=f"{heading}: {text}")]  # fmt: skip
+            blocks += [
+                Heading(text=heading),
+                Paragraph(text=text),
+                Chart(name=f"{name}-{report.arch}", spec=spec, text=f"{heading}: {text}"),
+            ]
             if name == f"regret-{MEASURED}":
                 blocks += _enough(section)
     blocks += _regimes(report)
@@ -254,10 +257,14 @@ def _enough(section: Section) -> list[Block]:
         "covers only what it was timed on."
     )
     rows = [
-        (f"{one.limit * 100:.0f}%", str(len(one.schedules)), str(one.problems),
-         ", ".join(map(_short, one.schedules[:3])) + (", ..." if len(one.schedules) > 3 else ""))
+        (
+            f"{one.limit * 100:.0f}%",
+            str(len(one.schedules)),
+            str(one.problems),
+            ", ".join(map(_short, one.schedules[:3])) + (", ..." if len(one.schedules) > 3 else ""),
+        )
         for one in enough(broad(section.problems))
-    ]  # fmt: skip
+    ]
     return [Paragraph(text=text), _table(("limit", "schedules", "problems", "the first of them"), rows)]
 
 
@@ -306,8 +313,11 @@ def _section(section: Section, report: Report) -> list[Block]:
             shares_table(section.shares),
         ]
     if section.interactions:
-        blocks += [Heading(text="Which knobs depend on each other", folded=True), Paragraph(text=INTERACTIONS),
-                   interactions_table(section.interactions)]  # fmt: skip
+        blocks += [
+            Heading(text="Which knobs depend on each other", folded=True),
+            Paragraph(text=INTERACTIONS),
+            interactions_table(section.interactions),
+        ]
     if any(one.best.facts for one in section.problems):
         blocks += [Heading(text=f"Resources of the winners, {name}", folded=True), _resources(section)]
     if name == MEASURED:
@@ -324,8 +334,10 @@ def _group_title(one: ProblemReport, report: Report) -> str:
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]], *, modelled_from: int | None = None) -> Table:
     """A table; the titles of its columns from `modelled_from` on say that they are modelled."""
-    titles = tuple(title if modelled_from is None or place < modelled_from else f"modelled {title}"
-                   for place, title in enumerate(head))  # fmt: skip
+    titles = tuple(
+        title if modelled_from is None or place < modelled_from else f"modelled {title}"
+        for place, title in enumerate(head)
+    )
     return Table(head=titles, rows=tuple(map(tuple, rows)))
 
 
@@ -338,20 +350,42 @@ def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
     sizes = report.axes.columns_of([one.problem for one in group])
     units = list(dict.fromkeys(unit_of(one.problem) for one in group))
     measured = group[0].provenance == MEASURED
-    head = [*sizes, "best", "µs", *(["95% interval"] if measured else []), *units, "runner-up", "drop",
-            *(["ties"] if measured else []), "default's drop", "median's drop", "worst"]  # fmt: skip
+    head = [
+        *sizes,
+        "best",
+        "µs",
+        *(["95% interval"] if measured else []),
+        *units,
+        "runner-up",
+        "drop",
+        *(["ties"] if measured else []),
+        "default's drop",
+        "median's drop",
+        "worst",
+    ]
     lacking = measured and any(one.default is None for one in group)
     head += ["to measure the rest"] if lacking else []
-    return _table(head, (
-        (*(cell(one.problem, fields) for fields in sizes.values()), _short(one.best.schedule), _us(one.best.us),
-         *([_interval(one.best.ci_low_us, one.best.ci_high_us)] if measured else []),
-         *(f"{one.best.rate:.1f}" if unit_of(one.problem) == unit else NOTHING for unit in units),
-         _short(one.runner_up.schedule) if one.runner_up else NOTHING, _percent(one.runner_up_drop),
-         *([str(len(one.ties))] if measured else []), _percent(one.default_drop, NOT_MEASURED if measured else NOTHING),
-         _percent(one.median_drop if one.programs > 1 else None),
-         f"{one.worst.relative:.2f}x" if one.programs > 1 else NOTHING,
-         *([_to_measure(one, report) if one.default is None else NOTHING] if lacking else [])) for one in group
-    ), modelled_from=None if measured else len(sizes))  # fmt: skip
+    return _table(
+        head,
+        (
+            (
+                *(cell(one.problem, fields) for fields in sizes.values()),
+                _short(one.best.schedule),
+                _us(one.best.us),
+                *([_interval(one.best.ci_low_us, one.best.ci_high_us)] if measured else []),
+                *(f"{one.best.rate:.1f}" if unit_of(one.problem) == unit else NOTHING for unit in units),
+                _short(one.runner_up.schedule) if one.runner_up else NOTHING,
+                _percent(one.runner_up_drop),
+                *([str(len(one.ties))] if measured else []),
+                _percent(one.default_drop, NOT_MEASURED if measured else NOTHING),
+                _percent(one.median_drop if one.programs > 1 else None),
+                f"{one.worst.relative:.2f}x" if one.programs > 1 else NOTHING,
+                *([_to_measure(one, report) if one.default is None else NOTHING] if lacking else []),
+            )
+            for one in group
+        ),
+        modelled_from=None if measured else len(sizes),
+    )
 
 
 def _to_measure(one: ProblemReport, report: Report) -> str:
@@ -368,11 +402,27 @@ def _sensitivity(section: Section, report: Report) -> list[Block]:
         f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a regime joins several problems, "
         f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above."
     )
-    return [Paragraph(text=text), _table([*identity, "best tile", "runner-up tile", "drop", "worst tile's drop"], (
-        (line.device_name or NOTHING, *map(show, line.shared), *_accum(report, line.accum_mode),
-         f"{line.regime} ({', '.join(map(str, line.sizes))})", str(line.problems), _tile(line.best),
-         _tile(line.runner_up), _percent(line.drop), _percent(line.spread)) for line in section.sensitivity
-    ), modelled_from=_from(section, len(identity)))]  # fmt: skip
+    return [
+        Paragraph(text=text),
+        _table(
+            [*identity, "best tile", "runner-up tile", "drop", "worst tile's drop"],
+            (
+                (
+                    line.device_name or NOTHING,
+                    *map(show, line.shared),
+                    *_accum(report, line.accum_mode),
+                    f"{line.regime} ({', '.join(map(str, line.sizes))})",
+                    str(line.problems),
+                    _tile(line.best),
+                    _tile(line.runner_up),
+                    _percent(line.drop),
+                    _percent(line.spread),
+                )
+                for line in section.sensitivity
+            ),
+            modelled_from=_from(section, len(identity)),
+        ),
+    ]
 
 
 def _knobs(section: Section) -> list[Block]:
@@ -382,10 +432,23 @@ def _knobs(section: Section) -> list[Block]:
         "geometric mean over the problems that have the value."
     )
     head = ("knob", "pairs", "mean change", "largest change", "best time with the knob held / best time")
-    return [Paragraph(text=text), _table(head, (
-        (f"`{effect.knob}`", f"{effect.pairs:,}", _percent(effect.mean_change), _percent(effect.largest_change),
-         ", ".join(f"{show(line.value)}: {line.ratio:.3f}" for line in effect.values)) for effect in section.knobs
-    ), modelled_from=_from(section, 1))]  # fmt: skip
+    return [
+        Paragraph(text=text),
+        _table(
+            head,
+            (
+                (
+                    f"`{effect.knob}`",
+                    f"{effect.pairs:,}",
+                    _percent(effect.mean_change),
+                    _percent(effect.largest_change),
+                    ", ".join(f"{show(line.value)}: {line.ratio:.3f}" for line in effect.values),
+                )
+                for effect in section.knobs
+            ),
+            modelled_from=_from(section, 1),
+        ),
+    ]
 
 
 def _from(section: Section, columns: int) -> int | None:
@@ -405,42 +468,97 @@ INTERACTIONS = (
 
 def shares_table(shares: Sequence[KnobShare]) -> Table:
     """Importance by knob."""
-    return _table(("knob", "mean share", "largest share", "problems"), (
-        (f"`{one.knob}`", _percent(one.share), _percent(one.largest), str(one.problems)) for one in shares))  # fmt: skip
+    return _table(
+        ("knob", "mean share", "largest share", "problems"),
+        ((f"`{one.knob}`", _percent(one.share), _percent(one.largest), str(one.problems)) for one in shares),
+    )
 
 
 def interactions_table(found: Sequence[Interaction]) -> Table:
     """Interactions, one change to a row."""
-    return _table(("change", "circumstance", "time with it", "pairs", "time elsewhere", "pairs"), (
-        (f"`{one.knob}`: {show(one.before)} to {show(one.after)}", f"`{one.circumstance}`", f"{one.effect_with * 100:+.1f}%",
-         str(one.pairs_with), f"{one.effect_without * 100:+.1f}%", str(one.pairs_without)) for one in found))  # fmt: skip
+    return _table(
+        ("change", "circumstance", "time with it", "pairs", "time elsewhere", "pairs"),
+        (
+            (
+                f"`{one.knob}`: {show(one.before)} to {show(one.after)}",
+                f"`{one.circumstance}`",
+                f"{one.effect_with * 100:+.1f}%",
+                str(one.pairs_with),
+                f"{one.effect_without * 100:+.1f}%",
+                str(one.pairs_without),
+            )
+            for one in found
+        ),
+    )
 
 
 def _resources(section: Section) -> Table:
     measured = section.provenance == MEASURED
     # Resources are facts of the machine code, not estimates; only the choice of the schedule is the model's.
-    head = ["device", "problem", "schedule" if measured else "modelled best", "registers", "threads", "spill bytes",
-            "shared KiB", "CTAs/SM", "code KiB", *(["worst tile error"] if measured else []), "fingerprint"]  # fmt: skip
+    head = [
+        "device",
+        "problem",
+        "schedule" if measured else "modelled best",
+        "registers",
+        "threads",
+        "spill bytes",
+        "shared KiB",
+        "CTAs/SM",
+        "code KiB",
+        *(["worst tile error"] if measured else []),
+        "fingerprint",
+    ]
     rows = []
     for one in section.problems:
         if (facts := one.best.facts) is not None:
             error = one.best.worst_tile_error
-            rows.append((
-                one.device_name or NOTHING, str(one.problem), _short(one.best.schedule), str(facts.registers),
-                str(facts.threads), str(facts.spill_bytes), f"{facts.shared_bytes / 1024:.1f}", str(facts.ctas_per_sm),
-                f"{facts.code_bytes / 1024:.1f}",
-                *([f"{error:.1e}" if error is not None else NOTHING] if measured else []), f"`{one.best.fingerprint}`",
-            ))  # fmt: skip
+            rows.append(
+                (
+                    one.device_name or NOTHING,
+                    str(one.problem),
+                    _short(one.best.schedule),
+                    str(facts.registers),
+                    str(facts.threads),
+                    str(facts.spill_bytes),
+                    f"{facts.shared_bytes / 1024:.1f}",
+                    str(facts.ctas_per_sm),
+                    f"{facts.code_bytes / 1024:.1f}",
+                    *([f"{error:.1e}" if error is not None else NOTHING] if measured else []),
+                    f"`{one.best.fingerprint}`",
+                )
+            )
     return _table(head, rows)
 
 
 def _evidence(section: Section, report: Report) -> Table:
-    head = ("device", "problem", *_accum(report, "accum"), "schedules", "programs", "measurements", "samples of the best",
-            "served", "tied with the best")  # fmt: skip
-    return _table(head, (
-        (one.device_name, str(one.problem), *_accum(report, one.accum_mode), str(len(one.timed)), str(one.programs),
-         str(one.measurements), str(one.best.samples), _served(one), ", ".join(map(_short, one.ties)) or NOTHING)
-        for one in section.problems))  # fmt: skip
+    head = (
+        "device",
+        "problem",
+        *_accum(report, "accum"),
+        "schedules",
+        "programs",
+        "measurements",
+        "samples of the best",
+        "served",
+        "tied with the best",
+    )
+    return _table(
+        head,
+        (
+            (
+                one.device_name,
+                str(one.problem),
+                *_accum(report, one.accum_mode),
+                str(len(one.timed)),
+                str(one.programs),
+                str(one.measurements),
+                str(one.best.samples),
+                _served(one),
+                ", ".join(map(_short, one.ties)) or NOTHING,
+            )
+            for one in section.problems
+        ),
+    )
 
 
 def _served(one: ProblemReport) -> str:
@@ -459,14 +577,45 @@ def _regimes(report: Report) -> list[Block]:
         "winner at the power cap. A loss is what serving the winner of one regime costs in the other: its time / the "
         "other winner's - 1, both taken in that other regime; it is sure where their 95% intervals are apart."
     )
-    head = ("device", "problem", *_accum(report, "accum"), "programs in both", "burst winner", "sustained winner",
-            "burst winner's loss when sustained", "sure", "sustained winner's loss in burst", "sure")  # fmt: skip
-    return [Heading(text="Burst against sustained"), Paragraph(text=text),
-            *(Chart(name=f"regimes-{report.arch}", spec=spec, text="What the winner of one regime costs in the other")
-              for spec in [charts.regimes(report)] if spec), _table(head, (
-        (one.device_name, str(one.problem), *_accum(report, one.accum_mode), str(one.programs), _short(one.burst_winner),
-         "the same" if one.same else _short(one.sustained_winner), _percent(one.burst_loss), show(one.burst_loss_distinct),
-         _percent(one.sustained_loss), show(one.sustained_loss_distinct)) for one in report.regimes))]  # fmt: skip
+    head = (
+        "device",
+        "problem",
+        *_accum(report, "accum"),
+        "programs in both",
+        "burst winner",
+        "sustained winner",
+        "burst winner's loss when sustained",
+        "sure",
+        "sustained winner's loss in burst",
+        "sure",
+    )
+    return [
+        Heading(text="Burst against sustained"),
+        Paragraph(text=text),
+        *(
+            Chart(name=f"regimes-{report.arch}", spec=spec, text="What the winner of one regime costs in the other")
+            for spec in [charts.regimes(report)]
+            if spec
+        ),
+        _table(
+            head,
+            (
+                (
+                    one.device_name,
+                    str(one.problem),
+                    *_accum(report, one.accum_mode),
+                    str(one.programs),
+                    _short(one.burst_winner),
+                    "the same" if one.same else _short(one.sustained_winner),
+                    _percent(one.burst_loss),
+                    show(one.burst_loss_distinct),
+                    _percent(one.sustained_loss),
+                    show(one.sustained_loss_distinct),
+                )
+                for one in report.regimes
+            ),
+        ),
+    ]
 
 
 def _inert(report: Report) -> list[Block]:
@@ -477,26 +626,60 @@ def _inert(report: Report) -> list[Block]:
         "are the same machine code. A grid may depend on a knob that the machine code does not."
     )
     head = ("knob", "pairs built", "same machine code", "share", "inert")
-    return [Heading(text="Knobs that change nothing", folded=True), Paragraph(text=text), _table(head, (
-        (f"`{knob.knob}`", f"{knob.pairs:,}", f"{knob.same:,}", _percent(knob.same / knob.pairs), show(knob.inert))
-        for knob in report.inert))]  # fmt: skip
+    return [
+        Heading(text="Knobs that change nothing", folded=True),
+        Paragraph(text=text),
+        _table(
+            head,
+            (
+                (
+                    f"`{knob.knob}`",
+                    f"{knob.pairs:,}",
+                    f"{knob.same:,}",
+                    _percent(knob.same / knob.pairs),
+                    show(knob.inert),
+                )
+                for knob in report.inert
+            ),
+        ),
+    ]
 
 
 def _unmeasured(report: Report) -> list[Block]:
     if not report.unmeasured:
         return []
     head = ("problem", *_accum(report, "accum"), "provenance", "schedule", "source")
-    return [Heading(text="Served without a measurement or a model", folded=True), _table(head, (
-        (str(entry.problem), *_accum(report, entry.accum_mode), entry.provenance, _short(entry.schedule),
-         entry.source or NOTHING) for entry in report.unmeasured))]  # fmt: skip
+    return [
+        Heading(text="Served without a measurement or a model", folded=True),
+        _table(
+            head,
+            (
+                (
+                    str(entry.problem),
+                    *_accum(report, entry.accum_mode),
+                    entry.provenance,
+                    _short(entry.schedule),
+                    entry.source or NOTHING,
+                )
+                for entry in report.unmeasured
+            ),
+        ),
+    ]
 
 
 def _failures(report: Report) -> list[Block]:
     if not report.failures:
         return [Heading(text="Failures", folded=True), Paragraph(text="No candidate failed.")]
-    return [Heading(text="Failures", folded=True), _table(("stage", "kind", "candidates", "for example", "schedule"), (
-        (line.stage, line.kind, str(line.candidates), _code(line.example), _short(line.schedule))
-        for line in report.failures))]  # fmt: skip
+    return [
+        Heading(text="Failures", folded=True),
+        _table(
+            ("stage", "kind", "candidates", "for example", "schedule"),
+            (
+                (line.stage, line.kind, str(line.candidates), _code(line.example), _short(line.schedule))
+                for line in report.failures
+            ),
+        ),
+    ]
 
 
 def _conditions(report: Report) -> list[Block]:

@@ -20,13 +20,13 @@ from typing import Any
 
 from tiledsched.build.artifacts import default_cache_folder
 from tiledsched.build.cubin import Artifact, read_artifact
-from tiledsched.config import Settings
-from tiledsched.errors import ConfigError, TiledschedError
-from tiledsched.files import MOST_BYTES, TooLargeError, write_whole
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.core.config import Settings
+from tiledsched.core.errors import ConfigError, TiledschedError
+from tiledsched.core.files import MOST_BYTES, TooLargeError, write_whole
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import decode
-from tiledsched.store.records import EntryRecord
+from tiledsched.store.records import Entry
 
 SCHEMA_VERSION = 1
 """Of `bundle.json`."""
@@ -55,8 +55,13 @@ class Program:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
-        return {"kernel": self.kernel, "arch": self.arch, "schedule": self.schedule.to_json(),
-                "problem": self.problem.to_json(), "fingerprint": self.fingerprint}  # fmt: skip
+        return {
+            "kernel": self.kernel,
+            "arch": self.arch,
+            "schedule": self.schedule.to_json(),
+            "problem": self.problem.to_json(),
+            "fingerprint": self.fingerprint,
+        }
 
     @property
     def cubin_name(self) -> str:
@@ -80,13 +85,13 @@ class Bundle:
     """The tuned table it was made from, as written. Whoever only wants a program need not read all the evidence."""
 
     @cached_property
-    def entries(self) -> tuple[EntryRecord, ...]:
+    def entries(self) -> tuple[Entry, ...]:
         """That table: what is served, and on what evidence.
 
         Raises:
             DatabaseError: an entry is wrong.
         """
-        return tuple(decode(EntryRecord, row, f"{self.path.name}: entries[{i}]") for i, row in enumerate(self.table))
+        return tuple(decode(Entry, row, f"{self.path.name}: entries[{i}]") for i, row in enumerate(self.table))
 
     def cubin(self, program: Program) -> bytes:
         """The machine code of one of its programs.
@@ -160,8 +165,14 @@ def _cache_folder(settings: Settings) -> Path:
     return Path(settings.cache) if settings.cache else default_cache_folder()
 
 
-def write_bundle(path: Path, programs: Sequence[Program], artifacts: Mapping[tuple[str, str], Artifact],
-                 entries: Sequence[EntryRecord], source_hashes: Mapping[str, str], compiler: str) -> int:  # fmt: skip
+def write_bundle(
+    path: Path,
+    programs: Sequence[Program],
+    artifacts: Mapping[tuple[str, str], Artifact],
+    entries: Sequence[Entry],
+    source_hashes: Mapping[str, str],
+    compiler: str,
+) -> int:
     """Write a bundle; the file appears whole or not at all. Returns its bytes.
 
     Args:
@@ -176,9 +187,12 @@ def write_bundle(path: Path, programs: Sequence[Program], artifacts: Mapping[tup
         ConfigError: the file cannot be written.
     """
     index = {
-        "schema_version": SCHEMA_VERSION, "source_hashes": dict(source_hashes), "compiler": compiler,
-        "programs": [program.to_json() for program in programs], "entries": [entry.to_json() for entry in entries],
-    }  # fmt: skip
+        "schema_version": SCHEMA_VERSION,
+        "source_hashes": dict(source_hashes),
+        "compiler": compiler,
+        "programs": [program.to_json() for program in programs],
+        "entries": [entry.to_json() for entry in entries],
+    }
     names = {program.cubin_name: artifacts[program.arch, program.fingerprint].cubin for program in programs}
     contents = io.BytesIO()
     with zipfile.ZipFile(contents, "w") as file:
@@ -215,11 +229,21 @@ def read_bundle(path: Path) -> Bundle:
         raise ConfigError(f"{path} has schema_version {version!r}, this tiledsched reads {SCHEMA_VERSION}; {MAKE}")
     try:
         programs = tuple(
-            Program(kernel=row["kernel"], arch=row["arch"], schedule=Schedule(row["schedule"]),
-                    problem=Problem.from_json({"kernel": row["kernel"], **row["problem"]}), fingerprint=row["fingerprint"])
+            Program(
+                kernel=row["kernel"],
+                arch=row["arch"],
+                schedule=Schedule(row["schedule"]),
+                problem=Problem.from_json({"kernel": row["kernel"], **row["problem"]}),
+                fingerprint=row["fingerprint"],
+            )
             for row in index["programs"]
-        )  # fmt: skip
-        return Bundle(path=path, source_hashes=dict(index["source_hashes"]), compiler=str(index["compiler"]), programs=programs,
-                      table=list(index["entries"]))  # fmt: skip
+        )
+        return Bundle(
+            path=path,
+            source_hashes=dict(index["source_hashes"]),
+            compiler=str(index["compiler"]),
+            programs=programs,
+            table=list(index["entries"]),
+        )
     except (KeyError, TypeError, ValueError, AttributeError, TiledschedError) as error:
         raise ConfigError(f"{path} is no bundle ({type(error).__name__}: {error}); {MAKE}") from error

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched import data_files
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.config import Settings
-from tiledsched.errors import DatabaseError
-from tiledsched.kernel import KernelClass
+from tiledsched.core import data_files
+from tiledsched.core.config import Settings
+from tiledsched.core.errors import DatabaseError
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.space import SearchSpace
+from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import Table
-from tiledsched.space import SearchSpace
-from tiledsched.space_files import known_knobs
 from tiledsched.store.exchange import read_entries
 from tiledsched.store.location import database_exists, location, site_location
-from tiledsched.store.records import EntryRecord
+from tiledsched.store.records import Entry
 
 log = logging.getLogger("tiledsched")
 TABLES = (".json", ".json.xz")
@@ -34,7 +34,7 @@ class Layer:
     """shipped, bundle, site or user."""
     where: str
     """Its file, folder or URL."""
-    entries: Sequence[EntryRecord]
+    entries: Sequence[Entry]
     """What it holds."""
     error: str = ""
     """Why some or all of it cannot be read; the other layers serve on."""
@@ -78,9 +78,9 @@ def _shipped(archs: Collection[str] | None, kernel: str) -> Layer:
     return Layer(name="shipped", where=str(folder), entries=entries, error="; ".join(errors))
 
 
-def _read(paths: Sequence[Path], kernel: str) -> tuple[list[EntryRecord], list[str]]:
+def _read(paths: Sequence[Path], kernel: str) -> tuple[list[Entry], list[str]]:
     """What tables hold, and why some of them cannot be read: one hides no other."""
-    entries: list[EntryRecord] = []
+    entries: list[Entry] = []
     errors = []
     for path in paths:
         try:
@@ -107,7 +107,7 @@ def _site(where: str, kernel: str) -> Layer:
 def _stored(name: str, url: str | None, kernel: str) -> Layer:
     """A database."""
     where = location(url)
-    entries: Sequence[EntryRecord] = ()
+    entries: Sequence[Entry] = ()
     error = ""
     try:
         from tiledsched.store.db import TuningDB  # half a second, which what ships does not need
@@ -121,14 +121,14 @@ def _stored(name: str, url: str | None, kernel: str) -> Layer:
     return Layer(name=name, where=where, entries=entries, error=error)
 
 
-def load_entries(settings: Settings, archs: Collection[str] | None = None, kernel: str = "") -> list[EntryRecord]:
+def load_entries(settings: Settings, archs: Collection[str] | None = None, kernel: str = "") -> list[Entry]:
     """What all layers serve together."""
     return combined(layers(settings, archs, kernel))
 
 
-def combined(of: Sequence[Layer]) -> list[EntryRecord]:
+def combined(of: Sequence[Layer]) -> list[Entry]:
     """What layers serve together: of one key the strongest provenance, and among equals the uppermost layer's."""
-    found: dict[tuple[str, ...], EntryRecord] = {}
+    found: dict[tuple[str, ...], Entry] = {}
     for layer in of:
         for entry in layer.entries:
             if entry.key not in found or entry.rank <= found[entry.key].rank:
@@ -136,8 +136,9 @@ def combined(of: Sequence[Layer]) -> list[EntryRecord]:
     return list(found.values())
 
 
-def load_table(settings: Settings, *, kernel: KernelClass, archs: Collection[str] | None = None,
-               spaces: Sequence[SearchSpace] = ()) -> Table:  # fmt: skip
+def load_table(
+    settings: Settings, *, kernel: KernelClass, archs: Collection[str] | None = None, spaces: Sequence[SearchSpace] = ()
+) -> Table:
     """The lookup table of a kernel under `settings`; with `archs`, only what was shipped for those; `spaces` in place of the
     kernel's own.
 
@@ -146,19 +147,31 @@ def load_table(settings: Settings, *, kernel: KernelClass, archs: Collection[str
     return table_of(load_entries(settings, archs, kernel.name), settings, kernel=kernel, spaces=spaces)
 
 
-def table_of(entries: Sequence[EntryRecord], settings: Settings, *, kernel: KernelClass,
-             spaces: Sequence[SearchSpace] = ()) -> Table:  # fmt: skip
+def table_of(
+    entries: Sequence[Entry], settings: Settings, *, kernel: KernelClass, spaces: Sequence[SearchSpace] = ()
+) -> Table:
     """The same over some entries only."""
     forced = {name: value for name, value in settings.knobs.items() if name in known_knobs(kernel)}
-    return Table(entries, kernel=kernel, regime=settings.regime,
-                 accum_mode=settings.accum_mode, forced=forced, spaces=spaces, rivals=settings.rivals == "serve",
-                 compiler=compiler_at_hand(),
-                 at_hand=lambda: _bundled(kernel, settings))  # fmt: skip
+    return Table(
+        entries,
+        kernel=kernel,
+        regime=settings.regime,
+        accum_mode=settings.accum_mode,
+        forced=forced,
+        spaces=spaces,
+        rivals=settings.rivals == "serve",
+        compiler=compiler_at_hand(),
+        at_hand=lambda: _bundled(kernel, settings),
+    )
 
 
 def _bundled(kernel: KernelClass, settings: Settings) -> set[str]:
     """Fingerprints of the kernel's programs in bundles."""
     from tiledsched.serve.prebuilt import usable_bundles
 
-    return {program.fingerprint for each in usable_bundles(kernel, settings) for program in each.programs
-            if program.kernel == kernel.name}  # fmt: skip
+    return {
+        program.fingerprint
+        for each in usable_bundles(kernel, settings)
+        for program in each.programs
+        if program.kernel == kernel.name
+    }

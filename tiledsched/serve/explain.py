@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tiledsched.build.cubin import join, read_artifact
+from tiledsched.core.problem import Problem, rate_text
 from tiledsched.measure.runner import RivalTime
-from tiledsched.problem import Problem, rate_text
 from tiledsched.serve.lookup import Served, Table
 from tiledsched.serve.rivals import RivalOffer
 
@@ -54,20 +54,28 @@ class Explanation:
         entry = self.served.entry
         evidence = entry.measurement if entry else None
         return {
-            "schema_version": 1, "problem": self.problem.to_json(), "arch": self.arch, "device": self.device_name,
-            "provenance": self.served.provenance, "reason": self.served.reason,
-            "schedule": self.served.schedule.to_json(), "alternatives": [each.to_json() for each in self.served.alternatives],
-            "forced": dict(self.served.forced), "stale": self.stale,
+            "schema_version": 1,
+            "problem": self.problem.to_json(),
+            "arch": self.arch,
+            "device": self.device_name,
+            "provenance": self.served.provenance,
+            "reason": self.served.reason,
+            "schedule": self.served.schedule.to_json(),
+            "alternatives": [each.to_json() for each in self.served.alternatives],
+            "forced": dict(self.served.forced),
+            "stale": self.stale,
             "expected_loss": asdict(self.served.expected_loss) if self.served.expected_loss else None,
             "median_us": evidence.median_us if evidence else None,
             "tflops": entry.problem.tflops(evidence.median_us) if entry and evidence else None,
             "gbps": entry.problem.gbps(evidence.median_us) if entry and evidence else None,
             "entry": entry.to_json() if entry else None,
-            "rival": self.rival or None, "in_graphs": self.in_graphs or None,
+            "rival": self.rival or None,
+            "in_graphs": self.in_graphs or None,
             "rivals": [asdict(each) for each in self.served.rivals],
             "controls": dict(self.controls),
-            "launched_fingerprint": self.launched_fingerprint or None, "is_measured_program": self.is_measured_program,
-        }  # fmt: skip
+            "launched_fingerprint": self.launched_fingerprint or None,
+            "is_measured_program": self.is_measured_program,
+        }
 
     def _rival_lines(self) -> list[str]:
         """What serves instead, eagerly and, where that is another, in captured graphs."""
@@ -85,9 +93,11 @@ class Explanation:
 
     def __str__(self) -> str:
         served, entry = self.served, self.served.entry
-        lines = [f"{self.problem} on {self.device_name or self.arch}",
-                 f"  schedule    {served.schedule.short()}",
-                 f"  provenance  {served.provenance}: {served.reason}"]  # fmt: skip
+        lines = [
+            f"{self.problem} on {self.device_name or self.arch}",
+            f"  schedule    {served.schedule.short()}",
+            f"  provenance  {served.provenance}: {served.reason}",
+        ]
         if served.alternatives:
             lines.append(
                 f"  if spilled  {served.alternatives[0].short()}, where the program of the first spills registers"
@@ -97,16 +107,20 @@ class Explanation:
         lines += self._rival_lines()
         if served.expected_loss is not None:
             loss = served.expected_loss
-            lines.append(f"  expected    loss {loss.mean:.1%} (worst {loss.worst:.1%}) against the best, from {loss.cases} such "
-                         "choices on held-out problems")  # fmt: skip
+            lines.append(
+                f"  expected    loss {loss.mean:.1%} (worst {loss.worst:.1%}) against the best, from {loss.cases} such "
+                "choices on held-out problems"
+            )
         if entry is not None:
             if (entry.problem, entry.schedule) != (self.problem, served.schedule):
                 lines.append(f"  evidence is for {entry.problem}, schedule {entry.schedule.short()}:")
             if entry.measurement is not None:
                 m = entry.measurement
-                lines.append(f"  measured    {m.median_us:.1f} us [{m.ci_low_us:.1f}, {m.ci_high_us:.1f}], "
-                             f"{rate_text(entry.problem, m.median_us)}, {m.samples} samples on {m.device.name}, "
-                             f"{entry.regime}, {m.created_at:%Y-%m-%d}")  # fmt: skip
+                lines.append(
+                    f"  measured    {m.median_us:.1f} us [{m.ci_low_us:.1f}, {m.ci_high_us:.1f}], "
+                    f"{rate_text(entry.problem, m.median_us)}, {m.samples} samples on {m.device.name}, "
+                    f"{entry.regime}, {m.created_at:%Y-%m-%d}"
+                )
             elif entry.model_us is not None:
                 lines.append(f"  modelled    {entry.model_us:.1f} us (an estimate; nothing was measured)")
             if entry.runner_up is not None:
@@ -121,8 +135,11 @@ class Explanation:
         if self.controls:
             lines.append(f"  settings    {', '.join(f'{name} from {where}' for name, where in self.controls.items())}")
         if self.launched_fingerprint:
-            verdict = {True: "the program that was measured", False: "NOT the program that was measured",
-                       None: "no measured program to compare with"}[self.is_measured_program]  # fmt: skip
+            verdict = {
+                True: "the program that was measured",
+                False: "NOT the program that was measured",
+                None: "no measured program to compare with",
+            }[self.is_measured_program]
             lines.append(f"  launched    {self.launched_fingerprint}: {verdict}")
         return "\n".join(lines)
 
@@ -139,20 +156,26 @@ def rival_text(time: RivalTime) -> str:
     return f"{time.name} {time.median_us:.1f} us ({time.ratio:.2f}x ours, host {time.host_us:.0f} us)"
 
 
-def explain_problem(table: Table, problem: Problem, arch: str, device_name: str = "",
-                    controls: Mapping[str, str] | None = None) -> Explanation:  # fmt: skip
+def explain_problem(
+    table: Table, problem: Problem, arch: str, device_name: str = "", controls: Mapping[str, str] | None = None
+) -> Explanation:
     """What `table` serves for `problem`; needs no GPU."""
-    return Explanation(problem=problem, arch=arch, device_name=device_name,
-                       served=table.resolve(problem, arch, device_name), controls=controls or {})  # fmt: skip
+    return Explanation(
+        problem=problem,
+        arch=arch,
+        device_name=device_name,
+        served=table.resolve(problem, arch, device_name),
+        controls=controls or {},
+    )
 
 
 def launched_fingerprint(objects: Sequence[Any], arguments: Sequence[Sequence[Any]], arch: str) -> str:
     """Fingerprint of the machine code that kernel objects of :func:`tiledsched.serve.prebuilt.make_kernel` have compiled for
     launches with these arguments; needs the compiler, and no GPU of `arch`.
-    """  # fmt: skip
+    """
     from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
-    from tiledsched.launches import assumed
+    from tiledsched.core.launch import assumed
 
     found = []
     for each, given in zip(objects, arguments, strict=True):

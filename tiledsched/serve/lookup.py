@@ -1,7 +1,7 @@
 """Which schedule is served for a problem, and why.
 
 In order: this device's measurement, another device's of the same arch, what won on the nearest measured problems (see
-`tiledsched.serve.policy`), the model's choice for the problem, the model's for the nearest, what won on problems of other
+`tiledsched.serve.transfer`), the model's choice for the problem, the model's for the nearest, what won on problems of other
 kinds, the default. What a kind is the kernel says: winners of another kind say less than the model about this one.
 
 What was measured with another compiler is served, and called stale: its machine code may be another, and its time too.
@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiledsched.build.toolchain import takes_hints
-from tiledsched.device import ARCHS, arch_spec
-from tiledsched.errors import ConfigError, SpaceError
-from tiledsched.kernel import HINT_KNOBS, KernelClass, allowed_hints
-from tiledsched.problem import Problem
-from tiledsched.schedule import KnobValue, Schedule
-from tiledsched.serve.policy import NEAR_KIND, OTHER_KIND, ExpectedLoss, Parameters, expected_loss, log_us, transfer
+from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.errors import ConfigError, SpaceError
+from tiledsched.core.kernel import HINT_KNOBS, KernelClass, allowed_hints
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.space import SearchSpace, accuracy_class
+from tiledsched.core.space_files import space_for
 from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers
-from tiledsched.space import SearchSpace, accuracy_class
-from tiledsched.space_files import space_for
+from tiledsched.serve.transfer import NEAR_KIND, OTHER_KIND, ExpectedLoss, Parameters, expected_loss, log_us, transfer
 from tiledsched.store.evidence import for_compiler, stale
-from tiledsched.store.records import EntryRecord
+from tiledsched.store.records import Entry
 
 TOLD = ("measured", "transferred")
 """Provenances of entries that some device measured."""
@@ -50,7 +50,7 @@ class Served:
     """measured, transferred, modelled, default, or forced (by settings)."""
     reason: str
     """One sentence for people."""
-    entry: EntryRecord | None
+    entry: Entry | None
     """The evidence; None for the default."""
     forced: Mapping[str, KnobValue]
     """Knobs that settings changed."""
@@ -80,37 +80,49 @@ class Table:
         policy: how problems that were not measured are served from others of their kind.
     """
 
-    def __init__(self, entries: Sequence[EntryRecord], kernel: KernelClass, *, regime: str = "burst",
-                 accum_mode: str = "fp32", forced: Mapping[str, KnobValue] | None = None,
-                 spaces: Sequence[SearchSpace] = (), rivals: bool = False, compiler: str = "",
-                 at_hand: Callable[[], Collection[str]] = frozenset,
-                 policy: Parameters = NEAR_KIND) -> None:  # fmt: skip
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        kernel: KernelClass,
+        *,
+        regime: str = "burst",
+        accum_mode: str = "fp32",
+        forced: Mapping[str, KnobValue] | None = None,
+        spaces: Sequence[SearchSpace] = (),
+        rivals: bool = False,
+        compiler: str = "",
+        at_hand: Callable[[], Collection[str]] = frozenset,
+        policy: Parameters = NEAR_KIND,
+    ) -> None:
         self.kernel, self.regime, self.accum_mode = kernel, regime, accum_mode
         self._policy = policy
         self.compiler, self._at_hand, self._rivals = compiler, at_hand, rivals
         self.forced = dict(forced or {})
-        self._by_arch: dict[str, list[EntryRecord]] = {}
-        mine = [entry for entry in for_compiler(entries, compiler)
-                if entry.kernel == kernel.name and entry.accum_mode in (accum_mode, EXACT)]  # fmt: skip
-        mine.sort(key=self._strangeness)
+        self._by_arch: dict[str, list[Entry]] = {}
+        mine = [
+            entry
+            for entry in for_compiler(entries, compiler)
+            if entry.kernel == kernel.name and entry.accum_mode in (accum_mode, EXACT)
+        ]
+        mine.sort(key=self._mismatch)
         told = set()
         for entry in mine:
             place, known = (entry.arch, entry.problem, entry.device_name), entry.provenance in TOLD
-            if not self._strangeness(entry) or (known and place not in told):
+            if not self._mismatch(entry) or (known and place not in told):
                 self._by_arch.setdefault(entry.arch, []).append(entry)
                 if known:
                     told.add(place)
         self._spaces = {space.arch: space for space in spaces}
-        self._completed: dict[str, list[EntryRecord]] = {}
-        self._told: dict[str, dict[Problem, list[EntryRecord]]] = {}
-        self._kinds: dict[str, dict[tuple[Any, ...], list[EntryRecord]]] = {}
+        self._completed: dict[str, list[Entry]] = {}
+        self._told: dict[str, dict[Problem, list[Entry]]] = {}
+        self._kinds: dict[str, dict[tuple[Any, ...], list[Entry]]] = {}
         self._answers: dict[tuple[Problem, str], Served] = {}
 
-    def _strangeness(self, entry: EntryRecord) -> int:
+    def _mismatch(self, entry: Entry) -> int:
         """0 for what is of the regime and class asked for; else how badly it stands for that."""
         return (entry.regime not in ("", self.regime)) + 2 * (entry.accum_mode != self.accum_mode)
 
-    def _note(self, entry: EntryRecord | None) -> str:
+    def _note(self, entry: Entry | None) -> str:
         """What people should know of evidence of another regime or class."""
         note = ""
         if entry is not None and entry.regime not in ("", self.regime):
@@ -141,22 +153,26 @@ class Table:
         served = replace(served, reason=served.reason + note) if note else served
         return self._with_forced(served, problem, space) if self.forced else served
 
-    def instead_of(self, served: Served, problem: Problem, arch: str) -> Served | None:
+    def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
         """The next choice in place of what spills, or does not compile for the layouts of a call, and after those the default;
         None where it is that, or forced.
-        """  # fmt: skip
+        """
         if served.alternatives:
             following, *rest = served.alternatives
-            return replace(served, schedule=following, alternatives=tuple(rest),
-                           reason=f"{served.schedule.short()} spills registers here or does not compile; the next choice: "
-                                  + served.reason.rpartition("the next choice: ")[2])  # fmt: skip
+            return replace(
+                served,
+                schedule=following,
+                alternatives=tuple(rest),
+                reason=f"{served.schedule.short()} spills registers here or does not compile; the next choice: "
+                + served.reason.rpartition("the next choice: ")[2],
+            )
         default = self._default(self._space(arch), problem)
         if served.forced or served.schedule == default:
             return None
         reason = f"{served.schedule.short()} ({served.provenance}) does not compile for arrays laid out like these"
         return Served(schedule=default, provenance="default", entry=None, forced={}, reason=reason)
 
-    def _exact(self, told: Sequence[EntryRecord], device_name: str, space: SearchSpace) -> Served | None:
+    def _exact(self, told: Sequence[Entry], device_name: str, space: SearchSpace) -> Served | None:
         """This very problem, measured: best on this device."""
         same = [entry for entry in told if not space.unworkable(entry.schedule, entry.problem)]
         if not same:
@@ -165,50 +181,64 @@ class Table:
         here = entry.provenance == "measured" and device_name in ("", entry.device_name)
         where = "this device" if device_name and here else entry.device_name or entry.arch
         offers = self._offers(entry, space, where if here else "") if self._rivals else ()
-        return Served(schedule=entry.schedule, provenance="measured" if here else "transferred", entry=entry, forced={},
-                      reason=f"this problem was measured on {where}", stale=self._stale(entry), rivals=offers)  # fmt: skip
+        return Served(
+            schedule=entry.schedule,
+            provenance="measured" if here else "transferred",
+            entry=entry,
+            forced={},
+            reason=f"this problem was measured on {where}",
+            stale=self._stale(entry),
+            rivals=offers,
+        )
 
-    def _offers(self, entry: EntryRecord, space: SearchSpace, where: str) -> tuple[RivalOffer, ...]:
+    def _offers(self, entry: Entry, space: SearchSpace, where: str) -> tuple[RivalOffer, ...]:
         """What may serve the very problem of an entry, which was measured here where that is said: by its own evidence of
         rivals, and of those that it does not know by that of its like.
-        """  # fmt: skip
+        """
         known = measured_offers(entry, where) if where else expected_offers(entry.problem, [entry], 0.0)
         names = {each.name for each in entry.rivals or ()}
-        near = (offer for offer in expected_offers(entry.problem, self._alike(entry.problem, space), 0.0)
-                if offer.name not in names)  # fmt: skip
+        near = (
+            offer
+            for offer in expected_offers(entry.problem, self._alike(entry.problem, space), 0.0)
+            if offer.name not in names
+        )
         return tuple(sorted((*known, *near), key=lambda offer: (offer.ratio, offer.name)))
 
-    def _stale(self, entry: EntryRecord) -> str:
+    def _stale(self, entry: Entry) -> str:
         if not stale(entry, self.compiler) or entry.fingerprint in self._at_hand():
             return ""
-        return (f"tileiras {entry.compiler} built what was measured, and here is {self.compiler}: its machine code may be "
-                f"another, and its time, too; run: tiledsched refresh {self.kernel.name} --arch {entry.arch}")  # fmt: skip
+        return (
+            f"tileiras {entry.compiler} built what was measured, and here is {self.compiler}: its machine code may be "
+            f"another, and its time, too; run: tiledsched refresh {self.kernel.name} --arch {entry.arch}"
+        )
 
-    def _known(self, space: SearchSpace) -> list[EntryRecord]:
+    def _known(self, space: SearchSpace) -> list[Entry]:
         """Entries of the arch that the compiler at hand can build, with every knob of the space."""
         if space.arch not in self._completed:
             found = [entry for entry in self._by_arch.get(space.arch, []) if takes_hints(self.compiler, entry.schedule)]
-            self._completed[space.arch] = [replace(entry, schedule=space.complete(entry.schedule),
-                                                   runner_up=self._usable(entry.runner_up)) for entry in found]  # fmt: skip
+            self._completed[space.arch] = [
+                replace(entry, schedule=space.complete(entry.schedule), runner_up=self._usable(entry.runner_up))
+                for entry in found
+            ]
         return self._completed[space.arch]
 
     def _usable(self, schedule: Schedule | None) -> Schedule | None:
         return schedule if schedule is not None and takes_hints(self.compiler, schedule) else None
 
-    def _told_of(self, problem: Problem, space: SearchSpace) -> list[EntryRecord]:
+    def _told_of(self, problem: Problem, space: SearchSpace) -> list[Entry]:
         """Entries measured for `problem` itself."""
         if space.arch not in self._told:
-            by_problem: dict[Problem, list[EntryRecord]] = {}
+            by_problem: dict[Problem, list[Entry]] = {}
             for entry in self._known(space):
                 if entry.provenance in TOLD:
                     by_problem.setdefault(entry.problem, []).append(entry)
             self._told[space.arch] = by_problem
         return self._told[space.arch].get(problem, [])
 
-    def _alike(self, problem: Problem, space: SearchSpace) -> Sequence[EntryRecord]:
+    def _alike(self, problem: Problem, space: SearchSpace) -> Sequence[Entry]:
         """Entries measured for problems of this one's kind."""
         if space.arch not in self._kinds:
-            by_kind: dict[tuple[Any, ...], list[EntryRecord]] = {}
+            by_kind: dict[tuple[Any, ...], list[Entry]] = {}
             for entry in self._known(space):
                 if entry.provenance in TOLD:
                     by_kind.setdefault(self.kernel.kind(entry.problem), []).append(entry)
@@ -250,10 +280,11 @@ class Table:
         except SpaceError:
             return space.default(problem)
 
-    def _transferred(self, entries: Sequence[EntryRecord], problem: Problem, space: SearchSpace,
-                     what: str = "") -> Served | None:  # fmt: skip
+    def _transferred(
+        self, entries: Sequence[Entry], problem: Problem, space: SearchSpace, what: str = ""
+    ) -> Served | None:
         """A choice among what won elsewhere."""
-        alone = self.kernel.only_its_kind(problem) and not self._alike(problem, space)
+        alone = self.kernel.requires_same_kind(problem) and not self._alike(problem, space)
         if space.arch not in ARCHS or alone:
             return None
         found = transfer(problem, entries, space, arch_spec(space.arch), OTHER_KIND if what else self._policy)
@@ -261,22 +292,38 @@ class Table:
             return None
         where = found.entry.device_name or found.entry.arch
         said = f"named by the nearest problem{what} ({found.entry.problem}), measured on {where}"
-        return Served(schedule=found.schedule, provenance="transferred", entry=found.entry, forced={},
-                      reason=said if found.asked == 1 else f"{said}, and best in the opinion of {found.asked} entries",
-                      alternatives=found.others, expected_loss=expected_loss(found, problem))  # fmt: skip
+        return Served(
+            schedule=found.schedule,
+            provenance="transferred",
+            entry=found.entry,
+            forced={},
+            reason=said if found.asked == 1 else f"{said}, and best in the opinion of {found.asked} entries",
+            alternatives=found.others,
+            expected_loss=expected_loss(found, problem),
+        )
 
     def _untold(self, problem: Problem, space: SearchSpace) -> Served:
         """The default, or the kernel's own choice where nothing was measured."""
         default = self._default(space, problem)
-        choose = self.kernel.untold or (model_choice if "model" in vars(self.kernel) else None)
+        choose = self.kernel.cold_start or (model_choice if "model" in vars(self.kernel) else None)
         if space.arch in ARCHS and choose is not None:
             spec = arch_spec(space.arch)
             chosen = choose(problem, default, space, lambda schedule: log_us(problem, schedule, spec))
             if chosen not in (None, default):
-                return Served(schedule=chosen, provenance="modelled", entry=None, forced={},
-                              reason="nothing like it was measured or tuned; a plain schedule, by rule and model")  # fmt: skip
-        return Served(schedule=default, provenance="default", entry=None, forced={},
-                      reason=f"nothing is known about {space.arch} for this kind of problem")  # fmt: skip
+                return Served(
+                    schedule=chosen,
+                    provenance="modelled",
+                    entry=None,
+                    forced={},
+                    reason="nothing like it was measured or tuned; a plain schedule, by rule and model",
+                )
+        return Served(
+            schedule=default,
+            provenance="default",
+            entry=None,
+            forced={},
+            reason=f"nothing is known about {space.arch} for this kind of problem",
+        )
 
     def _with_forced(self, served: Served, problem: Problem, space: SearchSpace) -> Served:
         for name, value in self.forced.items():
@@ -333,17 +380,23 @@ def model_choice(
     return min([default, *plain], key=lambda schedule: (estimate(schedule), schedule.id))
 
 
-def _modelled(known: Sequence[EntryRecord], problem: Problem, space: SearchSpace) -> Served | None:
+def _modelled(known: Sequence[Entry], problem: Problem, space: SearchSpace) -> Served | None:
     """The model's choice for the nearest problem of the kind."""
     kind, distance = problem.declaration.kind, problem.declaration.distance
     alike = [entry for entry in known if kind(entry.problem) == kind(problem)]
-    usable = [entry for entry in alike if entry.provenance not in TOLD
-              and not space.unworkable(entry.schedule, problem)]  # fmt: skip
+    usable = [
+        entry for entry in alike if entry.provenance not in TOLD and not space.unworkable(entry.schedule, problem)
+    ]
     if not usable:
         return None
     entry = min(
         usable, key=lambda entry: (distance(entry.problem, problem), entry.rank, entry.problem, entry.device_name)
     )
     what = "this problem" if entry.problem == problem else f"the nearest problem ({entry.problem})"
-    return Served(schedule=entry.schedule, provenance=entry.provenance, entry=entry, forced={},
-                  reason=f"nothing was measured; the entry for {what} is the model's choice")  # fmt: skip
+    return Served(
+        schedule=entry.schedule,
+        provenance=entry.provenance,
+        entry=entry,
+        forced={},
+        reason=f"nothing was measured; the entry for {what} is the model's choice",
+    )

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter as TorchParameter
 
-from tiledsched.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
-from tiledsched.kernel import LARGEST_INT32, ArraySpec, KernelClass
-from tiledsched.launches import Step, scratch, steps
-from tiledsched.problem import Problem
-from tiledsched.serve import launching, process
+from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
+from tiledsched.core.kernel import LARGEST_INT32, ArraySpec, KernelClass
+from tiledsched.core.launch import Step, scratch, steps
+from tiledsched.core.problem import Problem
+from tiledsched.serve import launch as launching
+from tiledsched.serve import process
 from tiledsched.serve.explain import Explanation, launched_fingerprint
-from tiledsched.serve.launching import (
+from tiledsched.serve.launch import (
     Scratch,
     describe_failure,
     has_run,
@@ -36,8 +37,8 @@ from tiledsched.serve.launching import (
 )
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan_cache import PlanCache
-from tiledsched.serve.posing import NO_DEFAULT, Form, Output
 from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals, fewer_rivals
+from tiledsched.serve.schema import NO_DEFAULT, Form, Output
 
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _PLAIN = (Tensor, TorchParameter)
@@ -71,8 +72,10 @@ def op(name: str, kernel: KernelClass, **pinned: Any) -> Operator:
         made = _operators[name] = Operator(name, form)
         return made
     if known.kernel.name != kernel.name or known.form.schema() != form.schema():
-        raise ConfigError(f"{name} is an operator of {known.kernel.name}{known.form.schema()} already, and torch keeps operators "
-                          "until the process ends; use another name")  # fmt: skip
+        raise ConfigError(
+            f"{name} is an operator of {known.kernel.name}{known.form.schema()} already, and torch keeps operators "
+            "until the process ends; use another name"
+        )
     known.use(form)
     return known
 
@@ -149,8 +152,11 @@ class Operator:
             count: defaults[count:] for count in range(len(defaults) + 1) if NO_DEFAULT not in defaults[count:]
         }
         self._lists = "list" in kinds
-        self._irregular = self._lists or any(map(form.is_optional, form.inputs)) or any(
-            each.schema == "SymInt[]" for each in form.parameters)  # fmt: skip
+        self._irregular = (
+            self._lists
+            or any(map(form.is_optional, form.inputs))
+            or any(each.schema == "SymInt[]" for each in form.parameters)
+        )
         self._numbers = tuple(
             int if each.schema.startswith("SymInt") else float for each in form.parameters[self._scalars :]
         )
@@ -197,8 +203,10 @@ class Operator:
         known = {each.name for each in rest}
         missing = any(each.default is NO_DEFAULT and each.name not in named for each in rest)
         if len(given) > len(self.form.parameters) or not named.keys() <= known or missing:
-            raise TypeError(f"{self.name} takes {self.form.schema().rpartition(' -> ')[0]}; got {len(given)} arguments"
-                            + (f" and {', '.join(named)}" if named else ""))  # fmt: skip
+            raise TypeError(
+                f"{self.name} takes {self.form.schema().rpartition(' -> ')[0]}; got {len(given)} arguments"
+                + (f" and {', '.join(named)}" if named else "")
+            )
         return given + tuple(named.get(each.name, each.default) for each in rest)
 
     def _split(self, given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -224,9 +232,11 @@ class Operator:
         if isinstance(found, str):
             raise UnsupportedError(f"{self.name}: {found}")
         return self.cache.launch_first(
-            key, found, lambda plan: self._launch(plan, tensors, given[self._scalars :], first=True),
+            key,
+            found,
+            lambda plan: self._launch(plan, tensors, given[self._scalars :], first=True),
             lambda plan: self._default_plan(plan, given, tensors),
-        )  # fmt: skip
+        )
 
     def _fake(self, *given: Any) -> Any:
         """Outputs without contents."""
@@ -236,8 +246,11 @@ class Operator:
             results = self.form.results(given)
         except ProblemError as error:
             raise ProblemError(f"{self.name}: {error}") from error
-        made = [torch.empty_strided(shape, strides, dtype=launching.torch_type(each.dtype), device=first)
-                for each in results for shape, strides in zip(each.shapes, each.strides, strict=True)]  # fmt: skip
+        made = [
+            torch.empty_strided(shape, strides, dtype=launching.torch_type(each.dtype), device=first)
+            for each in results
+            for shape, strides in zip(each.shapes, each.strides, strict=True)
+        ]
         return _returned(made, _counts(results))
 
     def _complete(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -260,11 +273,11 @@ class Operator:
     def _default_plan(self, plan: OpPlan, given: Sequence[Any], tensors: Sequence[Any]) -> OpPlan | None:
         """Without a rival that refuses these tensors; on the next choice, in place of a schedule that does not compile for them,
         or spills; None where there is no other.
-        """  # fmt: skip
+        """
         if plan.launch_on == ELSEWHERE:
             return fewer_rivals(plan)
         arch = process.device_facts(plan.device).arch
-        served = process.table(self.kernel).instead_of(plan.served, plan.problem, arch)  # type: ignore[arg-type]
+        served = process.table(self.kernel).fallback_for(plan.served, plan.problem, arch)  # type: ignore[arg-type]
         found = served and self._make_plan(given, tensors, served)
         return found if isinstance(found, OpPlan) else None
 
@@ -293,12 +306,16 @@ class Operator:
         places, constants = _places(wanted, where)
         changed = tuple(place for name in self.form.changed if isinstance(place := where[name], int))
         objects = process.kernel_objects(self.kernel, p, served.schedule, facts, wanted)
-        outputs = [(shape, strides, launching.torch_type(each.dtype)) for each in results
-                   for shape, strides in zip(each.shapes, each.strides, strict=True)]  # fmt: skip
+        outputs = [
+            (shape, strides, launching.torch_type(each.dtype))
+            for each in results
+            for shape, strides in zip(each.shapes, each.strides, strict=True)
+        ]
         return OpPlan(
             launch=ct.launch,
-            steps=tuple((made, step.grid, _picker(where))
-                        for made, step, where in zip(objects, wanted, places, strict=True)),
+            steps=tuple(
+                (made, step.grid, _picker(where)) for made, step, where in zip(objects, wanted, places, strict=True)
+            ),
             outputs=tuple(outputs),
             scratch=launching.scratch_of(extra),
             scalars=tuple(self.kernel.scalar_values(p).values()),
@@ -313,13 +330,17 @@ class Operator:
             sync=process.settings().sync,
             served=served,
             problem=p,
-        )  # fmt: skip
+        )
 
-    def _where(self, given: Sequence[Any], results: Sequence[Output],
-               extra: Sequence[ArraySpec]) -> dict[str, int | slice]:  # fmt: skip
+    def _where(
+        self, given: Sequence[Any], results: Sequence[Output], extra: Sequence[ArraySpec]
+    ) -> dict[str, int | slice]:
         """Where inputs, outputs, scratch arrays and scalars stand in the row that :class:`OpPlan` tells."""
-        inputs = [(name, len(value) if isinstance(value, (list, tuple)) else None)
-                  for name, value in zip(self.form.inputs, given, strict=False) if value is not None]  # fmt: skip
+        inputs = [
+            (name, len(value) if isinstance(value, (list, tuple)) else None)
+            for name, value in zip(self.form.inputs, given, strict=False)
+            if value is not None
+        ]
         outputs = zip(self.form.outputs, _counts(results), strict=True)
         others = [(name, None) for name in (*(spec.name for spec in extra), *self.kernel.scalar_fields)]
         found: dict[str, int | slice] = {}
@@ -330,8 +351,15 @@ class Operator:
         found[""] = end  # where the constants begin
         return found
 
-    def _launch(self, plan: OpPlan, tensors: tuple[Any, ...], scalars: Sequence[Any] | None, *, first: bool = False,
-                keep_zeros: bool = False) -> Any:  # fmt: skip
+    def _launch(
+        self,
+        plan: OpPlan,
+        tensors: tuple[Any, ...],
+        scalars: Sequence[Any] | None,
+        *,
+        first: bool = False,
+        keep_zeros: bool = False,
+    ) -> Any:
         """Queue every launch of a call on the current stream and return the outputs."""
         index = plan.launch_on
         if index != launching.current_device():  # cuTile launches on the current device, whatever the tensors say
@@ -370,17 +398,19 @@ class Operator:
             torch.autograd.graph.increment_version(tensors[place])
         return made[0] if plan.single else _returned(made, plan.counts)
 
-    def _launch_rival(self, plan: OpPlan, tensors: tuple[Any, ...], scalars: Sequence[Any] | None, first: bool,
-                      keep_zeros: bool) -> Any:  # fmt: skip
+    def _launch_rival(
+        self, plan: OpPlan, tensors: tuple[Any, ...], scalars: Sequence[Any] | None, first: bool, keep_zeros: bool
+    ) -> Any:
         """What the rival that serves this call computes, in the layout of our own outputs; where none does, or it fails later,
         what our own kernel does.
 
         Raises:
             LaunchError: it failed in a capture, or, `RivalError`, in its first call; or of our own kernel.
-        """  # fmt: skip
+        """
         rival = launching.serving_rival(plan, lambda: tensors, first=first)
-        usual = scalars is None or all(value in (None, default) for value, default in
-                                       zip(scalars, plan.scalars, strict=True))  # fmt: skip
+        usual = scalars is None or all(
+            value in (None, default) for value, default in zip(scalars, plan.scalars, strict=True)
+        )
         if rival is None or not usual:  # a rival is made for the numbers declared
             return self._launch(plan.own, tensors, scalars, first=first, keep_zeros=keep_zeros)
         if first and plan.in_graphs is None:  # so that a capture finds our own programs loaded
@@ -429,19 +459,33 @@ class Operator:
         facts, fingerprint = process.device_facts(plan.device), ""
         if verify:
             tensors, _ = self._split(self._bind(given, named))
-            made = [torch.empty_strided(shape, strides, dtype=dtype, device=tensors[0].device)
-                    for shape, strides, dtype in plan.outputs]  # fmt: skip
-            row = [*tensors, *made, *launching.scratch_arrays(plan.scratch, tensors[0].device, None), *plan.scalars,
-                   *plan.constants]  # fmt: skip
+            made = [
+                torch.empty_strided(shape, strides, dtype=dtype, device=tensors[0].device)
+                for shape, strides, dtype in plan.outputs
+            ]
+            row = [
+                *tensors,
+                *made,
+                *launching.scratch_arrays(plan.scratch, tensors[0].device, None),
+                *plan.scalars,
+                *plan.constants,
+            ]
             arguments = [pick(row) for _, _, pick in plan.steps]
             fingerprint = launched_fingerprint([kernel for kernel, _, _ in plan.steps], arguments, facts.arch)
-        return Explanation(problem=plan.problem, arch=facts.arch, device_name=facts.name, served=plan.served,
-                           rival=plan.rival.name if plan.rival else "",
-                           in_graphs=plan.in_graphs.name if plan.in_graphs else "",
-                           launched_fingerprint=fingerprint, controls=process.settings().sources)  # fmt: skip
+        return Explanation(
+            problem=plan.problem,
+            arch=facts.arch,
+            device_name=facts.name,
+            served=plan.served,
+            rival=plan.rival.name if plan.rival else "",
+            in_graphs=plan.in_graphs.name if plan.in_graphs else "",
+            launched_fingerprint=fingerprint,
+            controls=process.settings().sources,
+        )
 
-    def register_autograd(self, backward: Callable[..., Any], *,
-                          setup_context: Callable[..., Any] | None = None) -> None:  # fmt: skip
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
+    ) -> None:
         """Give the operator a gradient: `norm.register_autograd(lambda ctx, dy: norm_backward(dy, *ctx.saved_tensors))`.
 
         Args:
@@ -454,8 +498,10 @@ class Operator:
             UnsupportedError: the operator works in place.
         """
         if self.form.changed:
-            raise UnsupportedError(f"{self.name} changes {', '.join(self.form.changed)} in place, and torch takes no gradient of "
-                                   "that; declare outputs in their stead")  # fmt: skip
+            raise UnsupportedError(
+                f"{self.name} changes {', '.join(self.form.changed)} in place, and torch takes no gradient of "
+                "that; declare outputs in their stead"
+            )
         self._backward, self._setup = backward, setup_context
 
     def _remember(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -468,8 +514,10 @@ class Operator:
 
     def _differentiate(self, ctx: Any, *gradients: Any) -> Any:
         if self._backward is None:
-            raise UnsupportedError(f"gradients are required and {self.name} has no backward; declare one and join them: "
-                                   "op.register_autograd(backward), or call it under torch.no_grad()")  # fmt: skip
+            raise UnsupportedError(
+                f"gradients are required and {self.name} has no backward; declare one and join them: "
+                "op.register_autograd(backward), or call it under torch.no_grad()"
+            )
         found = self._backward(ctx, *gradients)
         found = found if isinstance(found, tuple) else (found,)
         return (*found, *(None,) * (len(self.form.parameters) - len(found)))
@@ -510,12 +558,16 @@ def _register(made: Operator) -> Any:
 
 def _plan_key(*call: Any) -> tuple[Any, ...]:
     """What a plan depends on: of tensors that are not contiguous, the strides too, which say layouts and reach."""
-    return tuple([
-        each if not isinstance(each, Tensor)
-        else (each.shape, each.dtype, each.device) if each.is_contiguous()
-        else (each.shape, each.dtype, each.device, each.stride())
-        for each in call
-    ])  # fmt: skip
+    return tuple(
+        [
+            each
+            if not isinstance(each, Tensor)
+            else (each.shape, each.dtype, each.device)
+            if each.is_contiguous()
+            else (each.shape, each.dtype, each.device, each.stride())
+            for each in call
+        ]
+    )
 
 
 def _places(wanted: Sequence[Step], where: dict[str, int | slice]) -> tuple[list[list[int | slice]], tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from cuda.tile import TileError
 
-from tiledsched.errors import LaunchError, RivalError
+from tiledsched.core.errors import LaunchError, RivalError
 from tiledsched.serve.prebuilt import refusing_spills, spills_error
 from tiledsched.serve.rivals import ELSEWHERE
 
@@ -40,7 +40,7 @@ class PlanCache(Generic[P]):
     """The plans of one operator, for any number of threads."""
 
     __slots__ = ("_found_last", "_key_of", "alike", "plans", "ready", "recent")
-    every: list[PlanCache[Any]] = []  # noqa: RUF012  (all of the process, to be forgotten together)
+    every: list[PlanCache[Any]] = []  # noqa: RUF012
 
     def __init__(self, key_of: Callable[..., tuple[Any, ...]]) -> None:
         """`key_of(*tensors, *options)` is what a plan depends on."""
@@ -94,8 +94,9 @@ class PlanCache(Generic[P]):
                 self.plans[key] = found
         return found
 
-    def launch_first(self, key: tuple[Any, ...], plan: P, launch: Callable[[P], Any],
-                     instead: Callable[[P], P | None]) -> Any:  # fmt: skip
+    def launch_first(
+        self, key: tuple[Any, ...], plan: P, launch: Callable[[P], Any], instead: Callable[[P], P | None]
+    ) -> Any:
         """Launch a plan for the first time and count it as launched; its result.
 
         Tables hold what compiles for arrays as they are measured. Where that does not compile for the layouts of a call, or was

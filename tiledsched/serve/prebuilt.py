@@ -19,12 +19,12 @@ from typing import Any
 from tiledsched.build.compiler import pass_on_worker_warps
 from tiledsched.build.cubin import parts, read_artifact
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.config import Settings
-from tiledsched.device import arch_spec
-from tiledsched.errors import CompilerError, ConfigError, TiledschedError
-from tiledsched.kernel import HINT_KNOBS, KernelClass
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.core.config import Settings
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
+from tiledsched.core.kernel import HINT_KNOBS, KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.serve.bundle import VARIABLE, Bundle, Program, bundle_paths, named_bundle, read_bundle
 
 log = logging.getLogger("tiledsched")
@@ -44,8 +44,9 @@ class Prebuilt:
     """Where its machine code lies."""
 
 
-def make_kernel(kernel: KernelClass, schedules: Mapping[str, Schedule], problem: Problem, settings: Settings,
-                device: Any = None) -> list[Any]:  # fmt: skip
+def make_kernel(
+    kernel: KernelClass, schedules: Mapping[str, Schedule], problem: Problem, settings: Settings, device: Any = None
+) -> list[Any]:
     """The cuTile kernel objects of `launches.tile_kernels`, one for each step, that take their machine code from bundles
     where these hold it, else have it compiled as it was for measuring.
 
@@ -60,7 +61,7 @@ def make_kernel(kernel: KernelClass, schedules: Mapping[str, Schedule], problem:
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
     """
-    from tiledsched import launches
+    from tiledsched.core import launch as launches
 
     device = device or arch_spec(next(iter(schedules)))
     objects = launches.tile_kernels(kernel, schedules, problem, device)
@@ -110,8 +111,12 @@ def usable_bundles(kernel: KernelClass, settings: Settings) -> list[Bundle]:
         if built_from == _source_hash(kernel):  # type: ignore[arg-type]  # a class is hashable
             usable.append(bundle)
         elif path == named:
-            log.warning("%s = %s is left out: built from another version of the %s kernel; make it again with this "
-                        "tiledsched", VARIABLE, path, kernel.name)  # fmt: skip
+            log.warning(
+                "%s = %s is left out: built from another version of the %s kernel; make it again with this tiledsched",
+                VARIABLE,
+                path,
+                kernel.name,
+            )
         else:
             log.info("%s is left out: built from another version of the kernel; run: tiledsched warmup", path)
     return usable
@@ -129,8 +134,9 @@ def _read(path: Path, _changed_ns: int) -> Bundle:
     return read_bundle(path)
 
 
-def find_program(candidates: Sequence[Prebuilt], kernel: KernelClass, place: int, function: Any,
-                 signature: Any) -> Prebuilt | None:  # fmt: skip
+def find_program(
+    candidates: Sequence[Prebuilt], kernel: KernelClass, place: int, function: Any, signature: Any
+) -> Prebuilt | None:
     """The first whose machine code may run where a launch asks for `signature`; None where none may.
 
     Args:
@@ -140,7 +146,7 @@ def find_program(candidates: Sequence[Prebuilt], kernel: KernelClass, place: int
         function: the tile function launched.
         signature: of the launch.
     """
-    from tiledsched import launches
+    from tiledsched.core import launch as launches
 
     for each in candidates:
         p, s = each.program.problem, each.program.schedule
@@ -175,12 +181,15 @@ def _holds(built: Any, asked: Any) -> bool:
     same = ("dtype", "ndim", "index_dtype", "stride_constant", "shape_constant", "alias_groups", "may_alias_internally")
     if any(getattr(built, name) != getattr(asked, name) for name in same):
         return False
-    factors = [(built.base_addr_divisible_by, asked.base_addr_divisible_by),
-               *zip(built.stride_divisible_by, asked.stride_divisible_by, strict=True),
-               *zip(built.shape_divisible_by, asked.shape_divisible_by, strict=True)]  # fmt: skip
+    factors = [
+        (built.base_addr_divisible_by, asked.base_addr_divisible_by),
+        *zip(built.stride_divisible_by, asked.stride_divisible_by, strict=True),
+        *zip(built.shape_divisible_by, asked.shape_divisible_by, strict=True),
+    ]
     bounds = zip(built.stride_lower_bound_incl, asked.stride_lower_bound_incl, strict=True)
-    return (all(theirs % ours == 0 for ours, theirs in factors)
-            and all(ours is None or (theirs is not None and theirs >= ours) for ours, theirs in bounds))  # fmt: skip
+    return all(theirs % ours == 0 for ours, theirs in factors) and all(
+        ours is None or (theirs is not None and theirs >= ours) for ours, theirs in bounds
+    )
 
 
 @contextmanager
@@ -212,7 +221,7 @@ def _kernel_class() -> type:
     """A subclass of `ct.kernel` that looks into bundles first (`_compile` is not public, and pinned by a test)."""
     import cuda.tile as ct
 
-    from tiledsched.launches import assumed, symbol
+    from tiledsched.core.launch import assumed, symbol
 
     class ServedKernel(ct.kernel):
         prebuilt: Mapping[str, list[Prebuilt]]
@@ -221,8 +230,9 @@ def _kernel_class() -> type:
         place: int
         refused: dict[str, str]
 
-        def _compile(self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None,
-                     *more: Any) -> Any:  # fmt: skip
+        def _compile(
+            self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None, *more: Any
+        ) -> Any:
             arch = _arch(compute_capability)
             # Without a compiler a bundle has what there is.
             refuses = getattr(_thread, "refuses_spills", False) and bool(compiler_at_hand())
@@ -251,9 +261,11 @@ def _kernel_class() -> type:
                 wanted = assumed(self.declaration, signature, self.step)
                 return super()._compile(wanted, context, compute_capability, *more)
             except FileNotFoundError as error:
-                raise CompilerError(f"no bundle holds this program for {arch} and there is no compiler ({error}); add it "
-                                    "to the bundle (tiledsched bundle; for attention --dtype, --group, --any-length, "
-                                    "--decode) or install the compiler: tiledsched doctor") from error  # fmt: skip
+                raise CompilerError(
+                    f"no bundle holds this program for {arch} and there is no compiler ({error}); add it "
+                    "to the bundle (tiledsched bundle; for attention --dtype, --group, --any-length, "
+                    "--decode) or install the compiler: tiledsched doctor"
+                ) from error
 
     return ServedKernel
 

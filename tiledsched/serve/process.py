@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from tiledsched import config
-from tiledsched.config import Settings, load_settings
-from tiledsched.kernel import HINT_KNOBS, KernelClass
-from tiledsched.launches import Step, annotated, steps
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.core import config
+from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.kernel import HINT_KNOBS, KernelClass
+from tiledsched.core.launch import Step, annotated, steps
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import Served, Table
 from tiledsched.serve.plan_cache import PlanCache, lock
@@ -63,12 +63,19 @@ def table(kernel: KernelClass) -> Table:
 def device_facts(index: int) -> DeviceFacts:
     """What CUDA says of device `index`."""
     properties = torch.cuda.get_device_properties(index)
-    return DeviceFacts(arch=f"sm_{properties.major}{properties.minor}", name=properties.name,
-                       sm_count=properties.multi_processor_count)  # fmt: skip
+    return DeviceFacts(
+        arch=f"sm_{properties.major}{properties.minor}", name=properties.name, sm_count=properties.multi_processor_count
+    )
 
 
-def tell(name: str, p: Problem, device: DeviceFacts, served: Served, rival: Rival | None = None,
-         in_graphs: Rival | None = None) -> None:  # fmt: skip
+def tell(
+    name: str,
+    p: Problem,
+    device: DeviceFacts,
+    served: Served,
+    rival: Rival | None = None,
+    in_graphs: Rival | None = None,
+) -> None:
     """Log what a new plan serves; that evidence is stale, as a warning, once for each kernel and reason."""
     if served.stale:
         warn_once(f"{name}: {served.stale}")
@@ -86,11 +93,12 @@ def warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-def kernel_objects(kernel: KernelClass, p: Problem, s: Schedule, device: DeviceFacts,
-                   wanted: Sequence[Step] | None = None) -> tuple[Any, ...]:  # fmt: skip
+def kernel_objects(
+    kernel: KernelClass, p: Problem, s: Schedule, device: DeviceFacts, wanted: Sequence[Step] | None = None
+) -> tuple[Any, ...]:
     """What is launched, one object for each step, `wanted` where they are at hand; plans with the same functions and hints
     share them.
-    """  # fmt: skip
+    """
     functions = tuple(annotated(kernel, step, p, s) for step in wanted or steps(kernel, p, s, device))
     key = (kernel, functions, device.arch, *(s.get(knob) for knob in HINT_KNOBS))
     with lock:

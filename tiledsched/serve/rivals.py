@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from tiledsched.kernel import KernelClass
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
 from tiledsched.measure.runner import RivalTime
-from tiledsched.problem import Problem
-from tiledsched.store.records import EntryRecord
+from tiledsched.store.records import Entry
 
 log = logging.getLogger("tiledsched")
 P = TypeVar("P", bound=Any)
@@ -73,7 +73,7 @@ class Rival:
 def pays(time: RivalTime, kernel: KernelClass, *, captured: bool = False) -> bool:
     """Whether a rival of `kernel` was faster by more than noise, and by enough to be compiled, and its host can keep up; or, of
     `captured` calls, a graph can hold it.
-    """  # fmt: skip
+    """
     faster = not time.failure and time.ratio_high is not None and time.ratio_high < 1 - SAME
     return faster and _worth(time, kernel) and (time.capturable if captured else _host_keeps_up(time))
 
@@ -87,7 +87,7 @@ def _host_keeps_up(time: RivalTime) -> bool:
     return time.median_us is not None and time.host_us <= HOST_ROOM * time.median_us
 
 
-def measured_offers(entry: EntryRecord, where: str) -> tuple[RivalOffer, ...]:
+def measured_offers(entry: Entry, where: str) -> tuple[RivalOffer, ...]:
     """What may serve the very problem of an entry, the fastest first.
 
     Args:
@@ -97,14 +97,20 @@ def measured_offers(entry: EntryRecord, where: str) -> tuple[RivalOffer, ...]:
     kernel = entry.problem.declaration
     faster = [each for each in entry.rivals or () if pays(each, kernel) or pays(each, kernel, captured=True)]
     faster.sort(key=lambda each: (each.ratio, each.name))
-    return tuple(RivalOffer(name=each.name, ratio=float(each.ratio or 0), capturable=each.capturable,
-                            only_captured=not pays(each, kernel),
-                            reason=f"{_gain(each.ratio)} faster than our kernel on this problem, measured on {where} "
-                                   f"({each.median_us:.1f} against {each.ours_us:.1f} us, {each.version})")
-                 for each in faster)  # fmt: skip
+    return tuple(
+        RivalOffer(
+            name=each.name,
+            ratio=float(each.ratio or 0),
+            capturable=each.capturable,
+            only_captured=not pays(each, kernel),
+            reason=f"{_gain(each.ratio)} faster than our kernel on this problem, measured on {where} "
+            f"({each.median_us:.1f} against {each.ours_us:.1f} us, {each.version})",
+        )
+        for each in faster
+    )
 
 
-def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: float) -> tuple[RivalOffer, ...]:
+def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> tuple[RivalOffer, ...]:
     """What is expected to be faster on a problem that was not measured, the fastest first.
 
     The mean over the near problems that raced a rival of how its time compares with ours there, nearer ones counting for more,
@@ -116,8 +122,11 @@ def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: floa
         loss: of our schedule, expected; 0 where that is not known.
     """
     distance, kind = problem.declaration.distance, problem.declaration.rival_kind
-    raced = [(distance(entry.problem, problem), entry) for entry in entries
-             if entry.rivals and kind(entry.problem) == kind(problem)]  # fmt: skip
+    raced = [
+        (distance(entry.problem, problem), entry)
+        for entry in entries
+        if entry.rivals and kind(entry.problem) == kind(problem)
+    ]
     near = sorted((pair for pair in raced if pair[0] <= REACH), key=lambda pair: (pair[0], pair[1].problem))
     offers = []
     for name in dict.fromkeys(each.name for _, entry in near for each in entry.rivals or ()):
@@ -141,10 +150,16 @@ def expected_offers(problem: Problem, entries: Iterable[EntryRecord], loss: floa
             continue
         if expected < 1 / (1 + NEAR_MARGIN):
             words = f", ours losing {loss:.1%} to a tuned one" if loss else ""
-            offers.append(RivalOffer(
-                name=name, ratio=expected, capturable=capturable, only_captured=not keeps_up,
-                reason=f"expected to be {_gain(expected)} faster, by {len(told)} near problems (nearest: {told[0][1].problem})"
-                       f"{words}"))  # fmt: skip
+            offers.append(
+                RivalOffer(
+                    name=name,
+                    ratio=expected,
+                    capturable=capturable,
+                    only_captured=not keeps_up,
+                    reason=f"expected to be {_gain(expected)} faster, by {len(told)} near problems (nearest: {told[0][1].problem})"  # noqa: E501
+                    f"{words}",
+                )
+            )
     return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
 
 
@@ -171,8 +186,10 @@ def choose_rivals(
         log.warning("no rival can be made, our own kernel is served: %s: %s", type(error).__name__, error)
         return None, None
     there = [Rival(offer=each, call=found[each.name]) for each in offers if each.name in found]
-    return (next((each for each in there if not each.offer.only_captured), None),
-            next((each for each in there if each.offer.capturable), None))  # fmt: skip
+    return (
+        next((each for each in there if not each.offer.only_captured), None),
+        next((each for each in there if each.offer.capturable), None),
+    )
 
 
 def fewer_rivals(plan: P) -> P:

@@ -20,17 +20,17 @@ from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
-from tiledsched.device import arch_spec
-from tiledsched.errors import ConfigError, Failure, TiledschedError
-from tiledsched.files import read_bounded
-from tiledsched.kernel import KernelClass
-from tiledsched.launches import problem_class
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ConfigError, Failure, TiledschedError
+from tiledsched.core.files import read_bounded
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.launch import problem_class
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.serve.bundle import Program, read_bundle, write_bundle
 from tiledsched.serve.lookup import Table
 from tiledsched.serve.prebuilt import spilled
-from tiledsched.store.records import EntryRecord
+from tiledsched.store.records import Entry
 
 Key = tuple[str, str]
 """(schedule id, problem class id): what a build depends on, within one arch, kernel source and compiler."""
@@ -61,24 +61,45 @@ class Prepared:
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
-        return {"arch": self.arch, "file": str(self.path), "programs": self.programs, "problems": self.problems,
-                "reused": self.reused, "compiled": self.compiled, "bytes": self.size_bytes,
-                "failures": [{"schedule": schedule.to_json(), "kind": str(failure.kind), "message": failure.message}
-                             for schedule, failure in self.failures],
-                "seconds": round(self.seconds, 3)}  # fmt: skip
+        return {
+            "arch": self.arch,
+            "file": str(self.path),
+            "programs": self.programs,
+            "problems": self.problems,
+            "reused": self.reused,
+            "compiled": self.compiled,
+            "bytes": self.size_bytes,
+            "failures": [
+                {"schedule": schedule.to_json(), "kind": str(failure.kind), "message": failure.message}
+                for schedule, failure in self.failures
+            ],
+            "seconds": round(self.seconds, 3),
+        }
 
     def __str__(self) -> str:
         reasons = "; ".join(dict.fromkeys(failure.message for _, failure in self.failures))
         failed = f", {len(self.failures)} would not build ({reasons})" if reasons else ""
-        return (f"{self.arch}: {self.programs} programs for {self.problems} problems ({self.reused} had before, "
-                f"{self.compiled} built now{failed}), {self.size_bytes / 1024:.0f} KiB in {self.path}, "
-                f"{self.seconds:.1f} s")  # fmt: skip
+        return (
+            f"{self.arch}: {self.programs} programs for {self.problems} problems ({self.reused} had before, "
+            f"{self.compiled} built now{failed}), {self.size_bytes / 1024:.0f} KiB in {self.path}, "
+            f"{self.seconds:.1f} s"
+        )
 
 
-def prepare(arch: str, path: Path, entries: Sequence[EntryRecord], table: Table, kernel: KernelClass,
-            artifacts: ArtifactStore, compiler: str, *, likely: Callable[[Problem], Iterable[Problem]] = lambda problem: (),
-            others: Sequence[Path] = (), jobs: int | None = None,
-            progress: Callable[[str], None] = lambda text: None) -> Prepared:  # fmt: skip
+def prepare(
+    arch: str,
+    path: Path,
+    entries: Sequence[Entry],
+    table: Table,
+    kernel: KernelClass,
+    artifacts: ArtifactStore,
+    compiler: str,
+    *,
+    likely: Callable[[Problem], Iterable[Problem]] = lambda problem: (),
+    others: Sequence[Path] = (),
+    jobs: int | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Prepared:
     """Write a bundle with every program that `table` serves `arch` for its entries' problems, and for those like them.
 
     Args:
@@ -112,11 +133,17 @@ def prepare(arch: str, path: Path, entries: Sequence[EntryRecord], table: Table,
     waiting = [(problem, table.resolve(problem, arch, device)) for problem in problems]
     while waiting:
         keys = [_key(kernel, arch, problem, served.schedule) for problem, served in waiting]
-        fresh = {key: (served.schedule, problem)
-                 for key, (problem, served) in zip(keys, waiting, strict=True) if key not in needed}  # fmt: skip
+        fresh = {
+            key: (served.schedule, problem)
+            for key, (problem, served) in zip(keys, waiting, strict=True)
+            if key not in needed
+        }
         needed |= fresh
-        tasks = [BuildTask(kernel=kernel.locator(), schedule=schedule, problem=problem, arch=arch)
-                 for key, (schedule, problem) in fresh.items() if key not in found]  # fmt: skip
+        tasks = [
+            BuildTask(kernel=kernel.locator(), schedule=schedule, problem=problem, arch=arch)
+            for key, (schedule, problem) in fresh.items()
+            if key not in found
+        ]
         progress(f"{arch}: {len(needed)} programs, {len(tasks)} to build")
         for key, outcome in _built(tasks, kernel, jobs, progress):
             if isinstance(outcome, Artifact):
@@ -125,19 +152,38 @@ def prepare(arch: str, path: Path, entries: Sequence[EntryRecord], table: Table,
             else:
                 failures.append((needed[key][0], outcome))
         # As a call does: what was not measured and spills gives way to the next choice.
-        spilling = [pair for key, pair in zip(keys, waiting, strict=True)
-                    if pair[1].alternatives and key in found and spilled(found[key].facts.spill_bytes)]  # fmt: skip
-        following = ((problem, table.instead_of(served, problem, arch)) for problem, served in spilling)
+        spilling = [
+            pair
+            for key, pair in zip(keys, waiting, strict=True)
+            if pair[1].alternatives and key in found and spilled(found[key].facts.spill_bytes)
+        ]
+        following = ((problem, table.fallback_for(served, problem, arch)) for problem, served in spilling)
         waiting = [(problem, served) for problem, served in following if served is not None]
     reused = len(needed.keys() & had)
-    programs = [Program(kernel=kernel.name, arch=arch, schedule=schedule, problem=problem,
-                        fingerprint=found[key].fingerprint)
-                for key, (schedule, problem) in needed.items() if key in found]  # fmt: skip
-    size = write_bundle(path, programs, {(arch, each.fingerprint): each for each in found.values()}, mine,
-                        {kernel.name: kernel.source_hash()}, compiler)  # fmt: skip
-    return Prepared(arch=arch, path=path, programs=len(programs), problems=len(problems), reused=reused,
-                    compiled=len(programs) - reused, failures=tuple(failures), size_bytes=size,
-                    seconds=time.perf_counter() - started)  # fmt: skip
+    programs = [
+        Program(kernel=kernel.name, arch=arch, schedule=schedule, problem=problem, fingerprint=found[key].fingerprint)
+        for key, (schedule, problem) in needed.items()
+        if key in found
+    ]
+    size = write_bundle(
+        path,
+        programs,
+        {(arch, each.fingerprint): each for each in found.values()},
+        mine,
+        {kernel.name: kernel.source_hash()},
+        compiler,
+    )
+    return Prepared(
+        arch=arch,
+        path=path,
+        programs=len(programs),
+        problems=len(problems),
+        reused=reused,
+        compiled=len(programs) - reused,
+        failures=tuple(failures),
+        size_bytes=size,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def renamed_by_contents(done: Prepared, name: str) -> Prepared:
@@ -152,8 +198,9 @@ def _key(kernel: KernelClass, arch: str, problem: Problem, schedule: Schedule) -
     return schedule.id, problem_class(kernel, problem, schedule, arch_spec(arch)).id
 
 
-def _had_before(arch: str, paths: Iterable[Path], entries: Iterable[EntryRecord], kernel: KernelClass,
-                artifacts: ArtifactStore) -> dict[Key, Artifact]:  # fmt: skip
+def _had_before(
+    arch: str, paths: Iterable[Path], entries: Iterable[Entry], kernel: KernelClass, artifacts: ArtifactStore
+) -> dict[Key, Artifact]:
     """Machine code of this very kernel source that need not be built: the entries' own, and that of earlier bundles."""
     source_hash = kernel.source_hash()
     found: dict[Key, Artifact] = {}
@@ -179,8 +226,9 @@ def _had_before(arch: str, paths: Iterable[Path], entries: Iterable[EntryRecord]
     return found
 
 
-def _built(tasks: Sequence[BuildTask], kernel: KernelClass, jobs: int | None,
-           progress: Callable[[str], None]) -> Iterable[tuple[Key, Artifact | Failure]]:  # fmt: skip
+def _built(
+    tasks: Sequence[BuildTask], kernel: KernelClass, jobs: int | None, progress: Callable[[str], None]
+) -> Iterable[tuple[Key, Artifact | Failure]]:
     """Each task's outcome; no process is started where there is none."""
     if not tasks:
         return

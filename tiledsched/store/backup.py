@@ -8,8 +8,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tiledsched.errors import DatabaseError
-from tiledsched.files import beside
+from tiledsched.core.errors import DatabaseError
+from tiledsched.core.files import beside
 from tiledsched.store.db import TuningDB
 
 

@@ -1,7 +1,7 @@
 """Records to plain JSON values and back, checked against their annotations.
 
 The same few rules serve the JSON columns of the database and the files of :mod:`tiledsched.store.exchange`, so a wrong
-value is reported by its key in both. :mod:`tiledsched.store.forms` says what names and numbers may look like.
+value is reported by its key in both. :mod:`tiledsched.store.validation` says what names and numbers may look like.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.errors import DatabaseError, TiledschedError
+from tiledsched.core.errors import DatabaseError, TiledschedError
+from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device
-from tiledsched.problem import Problem, ProblemClass
-from tiledsched.schedule import Schedule
-from tiledsched.store.forms import LARGEST, check_number, check_values, field_checks
+from tiledsched.store.validation import LARGEST, check_number, check_values, field_checks
 
 T = TypeVar("T")
 Decoder = Callable[[Any, str], Any]
@@ -39,8 +39,11 @@ def encode(value: Any) -> Any:
     if isinstance(value, (Schedule, Problem, ProblemClass)):
         return value.to_json()
     if is_dataclass(value):
-        return {name: encode(held) for name, default, unsaid in _written(type(value))  # type: ignore[arg-type]
-                if (held := getattr(value, name)) != default or not unsaid}  # fmt: skip
+        return {
+            name: encode(held)
+            for name, default, unsaid in _written(type(value))  # type: ignore[arg-type]
+            if (held := getattr(value, name)) != default or not unsaid
+        }
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, datetime):

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 from sqlalchemy.engine import URL, Engine
 from sqlalchemy.orm import Session
 
-from tiledsched.errors import ConfigError, DatabaseError
-from tiledsched.kernel_names import kernel_named
-from tiledsched.kernels import SHIPPED
+from tiledsched.core.errors import ConfigError, DatabaseError
+from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.store import engine as engines
 from tiledsched.store.health import problems_found
 from tiledsched.store.views import create_view

@@ -16,10 +16,10 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
-from tiledsched.errors import DatabaseError, Failure
+from tiledsched.core.errors import DatabaseError, Failure
+from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
-from tiledsched.problem import Problem, stable_id
-from tiledsched.schedule import Schedule
 from tiledsched.store import host
 from tiledsched.store.codec import encode
 from tiledsched.store.database import Database
@@ -51,7 +51,7 @@ from tiledsched.store.records import (
     STAGES,
     ArtifactRecord,
     BuildRecord,
-    EntryRecord,
+    Entry,
     FailureRecord,
     LandscapeSummary,
     MergeResult,
@@ -309,8 +309,10 @@ class TuningDB(Database):
 
     def forget_failures(self, arch: str | None = None, kernel: str | None = None, kind: str | None = None) -> int:
         """Delete the failures that match all that is given, of builds and of measuring; how many. They are tried again."""
-        failed = [BuildRow.failure_kind.is_not(None), *matching({BuildRow.arch: arch, BuildRow.kernel: kernel,
-                                                                  BuildRow.failure_kind: kind})]  # fmt: skip
+        failed = [
+            BuildRow.failure_kind.is_not(None),
+            *matching({BuildRow.arch: arch, BuildRow.kernel: kernel, BuildRow.failure_kind: kind}),
+        ]
         measured = matching({FailureRow.arch: arch, FailureRow.kernel: kernel, FailureRow.kind: kind})
 
         def forget(session: Session) -> int:
@@ -324,7 +326,7 @@ class TuningDB(Database):
 
     # Entries
 
-    def put_entry(self, record: EntryRecord) -> bool:
+    def put_entry(self, record: Entry) -> bool:
         """Serve `record` for its key from now on, unless what is there has stronger provenance; whether it was stored.
 
         Raises:
@@ -342,20 +344,31 @@ class TuningDB(Database):
         regime: str | None = None,
         accum_mode: str | None = None,
         provenance: str | None = None,
-    ) -> list[EntryRecord]:
+    ) -> list[Entry]:
         """Entries that match all that is given, by kernel, arch, problem, device, regime, accumulator mode and
         compiler.
         """
-        asked = {"arch": arch, "kernel": kernel, "problem_id": problem.id if problem else None, "device_name": device_name,
-                 "regime": regime, "accum_mode": accum_mode, "provenance": provenance}  # fmt: skip
+        asked = {
+            "arch": arch,
+            "kernel": kernel,
+            "problem_id": problem.id if problem else None,
+            "device_name": device_name,
+            "regime": regime,
+            "accum_mode": accum_mode,
+            "provenance": provenance,
+        }
         wanted = {name: value for name, value in asked.items() if value is not None}
         reader = Reader()
         with self._records() as session:
             records = [reader.entry(*parts) for parts in session.execute(select_entries(*wanted), wanted)]
             return sorted(records, key=_entry_order)
 
-    def merge(self, measurements: Sequence[StoredMeasurement], entries: Sequence[EntryRecord],
-              artifacts: Sequence[ArtifactRecord] = ()) -> MergeResult:  # fmt: skip
+    def merge(
+        self,
+        measurements: Sequence[StoredMeasurement],
+        entries: Sequence[Entry],
+        artifacts: Sequence[ArtifactRecord] = (),
+    ) -> MergeResult:
         """Take in what another database or file holds, in one transaction.
 
         Measurements are pooled. Of two entries with one key the stronger provenance stays, then the one that its own
@@ -380,7 +393,7 @@ class TuningDB(Database):
         return replace(done, contradictions=tuple(contradictions(self, touched)))
 
 
-def _entry_order(record: EntryRecord) -> tuple[Any, ...]:
+def _entry_order(record: Entry) -> tuple[Any, ...]:
     return (
         record.kernel,
         record.arch,

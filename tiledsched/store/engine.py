@@ -20,8 +20,8 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.pool import StaticPool
 
-from tiledsched import data_files
-from tiledsched.errors import DatabaseError, TiledschedError
+from tiledsched.core import data_files
+from tiledsched.core.errors import DatabaseError, TiledschedError
 from tiledsched.store.location import location
 
 HEAD = "0007"
@@ -215,8 +215,10 @@ def upgrade(engine: Engine, url: URL, target: str = "head") -> None:
                 command.upgrade(config, target)
                 broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first() if sqlite else None
                 if broken:
-                    raise DatabaseError(f"database {url.database}: upgrading would orphan a row of {broken[0]}; "
-                                        "run `tiledsched db check`")  # fmt: skip
+                    raise DatabaseError(
+                        f"database {url.database}: upgrading would orphan a row of {broken[0]}; "
+                        "run `tiledsched db check`"
+                    )
         finally:
             if sqlite:
                 driver.execute("PRAGMA foreign_keys=ON")
@@ -229,11 +231,15 @@ def _refuse_foreign(connection: Connection, url: URL, scripts: Any, tables: set[
         if found is not None and found not in {script.revision for script in scripts.walk_revisions()}:
             raise newer_schema(url, found)
     elif taken := tables & set(inspector.get_table_names()):
-        raise DatabaseError(f"database {url.render_as_string()} already holds tables of another program "
-                            f"({', '.join(sorted(taken))}); {ELSEWHERE}")  # fmt: skip
+        raise DatabaseError(
+            f"database {url.render_as_string()} already holds tables of another program "
+            f"({', '.join(sorted(taken))}); {ELSEWHERE}"
+        )
 
 
 def newer_schema(url: URL, found: str) -> DatabaseError:
     """The error for a schema this program does not know."""
-    return DatabaseError(f"database {url.render_as_string()} has schema {found}, newer than the {HEAD} this program "
-                         f"knows; upgrade tiledsched, or {ELSEWHERE}")  # fmt: skip
+    return DatabaseError(
+        f"database {url.render_as_string()} has schema {found}, newer than the {HEAD} this program "
+        f"knows; upgrade tiledsched, or {ELSEWHERE}"
+    )

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Conditions, Measurement
-from tiledsched.schedule import Schedule
-from tiledsched.store.records import Contradiction, EntryRecord, MeasurementSummary, StoredMeasurement
+from tiledsched.store.records import Contradiction, Entry, MeasurementSummary, StoredMeasurement
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -18,7 +18,7 @@ SPREAD = 0.035
 """What the same program's times may differ by between two GPUs of one kind: 0.7 to 3.5% on H200s."""
 
 
-def for_compiler(entries: Iterable[EntryRecord], compiler: str) -> list[EntryRecord]:
+def for_compiler(entries: Iterable[Entry], compiler: str) -> list[Entry]:
     """Of entries that differ in their compiler alone, the strongest, then that of the compiler nearest to `compiler`.
 
     Args:
@@ -26,10 +26,10 @@ def for_compiler(entries: Iterable[EntryRecord], compiler: str) -> list[EntryRec
         compiler: version at hand, e.g. 13.5.37; empty where there is none, and the newest is taken.
     """
 
-    def order(entry: EntryRecord) -> tuple[Any, ...]:
+    def order(entry: Entry) -> tuple[Any, ...]:
         return entry.rank, _apart(entry.compiler, compiler)
 
-    found: dict[tuple[str, ...], EntryRecord] = {}
+    found: dict[tuple[str, ...], Entry] = {}
     for entry in entries:
         known = found.get(entry.place)
         found[entry.place] = entry if known is None else min(known, entry, key=order)
@@ -67,7 +67,7 @@ def of_one_compiler(
 def timed_as_now(regime: str, conditions: Conditions) -> bool:
     """Whether it is the time of a launch out of a cold cache, if paced: short ones were timed in graphs once, and some of the
     recorded landscapes are.
-    """  # fmt: skip
+    """
     return regime != "burst" or conditions.graph_launches == 0
 
 
@@ -84,8 +84,11 @@ def timed_alike(measurements: Sequence[StoredMeasurement]) -> list[StoredMeasure
         stored.uid: timed_as_now(stored.measurement.regime, stored.measurement.conditions) for stored in measurements
     }
     mixed = {place(stored) for stored in measurements if not as_now[stored.uid]}
-    kept = [stored for stored in measurements
-            if as_now[stored.uid] and (place(stored) not in mixed or len(stored.measurement.samples_us) > 1)]  # fmt: skip
+    kept = [
+        stored
+        for stored in measurements
+        if as_now[stored.uid] and (place(stored) not in mixed or len(stored.measurement.samples_us) > 1)
+    ]
     told = {place(stored) for stored in kept}
     return [*kept, *(stored for stored in measurements if place(stored) not in told)]
 
@@ -97,12 +100,12 @@ def _apart(version: str, compiler: str) -> tuple[Any, ...]:
     return version != compiler, not its, gaps, [-number for number in its], version
 
 
-def stale(entry: EntryRecord, compiler: str) -> bool:
+def stale(entry: Entry, compiler: str) -> bool:
     """Whether it was measured on machine code of another compiler than the one at hand; False where either is not known."""
     return entry.provenance == "measured" and bool(entry.compiler) and compiler not in ("", entry.compiler)
 
 
-def leaders(entry: EntryRecord) -> list[Schedule]:
+def leaders(entry: Entry) -> list[Schedule]:
     """What an entry says was fastest: its schedule, those that tied with it, and the runner-up."""
     return list(dict.fromkeys([entry.schedule, *entry.ties, *([entry.runner_up] if entry.runner_up else [])]))
 
@@ -124,25 +127,33 @@ def contradictions(db: TuningDB, keys: Collection[tuple[str, ...]]) -> Iterator[
         for stored in db.measurements(entry.problem, entry.arch, entry.device_name, entry.regime):
             if _comparable(stored, entry, mine):
                 programs[stored.measurement.fingerprint, stored.measurement.schedule].append(stored.measurement)
-        found = {schedule: us for (fingerprint, schedule), taken in sorted(programs.items(), key=lambda each: each[0][1].id)
-                 if (us := _contradicts(entry, mine, fingerprint, schedule, taken)) is not None}  # fmt: skip
+        found = {
+            schedule: us
+            for (fingerprint, schedule), taken in sorted(programs.items(), key=lambda each: each[0][1].id)
+            if (us := _contradicts(entry, mine, fingerprint, schedule, taken)) is not None
+        }
         if found:
             worst = max(found, key=lambda schedule: (abs(found[schedule] - mine.median_us), schedule.id))
             yield Contradiction(entry=entry, schedule=worst, median_us=found[worst])
 
 
-def _comparable(stored: StoredMeasurement, entry: EntryRecord, mine: MeasurementSummary) -> bool:
+def _comparable(stored: StoredMeasurement, entry: Entry, mine: MeasurementSummary) -> bool:
     """What the entry's compiler builds, timed in the same way, in the same accuracy class, and checked: what was never
     checked cannot win.
-    """  # fmt: skip
+    """
     taken = stored.measurement
     built = taken.fingerprint == entry.fingerprint or stored.toolchain.tileiras == entry.compiler
-    return (built and taken.accuracy is not None and taken.schedule.get("accum_mode", entry.accum_mode) == entry.accum_mode
-            and bool(taken.conditions.graph_launches) == bool(mine.conditions.graph_launches))  # fmt: skip
+    return (
+        built
+        and taken.accuracy is not None
+        and taken.schedule.get("accum_mode", entry.accum_mode) == entry.accum_mode
+        and bool(taken.conditions.graph_launches) == bool(mine.conditions.graph_launches)
+    )
 
 
-def _contradicts(entry: EntryRecord, mine: MeasurementSummary, fingerprint: str, schedule: Schedule,
-                 taken: list[Measurement]) -> float | None:  # fmt: skip
+def _contradicts(
+    entry: Entry, mine: MeasurementSummary, fingerprint: str, schedule: Schedule, taken: list[Measurement]
+) -> float | None:
     """The pooled time of a program that contradicts the entry, whose measurement is `mine`."""
     us = statistics.median(each.median_us for each in taken)
     if (fingerprint, schedule) == (entry.fingerprint, entry.schedule):

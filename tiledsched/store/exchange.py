@@ -18,23 +18,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from tiledsched.errors import DatabaseError
-from tiledsched.fields import Value
-from tiledsched.files import read_bounded, unpacked, write_whole
+from tiledsched.core.errors import DatabaseError
+from tiledsched.core.fields import Value
+from tiledsched.core.files import read_bounded, unpacked, write_whole
+from tiledsched.core.problem import Problem
 from tiledsched.measure.runner import Measurement
-from tiledsched.problem import Problem
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.foreign import of_csv, of_json, to_csv
-from tiledsched.store.forms import untrue_estimates
-from tiledsched.store.records import (
-    PROVENANCES,
-    ArtifactRecord,
-    EntryRecord,
-    MergeResult,
-    StoredMeasurement,
-    Toolchain,
-)
+from tiledsched.store.records import PROVENANCES, ArtifactRecord, Entry, MergeResult, StoredMeasurement, Toolchain
 from tiledsched.store.shipped import check_shipped
+from tiledsched.store.validation import untrue_estimates
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -55,7 +48,7 @@ LOCAL = ("measurement_id", "run_id", "layer")
 class Table:
     """The contents of a table file, checked."""
 
-    entries: tuple[EntryRecord, ...]
+    entries: tuple[Entry, ...]
     """With the summary of their measurement filled in."""
     measurements: tuple[StoredMeasurement, ...]
     """Those behind the entries, and any others the file holds (a recorded landscape)."""
@@ -75,8 +68,9 @@ class _Evidence:
     created_at: datetime
 
 
-def export_table(db: TuningDB, target: str | os.PathLike[str] | IO[str], arch: str | None = None,
-                 kernel: str | None = None) -> int:  # fmt: skip
+def export_table(
+    db: TuningDB, target: str | os.PathLike[str] | IO[str], arch: str | None = None, kernel: str | None = None
+) -> int:
     """Write the entries of `arch` and `kernel` (or all) with the measurements behind them to a path or an open text file.
 
     Returns:
@@ -196,7 +190,7 @@ def _table(data: dict[str, Any], name: str) -> Table:
     return Table(entries=tuple(entries), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
 
 
-def read_entries(path: str | os.PathLike[str]) -> list[EntryRecord]:
+def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
     """The entries of a table file alone: who only serves or lists them does not wait for the facts of machine code.
 
     Raises:
@@ -206,7 +200,7 @@ def read_entries(path: str | os.PathLike[str]) -> list[EntryRecord]:
     return _evidence_and_entries(_load(path, name), name)[1]
 
 
-def _evidence_and_entries(data: dict[str, Any], name: str) -> tuple[dict[str, StoredMeasurement], list[EntryRecord]]:
+def _evidence_and_entries(data: dict[str, Any], name: str) -> tuple[dict[str, StoredMeasurement], list[Entry]]:
     stored: dict[str, StoredMeasurement] = {}
     for i, one in enumerate(_rows(_Evidence, data["measurements"], f"{name}: measurements")):
         if one.uid in stored:
@@ -248,8 +242,10 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise DatabaseError(f"{name}: schema_version: {version!r} is no version; give a file that tiledsched wrote")
     if version > SCHEMA_VERSION:
-        raise DatabaseError(f"{name}: schema_version: {version} was written by a newer tiledsched, and this one reads "
-                            f"up to {SCHEMA_VERSION}; upgrade tiledsched")  # fmt: skip
+        raise DatabaseError(
+            f"{name}: schema_version: {version} was written by a newer tiledsched, and this one reads "
+            f"up to {SCHEMA_VERSION}; upgrade tiledsched"
+        )
     for key in data:
         if key not in (*LISTS, "schema_version"):
             raise DatabaseError(f"{name}: {key}: unknown key; known are {', '.join(LISTS)} and schema_version")
@@ -274,14 +270,14 @@ def _rows(cls: type[Any], rows: list[Any], where: str) -> list[Any]:
     return [decode(cls, row, f"{where}[{i}]") for i, row in enumerate(rows)]
 
 
-def _entry(row: Any, stored: dict[str, StoredMeasurement], where: str) -> EntryRecord:
+def _entry(row: Any, stored: dict[str, StoredMeasurement], where: str) -> Entry:
     if not isinstance(row, dict):
         raise DatabaseError(f"{where}: expected an object, got {row!r}; correct the list")
     for key in LOCAL:
         if key in row:
             raise DatabaseError(f"{where}.{key}: has no meaning in a file; remove it")
     uid = row.get("measurement")
-    entry = decode(EntryRecord, {**row, "measurement": None}, where)
+    entry = decode(Entry, {**row, "measurement": None}, where)
     if entry.provenance not in PROVENANCES:
         raise DatabaseError(f"{where}.provenance: {entry.provenance!r} is not one of {', '.join(PROVENANCES)}")
     if entry.updated_at is None:
@@ -302,8 +298,10 @@ def _entry(row: Any, stored: dict[str, StoredMeasurement], where: str) -> EntryR
             "schedule": (entry.schedule, taken.schedule),
         }
         if taken.conditions.beside:
-            raise DatabaseError(f"{where}.measurement: {uid} was timed {taken.conditions.disturbance}, which decides nothing; "
-                                "measure it again")  # fmt: skip
+            raise DatabaseError(
+                f"{where}.measurement: {uid} was timed {taken.conditions.disturbance}, which decides nothing; "
+                "measure it again"
+            )
         for key, (mine, its) in same.items():
             if mine != its:
                 raise DatabaseError(f"{where}.{key}: {mine} is not that of its measurement {uid}, {its}; correct one")
@@ -312,7 +310,7 @@ def _entry(row: Any, stored: dict[str, StoredMeasurement], where: str) -> EntryR
 
 def _write(
     target: str | os.PathLike[str] | IO[str],
-    entries: list[EntryRecord],
+    entries: list[Entry],
     evidence: list[StoredMeasurement],
     known: dict[tuple[str, str], ArtifactRecord],
 ) -> None:
@@ -357,7 +355,7 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, lzma.compress(data, preset=9) if path.suffix == ".xz" else data)
 
 
-def _entry_json(entry: EntryRecord) -> dict[str, Any]:
+def _entry_json(entry: Entry) -> dict[str, Any]:
     data = {key: value for key, value in entry.to_json().items() if key not in LOCAL}
     return {**data, "measurement": entry.measurement.uid if entry.measurement else None}
 
@@ -369,8 +367,15 @@ def written(stored: StoredMeasurement) -> dict[str, Any]:
 
 def _evidence_order(stored: StoredMeasurement) -> tuple[Any, ...]:
     taken = stored.measurement
-    return (taken.device.arch, taken.device.name, taken.regime, taken.problem, taken.fingerprint, stored.created_at,
-            stored.uid)  # fmt: skip
+    return (
+        taken.device.arch,
+        taken.device.name,
+        taken.regime,
+        taken.problem,
+        taken.fingerprint,
+        stored.created_at,
+        stored.uid,
+    )
 
 
 _flat = json.JSONEncoder(ensure_ascii=False).encode
@@ -383,8 +388,7 @@ def _pretty(value: Any, indent: str) -> str:
         return _flat(value)
     inner = indent + "  "
     if isinstance(value, dict):
-        (opening, closing), parts = "{}", [f"{_flat(key)}: {_pretty(value[key], inner)}"
-                                           for key in sorted(value)]  # fmt: skip
+        (opening, closing), parts = "{}", [f"{_flat(key)}: {_pretty(value[key], inner)}" for key in sorted(value)]
     else:
         (opening, closing), parts = "[]", [_pretty(item, inner) for item in value]
     flat = sum(map(len, parts)) + 2 * len(parts)  # brackets, and what stands between the parts

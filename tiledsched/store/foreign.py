@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from tiledsched.errors import DatabaseError
+from tiledsched.core.errors import DatabaseError
 from tiledsched.measure.runner import Measurement
 
 RECORD = "tiledsched"
@@ -141,8 +141,11 @@ def of_t4(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     measurements, artifacts = [], []
     for i, result in enumerate(_results(data, name)):
         told = result.get("measurements")
-        record = next((each.get("value") for each in told if isinstance(each, dict) and each.get("name") == RECORD), None) \
-            if isinstance(told, list) else None  # fmt: skip
+        record = (
+            next((each.get("value") for each in told if isinstance(each, dict) and each.get("name") == RECORD), None)
+            if isinstance(told, list)
+            else None
+        )
         if record is None and result.get("invalidity") not in (None, "correct"):
             continue
         try:
@@ -201,8 +204,14 @@ def configurations(text: str, name: str, knobs: Iterable[str]) -> list[dict[str,
     if isinstance(data, list):
         return data
     if isinstance(data, dict) and isinstance(data.get("results"), list):
-        return of((each for each in data["results"] if isinstance(each, dict) and each.get("invalidity", "correct") == "correct"),
-                  lambda result: result.get("configuration"))  # fmt: skip
+        return of(
+            (
+                each
+                for each in data["results"]
+                if isinstance(each, dict) and each.get("invalidity", "correct") == "correct"
+            ),
+            lambda result: result.get("configuration"),
+        )
     if isinstance(data, dict) and isinstance(data.get("cache"), dict):
         return of(data["cache"].values(), lambda row: row if isinstance(row.get("time"), (int, float)) else None)
     raise DatabaseError(f"{name} names no schedules")

@@ -9,9 +9,8 @@ import sqlalchemy as sa
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from tiledsched.errors import DatabaseError
-from tiledsched.problem import stable_id
-from tiledsched.store.forms import untrue_estimates
+from tiledsched.core.errors import DatabaseError
+from tiledsched.core.problem import stable_id
 from tiledsched.store.models import (
     ArtifactRow,
     Base,
@@ -24,6 +23,7 @@ from tiledsched.store.models import (
 )
 from tiledsched.store.reading import read_rivals
 from tiledsched.store.records import PROVENANCES
+from tiledsched.store.validation import untrue_estimates
 
 
 def problems_found(session: Session) -> list[str]:
@@ -100,8 +100,14 @@ def _contents(session: Session) -> list[str]:
 def _measurements(session: Session) -> list[str]:
     """Median and interval are order statistics of the samples: one changed without the others shows."""
     found = []
-    columns = (MeasurementRow.id, MeasurementRow.median_us, MeasurementRow.ci_low_us, MeasurementRow.ci_high_us,
-               MeasurementRow.samples_us, MeasurementRow.sample_count)  # fmt: skip
+    columns = (
+        MeasurementRow.id,
+        MeasurementRow.median_us,
+        MeasurementRow.ci_low_us,
+        MeasurementRow.ci_high_us,
+        MeasurementRow.samples_us,
+        MeasurementRow.sample_count,
+    )
     for number, median, low, high, samples, count in session.execute(select(*columns)):
         for wrong in untrue_estimates(median, low, high, samples, count):
             found.append(f"measurement {number}: {wrong}")
@@ -125,8 +131,14 @@ def _entries(session: Session) -> list[str]:
     return found
 
 
-def _entry(entry: EntryRow, problem: Any, schedule: Any, measurement: MeasurementRow | None, artifact: Any,
-           compiler: str | None) -> list[str]:  # fmt: skip
+def _entry(
+    entry: EntryRow,
+    problem: Any,
+    schedule: Any,
+    measurement: MeasurementRow | None,
+    artifact: Any,
+    compiler: str | None,
+) -> list[str]:
     wrong = []
     if problem is None:
         wrong.append("its problem is missing")

@@ -11,7 +11,7 @@ def location(url: str | os.PathLike[str] | None) -> str:
     text = os.fspath(url) if url is not None else os.environ.get("TILEDSCHED_DB", "")
     if text:
         return text
-    from tiledsched.files import user_folder
+    from tiledsched.core.files import user_folder
 
     return str(user_folder("data") / "tuning.db")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.measure.runner import Measurement
-from tiledsched.problem import Problem
-from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.store.codec import encode
 from tiledsched.store.records import BuildRecord, StoredMeasurement
 
@@ -119,12 +119,20 @@ def compare_regimes(latest: Iterable[StoredMeasurement]) -> list[RegimeCompariso
         second = min(both, key=lambda program: (sustained[program].median_us, burst[program].schedule.id))
         burst_loss, burst_distinct = _loss(sustained[first], sustained[second])
         sustained_loss, sustained_distinct = _loss(burst[second], burst[first])
-        compared.append(RegimeComparison(
-            problem=problem, device_name=device, accum_mode=accum_mode, programs=len(both),
-            burst_winner=burst[first].schedule, sustained_winner=burst[second].schedule,
-            burst_loss=burst_loss, burst_loss_distinct=burst_distinct,
-            sustained_loss=sustained_loss, sustained_loss_distinct=sustained_distinct,
-        ))  # fmt: skip
+        compared.append(
+            RegimeComparison(
+                problem=problem,
+                device_name=device,
+                accum_mode=accum_mode,
+                programs=len(both),
+                burst_winner=burst[first].schedule,
+                sustained_winner=burst[second].schedule,
+                burst_loss=burst_loss,
+                burst_loss_distinct=burst_distinct,
+                sustained_loss=sustained_loss,
+                sustained_loss_distinct=sustained_distinct,
+            )
+        )
     return sorted(compared, key=lambda one: (one.device_name, one.problem, one.accum_mode))
 
 

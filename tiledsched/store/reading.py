@@ -10,10 +10,10 @@ from sqlalchemy import ColumnElement, Select, bindparam, func, select
 from sqlalchemy.orm import aliased, defer
 
 from tiledsched.build.cubin import ResourceFacts
-from tiledsched.errors import Failure, FailureKind, ProblemError
+from tiledsched.core.errors import Failure, FailureKind, ProblemError
+from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement, RivalTime
-from tiledsched.problem import Problem, ProblemClass
-from tiledsched.schedule import Schedule
 from tiledsched.store.codec import decode
 from tiledsched.store.models import (
     ArtifactRow,
@@ -26,14 +26,7 @@ from tiledsched.store.models import (
     ScheduleRow,
     ToolchainRow,
 )
-from tiledsched.store.records import (
-    BuildRecord,
-    EntryRecord,
-    MeasurementSummary,
-    StoredMeasurement,
-    Toolchain,
-    record_of,
-)
+from tiledsched.store.records import BuildRecord, Entry, MeasurementSummary, StoredMeasurement, Toolchain, record_of
 
 OTHER_FIELDS = " (other fields)"
 """Follows the kernel's name in a problem that was stored when the kernel had other fields: nothing here knows it."""
@@ -70,8 +63,14 @@ def select_measurements() -> Select:
 
 def select_latest(conditions: list[ColumnElement[bool]]) -> Select:
     """The numbers of the newest measurement of each (problem, artifact, schedule, device name, regime)."""
-    one = (MeasurementRow.problem_id, MeasurementRow.arch, MeasurementRow.fingerprint, MeasurementRow.schedule_id,
-           DeviceRow.name, MeasurementRow.regime)  # fmt: skip
+    one = (
+        MeasurementRow.problem_id,
+        MeasurementRow.arch,
+        MeasurementRow.fingerprint,
+        MeasurementRow.schedule_id,
+        DeviceRow.name,
+        MeasurementRow.regime,
+    )
     newest = (MeasurementRow.created_at.desc(), MeasurementRow.id.desc())
     ranked = (
         select(MeasurementRow.id, func.row_number().over(partition_by=one, order_by=newest).label("place"))
@@ -220,11 +219,11 @@ class Reader:
         measurement: MeasurementRow | None,
         device: DeviceRow | None,
         measured_by: ToolchainRow | None,
-    ) -> EntryRecord:
+    ) -> Entry:
         """From a row of `entries` and what it points at."""
         summary = self.summary(measurement, device, measured_by) if measurement and device and measured_by else None
         return record_of(
-            EntryRecord,
+            Entry,
             row,
             problem=self.problem(problem),
             schedule=self.schedule(schedule.id, schedule.knobs),

@@ -11,10 +11,10 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain as Toolchain
-from tiledsched.errors import Failure
+from tiledsched.core.errors import Failure
+from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import UNSAID, Accuracy, Conditions, Device, Measurement, RivalTime
-from tiledsched.problem import Problem, ProblemClass
-from tiledsched.schedule import Schedule
 from tiledsched.store.codec import encode
 
 PROVENANCES = ("measured", "transferred", "modelled", "default")
@@ -86,8 +86,18 @@ class BuildRecord:
     """Wall time of the compile."""
 
     @classmethod
-    def of(cls, outcome: Artifact | Failure, *, kernel: str, source_hash: str, toolchain: Toolchain, arch: str,
-           schedule: Schedule, problem_class: ProblemClass, seconds: float) -> BuildRecord:  # fmt: skip
+    def of(
+        cls,
+        outcome: Artifact | Failure,
+        *,
+        kernel: str,
+        source_hash: str,
+        toolchain: Toolchain,
+        arch: str,
+        schedule: Schedule,
+        problem_class: ProblemClass,
+        seconds: float,
+    ) -> BuildRecord:
         """The record of a compile that ended in `outcome`."""
         artifact = outcome if isinstance(outcome, Artifact) else None
         return cls(
@@ -209,7 +219,7 @@ class StoredMeasurement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntryRecord:
+class Entry:
     """What is served for one problem on one arch or device, and why.
 
     Unique on kernel, arch, problem, device_name, regime, accum_mode and compiler.
@@ -292,7 +302,7 @@ class EntryRecord:
         """0 for the strongest provenance."""
         return PROVENANCES.index(self.provenance)
 
-    def replace(self, **changes: Any) -> EntryRecord:
+    def replace(self, **changes: Any) -> Entry:
         """A copy with `changes` applied."""
         return replace(self, **changes)
 
@@ -352,7 +362,7 @@ class LandscapeSummary:
 class Contradiction:
     """Measurements of one problem on one kind of GPU that do not go with what is served."""
 
-    entry: EntryRecord
+    entry: Entry
     """What is served."""
     schedule: Schedule
     """Of the measurement that contradicts: the same program at another time, or a faster one."""
@@ -385,8 +395,11 @@ class MergeResult:
     """Where what was measured contradicts what is served: a race decides."""
 
     def __add__(self, other: MergeResult) -> MergeResult:
-        counts = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)
-                  if each.name != "contradictions"}  # fmt: skip
+        counts = {
+            each.name: getattr(self, each.name) + getattr(other, each.name)
+            for each in fields(self)
+            if each.name != "contradictions"
+        }
         # Of what the first said of a key the second knows better.
         latest = {each.entry.key: each for each in (*self.contradictions, *other.contradictions)}
         return MergeResult(**counts, contradictions=tuple(latest.values()))

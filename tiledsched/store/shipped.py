@@ -13,17 +13,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tiledsched import data_files
-from tiledsched.errors import DatabaseError
-from tiledsched.files import write_whole
-from tiledsched.problem import Problem
+from tiledsched.core import data_files
+from tiledsched.core.errors import DatabaseError
+from tiledsched.core.files import write_whole
+from tiledsched.core.problem import Problem
 
 SCHEMA_VERSION = 1
 """Of the manifest."""
 LISTED = ("tables", "landscapes", "model")
 """Folders whose files are listed."""
-REFUSED = ("{name} is not the file that shipped ({why}): install tiledsched again, or, where it was changed on purpose, run: "
-           "python -m tiledsched.store.shipped")  # fmt: skip
+REFUSED = (
+    "{name} is not the file that shipped ({why}): install tiledsched again, or, where it was changed on purpose, run: "
+    "python -m tiledsched.store.shipped"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +87,16 @@ def check_shipped(path: Path, data: bytes) -> None:
 
 def shipped_landscapes(kernel: str, arch: str) -> list[ShippedLandscape]:
     """Those of a kernel on an arch, in the order of their names."""
-    return [ShippedLandscape(path=data_files.tuning_db() / name, problem=Problem.from_json(listed["problem"]),
-                             arch=listed["arch"], regime=listed["regime"])
-            for name, listed in sorted(_files(manifest_path()).items())
-            if "problem" in listed and listed["problem"]["kernel"] == kernel and listed["arch"] == arch]  # fmt: skip
+    return [
+        ShippedLandscape(
+            path=data_files.tuning_db() / name,
+            problem=Problem.from_json(listed["problem"]),
+            arch=listed["arch"],
+            regime=listed["regime"],
+        )
+        for name, listed in sorted(_files(manifest_path()).items())
+        if "problem" in listed and listed["problem"]["kernel"] == kernel and listed["arch"] == arch
+    ]
 
 
 def write_manifest() -> int:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched import __version__
-from tiledsched.errors import DatabaseError, Failure, FailureKind
-from tiledsched.files import write_whole
+from tiledsched.core.errors import DatabaseError, Failure, FailureKind
+from tiledsched.core.files import write_whole
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.measure.runner import Device
-from tiledsched.problem import Problem
-from tiledsched.schedule import KnobValue, Schedule
 from tiledsched.store.codec import encode
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import landscape_file_name, written
@@ -87,15 +87,19 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
     """
     everything = db.latest_measurements(problem, device_name=device_name, regime=regime)
     if not everything:
-        raise DatabaseError(f"nothing is measured of {problem} on {device_name} in the {regime} regime; "
-                            "run: tiledsched record")  # fmt: skip
+        raise DatabaseError(
+            f"nothing is measured of {problem} on {device_name} in the {regime} regime; run: tiledsched record"
+        )
     last = everything[0]
     by_schedule: dict[Schedule, StoredMeasurement] = {}
     for stored in everything:  # newest first
         by_schedule.setdefault(stored.measurement.schedule, stored)
     device = last.measurement.device
-    builds = [build for build in db.find_builds(last.kernel, last.source_hash, last.toolchain, device.arch).values()
-              if _serves(build, problem, device)]  # fmt: skip
+    builds = [
+        build
+        for build in db.find_builds(last.kernel, last.source_hash, last.toolchain, device.arch).values()
+        if _serves(build, problem, device)
+    ]
     failed = {build.schedule: build.failure for build in builds if build.failure}
     fingerprints = {build.schedule: build.fingerprint for build in builds}
     for failure in db.failures(device.arch, problem, stage="measure"):
@@ -103,15 +107,16 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
             failed.setdefault(failure.schedule, failure.failure)
     return Recorded(
         measurements=tuple(sorted(by_schedule.values(), key=lambda one: (one.measurement.median_us, one.uid))),
-        failures=tuple((each, failed[each]) for each in sorted(failed, key=lambda schedule: schedule.id)
-                       if each not in by_schedule),
+        failures=tuple(
+            (each, failed[each]) for each in sorted(failed, key=lambda schedule: schedule.id) if each not in by_schedule
+        ),
         compile_seconds={build.schedule: build.seconds for build in builds},
         artifacts=db.artifacts(device.arch),
-    )  # fmt: skip
+    )
 
 
 def _serves(build: BuildRecord, problem: Problem, device: Device) -> bool:
-    from tiledsched.launches import problem_class  # imports cuTile
+    from tiledsched.core.launch import problem_class  # imports cuTile
 
     try:
         return problem_class(problem.declaration, problem, build.schedule, device) == build.problem_class
@@ -123,24 +128,29 @@ def t4_results(landscape: Recorded) -> dict[str, Any]:
     """The landscape as a T4 results document: a result for each schedule measured or failed. Times are milliseconds."""
     results = [_measured(landscape, stored) for stored in landscape.measurements]
     for schedule, failure in landscape.failures:
-        results.append({
-            "configuration": schedule.to_json(),
-            "times": {**_compile_time(landscape, schedule), "runtimes": []},
-            "invalidity": INVALIDITY.get(failure.kind, "runtime"),
-            "correctness": 0,
-            "measurements": [{"name": "failure", "value": f"{failure.kind}: {failure.message}", "unit": ""}],
-            "objectives": ["time"],
-        })  # fmt: skip
+        results.append(
+            {
+                "configuration": schedule.to_json(),
+                "times": {**_compile_time(landscape, schedule), "runtimes": []},
+                "invalidity": INVALIDITY.get(failure.kind, "runtime"),
+                "correctness": 0,
+                "measurements": [{"name": "failure", "value": f"{failure.kind}: {failure.message}", "unit": ""}],
+                "objectives": ["time"],
+            }
+        )
     return {"schema_version": T4_VERSION, "metadata": {"timeunit": "milliseconds"}, "results": results}
 
 
 def _measured(landscape: Recorded, stored: StoredMeasurement) -> dict[str, Any]:
     taken = stored.measurement
     told: list[tuple[str, Any, str]] = [
-        ("time", taken.median_us / 1e3, "ms"), ("time_ci_low", taken.ci_low_us / 1e3, "ms"),
-        ("time_ci_high", taken.ci_high_us / 1e3, "ms"), ("TFLOP/s", taken.problem.tflops(taken.median_us), "TFLOP/s"),
-        ("sm_clock", taken.conditions.sm_clock_mhz, "MHz"), ("power", taken.conditions.power_w, "W"),
-    ]  # fmt: skip
+        ("time", taken.median_us / 1e3, "ms"),
+        ("time_ci_low", taken.ci_low_us / 1e3, "ms"),
+        ("time_ci_high", taken.ci_high_us / 1e3, "ms"),
+        ("TFLOP/s", taken.problem.tflops(taken.median_us), "TFLOP/s"),
+        ("sm_clock", taken.conditions.sm_clock_mhz, "MHz"),
+        ("power", taken.conditions.power_w, "W"),
+    ]
     if taken.accuracy is not None:
         told.append(("worst_tile_error", taken.accuracy.worst_tile_error, ""))
     artifact = landscape.artifacts.get((taken.device.arch, taken.fingerprint))
@@ -167,8 +177,12 @@ def t4_metadata(landscape: Recorded) -> dict[str, Any]:
     """The T4 metadata of a landscape: the GPU, the software, and, under `tiledsched`, what was computed and how."""
     newest = landscape.newest
     device, toolchain = newest.measurement.device, newest.toolchain
-    versions = (("cuda-tile", toolchain.cuda_tile), ("nvidia-cuda-tileiras", toolchain.tileiras),
-                ("nvidia-cuda-nvcc", toolchain.ptxas), ("nvidia-nvvm", toolchain.nvvm))  # fmt: skip
+    versions = (
+        ("cuda-tile", toolchain.cuda_tile),
+        ("nvidia-cuda-tileiras", toolchain.tileiras),
+        ("nvidia-cuda-nvcc", toolchain.ptxas),
+        ("nvidia-nvvm", toolchain.nvvm),
+    )
     return {
         "schema_version": T4_VERSION,
         "metadata": {
@@ -178,12 +192,16 @@ def t4_metadata(landscape: Recorded) -> dict[str, Any]:
                 "requirements": [f"{name}=={version}" for name, version in versions if version],
             },
             "tiledsched": {
-                "version": __version__, "kernel": newest.kernel, "source_hash": newest.source_hash,
-                "problem": landscape.problem.to_json(), "regime": newest.measurement.regime,
-                "toolchain": encode(toolchain), "tune_params": landscape.knobs,
+                "version": __version__,
+                "kernel": newest.kernel,
+                "source_hash": newest.source_hash,
+                "problem": landscape.problem.to_json(),
+                "regime": newest.measurement.regime,
+                "toolchain": encode(toolchain),
+                "tune_params": landscape.knobs,
             },
         },
-    }  # fmt: skip
+    }
 
 
 def kernel_tuner_cache(landscape: Recorded) -> dict[str, Any]:
@@ -202,19 +220,31 @@ def kernel_tuner_cache(landscape: Recorded) -> dict[str, Any]:
     def add(schedule: Schedule, timestamp: str, **values: Any) -> None:
         if set(schedule) != set(knobs):
             missing = sorted(set(knobs) - set(schedule))
-            raise DatabaseError(f"a schedule measured for {problem} lacks the knobs {', '.join(missing)}: it is of an "
-                                "older space; record the landscape into a database of its own")  # fmt: skip
+            raise DatabaseError(
+                f"a schedule measured for {problem} lacks the knobs {', '.join(missing)}: it is of an "
+                "older space; record the landscape into a database of its own"
+            )
         compile_ms = landscape.compile_seconds.get(schedule, 0.0) * 1e3
         cache[",".join(str(schedule[knob]) for knob in knobs)] = {
-            **{knob: schedule[knob] for knob in knobs}, **values, "compile_time": compile_ms, "verification_time": 0.0,
-            "strategy_time": 0.0, "framework_time": 0.0, "timestamp": timestamp,
-        }  # fmt: skip
+            **{knob: schedule[knob] for knob in knobs},
+            **values,
+            "compile_time": compile_ms,
+            "verification_time": 0.0,
+            "strategy_time": 0.0,
+            "framework_time": 0.0,
+            "timestamp": timestamp,
+        }
 
     for stored in landscape.measurements:
         taken = stored.measurement
         times = [us / 1e3 for us in taken.samples_us]
-        add(taken.schedule, stored.created_at.isoformat(), time=taken.median_us / 1e3, times=times,
-            benchmark_time=sum(times))  # fmt: skip
+        add(
+            taken.schedule,
+            stored.created_at.isoformat(),
+            time=taken.median_us / 1e3,
+            times=times,
+            benchmark_time=sum(times),
+        )
     for schedule, failure in landscape.failures:
         error = "CompilationFailedConfig" if failure.kind in NOT_COMPILED else "RuntimeFailedConfig"
         add(schedule, first.created_at.isoformat(), time=error, times=[], benchmark_time=0.0)

@@ -12,9 +12,9 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from tiledsched.fields import Dim, Flag
-from tiledsched.kernel import KernelClass, labels_of
-from tiledsched.problem import stable_id
+from tiledsched.core.fields import Dim, Flag
+from tiledsched.core.kernel import KernelClass, labels_of
+from tiledsched.core.problem import stable_id
 from tiledsched.store.models import EntryRow, MeasurementRow, ProblemRow, ScheduleRow, ViewRow
 
 LONGEST_NAME = 63

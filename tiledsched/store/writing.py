@@ -17,10 +17,10 @@ from sqlalchemy import Table, insert, literal, select, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
-from tiledsched.errors import DatabaseError
+from tiledsched.core.errors import DatabaseError
+from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Conditions, Device
-from tiledsched.problem import Problem, stable_id
-from tiledsched.schedule import Schedule
 from tiledsched.store.codec import encode
 from tiledsched.store.models import (
     ArtifactRow,
@@ -34,7 +34,7 @@ from tiledsched.store.models import (
     ToolchainRow,
 )
 from tiledsched.store.reading import Reader, select_entries
-from tiledsched.store.records import PROVENANCES, ArtifactRecord, BuildRecord, EntryRecord, StoredMeasurement, Toolchain
+from tiledsched.store.records import PROVENANCES, ArtifactRecord, BuildRecord, Entry, StoredMeasurement, Toolchain
 
 BUILD_KEY = ("kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id")
 ENTRY_KEY = ("kernel", "arch", "problem_id", "device_name", "regime", "accum_mode", "compiler")
@@ -126,8 +126,11 @@ class Parents:
 
     def device(self, device: Device) -> str:
         """Its id."""
-        return self._once(DeviceRow, device, lambda: {"id": device_id(device), "name": device.name, "arch": device.arch,
-                                                      "device": device.to_json()})  # fmt: skip
+        return self._once(
+            DeviceRow,
+            device,
+            lambda: {"id": device_id(device), "name": device.name, "arch": device.arch, "device": device.to_json()},
+        )
 
     def artifact(self, arch: str, fingerprint: str) -> str:
         """Its fingerprint; a row without facts, unless the artifact is already known."""
@@ -196,7 +199,7 @@ def put_measurements(session: Session, records: Sequence[StoredMeasurement]) -> 
     return len(rows)
 
 
-def put_entry(session: Session, record: EntryRecord, *, merging: bool) -> str:
+def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
     """Store an entry unless what is there is stronger; with `merging`, unless its evidence is as good.
 
     Returns:
@@ -230,21 +233,24 @@ def put_entry(session: Session, record: EntryRecord, *, merging: bool) -> str:
     return "replaced"
 
 
-def standing(record: EntryRecord) -> tuple[int, float, str, float]:
+def standing(record: Entry) -> tuple[int, float, str, float]:
     """Of two entries with one key, from whatever databases and in whatever order, the one with the lesser standing is served.
 
     The stronger provenance comes first, then the lesser time, measured or modelled; of equal times the contents decide, and
     dates only between equal contents.
     """
     us = record.median_us if record.median_us is not None else record.model_us
-    contents = {key: value for key, value in record.to_json().items()
-                if key not in ("measurement_id", "run_id", "updated_at", "measurement", "layer")}  # fmt: skip
+    contents = {
+        key: value
+        for key, value in record.to_json().items()
+        if key not in ("measurement_id", "run_id", "updated_at", "measurement", "layer")
+    }
     contents["measurement"] = record.measurement.uid if record.measurement else None
     date = record.updated_at.timestamp() if record.updated_at else 0.0
     return record.rank, math.inf if us is None else us, json.dumps(contents, sort_keys=True), -date
 
 
-def _measurement_id(session: Session, record: EntryRecord) -> int | None:
+def _measurement_id(session: Session, record: Entry) -> int | None:
     """By number where given, else by the uid of the summary: an imported entry knows only that."""
     if record.measurement_id is not None or record.measurement is None:
         return record.measurement_id
@@ -302,7 +308,7 @@ def measurement_values(record: StoredMeasurement, parents: Parents) -> dict[str,
     )
 
 
-def entry_values(record: EntryRecord, measurement_id: int | None, parents: Parents) -> dict[str, Any]:
+def entry_values(record: Entry, measurement_id: int | None, parents: Parents) -> dict[str, Any]:
     """The row of an entry."""
     return _row(
         EntryRow,

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from tiledsched.errors import DatabaseError
+from tiledsched.core.errors import DatabaseError
 from tiledsched.store.engine import VERSION_TABLE
 from tiledsched.store.models import Base
 

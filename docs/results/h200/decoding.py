@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tiledsched.device import arch_spec
+from tiledsched.core.device import arch_spec
+from tiledsched.core.schedule import PLAIN, SHORT, Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.likeness import FEW_ROWS
-from tiledsched.schedule import PLAIN, SHORT, Schedule
-from tiledsched.space_files import space_for
+from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.store.exchange import read_text
 
 FILES = ("coverage_tuned.csv.xz", "both_regimes.csv.xz")
@@ -70,8 +70,10 @@ def main() -> None:
             spreads.append(statistics.pstdev(gaps))
             ranks.append(np.corrcoef(np.argsort(np.argsort(np.array(pairs), axis=0), axis=0).T)[0, 1])
             programs += len(pairs)
-        print(f"{len(half):8d}  {programs:8d}  {math.exp(statistics.mean(levels)):21.2f}x  {statistics.mean(spreads):27.3f}  "
-              f"{statistics.mean(ranks):16.2f}")  # fmt: skip
+        print(
+            f"{len(half):8d}  {programs:8d}  {math.exp(statistics.mean(levels)):21.2f}x  {statistics.mean(spreads):27.3f}  "
+            f"{statistics.mean(ranks):16.2f}"
+        )
 
 
 if __name__ == "__main__":

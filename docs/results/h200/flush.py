@@ -23,8 +23,11 @@ from tiledsched.measure.torch_timing import TorchStopwatch
 
 SAMPLES = 30
 GAP_S = 2e-3
-CASES = [(batch, heads, kv_heads, keys, head_dim) for batch, keys in ((8, 4096), (32, 4096), (128, 2048))
-         for heads, kv_heads, head_dim in ((32, 8, 128), (28, 4, 128), (64, 8, 64), (16, 8, 256), (32, 16, 128))]  # fmt: skip
+CASES = [
+    (batch, heads, kv_heads, keys, head_dim)
+    for batch, keys in ((8, 4096), (32, 4096), (128, 2048))
+    for heads, kv_heads, head_dim in ((32, 8, 128), (28, 4, 128), (64, 8, 64), (16, 8, 256), (32, 16, 128))
+]
 
 
 @triton.jit
@@ -77,8 +80,10 @@ def main() -> None:
         for _ in range(3):
             for call in calls.values():
                 call()
-        watches = {name: TorchStopwatch(torch, list(calls.values()), flush, host_us=200.0)
-                   for name, flush in (("writes", buffer), ("reads", Reading(buffer)))}  # fmt: skip
+        watches = {
+            name: TorchStopwatch(torch, list(calls.values()), flush, host_us=200.0)
+            for name, flush in (("writes", buffer), ("reads", Reading(buffer)))
+        }
         samples: dict[tuple[str, int], list[float]] = {}
         for _ in range(SAMPLES):
             turns = [(name, index) for name in watches for index in range(len(calls))]
@@ -89,8 +94,20 @@ def main() -> None:
                 samples.setdefault((name, index), []).append(watch.read(watch.queue(index, paced=True)))
         for (name, index), found in sorted(samples.items()):
             us = statistics.median(found)
-            lines.writerow((batch, heads, kv_heads, keys, head_dim, moved >> 20, name, list(calls)[index], round(us, 2),
-                            round(moved / us / 1e6, 3)))  # fmt: skip
+            lines.writerow(
+                (
+                    batch,
+                    heads,
+                    kv_heads,
+                    keys,
+                    head_dim,
+                    moved >> 20,
+                    name,
+                    list(calls)[index],
+                    round(us, 2),
+                    round(moved / us / 1e6, 3),
+                )
+            )
         sys.stdout.flush()
 
 

@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 from tiledsched.build.pool import BuildPool
-from tiledsched.config import load_settings
-from tiledsched.search.programs import Builder
+from tiledsched.core.config import load_settings
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.db import TuningDB
-from tiledsched.tuning import kernel_of, prepare_tools, problems_of
+from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.session import kernel_of, prepare_tools, problems_of
 
 COUNTED = ("HGMMA.", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR", "MUFU.EX2", "BAR.SYNC")
 
@@ -29,8 +29,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = load_settings({"db": f"{folder}/builds.db"})
         tools = prepare_tools(kernel, arch, settings=settings)
-        entries = [entry for entry in load_entries(settings, {arch}, kernel.name)
-                   if entry.compiler == "13.4.92" and entry.problem in suite]  # fmt: skip
+        entries = [
+            entry
+            for entry in load_entries(settings, {arch}, kernel.name)
+            if entry.compiler == "13.4.92" and entry.problem in suite
+        ]
         out = csv.writer(sys.stdout, lineterminator="\n")
         out.writerow(["compiler", "problem", "schedule", "fingerprint", "registers", "spill_bytes", *COUNTED])
         with TuningDB.open(settings.db) as db, BuildPool() as pool:
@@ -42,8 +45,17 @@ def main() -> None:
                 file = Path(folder, "program.cubin")
                 file.write_bytes(artifact.cubin)
                 text = subprocess.run(["nvdisasm", "-c", str(file)], capture_output=True, text=True, check=True).stdout
-                out.writerow([tools.toolchain.tileiras, entry.problem, entry.schedule.short(), record.fingerprint,
-                              record.facts.registers, record.facts.spill_bytes, *map(text.count, COUNTED)])  # fmt: skip
+                out.writerow(
+                    [
+                        tools.toolchain.tileiras,
+                        entry.problem,
+                        entry.schedule.short(),
+                        record.fingerprint,
+                        record.facts.registers,
+                        record.facts.spill_bytes,
+                        *map(text.count, COUNTED),
+                    ]
+                )
 
 
 if __name__ == "__main__":

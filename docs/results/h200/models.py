@@ -12,8 +12,20 @@ from tiledsched.serve.rivals import pays
 from tiledsched.store.reading import read_rivals
 
 TABLE = Path(__file__).parents[3] / "tuning_db" / "tables" / "attention" / "sm_90.json"
-COLUMNS = ("suite", "problem", "left_out", "rival", "ours_us", "rival_us", "ratio", "ratio_low", "ratio_high", "ours_gbps",
-           "serves", "versions")  # fmt: skip
+COLUMNS = (
+    "suite",
+    "problem",
+    "left_out",
+    "rival",
+    "ours_us",
+    "rival_us",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "ours_gbps",
+    "serves",
+    "versions",
+)
 
 
 def main() -> None:
@@ -30,10 +42,22 @@ def main() -> None:
                 problem = Attention.problem(
                     **{name: value for name, value in entry["problem"].items() if name != "kernel"}
                 )
-                lines.writerow([suites.get(problem.id, ""), problem, "no", each.name, round(each.ours_us, 2),
-                                round(each.median_us or 0, 2), round(each.ratio or 0, 4), round(each.ratio_low or 0, 4),
-                                round(each.ratio_high or 0, 4), round(problem.gbps(each.ours_us)), "yes" if pays(each, Attention)
-                                else "no", f"{each.version} tileiras {entry['toolchain']['tileiras']}"])  # fmt: skip
+                lines.writerow(
+                    [
+                        suites.get(problem.id, ""),
+                        problem,
+                        "no",
+                        each.name,
+                        round(each.ours_us, 2),
+                        round(each.median_us or 0, 2),
+                        round(each.ratio or 0, 4),
+                        round(each.ratio_low or 0, 4),
+                        round(each.ratio_high or 0, 4),
+                        round(problem.gbps(each.ours_us)),
+                        "yes" if pays(each, Attention) else "no",
+                        f"{each.version} tileiras {entry['toolchain']['tileiras']}",
+                    ]
+                )
 
 
 if __name__ == "__main__":

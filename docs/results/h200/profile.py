@@ -12,11 +12,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from tiledsched import sdpa
 
 PROBLEMS = [  # batch, heads, rows, causal; 128 columns
-    (32, 16, 512, False), (16, 16, 1024, False), (8, 16, 2048, False), (1, 16, 16384, False), (32, 16, 512, True),
+    (32, 16, 512, False),
+    (16, 16, 1024, False),
+    (8, 16, 2048, False),
+    (1, 16, 16384, False),
+    (32, 16, 512, True),
     (4, 16, 4096, True),
-]  # fmt: skip
-CYCLES = [(32, 16, 512, False), (16, 16, 1024, False), (8, 16, 2048, False), (4, 16, 4096, False), (16, 16, 1024, True),
-          (1, 8, 512, False)]  # fmt: skip
+]
+CYCLES = [
+    (32, 16, 512, False),
+    (16, 16, 1024, False),
+    (8, 16, 2048, False),
+    (4, 16, 4096, False),
+    (16, 16, 1024, True),
+    (1, 8, 512, False),
+]
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:

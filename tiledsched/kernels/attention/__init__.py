@@ -1,6 +1,6 @@
 """Attention forward: softmax(scale * Q @ K^T, masked) @ V. Everything that knows it is in this folder and its front,
-:mod:`tiledsched.attention`.
-"""  # fmt: skip
+:mod:`tiledsched.ops`.
+"""
 
 from __future__ import annotations
 

@@ -10,18 +10,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import tiledsched.fields as ts
-from tiledsched.device import ArchSpec, arch_spec
-from tiledsched.errors import ProblemError
-from tiledsched.kernel import Kernel, Tolerance
+import tiledsched.core.fields as ts
+from tiledsched.core.device import ArchSpec, arch_spec
+from tiledsched.core.errors import ProblemError
+from tiledsched.core.kernel import Kernel, Tolerance
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import flags, problem
-from tiledsched.kernels.attention import likeness as alike
+from tiledsched.kernels.attention import similarity as alike
 from tiledsched.kernels.attention.suites import SUITES
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.resources import ResourceFacts
+    from tiledsched.core.resources import ResourceFacts
 
 LOG2_E = 1.0 / math.log(2.0)
 DEFAULT_CAP = 50.0
@@ -35,8 +35,12 @@ KV_DIRECTIONS = ("forward", "backward", "sawtooth", "wide_sawtooth")
 """The kernel sees the index into each of these three."""
 COMBINED_ELEMENTS = 8192
 """Of all shares together: what a block of the launch that combines them holds."""
-LARGEST_ERROR = {("float16", "fp32"): 4e-3, ("bfloat16", "fp32"): 2e-2, ("float16", "fp16"): 5e-2,
-                 ("bfloat16", "fp16"): 2e-2}  # fmt: skip
+LARGEST_ERROR = {
+    ("float16", "fp32"): 4e-3,
+    ("bfloat16", "fp32"): 2e-2,
+    ("float16", "fp16"): 5e-2,
+    ("bfloat16", "fp16"): 2e-2,
+}
 """Largest relative Frobenius error of a tile that passes, by (dtype, accum_mode).
 
 On normal inputs, rounding alone makes 3e-4 in float16 and 2.3e-3 in bfloat16 at any length; one key left out of 1024
@@ -104,8 +108,9 @@ class Attention(Kernel):
     Out = ts.out("batch heads seq_q value_columns")
     Lse = ts.out("batch heads seq_q 1", dtype="float32", when="lse", absolute=True)
     Partial = ts.workspace(lambda p, s: (_slots(p, s), s.number("tile_m"), sum(_parts(p.tile_v, p.parts_v, s))))
-    Shares = ts.workspace(lambda p, s: (_slots(p, s), _tile_heads(p, s), _kept_rows(p, s),
-                                        sum(_parts(p.tile_v, p.parts_v, s))))  # fmt: skip
+    Shares = ts.workspace(
+        lambda p, s: (_slots(p, s), _tile_heads(p, s), _kept_rows(p, s), sum(_parts(p.tile_v, p.parts_v, s)))
+    )
     State = ts.workspace(lambda p, s: (_slots(p, s), 2, s.number("tile_m")))
     Counters = ts.workspace(lambda p, s: (_work_tiles(p, s), 1), dtype="int32", zeroed=True)
     scale_log2 = ts.scalar(lambda p: scales(p)[0], dtype="float32")
@@ -114,28 +119,51 @@ class Attention(Kernel):
     label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
     written = {"Sq": "seq_q", "Sk": "seq_k", "right": "window_right", "D": ("head_dim", "value_dim")}
     axes = ("seq_k", "head_dim", "causal", "dtype")
-    plain = {"accum_mode": "fp32", "block_order": "natural", "check_bounds": True, "column_parts": 1,
-             "division": "approximate", "k_load": "order", "kv_combine": "last_block", "kv_direction": "forward", "kv_splits": 1,
-             "kv_subtiles": 1, "page_lookup": "gather", "peel_first": True, "persistent": "no", "q_subtiles": 1,
-             "tma_loads": True, "tma_store": True, "unroll": 1}  # fmt: skip
+    plain = {
+        "accum_mode": "fp32",
+        "block_order": "natural",
+        "check_bounds": True,
+        "column_parts": 1,
+        "division": "approximate",
+        "k_load": "order",
+        "kv_combine": "last_block",
+        "kv_direction": "forward",
+        "kv_splits": 1,
+        "kv_subtiles": 1,
+        "page_lookup": "gather",
+        "peel_first": True,
+        "persistent": "no",
+        "q_subtiles": 1,
+        "tma_loads": True,
+        "tma_store": True,
+        "unroll": 1,
+    }
     former_values = {("persistent", False): "no", ("persistent", True): "strided"}
-    weights = {"tile_m": 1.0, "q_subtiles": 1.0, "num_worker_warps": 1.0, "tile_n": 0.4, "kv_subtiles": 0.4, "occupancy": 0.4,
-               "num_ctas": 5.0, "tma_loads": 5.0}  # fmt: skip
+    weights = {
+        "tile_m": 1.0,
+        "q_subtiles": 1.0,
+        "num_worker_warps": 1.0,
+        "tile_n": 0.4,
+        "kv_subtiles": 0.4,
+        "occupancy": 0.4,
+        "num_ctas": 5.0,
+        "tma_loads": 5.0,
+    }
 
     canonical = staticmethod(problem.canonical)
     flops = staticmethod(problem.flops)
     bytes_moved = staticmethod(problem.bytes_moved)
     describe = staticmethod(problem.describe)
-    likeness = staticmethod(alike.likeness)
+    similarity = staticmethod(alike.similarity)
     kind = staticmethod(alike.kind)
     rival_kind = staticmethod(alike.rival_kind)
     planning_rivals = ("torch_cudnn",)
     compiled_rivals = ("flash_attention_4",)
     distance = staticmethod(alike.distance)
     rounded = staticmethod(alike.rounded)
-    untold = staticmethod(alike.untold)
-    only_its_kind = staticmethod(alike.only_its_kind)
-    twins = staticmethod(alike.twins)
+    cold_start = staticmethod(alike.cold_start)
+    requires_same_kind = staticmethod(alike.requires_same_kind)
+    equivalents = staticmethod(alike.equivalents)
     loss_group = staticmethod(alike.loss_group)
     add_flags = staticmethod(flags.add_flags)
     add_likely_flags = staticmethod(flags.add_likely_flags)
@@ -254,11 +282,25 @@ class Attention(Kernel):
         """The output and the log-sum-exp of each row, in the precision of the inputs."""
         from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
 
-        out, lse = attention_and_lse(xp, Q, K, V, causal=p.causal, scale=default_scale(p), dtype=str(Q.dtype),
-                                     alignment=p.alignment, window=p.window, window_right=p.window_right,
-                                     cap=DEFAULT_CAP if p.softcap else 0.0,
-                                     sinks=Sinks, starts=Starts, lengths=Lengths, cu_q=CuQ, cu_k=CuK,
-                                     table=Table)  # fmt: skip
+        out, lse = attention_and_lse(
+            xp,
+            Q,
+            K,
+            V,
+            causal=p.causal,
+            scale=default_scale(p),
+            dtype=str(Q.dtype),
+            alignment=p.alignment,
+            window=p.window,
+            window_right=p.window_right,
+            cap=DEFAULT_CAP if p.softcap else 0.0,
+            sinks=Sinks,
+            starts=Starts,
+            lengths=Lengths,
+            cu_q=CuQ,
+            cu_k=CuK,
+            table=Table,
+        )
         return out, lse[..., None]
 
     @staticmethod
@@ -272,8 +314,11 @@ class Attention(Kernel):
     def tolerance(p: Problem, s: Schedule) -> Tolerance:
         """By dtype and accumulator mode."""
         mode = str(s["accum_mode"])
-        return Tolerance(relative=LARGEST_ERROR[p.dtype, mode], absolute=LARGEST_LSE_ERROR[mode],
-                         except_kinds=() if mode == "fp32" else BEYOND_FP16_SUMS)  # fmt: skip
+        return Tolerance(
+            relative=LARGEST_ERROR[p.dtype, mode],
+            absolute=LARGEST_LSE_ERROR[mode],
+            except_kinds=() if mode == "fp32" else BEYOND_FP16_SUMS,
+        )
 
     @staticmethod
     def check_tile(p: Problem, s: Schedule) -> tuple[int, int]:
@@ -309,8 +354,10 @@ class Attention(Kernel):
         shared = facts.shared_bytes
         if shared >= 2 * pair:
             return None
-        return (f"the compiler left room for one key and one value tile ({shared} bytes of shared memory; both take {pair}). "
-                "Where keys are split it overwrites them while they are read")  # fmt: skip
+        return (
+            f"the compiler left room for one key and one value tile ({shared} bytes of shared memory; both take {pair}). "
+            "Where keys are split it overwrites them while they are read"
+        )
 
     @staticmethod
     def standard(**sizes: Any) -> Problem:
@@ -345,15 +392,19 @@ class Attention(Kernel):
     def small() -> list[Problem]:
         """Odd lengths, grouped heads, masks and widths, in a moment each."""
         make = Attention.problem
-        return [make(seq_q=80, seq_k=80, head_dim=64, heads=2),
-                make(seq_q=100, seq_k=100, head_dim=64, heads=2, causal=True, dtype="bfloat16"),
-                make(seq_q=33, seq_k=130, head_dim=40, heads=4, kv_heads=2, causal=True, alignment="bottom_right"),
-                make(seq_q=3, seq_k=200, head_dim=64, heads=4, kv_heads=1, lse=True),
-                make(seq_q=90, seq_k=150, head_dim=32, heads=2, causal=True, alignment="bottom_right", window=40, sinks=True),
-                make(seq_q=140, seq_k=140, head_dim=32, heads=2, causal=True, window=30, window_right=40),
-                make(seq_q=70, seq_k=90, head_dim=32, batch=2, softcap=True, starts=True, lengths=True),
-                make(seq_q=150, seq_k=150, head_dim=32, heads=2, causal=True, packed=5, lse=True),
-                make(seq_q=1, seq_k=192, head_dim=32, heads=4, kv_heads=2, batch=3, lengths=True, page=64)]  # fmt: skip
+        return [
+            make(seq_q=80, seq_k=80, head_dim=64, heads=2),
+            make(seq_q=100, seq_k=100, head_dim=64, heads=2, causal=True, dtype="bfloat16"),
+            make(seq_q=33, seq_k=130, head_dim=40, heads=4, kv_heads=2, causal=True, alignment="bottom_right"),
+            make(seq_q=3, seq_k=200, head_dim=64, heads=4, kv_heads=1, lse=True),
+            make(
+                seq_q=90, seq_k=150, head_dim=32, heads=2, causal=True, alignment="bottom_right", window=40, sinks=True
+            ),
+            make(seq_q=140, seq_k=140, head_dim=32, heads=2, causal=True, window=30, window_right=40),
+            make(seq_q=70, seq_k=90, head_dim=32, batch=2, softcap=True, starts=True, lengths=True),
+            make(seq_q=150, seq_k=150, head_dim=32, heads=2, causal=True, packed=5, lse=True),
+            make(seq_q=1, seq_k=192, head_dim=32, heads=4, kv_heads=2, batch=3, lengths=True, page=64),
+        ]
 
 
 Attention.suites = {name: make(Attention.problem) for name, (_, make) in SUITES.items()}

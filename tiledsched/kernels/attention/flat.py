@@ -13,15 +13,8 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.asked import narrowed, rows_see_nothing
-from tiledsched.kernels.attention.scheduler import (
-    SNAKE,
-    coordinates,
-    pack_count,
-    rows_of,
-    snake,
-    work_tiles_per_head,
-)
+from tiledsched.kernels.attention.features import narrowed, rows_see_nothing
+from tiledsched.kernels.attention.scheduler import SNAKE, coordinates, pack_count, rows_of, snake, work_tiles_per_head
 from tiledsched.kernels.attention.tiles import (
     LOWEST,
     Chain,
@@ -118,7 +111,11 @@ def one_step(queries, rows, keys, i, first_masked, chain, scale_log2, const):
         if const.WINDOW or const.STARTS:
             masked = masked | (i < keys.span.left)
         if masked:
-            scores = (tuple(mask(scores[0][t], rows, keys, key_tile(keys, i, t, const), True, const)
-                            for t in ct.static_iter(range(const.KV_SUBTILES))),)  # fmt: skip
+            scores = (
+                tuple(
+                    mask(scores[0][t], rows, keys, key_tile(keys, i, t, const), True, const)
+                    for t in ct.static_iter(range(const.KV_SUBTILES))
+                ),
+            )
         return fold((rows,), keys, i, (chain,), scores, False, scale_log2, const)[0]
     return fold((rows,), keys, i, (chain,), scores, True, scale_log2, const)[0]

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy
 
-from tiledsched.cases import Case
+from tiledsched.core.cases import Case
+from tiledsched.core.problem import Problem
+from tiledsched.core.storage import to_storage
 from tiledsched.kernels.attention.problem import padding_below
-from tiledsched.problem import Problem
-from tiledsched.storage import to_storage
 
 KINDS = ("borders", "negative", "rising", "falling", "peaked", "large", "cancelling", "uniform")
 """In the order in which they are given to the heads; with few heads, the first are the ones that find most."""
@@ -63,8 +63,10 @@ def _case_of_all(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, A
         kv_heads = xp.repeat(kv_heads, p.sequences // p.batch, axis=0)
     index = (heads, kv_heads, kv_heads)
     given = places(rng, p, uneven=True)
-    inputs = {name: to_storage(xp, xp.ascontiguousarray(array[kind]), p.dtype)
-              for name, array, kind in zip("QKV", adversarial_heads(xp, rng, p, given), index, strict=True)}  # fmt: skip
+    inputs = {
+        name: to_storage(xp, xp.ascontiguousarray(array[kind]), p.dtype)
+        for name, array, kind in zip("QKV", adversarial_heads(xp, rng, p, given), index, strict=True)
+    }
     if p.sinks:  # of much weight and of little, in turn
         logits = xp.where(xp.arange(p.heads) % 2 == 0, LARGEST_SINK, -LARGEST_SINK)
         inputs["Sinks"] = to_storage(xp, logits.astype(numpy.float32), p.dtype)
@@ -267,5 +269,12 @@ def _ramp(xp: Any, q: Any, k: Any, direction: Any, scores: Any) -> None:
     k += (scores / q.shape[1] ** 0.5)[:, None] * direction
 
 
-_SHAPE = {"negative": _negative, "rising": _rising, "falling": _falling, "peaked": _peaked,
-          "large": _large, "cancelling": _cancelling, "uniform": _uniform}  # fmt: skip
+_SHAPE = {
+    "negative": _negative,
+    "rising": _rising,
+    "falling": _falling,
+    "peaked": _peaked,
+    "large": _large,
+    "cancelling": _cancelling,
+    "uniform": _uniform,
+}

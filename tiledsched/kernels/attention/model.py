@@ -12,7 +12,7 @@ From the inside out:
    What is read drives out as much of what was written before, up to the L2 cache: a paced launch follows a flush that writes.
 
 Inputs are the problem, the tile, the order, the grid and what the machine code says of itself. Knobs that leave no
-trace in any of these cannot change the estimate: `tiledsched.studies.model_residual` has measured factors for them. Constants
+trace in any of these cannot change the estimate: `docs.studies.model_residual` has measured factors for them. Constants
 are calibrated on the H200; docs/model.md says on what and how well.
 """
 
@@ -24,11 +24,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.device import ArchSpec
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.declaration import combines_later, pack_width, packs, steps_per_turn
-from tiledsched.problem import Problem
-from tiledsched.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
-from tiledsched.schedule import Schedule
 
 # Counted or published.
 TENSOR_EFFICIENCY = 0.8
@@ -122,15 +122,24 @@ def estimate_us(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
         dear = step_cycles(problem, schedule, facts, spec, resident, masked=True)
         extra += max(1, rows // step_n) * (2 if problem.window else 1) * (dear / cycles[resident] - 1.0)
     busy = busy_steps(
-        rows=rows // pack_width(problem, schedule), step_n=step_n, seq_q=problem.mean_rows, seq_k=problem.mean_keys,
-        causal=problem.causal, first_key=problem.window_right
+        rows=rows // pack_width(problem, schedule),
+        step_n=step_n,
+        seq_q=problem.mean_rows,
+        seq_k=problem.mean_keys,
+        causal=problem.causal,
+        first_key=problem.window_right
         + (problem.mean_keys - problem.mean_rows if problem.alignment == "bottom_right" else 0),
-        heads=problem.sequences * packs(problem, schedule), splits=splits,
-        order=str(schedule["block_order"]), snake=schedule["persistent"] == "snake",
+        heads=problem.sequences * packs(problem, schedule),
+        splits=splits,
+        order=str(schedule["block_order"]),
+        snake=schedule["persistent"] == "snake",
         grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] != "no" else 0,
-        sms=max(1, spec.sm_count // facts.num_ctas), resident=resident, extra=round(extra * 4.0) / 4.0,
-        window=problem.window + problem.window_right if problem.window else 0, turn=turn,
-    )  # fmt: skip
+        sms=max(1, spec.sm_count // facts.num_ctas),
+        resident=resident,
+        extra=round(extra * 4.0) / 4.0,
+        window=problem.window + problem.window_right if problem.window else 0,
+        turn=turn,
+    )
     compute_us = float((busy @ np.array(cycles)).max()) / (spec.clock_ghz * 1e3)
     traffic = _dram_bytes(problem, schedule, spec, resident)
     memory_us = (traffic + min(traffic, spec.l2_bytes)) / (DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
@@ -181,8 +190,9 @@ def block_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts) -> 
     return cycles * (PERSISTENT_SHARE if schedule["persistent"] != "no" else 1.0)
 
 
-def step_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec: ArchSpec, resident: int, *,
-                masked: bool) -> float:  # fmt: skip
+def step_cycles(
+    problem: Problem, schedule: Schedule, facts: ResourceFacts, spec: ArchSpec, resident: int, *, masked: bool
+) -> float:
     """Cycles in which each of `resident` blocks on an SM gets through one step of its keys."""
     tile_m, step_n = schedule.number("tile_m") / facts.num_ctas, step_keys(schedule)
     chains, subtiles = schedule.number("q_subtiles"), schedule.number("kv_subtiles")
@@ -206,8 +216,11 @@ def step_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     operands *= problem.element_bytes * max(1.0, rows / chunk)
     tensor = max(2.0 * scores * (columns_k + columns_v) / (rate * TENSOR_EFFICIENCY), operands / spec.shared_bytes)
     exp2 = scores * (CAPPED_EXP2 if problem.softcap else 1.0) / spec.exp2_ops
-    fp32 = (scores * (FP32_PER_SCORE + (FP32_PER_MASKED_SCORE if masked else 0.0)) + rows * FP32_PER_ROW
-            + rows * columns_v * FP32_PER_ACCUMULATOR) / spec.fp32_ops  # fmt: skip
+    fp32 = (
+        scores * (FP32_PER_SCORE + (FP32_PER_MASKED_SCORE if masked else 0.0))
+        + rows * FP32_PER_ROW
+        + rows * columns_v * FP32_PER_ACCUMULATOR
+    ) / spec.fp32_ops
 
     lost = 2.0 * max(0, facts.spill_bytes - FREE_SPILL_BYTES) * warps * 32 / SPILL_BYTES_PER_CYCLE
     if tile_m < ROWS_PER_WARP * warps:
@@ -219,8 +232,12 @@ def step_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts, spec
     total, slowest = tensor + exp2 + fp32, max(tensor, exp2, fp32)
     alone = (total + lost) / groups + STEP_LATENCY
     if spec.producer_warps:
-        alone += _waiting(alone / (2 * subtiles), rows * columns_k * problem.element_bytes,
-                          schedule.number("tile_n") * columns_k * problem.element_bytes, facts)  # fmt: skip
+        alone += _waiting(
+            alone / (2 * subtiles),
+            rows * columns_k * problem.element_bytes,
+            schedule.number("tile_n") * columns_k * problem.element_bytes,
+            facts,
+        )
     shared = resident * (slowest + EXPOSED * (total - slowest) + lost)
     return _smooth_max(alone, shared, SHARPNESS)
 
@@ -236,9 +253,25 @@ def _waiting(pace: float, query_bytes: float, tile_bytes: float, facts: Resource
 
 
 @lru_cache(maxsize=4096)
-def busy_steps(*, rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, heads: int, order: str, grid: int,
-               sms: int, resident: int, extra: float, snake: bool = False, splits: int = 1,
-               first_key: int = 0, window: int = 0, turn: int = 1) -> NDArray[np.float64]:  # fmt: skip
+def busy_steps(
+    *,
+    rows: int,
+    step_n: int,
+    seq_q: int,
+    seq_k: int,
+    causal: bool,
+    heads: int,
+    order: str,
+    grid: int,
+    sms: int,
+    resident: int,
+    extra: float,
+    snake: bool = False,
+    splits: int = 1,
+    first_key: int = 0,
+    window: int = 0,
+    turn: int = 1,
+) -> NDArray[np.float64]:
     """How long each SM is how busy: `[sm, k]` is the number of steps SM `sm` makes while it runs k blocks.
 
     A block of j steps, in whole turns of `turn`, counts j + `extra`. `grid` is that of a persistent launch, whose block w takes
@@ -283,8 +316,17 @@ def _placed(jobs: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
     return ends
 
 
-def tile_steps(rows: int, step_n: int, seq_q: int, seq_k: int, causal: bool, heads: int, order: str,
-               first_key: int = 0, window: int = 0) -> NDArray[np.float64]:  # fmt: skip
+def tile_steps(
+    rows: int,
+    step_n: int,
+    seq_q: int,
+    seq_k: int,
+    causal: bool,
+    heads: int,
+    order: str,
+    first_key: int = 0,
+    window: int = 0,
+) -> NDArray[np.float64]:
     """Steps of every piece of work, in the order in which the kernel takes them (its `coordinates`).
 
     Causal row i sees keys 0..i + `first_key`, the last `window` of them where that is not 0.
@@ -358,6 +400,12 @@ def expected_facts(problem: Problem, schedule: Schedule, spec: ArchSpec) -> Reso
     columns = problem.tile_d * problem.element_bytes
     wanted = (block_rows(schedule) + TILES_IN_FLIGHT * schedule.number("tile_n")) * columns
     shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
-    return ResourceFacts(registers=registers, threads=threads, shared_bytes=shared_bytes, spill_bytes=0,
-                         num_ctas=schedule.number("num_ctas"), code_bytes=0,
-                         ctas_per_sm=ctas_per_sm(spec.arch, registers, threads, shared_bytes))  # fmt: skip
+    return ResourceFacts(
+        registers=registers,
+        threads=threads,
+        shared_bytes=shared_bytes,
+        spill_bytes=0,
+        num_ctas=schedule.number("num_ctas"),
+        code_bytes=0,
+        ctas_per_sm=ctas_per_sm(spec.arch, registers, threads, shared_bytes),
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tiledsched.problem import Problem
+from tiledsched.core.problem import Problem
 
 Make = Callable[..., Problem]
 Sizes = Mapping[str, int]
@@ -36,8 +36,11 @@ def _decoder(make: Make, layers: Iterable[Sizes], *, prompts: tuple[tuple[int, i
 
 def _encoder(make: Make, dtype: str, cases: Iterable[tuple[int, int, int]], layers: Iterable[Sizes]) -> list[Problem]:
     """Every (batch, queries, keys) with every layer, without a mask."""
-    return [make(seq_q=rows, seq_k=keys, batch=batch, dtype=dtype, **sizes)
-            for sizes in layers for batch, rows, keys in cases]  # fmt: skip
+    return [
+        make(seq_q=rows, seq_k=keys, batch=batch, dtype=dtype, **sizes)
+        for sizes in layers
+        for batch, rows, keys in cases
+    ]
 
 
 def _square(*cases: tuple[int, int]) -> list[tuple[int, int, int]]:
@@ -71,9 +74,11 @@ def gpt_oss(make: Make) -> list[Problem]:
 
 def deepseek(make: Make) -> list[Problem]:
     """Multi-head latent attention of DeepSeek V3 and V2 Lite as it is computed in prefill: 192 columns, values of 128."""
-    return [make(seq_q=tokens, seq_k=tokens, batch=batch, causal=True, dtype="bfloat16", **sizes)
-            for sizes in (_heads(128, 128, 192, value_dim=128), _heads(16, 16, 192, value_dim=128))
-            for batch, tokens in ENCODED]  # fmt: skip
+    return [
+        make(seq_q=tokens, seq_k=tokens, batch=batch, causal=True, dtype="bfloat16", **sizes)
+        for sizes in (_heads(128, 128, 192, value_dim=128), _heads(16, 16, 192, value_dim=128))
+        for batch, tokens in ENCODED
+    ]
 
 
 def bert(make: Make) -> list[Problem]:
@@ -85,21 +90,31 @@ def bert(make: Make) -> list[Problem]:
 
 def vit(make: Make) -> list[Problem]:
     """ViT B/16 at 224 pixels (197 tokens) and L/16 at 384 (577)."""
-    return [*_encoder(make, "bfloat16", _square((64, 197), (1, 197)), [_heads(12, 12, 64)]),
-            *_encoder(make, "bfloat16", _square((32, 577), (1, 577)), [_heads(16, 16, 64)])]  # fmt: skip
+    return [
+        *_encoder(make, "bfloat16", _square((64, 197), (1, 197)), [_heads(12, 12, 64)]),
+        *_encoder(make, "bfloat16", _square((32, 577), (1, 577)), [_heads(16, 16, 64)]),
+    ]
 
 
 def whisper(make: Make) -> list[Problem]:
     """Whisper large: the encoder's 1500 frames, and what the decoder reads of them and of itself."""
-    return [*_encoder(make, "float16", [(1, 1500, 1500), (16, 1500, 1500), (1, 1, 1500), (16, 1, 1500), (16, 1, 448)],
-                      [_heads(20, 20, 64)]),
-            make(seq_q=224, seq_k=224, batch=16, causal=True, dtype="float16", **_heads(20, 20, 64))]  # fmt: skip
+    return [
+        *_encoder(
+            make,
+            "float16",
+            [(1, 1500, 1500), (16, 1500, 1500), (1, 1, 1500), (16, 1, 1500), (16, 1, 448)],
+            [_heads(20, 20, 64)],
+        ),
+        make(seq_q=224, seq_k=224, batch=16, causal=True, dtype="float16", **_heads(20, 20, 64)),
+    ]
 
 
 def sdxl(make: Make) -> list[Problem]:
     """Stable Diffusion XL at 1024 pixels, with guidance: two levels, among themselves and against 77 words."""
-    return [*_encoder(make, "float16", [(2, 4096, 4096), (2, 4096, 77)], [_heads(10, 10, 64)]),
-            *_encoder(make, "float16", [(2, 1024, 1024), (2, 1024, 77)], [_heads(20, 20, 64)])]  # fmt: skip
+    return [
+        *_encoder(make, "float16", [(2, 4096, 4096), (2, 4096, 77)], [_heads(10, 10, 64)]),
+        *_encoder(make, "float16", [(2, 1024, 1024), (2, 1024, 77)], [_heads(20, 20, 64)]),
+    ]
 
 
 def flux(make: Make) -> list[Problem]:
@@ -110,8 +125,10 @@ def flux(make: Make) -> list[Problem]:
 def video(make: Make) -> list[Problem]:
     """CogVideoX 5B (17,776 tokens) and Wan 2.1 14B at 480p and 720p (32,760 and 75,600), and its 512 words."""
     wan = [*_square((1, 32760), (1, 75600)), (1, 32760, 512)]
-    return [*_encoder(make, "bfloat16", _square((2, 17776)), [_heads(48, 48, 64)]),
-            *_encoder(make, "bfloat16", wan, [_heads(40, 40, 128)])]  # fmt: skip
+    return [
+        *_encoder(make, "bfloat16", _square((2, 17776)), [_heads(48, 48, 64)]),
+        *_encoder(make, "bfloat16", wan, [_heads(40, 40, 128)]),
+    ]
 
 
 MODELS: Mapping[str, tuple[str, Callable[[Make], list[Problem]]]] = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiledsched.errors import ProblemError
-from tiledsched.fields import ITEM_BYTES, Value
-from tiledsched.problem import Problem
+from tiledsched.core.errors import ProblemError
+from tiledsched.core.fields import ITEM_BYTES, Value
+from tiledsched.core.problem import Problem
 
 DTYPES = ("float16", "bfloat16")
 ALIGNMENTS = ("top_left", "bottom_right")
@@ -26,7 +26,7 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
 
     Raises:
         ProblemError: heads are not a multiple of kv_heads, a window has no causal mask, or sequences lie as none can.
-    """  # fmt: skip
+    """
     heads, kv_heads = int(values["heads"]), int(values["kv_heads"])  # type: ignore[arg-type]
     if heads % kv_heads:
         raise ProblemError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads}); repeat or drop heads")
@@ -74,7 +74,7 @@ def _check_places(values: dict[str, Value]) -> None:
 def visible_pairs(p: Any) -> float:
     """Query-key pairs that contribute, per head: seq_q * seq_k, the area under the causal diagonal, or that of the band a
     window leaves of it. Of sequences that start late or end early no more is known; packed ones count as equally long.
-    """  # fmt: skip
+    """
     rows, keys = p.mean_rows, p.mean_keys
     if not p.causal:
         return float(p.seq_q * keys)
@@ -197,8 +197,17 @@ def describe(p: Any) -> str:
     return f"B={p.batch} {heads} {seq} {columns} {p.dtype}{mask}{more}"
 
 
-def standard(make: Any, *, seq_len: int, head_dim: int, dtype: str = "float16", causal: bool = False,
-             batch: int | None = None, heads: int | None = None, kv_heads: int | None = None) -> Problem:  # fmt: skip
+def standard(
+    make: Any,
+    *,
+    seq_len: int,
+    head_dim: int,
+    dtype: str = "float16",
+    causal: bool = False,
+    batch: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+) -> Problem:
     """The problem people mean by a sequence length and a head dimension alone.
 
     Unless given, batch and heads fill 16k tokens of 2048 hidden columns, the convention of the FlashAttention
@@ -206,8 +215,13 @@ def standard(make: Any, *, seq_len: int, head_dim: int, dtype: str = "float16", 
     """
     heads = heads if heads is not None else max(1, HIDDEN // head_dim)
     found: Problem = make(
-        seq_q=seq_len, seq_k=seq_len, head_dim=head_dim, dtype=dtype, causal=causal,
-        batch=batch if batch is not None else max(1, TOKENS // seq_len), heads=heads,
+        seq_q=seq_len,
+        seq_k=seq_len,
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=causal,
+        batch=batch if batch is not None else max(1, TOKENS // seq_len),
+        heads=heads,
         kv_heads=kv_heads if kv_heads is not None else heads,
-    )  # fmt: skip
+    )
     return found

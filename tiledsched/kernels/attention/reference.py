@@ -8,22 +8,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiledsched.problem import Problem
+from tiledsched.core.problem import Problem
 
 ROWS_PER_CHUNK = 2048
 
 
-def attention_reference(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float, dtype: str = "float64",
-                        alignment: str = "top_left") -> Any:  # fmt: skip
+def attention_reference(
+    xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float, dtype: str = "float64", alignment: str = "top_left"
+) -> Any:
     """softmax(scale * q @ k^T, masked) @ v, computed in `dtype`: the first of what `attention_and_lse` returns."""
     return attention_and_lse(xp, q, k, v, causal=causal, scale=scale, dtype=dtype, alignment=alignment)[0]
 
 
-def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float, dtype: str = "float64",
-                      alignment: str = "top_left", window: int = 0, window_right: int = 0, cap: float = 0.0,
-                      sinks: Any = None, starts: Any = None,
-                      lengths: Any = None, cu_q: Any = None, cu_k: Any = None,
-                      table: Any = None) -> tuple[Any, Any]:  # fmt: skip
+def attention_and_lse(
+    xp: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool,
+    scale: float,
+    dtype: str = "float64",
+    alignment: str = "top_left",
+    window: int = 0,
+    window_right: int = 0,
+    cap: float = 0.0,
+    sinks: Any = None,
+    starts: Any = None,
+    lengths: Any = None,
+    cu_q: Any = None,
+    cu_k: Any = None,
+    table: Any = None,
+) -> tuple[Any, Any]:
     """softmax(scale * q @ k^T, masked) @ v and log(sum(exp(scale * q @ k^T, masked))), computed in `dtype`.
 
     Args:
@@ -101,8 +117,9 @@ def attention_and_lse(xp: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: f
     return out, lse
 
 
-def _one_by_one(xp: Any, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, table: Any, lengths: Any,
-                more: dict[str, Any]) -> tuple[Any, Any]:  # fmt: skip
+def _one_by_one(
+    xp: Any, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, table: Any, lengths: Any, more: dict[str, Any]
+) -> tuple[Any, Any]:
     """The same of sequences that are packed or whose keys lie in pages, each by itself."""
     out = xp.zeros((*q.shape[:3], v.shape[3]), dtype=more["dtype"])
     lse = xp.zeros(q.shape[:3], dtype=more["dtype"])
@@ -115,8 +132,12 @@ def _one_by_one(xp: Any, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, table: An
         else:
             length, page = int(lengths[index]), k.shape[2]
             places = [int(each) for each in table[index][: -(-length // page)]]
-            keys, values = (xp.concatenate([each[:0].reshape(each.shape[1], 0, each.shape[3]), *(each[i] for i in places)],
-                                           axis=1)[None, :, :length] for each in (k, v))  # fmt: skip
+            keys, values = (
+                xp.concatenate([each[:0].reshape(each.shape[1], 0, each.shape[3]), *(each[i] for i in places)], axis=1)[
+                    None, :, :length
+                ]
+                for each in (k, v)
+            )
         if queries.shape[2] and not keys.shape[2]:  # a key that no row sees stands for none
             keys, values = (xp.zeros((1, *each.shape[1:2], 1, each.shape[3]), dtype=each.dtype) for each in (k, v))
             part = attention_and_lse(xp, queries, keys, values, **more, lengths=[0])

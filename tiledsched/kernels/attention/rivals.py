@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tiledsched.errors import UnsupportedError
-from tiledsched.extras import package_version
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.extras import package_version
+from tiledsched.core.problem import Problem
+from tiledsched.kernels.attention.call_cache import CallCache
 from tiledsched.kernels.attention.declaration import DEFAULT_CAP
-from tiledsched.kernels.attention.kept_calls import KeptCalls
 from tiledsched.kernels.attention.reference import default_scale
-from tiledsched.problem import Problem
 
 Function = Callable[..., Any]
 BACKENDS = {
@@ -124,8 +124,10 @@ def longest(p: Problem, tensors: tuple[Any, ...]) -> tuple[int, ...]:
 def rows_first(p: Problem, q: Any, k: Any, v: Any) -> list[Any]:
     """Views with the rows before the heads, and packed sequences without an axis for the batch."""
     packed = (p.packed, p.ends_k, p.ends_k)
-    return [each[0].transpose(0, 1) if lies_so else each.transpose(1, 2)
-            for each, lies_so in zip((q, k, v), packed, strict=True)]  # fmt: skip
+    return [
+        each[0].transpose(0, 1) if lies_so else each.transpose(1, 2)
+        for each, lies_so in zip((q, k, v), packed, strict=True)
+    ]
 
 
 def empty_output(q: Any, columns: int) -> Any:
@@ -296,8 +298,13 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
         inner = getattr(importlib.import_module(f"{FLASH_4_MODULE}.interface"), "_flash_attn_fwd", None)
     except ImportError as missing:
         raise UnsupportedError(f"FlashAttention-4 cannot be imported: {missing}") from missing
-    told = (("learnable_sink", p.sinks), ("seqused_k", p.lengths), ("cu_seqlens_q", p.ends_q), ("cu_seqlens_k", p.ends_k),
-            ("page_table", p.paged))  # fmt: skip
+    told = (
+        ("learnable_sink", p.sinks),
+        ("seqused_k", p.lengths),
+        ("cu_seqlens_q", p.ends_q),
+        ("cu_seqlens_k", p.ends_k),
+        ("page_table", p.paged),
+    )
     arrays = [name for name, given in told if given]
     needed = {"out", "window_size_left", "seqused_k", *arrays}
     if inner is not None and needed <= set(inspect.signature(inner).parameters):
@@ -317,8 +324,7 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
     bounds = ("max_seqlen_q", "max_seqlen_k") if p.packed else ()
 
     def attend(q: Any, k: Any, v: Any, *asked: Any, **more: Any) -> Any:
-        named = {name: each for name, each in zip((*arrays, *bounds), asked, strict=True)
-                 if name in taken}  # fmt: skip
+        named = {name: each for name, each in zip((*arrays, *bounds), asked, strict=True) if name in taken}
         try:
             made = function(q, k, v, **options, **named, **more, **(splits[0] if splits else {}))
         except Exception:
@@ -328,4 +334,4 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
             made = function(q, k, v, **options, **named, **more)
         return made[0] if isinstance(made, tuple) else made
 
-    return KeptCalls(attend, function), "out" in taken
+    return CallCache(attend, function), "out" in taken

@@ -62,8 +62,7 @@ def hand_in(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, 
     if arrived == const.KV_SPLITS - 1:
         ct.scatter(Counters, (work, 0), 0)
         for s in ct.static_iter(range(const.Q_SUBTILES)):
-            epilogue(Out, Lse, work_tile, work_tile.tiles[s], combine(Partial, State, work, s, const),
-                     asked, const)  # fmt: skip
+            epilogue(Out, Lse, work_tile, work_tile.tiles[s], combine(Partial, State, work, s, const), asked, const)
 
 
 def slot_of(work, s, split, const):
@@ -75,8 +74,13 @@ def keep(Partial, State, slot, chain, const):
     """Store a chain. Plain stores: what TMA writes, the counter's release need not order. Slots have no edges to cross."""
     for part in ct.static_iter(range(2 if const.REST_V else 1)):
         width, column = part_of(part, const.TILE_V, const.REST_V)
-        ct.store(Partial, (slot, 0, column), chain.acc[part].astype(ct.float32).reshape((1, const.TILE_M, width)),
-                 check_bounds=False, allow_tma=False)  # fmt: skip
+        ct.store(
+            Partial,
+            (slot, 0, column),
+            chain.acc[part].astype(ct.float32).reshape((1, const.TILE_M, width)),
+            check_bounds=False,
+            allow_tma=False,
+        )
     keep_state(State, slot, chain, const)
 
 
@@ -145,8 +149,12 @@ def compute_share(Q, K, V, Shares, State, scale_log2, asked, const):
         slot = slot_of((batch * packs + head) * work_tiles + place, s, split, const)
         for part in ct.static_iter(range(2 if const.REST_V else 1)):
             width, column = part_of(part, const.TILE_V, const.REST_V)
-            ct.store(Shares, (slot, 0, 0, column), chains[s].acc[part].astype(ct.float32).reshape(block_shape(width, const)),
-                     allow_tma=False)  # fmt: skip
+            ct.store(
+                Shares,
+                (slot, 0, 0, column),
+                chains[s].acc[part].astype(ct.float32).reshape(block_shape(width, const)),
+                allow_tma=False,
+            )
         keep_state(State, slot, chains[s], const)
 
 
@@ -202,8 +210,13 @@ def combine_shares(Out, Lse, Shares, State, asked, const):
     acc = ()
     for p in ct.static_iter(range(2 if const.REST_V else 1)):
         width, column = part_of(p, const.TILE_V, const.REST_V)
-        found = ct.load(Shares, (place, member, row // const.TILE_M, column), (const.KV_SPLITS, 1, const.TILE_M, width),
-                        check_bounds=False, allow_tma=False).reshape((const.KV_SPLITS, const.TILE_M, width))  # fmt: skip
+        found = ct.load(
+            Shares,
+            (place, member, row // const.TILE_M, column),
+            (const.KV_SPLITS, 1, const.TILE_M, width),
+            check_bounds=False,
+            allow_tma=False,
+        ).reshape((const.KV_SPLITS, const.TILE_M, width))
         acc = (*acc, ct.sum(found * weights.reshape((const.KV_SPLITS, const.TILE_M, 1)), axis=0))
     chain = Chain(acc, row_max.reshape((const.TILE_M, 1)), row_sum.reshape((const.TILE_M, 1)))
     epilogue(Out, Lse, WorkTile(batch, head, (chunk,)), chunk, chain, asked, const)

@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention.models import MODELS, all_models, unseen
 from tiledsched.kernels.attention.problem import DTYPES, standard
-from tiledsched.problem import Problem
 
 SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = (False, True)
@@ -22,34 +22,43 @@ def _attention(make: Make) -> list[Problem]:
     """16k tokens of 2048 columns, and one sequence of eight heads, which leaves most of a large GPU idle when short."""
     return [
         standard(make, seq_len=seq_len, head_dim=head_dim, dtype=dtype, causal=causal, batch=batch, heads=heads)
-        for batch, heads in ((None, None), (1, 8)) for dtype in DTYPES for head_dim in (64, 128) for causal in MASKS
+        for batch, heads in ((None, None), (1, 8))
+        for dtype in DTYPES
+        for head_dim in (64, 128)
+        for causal in MASKS
         for seq_len in SEQ_LENS
-    ]  # fmt: skip
+    ]
 
 
 def _gqa(make: Make) -> list[Problem]:
     """32 query heads over 8, 4 and 1 key heads, as in Llama 3, in smaller models of its family, and multi-query."""
     return [
-        standard(make, seq_len=seq_len, head_dim=128, dtype="bfloat16", causal=True, batch=batch, heads=32,
-                 kv_heads=kv_heads)
-        for kv_heads in (8, 4, 1) for batch, seq_len in ((8, 1024), (4, 4096), (1, 8192), (1, 16384))
-    ]  # fmt: skip
+        standard(
+            make, seq_len=seq_len, head_dim=128, dtype="bfloat16", causal=True, batch=batch, heads=32, kv_heads=kv_heads
+        )
+        for kv_heads in (8, 4, 1)
+        for batch, seq_len in ((8, 1024), (4, 4096), (1, 8192), (1, 16384))
+    ]
 
 
 def _decode(make: Make) -> list[Problem]:
     """One new token, or eight, against a long cache: 32 query heads over 8 key heads and over 32."""
     return [
         make(seq_q=seq_q, seq_k=seq_k, head_dim=128, dtype="bfloat16", batch=batch, heads=32, kv_heads=kv_heads)
-        for kv_heads in (8, 32) for seq_q in (1, 8) for batch, seq_k in ((1, 4096), (1, 32768), (16, 4096), (64, 4096))
-    ]  # fmt: skip
+        for kv_heads in (8, 32)
+        for seq_q in (1, 8)
+        for batch, seq_k in ((1, 4096), (1, 32768), (16, 4096), (64, 4096))
+    ]
 
 
 def _odd_head_dims(make: Make) -> list[Problem]:
     """Head dimensions of models that are no power of two, and the largest one served."""
     return [
         standard(make, seq_len=seq_len, head_dim=head_dim, causal=causal, batch=4, heads=16)
-        for head_dim in (40, 72, 80, 96, 112, 160, 192, 256) for causal in MASKS for seq_len in (1024, 4096)
-    ]  # fmt: skip
+        for head_dim in (40, 72, 80, 96, 112, 160, 192, 256)
+        for causal in MASKS
+        for seq_len in (1024, 4096)
+    ]
 
 
 def _serving(make: Make) -> list[Problem]:
@@ -63,8 +72,10 @@ def _serving(make: Make) -> list[Problem]:
     qwen = make(seq_q=16384, seq_k=16384, packed=8, **{**llama, "heads": 28, "kv_heads": 4})
     texts = make(seq_q=8192, seq_k=8192, packed=32, head_dim=64, dtype="float16", heads=12, kv_heads=12)
     paged = {**llama, "alignment": "bottom_right", "lengths": True}
-    tokens = [make(seq_q=1, seq_k=4096, batch=batch, page=page, **paged)
-              for batch, page in ((8, 16), (32, 16), (32, 64), (128, 16))]  # fmt: skip
+    tokens = [
+        make(seq_q=1, seq_k=4096, batch=batch, page=page, **paged)
+        for batch, page in ((8, 16), (32, 16), (32, 64), (128, 16))
+    ]
     return [*prompts, qwen, texts, *tokens, make(seq_q=1024, seq_k=8192, page=16, **paged)]
 
 
@@ -82,12 +93,15 @@ def _masks(make: Make) -> list[Problem]:
         make(**prompt, **llama, causal=True, window=4096),
         make(**prompt, **{**gemma, "heads": 8, "kv_heads": 4}, window=1024),
         make(**prompt, **{**llama, "kv_heads": 16}, causal=True, window=1024),
-        make(**prompt, **oss, window=128), make(**prompt, **oss),
-        make(seq_q=4096, seq_k=4096, **gemma, softcap=True), make(**prompt, **gemma, softcap=True, window=4096),
-        make(**padded, **llama, causal=True, lengths=True), make(**padded, **llama, causal=True, starts=True),
+        make(**prompt, **oss, window=128),
+        make(**prompt, **oss),
+        make(seq_q=4096, seq_k=4096, **gemma, softcap=True),
+        make(**prompt, **gemma, softcap=True, window=4096),
+        make(**padded, **llama, causal=True, lengths=True),
+        make(**padded, **llama, causal=True, starts=True),
         make(seq_q=1, seq_k=4096, batch=16, **llama, starts=True),
         make(seq_q=384, seq_k=384, batch=64, head_dim=64, dtype="float16", heads=12, kv_heads=12, lengths=True),
-    ]  # fmt: skip
+    ]
 
 
 def _coverage(make: Make) -> list[Problem]:
@@ -96,8 +110,12 @@ def _coverage(make: Make) -> list[Problem]:
     found: list[Problem] = []
 
     def add(cases: Iterable[tuple[int, int, int]], heads: int, head_dim: int, kv_heads: int = 0, **more: Any) -> None:
-        found.extend(make(batch=batch, seq_q=rows, seq_k=keys, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, **more)
-                     for batch, rows, keys in cases)  # fmt: skip
+        found.extend(
+            make(
+                batch=batch, seq_q=rows, seq_k=keys, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, **more
+            )
+            for batch, rows, keys in cases
+        )
 
     half: dict[str, Any] = {"dtype": "float16"}
     brain: dict[str, Any] = {"dtype": "bfloat16"}

@@ -23,7 +23,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.asked import capped, narrowed, rows_see_nothing, seen, unmasked_turns
+from tiledsched.kernels.attention.features import capped, narrowed, rows_see_nothing, seen, unmasked_turns
 from tiledsched.kernels.attention.packed import (
     is_filled,
     offset_in_pages,
@@ -203,7 +203,7 @@ class WorkTile:
 def schedule_work(Q, K, V, Out, Lse, scale_log2, asked, const):
     """All of the current block's work. A block takes one work tile, or, when PERSISTENT, one of every `num_blocks`; a snake
     turns round after each lap over the blocks. `Lse` may be None; `asked`, an `asked.Asked`, too.
-    """  # fmt: skip
+    """
     work_tiles = work_tiles_per_head(Q, asked, const)
     if const.STORE_LATE:
         run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, asked, const)
@@ -214,16 +214,7 @@ def schedule_work(Q, K, V, Out, Lse, scale_log2, asked, const):
         total, blocks = work_tiles * pack_count(Q, const) * Q.shape[0], ct.num_blocks(0)
         for lap in range(ct.cdiv(total - snake(ct.bid(0), blocks, total // blocks), blocks)):
             compute_work_tile(
-                Q,
-                K,
-                V,
-                Out,
-                Lse,
-                scale_log2,
-                lap * blocks + snake(ct.bid(0), blocks, lap),
-                work_tiles,
-                asked,
-                const,
+                Q, K, V, Out, Lse, scale_log2, lap * blocks + snake(ct.bid(0), blocks, lap), work_tiles, asked, const
             )
     else:
         compute_work_tile(Q, K, V, Out, Lse, scale_log2, ct.bid(0), work_tiles, asked, const)
@@ -322,13 +313,22 @@ def epilogue(Out, Lse, work_tile, tile, chain, asked, const):
         else:
             out = ct.truediv(acc, row_sum, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
         width, column = part_of(part, const.TILE_V, const.REST_V)
-        ct.store(pack_of(Out, work_tile.head, const), (work_tile.batch, place_of(work_tile.head, const), tile, column),
-                 out.astype(Out.dtype).reshape(block_shape(width, const)),
-                 check_bounds=const.CHECK_BOUNDS, allow_tma=None if const.TMA_STORE else False)  # fmt: skip
+        ct.store(
+            pack_of(Out, work_tile.head, const),
+            (work_tile.batch, place_of(work_tile.head, const), tile, column),
+            out.astype(Out.dtype).reshape(block_shape(width, const)),
+            check_bounds=const.CHECK_BOUNDS,
+            allow_tma=None if const.TMA_STORE else False,
+        )
     if Lse is not None:
         lse = (chain.row_max + ct.log2(chain.row_sum)) * LN_2
-        ct.store(pack_of(Lse, work_tile.head, const), (work_tile.batch, place_of(work_tile.head, const), tile, 0),
-                 lse.reshape(block_shape(1, const)), check_bounds=const.CHECK_BOUNDS, allow_tma=False)  # fmt: skip
+        ct.store(
+            pack_of(Lse, work_tile.head, const),
+            (work_tile.batch, place_of(work_tile.head, const), tile, 0),
+            lse.reshape(block_shape(1, const)),
+            check_bounds=const.CHECK_BOUNDS,
+            allow_tma=False,
+        )
 
 
 def sunk(chain, Sinks, head, const):
@@ -351,7 +351,7 @@ def part_of(PART, TILE, REST):
 def pack_of(array, head, const):
     """The array, or, where a tile has rows for more heads than a pack has, the pack's heads alone: what lies beyond their
     edge is read as zeros and not written.
-    """  # fmt: skip
+    """
     if const.PACK > const.GROUP:
         array = array.slice(axis=1, start=head * const.GROUP, stop=(head + 1) * const.GROUP)
     return array
@@ -371,8 +371,16 @@ def load(array, index, BLOCK, ORDER, LATENCY, MAY_USE_TMA, const):
     """The tile of shape `BLOCK` at `index`, with zeros beyond the edge of the array."""
     # Without bounds there is no edge, and cuTile refuses a padding mode.
     padding = ct.PaddingMode.ZERO if const.CHECK_BOUNDS else ct.PaddingMode.UNDETERMINED
-    return ct.load(array, index, BLOCK, order=ORDER, padding_mode=padding, check_bounds=const.CHECK_BOUNDS,
-                   latency=None if LATENCY == 0 else LATENCY, allow_tma=None if MAY_USE_TMA else False)  # fmt: skip
+    return ct.load(
+        array,
+        index,
+        BLOCK,
+        order=ORDER,
+        padding_mode=padding,
+        check_bounds=const.CHECK_BOUNDS,
+        latency=None if LATENCY == 0 else LATENCY,
+        allow_tma=None if MAY_USE_TMA else False,
+    )
 
 
 def load_pages(array, index, width, LATENCY, const):
@@ -380,8 +388,13 @@ def load_pages(array, index, width, LATENCY, const):
     pages, head, column = index
     slices = (pages, ct.Slice(head, 1), ct.Slice(0, const.PAGE), ct.Slice(column * width, width))
     padding = ct.PaddingMode.ZERO if const.CHECK_BOUNDS else ct.PaddingMode.UNDETERMINED
-    rows = ct.load_advanced_indexing(array, slices, padding_mode=padding, latency=None if LATENCY == 0 else LATENCY,
-                                     allow_tma=None if const.TMA_LOADS else False)  # fmt: skip
+    rows = ct.load_advanced_indexing(
+        array,
+        slices,
+        padding_mode=padding,
+        latency=None if LATENCY == 0 else LATENCY,
+        allow_tma=None if const.TMA_LOADS else False,
+    )
     return rows.reshape((const.TILE_N, width))
 
 
@@ -390,8 +403,15 @@ def load_queries(Q, place, const):
     parts = ()
     for part in ct.static_iter(range(2 if const.REST_D else 1)):
         width, column = part_of(part, const.TILE_D, const.REST_D)
-        q = load(pack_of(Q, place[1], const), (place[0], place_of(place[1], const), place[2], column),
-                 block_shape(width, const), "C", 0, True, const)  # fmt: skip
+        q = load(
+            pack_of(Q, place[1], const),
+            (place[0], place_of(place[1], const), place[2], column),
+            block_shape(width, const),
+            "C",
+            0,
+            True,
+            const,
+        )
         parts = (*parts, q.reshape((const.TILE_M, width)))
     return parts
 
@@ -496,8 +516,9 @@ def existing_tile(keys, i, t, const):
 def products(queries, keys, i, const):
     """Scores of the `i`-th step, unmasked and, unless capped, unscaled: for each query tile, one for each key tile."""
     tiles = tuple(load_keys(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
-    return tuple(tuple(capped(score(q, k, const), keys, const) for k in ct.static_iter(tiles))
-                 for q in ct.static_iter(queries))  # fmt: skip
+    return tuple(
+        tuple(capped(score(q, k, const), keys, const) for k in ct.static_iter(tiles)) for q in ct.static_iter(queries)
+    )
 
 
 def load_keys(keys, i, t, const):
@@ -512,12 +533,26 @@ def load_keys(keys, i, t, const):
             k = load_pages(keys.K, (entry, keys.kv_head, column), width, const.LATENCY_K, const)
             k = ct.permute(k, (1, 0))
         elif const.PERMUTE_K:
-            k = load(keys.K, (entry, keys.kv_head, j, column), (1, 1, const.TILE_N, width), "C", const.LATENCY_K,
-                     const.TMA_LOADS, const)  # fmt: skip
+            k = load(
+                keys.K,
+                (entry, keys.kv_head, j, column),
+                (1, 1, const.TILE_N, width),
+                "C",
+                const.LATENCY_K,
+                const.TMA_LOADS,
+                const,
+            )
             k = ct.permute(k.reshape((const.TILE_N, width)), (1, 0))
         else:
-            k = load(keys.K, (entry, keys.kv_head, column, j), (1, 1, width, const.TILE_N), (0, 1, 3, 2),
-                     const.LATENCY_K, const.TMA_LOADS, const).reshape((width, const.TILE_N))  # fmt: skip
+            k = load(
+                keys.K,
+                (entry, keys.kv_head, column, j),
+                (1, 1, width, const.TILE_N),
+                (0, 1, 3, 2),
+                const.LATENCY_K,
+                const.TMA_LOADS,
+                const,
+            ).reshape((width, const.TILE_N))
         parts = (*parts, k)
     return parts
 
@@ -533,8 +568,15 @@ def load_values(keys, i, t, const):
         if spans_pages(const):
             v = load_pages(keys.V, (entry, keys.kv_head, column), width, const.LATENCY_V, const)
         else:
-            v = load(keys.V, (entry, keys.kv_head, j, column), (1, 1, const.TILE_N, width), "C", const.LATENCY_V,
-                     const.TMA_LOADS, const)  # fmt: skip
+            v = load(
+                keys.V,
+                (entry, keys.kv_head, j, column),
+                (1, 1, const.TILE_N, width),
+                "C",
+                const.LATENCY_V,
+                const.TMA_LOADS,
+                const,
+            )
         parts = (*parts, v.reshape((const.TILE_N, width)))
     return parts
 
@@ -549,16 +591,20 @@ def score(q, k, const):
 
 def fold(rows, keys, i, chains, scores, MASKED, scale_log2, const):
     """Fold the `i`-th step into every chain, each of which uses the same values."""
-    halves = tuple(soften(chains[s], scores[s], rows[s], keys, i, MASKED, scale_log2, const)
-                   for s in ct.static_iter(range(const.Q_SUBTILES)))  # fmt: skip
+    halves = tuple(
+        soften(chains[s], scores[s], rows[s], keys, i, MASKED, scale_log2, const)
+        for s in ct.static_iter(range(const.Q_SUBTILES))
+    )
     values = tuple(load_values(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
     return tuple(accumulate(chain, p, values, const) for chain, p in ct.static_iter(halves))
 
 
 def soften(chain, scores, rows, keys, i, MASKED, scale_log2, const):
     """The softmax of one step: the chain with its sum updated and its accumulator rescaled; and the probabilities."""
-    scores = tuple(mask(scores[t].astype(ct.float32), rows, keys, key_tile(keys, i, t, const), MASKED, const)
-                   for t in ct.static_iter(range(const.KV_SUBTILES)))  # fmt: skip
+    scores = tuple(
+        mask(scores[t].astype(ct.float32), rows, keys, key_tile(keys, i, t, const), MASKED, const)
+        for t in ct.static_iter(range(const.KV_SUBTILES))
+    )
     step_max = ct.max(scores[0], axis=-1, keepdims=True)
     for t in ct.static_iter(range(1, const.KV_SUBTILES)):
         step_max = ct.maximum(step_max, ct.max(scores[t], axis=-1, keepdims=True))

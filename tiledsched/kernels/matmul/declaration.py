@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import tiledsched.fields as ts
-from tiledsched.kernel import Kernel
+import tiledsched.core.fields as ts
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.matmul import model
 from tiledsched.kernels.matmul.suites import SUITES
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.device import ArchSpec
-    from tiledsched.resources import ResourceFacts
+    from tiledsched.core.device import ArchSpec
+    from tiledsched.core.resources import ResourceFacts
 
 PAD_TILE = 64
 """Sides of the tiles in which operands are copied; the copies' sizes are multiples of it."""
@@ -40,12 +40,14 @@ class Matmul(Kernel):
     a_layout = ts.choice("row", "column")
     b_layout = ts.choice("row", "column")
     derived = {
-        "odd": lambda p: row_bytes(p.m if p.a_layout == "column" else p.k) or row_bytes(p.k if p.b_layout == "column" else p.n),
+        "odd": lambda p: (
+            row_bytes(p.m if p.a_layout == "column" else p.k) or row_bytes(p.k if p.b_layout == "column" else p.n)
+        ),
         "large": lambda p: p.m * p.n >= 2048 * 2048,
         "padded_m": lambda p: padded(p.m),
         "padded_n": lambda p: padded(p.n),
         "padded_k": lambda p: padded(p.k),
-    }  # fmt: skip
+    }
 
     A = ts.array("m k", layout="a_layout")
     B = ts.array("k n", layout="b_layout")
@@ -109,8 +111,13 @@ class Matmul(Kernel):
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """The tiles of the copies and of the last sum."""
         rows, columns, even = combine_tile(p)
-        return {"PAD_ROWS": PAD_TILE, "PAD_COLUMNS": PAD_TILE, "COMBINE_M": rows, "COMBINE_N": columns,
-                "COMBINE_EVEN": even}  # fmt: skip
+        return {
+            "PAD_ROWS": PAD_TILE,
+            "PAD_COLUMNS": PAD_TILE,
+            "COMBINE_M": rows,
+            "COMBINE_N": columns,
+            "COMBINE_EVEN": even,
+        }
 
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
@@ -122,9 +129,11 @@ class Matmul(Kernel):
             resident = device.sm_count * max(1, s.number("occupancy")) // s.number("num_ctas")
             blocks = min(blocks, max(1, resident))
         if s["PAD"]:
-            return [(tiles.pad_a, (p.padded_m // PAD_TILE, p.padded_k // PAD_TILE)),
-                    (tiles.pad_b, (p.padded_k // PAD_TILE, p.padded_n // PAD_TILE)),
-                    (tiles.matmul_padded, (blocks,))]  # fmt: skip
+            return [
+                (tiles.pad_a, (p.padded_m // PAD_TILE, p.padded_k // PAD_TILE)),
+                (tiles.pad_b, (p.padded_k // PAD_TILE, p.padded_n // PAD_TILE)),
+                (tiles.matmul_padded, (blocks,)),
+            ]
         if s.number("SPLIT_K") == 1:
             return [(tiles.matmul, (blocks,))]
         rows, columns, _ = combine_tile(p)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tiledsched.problem import Problem
-from tiledsched.resources import ctas_per_sm
-from tiledsched.schedule import Schedule
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ctas_per_sm
+from tiledsched.core.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.device import ArchSpec
-    from tiledsched.resources import ResourceFacts
+    from tiledsched.core.device import ArchSpec
+    from tiledsched.core.resources import ResourceFacts
 
 WARPS_PER_GROUP = 4
 ELEMENT_BYTES = 2

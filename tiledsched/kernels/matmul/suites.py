@@ -14,8 +14,18 @@ MODELS = {
 """(n, k) of the projections of queries, keys and values together, of the attention's output, and of the two halves of the
 feed-forward network; from the models' published configurations (Llama 3.1, Qwen 2.5).
 """
-ODD = ((3000, 5000, 4096), (4097, 4097, 4097), (1000, 1000, 1000), (2047, 2049, 2048), (777, 7777, 1111),
-       (4096, 4096, 4100), (33, 4096, 4096), (100, 50257, 768), (5120, 13824, 5120), (1, 4096, 4096))  # fmt: skip
+ODD = (
+    (3000, 5000, 4096),
+    (4097, 4097, 4097),
+    (1000, 1000, 1000),
+    (2047, 2049, 2048),
+    (777, 7777, 1111),
+    (4096, 4096, 4100),
+    (33, 4096, 4096),
+    (100, 50257, 768),
+    (5120, 13824, 5120),
+    (1, 4096, 4096),
+)
 """(m, n, k)."""
 
 Values = dict[str, Any]
@@ -23,8 +33,12 @@ Values = dict[str, Any]
 
 def _linear(shapes: tuple[tuple[int, int], ...]) -> list[Values]:
     """Tokens times weights that lie as `torch.nn.Linear` keeps them: `[n, k]`, which is B column-major."""
-    return [{"m": m, "n": n, "k": k, "b_layout": "column", "dtype": dtype}
-            for dtype in DTYPES for n, k in shapes for m in TOKENS]  # fmt: skip
+    return [
+        {"m": m, "n": n, "k": k, "b_layout": "column", "dtype": dtype}
+        for dtype in DTYPES
+        for n, k in shapes
+        for m in TOKENS
+    ]
 
 
 SUITES = {

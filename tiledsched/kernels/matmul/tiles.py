@@ -63,22 +63,42 @@ class Work:
     """Which of the SPLIT_K shares."""
 
 
-def matmul(A, B, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool,
-           LATENCY: Int):  # fmt: skip
+def matmul(A, B, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool, LATENCY: Int):
     """C = A @ B for A `[m, k]` and B `[k, n]`, each row- or column-major, and C `[m, n]`, row-major, of one type."""
     const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1)
     schedule_tiles(A, B, C, const)
 
 
-def matmul_partial(A, B, Partial, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool,
-                   LATENCY: Int, SPLIT_K: Int):  # fmt: skip
+def matmul_partial(
+    A,
+    B,
+    Partial,
+    TILE_M: Int,
+    TILE_N: Int,
+    REST_N: Int,
+    TILE_K: Int,
+    GROUP_M: Int,
+    PERSISTENT: Bool,
+    LATENCY: Int,
+    SPLIT_K: Int,
+):
     """Partial[s] = the s-th share of A @ B, for float32 Partial `[SPLIT_K, m, n]`."""
     const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, SPLIT_K)
     schedule_tiles(A, B, Partial, const)
 
 
-def matmul_padded(PaddedA, PaddedB, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int,
-                  PERSISTENT: Bool, LATENCY: Int):  # fmt: skip
+def matmul_padded(
+    PaddedA,
+    PaddedB,
+    C,
+    TILE_M: Int,
+    TILE_N: Int,
+    REST_N: Int,
+    TILE_K: Int,
+    GROUP_M: Int,
+    PERSISTENT: Bool,
+    LATENCY: Int,
+):
     """As `matmul`, of copies whose sizes are rounded up, PaddedA `[>= m, >= k]` and PaddedB `[>= k, >= n]`, row-major."""
     const = Constants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1)
     schedule_tiles(PaddedA, PaddedB, C, const)
@@ -112,7 +132,7 @@ def combine(Partial, C, SPLIT_K: Int, COMBINE_M: Int, COMBINE_N: Int, COMBINE_EV
 def elements_of(row, column, ROWS, COLUMNS):
     """Indices of a tile's elements, `[ROWS, 1]` and `[1, COLUMNS]`: gathers and scatters without bounds move 16 bytes at a
     time, which loads and stores do only where the compiler knows what the sizes are multiples of.
-    """  # fmt: skip
+    """
     rows = row * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]
     return rows, column * COLUMNS + ct.arange(COLUMNS, dtype=ct.int32)[None, :]
 

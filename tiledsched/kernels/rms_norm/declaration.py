@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import tiledsched.fields as ts
-from tiledsched.kernel import Kernel
+import tiledsched.core.fields as ts
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels import row_schedules
 from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tiledsched.device import ArchSpec
-    from tiledsched.resources import ResourceFacts
+    from tiledsched.core.device import ArchSpec
+    from tiledsched.core.resources import ResourceFacts
 
 
 class RmsNorm(Kernel):
@@ -39,11 +39,18 @@ class RmsNorm(Kernel):
     axes = ("columns", "rows", "residual", "dtype")
     plain = {"HOLD": True, "PERSISTENT": False}
     suites = {
-        "widths": [{"rows": ELEMENTS // columns, "columns": columns, "residual": residual}
-                   for residual in (False, True) for columns in WIDTHS],
-        "models": [{"rows": tokens, "columns": columns, "residual": residual}
-                   for residual in (False, True) for columns in (3584, 4096, 8192) for tokens in (16, 512, 4096, 16384)],
-    }  # fmt: skip
+        "widths": [
+            {"rows": ELEMENTS // columns, "columns": columns, "residual": residual}
+            for residual in (False, True)
+            for columns in WIDTHS
+        ],
+        "models": [
+            {"rows": tokens, "columns": columns, "residual": residual}
+            for residual in (False, True)
+            for columns in (3584, 4096, 8192)
+            for tokens in (16, 512, 4096, 16384)
+        ],
+    }
 
     constants = staticmethod(row_schedules.constants)
     grid = staticmethod(row_schedules.grid)
@@ -71,6 +78,9 @@ class RmsNorm(Kernel):
     @staticmethod
     def small() -> list[Problem]:
         """Rows that no tile divides, narrow and wide."""
-        return [RmsNorm.problem(rows=rows, columns=columns, residual=residual, dtype=dtype)
-                for dtype in ("bfloat16", "float16") for residual in (False, True)
-                for rows, columns in ((5, 1000), (7, 512), (3, 5120), (1, 24))]  # fmt: skip
+        return [
+            RmsNorm.problem(rows=rows, columns=columns, residual=residual, dtype=dtype)
+            for dtype in ("bfloat16", "float16")
+            for residual in (False, True)
+            for rows, columns in ((5, 1000), (7, 512), (3, 5120), (1, 24))
+        ]

@@ -17,15 +17,15 @@ Int = ct.Constant[int]
 Bool = ct.Constant[bool]
 
 
-def rms_norm(X, W, Out, eps, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool,
-             LOADS: Int):  # fmt: skip
+def rms_norm(X, W, Out, eps, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int):
     """Out = normalised X, for X and Out `[rows, columns]` and W `[columns]`."""
     const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, HOLD, PERSISTENT, LOADS)
     normalise(X, None, W, None, Out, eps, const)
 
 
-def rms_norm_residual(X, R, W, Sum, Out, eps, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool,
-                      PERSISTENT: Bool, LOADS: Int):  # fmt: skip
+def rms_norm_residual(
+    X, R, W, Sum, Out, eps, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int
+):
     """Sum = X + R and Out = normalised X + R, before it is rounded to Sum's type."""
     const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, HOLD, PERSISTENT, LOADS)
     normalise(X, R, W, Sum, Out, eps, const)

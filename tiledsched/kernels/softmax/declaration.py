@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import tiledsched.fields as ts
-from tiledsched.kernel import Kernel
+import tiledsched.core.fields as ts
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels import row_schedules
 from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiledsched.device import ArchSpec
-    from tiledsched.resources import ResourceFacts
+    from tiledsched.core.device import ArchSpec
+    from tiledsched.core.resources import ResourceFacts
 
 
 class Softmax(Kernel):
@@ -60,5 +60,8 @@ class Softmax(Kernel):
     @staticmethod
     def small() -> list[Problem]:
         """Rows that no tile divides, narrow and wide."""
-        return [Softmax.problem(rows=rows, columns=columns, dtype=dtype) for dtype in ("bfloat16", "float16")
-                for rows, columns in ((5, 1000), (7, 512), (3, 5120), (1, 24))]  # fmt: skip
+        return [
+            Softmax.problem(rows=rows, columns=columns, dtype=dtype)
+            for dtype in ("bfloat16", "float16")
+            for rows, columns in ((5, 1000), (7, 512), (3, 5120), (1, 24))
+        ]

@@ -22,7 +22,7 @@ LOWEST = -3.4e38
 """A running maximum below every element and yet finite, so that padding does not make NaN."""
 
 
-def softmax(X, Out, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int):  # fmt: skip
+def softmax(X, Out, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int):
     """Out = softmax of each row of X, both `[rows, columns]`."""
     const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, HOLD, PERSISTENT, LOADS)
     if const.PERSISTENT:

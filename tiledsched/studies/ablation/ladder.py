@@ -12,16 +12,16 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tiledsched.errors import Failure
-from tiledsched.kernel import KernelClass
+from tiledsched.core.errors import Failure
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Batch, Candidate, Runner
 from tiledsched.measure.statistics import median_interval
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
-from tiledsched.search.programs import Key
-from tiledsched.space import SearchSpace
 from tiledsched.studies.ablation.rows import LADDER, OK, TRIED, WITHOUT, AblationRow
 from tiledsched.studies.ablation.sources import Source, said
+from tiledsched.tuning.programs import Key
 
 TOGETHER = (("tile_m", "tile_n"), ("latency_k", "latency_v"), ("occupancy", "num_ctas"))
 """Knobs that are turned as one; every other knob is a group of its own."""
@@ -87,9 +87,19 @@ class Ladder:
         progress: told a line per rung.
     """
 
-    def __init__(self, runner: Runner, source: Source, space: SearchSpace, kernel: KernelClass, problem: Problem, *,
-                 regime: str = "burst", rounds: int = 30, recorded: Callable[[Schedule], bool] | None = None,
-                 progress: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        runner: Runner,
+        source: Source,
+        space: SearchSpace,
+        kernel: KernelClass,
+        problem: Problem,
+        *,
+        regime: str = "burst",
+        rounds: int = 30,
+        recorded: Callable[[Schedule], bool] | None = None,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._runner, self._source, self._space, self._kernel = runner, source, space, kernel
         self._problem, self._regime, self._rounds, self._progress = problem, regime, rounds, progress
         self._recorded = recorded
@@ -124,8 +134,9 @@ class Ladder:
             ladder.append(replace(row, speedup_over_previous=_over(top, row), speedup_over_plain=_over(ladder[0], row)))
         return [*ladder, *self._rows]
 
-    def _next_rung(self, current: Schedule, tuned: Schedule, left: Sequence[Group],
-                   rung: int) -> tuple[Group, Schedule]:  # fmt: skip
+    def _next_rung(
+        self, current: Schedule, tuned: Schedule, left: Sequence[Group], rung: int
+    ) -> tuple[Group, Schedule]:
         """The group that helps most; where none can be turned alone, all that are left at once."""
         if len(left) == 1:
             return left[0], tuned
@@ -135,9 +146,11 @@ class Ladder:
         for group, schedule in options.items():
             row = self._row(TRIED, rung, group, current, schedule, outcomes[schedule])
             self._rows.append(replace(row, speedup_over_previous=_over(before, row)))
-        timed = [(not self._leads_on(schedule, tuned, frozenset(left) - {group}), outcome.median_us, group)
-                 for group, schedule in options.items()
-                 if isinstance(outcome := outcomes[schedule], Timing)]  # fmt: skip
+        timed = [
+            (not self._leads_on(schedule, tuned, frozenset(left) - {group}), outcome.median_us, group)
+            for group, schedule in options.items()
+            if isinstance(outcome := outcomes[schedule], Timing)
+        ]
         for _, _, group in sorted(timed):
             if not self._wrong(self._source.find([options[group]], self._problem)[options[group]]):
                 return group, options[group]
@@ -194,25 +207,40 @@ class Ladder:
             self._checked[key] = said(checked) if isinstance(checked, Failure) else ""
         return self._checked[key]
 
-    def _ladder_rows(self, rungs: Sequence[tuple[Group, Schedule]],
-                     outcomes: dict[Schedule, Outcome]) -> list[AblationRow]:  # fmt: skip
+    def _ladder_rows(
+        self, rungs: Sequence[tuple[Group, Schedule]], outcomes: dict[Schedule, Outcome]
+    ) -> list[AblationRow]:
         rows: list[AblationRow] = []
         for rung, (group, schedule) in enumerate(rungs):
             previous = rungs[rung - 1][1] if rung else schedule
             row = self._row(LADDER, rung, group, previous, schedule, outcomes[schedule])
             first, before = (rows[0], rows[-1]) if rows else (row, None)
-            rows.append(replace(row, speedup_over_plain=_over(first, row),
-                                speedup_over_previous=_over(before, row) if before else None))  # fmt: skip
+            rows.append(
+                replace(
+                    row,
+                    speedup_over_plain=_over(first, row),
+                    speedup_over_previous=_over(before, row) if before else None,
+                )
+            )
         return rows
 
-    def _row(self, view: str, rung: int, group: Group, before: Schedule, after: Schedule,
-             outcome: Outcome) -> AblationRow:  # fmt: skip
+    def _row(
+        self, view: str, rung: int, group: Group, before: Schedule, after: Schedule, outcome: Outcome
+    ) -> AblationRow:
         row = AblationRow(
-            problem=self._problem, regime=self._regime, view=view, rung=rung, knob="+".join(group),
-            before="+".join(str(before[name]) for name in group), after="+".join(str(after[name]) for name in group),
-            schedule=after.short(), schedule_id=after.id, status=OK, device=self._runner.device.name,
+            problem=self._problem,
+            regime=self._regime,
+            view=view,
+            rung=rung,
+            knob="+".join(group),
+            before="+".join(str(before[name]) for name in group),
+            after="+".join(str(after[name]) for name in group),
+            schedule=after.short(),
+            schedule_id=after.id,
+            status=OK,
+            device=self._runner.device.name,
             runner=self._runner.name,
-        )  # fmt: skip
+        )
         if isinstance(outcome, str):
             return replace(row, status=outcome)
         return replace(row, median_us=outcome.median_us, ci_low_us=outcome.ci_low_us, ci_high_us=outcome.ci_high_us)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched.files import write_whole
-from tiledsched.problem import Problem, canonical_json
+from tiledsched.core.files import write_whole
+from tiledsched.core.problem import Problem, canonical_json
 
 LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
 OK = "ok"
@@ -63,15 +63,28 @@ class AblationRow:
         """A flat row, also for `--json`."""
         p = self.problem.values
         return {
-            "regime": self.regime, **{name: p.get(name, "") for name in FIRST_COLUMNS}, "view": self.view,
-            "rung": self.rung, "knob": self.knob, "from": self.before, "to": self.after,
-            "median_us": _rounded(self.median_us), "ci_low_us": _rounded(self.ci_low_us),
-            "ci_high_us": _rounded(self.ci_high_us), "speedup_over_previous": _rounded(self.speedup_over_previous),
-            "speedup_over_plain": _rounded(self.speedup_over_plain), "status": self.status, "schedule": self.schedule,
-            "schedule_id": self.schedule_id, "alignment": p.get("alignment", ""),
-            "value_dim": p.get("value_dim", ""), "device": self.device, "runner": self.runner,
-            "kernel": self.problem.kernel, "problem": canonical_json(self.problem.to_json()),
-        }  # fmt: skip
+            "regime": self.regime,
+            **{name: p.get(name, "") for name in FIRST_COLUMNS},
+            "view": self.view,
+            "rung": self.rung,
+            "knob": self.knob,
+            "from": self.before,
+            "to": self.after,
+            "median_us": _rounded(self.median_us),
+            "ci_low_us": _rounded(self.ci_low_us),
+            "ci_high_us": _rounded(self.ci_high_us),
+            "speedup_over_previous": _rounded(self.speedup_over_previous),
+            "speedup_over_plain": _rounded(self.speedup_over_plain),
+            "status": self.status,
+            "schedule": self.schedule,
+            "schedule_id": self.schedule_id,
+            "alignment": p.get("alignment", ""),
+            "value_dim": p.get("value_dim", ""),
+            "device": self.device,
+            "runner": self.runner,
+            "kernel": self.problem.kernel,
+            "problem": canonical_json(self.problem.to_json()),
+        }
 
 
 def _rounded(value: float | None) -> float | None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from tiledsched.build.cubin import Artifact
-from tiledsched.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Candidate, Measurement
-from tiledsched.problem import Problem
-from tiledsched.schedule import Schedule
-from tiledsched.search.programs import Builder
-from tiledsched.space import SearchSpace
 from tiledsched.store.exchange import Table
+from tiledsched.tuning.programs import Builder
 
 NOT_RECORDED = "not recorded"
 

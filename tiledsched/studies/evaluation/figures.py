@@ -9,20 +9,31 @@ from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quanti
 from tiledsched.studies.evaluation.rows import BASELINE, EXPLICIT, FORCED, HEAD_DIMS, LENGTHS, OURS, ResultRow
 
 PANELS = [f"D={head_dim}" for head_dim in HEAD_DIMS]
-COLOURS = {"domain": [OURS, BASELINE, *EXPLICIT, *FORCED, "triton"],
-           "range": [RED, BLUE, "#999999", "#CC79A7", GREEN, ORANGE, "#56B4E9", "#F0E442"]}  # fmt: skip
+COLOURS = {
+    "domain": [OURS, BASELINE, *EXPLICIT, *FORCED, "triton"],
+    "range": [RED, BLUE, "#999999", "#CC79A7", GREEN, ORANGE, "#56B4E9", "#F0E442"],
+}
 
 
 def _values(
     rows: Sequence[ResultRow], methods: Collection[str] = (), dtypes: Collection[str] = ("float16",)
 ) -> list[dict[str, Any]]:
     return [
-        {"method": row.method, "S": row.S, "D": f"D={row.D}", "mask": "causal" if row.causal else "full", "dtype": row.dtype,
-         "tokens": row.throughput_tokens_per_s, "p95": row.B * row.H * row.S / (row.p95_ms / 1e3) if row.p95_ms else None,
-         "tflops": round(row.tflops_per_s, 2) if row.tflops_per_s else None,
-         "gbps": round(row.approx_bw_gbps, 1) if row.approx_bw_gbps else None, "status": row.status}
-        for row in rows if row.median_ms and row.dtype in dtypes and (not methods or row.method in methods)
-    ]  # fmt: skip
+        {
+            "method": row.method,
+            "S": row.S,
+            "D": f"D={row.D}",
+            "mask": "causal" if row.causal else "full",
+            "dtype": row.dtype,
+            "tokens": row.throughput_tokens_per_s,
+            "p95": row.B * row.H * row.S / (row.p95_ms / 1e3) if row.p95_ms else None,
+            "tflops": round(row.tflops_per_s, 2) if row.tflops_per_s else None,
+            "gbps": round(row.approx_bw_gbps, 1) if row.approx_bw_gbps else None,
+            "status": row.status,
+        }
+        for row in rows
+        if row.median_ms and row.dtype in dtypes and (not methods or row.method in methods)
+    ]
 
 
 def _tips() -> list[Spec]:
@@ -38,12 +49,21 @@ def throughput(rows: Sequence[ResultRow]) -> Spec:
     values = _values(rows, (OURS, BASELINE), ("float16", "bfloat16"))
     colour = word("method", None, scale=COLOURS, legend={"values": [OURS, BASELINE]})
     layers = [
-        {"mark": {"type": "rule", "opacity": 0.6},
-         "encoding": {"x": _length(), "y": quantity("p95", ""), "y2": {"field": "tokens"}, "color": colour}},
-        {"mark": {"type": "line", "point": True},
-         "encoding": {"x": _length(), "y": quantity("tokens", "tokens/s", axis={"format": "~s"}), "color": colour,
-                      "strokeDash": word("dtype", None), "tooltip": _tips()}},
-    ]  # fmt: skip
+        {
+            "mark": {"type": "rule", "opacity": 0.6},
+            "encoding": {"x": _length(), "y": quantity("p95", ""), "y2": {"field": "tokens"}, "color": colour},
+        },
+        {
+            "mark": {"type": "line", "point": True},
+            "encoding": {
+                "x": _length(),
+                "y": quantity("tokens", "tokens/s", axis={"format": "~s"}),
+                "color": colour,
+                "strokeDash": word("dtype", None),
+                "tooltip": _tips(),
+            },
+        },
+    ]
     return _panels(values, {"layer": layers, "width": 200, "height": 150})
 
 
@@ -51,12 +71,20 @@ def regime_map(rows: Sequence[ResultRow]) -> Spec:
     """Figure 4: how many times the throughput of torch's SDPA ours has, by S and D."""
     base = {row.cell: row.median_ms for row in rows if row.method == BASELINE and row.median_ms}
     values = [
-        {"S": row.S, "D": row.D, "ratio": round(base[row.cell] / row.median_ms, 3),
-         "said": f"{base[row.cell] / row.median_ms:.2f}", "panel": f"{row.dtype}, {'causal' if row.causal else 'full'}"}
-        for row in rows if row.method == OURS and row.median_ms and row.cell in base
-    ]  # fmt: skip
-    place = {"x": {"field": "D", "type": "ordinal", "title": "head dimension D", "axis": {"labelAngle": 0}},
-             "y": {"field": "S", "type": "ordinal", "title": "sequence length S"}}  # fmt: skip
+        {
+            "S": row.S,
+            "D": row.D,
+            "ratio": round(base[row.cell] / row.median_ms, 3),
+            "said": f"{base[row.cell] / row.median_ms:.2f}",
+            "panel": f"{row.dtype}, {'causal' if row.causal else 'full'}",
+        }
+        for row in rows
+        if row.method == OURS and row.median_ms and row.cell in base
+    ]
+    place = {
+        "x": {"field": "D", "type": "ordinal", "title": "head dimension D", "axis": {"labelAngle": 0}},
+        "y": {"field": "S", "type": "ordinal", "title": "sequence length S"},
+    }
     tip = [{"field": "S"}, {"field": "D"}, {"field": "said", "title": "times as fast as torch's SDPA"}]
     colour = quantity(
         "ratio",
@@ -84,10 +112,15 @@ def bandwidth(rows: Sequence[ResultRow]) -> Spec:
     """Figure 5: the bandwidth proxy over S, ours and torch's SDPA."""
     line = {
         "mark": {"type": "line", "point": True},
-        "encoding": {"x": _length(), "y": quantity("gbps", "bandwidth proxy, GB/s"), "color": word("method", None, scale=COLOURS,
-                     legend={"values": [OURS, BASELINE]}), "tooltip": _tips()},
-        "width": 200, "height": 150,
-    }  # fmt: skip
+        "encoding": {
+            "x": _length(),
+            "y": quantity("gbps", "bandwidth proxy, GB/s"),
+            "color": word("method", None, scale=COLOURS, legend={"values": [OURS, BASELINE]}),
+            "tooltip": _tips(),
+        },
+        "width": 200,
+        "height": 150,
+    }
     return _panels(_values(rows, (OURS, BASELINE)), line)
 
 
@@ -102,8 +135,9 @@ def bars(rows: Sequence[ResultRow], methods: Sequence[str]) -> Spec:
             "color": word("method", None, scale=COLOURS, legend={"values": list(methods)}),
             "tooltip": _tips(),
         },
-        "width": 240, "height": 150,
-    }  # fmt: skip
+        "width": 240,
+        "height": 150,
+    }
     return _panels(_values(rows, methods), bar)
 
 

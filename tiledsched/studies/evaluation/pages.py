@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tiledsched.files import write_whole
+from tiledsched.bench.rows import BenchRow
+from tiledsched.core.files import write_whole
 from tiledsched.report.document import (
     Block,
     Cards,
@@ -21,7 +22,6 @@ from tiledsched.report.document import (
     to_markdown,
 )
 from tiledsched.report.text import without_charts
-from tiledsched.studies.bench.rows import BenchRow
 from tiledsched.studies.evaluation.figures import of_results
 from tiledsched.studies.evaluation.rows import BASELINE, METHODS, OURS, ResultRow, result_of, results_csv
 from tiledsched.studies.evaluation.tiles import TilingRow, tuning_csv
@@ -60,14 +60,25 @@ def _document(results: Sequence[ResultRow], tiles: Sequence[TilingRow], conditio
     devices = next((value for name, value in conditions.rows if name == "GPU"), "")
     blocks: list[Block] = [
         Heading(text="The evaluation of TiledAttention, over again", level=1),
-        Paragraph(text=f"{len({row.cell for row in results})} problems of one batch of eight heads on {devices}: {len(results)} "
-                       "rows, each with a status. Every ratio is of one interleaved run."),
-    ]  # fmt: skip
+        Paragraph(
+            text=f"{len({row.cell for row in results})} problems of one batch of eight heads on {devices}: {len(results)} "
+            "rows, each with a status. Every ratio is of one interleaved run."
+        ),
+    ]
     ratios = speedups(results)
     if ratios:
-        blocks.append(Cards(items=tuple((f"{_mean(found):.2f}x", f"against {method}, geometric mean of {len(found)} problems; "
-                                         f"{sum(each < 1 for each in found)} behind, worst {min(found):.2f}x")
-                                        for method, found in ratios.items())))  # fmt: skip
+        blocks.append(
+            Cards(
+                items=tuple(
+                    (
+                        f"{_mean(found):.2f}x",
+                        f"against {method}, geometric mean of {len(found)} problems; "
+                        f"{sum(each < 1 for each in found)} behind, worst {min(found):.2f}x",
+                    )
+                    for method, found in ratios.items()
+                )
+            )
+        )
     blocks.append(Contents())
     for name, (heading, text, spec) in of_results(results).items():
         blocks += [Heading(text=heading), Paragraph(text=text), Chart(name=name, spec=spec, text=text)]
@@ -118,18 +129,23 @@ def _table3(rows: Sequence[BenchRow]) -> Table:
         "tiledsched": __version__,
         "baseline": f"{BASELINE}: torch's SDPA, which chooses its backend itself",
         "timing": "median and 95th percentile of interleaved samples, each method queued ahead of the GPU; every output checked "
-                  "against float64 first",
+        "against float64 first",
         "regime": ", ".join(sorted({row.regime for row in rows})),
         "SM clock": f"{clocks[0]} to {clocks[-1]} MHz" if clocks else "not known",
         "throttle reasons": ", ".join(reasons) or "none seen",
-    }  # fmt: skip
+    }
     return Table(head=("item", "value"), rows=tuple(told.items()))
 
 
 def _table4(tiles: Sequence[TilingRow]) -> Table:
     rows = [
-        (row.regime, f"S={row.problem.seq_q}, D={row.problem.head_dim}", str(row.best.tile),
-         str(row.runner_up.tile) if row.runner_up else "-", "-" if row.drop is None else f"{row.drop:.2f}")
+        (
+            row.regime,
+            f"S={row.problem.seq_q}, D={row.problem.head_dim}",
+            str(row.best.tile),
+            str(row.runner_up.tile) if row.runner_up else "-",
+            "-" if row.drop is None else f"{row.drop:.2f}",
+        )
         for row in tiles
-    ]  # fmt: skip
+    ]
     return Table(head=("regime", "shape", "best (TM, TN)", "runner-up", "sensitivity drop, %"), rows=tuple(rows))

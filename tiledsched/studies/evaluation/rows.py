@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tiledsched.kernel_names import kernel_named
-from tiledsched.problem import Problem
-from tiledsched.studies.bench.rows import OK, BenchRow
+from tiledsched.bench.rows import OK, BenchRow
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 HEAD_DIMS = (64, 96, 128, 160)
@@ -50,8 +50,12 @@ def problems() -> list[Problem]:
     """The 80 problems, one batch of eight heads, the quick ones first."""
     kernel = kernel_named("attention")
     cases = itertools.product(LENGTHS, HEAD_DIMS, DTYPES, (False, True))
-    return [kernel.problem(batch=1, heads=8, kv_heads=8, seq_q=length, seq_k=length, head_dim=head_dim, dtype=dtype,
-                           causal=causal) for length, head_dim, dtype, causal in cases]  # fmt: skip
+    return [
+        kernel.problem(
+            batch=1, heads=8, kv_heads=8, seq_q=length, seq_k=length, head_dim=head_dim, dtype=dtype, causal=causal
+        )
+        for length, head_dim, dtype, causal in cases
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,18 +110,29 @@ def result_of(row: BenchRow) -> ResultRow:
     p = row.problem
     pairs = p.seq_q * (p.seq_q + 1) / 2 if p.causal else p.seq_q * p.seq_k
     flops = 4.0 * p.batch * p.heads * p.head_dim * pairs
-    shared = {"method": METHODS.get(row.method, row.method), "dtype": p.dtype, "causal": p.causal, "B": p.batch, "H": p.heads,
-              "S": p.seq_q, "D": p.head_dim, "flops_forward": flops}  # fmt: skip
+    shared = {
+        "method": METHODS.get(row.method, row.method),
+        "dtype": p.dtype,
+        "causal": p.causal,
+        "B": p.batch,
+        "H": p.heads,
+        "S": p.seq_q,
+        "D": p.head_dim,
+        "flops_forward": flops,
+    }
     if not row.median_us:
         status = next((status for text, status in STATUSES if text.lower() in row.status.lower()), "runtime_error")
         return ResultRow(**shared, status=status, status_detail=row.status)
     seconds = row.median_us / 1e6
     moved = 4 * p.batch * p.heads * p.seq_q * p.head_dim * 2
     return ResultRow(
-        **shared, median_ms=row.median_us / 1e3, p95_ms=row.p95_us / 1e3 if row.p95_us else None,
-        throughput_tokens_per_s=p.batch * p.heads * p.seq_q / seconds, tflops_per_s=flops / seconds / 1e12,
+        **shared,
+        median_ms=row.median_us / 1e3,
+        p95_ms=row.p95_us / 1e3 if row.p95_us else None,
+        throughput_tokens_per_s=p.batch * p.heads * p.seq_q / seconds,
+        tflops_per_s=flops / seconds / 1e12,
         approx_bw_gbps=moved / seconds / 1e9,
-    )  # fmt: skip
+    )
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

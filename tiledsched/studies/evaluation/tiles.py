@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched.kernel import KernelClass
-from tiledsched.kernel_names import kernel_named
-from tiledsched.problem import Problem
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
 from tiledsched.report.records import TileTime
-from tiledsched.schedule import Schedule
-from tiledsched.space import SearchSpace
 from tiledsched.studies.evaluation.rows import to_csv
 
 TILES = ((32, 64), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
@@ -48,15 +48,31 @@ class TilingRow:
         """In the paper's columns."""
         other = self.runner_up
         return {
-            "regime": self.regime, "S": self.problem.seq_q, "D": self.problem.head_dim, "best_TM": self.best.tile[0],
-            "best_TN": self.best.tile[1], "best_median_ms": self.best.us / 1e3, "runner_TM": other.tile[0] if other else None,
-            "runner_TN": other.tile[1] if other else None, "runner_median_ms": other.us / 1e3 if other else None,
+            "regime": self.regime,
+            "S": self.problem.seq_q,
+            "D": self.problem.head_dim,
+            "best_TM": self.best.tile[0],
+            "best_TN": self.best.tile[1],
+            "best_median_ms": self.best.us / 1e3,
+            "runner_TM": other.tile[0] if other else None,
+            "runner_TN": other.tile[1] if other else None,
+            "runner_median_ms": other.us / 1e3 if other else None,
             "sensitivity_drop_percent": self.drop,
-        }  # fmt: skip
+        }
 
 
-COLUMNS = ("regime", "S", "D", "best_TM", "best_TN", "best_median_ms", "runner_TM", "runner_TN", "runner_median_ms",
-           "sensitivity_drop_percent")  # fmt: skip
+COLUMNS = (
+    "regime",
+    "S",
+    "D",
+    "best_TM",
+    "best_TN",
+    "best_median_ms",
+    "runner_TM",
+    "runner_TN",
+    "runner_median_ms",
+    "sensitivity_drop_percent",
+)
 """Of tuning_results.csv, in the paper's order."""
 
 
@@ -64,8 +80,11 @@ def problems() -> list[tuple[str, Problem]]:
     """Regime and problem: float16, no mask, one batch of eight heads."""
     shared = {"batch": 1, "heads": 8, "kv_heads": 8, "dtype": "float16", "causal": False}
     make = kernel_named("attention").problem
-    return [(regime, make(seq_q=length, seq_k=length, head_dim=head_dim, **shared))
-            for head_dim in HEAD_DIMS for regime, length in REGIMES]  # fmt: skip
+    return [
+        (regime, make(seq_q=length, seq_k=length, head_dim=head_dim, **shared))
+        for head_dim in HEAD_DIMS
+        for regime, length in REGIMES
+    ]
 
 
 def candidates(space: SearchSpace, problem: Problem, served: Schedule) -> list[Schedule]:
@@ -82,8 +101,15 @@ def candidates(space: SearchSpace, problem: Problem, served: Schedule) -> list[S
     return [each for each in dict.fromkeys(found) if not space.unworkable(each, problem)]
 
 
-def race_tiles(arch: str, folder: Path, kernel: KernelClass, *, budget_s: float | None = None, runner: str = "gpu",
-               jobs: int | None = None) -> None:  # fmt: skip
+def race_tiles(
+    arch: str,
+    folder: Path,
+    kernel: KernelClass,
+    *,
+    budget_s: float | None = None,
+    runner: str = "gpu",
+    jobs: int | None = None,
+) -> None:
     """Race the tiles of every problem; the measurements go to tiles.db in the folder, which :func:`tiling_rows` reads.
 
     What an earlier call measured is known, so that it goes on where that one stopped. After `budget_s` the other problems are
@@ -92,10 +118,10 @@ def race_tiles(arch: str, folder: Path, kernel: KernelClass, *, budget_s: float 
     Raises:
         TiledschedError: as `tiledsched.tune` does.
     """
-    from tiledsched import tuning
-    from tiledsched.config import load_settings
+    from tiledsched.core.config import load_settings
+    from tiledsched.core.space_files import space_for
     from tiledsched.serve.entries import load_table
-    from tiledsched.space_files import space_for
+    from tiledsched.tuning import session as tuning
 
     space = space_for(arch, kernel)
     table = load_table(load_settings(), kernel=kernel, archs={arch})
@@ -109,8 +135,17 @@ def race_tiles(arch: str, folder: Path, kernel: KernelClass, *, budget_s: float 
         file = folder / "tiles.json"
         file.write_text(json.dumps([dict(each) for each in candidates(space, problem, served)]), encoding="utf-8")
         try:
-            tuning.tune(kernel, [problem], arch=arch, db=str(folder / "tiles.db"), candidates=str(file), runner=runner, jobs=jobs,
-                        effort="thorough", budget_s=None if left_s is None else left_s / (len(named) - number))  # fmt: skip
+            tuning.tune(
+                kernel,
+                [problem],
+                arch=arch,
+                db=str(folder / "tiles.db"),
+                candidates=str(file),
+                runner=runner,
+                jobs=jobs,
+                effort="thorough",
+                budget_s=None if left_s is None else left_s / (len(named) - number),
+            )
         finally:
             file.unlink(missing_ok=True)
 

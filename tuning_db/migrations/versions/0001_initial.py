@@ -72,21 +72,13 @@ def upgrade():
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.CheckConstraint("(fingerprint IS NULL) <> (failure_kind IS NULL)", name=op.f("ck_builds_outcome")),
         sa.ForeignKeyConstraint(
-            ["arch", "fingerprint"],
-            ["artifacts.arch", "artifacts.fingerprint"],
-            name="fk_builds_arch_fingerprint",
+            ["arch", "fingerprint"], ["artifacts.arch", "artifacts.fingerprint"], name="fk_builds_arch_fingerprint"
         ),
         sa.ForeignKeyConstraint(["schedule_id"], ["schedules.id"], name="fk_builds_schedule_id"),
         sa.ForeignKeyConstraint(["toolchain_id"], ["toolchains.id"], name="fk_builds_toolchain_id"),
         sa.PrimaryKeyConstraint("id", name="pk_builds"),
         sa.UniqueConstraint(
-            "kernel",
-            "source_hash",
-            "toolchain_id",
-            "arch",
-            "schedule_id",
-            "problem_class_id",
-            name="uq_builds_key",
+            "kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id", name="uq_builds_key"
         ),
     )
     op.create_table(
@@ -189,9 +181,7 @@ def upgrade():
         sa.Column("run_id", sa.Integer(), nullable=True),
         sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False),
         sa.ForeignKeyConstraint(
-            ["arch", "fingerprint"],
-            ["artifacts.arch", "artifacts.fingerprint"],
-            name="fk_entries_arch_fingerprint",
+            ["arch", "fingerprint"], ["artifacts.arch", "artifacts.fingerprint"], name="fk_entries_arch_fingerprint"
         ),
         sa.ForeignKeyConstraint(["measurement_id"], ["measurements.id"], name="fk_entries_measurement_id"),
         sa.ForeignKeyConstraint(["problem_id"], ["problems.id"], name="fk_entries_problem_id"),
@@ -207,6 +197,16 @@ def upgrade():
 
 
 def downgrade():
-    for table in ("entries", "failures", "measurements", "runs", "builds", "artifacts", "schedules", "problems",
-                  "toolchains", "devices"):  # fmt: skip
+    for table in (
+        "entries",
+        "failures",
+        "measurements",
+        "runs",
+        "builds",
+        "artifacts",
+        "schedules",
+        "problems",
+        "toolchains",
+        "devices",
+    ):
         op.drop_table(table)

@@ -17,10 +17,13 @@ depends_on = None
 
 OLD = sa.table(
     "problems",
-    *(sa.column(name, sa.Integer()) for name in ("seq_q", "seq_k", "head_dim", "batch", "heads", "kv_heads", "value_dim")),
+    *(
+        sa.column(name, sa.Integer())
+        for name in ("seq_q", "seq_k", "head_dim", "batch", "heads", "kv_heads", "value_dim")
+    ),
     *(sa.column(name, sa.Boolean()) for name in ("causal", "lse")),
     *(sa.column(name, sa.String()) for name in ("id", "dtype", "alignment")),
-)  # fmt: skip
+)
 LATER = {"alignment": "top_left", "value_dim": 0, "lse": False}
 """Fields that came later are left out at these values, so that ids are those of problems stored before there were any."""
 NEW = sa.table("problems", sa.column("id", sa.String()), sa.column("kernel", sa.String()), sa.column("dims", sa.JSON()))
@@ -40,8 +43,11 @@ def upgrade():
         values = {name: row[name] for name in columns}
         found[row["id"]] = {name: value for name, value in values.items() if (name, value) not in LATER.items()}
     tables = [sa.table(name, sa.column("kernel"), sa.column("problem_id")) for name in POINTING]
-    used = {tuple(row) for table in tables
-            for row in connection.execute(sa.select(table.c.problem_id, table.c.kernel).distinct())}  # fmt: skip
+    used = {
+        tuple(row)
+        for table in tables
+        for row in connection.execute(sa.select(table.c.problem_id, table.c.kernel).distinct())
+    }
     used |= {(old, "attention") for old in set(found) - {old for old, _ in used}}
 
     sqlite = connection.dialect.name == "sqlite"

@@ -1,0 +1,188 @@
+"""What one call costs the host: `python -m docs.studies.host_cost --csv FILE`, on a machine with a GPU.
+
+Every call is timed by itself, with the clock read before and after it. The queue of the GPU is kept short (all methods
+wait for it every few calls, outside the timing), so that a call never waits for the GPU. Methods take turns in blocks, in
+an order drawn anew each round, so that a slow spell of the machine meets all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import io
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from tiledsched.core.errors import MeasureError
+from tiledsched.core.extras import installing
+from tiledsched.core.files import write_whole
+
+CALLS_PER_BLOCK = 20
+"""Calls between two waits for the GPU: few enough that its queue never fills."""
+LOOKUPS = 100
+"""Lookups per sample: one is too short for the clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCost:
+    """One method's time on the host."""
+
+    method: str
+    """Which."""
+    median_us: float
+    """Median of one call's time."""
+    p90_us: float
+    """What nine calls in ten stay below."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to call."""
+
+    call: Callable[[], Any]
+    """What is timed."""
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What is entered around a block of calls, outside the timing."""
+
+
+def measure_host_costs(
+    methods: Mapping[str, Method], *, rounds: int, synchronize: Callable[[], None], seed: int = 0
+) -> list[HostCost]:
+    """Time every method in `rounds` blocks of `CALLS_PER_BLOCK` calls.
+
+    Args:
+        methods: by name.
+        rounds: blocks of each method.
+        synchronize: waits until the GPU is idle.
+        seed: of the order of methods.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in methods}
+    order, rng = list(methods), random.Random(seed)
+    for method in methods.values():  # compile, load, and fill every cache
+        _time_block(method)
+    with _no_collection():
+        for _ in range(rounds):
+            rng.shuffle(order)
+            for name in order:
+                synchronize()
+                samples[name].extend(_time_block(methods[name]))
+    return [
+        HostCost(method=name, median_us=statistics.median(each), p90_us=statistics.quantiles(each, n=10)[-1])
+        for name, each in samples.items()
+    ]
+
+
+def _time_block(method: Method) -> list[float]:
+    clock, call, found = time.perf_counter_ns, method.call, []
+    with method.within():
+        for _ in range(CALLS_PER_BLOCK):
+            started = clock()
+            call()
+            found.append((clock() - started) / 1e3)
+    return found
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: it would be timed with whoever happens to be called."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def make_methods() -> dict[str, Method]:
+    """Every method on B=1 H=8 S=512 D=64 float16: so small that the host is what one waits for."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+
+    from tiledsched.ops import plans
+    from tiledsched.ops.operator import sdpa_operator
+    from tiledsched.ops.sdpa import sdpa
+
+    q, k, v = (torch.randn((1, 8, 512, 64), device="cuda", dtype=torch.float16) for _ in range(3))
+    plan = plans.plan_for(q, k, v).own
+    arguments = (q, k, v, sdpa(q, k, v), *plan.tail)
+    stream, graph = torch.cuda.current_stream().cuda_stream, torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sdpa(q, k, v)
+
+    def look_up() -> None:
+        find = plans.find_ready
+        for _ in range(LOOKUPS):
+            find(q, k, v, None, None, False)
+
+    return {
+        "sdpa": Method(call=lambda: sdpa(q, k, v)),
+        "operator": Method(call=lambda: sdpa_operator(q, k, v)),
+        "torch_auto": Method(call=lambda: torch_sdpa(q, k, v)),
+        "torch_flash": Method(call=lambda: torch_sdpa(q, k, v), within=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+        "torch_cudnn": Method(call=lambda: torch_sdpa(q, k, v), within=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)),
+        "launch": Method(call=lambda: plan.launch(stream, plan.grid, plan.kernel, arguments)),
+        "graph_replay": Method(call=graph.replay),
+        "lookup": Method(call=look_up),
+    }
+
+
+def run(rounds: int) -> list[HostCost]:
+    """Measure on the current CUDA device.
+
+    Raises:
+        MeasureError: there is none.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise MeasureError(f"torch is not installed; run: {installing('gpu')}") from error
+    if not torch.cuda.is_available():
+        raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
+    from tiledsched.measure.lock import holding_current_gpu
+
+    with holding_current_gpu(), torch.inference_mode():
+        costs = measure_host_costs(make_methods(), rounds=rounds, synchronize=torch.cuda.synchronize)
+    return [each if each.method != "lookup" else per_lookup(each) for each in costs]
+
+
+def per_lookup(cost: HostCost) -> HostCost:
+    """The cost of one of the lookups that were timed together."""
+    return HostCost(method=cost.method, median_us=cost.median_us / LOOKUPS, p90_us=cost.p90_us / LOOKUPS)
+
+
+def write_csv(path: str, costs: Sequence[HostCost]) -> None:
+    """One row per method: method, median_us, p90_us."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["method", "median_us", "p90_us"])
+    writer.writerows([each.method, round(each.median_us, 3), round(each.p90_us, 3)] for each in costs)
+    write_whole(path, text.getvalue())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the file."""
+    parser = argparse.ArgumentParser(prog="python -m docs.studies.host_cost", description="host cost of one call")
+    parser.add_argument("--csv", metavar="FILE", help="write the rows to this file")
+    parser.add_argument("--rounds", type=int, default=200, help=f"blocks of {CALLS_PER_BLOCK} calls per method (200)")
+    options = parser.parse_args(arguments)
+    try:
+        costs = run(options.rounds)
+    except MeasureError as error:
+        parser.exit(error.exit_code, f"{error}\n")
+    for each in costs:
+        print(f"{each.method:14} {each.median_us:8.2f} us median {each.p90_us:8.2f} us p90")
+    if options.csv:
+        write_csv(options.csv, costs)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

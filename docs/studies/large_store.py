@@ -1,0 +1,136 @@
+"""How long a large database takes: merging measurements into it, one exact lookup, all entries, `show`. Nothing is measured.
+
+python -m docs.studies.large_store [--folder DIR] [MEASUREMENTS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+from tiledsched.build.toolchain import Toolchain
+from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.space_files import space_for
+from tiledsched.kernels.softmax import Softmax
+from tiledsched.measure.runner import Conditions, Device, Measurement
+from tiledsched.store.db import TuningDB
+from tiledsched.store.records import Entry, StoredMeasurement
+
+ARCH, PROGRAMS, AT_ONCE, LOOKUPS = "sm_90", 2000, 100_000, 2000
+DEVICE = Device(name="Made-up GPU", arch=ARCH, sm_count=132)
+TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.92", ptxas="13.4.92", nvvm="13.4.92")
+WHEN = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+def problem_of(number: int) -> Problem:
+    """The problem that a made-up measurement is of: of each there are `PROGRAMS`."""
+    return Softmax.problem(rows=64 * (1 + number // PROGRAMS), columns=4096)
+
+
+def made_up(count: int) -> Iterator[StoredMeasurement]:
+    """Measurements of nothing, of ten samples each."""
+    schedules = list(itertools.islice(space_for(ARCH, Softmax).schedules(problem_of(0)), 200))
+    for number in range(count):
+        us = 100.0 + number % PROGRAMS / 100
+        taken = Measurement(
+            problem=problem_of(number),
+            schedule=schedules[number % len(schedules)],
+            fingerprint=stable_id(number % (5 * PROGRAMS), 24),
+            device=DEVICE,
+            regime="burst",
+            median_us=us,
+            ci_low_us=us - 0.5,
+            ci_high_us=us + 0.5,
+            samples_us=(us - 0.5, *(us,) * 8, us + 0.5),
+            accuracy=None,
+            conditions=Conditions(),
+            runner="gpu",
+        )
+        yield StoredMeasurement(
+            id=0,
+            uid=stable_id(["made up", number], 24),
+            run_id=None,
+            kernel=Softmax.name,
+            source_hash="",
+            toolchain=TOOLCHAIN,
+            measurement=taken,
+            created_at=WHEN,
+        )
+
+
+def entry_of(best: StoredMeasurement) -> Entry:
+    """What is served on that evidence."""
+    taken = best.measurement
+    return Entry(
+        kernel=best.kernel,
+        arch=ARCH,
+        problem=taken.problem,
+        device_name=DEVICE.name,
+        regime="burst",
+        provenance="measured",
+        schedule=taken.schedule,
+        fingerprint=taken.fingerprint,
+        measurement=best.summary,
+        toolchain=TOOLCHAIN,
+        updated_at=WHEN,
+    )
+
+
+def timed(path: Path, count: int) -> Iterator[str]:
+    """Fill a database and ask it; a line for each thing."""
+    made = made_up(count)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TuningDB.open(path) as db:
+        while some := list(itertools.islice(made, AT_ONCE)):
+            started = time.perf_counter()
+            db.merge(some, [entry_of(each) for each in some[::PROGRAMS]])
+            yield f"merging {len(some):,}: {time.perf_counter() - started:.1f} s"
+    yield f"size: {path.stat().st_size >> 20} MiB"
+    asked, rng = [], random.Random(0)
+    with TuningDB.open(path, read_only=True) as db:
+        for _ in range(LOOKUPS):
+            problem = problem_of(rng.randrange(count))
+            started = time.perf_counter()
+            (found,) = db.entries(ARCH, Softmax.name, problem=problem, device_name=DEVICE.name)
+            asked.append(1e3 * (time.perf_counter() - started))
+            assert found.problem == problem
+        asked.sort()
+        yield f"one entry: median {asked[LOOKUPS // 2]:.2f} ms, p99 {asked[LOOKUPS * 99 // 100]:.2f} ms, of {LOOKUPS} lookups"
+        started = time.perf_counter()
+        entries = db.entries()
+        yield f"all {len(entries)} entries: {time.perf_counter() - started:.2f} s"
+    started = time.perf_counter()
+    show = [sys.executable, "-m", "tiledsched", "show", "softmax", "--arch", ARCH, "--db", str(path)]
+    subprocess.run(show, check=True, capture_output=True)
+    yield f"show, with the start of its process: {time.perf_counter() - started:.2f} s"
+
+
+def main() -> None:
+    """Run as a command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.studies.large_store", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "measurements", type=int, nargs="?", default=1_000_000, help="how many are made up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the database is made and stays (default: removed at the end)"
+    )
+    options = parser.parse_args()
+    if options.measurements < 1:
+        parser.error("measurements: give a number above 0")
+    with tempfile.TemporaryDirectory() as made:
+        for line in timed((options.folder or Path(made)) / "large.db", options.measurements):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

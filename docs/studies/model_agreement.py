@@ -1,0 +1,171 @@
+"""How well the model orders programs that were measured: `python -m docs.studies.model_agreement FILE...` (or `--db FILE`).
+
+Prints one table for the static model alone and one with the measured factors, where each problem is judged with factors
+fitted to the others only: every landscape with the same sequence lengths, head dimension and mask is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import spearmanr
+
+from docs.studies.landscapes import Landscape, landscape_of, read_landscape, shape_of
+from docs.studies.model_residual import fit
+from tiledsched.core.device import arch_spec
+from tiledsched.core.problem import Problem
+from tiledsched.core.space_files import space_for
+from tiledsched.store.db import TuningDB
+
+TOPS = (1, 5, 10)
+"""Depths of the model's list at which regret is taken."""
+NEAR = 1.01
+"""Time over the best's up to which a program is as good as the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """The model against one landscape."""
+
+    problem: Problem
+    """What was measured."""
+    arch: str
+    """Where."""
+    programs: int
+    """Distinct programs measured; the same program under several schedules counts once, with its median."""
+    rho: float
+    """Spearman's rank correlation of modelled and measured time; 1 is the same order."""
+    best_rank: int
+    """Place of the truly fastest on the model's list, from 1."""
+    near_rank: int
+    """Place of the first program within 1% of the fastest."""
+    regret: dict[int, float]
+    """Time of the fastest among the model's first n over the true fastest, minus 1; by n."""
+    scale: float
+    """Geometric mean of modelled over measured time."""
+
+
+def evaluate(landscapes: Sequence[Landscape], *, at_defaults: bool = False, held_out: bool = False) -> list[Agreement]:
+    """The model against every landscape.
+
+    Args:
+        landscapes: of one arch and one regime.
+        at_defaults: only programs whose measured-only knobs are at their defaults: those that the model chooses among
+            where nothing is measured. Best and regret are then taken among them, too.
+        held_out: with the measured factors, fitted to the landscapes of other problems.
+    """
+    found = []
+    for one in landscapes:
+        modelled = one.modelled_us
+        if held_out:
+            residual = fit(
+                [other for other in landscapes if shape_of(other.problem) != shape_of(one.problem)], one.arch
+            )
+            modelled = modelled * np.exp([residual.log_factor(p.schedule, p.facts) for p in one.programs])
+        kept = _at_defaults(one) if at_defaults else np.ones(len(one.programs), dtype=bool)
+        if kept.any():
+            found.append(agreement(one.problem, one.arch, one.measured_us[kept], modelled[kept]))
+    return found
+
+
+def agreement(problem: Problem, arch: str, measured: ArrayLike, modelled: ArrayLike) -> Agreement:
+    """Compare two lists of times of the same programs. Among equal estimates the slowest counts as first."""
+    times, estimates = np.asarray(measured, dtype=float), np.asarray(modelled, dtype=float)
+    ranked, best = times[np.lexsort((-times, estimates))], float(times.min())
+    return Agreement(
+        problem=problem,
+        arch=arch,
+        programs=len(times),
+        rho=float(spearmanr(times, estimates).statistic),
+        best_rank=int(np.flatnonzero(ranked == best)[0]) + 1,
+        near_rank=int(np.flatnonzero(ranked <= NEAR * best)[0]) + 1,
+        regret={top: float(ranked[:top].min()) / best - 1.0 for top in TOPS},
+        scale=math.exp(float(np.mean(np.log(estimates / times)))),
+    )
+
+
+def expected_blocks(landscapes: Sequence[Landscape]) -> tuple[int, int]:
+    """Of how many programs the kernel expects, before they are built, as many blocks on an SM as there are; and of how many."""
+    right = [
+        one.problem.declaration.expected(one.problem, p.schedule, arch_spec(one.arch)).ctas_per_sm
+        == p.facts.ctas_per_sm
+        for one in landscapes
+        for p in one.programs
+    ]
+    return sum(right), len(right)
+
+
+def stored_landscapes(db: TuningDB, regime: str = "burst") -> list[Landscape]:
+    """Every landscape of a database in one regime."""
+    found = []
+    for summary in db.landscapes():
+        if summary.regime == regime:
+            facts = {fingerprint: record.facts for (_, fingerprint), record in db.artifacts(summary.arch).items()}
+            stored = db.landscape(summary.problem, summary.device_name, regime)
+            found.append(landscape_of([one.measurement for one in stored], facts))
+    return found
+
+
+def table(agreements: Sequence[Agreement]) -> str:
+    """The agreements as a Markdown table, and in how many the first ten hold the best or one within 1% of it."""
+    lines = [
+        "| problem | arch | programs | rho | best is no. | within 1% is no. | "
+        + " | ".join(f"regret of first {top}" for top in TOPS)
+        + " | scale |",
+        "|---|---|" + "---:|" * (len(TOPS) + 5),
+    ]
+    for one in agreements:
+        regrets = " | ".join(f"{100 * one.regret[top]:.1f}%" for top in TOPS)
+        lines.append(
+            f"| {one.problem} | {one.arch} | {one.programs} | {one.rho:.2f} | {one.best_rank} | {one.near_rank} "
+            f"| {regrets} | {one.scale:.2f} |"
+        )
+    deepest = TOPS[-1]
+    strict, near = (
+        sum(rank <= deepest for rank in ranks)
+        for ranks in ([a.best_rank for a in agreements], [a.near_rank for a in agreements])
+    )
+    lines += [
+        "",
+        f"Among the first {deepest}: the best in {strict} of {len(agreements)} problems, a program within 1% of it "
+        f"in {near}.",
+    ]
+    return "\n".join(lines)
+
+
+def _at_defaults(landscape: Landscape) -> NDArray[np.bool_]:
+    pins = space_for(landscape.arch, landscape.problem.declaration).modelled_pins()
+    return np.array([all(p.schedule[name] == value for name, value in pins.items()) for p in landscape.programs])
+
+
+def main() -> None:
+    """Print the tables for the landscapes named on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m docs.studies.model_agreement", description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, help="landscape files of one arch and regime")
+    parser.add_argument("--db", help="file or URL of a tuning database, instead of files")
+    parser.add_argument("--regime", default="burst", help="burst or sustained, with --db")
+    parser.add_argument("--at-defaults", action="store_true", help="only programs with measured-only knobs at defaults")
+    arguments = parser.parse_args()
+    if bool(arguments.files) == bool(arguments.db):
+        parser.error("give landscape files or --db, one of the two")
+    if arguments.db:
+        with TuningDB.open(arguments.db, read_only=True) as database:
+            landscapes = stored_landscapes(database, arguments.regime)
+    else:
+        landscapes = [read_landscape(path) for path in arguments.files]
+    print(f"The static model:\n\n{table(evaluate(landscapes, at_defaults=arguments.at_defaults))}")
+    right, programs = expected_blocks(landscapes)
+    print(f"\nBlocks on an SM: as expected of {right} of {programs} programs.")
+    if len({shape_of(one.problem) for one in landscapes}) > 1:
+        corrected = evaluate(landscapes, at_defaults=arguments.at_defaults, held_out=True)
+        print(f"\nWith measured factors, each problem held out:\n\n{table(corrected)}")
+
+
+if __name__ == "__main__":
+    main()

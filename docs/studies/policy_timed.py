@@ -1,0 +1,274 @@
+r"""Policies for problems that nobody tuned, timed beside each other where they choose differently.
+
+    python -m docs.studies.policy_timed --seeds 301,302 --policies model=1,reach=0.6 distances=6 --csv timed.csv
+    python -m docs.studies.policy_timed --summary timed.csv
+
+Problems are drawn at random as those of the suite `drawn`, with other seeds; what the table knows is left out. Each policy is
+what is served with some numbers changed; what is served takes part as it is. Only choices are timed, no rivals, as `sdpa`
+launches them: where a program spills registers, the next choice. All choices of a problem are interleaved in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import multiprocessing
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.core.flags import integers, positive
+from tiledsched.core.problem import Problem
+from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.suites import drawn
+from tiledsched.report.document import Table as Printed
+from tiledsched.report.document import to_markdown
+from tiledsched.serve import process
+from tiledsched.serve.entries import load_entries
+from tiledsched.serve.lookup import Served, Table
+from tiledsched.serve.transfer import NEAR_KIND, Parameters
+from tiledsched.store.exchange import read_text
+from tiledsched.store.records import Entry
+
+ALIKE = "alike"
+"""Status of a problem for which all policies choose the same."""
+ROUNDS = 12
+"""Of each choice."""
+Choices = Mapping[Parameters, Served]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one policy chose for one problem."""
+
+    problem: str
+    """As people read it."""
+    policy: str
+    """Its numbers."""
+    choice: str
+    """The schedule, in short."""
+    launched: str = ""
+    """The one that was launched: another where its program spills."""
+    median_us: float | None = None
+    """Of one launch, microseconds."""
+    ci_low_us: float | None = None
+    """Lower end of the median's 95% interval."""
+    ci_high_us: float | None = None
+    """Its upper end."""
+    status: str = ALIKE
+    """ok, why there is no time, or that all choices are alike."""
+    device: str = ""
+    """Name of the GPU."""
+    versions: str = ""
+    """Of the driver and libraries."""
+
+
+def numbers_of(policy: Parameters) -> str:
+    """All its numbers, for people and files."""
+    return " ".join(f"{name}={value:g}" for name, value in asdict(policy).items())
+
+
+def policy_of(text: str) -> Parameters:
+    """What is served, with the numbers of `name=value,name=value` in place of its own.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such number.
+    """
+    kinds = {name: type(value) for name, value in asdict(NEAR_KIND).items()}
+    try:
+        named: dict[str, Any] = dict(part.split("=") for part in text.split(","))
+        return replace(NEAR_KIND, **{name: kinds[name](value) for name, value in named.items()})
+    except (KeyError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not name=value,...; names are {', '.join(kinds)}") from error
+
+
+def problems_of(seeds: Iterable[int], entries: Sequence[Entry]) -> list[Problem]:
+    """Those drawn with the seeds that no entry knows."""
+    known = {entry.problem for entry in entries}
+    found = dict.fromkeys(each for seed in seeds for each in drawn(Attention.problem, seed))
+    return [each for each in found if each not in known]
+
+
+def chosen(
+    problem: Problem, tables: Mapping[Parameters, Table], arch: str, device: str = ""
+) -> dict[Parameters, Served]:
+    """What each policy's table serves for the problem."""
+    return {policy: table.resolve(problem, arch, device) for policy, table in tables.items()}
+
+
+def tables_of(policies: Sequence[Parameters], entries: Sequence[Entry]) -> dict[Parameters, Table]:
+    """A table for each policy, what is served first."""
+    compiler = compiler_at_hand()
+    return {
+        policy: Table(entries, kernel=Attention, compiler=compiler, policy=policy) for policy in (NEAR_KIND, *policies)
+    }
+
+
+def different(choices: Choices) -> list[Served]:
+    """One answer for each schedule that was chosen."""
+    return list({served.schedule: served for served in choices.values()}.values())
+
+
+def _method(name: str, served: Served, launched: dict[str, str]) -> Any:
+    """The launch of a choice, as a method of the bench; `launched` is told what it was in the end."""
+    from tiledsched.bench.methods import Method
+    from tiledsched.bench.rivals.attention_left_out import chosen_plan, plan_call
+    from tiledsched.serve.plan_cache import PlanCache
+
+    def make(arrays: Any) -> Callable[[], Any]:
+        plan, beside = chosen_plan(PlanCache(lambda *given: given), arrays, lambda: served)
+        launched[name] = plan.served.schedule.short()
+        return plan_call(arrays, plan, beside)
+
+    return Method(name=name, about="a choice", make=make)
+
+
+def _build(problem: Problem, answers: Sequence[Served]) -> None:
+    """Have cuTile keep the programs of some answers, so that whoever times them need not wait; failures show then."""
+    import cupy
+    import torch
+
+    from tiledsched.bench.case import make_case
+
+    try:
+        arrays = make_case(torch, cupy, problem).arrays
+        for served in answers:
+            _method("", served, {}).make(arrays)
+    except Exception as error:  # of a process that only prepares
+        print(f"{problem}: {type(error).__name__}: {error}")
+
+
+def timed(work: Mapping[Problem, Choices], harness: Any) -> Iterator[list[Row]]:
+    """The rows of each problem, those first for which all choose the same.
+
+    Raises:
+        MeasureError: the GPU cannot be used any more.
+    """
+    from tiledsched.bench.run import BenchOptions, run_bench
+
+    answered = ((problem, choices, different(choices)) for problem, choices in work.items())
+    for problem, choices, answers in sorted(answered, key=lambda each: len(each[2]) > 1):
+        launched: dict[str, str] = {}
+        rows = [
+            Row(problem=str(problem), policy=numbers_of(policy), choice=served.schedule.short())
+            for policy, served in choices.items()
+        ]
+        if len(answers) > 1:
+            methods = tuple(_method(served.schedule.short(), served, launched) for served in answers)
+            found = {
+                each.method: each
+                for each in run_bench([problem], BenchOptions(methods=methods, rounds=ROUNDS), harness)
+            }
+            rows = [
+                replace(
+                    row,
+                    launched=launched.get(row.choice, ""),
+                    median_us=(time := found[row.choice]).median_us,
+                    ci_low_us=time.ci_low_us,
+                    ci_high_us=time.ci_high_us,
+                    status=time.status,
+                    device=harness.device,
+                    versions=harness.versions,
+                )
+                for row in rows
+            ]
+        yield rows
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file, packed or not."""
+    return [_row(line) for line in csv.DictReader(io.StringIO(read_text(path)))]
+
+
+def _row(line: Mapping[str, Any]) -> Row:
+    times = {name: float(line[name]) if line[name] else None for name in ("median_us", "ci_low_us", "ci_high_us")}
+    return Row(**{**line, **times})
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Markdown: how each policy's choices do where they differ."""
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if row.median_us:
+            times[row.problem][row.policy] = row.median_us
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    whole = [each for each in times.values() if len(each) == len(policies)]
+    table = []
+    for policy in policies:
+        losses = [each[policy] / min(each.values()) for each in whole]
+        beside = [each[policy] / each[policies[0]] for each in whole]
+        table.append(
+            (
+                policy,
+                _mean(beside),
+                _mean(losses),
+                *(str(sum(loss > most for loss in losses)) for most in (1.05, 1.1)),
+                f"{max(losses, default=1.0):.2f}x",
+            )
+        )
+    head = ("policy", "time over the first's", "over the fastest choice", "by more than 5%", "10%", "worst")
+    drawn_ones = len({row.problem for row in rows})
+    return (
+        to_markdown([Printed(head=head, rows=tuple(table))])
+        + f"\n{drawn_ones} problems, in {len(times)} of which choices differ; {len(whole)} are timed in all.\n"
+    )
+
+
+def _mean(ratios: Sequence[float]) -> str:
+    return f"{statistics.geometric_mean(ratios):.4f}x" if ratios else "-"
+
+
+def main() -> None:
+    """Time and print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.studies.policy_timed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=integers, default=[], help="40 problems are drawn with each")
+    parser.add_argument(
+        "--policies",
+        type=policy_of,
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="numbers of `tiledsched.serve.transfer.Parameters` that differ from what is served",
+    )
+    parser.add_argument("--workers", type=positive, default=1, help="processes that build what is to be timed")
+    parser.add_argument("--csv", type=Path, help="rows are written here as they are known")
+    parser.add_argument("--summary", type=Path, help="only print what such a file says; no GPU")
+    asked = parser.parse_args()
+    if asked.summary:
+        print(summary(read(asked.summary)), end="")
+        return
+    if not (asked.seeds and asked.policies and asked.csv):
+        parser.error("--seeds, --policies and --csv are needed; or --summary")
+    from tiledsched.bench.harness import TorchHarness
+
+    harness = TorchHarness()
+    entries = load_entries(process.settings(), {harness.arch}, Attention.name)
+    tables = tables_of(asked.policies, entries)
+    work = {each: chosen(each, tables, harness.arch, harness.device) for each in problems_of(asked.seeds, entries)}
+    if asked.workers > 1:
+        with ProcessPoolExecutor(asked.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            apart = {each: answers for each, choices in work.items() if len(answers := different(choices)) > 1}
+            list(pool.map(_build, apart, apart.values()))
+    rows: list[Row] = []
+    with asked.csv.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        for found in timed(work, harness):
+            writer.writerows(map(asdict, found))
+            file.flush()
+            rows += found
+    print(summary(rows), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,891 @@
+"""Whole models under torch's attention and under ours: `python -m docs.studies.whole_models --repeat 5 --csv FILE`.
+
+The models are transformers of three families at their real widths and with fewer layers, made from a configuration with
+random weights; nothing is downloaded. One model runs under both implementations, in turn: the prompt (prefill), then greedy
+generation (decode). The first pass of each is told by itself, and the rounds after it are interleaved. With `--repeat`, every
+run is a process of its own that starts as a user's would, in an empty home.
+
+Compared are, after all times were taken, the logits of the prompt and the tokens generated. A choice between two nearly
+equal logits may fall either way with any change of rounding; so generation is also compared step by step, both continuing
+torch's tokens, and torch is compared with itself: its fastest backend with its plain one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import date
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.core.errors import ConfigError, TiledschedError
+from tiledsched.core.extras import installing, package_version
+from tiledsched.core.files import write_whole
+from tiledsched.core.flags import integers, positive, words
+from tiledsched.measure.gpu import child_environment
+from tiledsched.measure.lock import holding_current_gpu
+from tiledsched.measure.nvml import devices
+from tiledsched.ops import fallback
+from tiledsched.ops.integrations import transformers as integration
+
+METHODS = ("sdpa", integration.NAME)
+"""torch's attention through transformers, and ours."""
+PHASES = ("prefill", "decode")
+COMPARED_BATCH, COMPARED_PROMPT = 2, 1024
+"""Sequences and tokens of each prompt that are compared, at most."""
+MOST_PLACES = 6
+"""Named of those where calls were left to torch; more are counted."""
+WIDTH = 80
+"""Columns of what is printed."""
+COMMAND = (sys.executable, "-m", "docs.studies.whole_models")
+"""What a fresh process is started with."""
+HOMES = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
+"""Variables that say where a user's files lie."""
+KEPT_ELSEWHERE = (
+    "TILEDSCHED_DB",
+    "TILEDSCHED_SITE",
+    "TILEDSCHED_CACHE",
+    "TILEDSCHED_BUNDLE",
+    "CUDA_CACHE_PATH",
+    "CUDA_TILE_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
+"""Variables that name what earlier processes may have left; a fresh one does not get them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of one model."""
+
+    family: str
+    """Llama, Qwen2 or Qwen3: names of transformers' classes."""
+    hidden: int
+    """Columns between layers."""
+    intermediate: int
+    """Columns within a layer's MLP."""
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key/value heads."""
+    head_dim: int = 128
+    """Columns of a head."""
+    layers: int = 8
+    """Transformer blocks."""
+    vocabulary: int = 8192
+    """Tokens there are."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.family} hidden={self.hidden} layers={self.layers} H={self.heads}/{self.kv_heads} D={self.head_dim}"
+        )
+
+
+MODELS = {
+    "llama": ModelShape(family="Llama", hidden=4096, intermediate=14336, heads=32, kv_heads=8),
+    "qwen3": ModelShape(family="Qwen3", hidden=4096, intermediate=12288, heads=32, kv_heads=8),
+    "qwen2": ModelShape(family="Qwen2", hidden=3584, intermediate=18944, heads=28, kv_heads=4),
+}
+"""The widths of Llama 3.1 8B, Qwen3 8B and Qwen2.5 7B."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One model, implementation and phase in one process."""
+
+    model: str
+    """A key of :data:`MODELS`."""
+    method: str
+    """sdpa or tiledsched."""
+    phase: str
+    """prefill (the prompt) or decode (one token after the other)."""
+    batch: int
+    """Sequences."""
+    prompt: int
+    """Tokens of each prompt."""
+    run: int
+    """Which process, from 1."""
+    tokens: int
+    """Tokens the phase works on, all sequences together."""
+    median_ms: float
+    """Of the whole phase, milliseconds."""
+    low_ms: float
+    """The least of the rounds."""
+    high_ms: float
+    """The most of them."""
+    tokens_per_s: float
+    """Tokens over the median."""
+    rounds: int
+    """Samples."""
+    growing: bool
+    """Whether no length came twice."""
+    first_ms: float
+    """The pass before the rounds, in no median; with the first prompt of a run it is the first call of the process. In odd runs
+    ours comes first, in even ones torch's: who does also pays for what both need.
+    """
+    ratio: float | None
+    """Median over the rounds of torch's time over ours in the same round; None of torch's."""
+    ratio_low: float | None
+    """The least of them."""
+    ratio_high: float | None
+    """The most of them."""
+    fallbacks: str
+    """What tiledsched left to torch, and why; empty where nothing."""
+    shape: str
+    """Of the model."""
+    dtype: str
+    """Of weights and activations."""
+    device: str
+    """Where."""
+    versions: str
+    """Of what decides the times."""
+    date: str
+    """When."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How far apart the two implementations are on one model."""
+
+    model: str
+    """A key of :data:`MODELS`."""
+    prompt_error: float
+    """Norm of the difference of the prompt's logits, made in one pass, over the norm of torch's."""
+    step_error: float
+    """The same of the logits from which tokens are chosen, one step after the other."""
+    same_tokens: bool
+    """Whether greedy generation gave the same tokens."""
+    first_difference: int | None
+    """First position at which a generated token differs; None where none does."""
+    agreement: float
+    """Share of steps where both choose the same token after torch's tokens."""
+    largest_gap: float
+    """Where they choose differently: how far apart the two logits are for torch, at most; 0 where they never do."""
+    control_first_difference: int | None
+    """As `first_difference`, of torch's math backend instead of ours."""
+    control_step_error: float
+    """As `step_error`, of torch's math backend."""
+    control_agreement: float
+    """As `agreement`, of torch's math backend."""
+    control_largest_gap: float
+    """As `largest_gap`, of torch's math backend."""
+    fallbacks: tuple[str, ...]
+    """What tiledsched left to torch, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is run."""
+
+    batch: int = 1
+    """Sequences."""
+    prompt: int = 1024
+    """Tokens of each prompt."""
+    new_tokens: int = 32
+    """Tokens generated after it."""
+    rounds: int = 5
+    """Samples of each method and phase."""
+    growing: bool = False
+    """Whether each round's prompt is longer than the one before and its answer, so that no length comes twice."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of weights and activations."""
+    device: str = "cuda"
+    """Where."""
+    seed: int = 0
+    """Of weights and prompts."""
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.prompt}"
+
+    def prompt_of(self, number: int) -> int:
+        """Tokens of each prompt in a round, from 0."""
+        return self.prompt + (self.growing and number) * (self.new_tokens + 1)
+
+
+def make_model(shape: ModelShape, work: Workload) -> Any:
+    """A model of this shape with random weights, made where it runs and in its dtype.
+
+    Raises:
+        ConfigError: transformers is missing or does not know the family.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"transformers is not installed; run: {installing('transformers')}") from error
+    integration.register()
+    try:
+        config_class = getattr(transformers, f"{shape.family}Config")
+        model_class = getattr(transformers, f"{shape.family}ForCausalLM")
+    except AttributeError as error:
+        raise ConfigError(f"transformers {transformers.__version__} has no {shape.family}; upgrade it") from error
+    config = config_class(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=1 << 17,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(work.seed)
+    with torch.device(work.device), _default_dtype(work.dtype):
+        return model_class(config).eval()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def make_prompt(shape: ModelShape, work: Workload) -> torch.Tensor:
+    """Random tokens, `[batch, prompt]`, of the longest prompt."""
+    generator, longest = torch.Generator().manual_seed(work.seed), work.prompt_of(work.rounds)
+    return torch.randint(1, shape.vocabulary, (work.batch, longest), generator=generator).to(work.device)
+
+
+def use(model: Any, method: str) -> None:
+    """Switch the model to an attention implementation."""
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation(method)
+    else:
+        model.config._attn_implementation = method
+
+
+@torch.no_grad()
+def prefill(model: Any, prompt: torch.Tensor) -> Any:
+    """The model's output for the whole prompt, with its cache; logits of the last position only."""
+    return model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+
+
+@torch.no_grad()
+def decode(model: Any, output: Any, count: int, after: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` greedy tokens after a prefill, `[batch, count]`, and the logits they were chosen from, `[count, batch,
+    vocabulary]`. With `after`, `[batch, count]`, each step continues those tokens, whatever was chosen.
+    """
+    tokens, logits = [], []
+    for step in range(count):
+        logits.append(output.logits[:, -1])
+        tokens.append(logits[-1].argmax(-1, keepdim=True))
+        fed = tokens[-1] if after is None else after[:, step : step + 1]
+        output = model(input_ids=fed, past_key_values=output.past_key_values, use_cache=True)
+    return torch.cat(tokens, dim=1), torch.stack(logits)
+
+
+@torch.no_grad()
+def all_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of every position, `[batch, positions, vocabulary]`, float32 on the CPU."""
+    return torch.cat([model(input_ids=each[None], use_cache=True).logits.float().cpu() for each in tokens])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Generation:
+    """What one implementation generated."""
+
+    tokens: torch.Tensor
+    """By itself, `[batch, count]`."""
+    logits: torch.Tensor
+    """Of each step after torch's tokens, `[batch, count, vocabulary]`, float32 on the CPU."""
+
+    def first_difference(self, other: _Generation) -> int | None:
+        """First position at which a token differs."""
+        different = (self.tokens != other.tokens).any(0).nonzero()
+        return int(different[0]) if len(different) else None
+
+    def agreement(self, other: _Generation) -> tuple[float, float]:
+        """(share of steps where both choose the same, largest gap between the two choices here where they do not)."""
+        mine, theirs = self.logits.argmax(-1), other.logits.argmax(-1)
+        apart = mine != theirs
+        gaps = (self.logits.gather(-1, mine[..., None]) - self.logits.gather(-1, theirs[..., None]))[..., 0][apart]
+        return 1.0 - float(apart.float().mean()), float(gaps.max()) if len(gaps) else 0.0
+
+
+def _generate(model: Any, work: Workload, prompt: torch.Tensor, after: torch.Tensor | None = None) -> _Generation:
+    tokens, logits = decode(model, prefill(model, prompt), work.new_tokens)
+    if after is not None:
+        _, logits = decode(model, prefill(model, prompt), work.new_tokens, after)
+    return _Generation(tokens=tokens, logits=logits.transpose(0, 1).float().cpu())
+
+
+def _relative_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((logits - reference).norm() / reference.norm())
+
+
+def compare(model: Any, name: str, work: Workload, prompt: torch.Tensor) -> Comparison:
+    """Logits and tokens of both implementations, on the first tokens of the first sequences."""
+    prompt = prompt[:COMPARED_BATCH, :COMPARED_PROMPT]
+    torchs, our_name = METHODS
+    fallback.forget_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        use(model, torchs)
+        reference = _generate(model, work, prompt)
+        with sdpa_kernel(SDPBackend.MATH):
+            control = _generate(model, work, prompt, reference.tokens)
+        whole = torch.cat([prompt, reference.tokens], dim=1)
+        torchs_logits = all_logits(model, whole)
+        use(model, our_name)
+        ours = _generate(model, work, prompt, reference.tokens)
+        prompt_error = _relative_error(all_logits(model, whole), torchs_logits)
+    agreement, gap = reference.agreement(ours)
+    control_agreement, control_gap = reference.agreement(control)
+    first = reference.first_difference(ours)
+    return Comparison(
+        model=name,
+        prompt_error=prompt_error,
+        step_error=_relative_error(ours.logits, reference.logits),
+        same_tokens=first is None,
+        first_difference=first,
+        agreement=agreement,
+        largest_gap=gap,
+        control_first_difference=reference.first_difference(control),
+        control_step_error=_relative_error(control.logits, reference.logits),
+        control_agreement=control_agreement,
+        control_largest_gap=control_gap,
+        fallbacks=tuple(_ours(caught)),
+    )
+
+
+def _ours(caught: Iterable[warnings.WarningMessage]) -> list[str]:
+    """What tiledsched said, each once."""
+    return list(dict.fromkeys(str(each.message) for each in caught if "tiledsched" in str(each.message)))
+
+
+def time_phases(
+    model: Any, name: str, shape: ModelShape, work: Workload, prompt: torch.Tensor, run: int = 1
+) -> list[Row]:
+    """Both phases under both implementations: a first pass, then interleaved rounds, in each of which every method runs once,
+    in turning order.
+    """
+    samples: dict[tuple[str, str], list[float]] = {(each, phase): [] for each in METHODS for phase in PHASES}
+    reasons: dict[tuple[str, str], list[str]] = {each: [] for each in samples}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(1 + work.rounds):
+            for method in METHODS[:: -1 if (number + run) % 2 else 1]:
+                use(model, method)
+                if not number:
+                    _release()  # what one method has freed is not the other's to take
+                given = prompt[:, : work.prompt_of(number)]
+                calls: dict[str, Callable[[Any], Any]] = {
+                    "prefill": lambda _, given=given: prefill(model, given),  # type: ignore[misc]
+                    "decode": lambda output: decode(model, output, work.new_tokens),
+                }
+                output = None
+                for phase, call in calls.items():
+                    if not number:
+                        fallback.forget_warnings()
+                    told = len(caught)
+                    output, seconds = _timed(call, output)
+                    samples[method, phase].append(seconds)
+                    reasons[method, phase] += _ours(caught[told:])
+                del output  # before the next prompt fills another cache
+    rows = []
+    for (method, phase), (first, *seconds_each) in samples.items():
+        median_s = statistics.median(seconds_each)
+        count = work.batch * (work.prompt if phase == "prefill" else work.new_tokens)
+        pairs = zip(samples[METHODS[0], phase][1:], seconds_each, strict=True)
+        ratios = [theirs / ours for theirs, ours in pairs] if method != METHODS[0] else []
+        rows.append(
+            Row(
+                model=name,
+                method=method,
+                phase=phase,
+                batch=work.batch,
+                prompt=work.prompt,
+                run=run,
+                tokens=count,
+                median_ms=_ms(median_s),
+                low_ms=_ms(min(seconds_each)),
+                high_ms=_ms(max(seconds_each)),
+                tokens_per_s=round(count / median_s, 1),
+                rounds=work.rounds,
+                growing=work.growing,
+                first_ms=_ms(first),
+                ratio=round(statistics.median(ratios), 4) if ratios else None,
+                ratio_low=round(min(ratios), 4) if ratios else None,
+                ratio_high=round(max(ratios), 4) if ratios else None,
+                fallbacks="; ".join(dict.fromkeys(reasons[method, phase])),
+                shape=str(shape),
+                dtype=str(work.dtype).removeprefix("torch."),
+                device=_device_name(work.device),
+                versions=versions(),
+                date=date.today().isoformat(),
+            )
+        )
+    return rows
+
+
+def _timed(call: Callable[[Any], Any], given: Any) -> tuple[Any, float]:
+    _wait()
+    started = time.perf_counter()
+    result = call(given)
+    _wait()
+    return result, time.perf_counter() - started
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _release() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+
+
+@functools.cache
+def versions() -> str:
+    """What decides the times besides the GPU: `torch 2.11.0, transformers 5.17.0, tileiras 13.4.92, driver 580.159.04`."""
+    found = {name: package_version(name) for name in ("torch", "transformers", "tiledsched", "cuda-tile")}
+    found |= {"tileiras": compiler_at_hand(), "driver": next((each.driver for each in devices()), "")}
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
+
+
+def measure(
+    models: Mapping[str, ModelShape],
+    works: Sequence[Workload],
+    *,
+    run: int = 1,
+    comparing: bool = True,
+    left: Callable[[], bool] = lambda: True,
+    note: Callable[[str], None] = lambda text: None,
+) -> Iterator[Row | Comparison]:
+    """Times of all models and workloads, then comparisons: so no time depends on whether there is one.
+
+    Args:
+        models: by name.
+        works: each is timed with each model; comparisons are as large as they let them be.
+        run: which process this is.
+        comparing: whether to compare.
+        left: whether there is time to start something.
+        note: is told what was left out for want of memory.
+    """
+    for name, shape in models.items():
+        if not left():
+            return
+        model = make_model(shape, works[0])
+        for work in works:
+            if not left():
+                return
+            rows = None
+            try:
+                rows = time_phases(model, name, shape, work, make_prompt(shape, work), run)
+            except torch.OutOfMemoryError:
+                note(f"{name} {work}: not enough memory")
+            yield from rows or ()
+        del model
+        _release()
+    for name, shape in models.items() if comparing else ():
+        if not left():
+            return
+        work = replace(
+            works[0],
+            batch=min(COMPARED_BATCH, max(each.batch for each in works)),
+            prompt=min(COMPARED_PROMPT, max(each.prompt for each in works)),
+        )
+        yield compare(make_model(shape, work), name, work, make_prompt(shape, work)[:, : work.prompt])
+        _release()
+
+
+class _RunFailedError(TiledschedError):
+    """A fresh process ended with an error, which it told itself."""
+
+    def __init__(self, run: int, code: int) -> None:
+        super().__init__(f"run {run} ended with {code}")
+        self.exit_code = code if code > 0 else 1
+
+
+def in_fresh_processes(
+    runs: int, arguments: Callable[[int], Sequence[str]], *, left: Callable[[], bool] = lambda: True
+) -> Iterator[Row | Comparison]:
+    """What `runs` processes find, one after the other, each in an empty home.
+
+    Raises:
+        TiledschedError: one of them failed; it has said why.
+    """
+    for run in range(1, runs + 1):
+        if not left():
+            return
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+            environment = {name: value for name, value in child_environment().items() if name not in KEPT_ELSEWHERE}
+            environment |= {name: os.path.join(home, name.lower()) for name in HOMES}
+            for name in HOMES:
+                os.mkdir(environment[name])
+            with subprocess.Popen(
+                [*COMMAND, *arguments(run)], env=environment, cwd=home, stdout=subprocess.PIPE, text=True
+            ) as process:
+                try:
+                    yield from filter(None, map(_read, process.stdout or ()))
+                except BaseException:
+                    process.kill()
+                    raise
+        if process.returncode:
+            raise _RunFailedError(run, process.returncode)
+
+
+def _read(line: str) -> Row | Comparison | None:
+    """What a process wrote with `_write`; what others print goes to stderr."""
+    for kind in (Row, Comparison):
+        if line.startswith(f'{{"{kind.__name__}": '):
+            return kind(**json.loads(line)[kind.__name__])
+    print(line, end="", file=sys.stderr)
+    return None
+
+
+def _write(found: Row | Comparison) -> None:
+    print(json.dumps({type(found).__name__: asdict(found)}), flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Torch's time over ours for one model, workload and phase, over all runs."""
+
+    model: str
+    """A key of :data:`MODELS`."""
+    batch: int
+    """Sequences."""
+    prompt: int
+    """Tokens of each prompt."""
+    phase: str
+    """prefill or decode."""
+    runs: Mapping[int, float]
+    """Each run's."""
+    ratio: float
+    """Their median."""
+    low: float
+    """The least of the runs; of the rounds, where there is one run."""
+    high: float
+    """The most of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean:
+    """Of the ratios of a phase, or of both."""
+
+    geometric: float
+    """Their geometric mean."""
+    low: float
+    """The same of each run that has all of them, and of those the least."""
+    high: float
+    """The most of them."""
+    least: float
+    """The least ratio."""
+
+
+def ratios(rows: Iterable[Row]) -> list[Ratio]:
+    """One for each model, workload and phase, in the order of the rows."""
+    cells: dict[tuple[str, int, int, str], list[Row]] = {}
+    for row in rows:
+        if row.ratio is not None:
+            cells.setdefault((row.model, row.batch, row.prompt, row.phase), []).append(row)
+    found = []
+    for (model, batch, prompt, phase), each in cells.items():
+        runs = {row.run: row.ratio for row in each if row.ratio is not None}
+        middle = statistics.median(runs.values())
+        one = (each[0].ratio_low or middle, each[0].ratio_high or middle)
+        spread = [*runs.values()] if len(runs) > 1 else one
+        found.append(
+            Ratio(
+                model=model,
+                batch=batch,
+                prompt=prompt,
+                phase=phase,
+                runs=runs,
+                ratio=middle,
+                low=min(spread),
+                high=max(spread),
+            )
+        )
+    return found
+
+
+def mean(found: Sequence[Ratio]) -> Mean:
+    """Over at least one ratio."""
+    geometric = statistics.geometric_mean([each.ratio for each in found])
+    whole = set.intersection(*(set(each.runs) for each in found))
+    each_run = [statistics.geometric_mean([each.runs[run] for each in found]) for run in whole] or [geometric]
+    return Mean(geometric=geometric, low=min(each_run), high=max(each_run), least=min(each.ratio for each in found))
+
+
+def to_text(rows: Sequence[Row], asked: int) -> str:
+    """The summary: a line for each model and workload, and what they come to.
+
+    Args:
+        rows: of all runs.
+        asked: how many models and workloads there should be, over all runs.
+    """
+    found = ratios(rows)
+    if not found:
+        return "nothing was measured"
+    head = f"{'model':8}{'batch':>6}{'prompt':>8}"
+    lines = [head + "".join(f"    {phase:24}" for phase in PHASES)]
+    for key in dict.fromkeys((each.model, each.batch, each.prompt) for each in found):
+        cells = {each.phase: each for each in found if (each.model, each.batch, each.prompt) == key}
+        line = f"{key[0]:8}{key[1]:6}{key[2]:8}"
+        lines.append(line + "".join(_spread(each.ratio, each.low, each.high) for each in cells.values()))
+    means = [mean([each for each in found if each.phase == phase]) for phase in PHASES]
+    lines.append(f"{'geometric mean':22}" + "".join(_spread(each.geometric, each.low, each.high) for each in means))
+    lines.append(f"{'least':22}" + "".join(f"    {each.least:5.3f}x{'':18}" for each in means))
+    both, runs = mean(found), sorted({row.run for row in rows})
+    measured = len({(row.run, row.model, row.batch, row.prompt) for row in rows})
+    firsts = {
+        method: [next(row.first_ms for row in rows if (row.run, row.method) == (run, method)) for run in runs]
+        for method in METHODS
+    }
+    left: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.fallbacks:
+            place = f"{row.model} {row.batch}x{row.prompt} {row.phase}"
+            left.setdefault(row.fallbacks, {})[place] = None
+    told = [
+        f"torch's time over ours, both phases: {both.geometric:.3f}x by geometric mean ({both.low:.3f} to {both.high:.3f}), "
+        f"least {both.least:.3f}x; in brackets the range over {f'{len(runs)} runs' if len(runs) > 1 else 'rounds'}",
+        "first prefill of a process: " + ", ".join(f"{method} {_range(each)} ms" for method, each in firsts.items()),
+        *([f"{asked - measured} of {asked} were not measured"] if measured < asked else []),
+        *(
+            [f"calls left to torch: {why} ({_places(where, len(found))})" for why, where in left.items()]
+            or ["calls left to torch: none"]
+        ),
+        f"{rows[0].device}, {rows[0].dtype}, {rows[0].versions}; {rows[0].date}",
+    ]
+    return "\n".join([*(line.rstrip() for line in lines), *map(_wrapped, told)])
+
+
+def _places(where: Iterable[str], of: int) -> str:
+    named = [*where]
+    return ", ".join(named) if len(named) <= MOST_PLACES else f"{len(named)} of {of} ratios"
+
+
+def _spread(middle: float, low: float, high: float) -> str:
+    return f"    {f'{middle:5.3f}x ({low:.3f} to {high:.3f})':24}"
+
+
+def _range(each: Sequence[float]) -> str:
+    low, high = min(each), max(each)
+    return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Run transformers with random weights under torch's attention and "
+        "tiledsched's; compare speed, logits and tokens."
+    )
+    parser.add_argument(
+        "--model",
+        type=words(tuple(MODELS)),
+        default=list(MODELS),
+        metavar="NAMES",
+        help=f"of {', '.join(MODELS)}; default: all",
+    )
+    parser.add_argument("--batch", type=integers, default=[1, 16], metavar="NUMBERS", help="sequences; default: 1,16")
+    parser.add_argument(
+        "--prompt",
+        type=integers,
+        default=[1024, 8192],
+        metavar="NUMBERS",
+        help="tokens of each prompt; default: 1024,8192",
+    )
+    for name, default, text in (
+        ("--new-tokens", 32, "tokens generated"),
+        ("--rounds", 5, "samples of each phase"),
+        ("--layers", 8, "transformer blocks"),
+    ):
+        parser.add_argument(name, type=positive, default=default, metavar="N", help=f"{text}; default: {default}")
+    parser.add_argument(
+        "--growing",
+        action="store_true",
+        help="make each round's prompt longer than the one before and its answer, as a conversation does: no "
+        "length comes twice",
+    )
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--repeat",
+        type=positive,
+        metavar="N",
+        help="run everything in N fresh processes with empty homes; default: once, in this one",
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="start nothing more after this long (default: no limit)"
+    )
+    parser.add_argument("--no-compare", action="store_true", help="no comparison of logits and tokens")
+    parser.add_argument("--csv", metavar="FILE", help="where to write the rows, as they come")
+    parser.add_argument("--json", action="store_true", help="print rows, ratios and comparisons as JSON")
+    parser.add_argument("--run", type=positive, help=argparse.SUPPRESS)  # of a fresh process: which it is
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, run, print."""
+    options, started = _parser().parse_args(arguments), time.monotonic()
+    models = {name: replace(MODELS[name], layers=options.layers) for name in options.model}
+    works = [
+        Workload(
+            batch=batch,
+            prompt=prompt,
+            new_tokens=options.new_tokens,
+            rounds=options.rounds,
+            growing=options.growing,
+            dtype=getattr(torch, options.dtype),
+            device=options.device,
+        )
+        for batch in options.batch
+        for prompt in options.prompt
+    ]
+
+    def seconds_left() -> float:
+        return float("inf") if options.budget is None else started + options.budget - time.monotonic()
+
+    def left() -> bool:
+        return seconds_left() > 0
+
+    def child(run: int) -> list[str]:
+        compares = run == 1 and not options.no_compare
+        return [
+            "--run",
+            str(run),
+            "--model",
+            ",".join(models),
+            "--batch",
+            ",".join(map(str, options.batch)),
+            "--prompt",
+            ",".join(map(str, options.prompt)),
+            "--new-tokens",
+            str(options.new_tokens),
+            "--rounds",
+            str(options.rounds),
+            "--layers",
+            str(options.layers),
+            "--dtype",
+            options.dtype,
+            "--device",
+            options.device,
+            *([] if options.budget is None else ["--budget", f"{seconds_left():.3f}"]),
+            *(["--growing"] if options.growing else []),
+            *([] if compares else ["--no-compare"]),
+        ]
+
+    rows: list[Row] = []
+    comparisons: list[Comparison] = []
+    failed = 0
+    here = options.device.startswith("cuda") and not options.repeat
+    try:
+        with holding_current_gpu() if here else nullcontext():
+            for found in (
+                in_fresh_processes(options.repeat, child, left=left)
+                if options.repeat
+                else measure(
+                    models, works, run=options.run or 1, comparing=not options.no_compare, left=left, note=_note
+                )
+            ):
+                if options.run:
+                    _write(found)
+                elif isinstance(found, Comparison):
+                    comparisons.append(found)
+                else:
+                    rows.append(found)
+                    _note(_told(found))
+                    if options.csv:
+                        write_whole(options.csv, to_csv(rows))
+    except TiledschedError as error:
+        _note(str(error))
+        failed = error.exit_code
+    if not left() and not options.run:
+        _note("the budget is spent")
+    if options.run or (failed and not rows):
+        return failed
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "schema_version": 2,
+                    "rows": [asdict(row) for row in rows],
+                    "ratios": [asdict(each) for each in ratios(rows)],
+                    "comparisons": [asdict(each) for each in comparisons],
+                },
+                indent=2,
+            )
+        )
+    else:
+        for each in comparisons:
+            _print(each)
+        print(to_text(rows, len(models) * len(works) * (options.repeat or 1)))
+    return failed
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """A line for each row."""
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, [field.name for field in fields(Row)])
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return table.getvalue()
+
+
+def _note(text: str) -> None:
+    print(f"whole_models: {text}", file=sys.stderr, flush=True)
+
+
+def _told(row: Row) -> str:
+    ratio = "" if row.ratio is None else f", {row.ratio:.3f}x ({row.ratio_low:.3f} to {row.ratio_high:.3f})"
+    return (
+        f"run {row.run}: {row.model} {row.batch}x{row.prompt} {row.method} {row.phase}: {row.median_ms:.1f} ms "
+        f"(first {row.first_ms:.1f}){ratio}"
+    )
+
+
+def _print(each: Comparison) -> None:
+    tokens = "the same tokens" if each.same_tokens else f"tokens differ from position {each.first_difference}"
+    control = each.control_first_difference
+    for text in (
+        f"{each.model}: logits {each.prompt_error:.2e} apart for the prompt, {each.step_error:.2e} step by step; "
+        f"{tokens}; after torch's tokens {each.agreement:.1%} of choices agree (largest gap where not: "
+        f"{each.largest_gap:.3g})",
+        f"  torch's math backend: {each.control_step_error:.2e} apart step by step, "
+        f"{'the same tokens' if control is None else f'tokens differ from position {control}'}, "
+        f"{each.control_agreement:.1%} agree (largest gap where not: {each.control_largest_gap:.3g})",
+        *(f"  {reason}" for reason in each.fallbacks),
+    ):
+        print(_wrapped(text))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

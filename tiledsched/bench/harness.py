@@ -1,0 +1,194 @@
+"""The harness on a real GPU: torch tensors, torch events, references in CuPy.
+
+Everything runs in this process on the current CUDA device.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiledsched.bench.case import Case, make_case, output_dtype
+from tiledsched.bench.errors import Error
+from tiledsched.bench.methods import LEFT_OUT, MATMUL, OURS, SERVED, Call, Method
+from tiledsched.bench.run import Prepared, Ready, first_line
+from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.core.errors import MeasureError, UnsupportedError
+from tiledsched.core.extras import installing
+from tiledsched.core.problem import Problem
+from tiledsched.measure.driver_timeout import asked
+from tiledsched.measure.nvml import ConditionsLog, current_device
+from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
+from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
+
+PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
+"""Whose versions are noted, where installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What some calls of a method told."""
+
+    call: Call
+    """Computes the problem once."""
+    error: Error | None
+    """Against float64; None of the matmul."""
+    look_us: float
+    """GPU time of a call, roughly."""
+    host_us: float
+    """Time until a call returns."""
+
+
+class TorchHarness:
+    """Runs methods on the current CUDA device.
+
+    Args:
+        verify: also compile what our own method launches, where that can be told, and compare its machine code with the
+            measured artifact; about a second a problem.
+
+    Raises:
+        MeasureError: torch or CuPy is missing, or torch sees no CUDA device.
+    """
+
+    def __init__(self, *, verify: bool = False) -> None:
+        try:
+            import cupy
+            import torch
+        except ImportError as error:
+            raise MeasureError(f"{error.name} is not installed; run: {installing('gpu')}") from error
+        if not torch.cuda.is_available():
+            raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
+        self._torch, self._cupy, self._verify = torch, cupy, verify
+        device = current_device()
+        self.device, self.arch, self._memory_bytes = device.name, device.arch, device.memory_bytes
+        self.versions = versions(torch, device.driver)
+        self._flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
+
+    def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> Prepared:
+        """See `tiledsched.bench.run.Harness`."""
+        torch = self._torch
+        try:
+            torch.cuda.empty_cache()
+            case = make_case(torch, self._cupy, problem)
+            torch.cuda.synchronize()
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(torch, error):
+                raise _lost(error) from error
+            return Prepared(
+                ready=(),
+                failed={each.name: "out of memory: the inputs" for each in methods},
+                watch=TorchStopwatch(torch, [], self._flush),
+                log=ConditionsLog(ask=asked),
+            )
+        failed: dict[str, str] = {}
+        found: list[tuple[Method, Tried]] = []
+        for method in methods:
+            outcome = self._try(method, case)
+            if isinstance(outcome, str):
+                failed[method.name] = outcome
+            else:
+                found.append((method, outcome))
+        watch = TorchStopwatch(
+            torch,
+            [tried.call for _, tried in found],
+            self._flush,
+            host_us=max((tried.host_us for _, tried in found), default=0.0),
+        )
+        ready = []
+        for index, (method, tried) in enumerate(found):
+            # Back to back, what costs the host more than the GPU would be timed with the host's part.
+            short = regime == "sustained" and tried.look_us < max(GRAPH_BELOW_US, SPIN_MARGIN * tried.host_us)
+            launches = GRAPH_LAUNCHES if short and watch.capture(index, GRAPH_LAUNCHES) else 0
+            ready.append(
+                Ready(
+                    method=method,
+                    look_us=tried.look_us * max(1, launches),
+                    launches=launches,
+                    error=tried.error,
+                    compared=case.compared if tried.error else "",
+                    details=self._details(case, method.name, captured=bool(launches))
+                    if method.name in (OURS, SERVED, LEFT_OUT)
+                    else {},
+                )
+            )
+        return Prepared(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog(ask=asked))
+
+    def check(self) -> None:
+        """See `tiledsched.bench.run.Harness`."""
+        try:
+            self._torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _try(self, method: Method, case: Case) -> Tried | str:
+        """What was learnt of a method by calling it some times; or why it takes no part."""
+        torch, problem = self._torch, case.arrays.problem
+        refusal = method.refusal(problem, self._memory_bytes)
+        if refusal:
+            return refusal
+        try:
+            with warnings.catch_warnings():  # torch warns why it refuses a backend; the status says that it did
+                warnings.simplefilter("ignore")
+                call = method.make(case.arrays)
+                out = call()
+                torch.cuda.synchronize()
+                found = None if method.name == MATMUL else case.error(out)
+                del out
+                host_us = host_cost_us(torch, call)
+                watch = TorchStopwatch(torch, [call], self._flush, host_us=host_us)
+                look_us = min(watch.read(watch.queue(0, paced=True)) for _ in range(LOOKS))
+        except UnsupportedError as error:
+            return f"not served: {error}"
+        except Exception as error:
+            self._check_context(method, error)
+            return "out of memory" if _out_of_memory(torch, error) else first_line(error)
+        wrong = found.verdict(output_dtype(problem)) if found else ""
+        return wrong or Tried(call=call, error=found, look_us=look_us, host_us=host_us)
+
+    def _check_context(self, method: Method, error: Exception) -> None:
+        """Whether the GPU can still be used after `error`: an illegal access breaks the context of this process for good.
+
+        Raises:
+            MeasureError: it cannot.
+        """
+        try:
+            self._torch.cuda.synchronize()
+        except RuntimeError as broken:
+            raise MeasureError(
+                f"{method.name} broke the CUDA context ({first_line(error)}); run again, and "
+                "without that method with --methods"
+            ) from broken
+        self._torch.cuda.empty_cache()
+
+    def _details(self, case: Case, method: str, *, captured: bool) -> dict[str, Any]:
+        """What our own methods launched and why. That it could not be told is no reason to lose the times."""
+        try:
+            return case.details(method, verify=self._verify, captured=captured)
+        except Exception as error:
+            return {"provenance": f"not known: {first_line(error)}"}
+
+
+def _lost(error: Exception) -> MeasureError:
+    return MeasureError(
+        f"the GPU cannot be used any more ({first_line(error)}); run again, and with --methods "
+        "leave out the one that broke it"
+    )
+
+
+def _out_of_memory(torch: Any, error: BaseException) -> bool:
+    return isinstance(error, torch.cuda.OutOfMemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def versions(torch: Any, driver: str) -> str:
+    """Driver and libraries, in one line."""
+    parts = [f"driver {driver}", f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
+    for package in PACKAGES:
+        try:
+            parts.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    compiler = compiler_at_hand()
+    return " ".join([*parts, *([f"tileiras {compiler}"] if compiler else [])])

@@ -1,0 +1,206 @@
+"""The methods compared: how each is called on the same arrays.
+
+Nothing is imported before it is used: a method whose package is missing, or which refuses a problem, costs its own row only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiledsched.bench.rivals import module_of, rivals_of
+from tiledsched.core.cases import input_specs, output_specs
+from tiledsched.core.errors import ConfigError, UnsupportedError
+from tiledsched.core.fields import Flag
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import load_kernel
+from tiledsched.measure.rivals import call_on
+
+OURS = "tiledsched"
+"""Our kernel, always."""
+SERVED = "served"
+"""What a call runs: our kernel, or the rival that is served in its place."""
+LEFT_OUT = "left_out"
+"""What a call would run had nobody tuned the problem's suite."""
+MATMUL = "matmul"
+MATMUL_SIZE = 8192
+"""Rows and columns of the matrices whose product is the practical ceiling."""
+MEMORY_SHARE = 0.5
+"""Of the device's memory, what a method's score matrices may take."""
+
+Call = Callable[[], Any]
+"""Starts one computation on the current stream; returns its output, or its outputs in the order declared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrays:
+    """One problem's inputs, as torch tensors on the GPU."""
+
+    torch: Any
+    """The torch module."""
+    problem: Problem
+    """What to compute."""
+    tensors: tuple[Any, ...]
+    """Inputs, and arrays changed in place, in the order declared; a list of arrays is a list."""
+
+    @property
+    def dtype(self) -> Any:
+        """Of the first."""
+        first = self.tensors[0]
+        return (first[0] if isinstance(first, list) else first).dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to compute the problem, or the matmul that bounds them all."""
+
+    name: str
+    """As `--methods` takes it and the rows give it."""
+    about: str
+    """One line for people."""
+    make: Callable[[Any], Call]
+    """The call on these arrays; raises UnsupportedError, or whatever its library raises, where it cannot be made."""
+    package: str = ""
+    """Python package it needs beside torch; where that is missing, the method is left out unless asked for by name."""
+    score_bytes: int = 0
+    """Of attention: device memory it takes for each element of the whole score matrix; 0 where it never holds that."""
+
+    by_name: bool = False
+    """Whether it takes part only where it is asked for by name."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether its package is there; nothing is imported to find out."""
+        try:
+            return not self.package or importlib.util.find_spec(self.package) is not None
+        except ModuleNotFoundError:  # a part of a package that is not there
+            return False
+
+    @property
+    def flops(self) -> float | None:
+        """Of one call, where they are not the problem's."""
+        return 2.0 * MATMUL_SIZE**3 if self.name == MATMUL else None
+
+    def refusal(self, problem: Problem, memory_bytes: int) -> str:
+        """Why it is not even tried on `problem`; empty where it is."""
+        if not self.installed:
+            return f"not installed: {self.package}"
+        scores = problem.batch * problem.heads * problem.seq_q * problem.seq_k if self.score_bytes else 0
+        needed = self.score_bytes * scores
+        if needed > MEMORY_SHARE * memory_bytes:
+            return f"skipped: its score matrices would take {needed / 2**30:.0f} GiB"
+        return ""
+
+
+def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
+    """The torch operator of the problem's kernel and what it is called with: tensors, what they do not show, scalars.
+
+    Flags decide which arrays there are, so that each combination of them is an operator of its own.
+    """
+    from tiledsched.serve.op import op
+
+    p, kernel = arrays.problem, arrays.problem.declaration
+    flags = {name: p.values[name] for name, field in kernel.fields.items() if isinstance(field, Flag)}
+    word = "_".join([kernel.name, *(name for name, value in flags.items() if value)])
+    operator = op("tiledsched_bench::" + re.sub(r"\W", "_", word), kernel, **flags)
+    tensors = dict(zip((spec.name for spec in input_specs(kernel, p)), arrays.tensors, strict=True))
+    given = []
+    for each in operator.form.parameters:
+        if each.kind in ("array", "list"):
+            given.append(tensors.get(each.name))
+        else:
+            given.append(p.values[each.name] if each.kind == "field" else each.default)
+    return operator, given
+
+
+def _ours(arrays: Arrays) -> Call:
+    """Our kernel as the operator launches it, also where a rival is served."""
+    return _operator(arrays, own=True)
+
+
+def _served(arrays: Arrays) -> Call:
+    """The operator, whatever it runs."""
+    return _operator(arrays, own=False)
+
+
+def _operator(arrays: Arrays, *, own: bool) -> Call:
+    """The operator on arrays of its own where it changes some: other methods are given them as they were."""
+    specs = input_specs(arrays.problem.declaration, arrays.problem)
+    copies = tuple(
+        tensor.clone() if spec.role == "inout" else tensor for spec, tensor in zip(specs, arrays.tensors, strict=True)
+    )
+    operator, given = operator_call(replace(arrays, tensors=copies))
+    operator = operator.own if own else operator
+    changed = {spec.name: tensor for spec, tensor in zip(specs, copies, strict=True) if spec.role == "inout"}
+    if not changed:
+        return lambda: operator(*given)
+    names = [spec.name for spec in output_specs(arrays.problem.declaration, arrays.problem)]
+
+    def call() -> Any:
+        out = operator(*given)
+        made = iter(() if out is None else out if isinstance(out, tuple) else (out,))
+        return tuple(changed[name] if name in changed else next(made) for name in names)
+
+    return call
+
+
+def _rival(name: str) -> Callable[[Arrays], Call]:
+    def make(arrays: Arrays) -> Call:
+        rivals = rivals_of(arrays.problem.declaration, arrays.problem)
+        if name not in rivals:
+            raise UnsupportedError(f"the kernel names no {name} for this problem")
+        return call_on(rivals[name], arrays.tensors)
+
+    return make
+
+
+def _matmul(arrays: Arrays) -> Call:
+    """What this GPU's tensor cores give in practice: one large matrix product through torch."""
+    torch = arrays.torch
+    left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").to(arrays.dtype) for _ in range(2))
+    return lambda: torch.matmul(left, right)
+
+
+CEILING = Method(name=MATMUL, about="8192^3 matmul through torch, the ceiling", make=_matmul, by_name=True)
+
+
+def methods_of(kernel: KernelClass, problems: Sequence[Problem] = ()) -> Mapping[str, Method]:
+    """What is raced: what the kernel's own module lists, else ours and every rival that it names for one of the problems."""
+    listed: Mapping[str, Method] | None = getattr(module_of(kernel), "METHODS", None)
+    if listed is not None:
+        return {**listed, MATMUL: CEILING}
+    names = dict.fromkeys(name for problem in problems for name in rivals_of(kernel, problem))
+    return {
+        OURS: Method(name=OURS, about="the kernel on the schedule that the table names", make=_ours),
+        SERVED: Method(name=SERVED, about="the operator, whatever it runs", make=_served),
+        **{name: Method(name=name, about="a rival", make=_rival(name)) for name in names},
+        MATMUL: CEILING,
+    }
+
+
+def choose_methods(
+    kernel: KernelClass | str, names: Sequence[str] | None, problems: Sequence[Problem] = (), *, ceiling: bool = False
+) -> list[Method]:
+    """The methods asked for, in their own order; None for every one installed.
+
+    Args:
+        kernel: whose.
+        names: of `methods_of`.
+        problems: what is computed; rivals may differ between them.
+        ceiling: also the matmul, which no default includes.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    methods = methods_of(load_kernel(kernel) if isinstance(kernel, str) else kernel, problems)
+    unknown = sorted(set(names or ()) - set(methods))
+    if unknown:
+        raise ConfigError(f"unknown method {unknown[0]!r}; known are {', '.join(methods)}")
+    wanted = set(names or (name for name, method in methods.items() if method.installed and not method.by_name))
+    if ceiling:
+        wanted.add(MATMUL)
+    return [method for name, method in methods.items() if name in wanted]

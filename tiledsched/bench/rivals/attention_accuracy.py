@@ -1,0 +1,80 @@
+"""How far an output is from float64, over as many (sequence, head) pairs as a bench has time for."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from tiledsched.bench.errors import Error
+from tiledsched.core.problem import Problem
+from tiledsched.kernels.attention.declaration import DEFAULT_CAP
+from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
+
+MOST_SCORES = 1 << 30
+"""Scores of the reference in all: four heads of 16384 x 16384, some tens of milliseconds of float64 on an H200."""
+MOST_PAIRS = 64
+"""(sequence, head) pairs, at most: each costs some launches."""
+
+Pair = tuple[int, int]
+"""(sequence, query head): of sequences that are not packed, each has an entry of the batch."""
+
+
+def compared_pairs(problem: Problem) -> list[Pair]:
+    """The pairs whose output is compared: the first, the last and others drawn with the problem's id as seed.
+
+    As many as `MOST_SCORES` and `MOST_PAIRS` allow, two at least, all where they allow it. So every run of a problem
+    compares the same pairs.
+    """
+    total = problem.sequences * problem.heads
+    count = min(total, MOST_PAIRS, max(2, MOST_SCORES // (problem.mean_rows * problem.mean_keys)))
+    numbers = {0, total - 1}
+    others = random.Random(problem.id).sample(range(1, max(1, total - 1)), max(0, count - len(numbers)))
+    return [divmod(number, problem.heads) for number in sorted(numbers.union(others))]
+
+
+def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any, **asked: Any) -> Any:
+    """The float64 output of one (sequence, head) pair, `[seq_q, value_dim]`.
+
+    Args:
+        xp: numpy or cupy.
+        problem: mask and scale.
+        q: `[seq_q, head_dim]` of that head, of a type that `xp` knows and float64 holds.
+        k: `[seq_k, head_dim]` of its key head; v, `[seq_k, value_dim]`, likewise.
+        asked: sinks, starts and lengths, `[1]` each, of that head and sequence, where the problem has them.
+    """
+    out, _ = attention_and_lse(
+        xp,
+        q[None, None],
+        k[None, None],
+        v[None, None],
+        causal=problem.causal,
+        scale=default_scale(problem),
+        alignment=problem.alignment,
+        window=problem.window,
+        window_right=problem.window_right,
+        cap=DEFAULT_CAP if problem.softcap else 0.0,
+        **asked,
+    )
+    return out[0, 0]
+
+
+def error_of(xp: Any, outputs: Sequence[Any], expected: Sequence[Any], *, finite: bool) -> Error:
+    """The error over all pairs together.
+
+    Args:
+        xp: numpy or cupy.
+        outputs: `[seq_q, value_dim]` of each pair.
+        expected: the same in float64.
+        finite: whether every element of the whole output, compared or not, is finite.
+    """
+    if not finite:
+        return Error(max_abs=math.inf, relative=math.inf)
+    largest, squares, norm = 0.0, 0.0, 0.0
+    for output, reference in zip(outputs, expected, strict=True):
+        difference = output.astype("float64") - reference
+        largest = max(largest, float(xp.abs(difference).max()))
+        squares += float((difference * difference).sum())
+        norm += float((reference * reference).sum())
+    return Error(max_abs=largest, relative=math.sqrt(squares / norm) if norm else math.sqrt(squares))

@@ -1,0 +1,107 @@
+"""Packed sequences and keys in pages: their inputs, how our own functions are called on them, and a sequence by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tiledsched.bench.methods import Call
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.problem import Problem
+from tiledsched.kernels.attention.declaration import DEFAULT_CAP
+from tiledsched.kernels.attention.rivals import heads_first, longest, rows_first
+
+
+def beside_of(arrays: Any) -> Any:
+    """What the public functions make of an `AttentionArrays` beside q, k and v, the longest sequence read from the device."""
+    from tiledsched.ops.features import AttentionFeatures
+
+    p: Problem = arrays.problem
+    there = (("sinks", p.sinks), ("lengths", p.lengths), ("cu_q", p.ends_q), ("cu_k", p.ends_k), ("table", p.paged))
+    given = dict(zip([name for name, wanted in there if wanted], arrays.asked, strict=True))
+    most = dict(zip(("most_q", "most_k"), longest(p, arrays.tensors), strict=False))
+    return AttentionFeatures(
+        window=p.window, window_right=p.window_right, softcap=DEFAULT_CAP if p.softcap else 0.0, **given, **most
+    )
+
+
+def placed_plan(arrays: Any) -> tuple[Any, Any]:
+    """The plan of the public functions, and what is asked for beside.
+
+    Raises:
+        UnsupportedError: they leave the problem to torch.
+    """
+    from tiledsched.ops.plans import find_plan
+
+    p, beside = arrays.problem, beside_of(arrays)
+    found = find_plan(arrays.q, arrays.k, arrays.v, p.alignment if p.causal else None, None, False, beside)
+    if isinstance(found, str):
+        raise UnsupportedError(found)
+    return found, beside
+
+
+def served_placed(arrays: Any) -> Call:
+    """`sdpa_varlen` or `sdpa_paged`, whatever they run.
+
+    Raises:
+        UnsupportedError: they have no such problem, or leave it to torch.
+    """
+    from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
+
+    p: Problem = arrays.problem
+    if p.window_right and p.alignment != "bottom_right":
+        raise UnsupportedError("a window of two sides is aligned at each sequence's last key")
+    _, beside = placed_plan(arrays)
+    q, k, v = rows_first(p, arrays.q, arrays.k, arrays.v)
+    more: dict[str, Any] = {
+        "causal": p.alignment if p.causal and not p.window_right else False,
+        "sinks": beside.sinks,
+        "window": (p.window - 1, p.window_right) if p.window_right else p.window or None,
+        "softcap": beside.softcap or None,
+    }
+    if not p.packed:
+        return lambda: heads_first(sdpa_paged(q, k, v, beside.table, beside.lengths, **more))
+    if p.page:
+        more |= {"block_table": beside.table, "seqused_k": beside.lengths}
+    lies = (beside.cu_q, beside.cu_k, beside.most_q, beside.most_k)
+    return lambda: heads_first(sdpa_varlen(q, k, v, *lies, **more))
+
+
+def drawn(torch: Any, problem: Problem, generator: Any) -> list[Any]:
+    """Standard normal q, k and v as the kernel takes them; rows before heads in memory where servers have them so."""
+    keys = (problem.key_entries, problem.kv_heads, problem.key_rows)
+    shapes = (
+        (problem.batch, problem.heads, problem.seq_q, problem.head_dim),
+        (*keys, problem.head_dim),
+        (*keys, problem.value_columns),
+    )
+    found = []
+    for (entries, heads, rows, columns), packed in zip(shapes, (problem.packed, *[problem.ends_k] * 2), strict=True):
+        in_memory = (entries, rows, heads, columns) if problem.placed else (entries, heads, rows, columns)
+        one = torch.randn(in_memory, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
+        found.append(heads_first(one[0] if packed else one) if problem.placed else one)
+    return found
+
+
+def rows_of(queries: Any, given: Mapping[str, Any], sequence: int, head: int) -> Any:
+    """`[rows, columns]` of one sequence and head, of queries or an output `[batch, heads, rows, columns]`.
+
+    Args:
+        queries: a torch tensor.
+        given: what `inputs.places` gives.
+        sequence: which, also of packed ones.
+        head: which.
+    """
+    if "CuQ" not in given:
+        return queries[sequence, head]
+    return queries[0, head, int(given["CuQ"][sequence]) : int(given["CuQ"][sequence + 1])]
+
+
+def keys_of(keys: Any, given: Mapping[str, Any], sequence: int, kv_head: int) -> Any:
+    """`[keys, columns]` of one sequence and key head, of keys or values as the kernel takes them."""
+    if "Table" in given:
+        pages = keys[:, kv_head][[int(each) for each in given["Table"][sequence]]]
+        return pages.flatten(0, 1)[: int(given["Lengths"][sequence])]
+    if "CuK" in given:
+        return keys[0, kv_head, int(given["CuK"][sequence]) : int(given["CuK"][sequence + 1])]
+    return keys[sequence, kv_head]

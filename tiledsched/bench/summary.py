@@ -1,0 +1,255 @@
+"""What the rows of a bench come to: ours against the fastest rival cell by cell, and against every method on average."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tiledsched.bench.methods import MATMUL, OURS
+from tiledsched.bench.rows import BenchRow
+from tiledsched.core.problem import Problem, rate_of, unit_of
+from tiledsched.kernels.attention.rivals import FLASH_4
+
+WORST = 5
+"""Cells listed as the worst."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellSummary:
+    """Ours and the fastest rival on one problem."""
+
+    problem: Problem
+    """What was computed."""
+    ours_us: float
+    """Our time."""
+    rival_us: float
+    """The time of the fastest rival here: of torch's backends and FlashAttention-4, which torch can be told to use."""
+    rival_method: str
+    """Which that is."""
+    ratio: float
+    """Its time over ours: above 1 we are faster."""
+    ceiling_ratio: float | None
+    """Our rate over that of the matmul; None where that took no part."""
+    provenance: str
+    """Of the schedule we served; empty where the row does not say."""
+
+    @property
+    def ours_tflops(self) -> float:
+        """Our rate."""
+        return self.problem.tflops(self.ours_us)
+
+    @property
+    def rival_tflops(self) -> float:
+        """That of the fastest rival."""
+        return self.problem.tflops(self.rival_us)
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            **asdict(self),
+            "problem": self.problem.to_json(),
+            "ours_tflops": self.ours_tflops,
+            "rival_tflops": self.rival_tflops,
+            "ours_gbps": self.problem.gbps(self.ours_us),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSummary:
+    """One method over all cells of a regime."""
+
+    method: str
+    """Which."""
+    cells: int
+    """Cells where both it and ours have a time."""
+    without: int
+    """Cells where it has none: it refused, failed or was wrong."""
+    ratio: float | None
+    """Geometric mean of its time over ours; None without cells."""
+    faster: int
+    """Cells where it is faster than ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegimeSummary:
+    """All cells of one regime."""
+
+    regime: str
+    """burst or sustained."""
+    cells: tuple[CellSummary, ...]
+    """Those where both ours and some rival have a time, in the order of the rows."""
+    without: int
+    """Cells where one of the two has none."""
+    methods: tuple[MethodSummary, ...]
+    """Every method but ours and the matmul."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Geometric mean of the fastest rival's time over ours; None without cells."""
+        return geometric_mean([cell.ratio for cell in self.cells])
+
+    @property
+    def below(self) -> int:
+        """Cells where a rival is faster than ours."""
+        return sum(cell.ratio < 1 for cell in self.cells)
+
+    @property
+    def elsewhere(self) -> list[CellSummary]:
+        """Cells served something else than an entry measured for them: `tune` first, or they say little of the table."""
+        return [cell for cell in self.cells if cell.provenance not in ("", "measured")]
+
+    @property
+    def worst(self) -> list[CellSummary]:
+        """The `WORST` cells of least ratio, worst first."""
+        return sorted(self.cells, key=lambda cell: cell.ratio)[:WORST]
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        cells = [cell.to_json() for cell in self.cells]
+        return {
+            "regime": self.regime,
+            "ratio": self.ratio,
+            "below": self.below,
+            "cells": cells,
+            "without": self.without,
+            "methods": [asdict(method) for method in self.methods],
+        }
+
+
+def geometric_mean(ratios: Sequence[float]) -> float | None:
+    """None of nothing."""
+    return statistics.geometric_mean(ratios) if ratios else None
+
+
+def summarise(rows: Sequence[BenchRow]) -> list[RegimeSummary]:
+    """One summary for each regime, in the order of the rows."""
+    return [
+        _regime(regime, [row for row in rows if row.regime == regime])
+        for regime in dict.fromkeys(row.regime for row in rows)
+    ]
+
+
+def _regime(regime: str, rows: Sequence[BenchRow]) -> RegimeSummary:
+    by_problem: dict[Problem, dict[str, BenchRow]] = {}
+    for row in rows:
+        by_problem.setdefault(row.problem, {})[row.method] = row
+    cells = [cell for problem, found in by_problem.items() if (cell := _cell(problem, found)) is not None]
+    others = dict.fromkeys(row.method for row in rows if row.method not in (OURS, MATMUL))
+    return RegimeSummary(
+        regime=regime,
+        cells=tuple(cells),
+        without=len(by_problem) - len(cells),
+        methods=tuple(_method(method, list(by_problem.values())) for method in others),
+    )
+
+
+def _cell(problem: Problem, found: dict[str, BenchRow]) -> CellSummary | None:
+    ours = found.get(OURS)
+    rivals = [row for name, row in found.items() if (name.startswith("torch") or name == FLASH_4) and row.median_us]
+    if ours is None or not ours.median_us or not rivals:
+        return None
+    best = min(rivals, key=lambda row: row.median_us or math.inf)
+    assert best.median_us
+    return CellSummary(
+        problem=problem,
+        ours_us=ours.median_us,
+        rival_us=best.median_us,
+        rival_method=best.method,
+        ratio=best.median_us / ours.median_us,
+        ceiling_ratio=ours.ceiling_ratio,
+        provenance=ours.provenance,
+    )
+
+
+def _method(method: str, found: Sequence[dict[str, BenchRow]]) -> MethodSummary:
+    ratios, without = [], 0
+    for rows in found:
+        if method not in rows:
+            continue
+        theirs, ours = rows[method].median_us, rows[OURS].median_us if OURS in rows else None
+        without += not theirs
+        if theirs and ours:
+            ratios.append(theirs / ours)
+    return MethodSummary(
+        method=method,
+        cells=len(ratios),
+        without=without,
+        ratio=geometric_mean(ratios),
+        faster=sum(ratio < 1 for ratio in ratios),
+    )
+
+
+def to_markdown(summaries: Sequence[RegimeSummary]) -> str:
+    """The summaries as Markdown: for each regime a line of totals, a table of cells, a table of methods, the worst cells."""
+    return "\n\n".join(_regime_markdown(summary) for summary in summaries) or "No rows."
+
+
+def _regime_markdown(summary: RegimeSummary) -> str:
+    blocks = [f"**{summary.regime}** regime: {_totals(summary)}"]
+    if summary.cells:
+        with_ceiling = any(cell.ceiling_ratio for cell in summary.cells)
+        unit = unit_of(summary.cells[0].problem)
+        titles = ["problem", f"tiledsched {unit}", "fastest rival", "which", "time over ours"]
+        blocks.append(
+            _table(
+                titles + (["of the matmul"] if with_ceiling else []),
+                [_cell_texts(cell, with_ceiling) for cell in summary.cells],
+            )
+        )
+    if summary.methods:
+        blocks.append(
+            _table(
+                ["method", "cells", "time over ours (geometric mean)", "faster than ours", "no time"],
+                [_method_texts(method) for method in summary.methods],
+            )
+        )
+    if len(summary.cells) > 1:
+        worst = (f"{cell.problem} {cell.ratio:.2f}x ({cell.rival_method})" for cell in summary.worst)
+        blocks.append("Worst cells: " + "; ".join(worst) + ".")
+    if summary.elsewhere:
+        named = (f"{cell.problem} ({cell.provenance})" for cell in summary.elsewhere[:WORST])
+        more = "; ..." if len(summary.elsewhere) > WORST else ""
+        blocks.append(
+            f"{len(summary.elsewhere)} cells were not served an entry measured for them: {'; '.join(named)}{more}."
+        )
+    return "\n\n".join(blocks)
+
+
+def _totals(summary: RegimeSummary) -> str:
+    if summary.ratio is None:
+        return f"no cell has both a time of ours and of a rival ({summary.without} without)."
+    count = len(summary.cells)
+    without = f" {summary.without} more without a time of one of the two." if summary.without else ""
+    return (
+        f"the fastest of {_rivals(summary)} takes {summary.ratio:.3f}x our time (geometric mean of {count} cells); in "
+        f"{summary.below} of them it is faster.{without}"
+    )
+
+
+def _rivals(summary: RegimeSummary) -> str:
+    there = any(each.method == FLASH_4 and each.cells for each in summary.methods)
+    return "torch's backends and FlashAttention-4" if there else "torch's backends"
+
+
+def _cell_texts(cell: CellSummary, with_ceiling: bool) -> list[str]:
+    texts = [
+        str(cell.problem),
+        f"{rate_of(cell.problem, cell.ours_us):.1f}",
+        f"{rate_of(cell.problem, cell.rival_us):.1f}",
+        cell.rival_method,
+        f"{cell.ratio:.2f}x",
+    ]
+    return texts + ([f"{cell.ceiling_ratio:.0%}" if cell.ceiling_ratio else "-"] if with_ceiling else [])
+
+
+def _method_texts(method: MethodSummary) -> list[str]:
+    ratio = "-" if method.ratio is None else f"{method.ratio:.2f}x"
+    return [method.method, str(method.cells), ratio, str(method.faster), str(method.without)]
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,1 @@
+"""What an author declares of a kernel, and what every other part of the package knows."""

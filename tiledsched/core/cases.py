@@ -1,0 +1,171 @@
+"""Inputs to check a kernel on, and what it should make of them: random ones, and ones that bring out what those hide.
+
+Written for NumPy and CuPy alike: the interpreter and the measuring process share it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from tiledsched.core.kernel import ArraySpec, KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
+from tiledsched.core.validate import call_reference
+
+KINDS = ("edges", "large", "offset")
+"""Kinds of inputs every kernel is checked on that says nothing better, beside random ones."""
+BORDERS = (16, 32, 64, 128, 256)
+EDGE_FACTOR = 4.0
+LARGE_FACTOR = 16.0
+OFFSET = 1.0
+SPREAD = 0.05
+
+Arrays = dict[str, Any]
+"""Array or list of arrays by name."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs and the right outputs."""
+
+    kinds: str | Sequence[str]
+    """What the inputs are like; or the kind of each index of the outputs' outer axes, flattened."""
+    inputs: Arrays
+    """Inputs and arrays changed in place, as they lie in memory; by name."""
+    expected: tuple[Any, ...]
+    """Outputs and changed arrays in high precision, in the order declared."""
+
+    def kind_of(self, outer: int) -> str:
+        """The kind of one index of the outer axes."""
+        return self.kinds if isinstance(self.kinds, str) else self.kinds[outer]
+
+
+def make_cases(kernel: KernelClass, xp: Any, rng: Any, p: Problem, precision: str = "float64") -> Iterator[Case]:
+    """The random case, then the adversarial ones; each is made when it is asked for.
+
+    Args:
+        kernel: declares arrays, inputs and reference.
+        xp: numpy or cupy.
+        rng: a Generator of that module.
+        p: the problem.
+        precision: of the reference; float32 where the GPU's float64 is slow.
+    """
+    own = kernel.inputs(xp, rng, p)
+    random = random_inputs(kernel, xp, rng, p, own)
+
+    def right(inputs: Arrays) -> tuple[Any, ...]:
+        return expected_outputs(kernel, xp, p, inputs, precision)
+
+    yield Case("random", random, right(random))
+    if kernel.adversarial is not None:
+        yield from kernel.adversarial(xp, rng, p, right)
+        return
+    for kind in KINDS if any(is_float(spec.dtype) for spec in input_specs(kernel, p)) else ():
+        inputs = _shaped(kernel, xp, p, random, kind, own)
+        outputs = right(inputs)
+        if _representable(kernel, xp, p, outputs):
+            yield Case(kind, inputs, outputs)
+
+
+def random_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem, own: Mapping[str, Any] | None = None) -> Arrays:
+    """Inputs as they lie in memory: standard normal, integers drawn evenly, or the kernel's `own`."""
+    own = kernel.inputs(xp, rng, p) if own is None else own
+    found: Arrays = {}
+    for spec in input_specs(kernel, p):
+        given = own.get(spec.name)
+        made = [] if given is None else list(given) if spec.listed else [given]
+        if given is None:
+            made = [_drawn(xp, rng, spec, shape) for shape in spec.shapes]
+        stored = [_laid_out(xp, to_storage(xp, xp.asarray(each), spec.dtype), spec) for each in made]
+        found[spec.name] = stored if spec.listed else stored[0]
+    return found
+
+
+def input_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
+    """What is given to the kernel."""
+    return [spec for spec in kernel.arrays(p) if spec.role in ("in", "inout")]
+
+
+def output_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
+    """What is checked."""
+    return [spec for spec in kernel.arrays(p) if spec.role in ("out", "inout")]
+
+
+def _drawn(xp: Any, rng: Any, spec: ArraySpec, shape: tuple[int, ...]) -> Any:
+    if is_float(spec.dtype):
+        return rng.standard_normal(shape, dtype=numpy.float32)
+    return rng.integers(0, 2 if spec.below is None else spec.below, size=shape)
+
+
+def _laid_out(xp: Any, array: Any, spec: ArraySpec) -> Any:
+    """`array` with its last two axes swapped in memory where the declaration says so."""
+    if not spec.column or array.ndim < 2:
+        return xp.ascontiguousarray(array)
+    return xp.ascontiguousarray(array.swapaxes(-1, -2)).swapaxes(-1, -2)
+
+
+def expected_outputs(kernel: KernelClass, xp: Any, p: Problem, inputs: Arrays, precision: str) -> tuple[Any, ...]:
+    """What the reference makes of inputs as they lie in memory; as many arrays as there are outputs."""
+    types = {spec.name: spec.dtype for spec in input_specs(kernel, p)}
+    read = {
+        name: [to_float(xp, each, types[name], precision) for each in value]
+        if isinstance(value, list)
+        else to_float(xp, value, types[name], precision)
+        for name, value in inputs.items()
+    }
+    return call_reference(kernel, xp, p, read)[: len(output_specs(kernel, p))]
+
+
+def _shaped(kernel: KernelClass, xp: Any, p: Problem, random: Arrays, kind: str, own: Mapping[str, Any]) -> Arrays:
+    """The random inputs, made to bring something out; those that are no floating-point numbers stay."""
+    found = dict(random)
+    for spec in input_specs(kernel, p):
+        if is_float(spec.dtype) and spec.name not in own:
+            values = random[spec.name] if spec.listed else [random[spec.name]]
+            shaped = [
+                _laid_out(xp, to_storage(xp, SHAPES[kind](xp, to_float(xp, each, spec.dtype)), spec.dtype), spec)
+                for each in values
+            ]
+            found[spec.name] = shaped if spec.listed else shaped[0]
+    return found
+
+
+def _edges(xp: Any, values: Any) -> Any:
+    """What lies on both sides of the borders between tiles, and at the end of every axis, outweighs the rest."""
+    values = values.copy()  # which may be the random inputs themselves
+    for axis, size in enumerate(values.shape):
+        beside = {
+            border * times + side for border in BORDERS for times in (1, (size - 1) // border) for side in (-1, 0)
+        }
+        places = sorted({place for place in beside if 0 <= place < size} | {size - 1})
+        index = (slice(None),) * axis + (xp.asarray(places),)
+        values[index] *= EDGE_FACTOR
+    return values
+
+
+def _large(xp: Any, values: Any) -> Any:
+    """Sixteen times as large: sums and exponentials leave a narrow type sooner."""
+    return values * LARGE_FACTOR
+
+
+def _offset(xp: Any, values: Any) -> Any:
+    """All near one: sums of many grow, and what a narrow accumulator loses is no longer hidden by chance."""
+    return values * SPREAD + OFFSET
+
+
+SHAPES: Mapping[str, Callable[[Any, Any], Any]] = {"edges": _edges, "large": _large, "offset": _offset}
+
+
+def _representable(kernel: KernelClass, xp: Any, p: Problem, outputs: Sequence[Any]) -> bool:
+    """Whether the right outputs are finite in their types: nothing can be said of a result that is not."""
+    for spec, output in zip(output_specs(kernel, p), outputs, strict=True):
+        for each in output if spec.listed else [output]:
+            largest = float(xp.abs(each).max()) if each.size else 0.0
+            if not math.isfinite(largest) or largest > LARGEST.get(spec.dtype, math.inf) / 2:
+                return False
+    return True

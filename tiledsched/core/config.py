@@ -1,0 +1,239 @@
+"""Settings: flags beat `configure`, which beats environment variables (`TILEDSCHED_*`), which beat TOML files.
+
+Of those the project's, `tiledsched.toml` in the working directory, beats the user's, `config.toml` in the user's
+configuration directory. Both hold the setting names of :data:`SETTINGS` as top-level keys, and knob overrides in a table
+`[knobs]`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiledsched.core import data_files
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.files import MOST_TYPED, read_bounded, user_folder
+from tiledsched.core.schedule import KnobValue
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "TILEDSCHED_"
+PROJECT_FILE = "tiledsched.toml"
+SETTINGS: dict[str, tuple[str, ...] | type] = {
+    "db": str,
+    "site": str,
+    "cache": str,
+    "fallback": ("torch", "error"),
+    "regime": ("burst", "sustained"),
+    "accum_mode": ("fp32", "fp16"),
+    "rivals": ("serve", "record", "off"),
+    "sync": bool,
+    "gpu_wait": int,
+    "log_level": ("debug", "info", "warning", "error"),
+}
+"""Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
+OTHER_VARIABLES = (
+    "TILEDSCHED_WORKER_KEY",
+    "TILEDSCHED_TEST_POSTGRESQL",
+    "TILEDSCHED_BUNDLE",
+    "TILEDSCHED_GPU_LABEL",
+    "TILEDSCHED_FLEET_JOBS",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Resolved settings, and where each came from."""
+
+    db: str | None = None
+    """Database URL or path; None for the user data directory."""
+    site: str | None = None
+    """Path or URL of a database, or a table, that many users read beneath their own; None for the machine's, if it has one."""
+    cache: str | None = None
+    """Folder for built artifacts; None for the user cache directory."""
+    fallback: str = "torch"
+    """What `sdpa` does with inputs its kernel cannot serve: torch's attention, or an error."""
+    regime: str = "burst"
+    """Whose winner is served."""
+    accum_mode: str = "fp32"
+    """Accuracy class served."""
+    rivals: str = "serve"
+    """Whether faster rivals serve, and whether a tune times them; `record` for the second alone."""
+    sync: bool = False
+    """Whether every launch of `sdpa` is waited for, so that an error names the call that made it."""
+    gpu_wait: int | None = None
+    """Seconds to wait for a GPU on which another process measures; None for as long as it takes, 0 for not at all."""
+    log_level: str | None = None
+    """What the logger `tiledsched` lets through to stderr; None leaves logging to the program."""
+    knobs: Mapping[str, KnobValue] = field(default_factory=dict)
+    """Knobs forced on every schedule served."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Setting or knob name -> where its value was read; absent for defaults."""
+
+
+_configured: dict[str, Any] = {}
+watchers: list[Callable[[], None]] = []
+"""Called after `configure` has changed something: whoever keeps what depends on settings forgets it."""
+
+
+class configure:  # noqa: N801
+    """Set settings and knobs for this process: at once, and until the end of the block where used as a context manager.
+
+    `configure(regime="sustained")` stays; `with configure(tile_m=128, tile_n=64): ...` is undone. None takes a setting
+    back to what the environment and the files say. It holds for all threads.
+
+    Raises:
+        ConfigError: unknown name or value; nothing is changed.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self._before = dict(_configured)
+        after = {name: value for name, value in (_configured | values).items() if value is not None}
+        for name, value in after.items():
+            check_setting(name, value, "configure")
+        _replace_configured(after)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        _replace_configured(self._before)
+
+
+def _replace_configured(values: Mapping[str, Any]) -> None:
+    _configured.clear()
+    _configured.update(values)
+    for watcher in watchers:
+        watcher()
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    project: Path | None = None,
+    user: Path | None = None,
+) -> Settings:
+    """Settings from every source.
+
+    Args:
+        flags: highest priority; None values are skipped.
+        environ: os.environ unless given.
+        project: project file; ./tiledsched.toml unless given.
+        user: user file; config.toml in the user configuration directory unless given.
+
+    Raises:
+        ConfigError: unknown name or value; the message says where it stands and what is allowed.
+    """
+    environ = os.environ if environ is None else environ
+    user = user or user_folder("config") / "config.toml"
+    project = project or Path(PROJECT_FILE)
+    values: dict[str, Any] = {}
+    knobs: dict[str, KnobValue] = {}
+    sources: dict[str, str] = {}
+
+    def take(name: str, value: Any, where: str) -> None:
+        (values if name in SETTINGS else knobs)[name] = check_setting(name, value, where)
+        sources[name] = where
+
+    for path in (user, project):
+        for name, value in _read_toml(path).items():
+            take(name, value, str(path))
+    for variable, text in environ.items():
+        if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES and text != "":
+            take(variable.removeprefix(PREFIX).lower(), text, variable)
+    for name, value in _configured.items():
+        take(name, value, "configure")
+    for name, value in (flags or {}).items():
+        if value is not None:
+            take(name, value, f"--{name.replace('_', '-')}")
+    return Settings(**values, knobs=knobs, sources=sources)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        if not path.exists():
+            return {}
+        if not path.is_file():
+            raise ConfigError(f"{path} is no file; settings are read from it: remove or rename it")
+        table = tomllib.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return {}
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; remove it or make it readable") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    knobs = table.pop("knobs", {})
+    if not isinstance(knobs, dict):
+        raise ConfigError(f"{path}: 'knobs' must be a table of knob names and values")
+    return {**table, **knobs}
+
+
+def knob_kinds() -> Mapping[str, type]:
+    """Knobs that can be forced at serve time, `TILEDSCHED_TILE_M=128` and so on, and the type of their values.
+
+    They are those of every search-space file that ships and of every kernel that this process knows, except accum_mode,
+    which is a setting of its own.
+    """
+    from tiledsched.core.registry import known_kernels
+
+    declared = {name: type(knob.default) for kernel in known_kernels() for name, knob in kernel.knob_fields().items()}
+    return {**declared, **file_knobs()}
+
+
+@functools.cache
+def file_knobs() -> Mapping[str, type]:
+    """The knobs of kernels whose search space is in files alone, and the type of their values."""
+    files = sorted(data_files.search_spaces().glob("*/base.toml"))
+    tables = [tomllib.loads(path.read_text(encoding="utf-8"))["knobs"] for path in files]
+    return {name: type(knob["default"]) for table in tables for name, knob in table.items() if name not in SETTINGS}
+
+
+def check_setting(name: str, value: Any, where: str) -> Any:
+    """`value` as the type of the setting or knob `name`; text is read as in an environment variable.
+
+    Args:
+        name: a key of :data:`SETTINGS` or :func:`knob_kinds`.
+        value: of its type, or text.
+        where: where it was found, for the message.
+
+    Raises:
+        ConfigError: unknown name, or a value that is not allowed; the message says what is.
+    """
+    if name in SETTINGS:
+        allowed = SETTINGS[name]
+        if isinstance(allowed, type):
+            return _read_value(name, value, allowed, where)
+        if value not in allowed:
+            raise ConfigError(f"{where}: {name} = {value!r}; allowed: {', '.join(allowed)}")
+        return value
+    if name in knob_kinds():
+        return _read_value(name, value, knob_kinds()[name], where)
+    known = ", ".join([*SETTINGS, *knob_kinds()])
+    raise ConfigError(f"{where}: unknown setting {name!r}; known are {known}")
+
+
+def _read_value(name: str, value: Any, kind: type, where: str) -> KnobValue:
+    if isinstance(value, str) and kind is bool:
+        lowered = value.lower()
+        if lowered in ("1", "true", "yes", "on"):
+            return True
+        if lowered in ("0", "false", "no", "off"):
+            return False
+    elif isinstance(value, str) and kind is int:
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    elif type(value) is kind:
+        return kind(value)
+    words = {int: "an integer", bool: "true or false", str: "a string"}[kind]
+    raise ConfigError(f"{where}: {name} must be {words}, got {value!r}")

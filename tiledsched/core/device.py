@@ -1,0 +1,217 @@
+"""What is known of each arch without asking a GPU: the numbers the static model is built on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiledsched.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchSpec:
+    """One GPU taken as representative of its arch. Rates are per SM and clock, from NVIDIA's documentation."""
+
+    arch: str
+    """e.g. sm_90."""
+    device: str
+    """The representative GPU."""
+    sm_count: int
+    """Streaming multiprocessors."""
+    clock_ghz: float
+    """Boost clock."""
+    tensor_flops: int
+    """fp16 or bf16 tensor-core operations with fp32 accumulation, dense, per SM and clock (a multiply-add is 2)."""
+    exp2_ops: int
+    """exp2 results per SM and clock (special function units)."""
+    fp32_ops: int
+    """fp32 instructions per SM and clock."""
+    shared_bytes: int
+    """Shared memory bytes per SM and clock."""
+    dram_gbps: float
+    """Device-memory bandwidth, GB/s."""
+    l2_bytes: int
+    """L2 cache."""
+    product_rows: int = 16
+    """Rows of one tensor-core instruction: 16 for mma.sync (one warp), 64 for wgmma, 128 for tcgen05 (a warpgroup)."""
+    producer_warps: int = 4
+    """Warps that cuTile sets aside for moving data (TMA); 0 before sm_90, where there is no TMA."""
+    fp16_accumulate_speedup: int = 1
+    """How much faster fp16 accumulation is than fp32."""
+
+
+MB = 1 << 20
+
+# Tensor, exp2 and fp32 rates: CUDA C++ Programming Guide, arithmetic throughput table, and the architecture white
+# papers (A100, GA102, AD102, H100, Blackwell, RTX Blackwell); SM counts, clocks, caches and bandwidths: product pages.
+# GeForce cards run fp32 accumulation at half their fp16 rate; the professional cards of the same arch do not.
+ARCHS = {
+    spec.arch: spec
+    for spec in (
+        ArchSpec(
+            arch="sm_80",
+            device="NVIDIA A100-SXM4-80GB",
+            sm_count=108,
+            clock_ghz=1.41,
+            tensor_flops=2048,
+            exp2_ops=16,
+            fp32_ops=64,
+            shared_bytes=128,
+            dram_gbps=2039,
+            l2_bytes=40 * MB,
+            producer_warps=0,
+        ),
+        ArchSpec(
+            arch="sm_86",
+            device="NVIDIA A10",
+            sm_count=72,
+            clock_ghz=1.695,
+            tensor_flops=1024,
+            exp2_ops=16,
+            fp32_ops=128,
+            shared_bytes=128,
+            dram_gbps=600,
+            l2_bytes=6 * MB,
+            producer_warps=0,
+        ),
+        ArchSpec(
+            arch="sm_89",
+            device="NVIDIA GeForce RTX 4090",
+            sm_count=128,
+            clock_ghz=2.52,
+            tensor_flops=512,
+            exp2_ops=16,
+            fp32_ops=128,
+            shared_bytes=128,
+            dram_gbps=1008,
+            l2_bytes=72 * MB,
+            producer_warps=0,
+            fp16_accumulate_speedup=2,
+        ),
+        ArchSpec(
+            arch="sm_90",
+            device="NVIDIA H200",
+            sm_count=132,
+            clock_ghz=1.98,
+            tensor_flops=4096,
+            exp2_ops=16,
+            fp32_ops=128,
+            shared_bytes=128,
+            dram_gbps=4800,
+            l2_bytes=50 * MB,
+            product_rows=64,
+        ),
+        ArchSpec(
+            arch="sm_100",
+            device="NVIDIA B200",
+            sm_count=148,
+            clock_ghz=1.85,
+            tensor_flops=8192,
+            exp2_ops=16,
+            fp32_ops=128,
+            shared_bytes=128,
+            dram_gbps=8000,
+            l2_bytes=126 * MB,
+            product_rows=128,
+        ),
+        ArchSpec(
+            arch="sm_103",
+            device="NVIDIA B300",
+            sm_count=148,
+            clock_ghz=1.92,
+            tensor_flops=8192,
+            exp2_ops=32,
+            fp32_ops=128,
+            shared_bytes=128,
+            dram_gbps=8000,
+            l2_bytes=126 * MB,
+            product_rows=128,
+        ),
+        ArchSpec(
+            arch="sm_110",
+            device="NVIDIA Jetson AGX Thor",
+            sm_count=20,
+            clock_ghz=1.57,
+            tensor_flops=8192,
+            exp2_ops=16,
+            fp32_ops=128,
+            shared_bytes=128,
+            dram_gbps=273,
+            l2_bytes=32 * MB,
+            product_rows=128,
+        ),
+        ArchSpec(
+            arch="sm_120",
+            device="NVIDIA RTX PRO 6000 Blackwell",
+            sm_count=188,
+            clock_ghz=2.6,
+            tensor_flops=1024,
+            exp2_ops=16,
+            fp32_ops=128,
+            shared_bytes=128,
+            dram_gbps=1792,
+            l2_bytes=128 * MB,
+        ),
+        ArchSpec(
+            arch="sm_121",
+            device="NVIDIA GB10",
+            sm_count=48,
+            clock_ghz=2.42,
+            tensor_flops=1024,
+            exp2_ops=16,
+            fp32_ops=128,
+            shared_bytes=128,
+            dram_gbps=273,
+            l2_bytes=24 * MB,
+        ),
+    )
+}
+
+
+LIMITS = ("sm_count", "shared_memory_bytes", "registers_per_sm")
+"""What constraints may read of the arch, beside what a search-space file adds."""
+SHARED_MEMORY_BYTES = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376, "sm_121": 101376}
+"""Of one block; 232448 on all others."""
+
+
+def arch_limits(arch: str) -> dict[str, int]:
+    """The values of :data:`LIMITS`; CUDA C++ Programming Guide, technical specifications per compute capability."""
+    return {
+        "sm_count": arch_spec(arch).sm_count,
+        "shared_memory_bytes": SHARED_MEMORY_BYTES.get(arch, 232448),
+        "registers_per_sm": 65536,
+    }
+
+
+def arch_spec(arch: str) -> ArchSpec:
+    """The representative GPU of `arch`.
+
+    Raises:
+        ConfigError: an arch this package does not know.
+    """
+    if arch not in ARCHS:
+        raise ConfigError(f"unknown arch {arch!r}; known are {', '.join(ARCHS)}")
+    return ARCHS[arch]
+
+
+PRODUCTS = {
+    "sm_80": ("A100", "A30"),
+    "sm_86": ("A10", "A16", "A40", "RTX A6000", "RTX 3090", "RTX 3080"),
+    "sm_89": ("L4", "L40", "L40S", "RTX 6000 Ada", "RTX 4090", "RTX 4080"),
+    "sm_90": ("H100", "H200", "H800", "H20", "GH200"),
+    "sm_100": ("B200", "GB200"),
+    "sm_103": ("B300", "GB300"),
+    "sm_110": ("Thor", "Jetson AGX Thor"),
+    "sm_120": ("RTX PRO 6000", "RTX 5090", "RTX 5080"),
+    "sm_121": ("GB10", "DGX Spark", "Spark"),
+}
+"""Names under which GPUs are known; NVIDIA's table of compute capabilities."""
+
+
+def arch_named(text: str) -> str:
+    """The arch that people mean by `sm_90`, `sm90`, `90`, `9.0` or `H200`; what is none of these, as it is."""
+    plain = "".join(
+        character for character in text.lower().removeprefix("nvidia").removeprefix(" geforce") if character.isalnum()
+    )
+    numbers = {arch.removeprefix("sm_"): arch for arch in ARCHS}
+    names = {name.lower().replace(" ", ""): arch for arch, listed in PRODUCTS.items() for name in listed}
+    return numbers.get(plain.removeprefix("sm")) or names.get(plain) or text

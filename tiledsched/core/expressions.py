@@ -1,0 +1,128 @@
+"""Constraints as text: which expressions are taken, so that evaluating one takes a moment and no memory, whoever wrote it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+
+from tiledsched.core.errors import SpaceError
+from tiledsched.core.fields import Dim, Flag
+from tiledsched.core.kernel import KernelClass
+
+ALLOWED_NODES = (
+    ast.Expression,
+    ast.BoolOp,
+    ast.And,
+    ast.Or,
+    ast.UnaryOp,
+    ast.Not,
+    ast.USub,
+    ast.BinOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.FloorDiv,
+    ast.Mod,
+    ast.Compare,
+    ast.Eq,
+    ast.NotEq,
+    ast.Lt,
+    ast.LtE,
+    ast.Gt,
+    ast.GtE,
+    ast.In,
+    ast.NotIn,
+    ast.Tuple,
+    ast.Name,
+    ast.Load,
+    ast.Constant,
+    ast.IfExp,
+)
+LONGEST = 1000
+"""Characters."""
+DEEPEST = 50
+"""Of parts within parts."""
+LARGEST = 1 << 63
+"""Numbers are below it, on either side of 0."""
+
+
+def words_of(kernel: KernelClass) -> set[str]:
+    """The fields and knobs of a kernel that are text or lists."""
+    fields = {name for name, field in kernel.fields.items() if not isinstance(field, (Dim, Flag))}
+    return fields | {name for name, knob in kernel.knob_fields().items() if isinstance(knob.default, str)}
+
+
+def names_read(text: object, known: Collection[str], words: Collection[str] = ()) -> frozenset[str]:
+    """The names that an expression reads; it is one that a constraint may be.
+
+    Args:
+        text: the expression.
+        known: the names it may read.
+        words: those of them that stand for text: they are compared, and never reckoned with.
+
+    Raises:
+        SpaceError: it is no expression, or does more than compare and reckon with names and numbers. Where it stands, the
+            caller adds.
+    """
+    if not isinstance(text, str):
+        raise SpaceError("is not an expression: it is no text")
+    if len(text) > LONGEST:
+        raise SpaceError(f"has {len(text)} characters; {LONGEST} are allowed: write several constraints")
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise SpaceError(
+            f"is not an expression: {getattr(error, 'msg', None) or error or type(error).__name__}"
+        ) from error
+    _check_depth(tree)
+    names = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ALLOWED_NODES):
+            raise SpaceError(
+                f"uses {type(node).__name__}; only names, numbers, comparisons, arithmetic and and/or/not are allowed"
+            )
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Constant):
+            _check_constant(node.value)
+        operands = [node.left, node.right] if isinstance(node, ast.BinOp) else []
+        operands += [node.operand] if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else []
+        if any(_is_text(operand, words) for operand in operands):
+            raise SpaceError("reckons with text; text is compared, as in dtype == 'float16'")
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Mod)) and _is_zero(node.right):
+            raise SpaceError("divides by 0")
+    unknown = sorted(names - set(known))
+    if unknown:
+        raise SpaceError(f"reads unknown name {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    return frozenset(names)
+
+
+def _check_depth(tree: ast.AST) -> None:
+    layer, depth = [tree], 0
+    while layer:
+        depth += 1
+        if depth > DEEPEST:
+            raise SpaceError(f"has more than {DEEPEST} parts within parts; write several constraints")
+        layer = [child for node in layer for child in ast.iter_child_nodes(node)]
+
+
+def _check_constant(value: object) -> None:
+    if not isinstance(value, (bool, int, str)):
+        raise SpaceError(f"holds {value!r}; only integers, true and false, and text are allowed")
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        raise SpaceError("holds a number beyond 64 bits")
+
+
+def _is_text(node: ast.expr, words: Collection[str]) -> bool:
+    """Whether it is, or may be, text or a tuple."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str)
+    if isinstance(node, ast.IfExp):
+        return _is_text(node.body, words) or _is_text(node.orelse, words)
+    if isinstance(node, ast.BoolOp):
+        return any(_is_text(value, words) for value in node.values)
+    return isinstance(node, ast.Tuple) or (isinstance(node, ast.Name) and node.id in words)
+
+
+def _is_zero(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 0

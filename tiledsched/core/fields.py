@@ -1,0 +1,317 @@
+"""The fields of a kernel's declaration: sizes, types, arrays and scalars. See docs/kernels.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiledsched.core.errors import DeclarationError
+
+Value = int | bool | str | tuple[int, ...]
+"""What a problem may have for a field: a size, a flag, a word (or the name of a type), or several sizes."""
+DTYPES = (
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "uint8",
+    "int16",
+    "int32",
+    "int64",
+    "bool_",
+)
+"""Element types an array may have, by cuTile's names."""
+ITEM_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "bool_": 1,
+}
+LAYOUTS = ("row", "column")
+_TERM = re.compile(r"[A-Za-z_]\w*|\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dim:
+    """A size; see :func:`dim`."""
+
+    default: int | None
+    constant: bool
+    least: int
+    most: int | None
+    omit_default: bool
+
+    def read(self, name: str, value: Any) -> Value:
+        """`value` if it is allowed; else ValueError in words."""
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if whole and self.least <= value and (self.most is None or value <= self.most):
+            return int(value)
+        if whole and self.most is not None and value > self.most:
+            raise ValueError(f"{name} must be at most {self.most}, got {value}")
+        least = {0: "an integer of 0 or more", 1: "a positive integer"}.get(
+            self.least, f"an integer of {self.least} or more"
+        )
+        raise ValueError(f"{name} must be {least}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Several sizes; see :func:`sizes`."""
+
+    default: tuple[int, ...] | None = None
+    omit_default: bool = False
+
+    def read(self, name: str, value: Any) -> Value:
+        """`value` if it is allowed; else ValueError in words."""
+        try:
+            found = tuple(value)
+        except TypeError:
+            found = ()
+        if not found or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in found):
+            raise ValueError(f"{name} must be a list of positive integers, got {value!r}")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A word out of some; see :func:`choice`."""
+
+    words: tuple[str, ...]
+    default: str
+    omit_default: bool
+    is_dtype: bool = False
+
+    def read(self, name: str, value: Any) -> Value:
+        """`value` if it is allowed; else ValueError in words."""
+        if value not in self.words:
+            raise ValueError(f"{name} must be one of {', '.join(self.words)}, got {value!r}")
+        return str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """True or false; see :func:`flag`."""
+
+    default: bool
+    omit_default: bool
+
+    def read(self, name: str, value: Any) -> Value:
+        """`value` if it is allowed; else ValueError in words."""
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+        return value
+
+
+ProblemField = Dim | Sizes | Choice | Flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayField:
+    """An array or a list of arrays; see :func:`array`."""
+
+    shape: str | Callable[..., Any]
+    role: str
+    """in, out, inout or workspace."""
+    dtype: str | None = None
+    layout: str = "row"
+    when: str | None = None
+    below: str | int | None = None
+    listed: bool = False
+    """Whether it is a list of arrays."""
+    zeroed: bool = False
+    absolute: bool = False
+    """Of outputs: whether errors are judged as they are, not relative to the tile's size."""
+    aligned: bool = False
+    """Of scratch memory: whether machine code may count on the alignment of its rows, as it does for inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalar:
+    """A run-time number; see :func:`scalar`."""
+
+    value: float | int | Callable[[Any], float | int]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobField:
+    """A knob with more than its choices; see :func:`knob`."""
+
+    choices: tuple[Any, ...]
+    default: Any
+    about: str = ""
+    measured_only: bool = False
+    weight: float | None = field(default=None)
+
+
+def dim(
+    default: int | None = None,
+    *,
+    constant: bool = False,
+    least: int = 1,
+    most: int | None = None,
+    omit_default: bool = False,
+) -> Any:
+    """A size of the problem.
+
+    Args:
+        default: its value where a problem does not name it; None where it must be named.
+        constant: whether machine code is made for each value; a run-time size otherwise.
+        least, most: what is allowed.
+        omit_default: leave it out of the problem's JSON at its default: for fields that came later, so that ids hold.
+    """
+    return Dim(default=default, constant=constant, least=least, most=most, omit_default=omit_default)
+
+
+def sizes(default: tuple[int, ...] | None = None) -> Any:
+    """Several sizes, such as the rows of each group."""
+    return Sizes(default=default)
+
+
+def dtype(*allowed: str) -> Any:
+    """An element type; the first of those allowed is the default.
+
+    Raises:
+        DeclarationError: no type, or one that cuTile does not have.
+    """
+    wrong = [each for each in allowed if each not in DTYPES]
+    if wrong or not allowed:
+        raise DeclarationError(f"dtype{allowed!r}: name one or more of {', '.join(DTYPES)}")
+    return Choice(words=allowed, default=allowed[0], omit_default=False, is_dtype=True)
+
+
+def choice(*words: str, omit_default: bool = False) -> Any:
+    """One word of several, known when the kernel is compiled; the first is the default."""
+    if not words:
+        raise DeclarationError("choice(): name the words to choose from")
+    return Choice(words=words, default=words[0], omit_default=omit_default)
+
+
+def flag(default: bool = False, *, omit_default: bool = False) -> Any:
+    """True or false, known when the kernel is compiled."""
+    return Flag(default=default, omit_default=omit_default)
+
+
+def array(
+    shape: str | Callable[..., Any],
+    *,
+    dtype: str | None = None,
+    layout: str = "row",
+    when: str | None = None,
+    below: str | int | None = None,
+) -> Any:
+    """An input.
+
+    Args:
+        shape: names of sizes, numbers, and products or quotients of them ("batch heads rows/2"); or a function of the
+            problem that returns sizes.
+        dtype: a type, or the name of a dtype field; None for the field called `dtype`.
+        layout: row, column (the last two axes swapped in memory), or the name of a choice of the two.
+        when: the name of a flag without which the function gets one element.
+        below: of integers: they are at least 0 and below this number, size or field.
+    """
+    return ArrayField(shape=shape, role="in", dtype=dtype, layout=layout, when=when, below=below)
+
+
+def arrays(shape: Callable[..., Any], *, dtype: str | None = None) -> Any:
+    """A list of inputs; `shape` is a function of the problem that returns a list of shapes."""
+    return ArrayField(shape=shape, role="in", dtype=dtype, listed=True)
+
+
+def out(
+    shape: str | Callable[..., Any],
+    *,
+    dtype: str | None = None,
+    layout: str = "row",
+    when: str | None = None,
+    absolute: bool = False,
+    aligned: bool = False,
+) -> Any:
+    """An output, as :func:`array`; without its flag it is scratch. `absolute`: errors are not relative to its size.
+    `aligned`: as of :func:`workspace`; outputs without a flag always are.
+    """
+    return ArrayField(
+        shape=shape, role="out", dtype=dtype, layout=layout, when=when, absolute=absolute, aligned=aligned
+    )
+
+
+def outs(shape: Callable[..., Any], *, dtype: str | None = None) -> Any:
+    """A list of outputs, as :func:`arrays`."""
+    return ArrayField(shape=shape, role="out", dtype=dtype, listed=True)
+
+
+def inout(shape: str | Callable[..., Any], *, dtype: str | None = None, layout: str = "row") -> Any:
+    """An array that is changed in place, as :func:`array`. It is restored between launches that are checked or timed."""
+    return ArrayField(shape=shape, role="inout", dtype=dtype, layout=layout)
+
+
+def workspace(
+    shape: str | Callable[..., Any], *, dtype: str = "float32", zeroed: bool = False, aligned: bool = False
+) -> Any:
+    """Scratch memory; its shape may name knobs, or is a function of problem and schedule.
+
+    Where `zeroed`, it is zero before the first launch, and every launch must leave it zero. Where `aligned`, the compiler is
+    told that rows start at multiples of 16 bytes if they do: TMA asks for that, and so do loads of more than one element.
+    """
+    return ArrayField(shape=shape, role="workspace", dtype=dtype, zeroed=zeroed, aligned=aligned)
+
+
+def scalar(value: float | int | Callable[[Any], float | int], *, dtype: str | None = None) -> Any:
+    """A run-time number: a value, or a function of the problem. float32, or int32 where the value is an integer."""
+    found = dtype or ("int32" if isinstance(value, int) and not isinstance(value, bool) else "float32")
+    return Scalar(value=value, dtype=found)
+
+
+def knob(
+    choices: Any, *, default: Any = None, about: str = "", measured_only: bool = False, weight: float | None = None
+) -> Any:
+    """A knob of which more is said than its choices.
+
+    Args:
+        choices: its values, all of one type.
+        default: the first unless given.
+        about: one line for people.
+        measured_only: whether the static model cannot see what it does.
+        weight: how much of what two programs have in common is lost where they differ in it (exp(-weight) is left);
+            None for what its kind suggests.
+    """
+    listed = tuple(choices)
+    return KnobField(
+        choices=listed,
+        default=listed[0] if default is None and listed else default,
+        about=about,
+        measured_only=measured_only,
+        weight=weight,
+    )
+
+
+def shape_names(shape: str) -> set[str]:
+    """The names that a shape in words reads."""
+    return {term for term in _TERM.findall(shape) if not term.isdigit()}
+
+
+def read_shape(shape: str, value_of: Callable[[str], int]) -> tuple[int, ...]:
+    """The sizes that a shape in words comes to: factors joined by `*` and `/`, which rounds up, from left to right."""
+    return tuple(_size(word, value_of) for word in shape.split())
+
+
+def _size(word: str, value_of: Callable[[str], int]) -> int:
+    parts = re.split(r"([*/])", word)
+    numbers = [int(part) if part.isdigit() else value_of(part) for part in parts[::2]]
+    result = numbers[0]
+    for operation, number in zip(parts[1::2], numbers[1:], strict=True):
+        result = result * number if operation == "*" else -(-result // number)
+    return result

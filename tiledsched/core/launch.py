@@ -1,0 +1,431 @@
+"""From a declaration to launches: which function runs, on which grid, with which arguments, on which assumptions.
+
+A parameter gets its argument by its name (docs/kernels.md). The compiler's assumptions follow from the declaration, too:
+the element type, which sizes are constants, that the last axis is contiguous, and whether rows are 16-byte aligned.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cuda.tile as ct
+
+from tiledsched.core.errors import DeclarationError, ProblemError
+from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, read_shape
+from tiledsched.core.kernel import HINT_KNOBS, ArraySpec, KernelClass
+from tiledsched.core.problem import Problem, ProblemClass, stable_id
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.storage import ALIGNMENT, strides_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """What one parameter of a function gets."""
+
+    name: str
+    """The parameter."""
+    kind: str
+    """array, list, scalar or constant."""
+    value: Any = None
+    """Of a scalar or a constant."""
+    dtype: str = ""
+    """Of a scalar."""
+    wide: bool = False
+    """Of arrays: whether they are indexed with 64 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One launch: a function, its arguments in order and its grid."""
+
+    function: FunctionType
+    """The undecorated tile function."""
+    hints: Mapping[str, Any]
+    """Hints that its author gave it."""
+    arguments: tuple[Argument, ...]
+    """One for each parameter."""
+    grid: tuple[int, int, int]
+    """Blocks."""
+
+    @property
+    def tail(self) -> tuple[Any, ...]:
+        """The arguments after the arrays, where all of them come after."""
+        return tuple(each.value for each in self.arguments if each.kind in ("scalar", "constant"))
+
+
+def steps(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> tuple[Step, ...]:
+    """The launches of a schedule, in order.
+
+    Args:
+        kernel: declares them.
+        p: the problem.
+        s: the schedule.
+        device: anything with `sm_count` and `arch`; only grids read it.
+
+    Raises:
+        DeclarationError: a function that is none, a grid that is no integers, or a parameter that nothing answers.
+    """
+    if kernel.launches is not None:
+        wanted = list(kernel.launches(p, s, device))
+    else:
+        function = kernel.entry(p, s) if kernel.entry is not None else kernel.function
+        wanted = [(function, kernel.grid(p, s, device))]
+    constants = kernel.constants(p, s)
+    found = []
+    for entry, grid in wanted:
+        function, hints = undecorated(entry)
+        found.append(
+            Step(
+                function=function,
+                hints=hints,
+                arguments=bind(kernel, function, p, s, constants),
+                grid=kernel.read_grid(grid),
+            )
+        )
+    return tuple(found)
+
+
+def undecorated(entry: Any) -> tuple[FunctionType, Mapping[str, Any]]:
+    """The Python function of a kernel object, and the hints it carries; or a plain function and none.
+
+    Raises:
+        DeclarationError: neither.
+    """
+    if isinstance(entry, ct.kernel):
+        options = vars(entry._compiler_options) if hasattr(entry, "_compiler_options") else {}
+        return entry._pyfunc, {name: options[name] for name in HINT_KNOBS if options.get(name) is not None}
+    if not isinstance(entry, FunctionType):
+        raise DeclarationError(f"expected a cuTile kernel or a function, got {entry!r}; decorate one with @ct.kernel")
+    return entry, {}
+
+
+@functools.cache
+def parameters(function: FunctionType) -> tuple[tuple[str, bool, Any], ...]:
+    """Of each parameter: its name, whether it is annotated as a constant, and its array annotation, if it has one."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    found = []
+    for name in inspect.signature(function).parameters:
+        notes = typing.get_args(hints.get(name))[1:] if typing.get_origin(hints.get(name)) is typing.Annotated else ()
+        constant = any(type(note).__name__ == "ConstantAnnotation" for note in notes)
+        found.append((name, constant, next((note for note in notes if isinstance(note, ct.ArrayAnnotation)), None)))
+    return tuple(found)
+
+
+def bind(
+    kernel: KernelClass, function: FunctionType, p: Problem, s: Schedule, constants: Mapping[str, Any]
+) -> tuple[Argument, ...]:
+    """What each parameter of `function` gets.
+
+    Raises:
+        DeclarationError: nothing declared is called like a parameter.
+    """
+    scalars = kernel.scalar_values(p)
+    found = []
+    for name, constant, _ in parameters(function):
+        if name in kernel.array_fields:
+            spec = kernel.array_spec(name, p, s)
+            found.append(Argument(name=name, kind="list" if spec.listed else "array", wide=spec.wide))
+        elif name in constants:
+            found.append(_constant(name, constants[name]))
+        elif name in scalars:
+            found.append(_number(name, scalars[name], constant, kernel.scalar_fields[name].dtype))
+        elif name in s:
+            found.append(_constant(name, s[name]))
+        elif name in kernel.fields or name in kernel.derived:
+            found.append(_number(name, getattr(p, name), constant, "int32"))
+        else:
+            known = [*kernel.array_fields, *scalars, *s, *kernel.fields, *kernel.derived]
+            raise DeclarationError(
+                f"{kernel.name}: parameter {name!r} of {function.__name__} is called like nothing declared "
+                f"({', '.join(known)}); declare it, or return it from constants(p, s)"
+            )
+    return tuple(found)
+
+
+def _constant(name: str, value: Any) -> Argument:
+    plain = type(value) in (int, bool, str)
+    return _plain_constant(name, value) if plain else Argument(name=name, kind="constant", value=value)
+
+
+@functools.lru_cache(maxsize=16384, typed=True)  # 1 is not True
+def _plain_constant(name: str, value: int | bool | str) -> Argument:
+    """A search binds the same few values with every schedule."""
+    return Argument(name=name, kind="constant", value=value)
+
+
+def _number(name: str, value: Any, constant: bool, dtype: str) -> Argument:
+    kind = "constant" if constant or isinstance(value, (bool, str)) else "scalar"
+    return Argument(name=name, kind=kind, value=value, dtype=dtype)
+
+
+def signature(kernel: KernelClass, p: Problem, s: Schedule, step: Step) -> Any:
+    """Types and assumptions of every parameter of a step; a launch on contiguous arrays infers these and more."""
+    from cuda.tile.compilation import CallingConvention, KernelSignature, ListConstraint, ScalarConstraint
+
+    notes = {name: note for name, _, note in parameters(annotated(kernel, step, p, s))}
+    found: list[Any] = []
+    for each in step.arguments:
+        if each.kind == "constant":
+            found.append(each.value)
+        elif each.kind == "scalar":
+            found.append(ScalarConstraint(getattr(ct, each.dtype)))
+        else:
+            spec = kernel.array_spec(each.name, p, s)
+            constraint = _array_constraint(spec, notes.get(each.name) or _note(kernel, spec))
+            found.append(
+                ListConstraint(constraint, alias_groups=(), elements_may_alias=False) if spec.listed else constraint
+            )
+    return KernelSignature(found, CallingConvention.cutile_python_v2(), symbol=symbol(kernel))
+
+
+def symbol(kernel: KernelClass) -> str:
+    """The name of the machine code's function."""
+    return "".join(letter if letter.isalnum() else "_" for letter in kernel.name)
+
+
+def _array_constraint(spec: ArraySpec, note: Any) -> Any:
+    from cuda.tile.compilation import ArrayConstraint
+
+    shape, ndim, item = spec.shape, len(spec.shape), ITEM_BYTES[spec.dtype]
+    strides, unit = strides_of(shape, spec.column), unit_axis(ndim, spec.column)
+    same = len(set(spec.shapes)) == 1
+    fixed_sizes = {axis % ndim for axis in note.static_shape_dims} if same else set()
+    fixed_strides = {axis % ndim for axis in note.static_stride_dims} or {unit}
+    # A launch also infers which sizes are multiples of 16. Nothing is assumed of them here: where tiles are loaded with
+    # their edges checked the machine code is the same with and without (tests/test_build.py checks for attention).
+    run = shape[unit] * item if ndim else item
+    told = spec.role != "workspace" or spec.aligned
+    aligned = ALIGNMENT // item if run % ALIGNMENT == 0 and told and same else 1
+    return ArrayConstraint(
+        getattr(ct, spec.dtype),
+        ndim,
+        index_dtype=note.index_dtype,
+        stride_lower_bound_incl=0,
+        alias_groups=(),
+        may_alias_internally=False,
+        stride_constant=tuple(
+            (1 if axis == unit else strides[axis]) if axis in fixed_strides else None for axis in range(ndim)
+        ),
+        shape_constant=tuple(shape[axis] if axis in fixed_sizes else None for axis in range(ndim)),
+        stride_divisible_by=tuple(1 if axis == unit or axis in fixed_strides else aligned for axis in range(ndim)),
+        base_addr_divisible_by=ALIGNMENT,
+    )
+
+
+def unit_axis(ndim: int, column: bool) -> int:
+    """The axis along which neighbours are neighbours in memory."""
+    return ndim - 2 if column and ndim > 1 else ndim - 1
+
+
+def annotated(kernel: KernelClass, step: Step, p: Problem, s: Schedule) -> FunctionType:
+    """The function of a step, its arrays annotated with what the declaration says where their author said nothing.
+
+    So a launch infers the same assumptions as a build: constant sizes are part of what cuTile tells launches apart by, and
+    an axis of one element does not become a constant by chance.
+    """
+    unsaid = [
+        each
+        for each in step.arguments
+        if each.kind == "array"
+        and next(note for name, _, note in parameters(step.function) if name == each.name) is None
+    ]
+    if not unsaid:
+        return step.function
+    notes = tuple((each.name, _note(kernel, kernel.array_spec(each.name, p, s))) for each in unsaid)
+    return _with_notes(step.function, notes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_notes(function: FunctionType, notes: tuple[tuple[str, Any], ...]) -> FunctionType:
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__module__, copy.__qualname__, copy.__doc__ = function.__module__, function.__qualname__, function.__doc__
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = {
+        **typing.get_type_hints(function, include_extras=True),
+        **{name: typing.Annotated[ct.Array, note] for name, note in notes},
+    }
+    return copy
+
+
+def _note(kernel: KernelClass, spec: ArraySpec) -> Any:
+    return _kept_note(kernel, spec)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_note(kernel: KernelClass, spec: ArraySpec) -> Any:
+    words = kernel.array_fields[spec.name].shape
+    fixed: tuple[int, ...] = ()
+    if isinstance(words, str):
+        fixed = tuple(axis for axis, word in enumerate(words.split()) if _is_constant(kernel, word, spec))
+    return ct.ArrayAnnotation(
+        index_dtype=ct.int64 if spec.wide else ct.int32,
+        static_shape_dims=fixed,
+        static_stride_dims=(unit_axis(len(spec.shape), spec.column),) if spec.shape else (),
+    )
+
+
+def _is_constant(kernel: KernelClass, word: str, spec: ArraySpec) -> bool:
+    """Whether a size is made of numbers and constant dims alone; of a workspace, of knobs, too."""
+
+    def known(name: str) -> int:
+        declared = kernel.fields.get(name)
+        constant = isinstance(declared, Dim) and declared.constant
+        if not constant and not (spec.role == "workspace" and name in kernel.knobs):
+            raise LookupError(name)
+        return 1
+
+    try:
+        read_shape(word, known)
+    except LookupError:
+        return False
+    return True
+
+
+def assumed(kernel: KernelClass, asked: Any, step: Step) -> Any:
+    """What machine code is built on where a launch's arguments suggest `asked`: what :func:`signature` says of them, so that
+    what is launched is what was built and measured. A launch also infers what sizes, and the strides of workspaces, are
+    multiples of; on the latter the compiler (13.4 on sm_90) makes other machine code for split keys, and wrong one: loads of
+    four maxima at addresses of one.
+    """
+    from cuda.tile.compilation import ArrayConstraint, KernelSignature
+
+    found = list(asked.parameters)
+    for place, (argument, each) in enumerate(zip(step.arguments, found, strict=True)):
+        if isinstance(each, ArrayConstraint):
+            field = kernel.array_fields[argument.name]
+            scratch = field.role == "workspace" or argument.name in _sometimes(kernel)  # type: ignore[arg-type]
+            strides = 1 if scratch and not field.aligned else each.stride_divisible_by
+            found[place] = replace(each, shape_divisible_by=1, stride_divisible_by=strides)
+    return KernelSignature(found, asked.calling_convention, asked.symbol)
+
+
+@functools.cache
+def _sometimes(kernel: KernelClass) -> frozenset[str]:
+    """Outputs that not every problem has, and that are scratch for the others."""
+    return frozenset(name for name, each in kernel.array_fields.items() if each.role == "out" and each.when)
+
+
+def problem_class(kernel: KernelClass, p: Problem, s: Schedule, device: Any) -> ProblemClass:
+    """The part of a problem that a schedule's machine code depends on.
+
+    Run-time sizes are not in it, except through the assumptions that follow from them.
+    """
+    assumptions: list[Any] = []
+    for step in steps(kernel, p, s, device):
+        assumptions.append(step.function.__name__)
+        for (_, _, note), each in zip(parameters(step.function), step.arguments, strict=True):
+            if each.kind in ("array", "list"):
+                spec = kernel.array_spec(each.name, p, s)
+                assumptions.append(_assumption(spec, note or _note(kernel, spec)))
+            else:
+                assumptions.append([type(each.value).__name__, each.value] if each.kind == "constant" else each.dtype)
+    said = {
+        name: p.values[name]
+        for name, each in kernel.fields.items()
+        if isinstance(each, (Choice, Flag)) or (isinstance(each, Dim) and each.constant)
+    }
+    return ProblemClass({**said, "signature": stable_id(assumptions)})
+
+
+@functools.lru_cache(maxsize=4096)
+def _assumption(spec: ArraySpec, note: Any) -> str:
+    return str(_array_constraint(spec, note))
+
+
+def tile_kernels(kernel: KernelClass, schedules: Mapping[str, Schedule], p: Problem, device: Any) -> list[Any]:
+    """A cuTile kernel object for each step, with the hints of every arch in `schedules` as `ct.ByTarget` values.
+
+    A hint of 0 leaves the choice to the compiler, except for `opt_level`, where 0 is a level.
+
+    Raises:
+        ProblemError: the schedules run different functions; make kernels of each.
+    """
+    by_arch = {arch: steps(kernel, p, s, device) for arch, s in schedules.items()}
+    first, *others = by_arch.values()
+    for other in others:
+        if [step.function for step in other] != [step.function for step in first]:
+            names = sorted({step.function.__name__ for each in by_arch.values() for step in each})
+            raise ProblemError(f"these schedules run different kernels ({', '.join(names)}); make one kernel of each")
+    s = next(iter(schedules.values()))
+    return [ct.kernel(annotated(kernel, step, p, s), **_hints(step, schedules)) for step in first]
+
+
+def _hints(step: Step, schedules: Mapping[str, Schedule]) -> dict[str, Any]:
+    hints = dict(step.hints)
+    for knob in HINT_KNOBS:
+        values = {arch: s.number(knob) for arch, s in schedules.items() if knob in s}
+        if values:
+            by_arch = {arch: value if value or knob == "opt_level" else None for arch, value in values.items()}
+            hints[knob] = ct.ByTarget(default=next(iter(by_arch.values())), **by_arch)
+    return hints
+
+
+def scratch(kernel: KernelClass, p: Problem, s: Schedule, wanted: Sequence[Step]) -> tuple[ArraySpec, ...]:
+    """The arrays that the steps take beside those of the problem, in order of first use."""
+    present = {each.name for each in kernel.arrays(p)}
+    names = dict.fromkeys(each.name for step in wanted for each in step.arguments if each.kind in ("array", "list"))
+    return tuple(kernel.array_spec(name, p, s) for name in names if name not in present)
+
+
+def source_hash(kernel: KernelClass) -> str:
+    """Hash of the source that machine code comes from: the declaration's module, those it takes functions from, and what
+    these use of their own packages. Builds of other source are made again; what is known of equal machine code holds.
+    """
+    text = "".join(Path(path).read_text(encoding="utf-8") for path in sorted(_sources(kernel)))  # type: ignore[arg-type]
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _sources(kernel: KernelClass) -> frozenset[str]:
+    """The files; found through what the modules name, so that nothing need be said."""
+    import importlib
+
+    declared = (
+        importlib.import_module(kernel.__module__)
+        if kernel.__module__ not in sys.modules
+        else sys.modules[kernel.__module__]
+    )
+    left, found = [declared], {declared.__name__: str(declared.__file__)}
+    if declared.__name__.startswith(
+        SHIPPED_KERNELS
+    ):  # tile code is imported where it is asked for: all of the folder counts
+        found |= {str(path): str(path) for path in Path(str(declared.__file__)).parent.glob("*.py")}
+    while left:
+        module = left.pop()
+        for value in list(vars(module).values()):
+            function = value._pyfunc if isinstance(value, ct.kernel) else value
+            name = getattr(function, "__module__", None) or getattr(value, "__name__", "")
+            other = value if isinstance(value, ModuleType) else sys.modules.get(name if isinstance(name, str) else "")
+            path = getattr(other, "__file__", None)
+            if (
+                other is None
+                or other.__name__ in found
+                or not path
+                or not path.endswith(".py")
+                or _is_library(other.__name__)
+            ):
+                continue
+            if module is declared or other.__name__.split(".")[0] == module.__name__.split(".")[0]:
+                found[other.__name__] = path
+                left.append(other)
+    return frozenset(found.values())
+
+
+SHIPPED_KERNELS = "tiledsched.kernels."
+LIBRARIES = frozenset({"cuda", "torch", "numpy", "cupy", "ml_dtypes", "tiledsched"})
+
+
+def _is_library(name: str) -> bool:
+    top = name.split(".")[0]
+    return (top in LIBRARIES and not name.startswith(SHIPPED_KERNELS)) or top in sys.stdlib_module_names

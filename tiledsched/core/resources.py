@@ -1,0 +1,62 @@
+"""What one block of machine code takes, and how many of them an SM holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+REGISTERS_PER_SM = 65536
+REGISTER_GRANULARITY = 256  # per warp, all archs since sm_50
+SYSTEM_SHARED_BYTES = 1024  # reserved per block by the driver, sm_80 and later
+MAX_THREADS_PER_SM = {"sm_86": 1536, "sm_87": 1536, "sm_89": 1536, "sm_110": 1536, "sm_120": 1536, "sm_121": 1536}
+SHARED_BYTES_PER_SM = {
+    "sm_80": 164,
+    "sm_86": 100,
+    "sm_87": 164,
+    "sm_89": 100,
+    "sm_90": 228,
+    "sm_100": 228,
+    "sm_103": 228,
+    "sm_110": 228,
+    "sm_120": 100,
+    "sm_121": 100,
+}
+"""KiB; CUDA C++ Programming Guide, technical specifications per compute capability."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceFacts:
+    """What one block of an artifact takes, known before it runs."""
+
+    registers: int
+    """Per thread, as allocated at launch (warp-specialized kernels redistribute them later)."""
+    threads: int
+    """Per CTA: the required block width (REQNTID)."""
+    shared_bytes: int
+    """Static shared memory per CTA."""
+    spill_bytes: int
+    """Stack frame per thread, in bytes: where registers did not suffice."""
+    num_ctas: int
+    """CTAs per cluster; 1 without clusters."""
+    code_bytes: int
+    """Size of the machine code."""
+    ctas_per_sm: int
+    """CTAs the registers, threads and shared memory of one SM allow at once."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict; pass it to the constructor to invert."""
+        return asdict(self)
+
+
+def ctas_per_sm(arch: str, registers: int, threads: int, shared_bytes: int) -> int:
+    """CTAs that fit on one SM at once, after the CUDA occupancy rules (registers per warp in units of 256).
+
+    From compute capability 9.0 on, the shared memory a cubin states includes the part the driver reserves.
+    """
+    warps = -(-threads // 32)
+    per_warp = -(-registers * 32 // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
+    by_registers = REGISTERS_PER_SM // (per_warp * warps)
+    by_threads = MAX_THREADS_PER_SM.get(arch, 2048) // threads
+    reserved = SYSTEM_SHARED_BYTES if int(arch[3:]) < 90 else 0
+    by_shared = SHARED_BYTES_PER_SM.get(arch, 228) * 1024 // max(1, shared_bytes + reserved)
+    return max(1, min(by_registers, by_threads, by_shared))

@@ -1,0 +1,456 @@
+"""The search space: knobs, their choices and the constraints between them.
+
+A constraint is an expression over knob names, the problem's fields and the arch's limits; the same list decides what is
+enumerated, what is sampled and what is accepted from a user. `tiledsched.core.space_files` reads spaces.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, TypeAlias
+
+from tiledsched.core.errors import SpaceError
+from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.schedule import KnobValue, Schedule
+
+FEW_COMBINATIONS = 1 << 12
+"""Constraints that read knobs of no more combinations than this are asked which values they leave each knob."""
+MOST_COMBINATIONS = 1 << 20
+"""Constraints that read knobs of more combinations than this are only checked once all of those knobs have values."""
+_Tree: TypeAlias = "dict[KnobValue, _Tree]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    """One dimension of the space."""
+
+    name: str
+    """Its name, as the kernel reads it."""
+    choices: tuple[KnobValue, ...]
+    """Every value allowed, in the order written."""
+    default: KnobValue
+    """Its value in the default schedule."""
+    about: str
+    """One line for people."""
+    measured_only: bool = False
+    """Whether the static model cannot see what it does: only a measurement tells its values apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """A condition every schedule must meet."""
+
+    require: str
+    """A Python-like expression over knobs, problem fields and limits."""
+    because: str
+    """Why, for the person whose schedule was refused."""
+    exploring: bool
+    """Whether it only keeps the search small: a schedule that breaks it works, and may be forced."""
+    names: frozenset[str]
+    """The names the expression reads."""
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        """Whether the condition is met under `values`, which must bind every name read."""
+        names = tuple(self.names)
+        try:
+            return bool(_function(self.require, names)(*[values[name] for name in names]))
+        except (ArithmeticError, TypeError) as error:
+            raise self.failed(error) from error
+
+    def failed(self, error: Exception) -> SpaceError:
+        """What is said where it cannot be evaluated: it divides by a number that is 0 here, or compares text with numbers."""
+        return SpaceError(
+            f"the constraint {self.require!r} cannot be evaluated: {error}; put a condition before it, as in "
+            "k > 0 and m % k == 0"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """Knobs and constraints of one kernel on one arch."""
+
+    kernel: str
+    """The name of its kernel."""
+    arch: str
+    """The arch its limits describe, e.g. sm_90."""
+    knobs: Mapping[str, Knob]
+    """By name, in the order written."""
+    constraints: tuple[Constraint, ...]
+    """All of them; a schedule is valid when every one holds."""
+    limits: Mapping[str, int]
+    """The arch's numbers the constraints read, e.g. shared_memory_bytes."""
+    source: str = ""
+    """The file it was read from."""
+    candidates: tuple[Schedule, ...] = ()
+    """Where there are any, only these and the default are searched; the rest of the space is still valid."""
+
+    listed_in: str = ""
+    """Where the candidates are from, for people."""
+
+    def limited_to(self, candidates: Iterable[Mapping[str, KnobValue]], listed_in: str = "") -> SearchSpace:
+        """The same space, of which only `candidates` are searched; knobs they do not name are at their defaults.
+
+        A candidate that is not valid for a problem is passed over there; constraints on what is explored do not count.
+
+        Raises:
+            SpaceError: a candidate has an unknown knob.
+        """
+        listed = []
+        for each in candidates:
+            unknown = sorted(set(each) - set(self.knobs))
+            if unknown:
+                raise SpaceError(f"candidate {dict(each)} has unknown knobs {unknown}; known are {list(self.knobs)}")
+            listed.append(Schedule({name: each.get(name, knob.default) for name, knob in self.knobs.items()}))
+        return replace(self, candidates=tuple(dict.fromkeys(listed)), listed_in=listed_in)
+
+    def including(self, schedules: Iterable[Schedule]) -> SearchSpace:
+        """The same space; where it is limited to candidates, `schedules` are among them."""
+        if not self.candidates:
+            return self
+        return replace(self, candidates=tuple(dict.fromkeys([*self.candidates, *schedules])))
+
+    @property
+    def id(self) -> str:
+        """Stable id of what the space allows, whatever its file is called."""
+        return stable_id(
+            {
+                "kernel": self.kernel,
+                "arch": self.arch,
+                "limits": dict(self.limits),
+                "knobs": {name: [list(knob.choices), knob.default] for name, knob in self.knobs.items()},
+                "constraints": sorted(constraint.require for constraint in self.constraints),
+            }
+        )
+
+    @cached_property
+    def needed(self) -> tuple[Constraint, ...]:
+        """The constraints that say what cannot work; the others only bound what is explored."""
+        return tuple(each for each in self.constraints if not each.exploring)
+
+    def constraint_values(self, problem: Problem) -> dict[str, Any]:
+        """What constraints may read beside the knobs: the problem's fields, what is derived from them, and the arch's limits."""
+        return problem.names | dict(self.limits)
+
+    def violations(self, schedule: Schedule, problem: Problem) -> list[str]:
+        """Every reason `schedule` is not in this space for `problem`; an empty list means it is valid."""
+        return self._reasons(schedule, problem, self.constraints)
+
+    def unworkable(self, schedule: Schedule, problem: Problem) -> list[str]:
+        """Every reason `schedule` cannot work for `problem`. What is merely not explored can, and may have been a candidate."""
+        if self._allows(schedule) and self._works(self.constraint_values(problem) | dict(schedule.items())):
+            return []
+        return self._reasons(schedule, problem, self.needed)
+
+    @cached_property
+    def _choices(self) -> dict[str, frozenset[tuple[type, KnobValue]]]:
+        """Of each knob, for a quick look: a value with its type, which tells True from 1."""
+        return {name: frozenset((type(each), each) for each in knob.choices) for name, knob in self.knobs.items()}
+
+    def _allows(self, schedule: Schedule) -> bool:
+        """Whether every knob is there, and no other, at one of its values."""
+        choices = self._choices
+        return len(schedule) == len(choices) and all(
+            name in choices and (type(value), value) in choices[name] for name, value in schedule.items()
+        )
+
+    @cached_property
+    def _works(self) -> Callable[[Mapping[str, Any]], bool]:
+        """Whether all of :attr:`needed` hold, as one expression. False also where one cannot be evaluated."""
+        names = tuple(sorted(frozenset().union(*(each.names for each in self.needed))))
+        joined = _function(" and ".join(f"({each.require})" for each in self.needed) or "True", names)
+
+        def works(values: Mapping[str, Any]) -> bool:
+            try:
+                return bool(joined(*[values[name] for name in names]))
+            except (ArithmeticError, TypeError):
+                return False
+
+        return works
+
+    def _reasons(self, schedule: Schedule, problem: Problem, constraints: Iterable[Constraint]) -> list[str]:
+        reasons = []
+        for name, knob in self.knobs.items():
+            if name not in schedule:
+                reasons.append(f"knob {name!r} is missing; allowed values are {list(knob.choices)}")
+            elif not contains(knob.choices, schedule[name]):
+                reasons.append(f"{name} = {schedule[name]!r} is not one of {list(knob.choices)}")
+        unknown = sorted(set(schedule) - set(self.knobs))
+        if unknown:
+            reasons.append(f"unknown knobs {unknown}; known are {list(self.knobs)}")
+        if reasons:
+            return reasons
+        values = self.constraint_values(problem) | dict(schedule.items())
+        return [f"{c.require}: {c.because}" for c in constraints if not c.holds(values)]
+
+    def schedules(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Iterator[Schedule]:
+        """Every valid schedule, in a fixed order: knobs vary in the order written, the last one fastest.
+
+        Args:
+            problem: what the schedule is for; constraints may read it.
+            pinned: knobs held at one value.
+        """
+        pinned = dict(Schedule(pinned or {}))
+        values = self.constraint_values(problem)
+        if self.candidates:
+            listed = dict.fromkeys([self.default(problem, pinned=pinned), *self.candidates])
+            yield from (
+                each
+                for each in listed
+                if all(each[name] == value for name, value in pinned.items()) and not self.unworkable(each, problem)
+            )
+            return
+        possible = self._possible(
+            {name: (pinned[name],) if name in pinned else knob.choices for name, knob in self.knobs.items()}, values
+        )
+        values |= {name: each[0] for name, each in possible.items() if len(each) == 1}
+        choices = {name: each for name, each in possible.items() if len(each) != 1}
+        names = list(choices)
+        # walked[i]: for each constraint that reads knob i, where the knobs before have led in its tree, and how many it reads.
+        walked: list[list[tuple[list[_Tree], int]]] = [[] for _ in names]
+        late: list[list[Constraint]] = [[] for _ in names]
+        for constraint in self.constraints:
+            read = tuple(name for name in names if name in constraint.names)
+            if not read:
+                if not constraint.holds(values):
+                    return
+            elif math.prod(len(choices[name]) for name in read) <= MOST_COMBINATIONS:
+                tree = _tree(*_bound(constraint, choices, values))
+                if tree is not None:
+                    choices[read[0]] = tuple(each for each in choices[read[0]] if each in tree)
+                    path = [tree] * (len(read) + 1)
+                    for count, name in enumerate(read):
+                        walked[names.index(name)].append((path, count))
+            else:
+                late[names.index(read[-1])].append(constraint)
+
+        if not names:
+            yield Schedule({name: values[name] for name in self.knobs})
+        in_order = sorted(self.knobs)
+        untried = [iter(choices[name]) for name in names[:1]]
+        while untried:
+            index = len(untried) - 1
+            for choice in untried[-1]:
+                for path, count in walked[index]:
+                    branch = path[count].get(choice)
+                    if branch is None:
+                        break
+                    path[count + 1] = branch
+                else:
+                    values[names[index]] = choice
+                    if late[index] and not all(constraint.holds(values) for constraint in late[index]):
+                        continue
+                    if index + 1 < len(names):
+                        untried.append(iter(choices[names[index + 1]]))
+                        break
+                    yield Schedule.of_checked({name: values[name] for name in in_order})
+            else:
+                untried.pop()
+
+    def neighbours(
+        self, schedule: Schedule, problem: Problem, *, pinned: Container[str] = (), changes: int = 2
+    ) -> Iterator[Schedule]:
+        """Every schedule that can work for `problem` and differs from `schedule` in up to `changes` knobs, fewest first.
+
+        What is explored does not bound them. `pinned` knobs are not changed.
+        """
+        others = {
+            name: [choice for choice in knob.choices if choice != schedule[name]]
+            for name, knob in self.knobs.items()
+            if name not in pinned
+        }
+        for count in range(1, changes + 1):
+            for changed in itertools.combinations(others, count):
+                for choices in itertools.product(*(others[name] for name in changed)):
+                    found = schedule.replace(**dict(zip(changed, choices, strict=True)))
+                    if not self.unworkable(found, problem):
+                        yield found
+
+    def _possible(
+        self, choices: Mapping[str, tuple[KnobValue, ...]], values: Mapping[str, Any]
+    ) -> dict[str, tuple[KnobValue, ...]]:
+        """`choices` less those that some constraint rules out by itself, whatever the other knobs are.
+
+        Most problems leave knobs made for other problems one value; whoever walks or draws must not try the rest.
+        """
+        left = dict(choices)
+        before = 0
+        while before != (before := sum(map(len, left.values()))):
+            for constraint in self.constraints:
+                read = tuple((name, left[name]) for name in left if name in constraint.names)
+                if read and math.prod(len(each) for _, each in read) <= FEW_COMBINATIONS:
+                    others = tuple((name, value) for name, value in values.items() if name in constraint.names)
+                    left.update(_left_by(constraint, read, others))
+        return left
+
+    def sample(self, problem: Problem, rng: random.Random, *, tries: int = 10_000) -> Schedule:
+        """A valid schedule drawn uniformly: by rejection, and where `tries` draws find none, from all of them.
+
+        The knobs of the constraint that reads most of them are drawn together from what it allows; almost every draw
+        would be rejected otherwise.
+
+        Raises:
+            SpaceError: there is none.
+        """
+        values = self.constraint_values(problem)
+        choices = self._possible({name: knob.choices for name, knob in self.knobs.items()}, values)
+        together: tuple[str, ...] = ()
+        allowed: list[tuple[KnobValue, ...]] = [()]
+        for constraint in self.constraints:
+            read = tuple(name for name in choices if name in constraint.names)
+            if len(read) > len(together) and math.prod(len(choices[name]) for name in read) <= MOST_COMBINATIONS:
+                together, allowed = read, _allowed(*_bound(constraint, choices, values))
+        for _ in range(tries if allowed and all(choices.values()) else 0):
+            drawn = {name: rng.choice(each) for name, each in choices.items()}
+            drawn |= zip(together, rng.choice(allowed), strict=True)
+            bound = values | drawn
+            if all(constraint.holds(bound) for constraint in self.constraints):
+                return Schedule(drawn)
+        valid = list(self.schedules(problem))
+        if not valid:
+            raise SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
+        return rng.choice(valid)
+
+    def modelled_pins(self) -> dict[str, KnobValue]:
+        """The knobs whose effect only a measurement shows, at their defaults: hold them there where nothing is measured."""
+        return {name: knob.default for name, knob in self.knobs.items() if knob.measured_only}
+
+    def complete(self, schedule: Schedule) -> Schedule:
+        """`schedule` as this version writes it: knobs it lacks at their defaults, values of earlier versions renamed.
+
+        A knob's default is what the kernel did before there was that knob, so that a schedule stored by an earlier
+        version still says which program was measured.
+        """
+        former = kernel_named(self.kernel).former_values
+        known = {
+            name: former.get((name, value), value) if type(value) is bool else value for name, value in schedule.items()
+        }
+        return Schedule({name: knob.default for name, knob in self.knobs.items()} | known)
+
+    def default(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Schedule:
+        """The default schedule for `problem`: every knob at its default, repaired to the nearest valid one.
+
+        Defaults are written for common problems; where they break a constraint (say, a tile too large for a wide
+        head), the valid schedule with the fewest changed knobs is taken, first in enumeration order among equals.
+        `pinned` knobs hold the value given instead of their default.
+
+        Raises:
+            SpaceError: the space holds no valid schedule for this problem.
+        """
+        if self.candidates:
+            return replace(self, candidates=()).default(problem, pinned=pinned)
+        pinned = dict(pinned or {})
+        wanted = Schedule({name: knob.default for name, knob in self.knobs.items()} | pinned)
+        if not self.violations(wanted, problem):
+            return wanted
+        free = [name for name in self.knobs if name not in pinned]
+        possible = next(self.schedules(problem, pinned=pinned), None) is not None
+        for changes in range(1, len(free) + 1) if possible else ():
+            for changed in itertools.combinations(free, changes):
+                held = {name: wanted[name] for name in self.knobs if name not in changed}
+                found = next(self.schedules(problem, pinned=held), None)
+                if found is not None:
+                    return found
+        raise SpaceError(f"{self.source or self.arch} holds no valid schedule for {problem}; relax its constraints")
+
+
+@lru_cache(maxsize=4096)
+def _function(expression: str, names: tuple[str, ...]) -> Callable[..., bool]:
+    """A constraint's expression, checked when it was read, as a function: spaces are walked by calling it a lot."""
+    function: Callable[..., bool] = eval(f"lambda {', '.join(names)}: ({expression}\n)", {"__builtins__": {}})
+    return function
+
+
+@lru_cache(maxsize=4096)
+def _lister(
+    expression: str, names: tuple[str, ...], others: tuple[str, ...]
+) -> Callable[..., list[tuple[KnobValue, ...]]]:
+    """A function of the choices of `names` and the values of `others` that lists the combinations for which a constraint's
+    expression holds: in one comprehension, because a call for each of a million takes twice as long.
+    """
+    loops = " ".join(f"for {name} in {name}_choices" for name in names)
+    parameters = ", ".join([*(f"{name}_choices" for name in names), *others])
+    function: Callable[..., list[tuple[KnobValue, ...]]] = eval(
+        f"lambda {parameters}: [({', '.join(names)},) {loops} if ({expression}\n)]", {"__builtins__": {}}
+    )
+    return function
+
+
+def _bound(
+    constraint: Constraint, choices: Mapping[str, tuple[KnobValue, ...]], values: Mapping[str, Any]
+) -> tuple[Constraint, tuple[tuple[str, tuple[KnobValue, ...]], ...], tuple[tuple[str, Any], ...]]:
+    """`constraint` with what it reads of `choices` and of `values`: most read little of a problem, so that the answers for
+    one are used for another.
+    """
+    return (
+        constraint,
+        tuple((name, values) for name, values in choices.items() if name in constraint.names),
+        tuple((name, value) for name, value in values.items() if name in constraint.names),
+    )
+
+
+@lru_cache(maxsize=128)
+def _allowed(
+    constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...], others: tuple[tuple[str, Any], ...]
+) -> list[tuple[KnobValue, ...]]:
+    """The combinations of `choices` for which `constraint` holds; `others` are what else it reads."""
+    list_them = _lister(constraint.require, tuple(name for name, _ in choices), tuple(name for name, _ in others))
+    try:
+        return list_them(*(each for _, each in choices), *(value for _, value in others))
+    except (ArithmeticError, TypeError) as error:
+        raise constraint.failed(error) from error
+
+
+@lru_cache(maxsize=1024)
+def _tree(
+    constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...], others: tuple[tuple[str, Any], ...]
+) -> _Tree | None:
+    """What the knobs that `constraint` reads may be, one after the other: each value leads to those of the next knob with
+    which the rest can be chosen. None where they may be anything.
+
+    Equal branches are one object, so that a tree of many combinations is small.
+    """
+    combinations = _allowed(constraint, choices, others)
+    if len(combinations) == math.prod(len(each) for _, each in choices):
+        return None
+    known: dict[tuple[tuple[KnobValue, int], ...], _Tree] = {}
+    leaf: _Tree = {}
+    branches = dict.fromkeys(combinations, leaf)
+    for count in range(len(choices) - 1, -1, -1):
+        joined: dict[tuple[KnobValue, ...], _Tree] = {}
+        for combination, branch in branches.items():
+            joined.setdefault(combination[:count], {})[combination[count]] = branch
+        branches = {
+            combination: known.setdefault(tuple((choice, id(after)) for choice, after in branch.items()), branch)
+            for combination, branch in joined.items()
+        }
+    return branches.get((), {})
+
+
+@lru_cache(maxsize=4096)
+def _left_by(
+    constraint: Constraint, choices: tuple[tuple[str, tuple[KnobValue, ...]], ...], others: tuple[tuple[str, Any], ...]
+) -> dict[str, tuple[KnobValue, ...]]:
+    """`choices` of the knobs that `constraint` reads, less those with which it never holds."""
+    found = [set(column) for column in zip(*_allowed(constraint, choices, others), strict=True)] or [
+        set() for _ in choices
+    ]
+    return {
+        name: tuple(choice for choice in each if choice in seen)
+        for (name, each), seen in zip(choices, found, strict=True)
+    }
+
+
+def contains(choices: Sequence[KnobValue], value: object) -> bool:
+    """Membership that tells True from 1."""
+    return any(type(choice) is type(value) and choice == value for choice in choices)
+
+
+def accuracy_class(space: SearchSpace, accum_mode: str) -> dict[str, KnobValue]:
+    """The knobs that an accuracy class holds; none where the kernel has but one."""
+    return {"accum_mode": accum_mode} if "accum_mode" in space.knobs else {}

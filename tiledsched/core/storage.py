@@ -1,0 +1,97 @@
+"""Arrays as they lie in memory, for NumPy and CuPy alike.
+
+Neither has bfloat16, and CuPy has no 8-bit floats: such arrays are kept as the bits, in unsigned integers of the same size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+ALIGNMENT = 16
+"""Bytes; what the TMA unit asks of addresses and strides."""
+BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+"""Types kept as bits, and the integers that hold them."""
+LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 3.38e38,
+    "float32": 3.4e38,
+    "float64": 1.7e308,
+    "float8_e4m3fn": 448.0,
+    "float8_e5m2": 57344.0,
+}
+"""Largest finite values."""
+SMALLEST = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}
+"""Smallest steps between values, of types where they are not negligible."""
+
+
+def is_float(dtype: str) -> bool:
+    """Whether a type holds floating-point numbers."""
+    return dtype in LARGEST
+
+
+def storage_type(dtype: str) -> str:
+    """The type of the array that holds elements of `dtype`."""
+    return BITS.get(dtype, "bool" if dtype == "bool_" else dtype)
+
+
+def strides_of(shape: Sequence[int], column: bool) -> tuple[int, ...]:
+    """Strides in elements of a contiguous array, or of one whose last two axes are swapped in memory."""
+    order = list(range(len(shape)))
+    if column and len(order) > 1:
+        order[-1], order[-2] = order[-2], order[-1]
+    strides = [1] * len(shape)
+    for outer, inner in reversed(list(itertools.pairwise(order))):
+        strides[outer] = strides[inner] * shape[inner]
+    return tuple(strides)
+
+
+def to_storage(xp: Any, values: Any, dtype: str) -> Any:
+    """`values`, of any type, rounded to nearest even as `dtype`, as it is kept."""
+    if dtype == "bfloat16":
+        bits = values.astype(numpy.float32).view(numpy.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
+    if dtype in BITS:
+        import ml_dtypes
+
+        largest = LARGEST[dtype]
+        on_host = _to_host(values).astype(numpy.float32).clip(-largest, largest)
+        return xp.asarray(on_host.astype(getattr(ml_dtypes, dtype)).view(numpy.uint8))
+    return values.astype(storage_type(dtype))
+
+
+def to_float(xp: Any, stored: Any, dtype: str, precision: str = "float32") -> Any:
+    """An array that is kept as `dtype`, as floating-point numbers of `precision`; integers as they are."""
+    if dtype == "bfloat16":
+        return (stored.astype(numpy.uint32) << 16).view(numpy.float32).astype(precision, copy=False)
+    if dtype in BITS:
+        import ml_dtypes
+
+        table = numpy.arange(256, dtype=numpy.uint8).view(getattr(ml_dtypes, dtype)).astype(precision)
+        return xp.asarray(table)[stored]
+    return stored.astype(precision, copy=False) if is_float(dtype) else stored
+
+
+def poison(stored: Any, dtype: str) -> None:
+    """Fill with NaN, or with the largest value where there is no NaN."""
+    if stored.size == 0:
+        return
+    if is_float(dtype) and dtype not in BITS:
+        stored[...] = numpy.nan
+    elif dtype in BITS:
+        stored[...] = 0x7FFF if dtype == "bfloat16" else 0x7F
+    else:
+        stored[...] = True if stored.dtype == bool else numpy.iinfo(str(stored.dtype)).max
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two arrays of one type and shape hold the same bits, NaN and all."""
+    kind = f"u{one.dtype.itemsize}"
+    return bool((one.view(kind) == other.view(kind)).all()) if one.dtype.kind == "f" else bool((one == other).all())
+
+
+def _to_host(values: Any) -> Any:
+    return values.get() if hasattr(values, "get") else values

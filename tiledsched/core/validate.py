@@ -1,0 +1,280 @@
+"""Whether a declaration is right: asked once, when the class is made, and answered with the field and what is allowed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from tiledsched.core.device import LIMITS
+from tiledsched.core.errors import DeclarationError, SpaceError, TiledschedError
+from tiledsched.core.expressions import names_read, words_of
+from tiledsched.core.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, shape_names
+from tiledsched.core.kernel import FUNCTIONS, HINT_KNOBS, KernelClass, allowed_hints, labels_of
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+
+RESERVED = (
+    *FUNCTIONS,
+    "name",
+    "function",
+    "knobs",
+    "constraints",
+    "exploring",
+    "suites",
+    "derived",
+    "label",
+    "axes",
+    "plain",
+    "weights",
+    "kernel",
+    "values",
+    "id",
+    "xp",
+    "p",
+    "s",
+)
+MOST_CHECKED = 1 << 20
+"""Elements of the largest array on which a reference is tried."""
+
+
+def check_declaration(kernel: KernelClass) -> None:
+    """Raise DeclarationError where the declaration of `kernel` is wrong, as far as can be told in a moment."""
+    _check_fields(kernel)
+    _check_knobs(kernel)
+    _check_constraints(kernel)
+    for name, cases in kernel.suites.items():
+        for case in cases:
+            try:
+                _ = case if isinstance(case, Problem) else kernel.problem(**case)
+            except TiledschedError as error:
+                raise DeclarationError(f"{kernel.__name__}.suites[{name!r}]: {error}") from error
+    example = first_problem(kernel)
+    if example is not None and kernel.knobs and not _ships(kernel):
+        _check_launches(kernel, example)
+        _check_reference(kernel, example)
+
+
+def first_problem(kernel: KernelClass) -> Problem | None:
+    """A problem the declaration itself names; None where its suites are empty."""
+    for cases in kernel.suites.values():
+        for case in cases:
+            return case if isinstance(case, Problem) else kernel.problem(**case)
+    return None
+
+
+def _ships(kernel: KernelClass) -> bool:
+    """Whether it is one of the package's own: tests have checked those, and importing them should cost nothing."""
+    return kernel.__module__.startswith("tiledsched.kernels.")
+
+
+def _fail(kernel: KernelClass, field: str, why: str) -> None:
+    raise DeclarationError(f"{kernel.__name__}.{field}: {why}")
+
+
+def _check_fields(kernel: KernelClass) -> None:
+    mine = {*kernel.fields, *kernel.array_fields, *kernel.scalar_fields}
+    for name in sorted(mine):
+        if name in RESERVED or name.startswith("_"):
+            _fail(kernel, name, "the name is taken; call the field something else")
+    for name in kernel.derived:
+        if name in mine:
+            _fail(kernel, f"derived[{name!r}]", "there is a field of that name; call one something else")
+    for name, each in kernel.array_fields.items():
+        _check_array(kernel, name, each)
+    if not any(each.role in ("out", "inout") for each in kernel.array_fields.values()):
+        _fail(kernel, "function", "no array is an output; declare one with ts.out(...) or ts.inout(...)")
+    if kernel.function is None and kernel.entry is None and kernel.launches is None:
+        _fail(
+            kernel, "function", "there is none; name the cuTile kernel, or give entry(p, s) or launches(p, s, device)"
+        )
+    sizes = {*kernel.fields, *kernel.derived}
+    for short, names in labels_of(kernel).items():
+        for name in names:
+            if name not in sizes:
+                _fail(kernel, f"label[{short!r}]", f"{name!r} is no field; known are {', '.join(sorted(sizes))}")
+    for name in kernel.axes:
+        if name not in sizes:
+            _fail(kernel, "axes", f"{name!r} is no field; known are {', '.join(sorted(sizes))}")
+
+
+def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
+    if isinstance(each.shape, str):
+        allowed = {*kernel.fields, *kernel.derived, *(kernel.knobs if each.role == "workspace" else ())}
+        unknown = sorted(shape_names(each.shape) - allowed)
+        if unknown or not each.shape.split():
+            said = f"{unknown[0]!r} is no size" if unknown else "the shape is empty"
+            _fail(kernel, name, f"{said}; known are {', '.join(sorted(allowed))} and numbers")
+    dtypes = [field for field, kind in kernel.fields.items() if isinstance(kind, Choice) and kind.is_dtype]
+    from tiledsched.core.fields import DTYPES
+
+    if (each.dtype or "dtype") not in (*dtypes, *DTYPES):
+        known = ", ".join([*dtypes, *DTYPES])
+        _fail(
+            kernel, name, f"its type {each.dtype or 'dtype'!r} is neither a dtype field nor a type; known are {known}"
+        )
+    layout = kernel.fields.get(each.layout)
+    if each.layout not in LAYOUTS and not (isinstance(layout, Choice) and set(layout.words) <= set(LAYOUTS)):
+        _fail(kernel, name, f"layout {each.layout!r} is neither row, column nor a choice of the two")
+    if each.when is not None and not isinstance(kernel.fields.get(each.when), Flag) and each.when not in kernel.derived:
+        _fail(kernel, name, f"when = {each.when!r} is no flag; declare it with ts.flag()")
+    if isinstance(each.below, str) and each.below not in (*kernel.fields, *kernel.derived):
+        _fail(kernel, name, f"below = {each.below!r} is no field")
+
+
+def _check_knobs(kernel: KernelClass) -> None:
+    for name, each in kernel.knob_fields().items():
+        if not each.choices:
+            _fail(kernel, f"knobs[{name!r}]", "there is nothing to choose from; list one or more values")
+        kinds = {type(choice) for choice in each.choices}
+        if len(kinds) != 1 or not kinds <= {int, bool, str}:
+            _fail(
+                kernel,
+                f"knobs[{name!r}]",
+                f"choices must be all integers, all true/false or all words, got {each.choices}",
+            )
+        if each.default not in each.choices:
+            _fail(kernel, f"knobs[{name!r}]", f"the default {each.default!r} is not one of {list(each.choices)}")
+        wrong = [choice for choice in each.choices if name in HINT_KNOBS and choice not in HINT_KNOBS[name]]
+        if wrong:
+            _fail(kernel, f"knobs[{name!r}]", f"{wrong[0]!r} is no such hint; allowed are {allowed_hints(name)}")
+        if name in kernel.fields:
+            _fail(kernel, f"knobs[{name!r}]", "there is a field of that name; call one something else")
+
+
+def _check_constraints(kernel: KernelClass) -> None:
+    known, words = {*kernel.knobs, *kernel.fields, *kernel.derived, *LIMITS}, words_of(kernel)
+    for where in ("constraints", "exploring") if kernel.knobs else ():
+        for expression in getattr(kernel, where):
+            try:
+                names_read(expression, known, words)
+            except SpaceError as error:
+                _fail(kernel, f"{where}[{expression[:80]!r}]", str(error))
+
+
+class _Watched(Schedule):
+    """A schedule that notes which of its knobs are read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def number(self, name: str) -> int:
+        return int(self[name])
+
+
+def _check_launches(kernel: KernelClass, example: Problem) -> None:
+    """Every parameter has an argument, the grid is integers, and every knob reaches something."""
+    from tiledsched.core.device import ARCHS
+    from tiledsched.core.launch import steps
+
+    knobs = kernel.knob_fields()
+    schedule = _Watched({name: each.default for name, each in knobs.items()})
+    try:
+        found = steps(kernel, example, schedule, ARCHS["sm_90"])
+    except DeclarationError:
+        raise
+    except Exception as error:
+        _fail(kernel, "grid", f"for {example} and {dict(schedule)} it raises {type(error).__name__}: {error}")
+    taken = {argument.name for step in found for argument in step.arguments}
+    chosen = kernel.entry is not None or kernel.launches is not None
+    for name in knobs:
+        if name not in taken | schedule.read and name not in HINT_KNOBS and not chosen:
+            functions = ", ".join(step.function.__name__ for step in found)
+            _fail(
+                kernel,
+                f"knobs[{name!r}]",
+                f"neither a parameter of {functions} nor a hint ({', '.join(HINT_KNOBS)}), and "
+                "read by neither grid nor constants; take it, or leave it out",
+            )
+
+
+def _check_reference(kernel: KernelClass, example: Problem) -> None:
+    """The reference gives one array of the declared shape for each output, on a problem made small."""
+    import numpy
+
+    small = shrunk(kernel, example)
+    arrays = kernel.arrays(small)
+    if any(each.bytes > 8 * MOST_CHECKED for each in arrays):
+        return
+    inputs: dict[str, Any] = {}
+    for each in arrays:
+        if each.role in ("in", "inout"):
+            made = [
+                numpy.ones(shape) if each.below is None else numpy.zeros(shape, numpy.int64) for shape in each.shapes
+            ]
+            inputs[each.name] = made if each.listed else made[0]
+    inputs |= dict(kernel.inputs(numpy, numpy.random.default_rng(0), small))
+    try:
+        results = call_reference(kernel, numpy, small, inputs)
+    except DeclarationError:
+        raise
+    except Exception as error:
+        _fail(kernel, "reference", f"for {small} it raises {type(error).__name__}: {error}")
+    wanted = [each for each in arrays if each.role in ("out", "inout")]
+    if len(results) < len(wanted):
+        _fail(
+            kernel,
+            "reference",
+            f"returns {len(results)} arrays; the outputs are {', '.join(each.name for each in wanted)}",
+        )
+    for each, result in zip(wanted, results, strict=False):
+        shapes = tuple(numpy.shape(one) for one in result) if each.listed else (numpy.shape(result),)
+        if shapes != each.shapes:
+            _fail(
+                kernel,
+                "reference",
+                f"returns {each.name} of shape {shapes[0]} for {small}; declared is {each.shapes[0]}",
+            )
+
+
+def call_reference(kernel: KernelClass, xp: Any, p: Problem, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """What the reference returns, as a tuple; its parameters are inputs, scalars, fields or `p`, by name.
+
+    Raises:
+        DeclarationError: a parameter is called like none of them.
+    """
+    if kernel.reference is None:
+        raise DeclarationError(
+            f"{kernel.__name__}.reference: missing; declare reference(xp, ...), its outputs by NumPy or CuPy"
+        )
+    known = {**inputs, **kernel.scalar_values(p), "p": p, "xp": xp}
+    given: dict[str, Any] = {}
+    for name, parameter in inspect.signature(kernel.reference).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= inputs
+        elif name in known:
+            given[name] = known[name]
+        elif name in kernel.fields or name in kernel.derived:
+            given[name] = getattr(p, name)
+        elif name in kernel.array_fields:
+            given[name] = None  # an input that this problem does without
+        else:
+            raise DeclarationError(
+                f"{kernel.__name__}.reference: its parameter {name!r} is called like nothing declared; known "
+                f"are {', '.join([*known, *kernel.fields])}"
+            )
+    found = kernel.reference(**given)
+    return tuple(found) if isinstance(found, tuple) else (found,)
+
+
+SMALL = (3, 4, 1, 2, 8, 16, 64)
+"""Sizes tried for run-time dims, in this order."""
+
+
+def shrunk(kernel: KernelClass, p: Problem, sizes: tuple[int, ...] = SMALL, *, only_largest: bool = False) -> Problem:
+    """`p` with every run-time size as small as its kernel allows; with `only_largest`, the largest is one of `sizes`."""
+    dims = [name for name, each in kernel.fields.items() if isinstance(each, Dim) and not each.constant]
+    largest = max(dims, key=lambda name: p.values[name], default=None)
+    for name in dims:
+        for size in SMALL if only_largest and name != largest else sizes:
+            try:
+                p = p.replace(**{name: size})
+            except TiledschedError:
+                continue
+            break
+    return p

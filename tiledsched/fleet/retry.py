@@ -1,0 +1,75 @@
+"""A database that is away for a while is waited for, with a bound; what it refuses is not."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import sqlalchemy as sa
+
+from tiledsched.core import files
+from tiledsched.core.errors import DatabaseError, NoRoomError
+
+T = TypeVar("T")
+PATIENCE_S = 600.0
+"""How long a database may be away before a worker gives up."""
+FIRST_S, LONGEST_S = 0.2, 10.0
+"""Pauses between tries: the first, and what they double up to. A thousand workers must not come back all at once: each takes a
+random part of its pause."""
+
+log = logging.getLogger("tiledsched")
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether the database could not be reached, or was in no state to answer: another try may find it well."""
+    cause = error.__cause__
+    return isinstance(error, DatabaseError) and isinstance(cause, (sa.exc.OperationalError, sa.exc.InterfaceError))
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a disk of this host had no room."""
+    if files.is_full(error):
+        return True
+    while error is not None:
+        if isinstance(error, NoRoomError) or (
+            isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def retry_while_unavailable(
+    ask: Callable[[], T], *, patience_s: float = PATIENCE_S, stop: threading.Event | None = None
+) -> T:
+    """What `ask` returns; again and again while the database is away.
+
+    Args:
+        ask: one or more whole transactions that may be made again.
+        patience_s: how long to go on.
+        stop: ends the waiting early where it is set.
+
+    Raises:
+        DatabaseError: it was away all that time, or refused.
+    """
+    gives_up, pause_s, told = time.monotonic() + patience_s, FIRST_S, False
+    while True:
+        try:
+            return ask()
+        except DatabaseError as error:
+            if not is_away(error) or time.monotonic() >= gives_up or (stop is not None and stop.is_set()):
+                raise
+            if not told:
+                log.warning("%s; trying again for %.0f s", error, patience_s)
+                told = True
+        wait_s = random.uniform(0.5, 1.0) * min(pause_s, max(0.0, gives_up - time.monotonic()))
+        if stop is None:
+            time.sleep(wait_s)
+        else:
+            stop.wait(wait_s)
+        pause_s = min(2 * pause_s, LONGEST_S)

@@ -1,0 +1,135 @@
+"""What some models ask for beside: a sliding window, capped scores, sinks, and keys that start or end early.
+
+Only the entries `attention_asked*` are told of it: what a problem does without leaves no trace in its machine code. A
+window and a sequence's own first and last key bound the loop: key tiles that no row of a work tile sees are not loaded.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False, disable-error-code="valid-type"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+
+from tiledsched.kernels.attention.scheduler import BACKWARD, rows_of_work, steps_of
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Arguments of a launch beside those of every problem; those that a problem does without are not read."""
+
+    Sinks: Any
+    """`[heads]`: a logit that counts in each row's denominator, and has no value."""
+    Starts: Any
+    """`[batch]`: the first key of each sequence that counts."""
+    Lengths: Any
+    """`[batch]`: the first key of each sequence that does not count any more."""
+    window: Any
+    """Keys that a row sees up to its own, which is one of them."""
+    window_right: Any
+    """Keys that it sees after its own."""
+    cap_scale: Any
+    """The softmax scale, divided by the cap of the scores, times 2 log2(e)."""
+    CuQ: Any = None
+    """`[sequences + 1]`: the first query row of each packed sequence, and the end of the last."""
+    CuK: Any = None
+    """The same of keys and values."""
+    Table: Any = None
+    """`[sequences, pages]`: which page of K and V holds the keys of a sequence from PAGE * i on."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which keys count for one work tile. Steps are counted from `first`."""
+
+    first: Any
+    """First step over all keys that is taken."""
+    left: Any
+    """Steps from there on in which some row does not see some early key."""
+    start: Any
+    """First key of the sequence that counts."""
+    end: Any
+    """First that does not any more."""
+    window: Any
+    """Keys that a row sees at most."""
+    cap_scale: Any
+    """As in `Asked`."""
+    Table: Any
+    """As in `Asked`."""
+
+
+def rows_see_nothing(const):
+    """Whether there may be rows that see no key at all."""
+    return const.BOTTOM_RIGHT or const.WINDOW or const.STARTS or const.LENGTHS or const.PACKED
+
+
+def narrowed(place, batch, offset, K, asked, const):
+    """`steps_of` a work tile with all that narrows the keys it sees, counted from the span's first step; and the span."""
+    seq_k = asked.Table.shape[1] * const.PAGE if const.PAGE else K.shape[2]
+    if not (const.WINDOW or const.WINDOW_RIGHT or const.SOFTCAP or const.STARTS or const.LENGTHS or const.PACKED):
+        first_masked, steps = steps_of(place, offset, seq_k, const)
+        return first_masked, steps, None
+    start, end = 0, seq_k
+    if const.STARTS:
+        start = min(max(ct.gather(asked.Starts, (batch,), check_bounds=False), 0), seq_k)
+    if const.LENGTHS:
+        end = last_key(batch, seq_k, asked)
+    first_masked, steps = steps_of(place, offset, end, const)
+    first, left = 0, 0
+    window = asked.window + asked.window_right if const.WINDOW_RIGHT else asked.window
+    if const.WINDOW or const.STARTS:
+        block_rows, step_n = rows_of_work(const), const.TILE_N * const.KV_SUBTILES
+        first_key, last_first_key = start, start  # of the first row, and of the last
+        if const.WINDOW:
+            first_key = max(place * block_rows + offset + 1 - window, first_key)
+            last_first_key = max((place + 1) * block_rows + offset - window, last_first_key)
+        most = max(seq_k - 1, 0) if const.PACKED else seq_k - 1
+        turn = max(const.UNROLL, const.FLAT_STEPS)  # whole turns, which end where the array does if they divide it
+        first = min(first_key, most) // step_n // turn * turn
+        left = ct.cdiv(last_first_key, step_n) - first
+        first_masked = max(first_masked - first, 0)
+    steps = max(steps - first, 1)  # one at least: QK_AHEAD makes its scores
+    if const.PACKED or const.PAGE:  # none where there are no keys, and so no tile to load, or another's page
+        steps = min(steps, ct.cdiv(end, const.TILE_N * const.KV_SUBTILES))
+    return first_masked, steps, Span(first, left, start, end, window, asked.cap_scale, asked.Table)
+
+
+def last_key(batch, seq_k, asked):
+    """The first key of a sequence that does not count any more."""
+    return min(max(ct.gather(asked.Lengths, (batch,), check_bounds=False), 0), seq_k)
+
+
+def unmasked_turns(keys, first_masked, begin, end, const):
+    """(boundary, second): steps from the one to the other need no mask, neither for early keys nor for late ones."""
+    left = ct.cdiv(keys.span.left, const.UNROLL) * const.UNROLL
+    last = max(first_masked, left)
+    boundary, second = left, last
+    if const.KV_DIRECTION == BACKWARD:
+        boundary, second = keys.steps - last, keys.steps - left
+    return min(max(boundary, begin), end), min(max(second, begin), end)
+
+
+def seen(columns, rows, keys, const):
+    """Whether each row sees each key of a tile."""
+    span = keys.span
+    visible = columns < span.end
+    if const.CAUSAL:
+        visible = visible & (columns <= rows)
+    if const.WINDOW:
+        visible = visible & (columns > rows - span.window)
+    if const.STARTS:
+        visible = visible & (columns >= span.start)
+    return visible
+
+
+def capped(scores, keys, const):
+    """With SOFTCAP, tanh(scale / cap * scores): what is to be scaled by the cap. By an exponential: the GPU's own tanh has
+    11 bits, which at a cap of 50 is an error of a hundredth in the exponent.
+    """
+    if const.SOFTCAP:
+        power = ct.exp2(scores.astype(ct.float32) * keys.span.cap_scale, flush_to_zero=True)
+        scores = 1.0 - ct.truediv(2.0, power + 1.0, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
+    return scores

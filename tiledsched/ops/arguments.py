@@ -1,0 +1,176 @@
+"""What a call of `sdpa` asks for, from arguments in torch's manner: checked, and reduced to what the kernel knows.
+
+Everything here reads only what tensors say of themselves, so that it holds for fake tensors and under `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+
+from tiledsched.core.errors import ProblemError
+from tiledsched.kernels.attention.problem import MAX_HEAD_DIM
+from tiledsched.serve import launch as launching
+
+DTYPES = (torch.float16, torch.bfloat16)
+"""What it computes."""
+CAUSAL: dict[Any, str | None] = {False: None, True: "top_left", "top_left": "top_left", "bottom_right": "bottom_right"}
+"""What `causal` may be, and what it means: where the causal mask is aligned, or None for no mask."""
+
+
+def name_tensors(q: Any, k: Any, v: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """q, k and v, each given under one of its two names.
+
+    Raises:
+        ProblemError: one is missing or given twice.
+    """
+    found = []
+    for name, ours, longer, theirs in (("q", q, "query", query), ("k", k, "key", key), ("v", v, "value", value)):
+        if ours is None and theirs is None:
+            raise ProblemError(f"{name} is missing; call sdpa(q, k, v)")
+        if ours is not None and theirs is not None:
+            raise ProblemError(f"{name} is given twice, also as {longer}; give it once")
+        found.append(theirs if ours is None else ours)
+    return found[0], found[1], found[2]
+
+
+def read_mask(attn_mask: Any, is_causal: Any, causal: Any, q: Any, k: Any) -> tuple[Any, str | None]:
+    """The mask tensor, if there is one, and where the causal mask is aligned, if there is one; never both.
+
+    Args:
+        attn_mask: None, a tensor, `torch.nn.attention.bias.CausalBias`, or True or False, which mean `causal`.
+        is_causal: torch's argument.
+        causal: ours, a key of :data:`CAUSAL`; None where not given.
+        q, k: tensors, for the sizes a CausalBias must fit.
+
+    Raises:
+        ProblemError: two of them are given, or one has a value that is not allowed.
+    """
+    if isinstance(attn_mask, bool):
+        if causal is not None or is_causal:
+            raise ProblemError(
+                f"a fourth argument of {attn_mask} means causal, which is given by name, too; give it once"
+            )
+        attn_mask, causal = None, attn_mask
+    if causal is not None and is_causal:
+        raise ProblemError(f"is_causal = {is_causal!r} and causal = {causal!r} are both given; give one of them")
+    asked = is_causal if causal is None else causal
+    if not isinstance(asked, (bool, int, str)) or asked not in CAUSAL:
+        name = "is_causal" if causal is None else "causal"
+        raise ProblemError(f"{name} = {asked!r}; allowed are False, True, 'top_left' and 'bottom_right'")
+    alignment = CAUSAL[asked]
+    if attn_mask is None:
+        return None, alignment
+    if alignment is not None:
+        raise ProblemError("attn_mask and a causal mask are both given; give one, or a mask that holds both")
+    return _read_bias(attn_mask, q, k)
+
+
+def _read_bias(attn_mask: Any, q: Any, k: Any) -> tuple[Any, str | None]:
+    if not isinstance(attn_mask, torch.Tensor):
+        raise ProblemError(
+            f"attn_mask must be a tensor, a CausalBias, True, False or None, got {type(attn_mask).__name__}"
+        )
+    if type(attn_mask) is torch.Tensor:
+        return attn_mask, None
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # which imports torch's compiler for a second
+
+    if not isinstance(attn_mask, CausalBias):
+        return attn_mask, None
+    if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (q.shape[-2], k.shape[-2]):
+        raise ProblemError(
+            f"attn_mask is a CausalBias for {attn_mask.seq_len_q} query and {attn_mask.seq_len_kv} key rows, "
+            f"but q has {q.shape[-2]} and k {k.shape[-2]} rows"
+        )
+    return None, "top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"
+
+
+def check_tensors(q: Any, k: Any, v: Any) -> None:
+    """Raise where no attention has these arguments.
+
+    Raises:
+        ProblemError: not tensors, or on several devices, of several dtypes, or of shapes that do not fit together.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ProblemError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.ndim < 2:
+            raise ProblemError(f"{name} must be [batch, heads, rows, head_dim], got {tensor.ndim} axes")
+    if k.device != q.device or v.device != q.device:
+        raise ProblemError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ProblemError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ProblemError(f"q and k must agree in head_dim (the last axis), got {_shape(q)} and {_shape(k)}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ProblemError(f"k and v must agree in rows (the last axis but one), got {_shape(k)} and {_shape(v)}")
+    if q.ndim == k.ndim == v.ndim == 4:
+        if not (heads_grouped(q, k, v) or len({x.shape[1] for x in (q, k, v)} - {1}) <= 1):
+            if k.shape[1] != v.shape[1]:
+                raise ProblemError(f"k and v must agree in heads (axis 1), got {_shape(k)} and {_shape(v)}")
+            raise ProblemError(f"q's heads (axis 1) must be a multiple of k's, got {_shape(q)} and {_shape(k)}")
+        if any(q.shape[0] != x.shape[0] and 1 not in (q.shape[0], x.shape[0]) for x in (k, v)):
+            raise ProblemError(f"q, k and v must agree in batch (axis 0), got {_shape(q)}, {_shape(k)} and {_shape(v)}")
+
+
+def heads_grouped(q: Any, k: Any, v: Any) -> bool:
+    """Whether each head of k and v serves as many of q's. (As many as q has is one each.)"""
+    kv_heads = k.shape[-3]
+    return kv_heads == v.shape[-3] and (not kv_heads or q.shape[-3] % kv_heads == 0)
+
+
+def read_scale(scale: Any) -> Any:
+    """The scale as a number of Python's, or None. As torch does it takes a tensor of no axes, whose value it waits for.
+
+    Raises:
+        ProblemError: neither None nor a number.
+    """
+    if scale is None or isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        return scale
+    if isinstance(scale, numbers.Real) or (
+        isinstance(scale, torch.Tensor) and not scale.ndim and not scale.is_complex()
+    ):
+        return float(scale)
+    raise ProblemError(f"scale must be a number or None, got {type(scale).__name__}")
+
+
+def odd_scale(scale: Any) -> str:
+    """Why the kernel cannot serve a scale; empty where nothing speaks against it."""
+    usual = scale is None or not isinstance(scale, (int, float)) or 0 < scale < math.inf
+    return "" if usual else f"the softmax scale must be positive and a normal float32, got {scale!r}"
+
+
+def unserved(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float) -> str:
+    """Why the kernel cannot serve these arguments, as far as they tell; empty where nothing speaks against it."""
+    if attn_mask is not None:
+        return "a mask tensor is given"
+    if dropout_p:
+        return "dropout is asked for"
+    if q.device.type != launching.DEVICE_TYPE:
+        return f"q is on {q.device}; the kernel needs a CUDA device"
+    if q.dtype not in DTYPES:
+        return f"dtype {q.dtype} is not served; use torch.float16 or torch.bfloat16"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} axes; the kernel takes 4, or 3 of each"
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        return "the batch of q, k and v differs; torch broadcasts it"
+    if not heads_grouped(q, k, v):
+        return "the heads of q, k and v differ; torch broadcasts them"
+    if q.shape[3] > MAX_HEAD_DIM or v.shape[3] > MAX_HEAD_DIM:
+        return f"head_dim {max(q.shape[3], v.shape[3])} is above {MAX_HEAD_DIM}"
+    if any(size == 0 for tensor in (q, k, v) for size in tensor.shape):
+        return "a tensor is empty"
+    return ""
+
+
+def needs_gradients(q: Any, k: Any, v: Any, sinks: Any = None) -> bool:
+    """Whether the result must be differentiable."""
+    needed = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    return torch.is_grad_enabled() and needed
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.shape)

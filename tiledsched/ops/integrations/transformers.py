@@ -1,0 +1,542 @@
+"""Attention for Hugging Face transformers: `register()`, then `attn_implementation="tiledsched"`.
+
+The contract is that of the library's own `sdpa` (its `integrations/sdpa_attention.py` and `masking_utils.py`): without a
+mask, one query row sees every key (generation with a cache), more rows are causal from the top left where the module is
+causal (a static cache holds more keys than were written: they are cut off), and any other pattern comes as a mask. Two
+things are added: rows appended to a cache whose keys they all may see up to their own (a prompt in chunks, speculative
+decoding) get no materialised mask but torch's `causal_lower_right`; and a sliding window, padding on the left or right, one row
+on a static cache, and packed sequences get a :class:`SeenKeys`. The kernel serves both. Where a model is called with
+FlashAttention's arguments (`cu_seq_lens_q` and so on), they say where packed sequences lie.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils._pytree import tree_map_only
+
+from tiledsched.core.errors import ConfigError, UnsupportedError
+from tiledsched.core.extras import installing
+from tiledsched.ops import fallback
+from tiledsched.ops.features import AttentionFeatures, Window
+from tiledsched.ops.padding import edges, ends_of
+from tiledsched.ops.sdpa import sdpa
+from tiledsched.ops.varlen import sdpa_varlen
+
+NAME = "tiledsched"
+CHANGES_SCORES = ("head_mask",)
+"""What some models hand to attention and neither the kernel nor torch's attention computes."""
+ONLY_THEIRS = ("position_bias", "cache")
+"""What transformers' own `sdpa` treats itself: a learnt bias, and the paged cache of continuous batching."""
+ASKED = {
+    *CHANGES_SCORES,
+    *ONLY_THEIRS,
+    "output_attentions",
+    "softcap",
+    "s_aux",
+    "sinks",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+}
+"""What a model may ask for beside."""
+
+
+@dataclass(frozen=True, eq=False)
+class SeenKeys:
+    """A mask in fewer words: each row sees the last `window` keys up to its own, or all, of those of its sequence.
+
+    Of a cache that holds more than was written, the first `columns` keys count; the last row ends at the last of them.
+    """
+
+    columns: int
+    """Keys from the beginning that count."""
+    causal: bool
+    """Whether a row sees no keys beyond its own."""
+    window: Window
+    """Keys that a row sees at most, or a pair of those before and after its own; None for all."""
+    starts: torch.Tensor | None
+    """`[batch]`: the first key that is no padding; None where there is none on the left."""
+    lengths: torch.Tensor | None
+    """`[batch]`: the first key of the padding on the right; None where there is none."""
+    materialize: Callable[[], torch.Tensor]
+    """Makes the mask in full."""
+    offsets: torch.Tensor | None = None
+    """`[sequences + 1]` int32: where packed sequences begin, counted through all rows; None where none are packed."""
+    longest: int = 0
+    """Rows of the longest of them."""
+    ndim = 4  # which transformers asks of masks made before
+
+    def contiguous(self) -> SeenKeys:
+        """As it is: `generate` asks it of every mask that it makes before."""
+        return self
+
+    # To models that do not hand it on as it is but reckon with it, it is the mask in full.
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda each: each.materialize(), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.materialize(), name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.materialize()[index]
+
+    def __add__(self, other: Any) -> torch.Tensor:
+        return self.materialize() + other
+
+    def __mul__(self, other: Any) -> torch.Tensor:
+        return self.materialize() * other
+
+    def __and__(self, other: Any) -> torch.Tensor:
+        return self.materialize() & other
+
+    def __invert__(self) -> torch.Tensor:
+        return ~self.materialize()
+
+    def to(self, device: Any, *_: Any, **__: Any) -> SeenKeys:
+        """On another device, for models that are spread over several."""
+        moved = {name: getattr(self, name) for name in ("starts", "lengths", "offsets")}
+        moved = {name: each if each is None else each.to(device) for name, each in moved.items()}
+        return replace(self, **moved, materialize=lambda: self.materialize().to(device))
+
+
+def register() -> None:
+    """Make `attn_implementation="tiledsched"` known to transformers. Doing so twice changes nothing.
+
+    Raises:
+        ConfigError: transformers is missing, or older than its registry for masks (4.53).
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise ConfigError(
+            f"transformers 4.53 or newer is needed ({error}); run: {installing('transformers')}"
+        ) from error
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | SeenKeys | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in each layer.
+
+    Args:
+        module: the layer; its `is_causal` counts where the argument is None.
+        query: `[batch, heads, seq_q, head_dim]`.
+        key: `[batch, kv_heads, seq_k, head_dim]`.
+        value: like key.
+        attention_mask: None, a `CausalBias`, a `SeenKeys`, or a mask that torch's attention takes.
+        dropout: probability; not zero only in training.
+        scaling: softmax scale; 1 / sqrt(head_dim) unless given.
+        is_causal: overrides the layer's.
+        more: whatever else the model passes; of it `softcap` (Gemma 2), `s_aux` (GPT-OSS's sinks) and FlashAttention's
+            `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` are served.
+
+    Returns:
+        `[batch, seq_q, heads, head_dim]`, and no weights.
+
+    Raises:
+        UnsupportedError: the model needs what neither the kernel nor torch's attention computes, or something is not
+            served and the setting `fallback` is `error`.
+    """
+    if attention_mask is None and query.shape[2] == 1 and not dropout and more.keys().isdisjoint(ASKED):
+        # The short way of a step of generation, whose time is the host's.
+        out = sdpa(query, key, value, scale=scaling, enable_gqa=True, causal=False)
+        return out.transpose(1, 2).contiguous(), None
+    for name in CHANGES_SCORES:
+        if more.get(name) is not None:
+            raise UnsupportedError(
+                f"{type(module).__name__} needs {name}, which changes the scores and is not served; load "
+                "the model with attn_implementation='eager'"
+            )
+    reason = _not_served(attention_mask, more)
+    scores: dict[str, Any] = {"softcap": more.get("softcap"), "sinks": more.get("s_aux", more.get("sinks"))}
+    scores = {name: value for name, value in scores.items() if value is not None}
+    if reason and scores:  # which transformers' own does not compute
+        fallback.report(reason)
+        out = fallback.attend_in_torch(
+            query,
+            key,
+            value,
+            _plain(attention_mask, query.device),
+            dropout,
+            None,
+            scaling,
+            False,
+            AttentionFeatures(**scores),
+        )
+        return out.transpose(1, 2).contiguous(), None
+    if reason:
+        fallback.report(reason)
+        return _theirs()(
+            module,
+            query,
+            key,
+            value,
+            _plain(attention_mask, query.device),
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **more,
+        )
+    causal: bool | str = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    rows = query.shape[2]
+    packed = _packed(attention_mask, query, key, more)
+    if packed is not None:
+        if isinstance(attention_mask, SeenKeys):
+            causal, scores = attention_mask.causal, scores | {"window": attention_mask.window}
+        q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+        out = sdpa_varlen(q, k, v, *packed, causal=causal, scale=scaling, dropout_p=dropout, **scores)
+        return out.unflatten(0, (query.shape[0], rows)), None
+    if isinstance(attention_mask, SeenKeys):
+        seen = attention_mask
+        key, value = key[:, :, : seen.columns], value[:, :, : seen.columns]
+        causal = "bottom_right" if seen.causal else False
+        scores |= {"window": seen.window, "key_starts": seen.starts, "key_lengths": seen.lengths}
+    elif isinstance(attention_mask, CausalBias):
+        causal = "bottom_right"
+    elif rows == 1:
+        causal = False  # the last token sees every key; the top-left diagonal would leave it the first only
+    elif causal and key.shape[2] > rows:
+        key, value = key[:, :, :rows], value[:, :, :rows]  # of a static cache, the part that is written
+    out = sdpa(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, causal=causal, **scores)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _packed(
+    attention_mask: Any, query: torch.Tensor, key: torch.Tensor, more: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """Where packed sequences lie and the longest of them, as `sdpa_varlen` takes it; None where none are packed."""
+    if isinstance(attention_mask, SeenKeys) and attention_mask.offsets is not None:
+        own = attention_mask.offsets
+        return own, own, attention_mask.longest, attention_mask.longest
+    more_said = (
+        attention_mask.starts is not None or attention_mask.lengths is not None
+        if isinstance(attention_mask, SeenKeys)
+        else attention_mask is not None
+    )
+    if query.shape[0] != 1 or more_said:
+        return None
+    ends = more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k")
+    if not all(isinstance(each, torch.Tensor) for each in ends):
+        return None
+    longest = (each if type(each) is int else None for each in (more.get("max_length_q"), more.get("max_length_k")))
+    return (*ends, *longest)
+
+
+def mask(*arguments: Any, **named: Any) -> torch.Tensor | SeenKeys | None:
+    """What transformers calls once per forward pass: the mask of its `sdpa`, or `causal_lower_right` or `SeenKeys` where that
+    is all.
+
+    Takes whatever the installed version passes to its mask functions.
+    """
+    if isinstance(named.get("attention_mask"), SeenKeys):
+        return named["attention_mask"]  # made before, by `generate`
+    lower_right = _lower_right(named)
+    if lower_right is not None:
+        return lower_right
+    seen = None if arguments else _seen_keys(named)
+    if seen is not None:
+        return seen
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(*arguments, **named)
+
+
+def _lower_right(named: dict[str, Any]) -> CausalBias | None:
+    """The mask where it says no more than: each row sees the cache and its own chunk up to itself.
+
+    Asked as transformers asks whether it may leave a mask out.
+    """
+    columns, padding, local = (named.get(name) for name in ("kv_length", "attention_mask", "local_size"))
+    if (
+        not named.get("allow_is_causal_skip", True)
+        or named.get("kv_offset", 0) != 0
+        or type(columns) is not int
+        or torch.compiler.is_compiling()
+        or (local is not None and columns >= local)
+    ):
+        return None
+    rows, seen = _rows_and_seen(named)
+    if rows < 2 or seen < 1 or seen + rows != columns:
+        return None
+    if padding is not None and not (padding.shape[-1] >= columns and bool(padding[:, :columns].all())):
+        return None
+    return causal_lower_right(rows, columns)
+
+
+def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
+    """The mask where it says no more than causal or not, a sliding window, and padding on the left and right; and no less.
+
+    None, too, for versions of transformers that tell other things; and while it is traced, when no values can be read, where
+    there is a mask of padding.
+    """
+    traced = torch.compiler.is_compiling()
+    kept = not (named.get("allow_is_causal_skip", True) or named.get("allow_is_bidirectional_skip", False))
+    if kept and named.get("q_length") == 1:
+        return _static_row(named, traced=traced)
+    place = named.get("q_offset")
+    on_static = isinstance(place, torch.Tensor)
+    if isinstance(place, torch.Tensor) and not traced and not _is_capturing(place.device):
+        named = named | {"q_offset": int(place)}
+    sizes = [size for size in map(named.get, ("q_length", "kv_length", "q_offset", "kv_offset")) if type(size) is int]
+    if len(sizes) < 4 or (traced and named.get("attention_mask") is not None):
+        return None
+    rows, columns, before, hidden = sizes
+    if traced:  # when closures cannot be looked into
+        causal, window = _told_pattern(named)
+    else:
+        sequences, function = _unpacked(named.get("mask_function"))
+        if sequences is not None:
+            return _packed_keys(named, sequences, function)
+        causal, window = _pattern(function)
+    may_be_left_out = (
+        named.get("allow_is_causal_skip", True) if causal else named.get("allow_is_bidirectional_skip", False)
+    )
+    if causal is None or named.get("use_vmap") or not may_be_left_out:
+        return None
+    slides = window is not None
+    if causal:
+        columns = min(columns, rows + before - hidden)
+        window = window if isinstance(window, int) and window < columns else None
+    elif isinstance(window, tuple):  # aligned with the last row, which is the first key's where all is there
+        if rows != columns or before or hidden:
+            return None
+        window = window if min(window) < columns - 1 else None
+    if rows < 1 or columns < (rows if causal else 1):
+        return None
+    padding = named.get("attention_mask")
+    starts, lengths = None, None
+    if padding is not None:
+        if padding.ndim != 2 or padding.shape[1] < hidden + columns:
+            return None
+        found = edges(padding[:, hidden : hidden + columns].bool())
+        if found is None:
+            return None
+        starts, lengths = found
+    if not slides and starts is None and lengths is None and not on_static:
+        return None  # transformers knows best what it calls with no mask
+    from transformers.masking_utils import sdpa_mask
+
+    return SeenKeys(
+        columns=columns,
+        causal=causal,
+        window=window,
+        starts=starts,
+        lengths=lengths,
+        materialize=lambda: sdpa_mask(**{**named, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}),
+    )
+
+
+def _static_row(named: dict[str, Any], *, traced: bool) -> SeenKeys | None:
+    """The mask of one row on a static cache. Which keys it sees stays on the GPU, so that no step of a generation poses a problem
+    of its own or compiles anew, and a CUDA graph may hold it.
+
+    None where it says more, or where there is padding and values cannot be read.
+    """
+    before, columns, hidden, padding = (
+        named.get(name) for name in ("q_offset", "kv_length", "kv_offset", "attention_mask")
+    )
+    function, device = named.get("mask_function"), torch.device(named.get("device") or "cpu")
+    known = not traced or _is_plain(function)  # closures cannot be looked into
+    causal, window = _pattern(function) if known else (None, None)
+    blind = traced or _is_capturing(device)
+    if (
+        not causal
+        or named.get("use_vmap")
+        or isinstance(window, tuple)
+        or before is None
+        or type(columns) is not int
+        or type(hidden) is not int
+        or (padding is not None and (blind or padding.ndim != 2))
+    ):
+        return None
+    if isinstance(before, torch.Tensor):
+        before = before.clone()  # the cache counts on in place
+        named = named | {"q_offset": before}
+    keys = torch.arange(hidden, hidden + columns, device=device)
+    seen, slides = keys <= before, window is not None and window < columns
+    if slides:
+        seen = seen & (keys > before - window)
+    seen = seen[None].expand(named["batch_size"], -1)
+    if padding is not None:
+        given = torch.nn.functional.pad(padding.bool(), (0, max(0, hidden + columns - padding.shape[1])))
+        found = edges(seen & given[:, hidden : hidden + columns], every=True)
+    else:
+        found = ends_of(seen)
+        found = found if slides else (None, found[1])
+    if found is None:
+        return None
+    from transformers.masking_utils import sdpa_mask
+
+    return SeenKeys(
+        columns=columns,
+        causal=False,
+        window=None,
+        starts=found[0],
+        lengths=found[1],
+        materialize=lambda: sdpa_mask(**named),
+    )
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured, when no values are read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _packed_keys(named: dict[str, Any], sequences: torch.Tensor, function: Any) -> SeenKeys | None:
+    """The mask of packed sequences, whose numbers `[batch, rows]` are given; None where it says more, or there is padding.
+
+    Reads from the GPU where they begin: without that their number is not known.
+    """
+    causal, window = _pattern(function)
+    rows, columns, before, hidden = (named[name] for name in ("q_length", "kv_length", "q_offset", "kv_offset"))
+    if (
+        causal is None
+        or rows != columns
+        or before
+        or hidden
+        or named.get("attention_mask") is not None
+        or named.get("use_vmap")
+        or tuple(sequences.shape) != (named.get("batch_size"), rows)
+    ):
+        return None
+    begins = torch.ones_like(sequences, dtype=torch.bool)
+    begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+    offsets = torch.nn.functional.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=sequences.numel()).to(torch.int32)
+    from transformers.masking_utils import sdpa_mask
+
+    return SeenKeys(
+        columns=columns,
+        causal=causal,
+        window=window,
+        starts=None,
+        lengths=None,
+        offsets=offsets,
+        longest=int(offsets.diff().max()),
+        materialize=lambda: sdpa_mask(**named),
+    )
+
+
+def _unpacked(mask_function: Any) -> tuple[Any, Any]:
+    """The numbers of packed sequences that a mask function of transformers holds, and the function of each of them; None and
+    the function itself where it holds none."""
+    parts = _held(mask_function, "and_masks", "mask_functions")
+    if isinstance(parts, tuple) and len(parts) == 2:
+        for first, second in (parts, parts[::-1]):  # versions differ in their order
+            sequences = _held(first, "packed_sequence_mask_function", "packed_sequence_mask")
+            function = _held(second, "remap_positions_for_packed_sequence", "mask_function")
+            if isinstance(sequences, torch.Tensor) and function is not None:
+                return sequences, function
+    return None, mask_function
+
+
+def _pattern(mask_function: Any) -> tuple[bool | None, Window]:
+    """Whether a mask function of transformers is causal, and its window; (None, None) of one that is neither that nor full.
+
+    It is a closure over its parts, of which only those are taken that are known by name.
+    """
+    from transformers import masking_utils as known
+
+    if mask_function is known.causal_mask_function:
+        return True, None
+    if mask_function is getattr(known, "bidirectional_mask_function", known):
+        return False, None
+    parts = _held(mask_function, "and_masks", "mask_functions")
+    if isinstance(parts, tuple) and len(parts) == 2 and parts[1] is known.causal_mask_function:
+        window = _held(parts[0], "sliding_window_overlay", "sliding_window")
+        if type(window) is int and window > 0:
+            return True, window
+    elif (
+        isinstance(parts, tuple)
+        and len(parts) == 2
+        and parts[1] is getattr(known, "bidirectional_mask_function", known)
+    ):
+        window = _held(parts[0], "sliding_window_bidirectional_overlay", "sliding_window")
+        if type(window) is int and window >= 0:
+            return False, (window, window)
+    return None, None
+
+
+def _is_plain(mask_function: Any) -> bool:
+    """Whether it is a function of transformers' own and no closure."""
+    from transformers import masking_utils as known
+
+    return mask_function in (known.causal_mask_function, getattr(known, "bidirectional_mask_function", known))
+
+
+def _told_pattern(named: dict[str, Any]) -> tuple[bool | None, Window]:
+    """The same by the other arguments: of a causal mask that may be left out nothing but its window is left to say, unless it is
+    one of chunks."""
+    if named.get("local_size") is None:
+        return _pattern(named["mask_function"]) if _is_plain(named.get("mask_function")) else (None, None)
+    config, window = named.get("config"), named.get("local_size")
+    sliding = window is not None and window == getattr(config, "sliding_window", None)
+    if sliding and named.get("allow_is_causal_skip") and getattr(config, "attention_chunk_size", None) is None:
+        return True, window
+    return None, None
+
+
+def _held(function: Any, maker: str, name: str) -> Any:
+    """What a closure that `maker` of transformers made holds under a name; None of any other function."""
+    if getattr(function, "__module__", "") != "transformers.masking_utils" or not function.__qualname__.startswith(
+        f"{maker}."
+    ):
+        return None
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True)).get(name)
+
+
+def _rows_and_seen(named: dict[str, Any]) -> tuple[int, int]:
+    """Query rows, and keys before the first of them; versions before 5 give both as a tensor of positions."""
+    positions = named.get("cache_position")
+    if isinstance(positions, torch.Tensor):
+        return len(positions), int(positions[0]) if len(positions) > 1 else 0  # read from the GPU, where it matters
+    rows, seen = named.get("q_length"), named.get("q_offset")
+    return (rows, seen) if isinstance(rows, int) and isinstance(seen, int) else (0, 0)
+
+
+def _not_served(attention_mask: Any, more: dict[str, Any]) -> str:
+    for name in ONLY_THEIRS:
+        if more.get(name) is not None:
+            return f"{name} is not served"
+    if more.get("output_attentions"):
+        return "attention weights are asked for"
+    if attention_mask is not None and not isinstance(attention_mask, (CausalBias, SeenKeys)):
+        return "the mask is more than causal, a sliding window and padding at the ends"
+    return ""
+
+
+def _plain(attention_mask: Any, device: torch.device) -> Any:
+    """A mask that transformers' own attention understands."""
+    if isinstance(attention_mask, SeenKeys):
+        return attention_mask.materialize()
+    if isinstance(attention_mask, CausalBias):
+        return attention_mask._materialize(device)
+    return attention_mask
+
+
+@functools.cache
+def _theirs() -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward

@@ -1,0 +1,102 @@
+"""`tiledsched::sdpa` and `tiledsched::sdpa_lse`: the kernel as operators of torch.
+
+Registered with `torch.library.Library` and not `custom_op`, whose wrappers cost more than the launch. The operators work
+under `torch.compile`, `torch.export`, CUDA graphs and autocast. They have no backward: where gradients are required they
+are torch's attention, which has one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tiledsched.kernels.attention.rivals import empty_output
+from tiledsched.ops import plans
+from tiledsched.ops.arguments import needs_gradients
+from tiledsched.ops.fallback import attend_in_torch, report
+from tiledsched.ops.features import NOTHING, AttentionFeatures
+from tiledsched.ops.launching import launch_plan
+from tiledsched.serve.launch import is_plain_call
+
+NO_BACKWARD = "gradients are required and the kernel is forward only"
+ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, SymInt window=0, float softcap=0.0, "
+    "Tensor? sinks=None, Tensor? key_starts=None, Tensor? key_lengths=None, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? block_table=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
+    "SymInt window_right=0"
+)
+_library = torch.library.Library("tiledsched", "FRAGMENT")
+
+
+def attend(
+    q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool, beside: AttentionFeatures = NOTHING
+) -> Any:
+    """Launch the kernel, or have torch do what it cannot serve; strides of the output are the same either way.
+
+    Raises:
+        ProblemError, ConfigError: as :func:`tiledsched.ops.plans.find_plan`.
+        UnsupportedError: it cannot be served, and the setting `fallback` is `error`.
+        LaunchError: the launch failed, or a CUDA graph is being captured and the program never ran.
+    """
+    key = plans.plan_key(q, k, v, causal, scale, lse, beside)
+    plan = plans.cache.ready.get(key)
+    if plan is not None:
+        return launch_plan(plan, q, k, v, beside=beside)
+    found = plans.find_plan(q, k, v, causal, scale, lse, beside)
+    if isinstance(found, plans.Plan):
+        return plans.cache.launch_first(
+            key,
+            found,
+            lambda plan: launch_plan(plan, q, k, v, first=True, beside=beside),
+            lambda plan: plans.default_plan(plan, q, k, v, causal, scale, lse, beside),
+        )
+    report(found)
+    result = attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, beside)
+    out = empty_output(q, v.shape[3]).copy_(result[0] if lse else result)
+    return (out, result[1]) if lse else out
+
+
+def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors as autocast hands them to torch's attention: in its dtype, float64 excepted."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _register(name: str, result: str, lse: bool) -> Any:
+    """Define one operator with every implementation it has, and return it."""
+    _library.define(f"{name}({ARGUMENTS}) -> {result}", tags=(torch.Tag.pt2_compliant_tag,))
+    operator = getattr(torch.ops.tiledsched, name).default
+
+    def launch(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
+        return attend(q, k, v, causal, scale, lse, AttentionFeatures(*asked) if asked else NOTHING)
+
+    def fake(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
+        out = empty_output(q, v.shape[3])
+        return (out, q.new_empty(q.shape[:3], dtype=torch.float32)) if lse else out
+
+    def autograd(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
+        beside = AttentionFeatures(*asked) if asked else NOTHING
+        if needs_gradients(q, k, v, beside.sinks):
+            report(NO_BACKWARD)
+            return attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, beside)
+        if is_plain_call() and type(q) is type(k) is type(v) is torch.Tensor:
+            return attend(q, k, v, causal, scale, lse, beside)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(q, k, v, causal, scale, *asked)
+
+    def autocast(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+        with torch._C._ExcludeDispatchKeyGuard(keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            return operator(*cast_for_autocast(q, k, v), causal, scale, *asked)
+
+    for key in ("CUDA", "CPU"):
+        _library.impl(name, launch, key)
+        _library.impl(name, autocast, f"Autocast{key}")
+    _library.impl(name, autograd, "Autograd")
+    torch.library.register_fake(f"tiledsched::{name}", fake, lib=_library)
+    return operator
+
+
+sdpa_operator = _register("sdpa", "Tensor", lse=False)
+sdpa_lse_operator = _register("sdpa_lse", "(Tensor, Tensor)", lse=True)

@@ -1,0 +1,132 @@
+"""Masks that hide no more than padding at the ends of each sequence's keys, read as where the keys start and end.
+
+Which they are is in their values, so they are read from the GPU: once for a mask that many layers share. A mask that is seen
+for the first time is left to torch, unless a caller knows better: to wait for the GPU in each call costs more than it gains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiledsched.serve.launch import is_transformed
+
+HIDDEN = -1e4
+"""What is added to a score that is to count for nothing, at most: diffusers' own, and float16's reach."""
+KEPT = 8
+"""Masks that are remembered, and kept alive so that no other takes their memory."""
+Ends = tuple[Any, Any]
+"""key_starts and key_lengths, `[batch]` int32 each; None where all start or end with the array."""
+
+
+@dataclass
+class _Known:
+    mask: Any
+    version: int
+    read: bool = False
+    ends: Ends | None = None
+
+
+_known: OrderedDict[Any, _Known] = OrderedDict()
+_lock = threading.Lock()
+
+
+def hidden_ends(mask: Any, q: Any, k: Any, *, at_once: bool = False) -> Ends | None:
+    """Where the keys start and end that a mask lets every row see; None where it says more, or has to wait.
+
+    Args:
+        mask: `[batch or 1, 1, 1, keys]`, or `[batch, keys]`: True for what is seen, or what is added to scores.
+        q, k: `[batch, heads, rows, columns]`.
+        at_once: read a mask that was never seen before.
+    """
+    if (
+        type(mask) is not torch.Tensor
+        or mask.requires_grad
+        or mask.device != q.device
+        or torch.compiler.is_compiling()
+        or is_transformed()
+        or mask.is_inference()
+        or q.ndim != 4
+        or k.ndim != 4
+    ):
+        return None
+    shapes = [(batch, 1, 1, k.shape[2]) for batch in (1, q.shape[0])] + [(q.shape[0], k.shape[2])]
+    if (
+        tuple(mask.shape) not in shapes
+        or not (mask.dtype == torch.bool or mask.is_floating_point())
+        or not mask.numel()
+    ):
+        return None
+    key = (mask.data_ptr(), mask.shape[0], mask.shape[-1], mask.stride(0), mask.stride(-1), mask.dtype, q.shape[0])
+    with _lock:
+        found = _known.get(key)
+        new = found is None or found.version != mask._version
+        if new or found is None:
+            found = _known[key] = _Known(mask.detach(), mask._version)
+        _known.move_to_end(key)
+        while len(_known) > KEPT:
+            _known.popitem(last=False)
+    if not found.read and not (new and not at_once):
+        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        found.ends, found.read = _read(mask.reshape(mask.shape[0], -1), q.shape[0]), True
+    return found.ends
+
+
+def edges(seen: torch.Tensor, *, every: bool = False) -> Ends | None:
+    """Where the keys of each sequence start and end, `[batch]` int32 each, or None where all start or end with the array.
+
+    Args:
+        seen: `[batch, keys]`, True for keys that count.
+        every: give both in any case.
+
+    Returns:
+        None where a sequence has padding between its keys. It waits for the GPU.
+    """
+    starts, lengths, whole, left, right, _ = _found(seen)
+    if not whole:
+        return None
+    return starts.to(torch.int32) if left or every else None, lengths.to(torch.int32) if right or every else None
+
+
+def ends_of(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the keys of each sequence start and end, `[batch]` int32 each, of what has none between that do not count.
+
+    Args:
+        seen: `[batch, keys]`, True for keys that count.
+    """
+    columns = seen.shape[1]
+    places = torch.arange(columns, device=seen.device)
+    lengths = torch.where(seen, places + 1, 0).amax(1)
+    starts = torch.where(seen, places, columns).amin(1).minimum(lengths)
+    return starts.to(torch.int32), lengths.to(torch.int32)
+
+
+def _read(mask: torch.Tensor, batch: int) -> Ends | None:
+    seen, plain = (mask, None) if mask.dtype == torch.bool else (mask == 0, ((mask == 0) | (mask <= HIDDEN)).all())
+    starts, lengths, whole, left, right, usual = _found(seen, plain)
+    if not (whole and usual):  # a sequence that sees nothing is torch's to answer
+        return None
+    starts, lengths = (each.to(torch.int32).expand(batch).contiguous() for each in (starts, lengths))
+    return starts if left else None, lengths if right else None
+
+
+def _found(seen: torch.Tensor, plain: torch.Tensor | None = None) -> tuple[Any, ...]:
+    """Starts and ends; whether all between counts; whether any starts late or ends early; and whether each sees a key and all is
+    `plain`."""
+    columns = seen.shape[1]
+    starts, lengths = ends_of(seen)
+    usual = (lengths > 0).all()
+    answers = torch.stack(
+        [
+            (seen.sum(1) == lengths - starts).all(),
+            (starts > 0).any(),
+            (lengths < columns).any(),
+            usual if plain is None else usual & plain,
+        ]
+    ).tolist()
+    return (starts, lengths, *answers)

@@ -1,0 +1,195 @@
+"""`sdpa`: attention on the schedule that the tuned table names, with the signature of torch's own.
+
+The first call of a shape resolves its schedule and makes a plan; later calls find the plan and launch.
+Nothing is tuned inside a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import torch
+    from torch import Tensor
+except ImportError as missing:
+    from tiledsched.core.extras import installing
+
+    raise ImportError(f"sdpa works on PyTorch's tensors; run: {installing('gpu')}") from missing
+
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.ops.arguments import check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
+from tiledsched.ops.fallback import attend_in_torch, attend_nested, forget_warnings, report
+from tiledsched.ops.features import NAMES, NOTHING, Window, read_beside
+from tiledsched.ops.launching import launch_plan
+from tiledsched.ops.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
+from tiledsched.ops.padding import hidden_ends
+from tiledsched.ops.plans import Plan, find_ready, plan_for
+from tiledsched.serve.launch import is_plain_call
+from tiledsched.serve.process import forget_kernels, settings
+
+__all__ = ["Plan", "plan_for", "reload", "sdpa", "settings"]
+_traced = torch.compiler.is_dynamo_compiling
+
+
+def sdpa(
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    attn_mask: Tensor | bool | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal: bool | str | None = None,
+    return_lse: bool = False,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_starts: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+) -> Any:
+    """Scaled dot-product attention, softmax(scale * q @ k^T, masked) @ v, on the tuned schedule.
+
+    It takes what `torch.nn.functional.scaled_dot_product_attention` takes, in the same places, and means the same by it.
+
+    Args:
+        q: `[batch, heads, seq_q, head_dim]` CUDA tensor, float16 or bfloat16; any strides; head_dim up to 256. Or
+            `[heads, seq_q, head_dim]`, and k and v alike.
+        k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device; heads a multiple of kv_heads.
+        v: `[batch, kv_heads, seq_k, value_dim]`; value_dim up to 256.
+        attn_mask: a mask tensor (left to torch, unless it is `[batch or 1, 1, 1, seq_k]`, hides padding at the ends only and
+            was seen before), `torch.nn.attention.bias.CausalBias`, or True or False for `causal`.
+        dropout_p: probability of dropout; other than 0 left to torch.
+        is_causal: torch's word for `causal=True`.
+        scale: positive softmax scale; 1 / sqrt(head_dim) unless given.
+        enable_gqa: accepted and not needed: heads and kv_heads say it.
+        causal: False, True or "top_left" (query row i sees key columns 0..i), or "bottom_right" (0..i + seq_k - seq_q;
+            rows that see nothing give zeros, where torch gives NaN or zeros).
+        return_lse: return the log-sum-exp of each row's scaled, masked scores, too: natural, float32
+            `[batch, heads, seq_q]`.
+        query, key, value: torch's names of q, k and v.
+        window: keys that a row sees at most, its own included, under a causal mask: transformers' `sliding_window`. Or
+            FlashAttention's `window_size`: a pair of the keys before and after a row's own, -1 for all, aligned at the bottom
+            right; with `causal` none after, aligned as that says.
+        softcap: each scaled score becomes softcap * tanh(score / softcap), before masks; 0 or None for none.
+        sinks: `[heads]`, a logit more in each row's denominator and log-sum-exp, without a value; rounded to q's dtype.
+        key_starts, key_lengths: `[batch]` integers: row b sees keys key_starts[b] to key_lengths[b] - 1 only, as if a mask hid
+            the others, for batches padded on the left or right. Rows that see no key give zeros. What lies in hidden keys and
+            values must be finite.
+
+    Returns:
+        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. What the
+        kernel cannot serve (masks, CPU tensors, float32, gradients, ...) goes to torch's attention with one warning per
+        reason. Under autocast q, k and v are cast first, as torch does.
+
+    Raises:
+        ProblemError: arguments that contradict each other or do not fit together.
+        UnsupportedError: inputs for torch's attention, where the setting `fallback` is `error`.
+        LaunchError: the launch failed, or a CUDA graph is being captured and this program never ran before.
+    """
+    # The short way: all that stands between a call and the launch in the common case. Whatever is special goes the long
+    # way, through the operator, and so does the first call of each kind. Nested tensors would end the process in find_ready.
+    if (
+        not _traced()
+        and type(q) is Tensor
+        and type(k) is Tensor
+        and type(v) is Tensor
+        and attn_mask is None
+        and not dropout_p
+        and (causal is None or not is_causal)
+        and query is None
+        and key is None
+        and value is None
+        and window is None
+        and softcap is None
+        and sinks is None
+        and key_starts is None
+        and key_lengths is None
+        and (scale is None or type(scale) is float)
+        and is_plain_call()
+        and not (q.is_nested or k.is_nested or v.is_nested)  # type: ignore[union-attr]
+    ):
+        asked: Any = is_causal if causal is None else causal
+        alignment = "top_left" if asked is True else asked or None
+        if alignment is None or type(alignment) is str:
+            plan = find_ready(q, k, v, alignment, scale, return_lse)
+            if plan is not None:
+                return launch_plan(plan, q, k, v, keep_zeros=True)
+    q, k, v = name_tensors(q, k, v, query, key, value)
+    return _attend(
+        q,
+        k,
+        v,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        causal,
+        return_lse,
+        (window, softcap, sinks, key_starts, key_lengths),
+    )
+
+
+def reload() -> None:
+    """Forget the table, the settings and every plan: the next call reads them again."""
+    forget_kernels()
+    forget_warnings()
+
+
+def _attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: Any,
+    scale: float | None,
+    causal: Any,
+    return_lse: bool,
+    asked: tuple[Any, ...],
+) -> Any:
+    """Every other call: check, decide, and call the operator or torch's attention."""
+    if isinstance(q, Tensor) and q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
+        q, k, v = cast_for_autocast(q, k, v)
+    scale = read_scale(scale)
+    if any(isinstance(each, Tensor) and each.is_nested for each in (q, k, v)):
+        if any(each is not None for each in asked):
+            raise UnsupportedError(
+                "windows, softcap, sinks and lengths of nested tensors are not served; call sdpa for each part"
+            )
+        report("nested tensors are given")
+        return attend_nested(q, k, v, attn_mask, dropout_p, is_causal if causal is None else causal, scale, return_lse)
+    check_tensors(q, k, v)
+    mask, alignment = read_mask(attn_mask, is_causal, causal, q, k)
+    given, (alignment, beside) = alignment, read_beside(q, k, alignment, *asked)
+    odd = odd_scale(scale)
+    if odd and (q.ndim == 4 or (q.ndim == 3 and q.shape[0] == k.shape[0] == v.shape[0])):
+        report(odd)  # with the axes that there are: of what is no number torch makes other things with four
+        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse, beside)
+    if q.ndim == k.ndim == v.ndim == 3 and mask is None:
+        result = sdpa(
+            q[None],
+            k[None],
+            v[None],
+            None,
+            dropout_p,
+            scale=scale,
+            causal=given or False,
+            return_lse=return_lse,
+            **dict(zip(NAMES, asked, strict=True)),
+        )
+        return (result[0][0], result[1][0]) if return_lse else result[0]
+    if isinstance(mask, Tensor) and mask.ndim == 4 and beside is NOTHING and not unserved(q, k, v, None, dropout_p):
+        ends = hidden_ends(mask, q, k, at_once=settings().fallback == "error")
+        if ends is not None:
+            mask, beside = None, read_beside(q, k, None, None, None, None, *ends)[1]
+    reason = unserved(q, k, v, mask, dropout_p)
+    if reason:
+        report(reason)
+        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse, beside)
+    operator = sdpa_lse_operator if return_lse else sdpa_operator
+    return operator(q, k, v, alignment, scale) if beside is NOTHING else operator(q, k, v, alignment, scale, *beside)

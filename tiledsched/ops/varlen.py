@@ -1,0 +1,221 @@
+"""`sdpa_varlen` and `sdpa_paged`: attention of packed sequences, and over keys in pages, with FlashAttention's arguments.
+
+Tensors have their tokens before their heads here, as in FlashAttention and vLLM. To the kernel they are the same arrays with
+two axes exchanged: nothing is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiledsched.core.errors import ProblemError
+from tiledsched.ops.arguments import CAUSAL, check_tensors, odd_scale, read_scale, unserved
+from tiledsched.ops.fallback import attend_in_torch, report
+from tiledsched.ops.features import AttentionFeatures, Window, read_beside
+from tiledsched.ops.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
+
+OWN_CAUSAL: dict[Any, str | None] = {**CAUSAL, True: "bottom_right"}
+"""What `causal` may be here: True is FlashAttention's."""
+
+
+def sdpa_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Any:
+    """Attention of sequences that lie end to end, each over its own keys, as FlashAttention's `flash_attn_varlen_func`.
+
+    Args:
+        q: `[total_q, heads, head_dim]`: the rows of all sequences.
+        k: `[total_k, kv_heads, head_dim]`, or, with `block_table`, pages as for `sdpa_paged`.
+        v: `[total_k, kv_heads, value_dim]`, or pages.
+        cu_seqlens_q: `[sequences + 1]` integers on q's device: where each sequence begins in q, and where the last one ends. It
+            begins with 0 and does not fall. Sequences may be empty.
+        cu_seqlens_k: the same of k and v; those of q unless given.
+        max_seqlen_q, max_seqlen_k: rows and keys of the longest sequence, at least. The kernel does not need them; a rival serves
+            only where they are given, and torch's attention reads them from the device where they are missing.
+        causal: False; True or "bottom_right", where each sequence's last row sees its last key; or "top_left".
+        scale, window, softcap, sinks, dropout_p: as for `sdpa`.
+        return_lse: return the log-sum-exp, too: float32 `[heads, total_q]`.
+        block_table, seqused_k: pages of each sequence and keys in use, as for `sdpa_paged`, in place of cu_seqlens_k.
+
+    Returns:
+        `[total_q, heads, value_dim]`, of q's dtype; with `return_lse` a pair. Rows of no sequence are not written.
+
+    Raises:
+        ProblemError: arguments that do not fit together.
+        UnsupportedError: inputs for torch, where the setting `fallback` is `error`.
+    """
+    tensors = _read_tensors(q, k, v, 3, 3 if block_table is None else 4)
+    _check_offsets("cu_seqlens_q", cu_seqlens_q, q)
+    sequences = cu_seqlens_q.shape[0] - 1
+    if block_table is None:
+        if seqused_k is not None:
+            raise ProblemError("seqused_k says how much of each sequence's pages is in use; give block_table, too")
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        _check_offsets("cu_seqlens_k", cu_seqlens_k, q)
+        if cu_seqlens_k.shape != cu_seqlens_q.shape:
+            raise ProblemError(
+                f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got {sequences} and "
+                f"{cu_seqlens_k.shape[0] - 1}"
+            )
+        if cu_seqlens_k is cu_seqlens_q and causal in (True, "bottom_right"):
+            causal = "top_left"  # which is the same, and less to reckon
+    else:
+        if cu_seqlens_k is not None:
+            raise ProblemError("cu_seqlens_k and block_table are both given; keys lie end to end or in pages")
+        _check_pages(block_table, seqused_k, "seqused_k", sequences, q)
+    alignment = _read_causal(causal)
+    alignment, beside = read_beside(q.transpose(0, 1)[None], k, alignment, window, softcap, sinks, None, None)
+    beside = beside._replace(
+        lengths=seqused_k,
+        cu_q=cu_seqlens_q,
+        cu_k=None if block_table is not None else cu_seqlens_k,
+        table=block_table,
+        most_q=max_seqlen_q or 0,
+        most_k=max_seqlen_k or 0,
+    )
+    q, k, v = (each.transpose(-3, -2) for each in tensors)
+    if block_table is None:
+        k, v = k[None], v[None]
+    result = _attend(q[None], k, v, alignment, scale, dropout_p, return_lse, beside)
+    out = (result[0] if return_lse else result)[0].transpose(0, 1)
+    return (out, result[1][0]) if return_lse else out
+
+
+def sdpa_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    key_lengths: Tensor,
+    *,
+    causal: bool | str = True,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention over keys and values that lie in pages, as FlashAttention's `flash_attn_with_kvcache` and vLLM keep them.
+
+    Args:
+        q: `[batch, seq_q, heads, head_dim]`: the last rows of each sequence, whose keys are in the cache already.
+        k_cache: `[pages, page_size, kv_heads, head_dim]`; page_size a multiple of 16.
+        v_cache: `[pages, page_size, kv_heads, value_dim]`.
+        block_table: `[batch, most pages of a sequence]` integers: which pages hold a sequence's keys, in order. What it says
+            beyond a sequence's keys does not matter.
+        key_lengths: `[batch]` integers: keys of each sequence (FlashAttention's cache_seqlens). What a page holds beyond them
+            must be finite.
+        causal: True or "bottom_right": the last row of a sequence sees its last key; False: every row sees all keys.
+        scale, window, softcap, sinks: as for `sdpa`.
+        return_lse: return the log-sum-exp, too: float32 `[batch, heads, seq_q]`.
+
+    Returns:
+        `[batch, seq_q, heads, value_dim]`, of q's dtype; with `return_lse` a pair.
+
+    Raises:
+        ProblemError: arguments that do not fit together.
+        UnsupportedError: inputs for torch, where the setting `fallback` is `error`.
+    """
+    tensors = _read_tensors(q, k_cache, v_cache, 4, 4)
+    _check_pages(block_table, key_lengths, "key_lengths", q.shape[0], q)
+    alignment = _read_causal(causal)
+    q, k, v = (each.transpose(1, 2) for each in tensors)
+    alignment, beside = read_beside(q, k, alignment, window, softcap, sinks, None, key_lengths)
+    beside = beside._replace(table=block_table)
+    result = _attend(q, k, v, alignment, scale, 0.0, return_lse, beside)
+    out = (result[0] if return_lse else result).transpose(1, 2)
+    return (out, result[1]) if return_lse else out
+
+
+def _attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    alignment: str | None,
+    scale: Any,
+    dropout_p: float,
+    return_lse: bool,
+    beside: AttentionFeatures,
+) -> Any:
+    """The operator, or torch's operations, on what has been checked."""
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = cast_for_autocast(q, k, v)
+    scale = read_scale(scale)
+    alike = (q, k, v) if beside.table is None else (q[:1], k[:1], v[:1])
+    check_tensors(*alike)
+    reason = odd_scale(scale) or unserved(*alike, None, dropout_p)
+    if reason:
+        report(reason)
+        if not k.numel():
+            return _nothing(q, v, return_lse, beside)
+        return attend_in_torch(q, k, v, None, dropout_p, alignment, scale, return_lse, beside)
+    operator = sdpa_lse_operator if return_lse else sdpa_operator
+    return operator(q, k, v, alignment, scale, *beside)
+
+
+def _nothing(q: Any, v: Any, return_lse: bool, beside: AttentionFeatures) -> Any:
+    """What rows get that see no key."""
+    out, lse = q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+    if beside.sinks is not None:
+        lse = beside.sinks.float()[:, None].expand(lse.shape)
+    return (out, lse) if return_lse else out
+
+
+def _read_causal(causal: Any) -> str | None:
+    if not isinstance(causal, (bool, str)) or causal not in OWN_CAUSAL:
+        raise ProblemError(f"causal = {causal!r}; allowed are False, True, 'top_left' and 'bottom_right'")
+    return OWN_CAUSAL[causal]
+
+
+def _read_tensors(q: Any, k: Any, v: Any, axes: int, key_axes: int) -> tuple[Any, Any, Any]:
+    for name, tensor, wanted in (("q", q, axes), ("k", k, key_axes), ("v", v, key_axes)):
+        if not isinstance(tensor, Tensor):
+            raise ProblemError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.ndim != wanted:
+            shape = {3: "[rows of all, heads, columns]", 4: "[batch or pages, rows, heads, columns]"}[wanted]
+            raise ProblemError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
+    return q, k, v
+
+
+def _check_offsets(name: str, offsets: Any, q: Any) -> None:
+    if not isinstance(offsets, Tensor) or offsets.ndim != 1 or offsets.shape[0] < 2:
+        got = tuple(offsets.shape) if isinstance(offsets, Tensor) else type(offsets).__name__
+        raise ProblemError(f"{name} must be a tensor [sequences + 1], where each begins and the last ends, got {got}")
+    _check_integers(name, offsets, q)
+
+
+def _check_pages(table: Any, lengths: Any, lengths_name: str, sequences: int, q: Any) -> None:
+    if not isinstance(table, Tensor) or table.ndim != 2 or table.shape[0] != sequences or not table.shape[1]:
+        got = tuple(table.shape) if isinstance(table, Tensor) else type(table).__name__
+        raise ProblemError(f"block_table must be a tensor [{sequences} sequences, pages], got {got}")
+    _check_integers("block_table", table, q)
+    if not isinstance(lengths, Tensor) or tuple(lengths.shape) != (sequences,):
+        got = tuple(lengths.shape) if isinstance(lengths, Tensor) else type(lengths).__name__
+        raise ProblemError(f"{lengths_name} must be a tensor [{sequences}], the keys of each sequence, got {got}")
+    _check_integers(lengths_name, lengths, q)
+
+
+def _check_integers(name: str, tensor: Any, q: Any) -> None:
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise ProblemError(f"{name} must be int32 (or int64), got {tensor.dtype}")
+    if tensor.device != q.device:
+        raise ProblemError(f"{name} must be on q's device, {q.device}, got {tensor.device}")

@@ -1,0 +1,325 @@
+"""What `tiledsched compare` may be given: databases, tables, landscapes, reports, devices, compilers and dates."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from pathlib import Path
+
+from tiledsched.core import data_files
+from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
+from tiledsched.core.kernel import told
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.report.compare import Known, Side, side_of
+from tiledsched.store.evidence import for_compiler, of_one_compiler, timed_alike
+from tiledsched.store.exchange import read_table
+from tiledsched.store.location import database_exists
+from tiledsched.store.records import Entry, StoredMeasurement
+
+SHIPPED = "shipped"
+TABLES = (".json", ".json.xz", ".csv", ".csv.xz")
+DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+VERSION = re.compile(r"\d+\.\d+(\.\d+)*")
+ACCEPTED = (
+    "a database, a table or landscape file, a folder of them, a report's folder, `shipped`, or of your database a device, "
+    "a compiler version or a date"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which problems."""
+
+    kernel: str = ""
+    """Only of this kernel; empty for all."""
+    arch: str = ""
+    """Only of this arch; empty for all."""
+    regime: str = ""
+    """burst or sustained; empty for both."""
+
+    def holds(self, kernel: str, arch: str, regime: str) -> bool:
+        """Whether it is asked for. A report's files do not tell their kernel."""
+        return (
+            kernel in ("", self.kernel or kernel) and arch == (self.arch or arch) and regime == (self.regime or regime)
+        )
+
+
+Evidence = tuple[list[Entry], list[StoredMeasurement]]
+
+
+def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
+    """One side of a comparison.
+
+    Args:
+        word: a SOURCE, a SELECTOR of the user's database over what ships, or SOURCE@SELECTOR. A source is a database (file or
+            URL), a table or landscape file, a folder of them, a report's folder, or `shipped`. A selector is a compiler version
+            (or its beginning), a date (what was known at its end), or a part of a device's name.
+        db: the user's database, as for `TuningDB.open`.
+        wanted: which problems.
+
+    Raises:
+        ConfigError: it is none of these, or nothing is measured there.
+        DatabaseError: it cannot be read.
+    """
+    source, selector = _split(word)
+    if source and (schedules := _report_file(Path(source))) is not None:
+        side = side_of(
+            word, [], [one for one in _of_report(schedules) if wanted.holds(one.kernel, one.arch, one.regime)]
+        )
+        if selector:
+            raise ConfigError(f"{word}: a report is taken whole; compare a database instead, or leave out @{selector}")
+    else:
+        entries, measurements = _evidence(source, db, wanted)
+        entries = [
+            one for one in entries if wanted.holds(one.kernel, one.arch, one.regime) and one.measurement is not None
+        ]
+        measurements = [
+            one
+            for one in timed_alike(measurements)
+            if wanted.holds(one.kernel, one.measurement.device.arch, one.measurement.regime)
+        ]
+        compilers = sorted({one.toolchain.tileiras for one in measurements})
+        devices = sorted({one.measurement.device.name for one in measurements})
+        entries, measurements = _selected(entries, measurements, selector)
+        side = side_of(word, map(_served, for_compiler(entries, "")), map(_taken, _newest_first(measurements)))
+        if not side.best and selector:
+            raise ConfigError(
+                f"{word}: nothing of {selector!r} is measured there; it has the compilers {_some(compilers)} and "
+                f"the devices {_some(devices)}"
+            )
+    if not side.best:
+        raise ConfigError(f"{word}: nothing is measured there that was asked for; give {ACCEPTED}")
+    return side
+
+
+def _split(word: str) -> tuple[str, str]:
+    """Source and selector of a word; either may be empty."""
+    source, at, selector = word.rpartition("@")
+    if at and source and "/" not in selector:
+        return source, selector
+    if word == SHIPPED or "://" in word or Path(word).expanduser().exists():
+        return word, ""
+    if "/" in word or word.endswith((".db", *TABLES)):
+        raise ConfigError(f"there is no {word}; give {ACCEPTED}")
+    return "", word
+
+
+def _report_file(path: Path) -> Path | None:
+    """A report's schedules, in a report's folder or by name."""
+    for each in (path, path / "schedules.csv"):
+        if each.name.endswith("schedules.csv") and each.is_file():
+            return each
+    return None
+
+
+def _evidence(source: str, db: str | None, wanted: Wanted) -> Evidence:
+    if source == SHIPPED:
+        return _shipped(wanted)
+    if not source:
+        entries, measurements = _shipped(wanted)
+        if database_exists(db):
+            own = _stored(db, wanted)
+            entries, measurements = [*own[0], *entries], [*own[1], *measurements]
+        return entries, measurements
+    path = Path(source).expanduser()
+    if "://" not in source and (path.is_dir() or source.endswith(TABLES)):
+        return _files(path)
+    if not database_exists(source):
+        raise ConfigError(f"there is no database at {source}; give {ACCEPTED}")
+    return _stored(source, wanted)
+
+
+def _shipped(wanted: Wanted) -> Evidence:
+    folder = data_files.tuning_db() / "tables"
+    return _read(sorted(folder.glob(f"{wanted.kernel or '*'}/{wanted.arch or '*'}.json")))
+
+
+def _files(path: Path) -> Evidence:
+    found = sorted(each for each in path.rglob("*") if each.name.endswith(TABLES)) if path.is_dir() else [path]
+    if not found:
+        raise ConfigError(f"{path} holds no table and no landscape; give {ACCEPTED}")
+    return _read(found)
+
+
+def _read(paths: Iterable[Path]) -> Evidence:
+    entries: list[Entry] = []
+    measurements: dict[str, StoredMeasurement] = {}
+    for path in paths:
+        table = read_table(path)
+        entries += table.entries
+        measurements |= {one.uid: one for one in table.measurements}
+    return entries, list(measurements.values())
+
+
+def _stored(url: str | None, wanted: Wanted) -> Evidence:
+    from tiledsched.store.db import TuningDB
+
+    with TuningDB.open(url, read_only=True) as db:
+        return db.entries(arch=wanted.arch or None, kernel=wanted.kernel or None), db.measurements(
+            arch=wanted.arch or None, kernel=wanted.kernel or None, regime=wanted.regime or None
+        )
+
+
+def _selected(
+    entries: Sequence[Entry], measurements: Sequence[StoredMeasurement], selector: str
+) -> tuple[list[Entry], list[StoredMeasurement]]:
+    """What is left by a selector. Of several compilers, where none is named, the newest of each problem and GPU."""
+    if DATE.fullmatch(selector):
+        try:
+            day = date.fromisoformat(selector)
+        except ValueError:
+            raise ConfigError(f"{selector} is no date; write e.g. 2026-11-22") from None
+        end = datetime.combine(day, time(), timezone.utc) + timedelta(days=1)
+        # What was served then is not kept: the fastest of what was measured by then stands for it.
+        return [], of_one_compiler([one for one in measurements if one.created_at < end], "")
+    if VERSION.fullmatch(selector):
+
+        def fits(version: str) -> bool:
+            return version == selector or version.startswith(f"{selector}.")
+
+        return [one for one in entries if fits(one.compiler)], [
+            one for one in measurements if fits(one.toolchain.tileiras)
+        ]
+    word = selector.lower()
+    left = [one for one in measurements if word in one.measurement.device.name.lower()]
+    served = [one for one in entries if one.measurement is not None and word in one.measurement.device.name.lower()]
+    return served, of_one_compiler(left, "")
+
+
+def _newest_first(measurements: Iterable[StoredMeasurement]) -> list[StoredMeasurement]:
+    return sorted(measurements, key=lambda one: (one.created_at, one.uid), reverse=True)
+
+
+def _taken(stored: StoredMeasurement) -> Known:
+    found = stored.measurement
+    return Known(
+        **_case(stored.kernel, found.problem, found.schedule),
+        arch=found.device.arch,
+        device=found.device.name,
+        regime=found.regime,
+        fingerprint=found.fingerprint,
+        us=found.median_us,
+        low_us=found.ci_low_us,
+        high_us=found.ci_high_us,
+        uid=stored.uid,
+        compiler=stored.toolchain.tileiras,
+        when=stored.created_at,
+    )
+
+
+def _served(entry: Entry) -> Known:
+    found = entry.measurement
+    assert found is not None
+    return Known(
+        **_case(entry.kernel, entry.problem, entry.schedule),
+        arch=entry.arch,
+        device=found.device.name,
+        regime=entry.regime,
+        fingerprint=entry.fingerprint,
+        us=found.median_us,
+        low_us=found.ci_low_us,
+        high_us=found.ci_high_us,
+        uid=found.uid,
+        compiler=entry.compiler,
+        when=found.created_at,
+    )
+
+
+def _case(kernel: str, problem: Problem, schedule: Schedule) -> dict[str, str]:
+    return {
+        "kernel": kernel,
+        **_named(problem),
+        "schedule_id": schedule.id,
+        "schedule": schedule.short(),
+        "accum_mode": str(schedule.get("accum_mode", "fp32")),
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _named(problem: Problem) -> dict[str, str]:
+    try:
+        words = told(problem)
+    except TiledschedError:  # of a kernel that is not here
+        words = ""
+    return {"problem_id": problem.id, "problem": str(problem), "words": words}
+
+
+def _of_report(path: Path) -> list[Known]:
+    """The measured rows of a report's schedules.csv."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatabaseError(f"cannot read {path}: {error}") from error
+    head = rows[0] if rows else []
+    needed = (
+        "arch",
+        "device",
+        "regime",
+        "provenance",
+        "problem_id",
+        "schedule_id",
+        "median_us",
+        "ci_low_us",
+        "ci_high_us",
+    )
+    lacking = [name for name in needed if name not in head]
+    if lacking:
+        raise DatabaseError(
+            f"{path} has no column {lacking[0]}: it is no schedules.csv of a report; write it anew with "
+            "`tiledsched report`"
+        )
+    fields = head[head.index("problem_id") + 1 : head.index("schedule_id")]
+    knobs = head[head.index("schedule_id") + 1 : head.index("median_us")]
+    found = []
+    for number, cells in enumerate(rows[1:], 2):
+        row = dict(zip(head, cells, strict=False))
+        if row.get("provenance") != "measured" or row.get("same_program_as"):
+            continue
+        try:
+            us, low, high = (float(row[name]) for name in ("median_us", "ci_low_us", "ci_high_us"))
+        except (KeyError, ValueError):
+            raise DatabaseError(f"{path}:{number}: median_us, ci_low_us and ci_high_us must be numbers") from None
+        if not 0 < low <= us <= high < float("inf"):
+            raise DatabaseError(
+                f"{path}:{number}: a median of {us} in an interval from {low} to {high} is no measurement"
+            )
+        found.append(
+            Known(
+                kernel="",
+                arch=row["arch"],
+                device=row["device"],
+                regime=row["regime"],
+                problem_id=row["problem_id"],
+                problem=" ".join(f"{name}={row[name]}" for name in fields if row[name]),
+                words="",
+                schedule_id=row["schedule_id"],
+                schedule=_schedule({name: row[name] for name in knobs if row[name]}),
+                accum_mode=row.get("accum_mode") or "fp32",
+                fingerprint=row.get("fingerprint", ""),
+                us=us,
+                low_us=low,
+                high_us=high,
+                uid="",
+            )
+        )
+    return found
+
+
+def _schedule(cells: Mapping[str, str]) -> str:
+    """A schedule for people, of the cells of its knobs."""
+    flags = {"true": True, "false": False}
+    values = {
+        name.removeprefix("knob_"): flags[text] if text in flags else int(text) if text.isdecimal() else text
+        for name, text in cells.items()
+    }
+    return Schedule(values).short()
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "") or "none"

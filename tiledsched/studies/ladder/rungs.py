@@ -1,0 +1,183 @@
+"""The declaration of the plain kernel, the rungs from it to what is served, and how each is called beside the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import tiledsched.core.fields as ts
+from tiledsched.bench.methods import Call, Method
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.schedule import KnobValue, Schedule
+
+
+class PlainAttention(Kernel):
+    """Attention as one would first write it, each pair of a sequence and a head by itself."""
+
+    name = "plain_attention"
+    pairs, rows = ts.dim(), ts.dim()
+    head_dim = ts.dim(constant=True)
+    causal = ts.flag(False)
+    dtype = ts.dtype("float16", "bfloat16")
+    Q, K, V = ts.array("pairs rows head_dim"), ts.array("pairs rows head_dim"), ts.array("pairs rows head_dim")
+    Out = ts.out("pairs rows head_dim")
+    knobs: ClassVar = {
+        "tile_m": ts.knob((64, 128), about="rows of queries"),
+        "tile_n": ts.knob((64, 128), about="rows of keys"),
+        "exponent": ts.knob(("natural", "base2"), about="base of the exponentials"),
+        "k_load": ts.knob(("permute", "order"), about="keys transposed by hand, or by the load"),
+        "latency_k": ts.knob((0, 2), about="hint to the loads of keys; 0 for none"),
+        "latency_v": ts.knob((0, 4), about="hint to the loads of values; 0 for none"),
+        "occupancy": ts.knob((0, 1, 2), about="blocks an SM should hold; 0 leaves it to the compiler"),
+        "num_worker_warps": ts.knob((0, 8), about="warps of a block; 0 leaves them to the compiler"),
+        "division": ts.knob(("ieee", "approximate"), about="of the accumulator"),
+    }
+    constraints: ClassVar = {"head_dim in (16, 32, 64, 128, 256)": "a tile's sides are powers of two"}
+    axes = ("rows", "head_dim", "causal", "dtype")
+    suites: ClassVar = {"playbook": [{"pairs": 8, "rows": 2048, "head_dim": 128}]}
+
+    @staticmethod
+    def grid(p: Problem, s: Schedule, device: Any) -> tuple[int, ...]:
+        """A block for each tile of queries of each pair."""
+        return -(-p.rows // int(s["tile_m"])), p.pairs
+
+    @staticmethod
+    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
+        """The only one."""
+        from tiledsched.studies.ladder.tiles import attend
+
+        return attend
+
+    @staticmethod
+    def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
+        """What the kernel's parameters are."""
+        return {
+            "scale": p.head_dim**-0.5,
+            "TILE_M": s["tile_m"],
+            "TILE_N": s["tile_n"],
+            "CAUSAL": p.causal,
+            "BASE2": s["exponent"] == "base2",
+            "TRANSPOSE": s["k_load"] == "permute",
+            "LATENCY_K": s["latency_k"],
+            "LATENCY_V": s["latency_v"],
+            "IEEE": s["division"] == "ieee",
+        }
+
+    @staticmethod
+    def reference(xp: Any, p: Problem, Q: Any, K: Any, V: Any) -> Any:
+        """Softmax of the scaled, masked products, times the values."""
+        scores = xp.einsum("bqd,bkd->bqk", Q, K) * p.head_dim**-0.5
+        if p.causal:
+            place = xp.arange(p.rows)
+            scores = xp.where(place[None, None, :] <= place[None, :, None], scores, -xp.inf)
+        powers = xp.exp(scores - scores.max(-1, keepdims=True))
+        return xp.einsum("bqk,bkd->bqd", powers / powers.sum(-1, keepdims=True), V)
+
+    @staticmethod
+    def flops(p: Problem) -> float:
+        """Two products."""
+        return 4.0 * p.pairs * p.rows * p.rows * p.head_dim / (2 if p.causal else 1)
+
+
+NAIVE = Schedule(
+    {
+        "tile_m": 64,
+        "tile_n": 64,
+        "exponent": "natural",
+        "k_load": "permute",
+        "latency_k": 0,
+        "latency_v": 0,
+        "occupancy": 0,
+        "num_worker_warps": 0,
+        "division": "ieee",
+    }
+)
+EDITS: Sequence[tuple[str, str, Mapping[str, KnobValue]]] = (
+    ("naive", "natural exponent, keys transposed by hand, IEEE division, no hints", {}),
+    ("exp2", "exponentials to base 2", {"exponent": "base2"}),
+    ("load_order", "keys transposed by the load", {"k_load": "order"}),
+    ("latency", "latency hints 2 and 4 to the loads", {"latency_k": 2, "latency_v": 4}),
+    ("occupancy", "two blocks on an SM", {"occupancy": 2}),
+    ("division", "approximate division", {"division": "approximate"}),
+    (
+        "tiles",
+        "128 by 128 tiles, a block on an SM, of eight warps",
+        {"tile_m": 128, "tile_n": 128, "occupancy": 1, "num_worker_warps": 8},
+    ),
+)
+"""Each rung: its name, what was edited, and the knobs it changes."""
+
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def usual() -> list[Problem]:
+    """What the ladder is climbed on where no problem is named: one sequence, 16 heads of 128 columns, float16, no mask."""
+    make = kernel_named("attention").problem
+    return [
+        make(batch=1, heads=16, kv_heads=16, seq_q=length, seq_k=length, head_dim=128, dtype="float16", causal=False)
+        for length in LENGTHS
+    ]
+
+
+def rungs() -> dict[str, tuple[str, Schedule]]:
+    """Name -> what was edited, and the schedule with all edits so far."""
+    found, schedule = {}, NAIVE
+    for name, about, changes in EDITS:
+        schedule = schedule.replace(**changes)
+        found[name] = about, schedule
+    return found
+
+
+def plain_problem(problem: Problem) -> Problem:
+    """The problem of the plain kernel that an attention problem is.
+
+    Raises:
+        UnsupportedError: the plain kernel has no such thing.
+    """
+    p = problem
+    more = p.values.get("value_dim") or p.values.get("lse")
+    if p.heads != p.kv_heads or p.seq_q != p.seq_k or p.head_dim & (p.head_dim - 1) or more:
+        raise UnsupportedError(
+            "the plain kernel has keys for every head, as many keys as queries, and heads of a power of two"
+        )
+    return PlainAttention.problem(
+        pairs=p.batch * p.heads, rows=p.seq_q, head_dim=p.head_dim, causal=p.causal, dtype=p.dtype
+    )
+
+
+def methods() -> list[Method]:
+    """Every rung as a method of the bench, and what is served last."""
+    from tiledsched.bench.rivals.attention import METHODS
+
+    found = [Method(name=name, about=about, make=_launched(schedule)) for name, (about, schedule) in rungs().items()]
+    return [*found, METHODS["tiledsched"]]
+
+
+def _launched(schedule: Schedule) -> Callable[[Any], Call]:
+    def make(arrays: Any) -> Call:
+        import cuda.tile as ct
+
+        from tiledsched.core.device import arch_spec
+        from tiledsched.core.launch import steps, tile_kernels
+
+        torch, problem = arrays.torch, plain_problem(arrays.problem)
+        properties = torch.cuda.get_device_properties(arrays.q.device)
+        arch = f"sm_{properties.major}{properties.minor}"
+        device = arch_spec(arch)
+        (step,) = steps(PlainAttention, problem, schedule, device)
+        (kernel,) = tile_kernels(PlainAttention, {arch: schedule}, problem, device)
+        shape = (problem.pairs, problem.rows, problem.head_dim)
+        q, k, v = (tensor.view(shape) for tensor in (arrays.q, arrays.k, arrays.v))
+
+        def call() -> Any:
+            out = torch.empty_like(arrays.q)
+            ct.launch(torch.cuda.current_stream(), step.grid, kernel, (q, k, v, out.view(shape), *step.tail))
+            return out
+
+        return call
+
+    return make

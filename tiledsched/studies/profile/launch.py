@@ -1,0 +1,56 @@
+"""What runs under the profiler: one call of one method, after a few that are not profiled."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+
+from tiledsched.core.errors import TiledschedError, UnsupportedError
+from tiledsched.core.problem import Problem
+
+WARMUPS = 5
+FAILED = 3
+"""Exit code where the method does not run on the problem; the last line of stderr says why."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Call a method on random inputs and tell the profiler which call counts."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("kernel")
+    parser.add_argument("problem")
+    parser.add_argument("method")
+    options = parser.parse_args(arguments)
+    import cupy
+    import torch
+
+    from tiledsched.bench.case import make_case
+    from tiledsched.bench.methods import choose_methods
+    from tiledsched.core.registry import load_kernel
+
+    kernel = load_kernel(options.kernel)
+    problem = Problem.from_json(json.loads(options.problem))
+    (method,) = choose_methods(kernel, [options.method], [problem])
+    try:
+        refusal = method.refusal(problem, torch.cuda.get_device_properties(0).total_memory)
+        if refusal:
+            raise UnsupportedError(refusal)
+        with warnings.catch_warnings():  # torch warns why it refuses a backend; so does the exception
+            warnings.simplefilter("ignore")
+            call = method.make(make_case(torch, cupy, problem).arrays)
+            for _ in range(WARMUPS):
+                call()
+            torch.cuda.synchronize()
+    except (TiledschedError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+        return FAILED
+    torch.cuda.profiler.start()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""What is asked of Nsight Compute, and what its raw page says."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiledsched.core.errors import MeasureError
+
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+STALLS = (
+    "long_scoreboard",
+    "short_scoreboard",
+    "wait",
+    "barrier",
+    "math_pipe_throttle",
+    "mio_throttle",
+    "lg_throttle",
+    "tex_throttle",
+    "no_instruction",
+    "dispatch_stall",
+    "drain",
+    "membar",
+    "sleeping",
+    "gmma",
+    "branch_resolving",
+    "misc",
+)
+"""Reasons for which a warp does not issue; gmma is a warp group waiting for its tensor cores, of Hopper."""
+LOCAL = tuple(f"l1tex__t_sectors_pipe_lsu_mem_local_op_{op}.sum" for op in ("ld", "st"))
+"""Sectors of 32 bytes between registers and local memory: spills."""
+SECTOR_BYTES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One figure of a call."""
+
+    column: str
+    """In the CSV file; its unit ends the name."""
+    label: str
+    """For people."""
+    names: tuple[str, ...]
+    """Of Nsight Compute, in base units; what is joined, in kernels that have them."""
+    how: str
+    """sum, max, or mean (weighted by duration) over the kernels of a call."""
+    scale: float = 1.0
+    """From base units."""
+
+
+def _metric(column: str, label: str, *names: str, how: str = "mean", scale: float = 1.0) -> Metric:
+    return Metric(column=column, label=label, names=names, how=how, scale=scale)
+
+
+ELAPSED, ACTIVE = "avg.pct_of_peak_sustained_elapsed", "avg.pct_of_peak_sustained_active"
+METRICS = (
+    _metric("duration_us", "duration, µs", "gpu__time_duration.sum", how="sum", scale=1e-3),
+    _metric("sm_throughput_pct", "SM throughput, % of peak", f"sm__throughput.{ELAPSED}"),
+    _metric("memory_throughput_pct", "memory throughput, % of peak", f"gpu__compute_memory_throughput.{ELAPSED}"),
+    _metric("tensor_pipe_pct", "tensor pipes busy, % of elapsed cycles", f"sm__pipe_tensor_cycles_active.{ELAPSED}"),
+    _metric(
+        "tensor_pipe_active_pct", "tensor pipes busy, % of active cycles", f"sm__pipe_tensor_cycles_active.{ACTIVE}"
+    ),
+    _metric("occupancy_pct", "achieved occupancy, % of warps", f"sm__warps_active.{ACTIVE}"),
+    _metric("registers", "registers per thread", "launch__registers_per_thread", how="max"),
+    _metric("threads", "threads per block", "launch__block_size", how="max"),
+    _metric("blocks", "blocks", "launch__grid_size", how="max"),
+    _metric("shared_kib", "shared memory per block, KiB", "launch__shared_mem_per_block", how="max", scale=1 / 1024),
+    _metric("spilled_mib", "spilled to local memory, MiB", *LOCAL, how="sum", scale=SECTOR_BYTES / 2**20),
+    _metric("instructions", "warp instructions", "smsp__inst_executed.sum", how="sum"),
+    _metric("l2_mib", "through L2, MiB", "lts__t_sectors.sum", how="sum", scale=SECTOR_BYTES / 2**20),
+    _metric(
+        "dram_mib",
+        "read and written in DRAM, MiB",
+        "dram__bytes_read.sum",
+        "dram__bytes_write.sum",
+        how="sum",
+        scale=1 / 2**20,
+    ),
+)
+TIME = METRICS[0]
+
+
+def asked() -> str:
+    """The value of ncu's `--metrics`."""
+    names = [name for metric in METRICS for name in metric.names]
+    return ",".join([*names, *(STALL.format(reason) for reason in STALLS)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelProfile:
+    """One kernel as it was profiled."""
+
+    name: str
+    """As ncu shows it."""
+    values: dict[str, float]
+    """By ncu's name, in base units; what this GPU or driver does not have is left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodProfile:
+    """One call of a method."""
+
+    method: str
+    """Which."""
+    kernels: tuple[KernelProfile, ...] = ()
+    """What it launched, in order."""
+    status: str = "ok"
+    """ok, or why there is no profile."""
+
+    def value(self, metric: Metric) -> float | None:
+        """The figure over all its kernels; None where ncu did not tell."""
+        found = [
+            (sum(kernel.values[name] for name in metric.names if name in kernel.values), kernel)
+            for kernel in self.kernels
+            if any(name in kernel.values for name in metric.names)
+        ]
+        return _joined(found, metric.how, metric.scale)
+
+    def stalls(self) -> dict[str, float]:
+        """Reason -> warps stalled for it per issue, over all kernels, the largest first."""
+        found = {}
+        for reason in STALLS:
+            name = STALL.format(reason)
+            value = _joined(
+                [(kernel.values[name], kernel) for kernel in self.kernels if name in kernel.values], "mean", 1.0
+            )
+            if value is not None:
+                found[reason] = value
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def to_csv(self, least_bytes: float) -> dict[str, Any]:
+        """A flat row."""
+        row: dict[str, Any] = {"method": self.method, "status": self.status, "kernels": len(self.kernels)}
+        row |= {metric.column: _rounded(self.value(metric)) for metric in METRICS}
+        row |= {f"{kind}_over_least": _rounded(over(self, kind, least_bytes)) for kind in ("l2", "dram")}
+        row |= {f"stalled_{reason}": _rounded(value) for reason, value in sorted(self.stalls().items())}
+        return row
+
+
+def over(profile: MethodProfile, kind: str, least_bytes: float) -> float | None:
+    """Bytes moved over the least possible, every input read and every output written once; kind is l2 or dram."""
+    mib = profile.value(next(metric for metric in METRICS if metric.column == f"{kind}_mib"))
+    return None if mib is None or not least_bytes else mib * 2**20 / least_bytes
+
+
+def _joined(found: Sequence[tuple[float, KernelProfile]], how: str, scale: float) -> float | None:
+    if not found:
+        return None
+    values = [value for value, _ in found]
+    if how == "sum":
+        return sum(values) * scale
+    if how == "max":
+        return max(values) * scale
+    weights = [kernel.values.get(TIME.names[0], 1.0) for _, kernel in found]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights) * scale
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def read_raw(text: str) -> list[KernelProfile]:
+    """What `ncu --csv --page raw --print-units base` printed, whatever stands before it.
+
+    Raises:
+        MeasureError: there is no such page in the text.
+    """
+    start = text.find('"ID","Process ID"')
+    if start < 0:
+        raise MeasureError("Nsight Compute profiled nothing")
+    rows = list(csv.reader(io.StringIO(text[start:], newline="")))
+    head = rows[0]
+    found = []
+    for row in rows[2:]:  # the second holds the units
+        if len(row) == len(head):
+            cells = dict(zip(head, row, strict=True))
+            values = {
+                name: number for name, cell in cells.items() if "__" in name and (number := _number(cell)) is not None
+            }
+            found.append(KernelProfile(name=cells["Kernel Name"], values=values))
+    if not found:
+        raise MeasureError("Nsight Compute profiled no kernel")
+    return found
+
+
+def _number(cell: str) -> float | None:
+    """The number of a cell, whose thousands have commas; None of words and of what was not available."""
+    try:
+        return float(cell.replace(",", ""))
+    except ValueError:
+        return None

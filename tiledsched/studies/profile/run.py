@@ -1,0 +1,138 @@
+"""Starts Nsight Compute, and says what to do where it is missing or may not count."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+
+from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.core.errors import ConfigError, MeasureError
+from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import locator
+from tiledsched.studies.profile.launch import FAILED
+from tiledsched.studies.profile.metrics import MethodProfile, asked, read_raw
+
+PLACES = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu", "/usr/local/cuda*/nsight-compute*/ncu")
+TIMEOUT_S = 600
+MISSING = (
+    "Nsight Compute (ncu) is neither on PATH nor in its usual folders; install it from "
+    "https://developer.nvidia.com/nsight-compute, or name it with --ncu FILE"
+)
+FORBIDDEN = (
+    "this user may not read the GPU's counters; run as root, or let an administrator load the driver with "
+    "NVreg_RestrictProfilingToAdminUsers=0 (https://developer.nvidia.com/ERR_NVGPUCTRPERM); a container also needs "
+    "--cap-add=SYS_ADMIN"
+)
+
+
+def find_ncu(named: str | None = None) -> str:
+    """Nsight Compute's command line.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if named:
+        found = shutil.which(named)
+        if found is None:
+            raise ConfigError(f"there is no program {named}; {MISSING}")
+        return found
+    places = [path for pattern in PLACES for path in sorted(glob.glob(pattern), reverse=True)]
+    found = shutil.which("ncu") or next((path for path in places if os.access(path, os.X_OK)), None)
+    if found is None:
+        raise ConfigError(MISSING)
+    return found
+
+
+def versions(ncu: str, driver: str) -> str:
+    """What was profiled with what, and when, in one line."""
+    try:
+        said = subprocess.run([ncu, "--version"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    number = re.search(r"Version ([\d.]+)", said)
+    known = (
+        ("driver", driver),
+        ("tileiras", compiler_at_hand()),
+        ("Nsight Compute", number.group(1) if number else ""),
+    )
+    return ", ".join([*(f"{name} {version}" for name, version in known if version), date.today().isoformat()])
+
+
+def profile(
+    kernel: KernelClass,
+    problem: Problem,
+    methods: Sequence[str],
+    *,
+    ncu: str,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[MethodProfile]:
+    """One call of each method, each in a process of its own. A method that does not run has a status instead of figures.
+
+    Raises:
+        ConfigError: the counters may not be read.
+        MeasureError: the profiler failed in another way.
+    """
+    found = []
+    for method in methods:
+        progress(f"{problem}: {method}")
+        found.append(_profiled(kernel, problem, method, ncu))
+    return found
+
+
+def _profiled(kernel: KernelClass, problem: Problem, method: str, ncu: str) -> MethodProfile:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "raw.csv"
+        counted = [
+            ncu,
+            "--target-processes",
+            "application-only",
+            "--profile-from-start",
+            "off",
+            "--clock-control",
+            "none",
+            "--csv",
+            "--page",
+            "raw",
+            "--print-units",
+            "base",
+            "--metrics",
+            asked(),
+            "--log-file",
+            str(log),
+        ]
+        launched = [
+            sys.executable,
+            "-m",
+            "tiledsched.studies.profile.launch",
+            locator(kernel),
+            json.dumps(problem.to_json()),
+            method,
+        ]
+        command = [*counted, *launched]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise MeasureError(f"{method} was not profiled within {TIMEOUT_S} s; leave it out with --methods") from None
+        except OSError as error:
+            raise ConfigError(f"{ncu} cannot be run ({error.strerror}); {MISSING}") from error
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    if "ERR_NVGPUCTRPERM" in text + done.stdout + done.stderr:
+        raise ConfigError(FORBIDDEN)
+    if done.returncode == FAILED:
+        return MethodProfile(method=method, status=said[-1] if said else "it does not run")
+    try:
+        return MethodProfile(method=method, kernels=tuple(read_raw(text)))
+    except MeasureError as error:
+        last = (said or [line for line in text.splitlines() if line.strip()] or ["it said nothing"])[-1]
+        raise MeasureError(f"{method}: {error} (exit code {done.returncode}: {last[:200]})") from None

@@ -1,0 +1,211 @@
+"""What is known before anything is measured: the static model's estimates, and the measurements of other problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+
+from tiledsched.build.cubin import ResourceFacts
+from tiledsched.core import data_files
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.space import SearchSpace
+from tiledsched.measure.runner import Measurement
+from tiledsched.store.db import TuningDB
+from tiledsched.store.evidence import timed_as_now
+from tiledsched.store.exchange import read_table
+from tiledsched.store.records import Entry
+from tiledsched.store.shipped import shipped_landscapes
+from tiledsched.tuning.study import Estimate
+from tiledsched.tuning.surrogate import Known
+
+MeasuredPrograms = dict[Problem, list[tuple[Schedule, ResourceFacts | None, float]]]
+"""The measured programs of each problem: schedule, facts, microseconds."""
+Landscape = tuple[list[Measurement], Mapping[str, ResourceFacts | None]]
+"""Measurements, and facts by fingerprint."""
+MOST_PROBLEMS = 4
+"""Problems learnt from, the most alike: more of them change nothing on the bench."""
+MOST_PROGRAMS = 96
+"""Programs of each: the fastest half of that, and others spread evenly over the rest."""
+FEWEST_PROGRAMS = 8
+"""Measured programs below which a problem teaches nothing."""
+MOST_PLAIN = 256
+"""Plain schedules, the most promising ones, around which the structural knobs are explored."""
+
+
+def estimator(problem: Problem, spec: ArchSpec) -> Estimate:
+    """The static model for `problem` on the GPU that `spec` describes; schedules not built yet count with expected facts."""
+
+    kernel = problem.declaration
+
+    @cache
+    def estimate(schedule: Schedule, facts: ResourceFacts | None) -> float:
+        return kernel.model(problem, schedule, facts or kernel.expected(problem, schedule, spec), spec)
+
+    return estimate
+
+
+def plain_schedules(
+    space: SearchSpace, problem: Problem, pinned: Mapping[str, KnobValue], estimate: Estimate
+) -> list[Schedule]:
+    """All schedules of a space whose knobs that only a measurement can judge are at their defaults, the most promising first."""
+    plain = list(space.schedules(problem, pinned={**pinned, **space.modelled_pins()}))
+    return sorted(plain, key=lambda schedule: (estimate(schedule, None), schedule.id))
+
+
+def promising_part(
+    space: SearchSpace,
+    problem: Problem,
+    pinned: Mapping[str, KnobValue],
+    plain: Sequence[Schedule],
+    winners: Iterable[Schedule],
+) -> list[Schedule]:
+    """The part of a large space that is worth judging: tens of thousands of schedules would take longer than measuring.
+
+    All plain schedules, and every variant of the most promising of them, by the static model, and of past winners.
+    """
+    fixed = [name for name, knob in space.knobs.items() if not knob.measured_only and name not in pinned]
+    bases = dict.fromkeys(tuple(schedule[name] for name in fixed) for schedule in [*winners, *plain[:MOST_PLAIN]])
+    found = dict.fromkeys([space.default(problem, pinned=pinned), *plain])
+    for base in bases:
+        held = {**pinned, **dict(zip(fixed, base, strict=True))}
+        found |= dict.fromkeys(space.schedules(problem, pinned=held))
+    return list(found)
+
+
+def nearest(problem: Problem, measured: Iterable[Problem], *, itself: bool = False) -> list[Problem]:
+    """Of measured problems those to learn from, the most alike first; `problem` among them only if asked for."""
+    others = (other for other in measured if other.kernel == problem.kernel and (itself or other != problem))
+    return sorted(others, key=lambda other: (-problem.declaration.similarity(problem, other), other))[:MOST_PROBLEMS]
+
+
+def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, *, itself: bool = False) -> list[Known]:
+    """What to learn from: the problems most alike, and of each a choice of programs that shows its best and its spread.
+
+    Args:
+        problem: what is to be tuned.
+        others: for each problem its measured programs: schedule, facts, microseconds.
+        spec: of the arch.
+        itself: learn from `problem` itself, too, where `others` has it.
+    """
+    found = []
+    taught = (other for other in others if len(others[other]) >= FEWEST_PROGRAMS)
+    for other in nearest(problem, taught, itself=itself):
+        programs = sorted(others[other], key=lambda program: (program[2], program[0].id))
+        half = MOST_PROGRAMS // 2
+        rest = programs[half:]
+        programs = programs[:half] + rest[:: max(1, -(-len(rest) // half))]
+        estimate = estimator(other, spec)
+        found.append(
+            Known(
+                task=other,
+                candidates=tuple(program[0] for program in programs),
+                expected=tuple(estimate(schedule, facts) for schedule, facts, _ in programs),
+                values=tuple(program[2] for program in programs),
+            )
+        )
+    return found
+
+
+class Shipped:
+    """What comes with the package for one kernel and arch, read when it is asked for; nothing without a kernel."""
+
+    def __init__(self, kernel: str = "", arch: str = "") -> None:
+        self._kernel, self._arch = kernel, arch
+        self._read: dict[tuple[Problem, str], Landscape] = {}
+
+    @cached_property
+    def winners(self) -> list[Entry]:
+        """What was measured to be the fastest."""
+        path = data_files.tuning_db() / "tables" / self._kernel / f"{self._arch}.json"
+        entries = read_table(path).entries if self._kernel and path.is_file() else ()
+        return [entry for entry in entries if entry.provenance == "measured"]
+
+    @cached_property
+    def recorded(self) -> dict[tuple[Problem, str], Path]:
+        """The landscapes by problem and regime, and where they lie."""
+        return {
+            (each.problem, each.regime): each.path
+            for each in (shipped_landscapes(self._kernel, self._arch) if self._kernel else ())
+        }
+
+    def landscape(self, problem: Problem, regime: str) -> Landscape:
+        """One of those: measurements, and facts by fingerprint."""
+        if (problem, regime) not in self._read:
+            table = read_table(self.recorded[problem, regime])
+            self._read[problem, regime] = (
+                [stored.measurement for stored in table.measurements],
+                {artifact.fingerprint: artifact.facts for artifact in table.artifacts},
+            )
+        return self._read[problem, regime]
+
+
+class Elsewhere:
+    """What is known of other problems, by one database and by what ships, read as it is needed: most of a large database is of
+    no use to a problem.
+    """
+
+    def __init__(
+        self, db: TuningDB, space: SearchSpace, regime: str, accum_mode: str, shipped: Shipped | None = None
+    ) -> None:
+        self._db, self._space, self._shipped = db, space, shipped or Shipped()
+        self._regime, self._accum_mode = regime, accum_mode
+        self._programs: MeasuredPrograms = {}
+        self._facts: dict[str, ResourceFacts | None] = {}
+
+    def read_recorded(self, problem: Problem) -> None:
+        """Read what ships of the problems most alike: who waits for a device may as well."""
+        for other in nearest(problem, self._recorded, itself=True):
+            self._shipped.landscape(other, self._regime)
+
+    @property
+    def _recorded(self) -> set[Problem]:
+        return {other for other, regime in self._shipped.recorded if regime == self._regime}
+
+    def known(self, problem: Problem, device_name: str, spec: ArchSpec, *, itself: bool) -> list[Known]:
+        """What to learn from for `problem`, of what was measured on devices of that name; see `known_elsewhere`."""
+        where = (device_name, self._regime)
+        measured = {
+            line.problem
+            for line in self._db.landscapes()
+            if (line.device_name, line.regime) == where and line.distinct_programs >= FEWEST_PROGRAMS
+        }
+        measured |= {other for other, programs in self._programs.items() if len(programs) >= FEWEST_PROGRAMS}
+        near = nearest(problem, measured | self._recorded, itself=itself)
+        for other in near:
+            if other not in self._programs:  # what ships was recorded on whatever device of the arch
+                self._programs[other] = (
+                    self._read(other, device_name)
+                    if other in measured
+                    else self._judged(*self._shipped.landscape(other, self._regime))
+                )
+        return known_elsewhere(problem, {other: self._programs[other] for other in near}, spec, itself=itself)
+
+    def note(self, problem: Problem, programs: list[tuple[Schedule, ResourceFacts | None, float]]) -> None:
+        """What was measured of `problem` just now."""
+        self._programs[problem] = programs
+
+    def _read(self, problem: Problem, device_name: str) -> list[tuple[Schedule, ResourceFacts | None, float]]:
+        """The newest measurement of each program."""
+        if not self._facts:
+            self._facts = {key[1]: artifact.facts for key, artifact in self._db.artifacts(self._space.arch).items()}
+        taken = [
+            stored.measurement
+            for stored in self._db.latest_measurements(problem, device_name=device_name, regime=self._regime)
+        ]
+        return self._judged(taken, self._facts)
+
+    def _judged(
+        self, taken: Sequence[Measurement], facts: Mapping[str, ResourceFacts | None]
+    ) -> list[tuple[Schedule, ResourceFacts | None, float]]:
+        taken = [one for one in taken if not one.conditions.beside]
+        as_now = [one for one in taken if timed_as_now(one.regime, one.conditions)]
+        taken = as_now if len(as_now) >= FEWEST_PROGRAMS else taken
+        schedules = [self._space.complete(one.schedule) for one in taken]
+        return [
+            (schedule, facts.get(one.fingerprint), one.median_us)
+            for schedule, one in zip(schedules, taken, strict=True)
+            if schedule.get("accum_mode", self._accum_mode) == self._accum_mode
+        ]

@@ -1,0 +1,90 @@
+"""What may drive a search: samplers of Optuna by name, ours among them, and anyone's by `module:Class`.
+
+Optuna is imported when one is made; names are known without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tiledsched.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from optuna.samplers import BaseSampler
+
+OURS = "surrogate"
+"""The default: a Gaussian process over schedules, see `tiledsched.tuning.surrogate`."""
+IN_ORDER = ("random", "exhaustive")
+"""All valid schedules one after the other: shuffled, or as the space lists them."""
+OPTUNAS: Mapping[str, str] = {"tpe": "TPESampler", "gp": "GPSampler", "cmaes": "CmaEsSampler", "qmc": "QMCSampler"}
+"""Optuna's, by their usual names."""
+SAMPLERS = (OURS, *OPTUNAS, *IN_ORDER)
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "TPESampler": {"multivariate": True, "constant_liar": True},
+    "CmaEsSampler": {"warn_independent_sampling": False},
+    "QMCSampler": {"warn_independent_sampling": False, "warn_asynchronous_seeding": False},
+}
+"""How they are made: knobs depend on each other, and several schedules are tried at a time."""
+NEEDS: Mapping[str, str] = {"GPSampler": "torch", "CmaEsSampler": "cmaes"}
+"""Packages that Optuna asks for when the sampler first proposes."""
+NUMBERS_ONLY = ("CmaEsSampler", "QMCSampler")
+"""Those that search numbers: they get each value's place among its knob's choices."""
+
+
+def sampler_named(text: str) -> str:
+    """`text`, where it names a sampler. For argparse.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    if text not in SAMPLERS and ":" not in text:
+        raise ConfigError(f"unknown sampler {text!r}; known are {', '.join(SAMPLERS)}, and module:Class")
+    return text
+
+
+def check_sampler(name: str) -> None:
+    """Make sure that a sampler can be made, before anything is done for it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if sampler_named(name) not in (OURS, *IN_ORDER):
+        make_sampler(name, 0)
+
+
+def make_sampler(name: str, seed: int) -> BaseSampler:
+    """Another one than ours: of Optuna, or of the module that it names.
+
+    Raises:
+        ConfigError: there is none of this name, it is no sampler, or a package that it needs is not installed.
+    """
+    sampler_named(name)
+    module_name, _, word = name.rpartition(":") if ":" in name else ("optuna.samplers", "", OPTUNAS[name])
+    try:
+        if word in NEEDS:
+            importlib.import_module(NEEDS[word])
+        made = getattr(importlib.import_module(module_name), word, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"sampler {name} needs {error.name}; install it (pip install {error.name}), or take another "
+            f"--sampler: {', '.join(SAMPLERS)}"
+        ) from error
+    from optuna.samplers import BaseSampler
+
+    if not (inspect.isclass(made) and issubclass(made, BaseSampler)):
+        raise ConfigError(f"{name} is no sampler; name a class that extends optuna.samplers.BaseSampler")
+    options = dict(OPTIONS.get(word, {}))
+    if "seed" in inspect.signature(made).parameters:
+        options["seed"] = seed
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some releases mark some of them, or of their options, as experimental
+            return made(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"sampler {name} cannot be made without more arguments ({error}); derive one that can"
+        ) from error
