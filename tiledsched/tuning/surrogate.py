@@ -234,7 +234,7 @@ class Surrogate:
 class SurrogateSampler(BaseSampler):
     """Proposes the candidate that promises most; see the module.
 
-    AttentionFeatures what every sampler does it says what the best candidate left promises (`expected_gain`), which of some running
+    In addition to what every sampler does it says what the best candidate left promises (`expected_gain`), which of some running
     trials are worth finishing first (`choose`), and takes better estimates (`revise`) and more candidates (`widen`) as they
     become known. A trial that ran and failed counts as the worst; one that was pruned teaches nothing.
 
