@@ -1,6 +1,6 @@
 """The other implementations that the shipped sm_90 table has times of, a CSV line for each problem and implementation.
 
-    python docs/results/h200/models.py > models.csv
+python docs/results/h200/models.py > models.csv
 """
 
 from __future__ import annotations
