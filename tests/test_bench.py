@@ -525,12 +525,8 @@ def test_the_command_appends_resumes_and_sums_up(quick, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     bench = [
         "bench",
-        "--seq-len",
-        "1024",
-        "--head-dim",
-        "64",
-        "--causal",
-        "no",
+        "-p",
+        "B=16,H=32,S=1024,D=64,causal=no",
         "--rounds",
         "8",
         "--csv",
@@ -546,7 +542,7 @@ def test_the_command_appends_resumes_and_sums_up(quick, tmp_path, monkeypatch, c
     assert said["summary"][0]["below"] == 1
     assert main(bench) == 2
     assert "go on with it with --resume" in capsys.readouterr().err
-    bench[bench.index("no")] = "both"
+    bench[2] = "B=16,H=32,S=1024,D=64,causal=no:yes"
     assert main([*bench, "--resume", "--regime", "both"]) == 0
     assert harness.prepared == [("burst", PROBLEM), ("burst", OTHER), ("sustained", PROBLEM), ("sustained", OTHER)]
     out = capsys.readouterr().out

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tiledsched.cli.parser import make_parser
 
 ROOT = Path(__file__).parent.parent

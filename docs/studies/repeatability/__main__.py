@@ -10,13 +10,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from docs.studies.flags import positive, words
 from docs.studies.repeatability import methods
 from docs.studies.repeatability.rows import METHODS, append_rows, check_columns, read_rows
 from docs.studies.repeatability.session import find_field, run_session
 from docs.studies.repeatability.summary import summarise
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.flags import positive, words
 from tiledsched.tuning.session import kernel_of, prepare_tools, problems_of
 
 

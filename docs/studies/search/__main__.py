@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from docs.studies.flags import names, positive
 from docs.studies.search.bench import held_out_landscapes, run_bench, shipped_landscapes
 from docs.studies.search.figure import draw
 from docs.studies.search.methods import METHODS
 from docs.studies.search.scores import Summary, read_runs, summarise, write_runs
 from tiledsched.build.pool import default_jobs
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.flags import names, positive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
