@@ -196,7 +196,7 @@ def print_landscapes(lines: Sequence[Any], compared: Sequence[RegimeComparison])
 
 def print_compared(found: Comparison, *, everything: bool = False) -> None:
     """Print what moved from A to B, slower first, with the winners where they changed."""
-    from tiledsched.report.compare import told
+    from tiledsched.report.compare import rows_to_show
 
     print_wrapped(f"A: {found.a}")
     print_wrapped(f"B: {found.b}")
@@ -207,7 +207,7 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
         print_wrapped(f"programs with the same machine code: {both}; that is the machine or the day, no schedule")
     elif found.rows:
         print_wrapped("no machine code was measured on both sides: part of a difference may be the machine")
-    rows = told(found, everything=everything)
+    rows = rows_to_show(found, everything=everything)
     if rows:
         print(f"\n{'':9}  {'B / A':21}  {'A us':>9}  {'B us':>9}")
     narrow = any(len(row.b.problem) + 55 > width() for row in rows)

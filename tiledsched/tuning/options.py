@@ -59,7 +59,7 @@ class Option:
         """
         if value is None and self.default is None:
             return
-        accepted = {float: (int, float), str: (str, Path)}.get(self.type, self.type)
+        accepted = (int, float) if self.type is float else self.type
         right = isinstance(value, accepted) and (self.type is bool or not isinstance(value, bool))
         if self.choices:
             right, wanted = right and value in self.choices, f"one of {', '.join(self.choices)}"
@@ -105,7 +105,7 @@ class Options:
 
     @classmethod
     def from_mapping(cls: type[Chosen], values: Mapping[str, Any], of: str) -> Chosen:
-        """Options of keywords or of JSON; `of` names the command that takes them, for the message.
+        """Options of keywords (paths as `Path` or text) or of JSON; `of` names the command that takes them, for the message.
 
         Raises:
             ConfigError: a name is unknown, or a value is not allowed.
@@ -114,7 +114,7 @@ class Options:
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ConfigError(f"{of} has no option {', '.join(unknown)}; its options are {', '.join(known)}")
-        return cls(**values)
+        return cls(**{name: str(value) if isinstance(value, Path) else value for name, value in values.items()})
 
     def to_json(self) -> dict[str, Any]:
         """The options that are not at their defaults, by name; files with their whole paths."""
@@ -211,7 +211,7 @@ class TuneOptions(Options):
         False,
         help="also try schedules that differ from the fastest so far in one or two knobs, beyond what the space explores",
     )
-    candidates: str | Path | None = option(
+    candidates: str | None = option(
         None,
         metavar="FILE",
         is_file=True,
@@ -219,7 +219,7 @@ class TuneOptions(Options):
         "Kernel Tuner cache",
         default_help="the whole space",
     )
-    space: str | Path | None = _space()
+    space: str | None = _space()
     runner: str = option(
         "auto",
         choices=("auto", "gpu", "none"),
@@ -247,7 +247,7 @@ class RecordOptions(Options):
     build_only: bool = option(False, help="build the programs and stop; needs no GPU")
     budget_s: float | None = _budget()
     accum_mode: str | None = _accum_mode()
-    space: str | Path | None = _space()
+    space: str | None = _space()
     seed: int = option(0, metavar="N", help="seed of the choice of schedules, the inputs and the order of launches")
     compile_timeout_s: float = _compile_timeout()
 
@@ -278,5 +278,5 @@ class CheckOptions(Options):
     schedules: int = option(
         20, minimum=1, metavar="N", help="schedules of each problem: the default, and others drawn from the space"
     )
-    space: str | Path | None = _space()
+    space: str | None = _space()
     seed: int = option(0, metavar="N", help="seed of the inputs and of the choice of schedules")

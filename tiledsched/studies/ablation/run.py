@@ -15,7 +15,7 @@ from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
 from tiledsched.studies.ablation.ladder import Ladder
 from tiledsched.studies.ablation.rows import AblationRow
-from tiledsched.studies.ablation.sources import Built, Recorded
+from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
 
 
 def replay_ablation(
@@ -51,7 +51,7 @@ def replay_ablation(
             raise ConfigError(f"{path} was recorded on {first.device.arch}; pass --arch {first.device.arch}")
         recorded_kernel = first.problem.declaration if first is not None else kernel
         space = space_for(arch, recorded_kernel)
-        recorded = Recorded(table, space)
+        recorded = RecordedPrograms(table, space)
         ladder = Ladder(
             ReplayRunner(recorded_kernel, recorded.measurements),
             recorded,
@@ -104,7 +104,7 @@ def run_ablation(
     try:
         served = load_table(settings, kernel=kernel)
         with TuningDB.open(settings.db) as db, BuildPool(jobs) as pool:
-            source = Built(Builder(db, tools.artifacts, kernel, arch, tools.toolchain, pool))
+            source = CompiledPrograms(Builder(db, tools.artifacts, kernel, arch, tools.toolchain, pool))
             for problem in problems:
                 found = served.resolve(problem, arch, runner.device.name)
                 progress(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
