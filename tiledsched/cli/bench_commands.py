@@ -309,7 +309,7 @@ def ablation(
     the tuned schedule is measured with each knob turned back.
 
     \b
-    tiledsched study ablation -p B=4,H=16,S=4096,D=128,causal
+    tiledsched study ablation -p B=4,H=16,S=4096,D=128
     tiledsched study ablation --arch sm_90 --replay landscape.json.xz
     """
     from tiledsched.cli.served_output import print_ablation
@@ -363,7 +363,7 @@ def profile(
     """Compare methods' use of the GPU under Nsight Compute.
 
     \b
-    tiledsched study profile -p B=4,H=32,S=4096,D=128 --methods tiledsched,torch_cudnn
+    tiledsched study profile -p B=4,H=32,S=4096,D=128 -o profiles
     """
     from tiledsched.studies.profile import pages
     from tiledsched.studies.profile.methods import profiled_methods

@@ -174,7 +174,7 @@ def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: floa
 
     \b
     tiledsched db query
-    tiledsched db query "select * from attention where head_dim = 128" --csv
+    tiledsched db query "select * from attention limit 5" --csv
     """
     from tiledsched.store.sql import ask, tables
 

@@ -34,7 +34,7 @@ def read_problems(kernel: KernelClass, text: str) -> list[Problem]:
     """Every combination of the values in `rows=4096,columns=4096:8192,dtype=bfloat16`; or a problem as it is printed.
 
     A key is a field, or a short name of the kernel's label. A short name means all its dims, or, where slashes part the
-    values, each of them (`H=32/8`). A word alone is a flag that is set (`causal`) or the choice of a field (`bfloat16`).
+    values, each of them (`H=32/8`). A word alone is a flag that is set (`transposed`) or the choice of a field (`bfloat16`).
 
     Raises:
         ConfigError: the key and what is allowed.

@@ -67,7 +67,7 @@ def show(
 
     \b
     tiledsched show
-    tiledsched show attention --arch h200 -p D=128,causal
+    tiledsched show attention --arch h200 -p D=128
     tiledsched show -p columns=4096 --provenance measured
     """
     if landscapes:
@@ -157,7 +157,7 @@ def explain(
     """Say which schedule a problem is served with, and why.
 
     \b
-    tiledsched explain -p B=4,H=16,S=4096,D=128,causal --arch h200
+    tiledsched explain -p B=4,H=16,S=4096,D=128 --arch h200
     tiledsched explain matmul -p m=512,n=4096,k=4096
     """
     from tiledsched.core.space_files import chosen_space
