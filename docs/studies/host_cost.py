@@ -108,10 +108,12 @@ def make_methods() -> dict[str, Method]:
 
     from tiledsched.ops import plans
     from tiledsched.ops.operator import sdpa_operator
-    from tiledsched.ops.sdpa import sdpa
+    from tiledsched.ops.sdpa import plan_for, sdpa
+    from tiledsched.serve import process
 
     q, k, v = (torch.randn((1, 8, 512, 64), device="cuda", dtype=torch.float16) for _ in range(3))
-    plan = plans.plan_for(q, k, v).own
+    plan = plan_for(q, k, v).own
+    ((kernel, grid, _),), launch = plan.steps, process.runtime.launch
     arguments = (q, k, v, sdpa(q, k, v), *plan.tail)
     stream, graph = torch.cuda.current_stream().cuda_stream, torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -128,7 +130,7 @@ def make_methods() -> dict[str, Method]:
         "torch_auto": Method(call=lambda: torch_sdpa(q, k, v)),
         "torch_flash": Method(call=lambda: torch_sdpa(q, k, v), within=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
         "torch_cudnn": Method(call=lambda: torch_sdpa(q, k, v), within=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)),
-        "launch": Method(call=lambda: plan.launch(stream, plan.grid, plan.kernel, arguments)),
+        "launch": Method(call=lambda: launch(stream, grid, kernel, arguments)),
         "graph_replay": Method(call=graph.replay),
         "lookup": Method(call=look_up),
     }
