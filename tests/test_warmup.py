@@ -27,7 +27,7 @@ from tiledsched.serve import bundle as bundles
 from tiledsched.serve import warmup
 from tiledsched.serve.bundle import Program, bundle_paths, read_bundle, warm_path, write_bundle
 from tiledsched.serve.entries import load_entries
-from tiledsched.serve.lookup import Table
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundles
 from tiledsched.store.records import Entry
 
@@ -365,7 +365,7 @@ def test_a_program_of_a_bundle_is_the_one_cutile_would_compile_and_no_compiler_s
 
     problem = PROBLEM.replace(head_dim=32)
     schedule = SCHEDULE.replace(tile_m=64, tile_n=32)
-    table = Table([entry(problem, schedule)], Attention)
+    table = LookupTable([entry(problem, schedule)], Attention)
     made = warmup.prepare(
         ARCH,
         warm_path(ARCH, load_settings(), "attention"),
@@ -445,7 +445,7 @@ def pool(monkeypatch):
 
 def prepare(path, entries, **more):
     return warmup.prepare(
-        ARCH, path, entries, Table(entries, Attention), Attention, ArtifactStore(), "a compiler", **more
+        ARCH, path, entries, LookupTable(entries, Attention), Attention, ArtifactStore(), "a compiler", **more
     )
 
 
@@ -475,7 +475,7 @@ def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, 
     older = entry(fingerprint=known.fingerprint, source_hash="0" * 12)
     for one, reused in ((measured, 1), (older, 0)):
         made = warmup.prepare(
-            ARCH, tmp_path / f"{reused}.zip", [one], Table([one], Attention), Attention, store, "a compiler"
+            ARCH, tmp_path / f"{reused}.zip", [one], LookupTable([one], Attention), Attention, store, "a compiler"
         )
         assert (made.reused, made.compiled) == (reused, 1 - reused)
 
@@ -502,7 +502,13 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
     assert "1 would not build (too big)" in str(made)
     with pytest.raises(ConfigError, match="tiledsched tune attention --arch sm_121"):
         warmup.prepare(
-            "sm_121", tmp_path / "c.zip", entries, Table(entries, Attention), Attention, ArtifactStore(), "a compiler"
+            "sm_121",
+            tmp_path / "c.zip",
+            entries,
+            LookupTable(entries, Attention),
+            Attention,
+            ArtifactStore(),
+            "a compiler",
         )
 
 
