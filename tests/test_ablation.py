@@ -11,7 +11,7 @@ from store_samples import DEVICE, TOOLCHAIN, artifact
 from test_repeatability import MadeUp, print_of
 
 from tiledsched.bench.rivals.attention import untuned_schedule
-from tiledsched.build.compiler import Built as BuiltSchedule
+from tiledsched.build.compiler import Built
 from tiledsched.cli import main
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.registry import kernel_named
@@ -22,7 +22,7 @@ from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Condi
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import Table, read_table
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
-from tiledsched.studies.ablation.sources import Built, Recorded
+from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
 from tiledsched.tuning.programs import Builder
 
 ROOT = Path(__file__).parent.parent
@@ -217,13 +217,11 @@ def test_the_compiler_is_asked_once_for_each_schedule(tmp_path) -> None:
             for built in super().build(tasks):
                 bad = built.task.schedule["tile_m"] == 128
                 failure = Failure(kind=FailureKind.COMPILE_TIMEOUT, message="no end in 1 s") if bad else None
-                yield BuiltSchedule(
-                    task=built.task, artifact=None if bad else built.artifact, failure=failure, seconds=0.1
-                )
+                yield Built(task=built.task, artifact=None if bad else built.artifact, failure=failure, seconds=0.1)
 
     made = Compiler()
     with TuningDB.open(tmp_path / "tuning.db") as db:
-        source = Built(Builder(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made))
+        source = CompiledPrograms(Builder(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made))
         found = source.find([PLAIN, TUNED], PROBLEM)
         assert found[PLAIN].artifact.fingerprint == print_of(PLAIN)
         assert found[TUNED] == "compile_timeout: no end in 1 s"
@@ -235,7 +233,7 @@ def test_the_compiler_is_asked_once_for_each_schedule(tmp_path) -> None:
 
 
 def test_a_recorded_ladder_takes_a_way_that_is_wholly_recorded() -> None:
-    recorded = Recorded(read_table(LANDSCAPE), SPACE)
+    recorded = RecordedPrograms(read_table(LANDSCAPE), SPACE)
     runner = ReplayRunner(TEMPLATE, recorded.measurements)
     ladder = Ladder(runner, recorded, SPACE, TEMPLATE, recorded.problem, recorded=recorded.holds)
     rows = ladder.climb(SPACE.default(recorded.problem, pinned={"accum_mode": "fp32"}), recorded.best.schedule)
@@ -257,7 +255,7 @@ def test_a_recorded_ladder_takes_a_way_that_is_wholly_recorded() -> None:
 
 def test_an_empty_record_is_refused() -> None:
     with pytest.raises(MeasureError, match="holds no measurement"):
-        Recorded(Table(entries=(), measurements=(), artifacts=()), SPACE)
+        RecordedPrograms(Table(entries=(), measurements=(), artifacts=()), SPACE)
 
 
 def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) -> None:

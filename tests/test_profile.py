@@ -13,7 +13,7 @@ from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.kernels.attention import Attention
 from tiledsched.studies.profile import launch, pages
-from tiledsched.studies.profile.metrics import METRICS, MethodProfile, asked, over, read_raw
+from tiledsched.studies.profile.metrics import METRICS, MethodProfile, ncu_metrics, over, read_raw
 from tiledsched.studies.profile.run import find_ncu, profile, versions
 
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128)
@@ -120,7 +120,7 @@ def test_what_is_no_page_is_told(text):
 
 
 def test_what_is_asked_covers_every_figure():
-    names = asked().split(",")
+    names = ncu_metrics().split(",")
     assert len(names) == len(set(names))
     assert {name for metric in METRICS for name in metric.names} <= set(names)
 

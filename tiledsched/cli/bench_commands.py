@@ -248,7 +248,7 @@ def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     from tiledsched.measure.replay import ReplayRunner
     from tiledsched.store.exchange import read_table
     from tiledsched.studies.ablation.ladder import Ladder
-    from tiledsched.studies.ablation.sources import Recorded
+    from tiledsched.studies.ablation.sources import RecordedPrograms
 
     for path in options.replay:
         table = read_table(path)
@@ -257,7 +257,7 @@ def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
             raise ConfigError(f"{path} was recorded on {first.device.arch}; pass --arch {first.device.arch}")
         kernel = first.problem.declaration if first is not None else options.declaration
         space = space_for(options.arch, kernel)
-        recorded = Recorded(table, space)
+        recorded = RecordedPrograms(table, space)
         ladder = Ladder(
             ReplayRunner(kernel, recorded.measurements),
             recorded,
@@ -277,7 +277,7 @@ def _ablated(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     from tiledsched.build.pool import BuildPool
     from tiledsched.serve.entries import load_table
     from tiledsched.studies.ablation.ladder import Ladder
-    from tiledsched.studies.ablation.sources import Built
+    from tiledsched.studies.ablation.sources import CompiledPrograms
     from tiledsched.tuning.programs import Builder
     from tiledsched.tuning.session import open_runner
 
@@ -287,7 +287,7 @@ def _ablated(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     try:
         served = load_table(tools.settings, kernel=kernel)
         with _open(options) as db, BuildPool(options.jobs) as pool:
-            source = Built(Builder(db, tools.artifacts, kernel, options.arch, tools.toolchain, pool))
+            source = CompiledPrograms(Builder(db, tools.artifacts, kernel, options.arch, tools.toolchain, pool))
             for problem in _problems(options):
                 found = served.resolve(problem, options.arch, runner.device.name)
                 output.note(f"{problem}: {found.provenance} schedule {found.schedule.short()}")

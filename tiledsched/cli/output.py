@@ -526,7 +526,7 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
     """What moved from A to B, slower first, with the winners where they changed."""
     _print_wrapped(f"A: {found.a}")
     _print_wrapped(f"B: {found.b}")
-    from tiledsched.report.compare import told
+    from tiledsched.report.compare import rows_to_show
 
     mean = f", B takes {found.mean:.3f}x the time of A (geometric mean)" if found.mean else ""
     _print_wrapped(f"{len(found.rows)} {'problem' if len(found.rows) == 1 else 'problems'} on both sides{mean}")
@@ -535,7 +535,7 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
         _print_wrapped(f"programs with the same machine code: {both}; that is the machine or the day, no schedule")
     elif found.rows:
         _print_wrapped("no machine code was measured on both sides: part of a difference may be the machine")
-    rows = told(found, everything=everything)
+    rows = rows_to_show(found, everything=everything)
     if rows:
         print(f"\n{'':9}  {'B / A':21}  {'A us':>9}  {'B us':>9}")
     narrow = any(len(row.b.problem) + 55 > width() for row in rows)

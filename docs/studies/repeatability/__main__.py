@@ -100,7 +100,7 @@ def study(
     builder: Builder,
     space: SearchSpace,
     runner: Runner,
-    chosen: Sequence[methods.Method],
+    chosen: Sequence[methods.SelectionMethod],
     programs: int,
     seed: int,
     csv: Path,
