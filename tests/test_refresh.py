@@ -484,8 +484,8 @@ def test_the_command(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
     assert main(["refresh", "attention", "--arch", "sm_121", "--runner", "none"]) == 0
     assert "nothing of attention was measured for sm_121; run: tiledsched tune attention" in capsys.readouterr().out
-    assert main(["refresh", "attention", "--arch", "sm_90", "--seq-len", "3"]) == 2
-    assert "nothing that was measured is like that; leave out a filter" in capsys.readouterr().err
+    assert main(["refresh", "attention", "--arch", "sm_90", "-p", "S=3"]) == 2
+    assert "no problem that was measured matches -p; leave it out" in capsys.readouterr().err
     assert main(["refresh", "nonsense"]) == 2
 
 
