@@ -64,14 +64,14 @@ def fresh():
 @pytest.fixture
 def launches(fresh, monkeypatch, tmp_path):
     """The list of launches to come, on CPU tensors; what the kernel does not serve is an error."""
-    from serve_on_cpu import serve_on_cpu
+    from serve_on_cpu import Launches, using
 
-    from tiledsched.ops import sdpa as serve
-
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
-    found = serve_on_cpu(monkeypatch, tmp_path)
-    serve.reload()
-    return found
+    found = Launches()
+    with using(found.runtime):
+        yield found
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tiledsched.core.kernel import KernelClass
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle
-from tiledsched.serve.lookup import Table
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
 from tiledsched.store.shipped import read_shipped_entries
@@ -143,7 +143,7 @@ def combined(of: Sequence[Layer]) -> list[Entry]:
 
 def load_table(
     settings: Settings, *, kernel: KernelClass, archs: Collection[str] | None = None, spaces: Sequence[SearchSpace] = ()
-) -> Table:
+) -> LookupTable:
     """The lookup table of a kernel under `settings`; with `archs`, only what was shipped for those; `spaces` in place of the
     kernel's own.
 
@@ -154,10 +154,10 @@ def load_table(
 
 def table_of(
     entries: Sequence[Entry], settings: Settings, *, kernel: KernelClass, spaces: Sequence[SearchSpace] = ()
-) -> Table:
+) -> LookupTable:
     """The same over some entries only."""
     forced = {name: value for name, value in settings.knobs.items() if name in known_knobs(kernel)}
-    return Table(
+    return LookupTable(
         entries,
         kernel=kernel,
         regime=settings.regime,
