@@ -260,10 +260,10 @@ def test_an_empty_record_is_refused() -> None:
 
 def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    ablate = ["ablate", "--arch", "sm_90", "--replay", str(LANDSCAPE), "--rounds", "12"]
-    assert main([*ablate, "--csv", "out/ladder.csv", "--json"]) == 0
+    ablate = ["study", "ablation", "--arch", "sm_90", "--replay", str(LANDSCAPE), "--rounds", "12"]
+    assert main([*ablate, "--out", "out", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    with open("out/ladder.csv", newline="") as file:
+    with open("out/ablation.csv", newline="") as file:
         written = list(csv.DictReader(file))
     assert [row["knob"] for row in written] == [row["knob"] for row in rows]
     assert {
@@ -283,7 +283,7 @@ def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) ->
     out = capsys.readouterr().out
     assert "from the plain schedule to the tuned one" in out
     assert "persistent" in out
-    assert main([*ablate[:2], "sm_100", *ablate[3:]]) == 2
+    assert main([*ablate, "--arch", "sm_100"]) == 2
     assert "pass --arch sm_90" in capsys.readouterr().err
 
 
@@ -293,9 +293,7 @@ def test_the_command_climbs_on_a_gpu(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("tiledsched.tuning.session.open_runner", lambda *given, **more: gpu)
     monkeypatch.setattr("tiledsched.build.pool.BuildPool", lambda jobs: made)
     monkeypatch.setattr("tiledsched.build.artifacts.ArtifactStore", lambda folder: made)
-    assert (
-        main(["ablate", "--arch", "sm_90", "--seq-len", "1024", "--head-dim", "64", "--causal", "yes", "--json"]) == 0
-    )
+    assert main(["study", "ablation", "--arch", "sm_90", "-p", "B=16,H=32,S=1024,D=64,causal", "--json"]) == 0
     said = capsys.readouterr()
     rows = [row for row in json.loads(said.out)["rows"] if row["view"] == "ladder"]
     assert rows[0]["schedule_id"] == PLAIN.id
@@ -314,8 +312,24 @@ def test_what_ends_the_command_early_loses_only_the_problem_under_way(tmp_path, 
         return climb(self, *given)
 
     monkeypatch.setattr(Ladder, "climb", once)
-    file = tmp_path / "ladder.csv"
-    assert main(["ablate", "--arch", "sm_90", "--replay", str(LANDSCAPE), str(LANDSCAPE), "--csv", str(file)]) == 130
+    file = tmp_path / "ablation.csv"
+    assert (
+        main(
+            [
+                "study",
+                "ablation",
+                "--arch",
+                "sm_90",
+                "--replay",
+                str(LANDSCAPE),
+                "--replay",
+                str(LANDSCAPE),
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 130
+    )
     assert "from the plain schedule to the tuned one" in capsys.readouterr().out
     with file.open(newline="") as rows:
         assert len(list(csv.DictReader(rows))) > 3
@@ -324,7 +338,7 @@ def test_what_ends_the_command_early_loses_only_the_problem_under_way(tmp_path, 
 def test_without_a_gpu_and_without_a_record_it_says_what_to_do(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
     monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
-    assert main(["ablate", "--arch", "sm_90"]) == 2
+    assert main(["study", "ablation", "--arch", "sm_90"]) == 2
     assert "no sm_90 GPU here; run: tiledsched doctor, or use --replay FILE" in capsys.readouterr().err
 
 

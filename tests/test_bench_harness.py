@@ -254,7 +254,7 @@ def test_that_it_could_not_be_told_what_was_launched_is_told(cuda, monkeypatch) 
     def explain(*given, **more):
         raise ImportError("no such name")
 
-    monkeypatch.setattr("tiledsched.ops.explain.explain", explain)
+    monkeypatch.setattr("tiledsched.serve.launch.explain_plan", explain)
     row = cell([made(METHODS["torch_auto"].make, SERVED)])[SERVED]
     assert row.status == "ok"
     assert row.provenance == "not known: ImportError: no such name"

@@ -13,8 +13,15 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.serve import transfer as policy
-from tiledsched.serve.lookup import Table
-from tiledsched.serve.transfer import Parameters, candidate_losses, expected_loss, loss_bands, repaired, transfer
+from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.transfer import (
+    TransferParameters,
+    candidate_losses,
+    expected_loss,
+    loss_bands,
+    repaired,
+    transfer,
+)
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import Entry, MeasurementSummary, Toolchain
 
@@ -63,7 +70,7 @@ def at(seq_len, **changes):
 
 
 def choice(problem, *entries, **parameters):
-    return transfer(problem, entries, SPACE, SPEC, Parameters(**parameters))
+    return transfer(problem, entries, SPACE, SPEC, TransferParameters(**parameters))
 
 
 def test_nothing_is_chosen_from_nothing() -> None:
@@ -151,7 +158,7 @@ ODD = [
 
 @pytest.fixture(scope="module")
 def shipped():
-    return Table(read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries, Attention)
+    return LookupTable(read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries, Attention)
 
 
 @pytest.mark.parametrize("problem", ODD, ids=str)
@@ -167,7 +174,7 @@ def test_few_rows_are_a_kind_of_their_own(shipped) -> None:
     decode = Attention.problem(seq_q=1, seq_k=8192, head_dim=128, heads=8, kv_heads=8)
     assert Attention.kind(decode) != Attention.kind(decode.replace(seq_q=8192))
     entries = [each for each in read_table(TABLE).entries if each.problem.seq_q == each.problem.seq_k]
-    served = Table(entries, Attention).resolve(decode, "sm_90", "NVIDIA H200")
+    served = LookupTable(entries, Attention).resolve(decode, "sm_90", "NVIDIA H200")
     assert (served.provenance, served.expected_loss) == ("modelled", None)
     assert served.schedule["kv_splits"] > 1  # 8 blocks would leave 124 SMs idle
     told = shipped.resolve(decode, "sm_90", "NVIDIA H200")

@@ -109,10 +109,12 @@ def make_methods() -> dict[str, HostMethod]:
 
     from tiledsched.ops import plans
     from tiledsched.ops.operator import sdpa_operator
-    from tiledsched.ops.sdpa import sdpa
+    from tiledsched.ops.sdpa import plan_for, sdpa
+    from tiledsched.serve import process
 
     q, k, v = (torch.randn((1, 8, 512, 64), device="cuda", dtype=torch.float16) for _ in range(3))
-    plan = plans.plan_for(q, k, v).own
+    plan = plan_for(q, k, v).own
+    ((kernel, grid, _),), launch = plan.steps, process.runtime.launch
     arguments = (q, k, v, sdpa(q, k, v), *plan.tail)
     stream, graph = torch.cuda.current_stream().cuda_stream, torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -133,7 +135,7 @@ def make_methods() -> dict[str, HostMethod]:
         "torch_cudnn": HostMethod(
             call=lambda: torch_sdpa(q, k, v), within=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
         ),
-        "launch": HostMethod(call=lambda: plan.launch(stream, plan.grid, plan.kernel, arguments)),
+        "launch": HostMethod(call=lambda: launch(stream, grid, kernel, arguments)),
         "graph_replay": HostMethod(call=graph.replay),
         "lookup": HostMethod(call=look_up),
     }

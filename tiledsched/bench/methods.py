@@ -111,7 +111,7 @@ def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
     operator = op("tiledsched_bench::" + re.sub(r"\W", "_", word), kernel, **flags)
     tensors = dict(zip((spec.name for spec in input_specs(kernel, p)), arrays.tensors, strict=True))
     given = []
-    for each in operator.form.parameters:
+    for each in operator.schema.parameters:
         if each.kind in ("array", "list"):
             given.append(tensors.get(each.name))
         else:
