@@ -13,7 +13,9 @@ import sqlalchemy as sa
 from store_samples import BACKENDS, new_url
 
 from tiledsched.core import data_files
-from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.canonical import stable_id
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 from tiledsched.store import engine as engines
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import Table, export_table, read_table
@@ -154,7 +156,7 @@ def test_an_old_databases_problems_are_todays(old, tmp_path) -> None:
     with TuningDB.open(tmp_path / old.name) as db, db.reading() as session:
         problems = {row.id: row for row in session.scalars(sa.select(ProblemRow))}
         for identity, row in problems.items():
-            problem = Problem.from_json({"kernel": row.kernel, **row.dims})
+            problem = problem_from_json({"kernel": row.kernel, **row.dims})
             assert problem.known
             assert problem.id == identity
             assert problem.to_json() == {"kernel": "attention", **row.dims}

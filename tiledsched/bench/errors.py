@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tiledsched.core.kernel import RELATIVE_ERRORS
+from tiledsched.core.arrays import RELATIVE_ERRORS
 
 BEYOND = 2.5
 """An output is wrong, not inaccurate, where its relative Frobenius error is this many times what our own may have."""

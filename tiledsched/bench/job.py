@@ -8,8 +8,7 @@ from typing import Any
 
 from tiledsched.bench.rows import BenchRow, Cell
 from tiledsched.core import config
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 
 
 def bench_here(

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError, ProblemError
 from tiledsched.core.files import write_whole
-from tiledsched.core.problem import Problem, canonical_json
-from tiledsched.core.registry import kernel_named
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named, problem_from_json
 from tiledsched.measure.runner import Conditions
 
 OK = "ok"
@@ -139,7 +140,7 @@ class BenchRow:
         """
         texts = {name: value or "" for name, value in cells.items()}
         stored = texts.get("problem")
-        problem = Problem.from_json(json.loads(stored)) if stored else _former_problem(texts)
+        problem = problem_from_json(json.loads(stored)) if stored else _former_problem(texts)
         median_us, tflops = _number(texts["median_us"]), _number(texts["tflops"])
         flops = tflops * median_us * 1e6 if texts["method"] == "matmul" and tflops and median_us else None
         conditions = Conditions(

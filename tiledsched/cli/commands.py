@@ -14,7 +14,7 @@ from tiledsched.cli.problems import filtered, problems_of
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.extras import installing
-from tiledsched.core.kernel import told
+from tiledsched.core.labels import format_problem
 
 if TYPE_CHECKING:
     from tiledsched.core.problem import Problem
@@ -160,7 +160,7 @@ def _next_steps(options: argparse.Namespace, report: TuneReport) -> list[tuple[s
     """What to look at next, as commands that can be copied."""
     kernel = [options.kernel] if options.kernel else []
     same = [*kernel, *_given(options, "arch", "db")]
-    problem = ["--problem", told(report.entries[0].problem)]
+    problem = ["--problem", format_problem(report.entries[0].problem)]
     why = ["explain", *same, *_given(options, "accum_mode", "regime", "rivals", "space"), *problem]
     steps = [("why this one, and what it beat", why)]
     if not options.report:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.core.extras import installing
-from tiledsched.core.kernel import labels_of
+from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tiledsched.bench.rows import BenchRow
-    from tiledsched.core.kernel import KernelClass
+    from tiledsched.core.problem import KernelClass
     from tiledsched.measure.runner import RivalTime
     from tiledsched.report.compare import Comparison
     from tiledsched.serve.entries import Layer
@@ -182,7 +182,7 @@ def print_recorded(result: RecordResult) -> None:
 
 def print_merged(result: MergeResult) -> None:
     """What a merge did, and what it found that a race must decide."""
-    from tiledsched.core.kernel import told
+    from tiledsched.core.labels import format_problem
 
     print(
         f"entries: {result.entries_added} added, {result.entries_replaced} replaced, {result.entries_kept} kept; measurements: "
@@ -193,7 +193,7 @@ def print_merged(result: MergeResult) -> None:
         print(f"contradicted: {each}")
         print(
             f"  let a race decide: tiledsched tune {entry.kernel} --arch {entry.arch} --regime {entry.regime} --problem "
-            f"{told(entry.problem)}"
+            f"{format_problem(entry.problem)}"
         )
 
 

@@ -16,7 +16,7 @@ from tiledsched.core.device import arch_named
 from tiledsched.core.errors import ConfigError, FailureKind
 from tiledsched.core.fields import DTYPES
 from tiledsched.core.flags import count, names, positive, words
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import kernel_named, load_kernel
 from tiledsched.measure.nvml import devices
 from tiledsched.store.records import PROVENANCES

@@ -10,8 +10,8 @@ from typing import Any
 
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
-from tiledsched.core.kernel import KernelClass, fields_called, short_names
-from tiledsched.core.problem import Problem
+from tiledsched.core.labels import fields_called, short_names
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
 
 LOCATOR = re.compile(r"[^\s=,]+:[A-Za-z_]\w*")

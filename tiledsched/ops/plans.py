@@ -16,13 +16,13 @@ from typing import Any
 import cuda.tile as ct  # half of what the first call would take, were it imported there
 import torch
 
+from tiledsched.core.arrays import LARGEST_INT32
 from tiledsched.core.errors import ProblemError, UnsupportedError
-from tiledsched.core.kernel import LARGEST_INT32
 from tiledsched.core.launch import steps
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.declaration import scales
 from tiledsched.kernels.attention.rivals import late_rivals
+from tiledsched.kernels.attention.scales import scales
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.ops.arguments import CAUSAL, check_tensors, unserved
 from tiledsched.ops.features import NOTHING, AttentionFeatures, Window, read_beside

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import LaunchError, RivalError
-from tiledsched.core.kernel import ArraySpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of
 from tiledsched.serve.lookup import Served

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter as TorchParameter
 
+from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
 from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
-from tiledsched.core.kernel import LARGEST_INT32, ArraySpec, KernelClass
 from tiledsched.core.launch import Step, scratch, steps
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.serve import launch as launching
 from tiledsched.serve import process
 from tiledsched.serve.explain import Explanation, launched_fingerprint

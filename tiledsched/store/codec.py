@@ -18,6 +18,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.errors import DatabaseError, TiledschedError
 from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device
 from tiledsched.store.validation import LARGEST, check_number, check_values, field_checks
@@ -88,7 +89,8 @@ def _decoder(kind: Any) -> Decoder:
     if origin is dict:
         return lambda data, where: _require(dict, data, where)
     if kind in (Schedule, Problem, ProblemClass):
-        return _once(lambda data, where: _call(kind.from_json, _values(data, where), where))
+        read = problem_from_json if kind is Problem else kind.from_json
+        return _once(lambda data, where: _call(read, _values(data, where), where))
     if is_dataclass(kind):
         decoder = _dataclass_decoder(kind)  # type: ignore[arg-type]
         return _once(decoder) if kind in (Device, Toolchain) else decoder

@@ -17,6 +17,7 @@ from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 
 SCHEMA_VERSION = 1
 """Of the manifest."""
@@ -90,7 +91,7 @@ def shipped_landscapes(kernel: str, arch: str) -> list[ShippedLandscape]:
     return [
         ShippedLandscape(
             path=data_files.tuning_db() / name,
-            problem=Problem.from_json(listed["problem"]),
+            problem=problem_from_json(listed["problem"]),
             arch=listed["arch"],
             regime=listed["regime"],
         )

@@ -9,8 +9,8 @@ from typing import Any
 
 from tiledsched.bench.errors import Error
 from tiledsched.core.problem import Problem
-from tiledsched.kernels.attention.declaration import DEFAULT_CAP
-from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
+from tiledsched.kernels.attention.reference import attention_and_lse
+from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
 MOST_SCORES = 1 << 30
 """Scores of the reference in all: four heads of 16384 x 16384, some tens of milliseconds of float64 on an H200."""
