@@ -48,7 +48,7 @@ from tiledsched.store.exchange import (
     read_table,
 )
 from tiledsched.store.t4 import export_foreign, recorded
-from tiledsched.studies.ablation.sources import Recorded
+from tiledsched.studies.ablation.sources import RecordedPrograms
 from tiledsched.tuning import session as tuning
 
 MANY = os.environ.get("FUZZ_EXAMPLES")
@@ -260,9 +260,9 @@ def go_on_with(path: Path) -> None:
         for one in db.measurements():
             ArtifactStore(folder).get(one.measurement.device.arch, one.measurement.fingerprint or "0")
         with contextlib.suppress(TiledschedError):
-            ReplayRunner(Attention, Recorded(read_table(path), space_for("sm_90", Attention)).measurements).begin(
-                PROBLEM
-            )
+            ReplayRunner(
+                Attention, RecordedPrograms(read_table(path), space_for("sm_90", Attention)).measurements
+            ).begin(PROBLEM)
 
 
 @FUZZ

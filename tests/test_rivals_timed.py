@@ -17,7 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
-from test_bench import Harness, options, quick  # noqa: F401
+from test_bench import Harness, options
 from test_bench_harness import cell, cuda  # noqa: F401
 
 from tiledsched.bench.methods import OURS, methods_of
@@ -112,7 +112,7 @@ def test_back_to_back_a_sample_is_marked_where_the_gpu_had_nothing_left_to_do() 
     ]  # the first of the slow ones was ahead of the GPU
 
 
-def test_a_method_whose_host_is_too_slow_has_a_status_and_no_time(quick) -> None:  # noqa: F811
+def test_a_method_whose_host_is_too_slow_has_a_status_and_no_time() -> None:
     class Late(Harness):
         def prepare(self, problem, methods, regime):
             prepared = super().prepare(problem, methods, regime)
@@ -129,7 +129,7 @@ def test_a_method_whose_host_is_too_slow_has_a_status_and_no_time(quick) -> None
     problem = Attention.standard(seq_len=1024, head_dim=64)
     ours, flash = bench_cell(Late(), ("sustained", problem), how)
     assert ours.status == "ok"
-    assert flash.status.startswith("host too slow: the GPU waited for it in ")
+    assert flash.status.startswith("host too slow: in ")
     assert flash.median_us is None
 
 

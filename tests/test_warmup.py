@@ -10,7 +10,6 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import store_samples
@@ -482,20 +481,16 @@ def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, 
 
 
 def test_more_kinds_of_problem_are_prepared_on_request(tmp_path, pool) -> None:
-    def likely(problem=PROBLEM, **options):
-        asked = {"dtype": [], "group": [], "any_length": False, "decode": False} | options
-        return Attention.likely(problem, SimpleNamespace(**asked))
-
-    every = {"dtype": ["float16", "bfloat16"], "group": [1, 4], "any_length": True}
-    found = likely(**every)
+    every = {"dtype": ["float16", "bfloat16"], "group": ["1", "4"], "any-length": []}
+    found = Attention.likely(PROBLEM, every)
     assert len(found) == len(set(found)) == 8
     assert {(each.dtype, each.group, each.seq_k) for each in found} == {
         (dtype, group, rows) for dtype in ("float16", "bfloat16") for group in (1, 4) for rows in (1024, 1025)
     }
-    assert likely(group=[3]) == []  # 32 heads are no multiple of 3
-    decode = likely(PROBLEM.replace(causal=True), decode=True)
+    assert Attention.likely(PROBLEM, {"group": ["3"]}) == []  # 32 heads are no multiple of 3
+    decode = Attention.likely(PROBLEM.replace(causal=True), {"decode": []})
     assert [(each.seq_q, each.causal) for each in decode] == [(1024, True), (1, False)]
-    made = prepare(tmp_path / "b.zip", [entry()], likely=lambda problem: likely(problem, **every))
+    made = prepare(tmp_path / "b.zip", [entry()], likely=lambda problem: Attention.likely(problem, every))
     assert made.programs == made.problems == 8
 
 
@@ -555,10 +550,10 @@ def test_warmup_and_bundle_write_and_tell(tmp_path, pool, small_table, capsys) -
     assert (said["programs"], said["failures"]) == (1, [])
     assert said["seconds"] >= 0
     pool.tasks.clear()
-    assert main(["bundle", "--arch", ARCH, "--out", str(tmp_path / "out.zip")]) == 0
+    assert main(["warmup", "--arch", ARCH, "--out", str(tmp_path / "out.zip")]) == 0
     assert pool.tasks == []  # warmup has built it
     assert "(1 had before, 0 built now)" in capsys.readouterr().out
-    assert main(["bundle", "--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--any-length"]) == 0
+    assert main(["warmup", "--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--also", "any-length"]) == 0
     assert f"{ARCH}: 2 programs for 2 problems" in capsys.readouterr().out
     assert len(read_bundle(tmp_path / "out.zip").programs) == 2
 
@@ -573,11 +568,10 @@ def test_warmup_fails_where_a_program_would_not_build(pool, monkeypatch, capsys)
     assert "would not build" in capsys.readouterr().out
 
 
-def test_warmup_without_a_gpu_asks_for_an_arch(monkeypatch, capsys) -> None:
+def test_warmup_without_a_gpu_asks_for_an_arch(capsys) -> None:
     from tiledsched.cli import main
 
-    monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
-    assert main(["warmup"]) == 2
+    assert main(["warmup"], devices=list) == 2
     assert "pass --arch" in capsys.readouterr().err
 
 

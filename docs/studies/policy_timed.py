@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from docs.studies.flags import integers, positive
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core.flags import integers, positive
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import drawn

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.bench.case import Case, make_case, output_dtype
+from tiledsched.bench.case import BenchCase, make_case, output_dtype
 from tiledsched.bench.errors import Error
 from tiledsched.bench.methods import LEFT_OUT, MATMUL, OURS, SERVED, Call, Method
-from tiledsched.bench.run import Prepared, Ready, first_line
+from tiledsched.bench.run import PreparedCell, Ready, first_line
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.extras import installing
@@ -29,7 +29,7 @@ PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn", "flash-attn
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class MethodTrial:
     """What some calls of a method told."""
 
     call: Call
@@ -67,7 +67,7 @@ class TorchHarness:
         self.versions = versions(torch, device.driver)
         self._flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
 
-    def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> Prepared:
+    def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> PreparedCell:
         """See `tiledsched.bench.run.Harness`."""
         torch = self._torch
         try:
@@ -77,14 +77,14 @@ class TorchHarness:
         except (RuntimeError, MemoryError) as error:
             if not _out_of_memory(torch, error):
                 raise _lost(error) from error
-            return Prepared(
+            return PreparedCell(
                 ready=(),
                 failed={each.name: "out of memory: the inputs" for each in methods},
                 watch=TorchStopwatch(torch, [], self._flush),
                 log=ConditionsLog(ask=asked),
             )
         failed: dict[str, str] = {}
-        found: list[tuple[Method, Tried]] = []
+        found: list[tuple[Method, MethodTrial]] = []
         for method in methods:
             outcome = self._try(method, case)
             if isinstance(outcome, str):
@@ -114,7 +114,7 @@ class TorchHarness:
                     else {},
                 )
             )
-        return Prepared(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog(ask=asked))
+        return PreparedCell(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog(ask=asked))
 
     def check(self) -> None:
         """See `tiledsched.bench.run.Harness`."""
@@ -123,7 +123,7 @@ class TorchHarness:
         except RuntimeError as error:
             raise _lost(error) from error
 
-    def _try(self, method: Method, case: Case) -> Tried | str:
+    def _try(self, method: Method, case: BenchCase) -> MethodTrial | str:
         """What was learnt of a method by calling it some times; or why it takes no part."""
         torch, problem = self._torch, case.arrays.problem
         refusal = method.refusal(problem, self._memory_bytes)
@@ -146,7 +146,7 @@ class TorchHarness:
             self._check_context(method, error)
             return "out of memory" if _out_of_memory(torch, error) else first_line(error)
         wrong = found.verdict(output_dtype(problem)) if found else ""
-        return wrong or Tried(call=call, error=found, look_us=look_us, host_us=host_us)
+        return wrong or MethodTrial(call=call, error=found, look_us=look_us, host_us=host_us)
 
     def _check_context(self, method: Method, error: Exception) -> None:
         """Whether the GPU can still be used after `error`: an illegal access breaks the context of this process for good.
@@ -163,7 +163,7 @@ class TorchHarness:
             ) from broken
         self._torch.cuda.empty_cache()
 
-    def _details(self, case: Case, method: str, *, captured: bool) -> dict[str, Any]:
+    def _details(self, case: BenchCase, method: str, *, captured: bool) -> dict[str, Any]:
         """What our own methods launched and why. That it could not be told is no reason to lose the times."""
         try:
             return case.details(method, verify=self._verify, captured=captured)

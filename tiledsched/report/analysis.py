@@ -116,7 +116,7 @@ def knob_importance(timed: Sequence[Timed]) -> tuple[KnobImportance, ...]:
     return tuple(sorted(effects, key=_order))
 
 
-def held(problems: Sequence[ProblemReport]) -> dict[str, dict[KnobValue, float]]:
+def fixed_knob_costs(problems: Sequence[ProblemReport]) -> dict[str, dict[KnobValue, float]]:
     """Knob -> value -> what holding the knob at that value costs while all others stay free, by geometric mean over the problems.
 
     Of knobs with at least two values that every problem timed; a cost is best time with the value / best time. The knob whose

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 
-from tiledsched.report.analysis import held
+from tiledsched.report.analysis import fixed_knob_costs
 from tiledsched.report.axes import show
 from tiledsched.report.rate_charts import rates, roofline, said_of_roofs
 from tiledsched.report.records import ProblemReport, Report, Section
@@ -110,7 +110,7 @@ def knobs(section: Section) -> Spec | None:
             "best": value == next(iter(values)),
             "share": f"{shares[knob] * 100:.0f}%" if knob in shares else "not computed",
         }
-        for knob, values in held(problems).items()
+        for knob, values in fixed_knob_costs(problems).items()
         for value, cost in values.items()
     ]
     if not rows:

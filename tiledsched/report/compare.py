@@ -18,7 +18,7 @@ Key = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownTime:
     """The time of one program of one problem, as one side knows it."""
 
     kernel: str
@@ -63,9 +63,9 @@ class Side:
 
     name: str
     """As it was asked for."""
-    best: Mapping[Key, Known]
+    best: Mapping[Key, KnownTime]
     """What is served, or else the fastest, by :func:`key_of`."""
-    programs: Mapping[tuple[Key, str], Known]
+    programs: Mapping[tuple[Key, str], KnownTime]
     """The newest time of every program, by key and machine code."""
 
 
@@ -73,9 +73,9 @@ class Side:
 class Compared:
     """One problem on both sides. Ratios are B's time / A's."""
 
-    a: Known
+    a: KnownTime
     """A's best."""
-    b: Known
+    b: KnownTime
     """B's best."""
     ratio: float
     """Above 1 where B is slower."""
@@ -129,9 +129,9 @@ class Comparison:
     """What B was."""
     rows: tuple[Compared, ...]
     """Slower ones first, by how much."""
-    only_a: tuple[Known, ...]
+    only_a: tuple[KnownTime, ...]
     """What only A knows."""
-    only_b: tuple[Known, ...]
+    only_b: tuple[KnownTime, ...]
     """What only B knows."""
     drift: tuple[float, ...]
     """B's time / A's of the same machine code measured on both sides: the two sessions, not the schedules."""
@@ -182,12 +182,12 @@ class Comparison:
         }
 
 
-def key_of(known: Known) -> Key:
+def key_of(known: KnownTime) -> Key:
     """What is compared with each other."""
     return known.problem_id, known.regime, known.accum_mode, known.arch, known.device
 
 
-def side_of(name: str, served: Iterable[Known], programs: Iterable[Known]) -> Side:
+def side_of(name: str, served: Iterable[KnownTime], programs: Iterable[KnownTime]) -> Side:
     """One side: of each problem what is served, or where nothing is, the fastest of its programs.
 
     Args:
@@ -195,10 +195,10 @@ def side_of(name: str, served: Iterable[Known], programs: Iterable[Known]) -> Si
         served: at most one of each key counts, the first.
         programs: everything measured, newest first.
     """
-    newest: dict[tuple[Key, str], Known] = {}
+    newest: dict[tuple[Key, str], KnownTime] = {}
     for one in programs:
         newest.setdefault((key_of(one), one.fingerprint or one.schedule_id), one)
-    best: dict[Key, Known] = {}
+    best: dict[Key, KnownTime] = {}
     for one in served:
         best.setdefault(key_of(one), one)
     chosen = set(best)
@@ -235,16 +235,16 @@ def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
     )
 
 
-def _anywhere(best: Mapping[Key, Known]) -> dict[Key, Known]:
+def _anywhere(best: Mapping[Key, KnownTime]) -> dict[Key, KnownTime]:
     """Without the GPU, the fastest of each."""
-    found: dict[Key, Known] = {}
+    found: dict[Key, KnownTime] = {}
     for key, one in best.items():
         if key[:3] not in found or one.us < found[key[:3]].us:
             found[key[:3]] = one
     return found
 
 
-def judged(a: Known, b: Known, threshold: float) -> Compared:
+def judged(a: KnownTime, b: KnownTime, threshold: float) -> Compared:
     """Whether B is slower, faster, the same within `threshold`, or not decided by what was measured.
 
     The two medians are independent: their relative 95% half-widths add in quadrature. Slower and faster are what lies beyond the
@@ -267,7 +267,7 @@ def judged(a: Known, b: Known, threshold: float) -> Compared:
     return Compared(a=a, b=b, ratio=ratio, low=low, high=high, verdict=verdict)
 
 
-def _one_measurement(a: Known, b: Known) -> bool:
+def _one_measurement(a: KnownTime, b: KnownTime) -> bool:
     """Whether both sides hold the very same measurement. A report's files do not name it; six digits of three times do."""
     if a.uid and b.uid:
         return a.uid == b.uid
@@ -275,6 +275,6 @@ def _one_measurement(a: Known, b: Known) -> bool:
     return a.fingerprint == b.fingerprint and all(math.isclose(one, other, rel_tol=1e-5) for one, other in times)
 
 
-def told(comparison: Comparison, *, everything: bool = False) -> Sequence[Compared]:
+def rows_to_show(comparison: Comparison, *, everything: bool = False) -> Sequence[Compared]:
     """The rows worth a look: all but those that stayed the same with the same winner."""
     return [row for row in comparison.rows if everything or row.verdict != "same" or row.winner_changed]

@@ -15,7 +15,7 @@ from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
 from tiledsched.core.kernel import told
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.report.compare import Known, Side, side_of
+from tiledsched.report.compare import KnownTime, Side, side_of
 from tiledsched.store.evidence import for_compiler, of_one_compiler, timed_alike
 from tiledsched.store.exchange import read_table
 from tiledsched.store.location import database_exists
@@ -195,9 +195,9 @@ def _newest_first(measurements: Iterable[StoredMeasurement]) -> list[StoredMeasu
     return sorted(measurements, key=lambda one: (one.created_at, one.uid), reverse=True)
 
 
-def _taken(stored: StoredMeasurement) -> Known:
+def _taken(stored: StoredMeasurement) -> KnownTime:
     found = stored.measurement
-    return Known(
+    return KnownTime(
         **_case(stored.kernel, found.problem, found.schedule),
         arch=found.device.arch,
         device=found.device.name,
@@ -212,10 +212,10 @@ def _taken(stored: StoredMeasurement) -> Known:
     )
 
 
-def _served(entry: Entry) -> Known:
+def _served(entry: Entry) -> KnownTime:
     found = entry.measurement
     assert found is not None
-    return Known(
+    return KnownTime(
         **_case(entry.kernel, entry.problem, entry.schedule),
         arch=entry.arch,
         device=found.device.name,
@@ -249,7 +249,7 @@ def _named(problem: Problem) -> dict[str, str]:
     return {"problem_id": problem.id, "problem": str(problem), "words": words}
 
 
-def _of_report(path: Path) -> list[Known]:
+def _of_report(path: Path) -> list[KnownTime]:
     """The measured rows of a report's schedules.csv."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -290,7 +290,7 @@ def _of_report(path: Path) -> list[Known]:
                 f"{path}:{number}: a median of {us} in an interval from {low} to {high} is no measurement"
             )
         found.append(
-            Known(
+            KnownTime(
                 kernel="",
                 arch=row["arch"],
                 device=row["device"],

@@ -85,7 +85,7 @@ def build_report(
         compiler,
         fullest=True,
     )
-    entries = _beside(
+    entries = _shown_entries(
         taken,
         [
             entry
@@ -155,7 +155,7 @@ def build_report(
     )
 
 
-def _beside(taken: Sequence[StoredMeasurement], entries: Sequence[Entry], compiler: str) -> list[Entry]:
+def _shown_entries(taken: Sequence[StoredMeasurement], entries: Sequence[Entry], compiler: str) -> list[Entry]:
     """The entry that answers for each problem: of the compiler whose times of it are shown, else of the one at hand."""
     shown = {stored.measurement.problem: stored.toolchain.tileiras for stored in taken}
     alike: dict[str, list[Entry]] = defaultdict(list)

@@ -16,7 +16,7 @@ from tiledsched.core.kernel import told
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.report import charts
-from tiledsched.report.analysis import held
+from tiledsched.report.analysis import fixed_knob_costs
 from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import (
     importance_csv,
@@ -119,7 +119,7 @@ def document(report: Report) -> list[Block]:
 def side_by_side(reports: Sequence[Report]) -> list[Block]:
     """Several archs: what each came to and what they share first, then each by itself."""
     blocks: list[Block] = [Heading(text=_title(reports), level=1)]
-    blocks += [_told(reports)]
+    blocks += [_overview(reports)]
     if (spec := rates_of(reports)) is not None:
         blocks.append(Chart(name="rates", spec=spec, text="Rates of the best schedules, arch by arch"))
     blocks += [Contents(), Heading(text="The same problems"), _shared(reports)]
@@ -130,7 +130,7 @@ def side_by_side(reports: Sequence[Report]) -> list[Block]:
     return blocks
 
 
-def _told(reports: Sequence[Report]) -> Table:
+def _overview(reports: Sequence[Report]) -> Table:
     """A row for each arch: what its first screen would say."""
     names = list(dict.fromkeys(name for report in reports for name in _figures(report)))
     rows = []
@@ -209,7 +209,7 @@ def _figures(report: Report) -> dict[str, tuple[str, str]]:
     mean("the default schedule", lambda one: one.default_drop)
     mean("the second best tile", lambda one: one.tile_drop)
     problems = charts.tried(section)
-    costs = held(problems)
+    costs = fixed_knob_costs(problems)
     if costs:
         knob, values = next(iter(costs.items()))
         worst, cost = list(values.items())[-1]

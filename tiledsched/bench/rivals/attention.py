@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy
 
-from tiledsched.bench.errors import Error
+from tiledsched.bench.case import details_of
+from tiledsched.bench.errors import NOT_FINITE, Error, error_of
 from tiledsched.bench.methods import LEFT_OUT, OURS, SERVED, Arrays, Call, Method
-from tiledsched.bench.rivals.attention_accuracy import Pair, compared_pairs, error_of, reference_of_pair
+from tiledsched.bench.rivals.attention_accuracy import Pair, compared_pairs, reference_of_pair
 from tiledsched.bench.rivals.attention_flex import flex_attention
 from tiledsched.bench.rivals.attention_left_out import launched_plan, left_out_call, left_out_plan, plan_call
 from tiledsched.bench.rivals.attention_placed import drawn, features_of, found_plan, keys_of, rows_of, served_placed
@@ -370,9 +371,11 @@ class PairCase:
     def error(self, out: Any) -> Error:
         """How far a method's output is from float64."""
         out = out.detach()
-        parts = (rows_of(out, self.given, *pair) for pair in self.pairs)
-        outputs = [self.cupy.from_dlpack(each.float().contiguous()) for each in parts]
-        return error_of(self.cupy, outputs, self.expected, finite=bool(self.arrays.torch.isfinite(out).all()))
+        if not bool(self.arrays.torch.isfinite(out).all()):
+            return NOT_FINITE
+        parts = (rows_of(out, self.given, *pair).float().contiguous() for pair in self.pairs)
+        wide = (self.cupy.from_dlpack(each).astype("float64") for each in parts)
+        return error_of(self.cupy, zip(wide, self.expected, strict=True))
 
     def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
         """What our kernel launched and why; of what is served, the rival in its place."""
@@ -387,14 +390,7 @@ class PairCase:
         else:
             plan = found_plan(arrays)
         found = explain_plan(plan, arrays.call.tensors, verify=verify)
-        rival = found.in_graphs if captured else found.rival
-        if method != OURS and rival:
-            return {"schedule": rival, "provenance": "rival", "measured_program": None}
-        return {
-            "schedule": found.served.schedule.short(),
-            "provenance": found.served.provenance,
-            "measured_program": found.is_measured_program if verify else None,
-        }
+        return details_of(found, method, verify=verify, captured=captured)
 
 
 def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:

@@ -1,13 +1,10 @@
-"""How far an output is from float64, over as many (sequence, head) pairs as a bench has time for."""
+"""Which (sequence, head) pairs of an attention output are compared with float64, and their reference."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Sequence
 from typing import Any
 
-from tiledsched.bench.errors import Error
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
@@ -58,23 +55,3 @@ def reference_of_pair(xp: Any, problem: Problem, q: Any, k: Any, v: Any, **asked
         **asked,
     )
     return out[0, 0]
-
-
-def error_of(xp: Any, outputs: Sequence[Any], expected: Sequence[Any], *, finite: bool) -> Error:
-    """The error over all pairs together.
-
-    Args:
-        xp: numpy or cupy.
-        outputs: `[seq_q, value_dim]` of each pair.
-        expected: the same in float64.
-        finite: whether every element of the whole output, compared or not, is finite.
-    """
-    if not finite:
-        return Error(max_abs=math.inf, relative=math.inf)
-    largest, squares, norm = 0.0, 0.0, 0.0
-    for output, reference in zip(outputs, expected, strict=True):
-        difference = output.astype("float64") - reference
-        largest = max(largest, float(xp.abs(difference).max()))
-        squares += float((difference * difference).sum())
-        norm += float((reference * reference).sum())
-    return Error(max_abs=largest, relative=math.sqrt(squares / norm) if norm else math.sqrt(squares))

@@ -20,7 +20,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Batch, Candidate, Runner
 from tiledsched.measure.statistics import median_interval
 from tiledsched.studies.ablation.rows import LADDER, OK, TRIED, WITHOUT, AblationRow
-from tiledsched.studies.ablation.sources import Source, said
+from tiledsched.studies.ablation.sources import ProgramSource, said
 from tiledsched.tuning.programs import Key
 
 TOGETHER = (("tile_m", "tile_n"), ("latency_k", "latency_v"), ("occupancy", "num_ctas"))
@@ -36,7 +36,7 @@ Group = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class RungTime:
     """One schedule in one interleaved run."""
 
     median_us: float
@@ -47,7 +47,7 @@ class Timing:
     """Upper end."""
 
 
-Outcome = Timing | str
+Outcome = RungTime | str
 """A time, or why there is none."""
 
 
@@ -90,7 +90,7 @@ class Ladder:
     def __init__(
         self,
         runner: Runner,
-        source: Source,
+        source: ProgramSource,
         space: SearchSpace,
         kernel: KernelClass,
         problem: Problem,
@@ -149,7 +149,7 @@ class Ladder:
         timed = [
             (not self._leads_on(schedule, tuned, frozenset(left) - {group}), outcome.median_us, group)
             for group, schedule in options.items()
-            if isinstance(outcome := outcomes[schedule], Timing)
+            if isinstance(outcome := outcomes[schedule], RungTime)
         ]
         for _, _, group in sorted(timed):
             if not self._wrong(self._source.find([options[group]], self._problem)[options[group]]):
@@ -250,7 +250,7 @@ def _timing(batch: Batch) -> Outcome:
     if batch.conditions.beside:
         return f"timed {batch.conditions.disturbance}"
     low, high = median_interval(batch.samples_us, CONFIDENCE)
-    return Timing(median_us=statistics.median(batch.samples_us), ci_low_us=low, ci_high_us=high)
+    return RungTime(median_us=statistics.median(batch.samples_us), ci_low_us=low, ci_high_us=high)
 
 
 def _over(before: AblationRow, after: AblationRow) -> float | None:

@@ -18,7 +18,7 @@ from tiledsched.tuning.programs import Builder
 NOT_RECORDED = "not recorded"
 
 
-class Source(Protocol):
+class ProgramSource(Protocol):
     """Programs by schedule."""
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
@@ -26,14 +26,14 @@ class Source(Protocol):
         ...
 
 
-class Built:
+class CompiledPrograms:
     """Builds what is asked for, once ever per toolchain; needs the compiler and no GPU."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
-        """See :class:`Source`."""
+        """See :class:`ProgramSource`."""
         builder = self._builder
         builder.build(schedules, problem)
         found: dict[Schedule, Candidate | str] = {}
@@ -48,7 +48,7 @@ class Built:
         return found
 
 
-class Recorded:
+class RecordedPrograms:
     """What a landscape file holds, by schedule. Nothing is built.
 
     Args:
@@ -85,7 +85,7 @@ class Recorded:
         return schedule in self._by_schedule
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
-        """See :class:`Source`."""
+        """See :class:`ProgramSource`."""
         found: dict[Schedule, Candidate | str] = {}
         for schedule in schedules:
             one = self._by_schedule.get(schedule) if problem == self.problem else None

@@ -84,7 +84,7 @@ METRICS = (
 TIME = METRICS[0]
 
 
-def asked() -> str:
+def ncu_metrics() -> str:
     """The value of ncu's `--metrics`."""
     names = [name for metric in METRICS for name in metric.names]
     return ",".join([*names, *(STALL.format(reason) for reason in STALLS)])

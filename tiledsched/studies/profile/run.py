@@ -20,7 +20,7 @@ from tiledsched.core.kernel import KernelClass
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import locator
 from tiledsched.studies.profile.launch import FAILED
-from tiledsched.studies.profile.metrics import MethodProfile, asked, read_raw
+from tiledsched.studies.profile.metrics import MethodProfile, ncu_metrics, read_raw
 
 PLACES = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu", "/usr/local/cuda*/nsight-compute*/ncu")
 TIMEOUT_S = 600
@@ -106,7 +106,7 @@ def _profiled(kernel: KernelClass, problem: Problem, method: str, ncu: str) -> M
             "--print-units",
             "base",
             "--metrics",
-            asked(),
+            ncu_metrics(),
             "--log-file",
             str(log),
         ]

@@ -1,4 +1,4 @@
-"""Types of command-line flags, for the command line and for the flags that kernels add to it."""
+"""Types of command-line flags, for the programs in this folder."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import json
 import sys
 import types
 from datetime import datetime, timezone
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
 
-from docs.studies.repeatability import methods as methods_module
+from docs.studies.repeatability import __main__ as command
 from docs.studies.repeatability.methods import Choice, Counted, Exhaustive, InTurn, RaceMethod, built_kernel
 from docs.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, check_columns, read_rows
 from docs.studies.repeatability.session import (
@@ -31,7 +30,6 @@ from docs.studies.repeatability.session import (
 from docs.studies.repeatability.summary import summarise
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
-from tiledsched.cli import main
 from tiledsched.core import launch as launches
 from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError
 from tiledsched.core.problem import stable_id
@@ -597,94 +595,48 @@ def test_without_races_there_is_nothing_to_compare_with() -> None:
 # The command
 
 
-@pytest.fixture
-def gpu(db, tmp_path, monkeypatch):
-    """A made-up H200 with everything built; the race is real, the other methods always take one schedule."""
-    import tiledsched.build.artifacts
-    import tiledsched.build.pool
-    import tiledsched.build.toolchain
-    import tiledsched.measure.gpu
-
-    made = MadeUp()
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tiledsched.build.artifacts, "ArtifactStore", lambda folder: made)
-    monkeypatch.setattr(tiledsched.build.pool, "BuildPool", lambda jobs: made)
-    monkeypatch.setattr(tiledsched.build.toolchain, "installed_toolchain", lambda: TOOLCHAIN)
-    monkeypatch.setattr(tiledsched.build.toolchain, "check_arch", lambda toolchain, arch: None)
-    monkeypatch.setattr(
-        tiledsched.measure.gpu,
-        "GpuRunner",
-        lambda template, seed: ReplayRunner(template, [*measured(), *measured(OTHER)], seed=seed),
-    )
-    others = {"in-turn": Fixed("in-turn", SCHEDULES[2]), "exhaustive": Fixed("exhaustive", SCHEDULES[3])}
-    monkeypatch.setattr(
-        methods_module,
-        "make_methods",
-        lambda names, template, runner: [others.get(name) or RaceMethod(runner) for name in names],
-    )
-    return made
-
-
-COMMAND = ["repeatability", "--arch", "sm_90", "--seq-len", "1024,4096", "--head-dim", "64", "--causal", "no"]
-
-
-def test_the_command_appends_and_sums_up(gpu, capsys) -> None:
-    arguments = [*COMMAND, "--programs", "12", "--csv", "study.csv"]
-    assert main([*arguments, "--seed", "1"]) == 0
-    said = capsys.readouterr()
-    assert "tiledsched repeatability --summary study.csv" in said.out
-    assert said.err.count(" us, ") == 6
-    assert main([*arguments, "--seed", "2", "--methods", "race,in-turn", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)["rows"]
-    assert {each["method"] for each in printed} == {"race", "in-turn", "referee"}
-    assert {each["candidates"] for each in printed if each["method"] == "race"} == {12}
-    assert main(["repeatability", "--summary", "study.csv", "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["schema_version"] == 1
-    methods = {each["method"]: each for each in summary["methods"]}
-    assert [methods[name]["choices"] for name in ("race", "in-turn", "exhaustive")] == [4, 4, 2]
-    assert methods["race"]["worst_regret"] < 0.01
-    assert methods["in-turn"]["mean_regret"] == pytest.approx(0.1, abs=0.01)
-    assert methods["exhaustive"]["in_tie_set"] == 0.0
-    assert len(summary["noise"]) == 2
-    assert main(["repeatability", "--summary", "study.csv"]) == 0
-    text = capsys.readouterr().out
-    assert "exhaustive" in text
-    assert "S=4096" in text
-
-
-def test_no_measurement_is_stored(gpu, db, capsys) -> None:
-    before = len(db.measurements())
-    assert main([*COMMAND, "--csv", "study.csv"]) == 0
+def test_a_session_appends_rows_and_stores_no_measurement(db, tmp_path, capsys) -> None:
+    path, before = tmp_path / "study.csv", len(db.measurements())
+    for seed, names in ((1, ("race", "in-turn", "exhaustive")), (2, ("race", "in-turn"))):
+        runner = ReplayRunner(TEMPLATE, [*measured(), *measured(OTHER)], seed=seed)
+        others = {"in-turn": Fixed("in-turn", SCHEDULES[2]), "exhaustive": Fixed("exhaustive", SCHEDULES[3])}
+        chosen = [others.get(name) or RaceMethod(runner) for name in names]
+        rows = command.study([PROBLEM, OTHER], db, builder(db), SPACE, runner, chosen, 12, seed, path)
+        assert {each.method for each in rows} == {*names, "referee"}
+        assert {each.candidates for each in rows if each.method == "race"} == {12}
     assert len(db.measurements()) == before
+    assert capsys.readouterr().err.count(" us, ") == 10
+    methods = {each.method: each for each in summarise(read_rows(path)).methods}
+    assert [methods[name].choices for name in ("race", "in-turn", "exhaustive")] == [4, 4, 2]
+    assert methods["race"].worst_regret < 0.01
+    assert methods["in-turn"].mean_regret == pytest.approx(0.1, abs=0.01)
+    assert methods["exhaustive"].in_tie_set == 0.0
+    assert command.main(["--summary", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "exhaustive" in printed
+    assert "S=4096" in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["repeatability", "--arch", "sm_90"], "--csv"),
-        (["repeatability", "--csv", "study.csv"], "--arch"),
-        (["repeatability", "--arch", "sm_100", "--csv", "study.csv"], "pass --arch sm_90"),
-        ([*COMMAND, "--heads", "3", "--csv", "study.csv"], "tiledsched tune"),
-        (["repeatability", "--summary", "missing.csv"], "cannot be read"),
+        (["-p", "S=1024,D=64"], "--csv"),
+        (["--csv", "study.csv"], "-p PROBLEM"),
+        (["--summary", "missing.csv"], "cannot be read"),
+        (["-p", "S=1024,D=64", "--csv", "other.csv"], "another file"),
     ],
 )
-def test_wrong_use_is_explained(gpu, capsys, arguments, words) -> None:
-    assert main(arguments) == 2
+def test_wrong_use_is_explained_before_anything_is_measured(arguments, words, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.csv").write_text("a,b\n")
+    assert command.main(arguments) == 2
     assert words in capsys.readouterr().err
 
 
 def test_unknown_methods_are_refused(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main([*COMMAND, "--methods", "race,guess", "--csv", "study.csv"])
+        command.main(["--methods", "race,guess"])
     assert "race, in-turn, exhaustive" in capsys.readouterr().err
-
-
-def test_a_file_of_something_else_stops_before_anything_is_measured(gpu, tmp_path, capsys) -> None:
-    (tmp_path / "study.csv").write_text("a,b\n")
-    assert main([*COMMAND, "--csv", "study.csv"]) == 2
-    assert gpu.compiled == 0
 
 
 def test_batches_are_what_the_counter_counts() -> None:
@@ -741,7 +693,7 @@ def test_torch_methods_launch_the_artifact_and_get_it_right() -> None:
 
 
 def test_the_referee_does_not_judge_beside_others() -> None:
-    class AttentionFeatures(ReplayRunner):
+    class Disturbed(ReplayRunner):
         def sample(self, candidates, *, rounds, regime):
             return [
                 dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, beside=(4711,)))
@@ -750,4 +702,4 @@ def test_the_referee_does_not_judge_beside_others() -> None:
 
     field = Field(candidates=candidates(12), leaders=candidates(4))
     with pytest.raises(MeasureError, match="timed beside process 4711 on the GPU, which decides nothing; end it"):
-        referee(AttentionFeatures(TEMPLATE, measured()), PROBLEM, field, [])
+        referee(Disturbed(TEMPLATE, measured()), PROBLEM, field, [])

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
+import itertools
 
 import numpy as np
 import pytest
 
-from docs.studies.search import constants, ours
+from docs.studies.search import constants, inert_changes, ours
+from docs.studies.search.__main__ import main
 from docs.studies.search.bench import run_bench, shipped_landscapes
 from docs.studies.search.field import read_field
 from docs.studies.search.methods import METHODS
 from docs.studies.search.scores import DEPTHS, Run, Trace, read_runs, score, summarise, write_runs
-from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.tuning.effort import EFFORTS
 
@@ -141,13 +142,10 @@ def test_constants_change_and_come_back(fields) -> None:
 
 def test_the_command(tmp_path, capsys) -> None:
     files = [str(path) for path in shipped_landscapes()[:2]]
-    arguments = ["bench-search", "--landscapes", *files, "--jobs", "1", "--csv", str(tmp_path / "runs.csv")]
-    assert main([*arguments, "--samplers", "random,grid", "--seeds", "3", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["schema_version"] == 1
-    assert {row["sampler"]: row["seeds"] for row in said["rows"]} == {"random": 3, "grid": 1}
-    for row in said["rows"]:
-        assert {"measurements_to_1pct", "measurements_to_5pct", "regret_10", "regret_100"} <= set(row)
+    arguments = ["--landscapes", *files, "--jobs", "1", "--csv", str(tmp_path / "runs.csv")]
+    assert main([*arguments, "--samplers", "random,grid", "--seeds", "3"]) == 0
+    seeds = {run.sampler: run.seed for run in read_runs(tmp_path / "runs.csv")}
+    assert seeds == {"random": 2, "grid": 0}
     figure = tmp_path / "search.png"
     assert main([*arguments, "--samplers", "tiledsched-quick", "--seeds", "1", "--figure", str(figure)]) == 0
     out = capsys.readouterr().out
@@ -162,3 +160,20 @@ def test_what_is_wrong_is_said() -> None:
         run_bench(shipped_landscapes(), ["genetic"], seeds=1, jobs=1)
     with pytest.raises(ConfigError, match="no landscapes"):
         run_bench([], ["random"], seeds=1, jobs=1)
+
+
+def test_builds_are_replayed_as_they_were_recorded(tmp_path, capsys, monkeypatch) -> None:
+    """One hint never changes the program, the other only with large tiles."""
+    choices = {"tile": [32, 64, 128], "hint": [0, 2, 4], "other_hint": [0, 4], "flag": [False, True]}
+    schedules = [Schedule(dict(zip(choices, each, strict=True))) for each in itertools.product(*choices.values())]
+    runs = {
+        "a run": {
+            each: str((each["tile"], each["flag"], each["hint"] if each["tile"] == 128 else None)) for each in schedules
+        }
+    }
+    inert_changes.write(tmp_path / "builds.csv.xz", runs)
+    assert inert_changes.read(tmp_path / "builds.csv.xz") == runs
+    assert inert_changes.replay(runs["a run"], 20) == (4, 6, 0)
+    monkeypatch.setattr("sys.argv", ["inert_changes", str(tmp_path / "builds.csv.xz"), "--builds", "20"])
+    inert_changes.main()
+    assert "4 of 20" in capsys.readouterr().out

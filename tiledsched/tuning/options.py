@@ -1,0 +1,282 @@
+"""The options of tuning, recording, refreshing and checking: the only place of their names, defaults and help texts.
+
+The flags of the command line, the keywords of `tiledsched.tune` and the JSON options of a fleet's campaign are all made
+from these classes: :func:`options_of` describes each field, and :meth:`Options.from_mapping` reads keywords or JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
+from tiledsched.core.config import SETTINGS
+from tiledsched.core.errors import ConfigError
+from tiledsched.tuning.effort import EFFORTS
+from tiledsched.tuning.samplers import OURS, SAMPLERS
+
+CHECK_ARCH = "sm_90"
+"""Whose search space `check` draws schedules from where no arch is given: the interpreter is the same for every arch."""
+Chosen = TypeVar("Chosen", bound="Options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option as the command line and a check of values need to know it."""
+
+    name: str
+    """Its keyword in Python and its key in JSON, e.g. `budget_s`."""
+    default: Any
+    """Its value where none is given."""
+    help: str
+    """What it does, in lower case and without its default, e.g. "seed of the sampler"."""
+    type: type
+    """bool (a flag without a value), int, float or str. None is allowed, too, where it is the default."""
+    choices: tuple[str, ...] = ()
+    """The values that are allowed; empty where any value of the type is."""
+    minimum: int | None = None
+    """The least value that is allowed; None for no limit."""
+    metavar: str = ""
+    """What stands for its value in a usage line, e.g. SECONDS; empty for flags and choices."""
+    default_help: str = ""
+    """What happens without it, where the default itself does not say that, e.g. "no limit"."""
+    is_file: bool = False
+    """Whether it names a file, which every host of a fleet must have in the same place."""
+
+    @property
+    def flag(self) -> str:
+        """The command line's flag, e.g. `--budget` for `budget_s`: a unit is named by the metavar there."""
+        return "--" + self.name.removesuffix("_s").replace("_", "-")
+
+    def check(self, value: Any) -> None:
+        """Make sure that a value is allowed.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if value is None and self.default is None:
+            return
+        accepted = (int, float) if self.type is float else self.type
+        right = isinstance(value, accepted) and (self.type is bool or not isinstance(value, bool))
+        if self.choices:
+            right, wanted = right and value in self.choices, f"one of {', '.join(self.choices)}"
+        elif self.minimum is not None:
+            right, wanted = right and value >= self.minimum, f"a number of {self.minimum} or more"
+        else:
+            wanted = {bool: "True or False", int: "an integer", float: "a number", str: "text"}[self.type]
+        if not right:
+            raise ConfigError(f"{self.name} must be {wanted}, not {value!r}")
+
+
+def option(
+    default: Any,
+    *,
+    help: str,
+    type: type | None = None,
+    choices: Sequence[str] = (),
+    minimum: int | None = None,
+    metavar: str = "",
+    default_help: str = "",
+    is_file: bool = False,
+) -> Any:
+    """A field of an options class; see :class:`Option` for the arguments. Without `type`, the default's type is meant, or str."""
+    described = {
+        "help": help,
+        "type": type or (str if default is None else default.__class__),
+        "choices": tuple(choices),
+        "minimum": minimum,
+        "metavar": metavar,
+        "default_help": default_help,
+        "is_file": is_file,
+    }
+    return dataclasses.field(default=default, metadata=described)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What all options have in common: wrong values are refused when they are made."""
+
+    def __post_init__(self) -> None:
+        for each in options_of(self.__class__):
+            each.check(getattr(self, each.name))
+
+    @classmethod
+    def from_mapping(cls: type[Chosen], values: Mapping[str, Any], of: str) -> Chosen:
+        """Options of keywords (paths as `Path` or text) or of JSON; `of` names the command that takes them, for the message.
+
+        Raises:
+            ConfigError: a name is unknown, or a value is not allowed.
+        """
+        known = [each.name for each in options_of(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(f"{of} has no option {', '.join(unknown)}; its options are {', '.join(known)}")
+        return cls(**{name: str(value) if isinstance(value, Path) else value for name, value in values.items()})
+
+    def to_json(self) -> dict[str, Any]:
+        """The options that are not at their defaults, by name; files with their whole paths."""
+        found = {}
+        for each in options_of(self.__class__):
+            value = getattr(self, each.name)
+            if value != each.default:
+                found[each.name] = str(Path(value).resolve()) if each.is_file else value
+        return found
+
+
+def options_of(cls: type[Options]) -> tuple[Option, ...]:
+    """The options of an options class, in the order of its fields."""
+    return tuple(Option(name=each.name, default=each.default, **each.metadata) for each in dataclasses.fields(cls))
+
+
+def _choices(setting: str) -> tuple[str, ...]:
+    allowed = SETTINGS[setting]
+    assert isinstance(allowed, tuple)
+    return allowed
+
+
+def _budget() -> Any:
+    return option(
+        None,
+        type=float,
+        minimum=0,
+        metavar="SECONDS",
+        help="stop after this long, all problems together",
+        default_help="no limit",
+    )
+
+
+def _accum_mode() -> Any:
+    return option(
+        None,
+        choices=_choices("accum_mode"),
+        help="accuracy class, of kernels that have several",
+        default_help="as the settings say: fp32",
+    )
+
+
+def _space() -> Any:
+    return option(
+        None, metavar="FILE", is_file=True, help="your own search space (TOML)", default_help="the kernel's own"
+    )
+
+
+def _compile_timeout() -> Any:
+    return option(
+        DEFAULT_TIMEOUT_S, metavar="SECONDS", help="how long one schedule may compile before it counts as failed"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(Options):
+    """How a tune searches, how much it does, and what decides."""
+
+    effort: str = option(
+        "default",
+        choices=tuple(EFFORTS),
+        help="how many programs are measured and race for the decision, or, without a GPU, how many schedules are built",
+    )
+    trials: int | None = option(
+        None,
+        type=int,
+        minimum=1,
+        metavar="N",
+        help="distinct programs to measure per problem, at most, those measured before among them; "
+        "without a GPU, schedules to build",
+        default_help="as the effort says",
+    )
+    budget_s: float | None = _budget()
+    regime: str | None = option(
+        None,
+        choices=_choices("regime"),
+        help="what decides: times of a cool GPU at full clocks (burst), or at its power cap (sustained)",
+        default_help="as the settings say: burst",
+    )
+    accum_mode: str | None = _accum_mode()
+    rivals: str | None = option(
+        None,
+        choices=_choices("rivals"),
+        help="whether other implementations are timed next to each winner (serve, record), and whether those that are "
+        "faster serve (serve)",
+        default_help="as the settings say: serve",
+    )
+    sampler: str = option(
+        OURS,
+        metavar="NAME",
+        help=f"what proposes schedules: {', '.join(SAMPLERS)}, or module:Class of any Optuna sampler",
+    )
+    neighbours: bool = option(
+        False,
+        help="also try schedules that differ from the fastest so far in one or two knobs, beyond what the space explores",
+    )
+    candidates: str | None = option(
+        None,
+        metavar="FILE",
+        is_file=True,
+        help="search only the schedules of this file, the default and what is served: a JSON list, CSV, T4 results or a "
+        "Kernel Tuner cache",
+        default_help="the whole space",
+    )
+    space: str | None = _space()
+    runner: str = option(
+        "auto",
+        choices=("auto", "gpu", "none"),
+        help="measure on the GPU (gpu), only build and let the model rank (none), or measure where a GPU of the arch is "
+        "present (auto)",
+    )
+    seed: int = option(0, metavar="N", help="seed of the sampler, the inputs and the order of launches")
+    compile_timeout_s: float = _compile_timeout()
+    storage: str | None = option(
+        None,
+        metavar="URL",
+        help="keep Optuna's studies there while tuning: a file, or the URL of a database",
+        default_help="in memory only",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(Options):
+    """How much of a landscape is recorded."""
+
+    programs: int = option(300, minimum=1, metavar="N", help="distinct programs per problem")
+    sustained_leaders: int = option(
+        24, minimum=0, metavar="N", help="how many of the fastest are measured in the sustained regime, too"
+    )
+    build_only: bool = option(False, help="build the programs and stop; needs no GPU")
+    budget_s: float | None = _budget()
+    accum_mode: str | None = _accum_mode()
+    space: str | None = _space()
+    seed: int = option(0, metavar="N", help="seed of the choice of schedules, the inputs and the order of launches")
+    compile_timeout_s: float = _compile_timeout()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefreshOptions(Options):
+    """How much is done for entries whose machine code is no longer what was measured."""
+
+    effort: str = option("quick", choices=tuple(EFFORTS), help="how much the races of a refresh do")
+    budget_s: float | None = _budget()
+    neighbours: bool = option(
+        False,
+        help="also race schedules that differ from the fastest so far in one or two knobs, beyond what the space explores",
+    )
+    runner: str = option(
+        "auto",
+        choices=("auto", "none"),
+        help="race where a GPU of the arch is present (auto), or only say what would be raced (none)",
+    )
+    seed: int = option(0, metavar="N", help="seed of the sampler, the inputs and the order of launches")
+    compile_timeout_s: float = _compile_timeout()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(Options):
+    """What a check on the CPU computes."""
+
+    schedules: int = option(
+        20, minimum=1, metavar="N", help="schedules of each problem: the default, and others drawn from the space"
+    )
+    space: str | None = _space()
+    seed: int = option(0, metavar="N", help="seed of the inputs and of the choice of schedules")
