@@ -611,13 +611,13 @@ def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, 
 
     from tiledsched.build.cubin import join, parts
     from tiledsched.core.launch import signature as signature_of
-    from tiledsched.serve.bundle import Program, write_bundle
+    from tiledsched.serve.bundle import BundledProgram, write_bundle
 
     operator = {"norm": norm, "two launches": total}[name]
     declared, plan = operator.kernel, operator.plan_for(*given)
     codes = [replace(artifact("ab" * 12, "sm_90"), cubin=f"code {place}".encode()) for place in range(len(plan.steps))]
     built = join(codes)
-    program = Program(
+    program = BundledProgram(
         kernel=declared.name,
         arch="sm_90",
         schedule=plan.served.schedule,

@@ -345,7 +345,7 @@ def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(
     import cuda.tile
 
     failure = cuda.tile.TileError("Return code 5")
-    refused = refuse(launches, 1 + policy.OTHERS, failure)
+    refused = refuse(launches, 1 + policy.ALTERNATIVES, failure)
     q, k, v = tensors(rows=200, columns=64)
     assert serve.plan_for(q, k, v).served.provenance == "transferred"
     torch.testing.assert_close(serve.sdpa(q, k, v), expected(q, k, v), **TOLERANCE[torch.float16])
@@ -355,7 +355,7 @@ def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(
     assert "Return code 5" in caplog.text
     assert "the next choice is served instead" in caplog.text
     serve.sdpa(q, k, v)
-    assert len(refused) == 1 + policy.OTHERS
+    assert len(refused) == 1 + policy.ALTERNATIVES
     assert launches[0][2] is launches[1][2] is not refused[0]
 
     refuse(launches, 9, failure)
@@ -367,7 +367,7 @@ def test_a_choice_that_nobody_measured_and_that_spills_gives_way_to_the_next(lau
     refused = refuse(launches, 1, spills_error()("its program spills 208 bytes of registers a thread"))
     q, k, v = tensors(rows=200, columns=64)
     first = serve.plan_for(q, k, v).served
-    assert len({first.schedule, *first.alternatives}) == 1 + policy.OTHERS
+    assert len({first.schedule, *first.alternatives}) == 1 + policy.ALTERNATIVES
     caplog.set_level("INFO")
     torch.testing.assert_close(serve.sdpa(q, k, v), expected(q, k, v), **TOLERANCE[torch.float16])
     assert len(refused) == 1

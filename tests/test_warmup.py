@@ -25,7 +25,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve import bundle as bundles
 from tiledsched.serve import warmup
-from tiledsched.serve.bundle import Program, bundle_paths, read_bundle, warm_path, write_bundle
+from tiledsched.serve.bundle import BundledProgram, bundle_paths, read_bundle, warm_path, write_bundle
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundles
@@ -64,8 +64,8 @@ def entry(problem=PROBLEM, schedule=SCHEDULE, **more) -> Entry:
     return Entry(**(values | more))
 
 
-def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> Program:
-    return Program(kernel="attention", arch=ARCH, schedule=schedule, problem=problem, fingerprint=fingerprint)
+def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> BundledProgram:
+    return BundledProgram(kernel="attention", arch=ARCH, schedule=schedule, problem=problem, fingerprint=fingerprint)
 
 
 def write(path: Path, programs=None, *, entries=(), source_hash=None) -> Path:
