@@ -26,7 +26,7 @@ from tiledsched.serve import plan as serve_plan
 from tiledsched.serve import plan_cache, prebuilt, process
 from tiledsched.serve import transfer as policy
 from tiledsched.serve.launch import launch_first, launch_plan
-from tiledsched.serve.prebuilt import spills_error
+from tiledsched.serve.prebuilt import SpillsError
 from tiledsched.serve.rivals import ELSEWHERE
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -305,17 +305,6 @@ def test_threads_share_plans(launches) -> None:
     assert len(plans.cache.plans) == 1
 
 
-def test_configure_holds_from_the_next_call(launches) -> None:
-    q, k, v = tensors()
-    serve.sdpa(q, k, v)
-    with configure(tile_m=128, tile_n=32):
-        serve.sdpa(q, k, v)
-        assert serve.plan_for(q, k, v).served.provenance == "forced"
-    serve.sdpa(q, k, v)
-    sizes = [launch[3][5:7] for launch in launches]
-    assert sizes[0] == sizes[2] != sizes[1] == (128, 32)
-
-
 def test_a_failed_launch_names_the_call(launches, monkeypatch) -> None:
     def fail(*given) -> None:
         raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
@@ -364,7 +353,7 @@ def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(
 
 
 def test_a_choice_that_nobody_measured_and_that_spills_gives_way_to_the_next(launches, monkeypatch, caplog) -> None:
-    refused = refuse(launches, 1, spills_error()("its program spills 208 bytes of registers a thread"))
+    refused = refuse(launches, 1, SpillsError("its program spills 208 bytes of registers a thread"))
     q, k, v = tensors(rows=200, columns=64)
     first = serve.plan_for(q, k, v).served
     assert len({first.schedule, *first.alternatives}) == 1 + policy.ALTERNATIVES

@@ -35,7 +35,7 @@ VARIABLE = "TILEDSCHED_BUNDLE"
 INDEX = "bundle.json"
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The date of every file in the zip: the earliest it can hold, so that contents alone decide the bytes."""
-MAKE = "make one with: tiledsched bundle --arch ARCH --out FILE"
+MAKE = "make one with: tiledsched warmup --arch ARCH -o FILE"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cuda.tile as ct
+
 from tiledsched.build.compiler import pass_on_worker_warps
 from tiledsched.build.cubin import parts, read_artifact
 from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
@@ -61,14 +64,12 @@ def make_kernel(
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
     """
-    from tiledsched.core import launch as launches
-
     device = device or arch_spec(next(iter(schedules)))
     objects = launches.tile_kernels(kernel, schedules, problem, device)
     wanted = launches.steps(kernel, problem, next(iter(schedules.values())), device)
     candidates = {arch: _with_hints(kernel, arch, schedule, settings) for arch, schedule in schedules.items()}
     for place, (made, step) in enumerate(zip(objects, wanted, strict=True)):
-        made.__class__ = _kernel_class()  # the same object otherwise, with the hints it was given
+        made.__class__ = ServedKernel  # the same object otherwise, with the hints it was given
         made.prebuilt, made.declaration, made.step, made.place = candidates, kernel, step, place
         made.refused = {}
     return objects
@@ -146,8 +147,6 @@ def find_program(
         function: the tile function that is launched.
         signature: of the launch.
     """
-    from tiledsched.core import launch as launches
-
     for each in candidates:
         p, s = each.program.problem, each.program.schedule
         wanted = launches.steps(kernel, p, s, arch_spec(each.program.arch))
@@ -209,66 +208,55 @@ def spilled(spill_bytes: int) -> int:
     return spill_bytes if spill_bytes > MAX_SPILL_BYTES else 0
 
 
-@functools.cache
-def spills_error() -> type[Exception]:
-    """The error for a program that spills where another schedule may be served; cuTile treats it as a failed compilation."""
-    import cuda.tile as ct
-
-    return type("Spills", (ct.TileError,), {"__doc__": "A program that was to be served spills registers."})
+class SpillsError(ct.TileError):
+    """A program spills registers where another schedule may be served; cuTile treats it as a failed compilation."""
 
 
-@functools.cache
-def _kernel_class() -> type:
-    """A subclass of `ct.kernel` that looks into bundles first (`_compile` is not public, and pinned by a test)."""
-    import cuda.tile as ct
+class ServedKernel(ct.kernel):
+    """A cuTile kernel object that looks for its machine code in bundles first. `_compile` is not public; a test pins it."""
 
-    from tiledsched.core.launch import assumed, symbol
+    prebuilt: Mapping[str, list[Prebuilt]]
+    declaration: KernelClass
+    step: Any
+    place: int
+    refused: dict[str, str]
 
-    class ServedKernel(ct.kernel):
-        prebuilt: Mapping[str, list[Prebuilt]]
-        declaration: KernelClass
-        step: Any
-        place: int
-        refused: dict[str, str]
+    def _compile(
+        self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None, *more: Any
+    ) -> Any:
+        arch = _arch(compute_capability)
+        # Without a compiler a spilling program of a bundle is all there is.
+        refuses = getattr(_thread, "refuses_spills", False) and bool(compiler_at_hand())
+        launch = str(signature) if refuses else ""
+        if launch in self.refused:
+            raise SpillsError(self.refused[launch])
+        found = self._found(signature, context, arch, compute_capability, *more)
+        if refuses and (bytes_each := spilled(read_artifact(found[0], arch).facts.spill_bytes)):
+            self.refused[launch] = f"its program spills {bytes_each} bytes of registers a thread"
+            raise SpillsError(self.refused[launch])
+        return found
 
-        def _compile(
-            self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None, *more: Any
-        ) -> Any:
-            arch = _arch(compute_capability)
-            # Without a compiler a bundle has what there is.
-            refuses = getattr(_thread, "refuses_spills", False) and bool(compiler_at_hand())
-            launch = str(signature) if refuses else ""
-            if launch in self.refused:
-                raise spills_error()(self.refused[launch])
-            found = self._found(signature, context, arch, compute_capability, *more)
-            if refuses and (bytes_each := spilled(read_artifact(found[0], arch).facts.spill_bytes)):
-                self.refused[launch] = f"its program spills {bytes_each} bytes of registers a thread"
-                raise spills_error()(self.refused[launch])
-            return found
-
-        def _found(self, signature: Any, context: Any, arch: str, compute_capability: Any, *more: Any) -> Any:
-            candidates = self.prebuilt.get(arch, [])
-            found = find_program(candidates, self.declaration, self.place, self.step.function, signature)
-            if found is not None:
-                try:
-                    code = found.bundle.artifact(found.program).cubin
-                except ConfigError as error:  # what is damaged never runs
-                    log.warning("%s; its program is compiled instead", error)
-                else:
-                    log.info("%s from %s", found.program.fingerprint, found.bundle.path)
-                    return parts(code)[self.place], symbol(self.declaration), None, ()
-            pass_on_worker_warps()  # what was measured may have hints that cuTile holds back
+    def _found(self, signature: Any, context: Any, arch: str, compute_capability: Any, *more: Any) -> Any:
+        candidates = self.prebuilt.get(arch, [])
+        found = find_program(candidates, self.declaration, self.place, self.step.function, signature)
+        if found is not None:
             try:
-                wanted = assumed(self.declaration, signature, self.step)
-                return super()._compile(wanted, context, compute_capability, *more)
-            except FileNotFoundError as error:
-                raise CompilerError(
-                    f"no bundle holds this program for {arch} and there is no compiler ({error}); add it "
-                    "to the bundle (tiledsched bundle; for attention --dtype, --group, --any-length, "
-                    "--decode) or install the compiler: tiledsched doctor"
-                ) from error
-
-    return ServedKernel
+                code = found.bundle.artifact(found.program).cubin
+            except ConfigError as error:  # what is damaged never runs
+                log.warning("%s; its program is compiled instead", error)
+            else:
+                log.info("%s from %s", found.program.fingerprint, found.bundle.path)
+                return parts(code)[self.place], launches.symbol(self.declaration), None, ()
+        pass_on_worker_warps()  # the schedule measured may have hints that cuTile does not pass on
+        try:
+            wanted = launches.assumed(self.declaration, signature, self.step)
+            return super()._compile(wanted, context, compute_capability, *more)
+        except FileNotFoundError as error:
+            raise CompilerError(
+                f"no bundle holds this program for {arch} and there is no compiler ({error}); add it "
+                "to the bundle (tiledsched warmup -o FILE; see its --also for problems unlike those tuned) or install the "
+                "compiler: tiledsched doctor"
+            ) from error
 
 
 def _arch(compute_capability: tuple[int, int] | None) -> str:

@@ -81,5 +81,5 @@ def differ(digests: Iterable[str | None]) -> None:
     named = ", ".join(map(str, odd[:MAX_NAMED])) + (", ..." if len(odd) > MAX_NAMED else "")
     raise ConfigError(
         f"ranks would run different schedules: {named} differ from the other {len(usual)}; give all of them one bundle: "
-        "TILEDSCHED_BUNDLE=FILE, made with tiledsched bundle"
+        "TILEDSCHED_BUNDLE=FILE, made with tiledsched warmup -o FILE"
     )
