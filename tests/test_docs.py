@@ -64,17 +64,19 @@ def test_every_command_of_a_page_is_one_that_there_is(path):
 
 def parse(words):
     """Read a command as the command line would, with attention in the place of kernels in files that are not here."""
-    words = [re.sub(r"^\S+\.py:\w+$|^[a-z_.]+:[A-Z]\w+$", "attention", word) for word in words]
-    command = root
+    known = [re.sub(r"^\S+\.py:\w+$|^[a-z_.]+:[A-Z]\w+$", "attention", word) for word in words]
+    words, is_shipped, command = known, known == words, root
     while isinstance(command, Group) and not words[0].startswith("-"):
         command = command.commands[words.pop(0)]
     with command.make_context("", words, obj=Invocation()) as context:
         given = context.params
     if command is root.commands["fleet"].commands["run"]:
         return parse(given["words"])
-    if isinstance(given.get("kernel"), type) and given["kernel"].name != "attention":
+    if isinstance(given.get("kernel"), type) and is_shipped:
         for text in given.get("problem", ()):
             read_values(given["kernel"], text)
+        for name in (given.get("suite") or "").split(","):
+            assert not name or name.isupper() or name in given["kernel"].suites, f"there is no suite {name}"
     return None
 
 

@@ -199,17 +199,6 @@ def test_rivals_come_through_files_merges_and_checks(tmp_path) -> None:
             db.entries()
 
 
-@pytest.mark.parametrize("number", ["0004", "0005"])
-def test_older_databases_have_none(number, tmp_path) -> None:
-    from test_store_migration import Path
-
-    old = Path(__file__).parent / "data" / f"store_{number}.db"
-    (tmp_path / old.name).write_bytes(old.read_bytes())
-    with TuningDB.open(tmp_path / old.name) as db:
-        assert {each.rivals for each in db.entries()} == {None}
-        assert db.check() == []
-
-
 # A tune
 
 

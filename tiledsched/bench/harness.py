@@ -25,21 +25,21 @@ from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
 from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
 
 PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
-"""Whose versions are noted, where installed."""
+"""Packages whose versions are recorded, where they are installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodTrial:
-    """What some calls of a method told."""
+    """What was learnt by calling a method a few times."""
 
     call: Call
     """Computes the problem once."""
     error: Error | None
-    """Against float64; None of the matmul."""
+    """Its error against float64; None for the matmul."""
     look_us: float
-    """GPU time of a call, roughly."""
+    """Rough GPU time of a call, in microseconds."""
     host_us: float
-    """Time until a call returns."""
+    """Time until a call returns, in microseconds."""
 
 
 class TorchHarness:
@@ -124,7 +124,7 @@ class TorchHarness:
             raise _lost(error) from error
 
     def _try(self, method: Method, case: BenchCase) -> MethodTrial | str:
-        """What was learnt of a method by calling it some times; or why it takes no part."""
+        """Call a method a few times: what was learnt, or why the method takes no part."""
         torch, problem = self._torch, case.arrays.problem
         refusal = method.refusal(problem, self._memory_bytes)
         if refusal:
@@ -149,7 +149,8 @@ class TorchHarness:
         return wrong or MethodTrial(call=call, error=found, look_us=look_us, host_us=host_us)
 
     def _check_context(self, method: Method, error: Exception) -> None:
-        """Whether the GPU can still be used after `error`: an illegal access breaks the context of this process for good.
+        """Make sure that the GPU can still be used after `error`. An illegal access breaks the CUDA context of this
+        process for good.
 
         Raises:
             MeasureError: it cannot.
@@ -164,7 +165,7 @@ class TorchHarness:
         self._torch.cuda.empty_cache()
 
     def _details(self, case: BenchCase, method: str, *, captured: bool) -> dict[str, Any]:
-        """What our own methods launched and why. That it could not be told is no reason to lose the times."""
+        """What our own methods launched, and why. If that cannot be found out, the row keeps its times and says so."""
         try:
             return case.details(method, verify=self._verify, captured=captured)
         except Exception as error:
@@ -183,7 +184,7 @@ def _out_of_memory(torch: Any, error: BaseException) -> bool:
 
 
 def versions(torch: Any, driver: str) -> str:
-    """Driver and libraries, in one line."""
+    """Versions of the driver and the libraries, in one line."""
     parts = [f"driver {driver}", f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
     for package in PACKAGES:
         try:

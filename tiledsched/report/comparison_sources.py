@@ -1,4 +1,4 @@
-"""What `tiledsched compare` may be given: databases, tables, landscapes, reports, devices, compilers and dates."""
+"""Reads the two sides of `tiledsched compare`: databases, tables, landscapes, reports, devices, compilers and dates."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ ACCEPTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which problems."""
+    """Which problems are compared."""
 
     kernel: str = ""
-    """Only of this kernel; empty for all."""
+    """Name of the only kernel; empty for all kernels."""
     arch: str = ""
-    """Only of this arch; empty for all."""
+    """The only arch; empty for all archs."""
     regime: str = ""
     """burst or sustained; empty for both."""
 
     def holds(self, kernel: str, arch: str, regime: str) -> bool:
-        """Whether it is asked for. A report's files do not tell their kernel."""
+        """Whether a time belongs to the problems wanted. `kernel` is empty for a report, whose files do not name it."""
         return (
             kernel in ("", self.kernel or kernel) and arch == (self.arch or arch) and regime == (self.regime or regime)
         )
@@ -53,7 +53,7 @@ Evidence = tuple[list[Entry], list[StoredMeasurement]]
 
 
 def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
-    """One side of a comparison.
+    """Read one side of a comparison.
 
     Args:
         word: a SOURCE, a SELECTOR of the user's database over what ships, or SOURCE@SELECTOR. A source is a database (file or
@@ -98,7 +98,7 @@ def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
 
 
 def _split(word: str) -> tuple[str, str]:
-    """Source and selector of a word; either may be empty."""
+    """The source and the selector of a word; either may be empty."""
     source, at, selector = word.rpartition("@")
     if at and source and "/" not in selector:
         return source, selector
@@ -110,7 +110,7 @@ def _split(word: str) -> tuple[str, str]:
 
 
 def _report_file(path: Path) -> Path | None:
-    """A report's schedules, in a report's folder or by name."""
+    """The schedules.csv of a report, given the file or its folder; None where there is none."""
     for each in (path, path / "schedules.csv"):
         if each.name.endswith("schedules.csv") and each.is_file():
             return each
@@ -168,7 +168,7 @@ def _stored(url: str | None, wanted: Wanted) -> Evidence:
 def _selected(
     entries: Sequence[Entry], measurements: Sequence[StoredMeasurement], selector: str
 ) -> tuple[list[Entry], list[StoredMeasurement]]:
-    """What is left by a selector. Of several compilers, where none is named, the newest of each problem and GPU."""
+    """The evidence that a selector picks. Where it names no compiler, each problem and GPU is taken with its newest one."""
     if DATE.fullmatch(selector):
         try:
             day = date.fromisoformat(selector)
@@ -312,7 +312,7 @@ def _of_report(path: Path) -> list[KnownTime]:
 
 
 def _schedule(cells: Mapping[str, str]) -> str:
-    """A schedule for people, of the cells of its knobs."""
+    """The schedule as people read it, from the cells of its knobs."""
     flags = {"true": True, "false": False}
     values = {
         name.removeprefix("knob_"): flags[text] if text in flags else int(text) if text.isdecimal() else text

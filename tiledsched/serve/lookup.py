@@ -245,7 +245,7 @@ class LookupTable:
         if space.arch not in self._completed:
             found = [entry for entry in self._by_arch.get(space.arch, []) if takes_hints(self.compiler, entry.schedule)]
             self._completed[space.arch] = [
-                replace(entry, schedule=space.complete(entry.schedule), runner_up=self._usable(entry.runner_up))
+                entry.replace(schedule=space.complete(entry.schedule), runner_up=self._usable(entry.runner_up))
                 for entry in found
             ]
         return self._completed[space.arch]

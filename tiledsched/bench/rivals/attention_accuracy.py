@@ -10,16 +10,18 @@ from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
 
 MOST_SCORES = 1 << 30
-"""Scores of the reference in all: four heads of 16384 x 16384, some tens of milliseconds of float64 on an H200."""
+"""Scores of the reference, at most: four heads of 16384 x 16384, which take some tens of milliseconds in float64 on an
+H200.
+"""
 MOST_PAIRS = 64
-"""(sequence, head) pairs, at most: each costs some launches."""
+"""(sequence, head) pairs, at most, since each costs a few launches."""
 
 Pair = tuple[int, int]
-"""(sequence, query head): of sequences that are not packed, each has an entry of the batch."""
+"""(sequence, query head). Without packing, each entry of the batch is a sequence."""
 
 
 def compared_pairs(problem: Problem) -> list[Pair]:
-    """The pairs whose output is compared: the first, the last and others drawn with the problem's id as seed.
+    """The pairs whose output is compared: the first, the last, and others drawn with the problem's id as seed.
 
     As many as `MOST_SCORES` and `MOST_PAIRS` allow, two at least, all where they allow it. So every run of a problem
     compares the same pairs.

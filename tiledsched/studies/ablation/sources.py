@@ -19,21 +19,21 @@ NOT_RECORDED = "not recorded"
 
 
 class ProgramSource(Protocol):
-    """Programs by schedule."""
+    """Finds the programs of schedules."""
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
-        """For each schedule what the runner can time, or why there is nothing to time."""
+        """For each schedule a program that the runner can time, or why there is none."""
         ...
 
 
 class CompiledPrograms:
-    """Builds what is asked for, once ever per toolchain; needs the compiler and no GPU."""
+    """Builds programs with the compiler; needs no GPU. What was built before is not built again."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
-        """See :class:`ProgramSource`."""
+        """For each schedule a program that the runner can time, or why there is none."""
         builder = self._builder
         builder.build(schedules, problem)
         found: dict[Schedule, Candidate | str] = {}
@@ -49,7 +49,7 @@ class CompiledPrograms:
 
 
 class RecordedPrograms:
-    """What a landscape file holds, by schedule. Nothing is built.
+    """Finds programs in a landscape file. Nothing is built.
 
     Args:
         table: the file's contents; measurements of one problem, device and regime.
@@ -70,7 +70,7 @@ class RecordedPrograms:
 
     @property
     def best(self) -> Measurement:
-        """The fastest that was checked.
+        """The fastest measurement whose output was checked.
 
         Raises:
             MeasureError: nothing was checked.
@@ -81,11 +81,11 @@ class RecordedPrograms:
         return min(checked, key=lambda one: (one.median_us, one.schedule.id))
 
     def holds(self, schedule: Schedule) -> bool:
-        """Whether it is in the record."""
+        """Whether the schedule is recorded."""
         return schedule in self._by_schedule
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
-        """See :class:`ProgramSource`."""
+        """For each schedule a program that the runner can time, or why there is none."""
         found: dict[Schedule, Candidate | str] = {}
         for schedule in schedules:
             one = self._by_schedule.get(schedule) if problem == self.problem else None
@@ -99,5 +99,5 @@ class RecordedPrograms:
 
 
 def said(failure: Failure) -> str:
-    """A failure as a row's status."""
+    """A failure as the status of a row."""
     return f"{failure.kind}: {failure.message}"

@@ -1,6 +1,6 @@
 """What each knob value was worth, over recorded landscapes: four Markdown tables.
 
-`python -m tiledsched.report.knobs tuning_db/landscapes/attention/*_burst_*.json.xz`. Plain is the default of the space; the
+`python -m docs.studies.knobs tuning_db/landscapes/attention/*_burst_*.json.xz`. Plain is the default of the space; the
 structural knobs are those it marks `measured_only`. Programs that were never checked count in no time of the first two
 tables; the other two are the report's importance and interactions.
 """

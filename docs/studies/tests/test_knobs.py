@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from report_samples import plain, taken
 
+from docs.studies.knobs import fastest_first, knob_row, problem_row, tables, verdict
 from tiledsched.core import data_files
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.report.knobs import fastest_first, knob_row, problem_row, tables, verdict
 from tiledsched.store.exchange import read_table
 
 SPACE = space_for("sm_90", Attention)
