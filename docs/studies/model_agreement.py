@@ -93,7 +93,7 @@ def expected_blocks(landscapes: Sequence[Landscape]) -> tuple[int, int]:
     programs there are.
     """
     right = [
-        one.problem.declaration.expected(one.problem, p.schedule, arch_spec(one.arch)).ctas_per_sm
+        one.problem.declaration.cost.expected(one.problem, p.schedule, arch_spec(one.arch)).ctas_per_sm
         == p.facts.ctas_per_sm
         for one in landscapes
         for p in one.programs

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.problem import Problem, canonical_json
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 
 METHODS = ("race", "in-turn", "exhaustive", "exhaustive-jit")
 REFEREE = "referee"
@@ -111,7 +113,7 @@ class StudyRow:
             KeyError, ValueError: a cell is missing, or holds no number where one is needed.
         """
         return cls(
-            problem=Problem.from_json(json.loads(cells["problem"])),
+            problem=problem_from_json(json.loads(cells["problem"])),
             ties=tuple(cells["tie_ids"].split()) if cells["tie_set"] else None,
             **{name: cells[name] for name in WORDS},
             **{name: int(cells[name]) if cells[name] else None for name in INTEGERS},  # type: ignore[arg-type]
