@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
-from serve_on_cpu import TOLERANCE, capturing
+from serve_on_cpu import TOLERANCE, capturing, changed
 from test_bench_harness import cell, cuda  # noqa: F401
 from test_rivals import a_rival, an_entry
 from test_rivals_timed import attend, process  # noqa: F401
@@ -30,7 +30,6 @@ from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
-from tiledsched.serve import process as serving
 from tiledsched.serve.lookup import LookupTable
 
 METHODS = methods_of(Attention)
@@ -323,25 +322,19 @@ def faster():
 
 
 @pytest.fixture
-def served(launches, others, monkeypatch, faster):
+def served(launches, others, faster):
     """The public functions where a rival was measured to be faster on whatever problem."""
 
-    class Known(LookupTable):
-        def resolve(self, asked, *given):
-            offers = (
-                LookupTable(
-                    [dataclasses.replace(an_entry(asked, (a_rival(name=faster),)), device_name="NVIDIA H200")],
-                    Attention,
-                    rivals=True,
-                )
-                .resolve(asked, *given)
-                .rivals
-            )
-            return dataclasses.replace(super().resolve(asked, *given), rivals=offers)
+    class WithRival(LookupTable):
+        def resolve(self, problem, *given):
+            measured = an_entry(problem, (a_rival(name=faster),)).replace(device_name="NVIDIA H200")
+            offers = LookupTable([measured], Attention, rivals=True).resolve(problem, *given).rivals
+            return dataclasses.replace(super().resolve(problem, *given), rivals=offers)
 
-    monkeypatch.setattr(serving, "load_table", lambda settings, **given: Known([], Attention, rivals=True))
+    with changed(load_table=lambda settings, **given: WithRival([], Attention, rivals=True)):
+        serve.reload()
+        yield launches
     serve.reload()
-    return launches
 
 
 def tensors(rows=60, keys=60):
