@@ -307,7 +307,7 @@ def make_plan(
         scale_log2=scaled,
         constants=tuple(each.value for each in wanted[0].arguments if each.kind == "constant"),
         tail=tails[0],
-        asked=6 if problem.placed else 3 if problem.asked else 0,
+        asked=6 if problem.is_varlen else 3 if problem.has_features else 0,
         launch_on=q.get_device() if rival is None and in_graphs is None else ELSEWHERE,
         device=q.get_device(),
         rival=rival,
