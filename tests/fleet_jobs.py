@@ -253,7 +253,7 @@ config.watchers.append(settings.cache_clear)
 
 def bench(kernel, problem, arch, *, db, jobs, progress, **options):
     """`bench` of one problem, with a stopwatch that runs nothing. What is served is looked up as a launch does it."""
-    from test_bench import Harness, run_module
+    from test_bench import QUICK, Harness
 
     from tiledsched.bench.job import bench as real_bench
 
@@ -266,12 +266,9 @@ def bench(kernel, problem, arch, *, db, jobs, progress, **options):
             return prepared
 
     begin(problem, progress)
-    with (
-        patch.object(run_module, "BURST_GAP_S", 0.0),
-        patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())),
-        patch("tiledsched.bench.harness.TorchHarness", lambda *, verify: Served()),
-    ):
-        result = real_bench(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **options)
+    fakes = {"harness": Served(), "pace": QUICK}
+    with patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())):
+        result = real_bench(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **fakes, **options)
     end(problem, arch)
     return result
 

@@ -39,7 +39,7 @@ sdpa(q, k, v, causal=True)
 torch.cuda.synchronize()
 again = time.perf_counter()
 expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-print(json.dumps({"prebuilt": any(plan.kernel.prebuilt.values()), "provenance": plan.served.provenance, "plan_s": planned - begun,
+print(json.dumps({"prebuilt": any(plan.steps[0][0].prebuilt.values()), "provenance": plan.served.provenance, "plan_s": planned - begun,
                   "launch_s": done - planned, "first_s": done - begun, "second_s": again - done,
                   "error": float((out - expected).float().norm() / expected.float().norm())}))
 """
@@ -102,7 +102,7 @@ def test_warming_up_again_builds_nothing(warm) -> None:
 def test_a_bundle_serves_a_machine_without_a_compiler(warm, tmp_path) -> None:
     environment, _ = warm
     file = tmp_path / "bundle.zip"
-    made = tiledsched("bundle", "--arch", arch(), "--out", str(file), **environment)  # builds nothing: warmup has
+    made = tiledsched("warmup", "--arch", arch(), "--out", str(file), **environment)  # builds nothing: warmup has
     assert made.returncode == 0, made.stderr
     found = first_call(
         TILEDSCHED_CACHE=str(tmp_path / "empty"), TILEDSCHED_DB=str(tmp_path / "none.db"), TILEDSCHED_BUNDLE=str(file)
@@ -137,7 +137,7 @@ def test_prebuilt_programs_work_on_streams_views_and_in_graphs(warm, monkeypatch
     serving.reload()
     q, k, v = tensors(16, 16, 1024, 128)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert any(serving.plan_for(q, k, v, causal=True).kernel.prebuilt.values())
+    assert any(serving.plan_for(q, k, v, causal=True).steps[0][0].prebuilt.values())
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -13,8 +13,15 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.serve import transfer as policy
-from tiledsched.serve.lookup import Table
-from tiledsched.serve.transfer import Parameters, candidate_losses, expected_loss, loss_bands, repaired, transfer
+from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.transfer import (
+    TransferParameters,
+    candidate_losses,
+    expected_loss,
+    loss_bands,
+    repaired,
+    transfer,
+)
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import Entry, MeasurementSummary, Toolchain
 
@@ -63,7 +70,7 @@ def at(seq_len, **changes):
 
 
 def choice(problem, *entries, **parameters):
-    return transfer(problem, entries, SPACE, SPEC, Parameters(**parameters))
+    return transfer(problem, entries, SPACE, SPEC, TransferParameters(**parameters))
 
 
 def test_nothing_is_chosen_from_nothing() -> None:
@@ -74,7 +81,7 @@ def test_the_nearest_says_most() -> None:
     wide, tall = schedule(tile_n=128, occupancy=2), schedule(tile_n=128, occupancy=2, latency_k=2)
     near, far = entry(at(4096), wide), entry(at(16384), tall)
     found = choice(PROBLEM, far, near, model=0.0)
-    assert (found.schedule, found.entry, found.asked) == (wide, near, 1)  # the other is too far to count
+    assert (found.schedule, found.entry, found.neighbours) == (wide, near, 1)  # the other is too far to count
     assert (
         found.distance
         == Attention.similarity.distance(near.problem, PROBLEM)
@@ -127,7 +134,7 @@ def test_ties_and_the_runner_up_are_named_with_their_loss() -> None:
 def test_where_tiles_are_cut_off_what_masks_them_apart_is_named_beside_what_won_without() -> None:
     cut, short = PROBLEM.replace(seq_q=4000, seq_k=4000), PROBLEM.replace(seq_q=500, seq_k=500)
     twin = schedule(loop_split=True)
-    assert candidate_losses(entry(), cut, SPACE) == {schedule(): 0.0, twin: policy.TWIN}
+    assert candidate_losses(entry(), cut, SPACE) == {schedule(): 0.0, twin: policy.EQUIVALENT_LOSS}
     there = candidate_losses(entry(problem=cut), cut.replace(seq_k=4001), SPACE)
     assert there == {schedule(): 0.0}  # where it is another program already
     assert candidate_losses(entry(), short, SPACE) == {schedule(): 0.0}
@@ -155,7 +162,7 @@ ODD = [
 
 @pytest.fixture(scope="module")
 def shipped():
-    return Table(read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries, Attention)
+    return LookupTable(read_table(data_files.tuning_db() / "tables" / "attention" / "sm_90.json").entries, Attention)
 
 
 @pytest.mark.parametrize("problem", ODD, ids=str)
@@ -171,7 +178,7 @@ def test_few_rows_are_a_kind_of_their_own(shipped) -> None:
     decode = Attention.problem(seq_q=1, seq_k=8192, head_dim=128, heads=8, kv_heads=8)
     assert Attention.similarity.kind(decode) != Attention.similarity.kind(decode.replace(seq_q=8192))
     entries = [each for each in read_table(TABLE).entries if each.problem.seq_q == each.problem.seq_k]
-    served = Table(entries, Attention).resolve(decode, "sm_90", "NVIDIA H200")
+    served = LookupTable(entries, Attention).resolve(decode, "sm_90", "NVIDIA H200")
     assert (served.provenance, served.expected_loss) == ("modelled", None)
     assert served.schedule["kv_splits"] > 1  # 8 blocks would leave 124 SMs idle
     told = shipped.resolve(decode, "sm_90", "NVIDIA H200")

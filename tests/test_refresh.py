@@ -21,7 +21,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import RivalTime
-from tiledsched.serve.lookup import Table
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.process import warn_once
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import for_compiler, leaders, of_one_compiler, stale
@@ -102,7 +102,7 @@ def test_entries_of_several_compilers_stand_side_by_side(tmp_path) -> None:
 
 
 def answer(entries, **more):
-    return Table(entries, Attention, **more).resolve(PROBLEM, "sm_90", DEVICE.name)
+    return LookupTable(entries, Attention, **more).resolve(PROBLEM, "sm_90", DEVICE.name)
 
 
 def test_evidence_of_another_compiler_is_called_stale() -> None:
@@ -134,7 +134,7 @@ def test_machine_code_in_a_bundle_needs_no_compiler_and_is_not_stale() -> None:
 def test_explain_says_stale_unless_the_measured_program_runs() -> None:
     from tiledsched.serve.explain import explain_problem
 
-    table = Table([measured("13.4.92")], Attention, compiler="13.5.37")
+    table = LookupTable([measured("13.4.92")], Attention, compiler="13.5.37")
     said = explain_problem(table, PROBLEM, "sm_90", DEVICE.name)
     assert "  stale       tileiras 13.4.92 built" in str(said)
     assert said.to_json()["stale"] is True
@@ -373,7 +373,7 @@ def test_a_downgrade_and_an_upgrade_bring_either_evidence_back(bench, db) -> Non
         report = bench(compiler)
         assert (report.current, report.rows, report.compiled) == (1, [], 0)
         assert db.entries() == after
-        table = Table(after, Attention, compiler=compiler.toolchain.tileiras)
+        table = LookupTable(after, Attention, compiler=compiler.toolchain.tileiras)
         served = table.resolve(first.problem, "sm_90", first.measurements[0].device.name)
         assert served.entry.compiler == compiler.toolchain.tileiras
         assert (served.provenance, served.stale) == ("measured", "")
@@ -484,8 +484,8 @@ def test_the_command(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
     assert main(["refresh", "attention", "--arch", "sm_121", "--runner", "none"]) == 0
     assert "nothing of attention was measured for sm_121; run: tiledsched tune attention" in capsys.readouterr().out
-    assert main(["refresh", "attention", "--arch", "sm_90", "--seq-len", "3"]) == 2
-    assert "nothing that was measured is like that; leave out a filter" in capsys.readouterr().err
+    assert main(["refresh", "attention", "--arch", "sm_90", "-p", "S=3"]) == 2
+    assert "no problem that was measured matches -p; leave it out" in capsys.readouterr().err
     assert main(["refresh", "nonsense"]) == 2
 
 

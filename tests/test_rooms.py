@@ -48,13 +48,14 @@ NAMED = {
 """Files that may name modules in strings, and why."""
 
 ATTENTIONS_WORDS = re.compile(r"\b(head_dim|seq_q|seq_k|kv_heads|causal)\b")
-ATTENTIONS_ROOMS = ("kernels/attention", "ops/", "studies/", "bench/")
+ATTENTIONS_ROOMS = ("kernels/attention", "ops/", "studies/", "bench/", "cli/renamed.py")
 HEAVY = ("torch", "cupy", "ray")
 HEAVY_ROOMS = {
     "torch": (
         "ops/",
         "serve/op.py",
         "serve/launch.py",
+        "serve/plan.py",
         "serve/plan_cache.py",
         "serve/process.py",
         "studies/",

@@ -264,6 +264,8 @@ class Declaration:
     """Expression -> why a schedule that breaks it works, but is not searched."""
     suites: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = MappingProxyType({})
     """Name -> problems that are tuned and benched together."""
+    default_suite: ClassVar[str] = ""
+    """The suite that is meant where no problem is named; empty where all suites are."""
     derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({})
     """Name -> function of the problem, for constraints, shapes and functions."""
     label: ClassVar[Mapping[str, str | tuple[str, ...]]] = MappingProxyType({})
@@ -367,14 +369,10 @@ class Declaration:
         """
         return {}
 
-    add_flags: ClassVar[Any] = None
-    """`add_flags(parser)`: flags of the command line that name problems, beside --problem and --suite."""
-    from_flags: ClassVar[Any] = None
-    """`from_flags(options)`: the problems that those flags name."""
-    add_likely_flags: ClassVar[Any] = None
-    """`add_likely_flags(parser)`: flags of `warmup` and `bundle` that name the problems to expect beside those tuned."""
+    variants: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Ways in which a program's problems may differ from the tuned ones -> what each means; `warmup --also` takes them."""
     likely: ClassVar[Any] = None
-    """`likely(p, options)`: the problems to expect beside a tuned one under those flags."""
+    """`likely(p, variants)`: the problems like `p` that the variants name, each with its values as text."""
 
     # What the rest of the package asks.
 
@@ -412,6 +410,12 @@ class Declaration:
             known = ", ".join(cls.suites) or "none"
             raise ConfigError(f"{cls.name} has no suite {name!r}; known are {known}")
         return [each if isinstance(each, Problem) else cls.problem(**each) for each in cls.suites[name]]
+
+    @classmethod
+    def default_problems(cls) -> list[Problem]:
+        """The problems that are meant where none is named: those of the default suite, or of every suite."""
+        names = [cls.default_suite] if cls.default_suite else cls.suites
+        return list(dict.fromkeys(problem for name in names for problem in cls.suite(name)))
 
     @classmethod
     def arrays(cls, p: Problem) -> tuple[ArraySpec, ...]:

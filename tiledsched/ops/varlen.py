@@ -1,7 +1,7 @@
 """`sdpa_varlen` and `sdpa_paged`: attention of packed sequences, and over keys in pages, with FlashAttention's arguments.
 
-Tensors have their tokens before their heads here, as in FlashAttention and vLLM. To the kernel they are the same arrays with
-two axes exchanged: nothing is copied.
+Tensors have their tokens before their heads here, as in FlashAttention and vLLM. The kernel takes them with two axes exchanged;
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from tiledsched.core.errors import ProblemError
 from tiledsched.ops.arguments import CAUSAL, check_tensors, odd_scale, read_scale, unserved
 from tiledsched.ops.fallback import attend_in_torch, report
-from tiledsched.ops.features import AttentionFeatures, Window, read_beside
+from tiledsched.ops.features import AttentionFeatures, Window, read_features
 from tiledsched.ops.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
 
-OWN_CAUSAL: dict[Any, str | None] = {**CAUSAL, True: "bottom_right"}
-"""What `causal` may be here: True is FlashAttention's."""
+VARLEN_CAUSAL: dict[Any, str | None] = {**CAUSAL, True: "bottom_right"}
+"""The values that `causal` may have, and where each aligns the causal mask: True means what it means in FlashAttention."""
 
 
 def sdpa_varlen(
@@ -48,7 +48,7 @@ def sdpa_varlen(
         v: `[total_k, kv_heads, value_dim]`, or pages.
         cu_seqlens_q: `[sequences + 1]` integers on q's device: where each sequence begins in q, and where the last one ends. It
             begins with 0 and does not fall. Sequences may be empty.
-        cu_seqlens_k: the same of k and v; those of q unless given.
+        cu_seqlens_k: where each sequence begins in k and v; cu_seqlens_q unless given.
         max_seqlen_q, max_seqlen_k: rows and keys of the longest sequence, at least. The kernel does not need them; a rival serves
             only where they are given, and torch's attention reads them from the device where they are missing.
         causal: False; True or "bottom_right", where each sequence's last row sees its last key; or "top_left".
@@ -77,25 +77,25 @@ def sdpa_varlen(
                 f"{cu_seqlens_k.shape[0] - 1}"
             )
         if cu_seqlens_k is cu_seqlens_q and causal in (True, "bottom_right"):
-            causal = "top_left"  # which is the same, and less to reckon
+            causal = "top_left"  # with as many keys as rows it is the same mask, and less work
     else:
         if cu_seqlens_k is not None:
             raise ProblemError("cu_seqlens_k and block_table are both given; keys lie end to end or in pages")
         _check_pages(block_table, seqused_k, "seqused_k", sequences, q)
     alignment = _read_causal(causal)
-    alignment, beside = read_beside(q.transpose(0, 1)[None], k, alignment, window, softcap, sinks, None, None)
-    beside = beside._replace(
-        lengths=seqused_k,
-        cu_q=cu_seqlens_q,
-        cu_k=None if block_table is not None else cu_seqlens_k,
-        table=block_table,
-        most_q=max_seqlen_q or 0,
-        most_k=max_seqlen_k or 0,
+    alignment, features = read_features(q.transpose(0, 1)[None], k, alignment, window, softcap, sinks, None, None)
+    features = features._replace(
+        key_lengths=seqused_k,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
+        max_seqlen_q=max_seqlen_q or 0,
+        max_seqlen_k=max_seqlen_k or 0,
     )
     q, k, v = (each.transpose(-3, -2) for each in tensors)
     if block_table is None:
         k, v = k[None], v[None]
-    result = _attend(q[None], k, v, alignment, scale, dropout_p, return_lse, beside)
+    result = _attend(q[None], k, v, alignment, scale, dropout_p, return_lse, features)
     out = (result[0] if return_lse else result)[0].transpose(0, 1)
     return (out, result[1][0]) if return_lse else out
 
@@ -139,9 +139,9 @@ def sdpa_paged(
     _check_pages(block_table, key_lengths, "key_lengths", q.shape[0], q)
     alignment = _read_causal(causal)
     q, k, v = (each.transpose(1, 2) for each in tensors)
-    alignment, beside = read_beside(q, k, alignment, window, softcap, sinks, None, key_lengths)
-    beside = beside._replace(table=block_table)
-    result = _attend(q, k, v, alignment, scale, 0.0, return_lse, beside)
+    alignment, features = read_features(q, k, alignment, window, softcap, sinks, None, key_lengths)
+    features = features._replace(block_table=block_table)
+    result = _attend(q, k, v, alignment, scale, 0.0, return_lse, features)
     out = (result[0] if return_lse else result).transpose(1, 2)
     return (out, result[1]) if return_lse else out
 
@@ -154,36 +154,36 @@ def _attend(
     scale: Any,
     dropout_p: float,
     return_lse: bool,
-    beside: AttentionFeatures,
+    features: AttentionFeatures,
 ) -> Any:
-    """The operator, or torch's operations, on what has been checked."""
+    """Call the operator, or torch's operations, with arguments that have been checked."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = cast_for_autocast(q, k, v)
     scale = read_scale(scale)
-    alike = (q, k, v) if beside.table is None else (q[:1], k[:1], v[:1])
-    check_tensors(*alike)
-    reason = odd_scale(scale) or unserved(*alike, None, dropout_p)
+    sample = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
+    check_tensors(*sample)
+    reason = odd_scale(scale) or unserved(*sample, None, dropout_p)
     if reason:
         report(reason)
         if not k.numel():
-            return _nothing(q, v, return_lse, beside)
-        return attend_in_torch(q, k, v, None, dropout_p, alignment, scale, return_lse, beside)
+            return _without_keys(q, v, return_lse, features)
+        return attend_in_torch(q, k, v, None, dropout_p, alignment, scale, return_lse, features)
     operator = sdpa_lse_operator if return_lse else sdpa_operator
-    return operator(q, k, v, alignment, scale, *beside)
+    return operator(q, k, v, alignment, scale, *features)
 
 
-def _nothing(q: Any, v: Any, return_lse: bool, beside: AttentionFeatures) -> Any:
-    """What rows get that see no key."""
+def _without_keys(q: Any, v: Any, return_lse: bool, features: AttentionFeatures) -> Any:
+    """The result for rows that see no key."""
     out, lse = q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    if beside.sinks is not None:
-        lse = beside.sinks.float()[:, None].expand(lse.shape)
+    if features.sinks is not None:
+        lse = features.sinks.float()[:, None].expand(lse.shape)
     return (out, lse) if return_lse else out
 
 
 def _read_causal(causal: Any) -> str | None:
-    if not isinstance(causal, (bool, str)) or causal not in OWN_CAUSAL:
+    if not isinstance(causal, (bool, str)) or causal not in VARLEN_CAUSAL:
         raise ProblemError(f"causal = {causal!r}; allowed are False, True, 'top_left' and 'bottom_right'")
-    return OWN_CAUSAL[causal]
+    return VARLEN_CAUSAL[causal]
 
 
 def _read_tensors(q: Any, k: Any, v: Any, axes: int, key_axes: int) -> tuple[Any, Any, Any]:

@@ -352,7 +352,7 @@ def tune(
         )
     from tiledsched.build.pool import open_pool
     from tiledsched.serve.entries import load_entries
-    from tiledsched.serve.lookup import Table
+    from tiledsched.serve.lookup import LookupTable
     from tiledsched.store.db import TuningDB
     from tiledsched.store.evidence import for_compiler, leaders
     from tiledsched.tuning.prior import Shipped
@@ -377,7 +377,7 @@ def tune(
         kept = open_storage(storage) if storage else None
         with TuningDB.open(settings.db) as store, open_pool(jobs) as pool:
             before = load_entries(settings, {arch}, kernel.name)
-            table = Table(
+            table = LookupTable(
                 before,
                 kernel,
                 regime=settings.regime,

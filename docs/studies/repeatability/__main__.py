@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+from docs.studies.flags import positive, words
 from docs.studies.repeatability import methods
 from docs.studies.repeatability.rows import METHODS, StudyRow, append_rows, check_columns, read_rows
 from docs.studies.repeatability.session import find_field, run_session
@@ -21,7 +22,6 @@ from docs.studies.repeatability.summary import summarise
 from tiledsched.cli.problems import read_problems
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError, TiledschedError
-from tiledsched.core.flags import positive, words
 from tiledsched.core.problem import Problem
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Runner
@@ -100,7 +100,7 @@ def study(
     builder: Builder,
     space: SearchSpace,
     runner: Runner,
-    chosen: Sequence[methods.Method],
+    chosen: Sequence[methods.SelectionMethod],
     programs: int,
     seed: int,
     csv: Path,

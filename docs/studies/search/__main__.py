@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from docs.studies.flags import names, positive
 from docs.studies.search.bench import held_out_landscapes, run_bench, shipped_landscapes
 from docs.studies.search.figure import draw
 from docs.studies.search.methods import METHODS
 from docs.studies.search.scores import Summary, read_runs, summarise, write_runs
 from tiledsched.build.pool import default_jobs
-from tiledsched.core.flags import names, positive
 from tiledsched.report.document import Heading, Table, to_markdown
 
 TITLES = (

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from docs.studies import host_cost
-from docs.studies.host_cost import CALLS_PER_BLOCK, LOOKUPS, HostCost, Method, measure_host_costs, per_lookup
+from docs.studies.host_cost import CALLS_PER_BLOCK, LOOKUPS, HostCost, HostMethod, measure_host_costs, per_lookup
 
 
 def busy_for(seconds: float) -> None:
@@ -36,8 +36,8 @@ def test_methods_take_turns_and_are_timed_alone() -> None:
         return timed
 
     methods = {
-        "short": Method(call=call("short", 50e-6), within=slow_to_enter),
-        "long": Method(call=call("long", 500e-6)),
+        "short": HostMethod(call=call("short", 50e-6), within=slow_to_enter),
+        "long": HostMethod(call=call("long", 500e-6)),
     }
     costs = measure_host_costs(methods, rounds=6, synchronize=lambda: log.append("wait"))
     assert gc.isenabled()

@@ -29,9 +29,9 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import drawn
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries
-from tiledsched.serve.transfer import NEAR_KIND, Parameters
+from tiledsched.serve.transfer import NEAR_KIND, TransferParameters
 
-BEFORE = Parameters(distances=4, reach=0.3, model=0.3)
+BEFORE = TransferParameters(distances=4, reach=0.3, model=0.3)
 
 
 @pytest.fixture(scope="module")

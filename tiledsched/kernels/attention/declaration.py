@@ -6,7 +6,6 @@ is imported only where a kernel is needed.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,11 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.attention import flags, problem
+from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention.cost import AttentionCost
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale, scales
 from tiledsched.kernels.attention.similarity import AttentionSimilarity
-from tiledsched.kernels.attention.suites import SUITES
+from tiledsched.kernels.attention.suites import STANDARD, SUITES
 from tiledsched.kernels.attention.tiling import (
     column_widths,
     combined_rows,
@@ -170,9 +169,8 @@ class Attention(Kernel):
     flops = staticmethod(problem.flops)
     describe = staticmethod(problem.describe)
     file_words = staticmethod(problem.file_words)
-    add_flags = staticmethod(flags.add_flags)
-    add_likely_flags = staticmethod(flags.add_likely_flags)
-    likely = staticmethod(flags.likely)
+    variants = likely.VARIANTS
+    likely = staticmethod(likely.likely)
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:
@@ -355,11 +353,6 @@ class Attention(Kernel):
         return problem.standard(Attention.problem, **sizes)
 
     @staticmethod
-    def from_flags(options: argparse.Namespace) -> list[Problem]:
-        """The problems that the flags name: every combination of their values."""
-        return flags.from_flags(Attention.problem, options)
-
-    @staticmethod
     def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
         """torch's backends, and FlashAttention-4 if it is installed."""
         from tiledsched.kernels.attention.rivals import rivals
@@ -386,6 +379,7 @@ class Attention(Kernel):
 
 
 Attention.suites = {name: make(Attention.problem) for name, (_, make) in SUITES.items()}
+Attention.default_suite = STANDARD
 
 
 def _combining(p: Problem, s: Schedule) -> dict[str, int]:
