@@ -418,7 +418,7 @@ def test_a_graph_holds_a_rival_only_once_it_has_run(served, monkeypatch) -> None
 
 def test_the_suite_is_posed_as_the_public_functions_pose_it() -> None:
     suite = Attention.suite("serving")
-    assert all(each.placed for each in suite)
+    assert all(each.is_varlen for each in suite)
     assert {each.page for each in suite} == {0, 16, 64}
     for each in suite:
         assert each.alignment == ("bottom_right" if each.page else "top_left")
