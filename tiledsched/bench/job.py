@@ -1,10 +1,9 @@
-"""`bench` as a function: what the command line calls, and what a worker of a fleet calls for one problem."""
+"""`bench` as a function: what the command line calls, and a worker of a fleet for one problem."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from tiledsched.bench.rows import BenchRow, Cell
 from tiledsched.core import config
@@ -61,19 +60,3 @@ def bench_here(
     how = BenchOptions(methods=tuple(chosen), regimes=regimes, rounds=rounds, budget_s=budget_s)
     with holding_current_gpu():
         return run_bench(problems, how, TorchHarness(verify=verify), done=left_out, keep=keep, progress=progress)
-
-
-def bench(
-    kernel: KernelClass,
-    problem: Problem,
-    arch: str,
-    *,
-    db: str,
-    jobs: int | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-    **options: Any,
-) -> dict[str, Any]:
-    """One problem for a fleet: its rows, as a CSV file has them."""
-    del arch, jobs  # of the GPU that is here, and nothing is built ahead
-    rows = bench_here(kernel, [problem], db=db, progress=progress, **options)
-    return {"rows": [row.to_csv() for row in rows]}

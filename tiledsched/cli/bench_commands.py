@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiledsched.cli import output
-from tiledsched.cli.commands import _open, _print_json, _problems, _said, _settings, _tools
+from tiledsched.cli.commands import _print_json, _problems, _said, _session, _settings
 from tiledsched.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -274,37 +274,30 @@ def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
 
 def _ablated(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
     """The rows of each problem, measured."""
-    from tiledsched.build.pool import BuildPool
     from tiledsched.serve.entries import load_table
     from tiledsched.studies.ablation.ladder import Ladder
     from tiledsched.studies.ablation.sources import Built
-    from tiledsched.tuning.programs import Builder
-    from tiledsched.tuning.session import open_runner
 
-    tools, kernel = _tools(options), options.declaration
-    runner = open_runner(kernel, options.arch, runner="gpu", seed=options.seed, without="--replay FILE")
-    assert runner is not None
-    try:
-        served = load_table(tools.settings, kernel=kernel)
-        with _open(options) as db, BuildPool(options.jobs) as pool:
-            source = Built(Builder(db, tools.artifacts, kernel, options.arch, tools.toolchain, pool))
-            for problem in _problems(options):
-                found = served.resolve(problem, options.arch, runner.device.name)
-                output.note(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
-                ladder = Ladder(
-                    runner,
-                    source,
-                    tools.space,
-                    kernel,
-                    problem,
-                    regime=tools.settings.regime,
-                    rounds=options.rounds,
-                    progress=output.note,
-                )
-                plain = _plain(options.start or "untuned", tools.space, problem)
-                yield ladder.climb(plain, tools.space.complete(found.schedule))
-    finally:
-        runner.close()
+    kernel = options.declaration
+    with _session(options) as session:
+        space = session.space(kernel)
+        runner = session.open_runner(kernel, "gpu", seed=options.seed, without="--replay FILE")
+        assert runner is not None
+        served, source = load_table(session.settings, kernel=kernel), Built(session.builder(kernel))
+        for problem in _problems(options):
+            found = served.resolve(problem, options.arch, runner.device.name)
+            output.note(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
+            ladder = Ladder(
+                runner,
+                source,
+                space,
+                kernel,
+                problem,
+                regime=session.settings.regime,
+                rounds=options.rounds,
+                progress=output.note,
+            )
+            yield ladder.climb(_plain(options.start or "untuned", space, problem), space.complete(found.schedule))
 
 
 def _plain(start: str, space: SearchSpace, problem: Problem) -> Schedule:

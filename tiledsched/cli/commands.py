@@ -19,7 +19,8 @@ from tiledsched.core.kernel import told
 if TYPE_CHECKING:
     from tiledsched.core.problem import Problem
     from tiledsched.store.db import TuningDB
-    from tiledsched.tuning.session import Tools, TuneReport
+    from tiledsched.tuning.run import TuneReport
+    from tiledsched.tuning.session import Session
 
 SCHEMA_VERSION = 1
 
@@ -50,12 +51,18 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     return problems_of(options.declaration, options)
 
 
-def _tools(options: argparse.Namespace) -> Tools:
-    from tiledsched.tuning.session import prepare_tools
+def _session(options: argparse.Namespace) -> Session:
+    from tiledsched.tuning.session import Session
 
-    return prepare_tools(
-        options.declaration, options.arch, settings=_settings(options), space=getattr(options, "space", None)
-    )
+    return Session(options.arch, settings=_settings(options), jobs=getattr(options, "jobs", None))
+
+
+def _chosen(options: argparse.Namespace, kind: type[Any]) -> Any:
+    """The options of a command as its flags give them."""
+    from tiledsched.tuning.options import options_of
+
+    names = {each.name: each.flag[2:].replace("-", "_") for each in options_of(kind)}
+    return kind(**{name: getattr(options, flag) for name, flag in names.items()})
 
 
 def _command(options: argparse.Namespace) -> dict[str, Any]:
@@ -69,32 +76,12 @@ def tune(options: argparse.Namespace) -> int:
     # The surrogate's matrices are small: more threads win nothing, and the cores are wanted for compiling.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from tiledsched.cli.progress import TuneProgress
-    from tiledsched.tuning import session as tuning
+    from tiledsched.tuning.options import TuneOptions
 
     problems = _problems(options)
-    with TuneProgress(len(problems), options.budget) as watcher:
-        report = tuning.tune(
-            options.declaration,
-            problems,
-            arch=options.arch,
-            db=options.db,
-            effort=options.effort,
-            trials=options.trials,
-            budget_s=options.budget,
-            sampler=options.sampler,
-            neighbours=options.neighbours,
-            seed=options.seed,
-            regime=options.regime,
-            accum_mode=options.accum_mode,
-            rivals=options.rivals,
-            runner=options.runner,
-            space=options.space,
-            candidates=options.candidates,
-            jobs=options.jobs,
-            compile_timeout_s=options.compile_timeout,
-            storage=options.storage,
-            watcher=watcher,
-            command=_command(options),
+    with TuneProgress(len(problems), options.budget) as watcher, _session(options) as session:
+        report = session.tune(
+            options.declaration, problems, _chosen(options, TuneOptions), watcher=watcher, command=_command(options)
         )
     files = _written_report(options, options.report) if options.report else []
     if options.json:
@@ -118,24 +105,12 @@ def refresh(options: argparse.Namespace) -> int:
     """Bring what is served up to the compiler at hand, and say what moved."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from tiledsched.cli.progress import TuneProgress
-    from tiledsched.tuning.refresh import refresh as refreshed
+    from tiledsched.tuning.options import RefreshOptions
 
-    problems = _measured(options, options.arch)
-    with TuneProgress(0, options.budget) as watcher:
-        report = refreshed(
-            options.declaration,
-            problems or None,
-            arch=options.arch,
-            db=options.db,
-            effort=options.effort,
-            budget_s=options.budget,
-            neighbours=options.neighbours,
-            runner=options.runner,
-            seed=options.seed,
-            jobs=options.jobs,
-            compile_timeout_s=options.compile_timeout,
-            watcher=watcher,
-            command=_command(options),
+    problems, chosen = _measured(options, options.arch), _chosen(options, RefreshOptions)
+    with TuneProgress(0, options.budget) as watcher, _session(options) as session:
+        report = session.refresh(
+            options.declaration, problems or None, chosen, watcher=watcher, command=_command(options)
         )
     if options.json:
         _print_json(report.to_json())
@@ -187,18 +162,12 @@ def _given(options: argparse.Namespace, *names: str) -> list[str]:
 
 def check(options: argparse.Namespace) -> int:
     """Compare what schedules give in the interpreter with the reference; exit code 1 where some are wrong."""
-    from tiledsched.tuning import session as tuning
+    from tiledsched.tuning.options import CheckOptions
+    from tiledsched.tuning.session import Session
 
     named = _problems(options) if options.problem or options.suite else None
     rows = []
-    for row in tuning.check(
-        options.declaration,
-        named,
-        arch=options.arch,
-        schedules=options.schedules,
-        seed=options.seed,
-        space=options.space,
-    ):
+    for row in Session(options.arch).check(options.declaration, named, _chosen(options, CheckOptions)):
         rows.append(row)
         if not options.json:
             output.print_checked(row)
@@ -220,30 +189,21 @@ def _folder(path: str) -> Path:
 
 def record(options: argparse.Namespace) -> int:
     """Record landscapes, a line for each file as it is written."""
-    from tiledsched.tuning import session as tuning
+    from tiledsched.tuning.options import RecordOptions
 
     if not options.build_only and not options.out:
         raise ConfigError("record needs a folder for the landscapes; pass --out DIR, or --build-only")
     problems, folder = _problems(options), _folder(options.out) if options.out else None
-    run_id, results = tuning.record(
-        options.declaration,
-        problems,
-        arch=options.arch,
-        out=folder,
-        db=options.db,
-        programs=options.programs,
-        sustained_leaders=options.sustained_leaders,
-        build_only=options.build_only,
-        budget_s=options.budget,
-        accum_mode=options.accum_mode,
-        space=options.space,
-        seed=options.seed,
-        jobs=options.jobs,
-        compile_timeout_s=options.compile_timeout,
-        progress=output.note,
-        on_result=(lambda result: None) if options.json else output.print_recorded,
-        command=_command(options),
-    )
+    with _session(options) as session:
+        run_id, results = session.record(
+            options.declaration,
+            problems,
+            _chosen(options, RecordOptions),
+            folder=folder,
+            progress=output.note,
+            on_result=(lambda result: None) if options.json else output.print_recorded,
+            command=_command(options),
+        )
     if options.json:
         _print_json({"run": run_id, "problems": [output.recorded_json(result) for result in results]})
     return 0

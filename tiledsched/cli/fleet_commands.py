@@ -87,16 +87,16 @@ def _archs(options: argparse.Namespace) -> list[str]:
 
 
 def _plan(options: argparse.Namespace, command: str, names: tuple[str, ...], problems: Any = None) -> CampaignPlan:
-    from tiledsched.fleet.run import Patience, plan
+    from tiledsched.fleet.run import Limits, plan
 
     given = {name: getattr(options, name) for name in names}
     if "compile_timeout" in given:
         given["compile_timeout_s"] = given.pop("compile_timeout")
-    patience = Patience(
+    limits = Limits(
         lease_s=options.lease, deadline_s=options.deadline, most_attempts=options.attempts, budget_s=options.budget
     )
     return plan(
-        command, options.declaration, problems or _problems(options), _archs(options), options=given, patience=patience
+        command, options.declaration, problems or _problems(options), _archs(options), options=given, limits=limits
     )
 
 
@@ -214,7 +214,7 @@ def status(options: argparse.Namespace) -> int:
             rows = [
                 {
                     "campaign": each.id,
-                    "command": each.command,
+                    "command": each.job,
                     "kernel": each.kernel,
                     "status": each.status,
                     **leases.counts(each.id),
@@ -270,21 +270,4 @@ def stop(options: argparse.Namespace) -> int:
         {"campaign": campaign.id, "status": "stopped"},
         f"{campaign.id} is stopped; the command that opened it goes on with it",
     )
-    return 0
-
-
-def simulate(options: argparse.Namespace) -> int:
-    """What a fleet would take."""
-    from tiledsched.fleet.simulate import SimulationOptions, recorded_times, simulate_fleet
-
-    given = SimulationOptions(
-        gpus=options.gpus,
-        problems=options.problems,
-        deaths=options.deaths,
-        cores=options.cores,
-        seed=options.seed,
-        real=options.real,
-    )
-    found = simulate_fleet(given, recorded_times(), db=options.db, say=output.note)
-    _said(options, found.to_json(), str(found))
     return 0

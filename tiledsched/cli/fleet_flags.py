@@ -53,7 +53,7 @@ def of_a_fleet(
 
 
 def add_others(actions: Any, command: Callable[..., argparse.ArgumentParser]) -> None:
-    """`work`, `status`, `stop` and `simulate`."""
+    """`work`, `status` and `stop`."""
     work = command(
         actions,
         "work",
@@ -81,24 +81,3 @@ def add_others(actions: Any, command: Callable[..., argparse.ArgumentParser]) ->
         actions, "stop", fleet_commands.stop, "let workers end with what they hold; the same command goes on later"
     )
     stop.add_argument("campaign", metavar="CAMPAIGN", help="which")
-    simulate = command(
-        actions,
-        "simulate",
-        fleet_commands.simulate,
-        "say what a fleet would take and where it breaks first: the real leases, problems with recorded times",
-        db=False,
-    )
-    add = simulate.add_argument
-    add("--gpus", type=positive, default=1000, metavar="N", help="GPUs (default: 1000)")
-    add("--problems", type=positive, default=100_000, metavar="N", help="problems (default: 100000)")
-    add("--deaths", type=float, default=0.001, metavar="SHARE", help="of attempts whose worker dies (default: 0.001)")
-    add("--db", metavar="URL", help="an empty database for the leases (default: SQLite, in a temporary folder)")
-    add("--cores", type=positive, default=8, metavar="N", help="of the database's server (default: 8)")
-    add(
-        "--real",
-        type=positive,
-        default=10_000,
-        metavar="N",
-        help="problems that real leases serve; they tell what the others cost (default: 10000)",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="of times and deaths (default: 0)")

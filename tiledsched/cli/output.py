@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from tiledsched.store.queries import RegimeComparison
     from tiledsched.store.records import Entry, MergeResult
     from tiledsched.studies.ablation.rows import AblationRow
+    from tiledsched.tuning.check import CheckRow
     from tiledsched.tuning.record import RecordResult
     from tiledsched.tuning.refresh import RefreshReport
-    from tiledsched.tuning.session import CheckRow, TuneReport
+    from tiledsched.tuning.run import TuneReport
     from tiledsched.tuning.tuner import TuneResult
 
 WIDE = 200

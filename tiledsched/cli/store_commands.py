@@ -179,7 +179,7 @@ def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]], campa
     from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
-    from tiledsched.tuning.session import prepare_tools
+    from tiledsched.tuning.session import Session
 
     settings, kernel = _settings(options), options.declaration
     entries, table = load_entries(settings), load_table(settings, kernel=kernel)
@@ -187,15 +187,15 @@ def _prepare(options: argparse.Namespace, targets: list[tuple[str, Path]], campa
         entries = _of_campaign(options, entries, campaign)
     results = []
     for arch, path in targets:
-        tools = prepare_tools(kernel, arch, settings=settings)
+        session = Session(arch, settings=settings)
         done = prepare(
             arch,
             path / f".{os.getpid()}.zip" if path.is_dir() else path,
             entries,
             table,
             kernel,
-            tools.artifacts,
-            tools.toolchain.compiler,
+            session.artifacts,
+            session.toolchain.compiler,
             likely=lambda problem: kernel.likely(problem, options) if kernel.likely else (),
             others=[warm_path(arch, settings, kernel.name)],
             jobs=options.jobs,

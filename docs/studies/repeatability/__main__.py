@@ -17,7 +17,8 @@ from docs.studies.repeatability.summary import summarise
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.flags import positive, words
-from tiledsched.tuning.session import kernel_of, prepare_tools, problems_of
+from tiledsched.tuning.problems import kernel_of, problems_of
+from tiledsched.tuning.session import Session
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,23 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_here(options: argparse.Namespace) -> int:
     """Run one session on the GPU here; the number of rows that it appended."""
-    from tiledsched.build.pool import BuildPool
     from tiledsched.measure.gpu import GpuRunner
-    from tiledsched.store.db import TuningDB
-    from tiledsched.tuning.programs import Builder
 
     began = datetime.now(timezone.utc)
     seed = int(began.timestamp()) if options.seed is None else options.seed
     kernel, settings = kernel_of(options.kernel), load_settings({"db": options.db})
-    tools = prepare_tools(kernel, options.arch, settings=settings)
     runner = GpuRunner(kernel, seed=seed)
     try:
         if runner.device.arch != options.arch:
             raise ConfigError(f"this GPU is {runner.device.arch}; pass --arch {runner.device.arch}")
-        with TuningDB.open(settings.db) as db, BuildPool(options.jobs) as pool:
-            builder = Builder(db, tools.artifacts, kernel, options.arch, tools.toolchain, pool)
+        with Session(options.arch, settings=settings, jobs=options.jobs) as session:
+            builder, space = session.builder(kernel), session.space(kernel)
             fields = [
-                (problem, find_field(db, builder, tools.space, problem, runner.device, options.programs))
+                (problem, find_field(session.db, builder, space, problem, runner.device, options.programs))
                 for problem in problems_of(kernel, options.suite)
             ]
         rows = run_session(
