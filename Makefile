@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Of the GPU here, or else sm_121; e.g. make tune ARCH=h200
 ARCH ?=
-TUNE_ARGS ?= --head-dim 64 --causal no
+TUNE_ARGS ?= -p B=16,H=32,S=1024,D=64 -p B=4,H=32,S=4096,D=64
 
 # Else each of the hundreds of processes that tests start compiles the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE

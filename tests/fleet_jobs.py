@@ -247,7 +247,7 @@ config.watchers.append(settings.cache_clear)
 
 def bench(session, kernel, problem, progress, **options):
     """`bench` of one problem, with a stopwatch that runs nothing. What is served is looked up as a launch does it."""
-    from test_bench import Harness, run_module
+    from test_bench import QUICK, Harness
 
     class Served(Harness):
         def prepare(self, problem, methods, regime):
@@ -258,12 +258,9 @@ def bench(session, kernel, problem, progress, **options):
             return prepared
 
     begin(problem, progress)
-    with (
-        patch.object(run_module, "BURST_GAP_S", 0.0),
-        patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())),
-        patch("tiledsched.bench.harness.TorchHarness", lambda *, verify: Served()),
-    ):
-        result = real.bench(session, kernel, problem, progress, **options)
+    fakes = {"harness": Served(), "pace": QUICK}
+    with patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())):
+        result = real.bench(session, kernel, problem, progress, **fakes, **options)
     end(problem, session.arch)
     return result
 

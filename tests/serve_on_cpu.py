@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from tiledsched.serve import launch as launching
 from tiledsched.serve import process
+from tiledsched.serve.process import DeviceFacts, Runtime
 
 TOLERANCE: dict[Any, dict[str, float]] = {
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
 }
 """Of outputs against `expected`, by dtype."""
+H200 = DeviceFacts(arch="sm_90", name="NVIDIA H200", sm_count=132)
 
 
 class Launches(list):
     """What was launched: (stream, grid, kernel, arguments) each."""
+
+    def __init__(self) -> None:
+        self.runtime = runtime_on_cpu(self)
 
     def __call__(self, stream: int, grid: tuple[int, int, int], kernel: Any, args: tuple[Any, ...]) -> None:
         from tiledsched.interpreter.host_arrays import as_numpy
@@ -29,40 +34,49 @@ class Launches(list):
         run(kernel, grid, [as_numpy(each) for each in args])
 
 
-def serve_on_cpu(monkeypatch: Any, tmp_path: Any) -> Launches:
-    """CPU tensors count as tensors on an H200 from now on; returns the list of launches to come."""
-    import cuda.tile
-
-    launches = Launches()
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    facts = process.DeviceFacts(arch="sm_90", name="NVIDIA H200", sm_count=132)
-    monkeypatch.setattr(process, "device_facts", lambda index: facts)
-    monkeypatch.setattr(launching, "DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(launching, "current_device", lambda: -1)
-    monkeypatch.setattr(launching, "current_stream", lambda index: 0)
-    monkeypatch.setattr(launching, "_launched", set())
-    monkeypatch.setattr(launching, "_refused", set())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
-    monkeypatch.setattr(cuda.tile, "launch", launches)
-    return launches
+def runtime_on_cpu(launch: Any) -> Runtime:
+    """A runtime for which CPU tensors are tensors on an H200."""
+    return Runtime(
+        device_type="cpu",
+        current_device=lambda: -1,
+        current_stream=lambda index: 0,
+        is_capturing=lambda: False,
+        synchronize=lambda index: None,
+        launch=launch,
+        read_device_facts=lambda index: H200,
+    )
 
 
 @contextlib.contextmanager
-def on_another_stream(monkeypatch: Any) -> Any:
+def using(runtime: Runtime) -> Iterator[Runtime]:
+    """Serve with `runtime` within the block."""
+    before = process.use_runtime(runtime)
+    try:
+        yield runtime
+    finally:
+        process.use_runtime(before)
+
+
+@contextlib.contextmanager
+def changed(**functions: Any) -> Iterator[None]:
+    """The runtime with other functions within the block."""
+    runtime = process.runtime
+    before = {name: getattr(runtime, name) for name in functions}
+    vars(runtime).update(functions)
+    try:
+        yield
+    finally:
+        vars(runtime).update(before)
+
+
+def on_another_stream() -> Any:
     """As if the default stream were not the current one: so torch has a capture warmed up."""
-    with monkeypatch.context() as patch:
-        patch.setattr(launching, "current_stream", lambda index: 1)
-        yield
+    return changed(current_stream=lambda index: 1)
 
 
-@contextlib.contextmanager
-def capturing(monkeypatch: Any) -> Any:
+def capturing() -> Any:
     """As if a CUDA graph were being captured."""
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        yield
+    return changed(is_capturing=lambda: True)
 
 
 def tensors(

@@ -11,7 +11,7 @@ from store_samples import DEVICE, TOOLCHAIN, artifact
 from test_repeatability import MadeUp, print_of
 
 from tiledsched.bench.rivals.attention import untuned_schedule
-from tiledsched.build.compiler import Built as BuiltSchedule
+from tiledsched.build.compiler import Built
 from tiledsched.cli import main
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.registry import kernel_named
@@ -22,7 +22,7 @@ from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Condi
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import Table, read_table
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
-from tiledsched.studies.ablation.sources import Built, Recorded
+from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
 from tiledsched.tuning.programs import Builder
 
 ROOT = Path(__file__).parent.parent
@@ -217,13 +217,11 @@ def test_the_compiler_is_asked_once_for_each_schedule(tmp_path) -> None:
             for built in super().build(tasks):
                 bad = built.task.schedule["tile_m"] == 128
                 failure = Failure(kind=FailureKind.COMPILE_TIMEOUT, message="no end in 1 s") if bad else None
-                yield BuiltSchedule(
-                    task=built.task, artifact=None if bad else built.artifact, failure=failure, seconds=0.1
-                )
+                yield Built(task=built.task, artifact=None if bad else built.artifact, failure=failure, seconds=0.1)
 
     made = Compiler()
     with TuningDB.open(tmp_path / "tuning.db") as db:
-        source = Built(Builder(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made))
+        source = CompiledPrograms(Builder(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made))
         found = source.find([PLAIN, TUNED], PROBLEM)
         assert found[PLAIN].artifact.fingerprint == print_of(PLAIN)
         assert found[TUNED] == "compile_timeout: no end in 1 s"
@@ -235,7 +233,7 @@ def test_the_compiler_is_asked_once_for_each_schedule(tmp_path) -> None:
 
 
 def test_a_recorded_ladder_takes_a_way_that_is_wholly_recorded() -> None:
-    recorded = Recorded(read_table(LANDSCAPE), SPACE)
+    recorded = RecordedPrograms(read_table(LANDSCAPE), SPACE)
     runner = ReplayRunner(TEMPLATE, recorded.measurements)
     ladder = Ladder(runner, recorded, SPACE, TEMPLATE, recorded.problem, recorded=recorded.holds)
     rows = ladder.climb(SPACE.default(recorded.problem, pinned={"accum_mode": "fp32"}), recorded.best.schedule)
@@ -257,15 +255,15 @@ def test_a_recorded_ladder_takes_a_way_that_is_wholly_recorded() -> None:
 
 def test_an_empty_record_is_refused() -> None:
     with pytest.raises(MeasureError, match="holds no measurement"):
-        Recorded(Table(entries=(), measurements=(), artifacts=()), SPACE)
+        RecordedPrograms(Table(entries=(), measurements=(), artifacts=()), SPACE)
 
 
 def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    ablate = ["ablate", "--arch", "sm_90", "--replay", str(LANDSCAPE), "--rounds", "12"]
-    assert main([*ablate, "--csv", "out/ladder.csv", "--json"]) == 0
+    ablate = ["study", "ablation", "--arch", "sm_90", "--replay", str(LANDSCAPE), "--rounds", "12"]
+    assert main([*ablate, "--out", "out", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    with open("out/ladder.csv", newline="") as file:
+    with open("out/ablation.csv", newline="") as file:
         written = list(csv.DictReader(file))
     assert [row["knob"] for row in written] == [row["knob"] for row in rows]
     assert {
@@ -285,7 +283,7 @@ def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) ->
     out = capsys.readouterr().out
     assert "from the plain schedule to the tuned one" in out
     assert "persistent" in out
-    assert main([*ablate[:2], "sm_100", *ablate[3:]]) == 2
+    assert main([*ablate, "--arch", "sm_100"]) == 2
     assert "pass --arch sm_90" in capsys.readouterr().err
 
 
@@ -295,9 +293,7 @@ def test_the_command_climbs_on_a_gpu(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("tiledsched.tuning.session.Session.open_runner", lambda *given, **more: gpu)
     monkeypatch.setattr("tiledsched.build.pool.BuildPool", lambda jobs: made)
     monkeypatch.setattr("tiledsched.tuning.resources.ArtifactStore", lambda folder: made)
-    assert (
-        main(["ablate", "--arch", "sm_90", "--seq-len", "1024", "--head-dim", "64", "--causal", "yes", "--json"]) == 0
-    )
+    assert main(["study", "ablation", "--arch", "sm_90", "-p", "B=16,H=32,S=1024,D=64,causal", "--json"]) == 0
     said = capsys.readouterr()
     rows = [row for row in json.loads(said.out)["rows"] if row["view"] == "ladder"]
     assert rows[0]["schedule_id"] == PLAIN.id
@@ -316,8 +312,24 @@ def test_what_ends_the_command_early_loses_only_the_problem_under_way(tmp_path, 
         return climb(self, *given)
 
     monkeypatch.setattr(Ladder, "climb", once)
-    file = tmp_path / "ladder.csv"
-    assert main(["ablate", "--arch", "sm_90", "--replay", str(LANDSCAPE), str(LANDSCAPE), "--csv", str(file)]) == 130
+    file = tmp_path / "ablation.csv"
+    assert (
+        main(
+            [
+                "study",
+                "ablation",
+                "--arch",
+                "sm_90",
+                "--replay",
+                str(LANDSCAPE),
+                "--replay",
+                str(LANDSCAPE),
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 130
+    )
     assert "from the plain schedule to the tuned one" in capsys.readouterr().out
     with file.open(newline="") as rows:
         assert len(list(csv.DictReader(rows))) > 3
@@ -326,7 +338,7 @@ def test_what_ends_the_command_early_loses_only_the_problem_under_way(tmp_path, 
 def test_without_a_gpu_and_without_a_record_it_says_what_to_do(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
     monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
-    assert main(["ablate", "--arch", "sm_90"]) == 2
+    assert main(["study", "ablation", "--arch", "sm_90"]) == 2
     assert "no sm_90 GPU here; run: tiledsched doctor, or use --replay FILE" in capsys.readouterr().err
 
 

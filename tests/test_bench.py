@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
-import json
 import random
 import types
 from pathlib import Path
@@ -13,21 +11,14 @@ from pathlib import Path
 import numpy
 import pytest
 
-from tiledsched.bench import run as run_module
-from tiledsched.bench import sampling
-from tiledsched.bench.errors import Error
+from tiledsched.bench.errors import NOT_FINITE, Error, error_of
+from tiledsched.bench.job import bench_here
 from tiledsched.bench.methods import OURS, choose_methods, methods_of
 from tiledsched.bench.rivals.attention import UNTUNED, AttentionArrays, untuned_schedule
-from tiledsched.bench.rivals.attention_accuracy import (
-    MOST_PAIRS,
-    MOST_SCORES,
-    compared_pairs,
-    error_of,
-    reference_of_pair,
-)
+from tiledsched.bench.rivals.attention_accuracy import MOST_PAIRS, MOST_SCORES, compared_pairs, reference_of_pair
 from tiledsched.bench.rows import COLUMNS, BenchRow, append_rows, finished_cells, read_rows
-from tiledsched.bench.run import BenchOptions, Prepared, Ready, bench_cell, run_bench
-from tiledsched.bench.sampling import LEAST_SAMPLES, QUEUED, sample_counts, sample_in_turn, spread_evenly
+from tiledsched.bench.run import BenchOptions, PreparedCell, Ready, bench_cell, run_bench
+from tiledsched.bench.sampling import LEAST_SAMPLES, QUEUED, Pace, sample_counts, sample_in_turn, spread_evenly
 from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.space_files import space_for
@@ -173,11 +164,10 @@ class Log:
         return Conditions(sm_clock_mhz=1980, power_w=400.0, throttle_reasons=("power cap", "sync boost"))
 
 
-def test_burst_leaves_the_gap_and_after_a_slow_launch_as_long_a_rest(monkeypatch) -> None:
+def test_burst_leaves_the_gap_and_after_a_slow_launch_as_long_a_rest() -> None:
     clock, log = Clock(), Log()
-    monkeypatch.setattr(sampling, "time", clock)
     watch = Watch([100.0, 30_000.0], clock)
-    samples = sample_in_turn(watch, [6, 6], regime="burst", rng=random.Random(0), log=log)
+    samples = sample_in_turn(watch, [6, 6], regime="burst", rng=random.Random(0), log=log, pace=Pace(clock=clock))
     assert samples == [[100.0] * 6, [30_000.0] * 6]
     assert watch.paced == {True}
     for (index, start), (_, following) in itertools.pairwise(watch.starts):
@@ -185,11 +175,11 @@ def test_burst_leaves_the_gap_and_after_a_slow_launch_as_long_a_rest(monkeypatch
     assert log.polled >= 6
 
 
-def test_sustained_warms_up_first_and_keeps_the_queue_full(monkeypatch) -> None:
+def test_sustained_warms_up_first_and_keeps_the_queue_full() -> None:
     clock = Clock()
-    monkeypatch.setattr(sampling, "time", clock)
     watch = Watch([1000.0, 3000.0], clock)
-    samples = sample_in_turn(watch, [40, 12], regime="sustained", rng=random.Random(0), log=Log(), warmup_s=0.5)
+    pace = Pace(clock=clock, warmup_s=0.5)
+    samples = sample_in_turn(watch, [40, 12], regime="sustained", rng=random.Random(0), log=Log(), pace=pace)
     assert [len(each) for each in samples] == [40, 12]
     assert watch.paced == {False}
     assert watch.most_ahead == QUEUED + 1
@@ -267,7 +257,7 @@ def test_what_torch_computes_is_the_problem(name, problem) -> None:
         reference_of_pair(numpy, problem, wide[0][b, h], *(x[b, h // problem.group] for x in wide[1:]))
         for b, h in pairs
     ]
-    error = error_of(numpy, [out[b, h].double().numpy() for b, h in pairs], expected, finite=True)
+    error = error_of(numpy, zip((out[b, h].double().numpy() for b, h in pairs), expected, strict=True))
     assert error.verdict(problem.dtype) == ""
     assert 0 < error.relative < (1e-3 if problem.dtype == "float16" else 8e-3)
 
@@ -299,10 +289,10 @@ def test_errors_are_those_of_all_pairs_together() -> None:
     numpy.testing.assert_allclose(expected, reference[0], rtol=1e-12)
     outputs = [each.copy() for each in expected]
     outputs[1][3, 5] += 0.5
-    error = error_of(numpy, outputs, expected, finite=True)
+    error = error_of(numpy, zip(outputs, expected, strict=True))
     assert error.max_abs == pytest.approx(0.5)
     assert error.relative == pytest.approx(0.5 / numpy.linalg.norm(reference))
-    assert error_of(numpy, outputs, expected, finite=False).verdict("float16").startswith("wrong result: not every")
+    assert NOT_FINITE.verdict("float16").startswith("wrong result: not every")
     assert Error(max_abs=1.0, relative=0.02).verdict("float16") == "wrong result: relative error 0.02"
     assert Error(max_abs=1.0, relative=0.02).verdict("bfloat16") == ""
 
@@ -337,7 +327,7 @@ class Harness:
         watch = Watch([TIMES[name] for name in names])
         if self.breaks:
             watch.read = self._break
-        return Prepared(ready=ready, failed=self.failing, watch=watch, log=Log())
+        return PreparedCell(ready=ready, failed=self.failing, watch=watch, log=Log())
 
     def check(self) -> None:
         if self.lost:
@@ -347,18 +337,14 @@ class Harness:
         raise RuntimeError("CUDA error: unspecified launch failure\nmore of it")
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(run_module, "BURST_GAP_S", 0.0005)
-    monkeypatch.setattr(run_module, "SUSTAINED_WARMUP_S", 0.0)
-    monkeypatch.setattr(run_module, "SUSTAINED_REWARM_S", 0.0)
+QUICK = Pace(gap_s=0.0005, warmup_s=0.0, rewarm_s=0.0)
 
 
 def options(names=(OURS, "untuned", "torch_flash", "torch_cudnn"), **more) -> BenchOptions:
-    return BenchOptions(methods=tuple(METHODS[name] for name in names), rounds=8, **more)
+    return BenchOptions(methods=tuple(METHODS[name] for name in names), rounds=8, pace=QUICK, **more)
 
 
-def test_a_cell_has_a_row_for_each_method_in_order_whatever_became_of_it(quick) -> None:
+def test_a_cell_has_a_row_for_each_method_in_order_whatever_became_of_it() -> None:
     harness = Harness(failing={"untuned": "not served: why"})
     rows = bench_cell(harness, ("burst", PROBLEM), options((OURS, "untuned", "torch_cudnn", "matmul")))
     assert [(row.method, row.status) for row in rows] == [
@@ -379,7 +365,7 @@ def test_a_cell_has_a_row_for_each_method_in_order_whatever_became_of_it(quick) 
     assert ours.ceiling_ratio == pytest.approx(ours.tflops / matmul.tflops)
 
 
-def test_what_breaks_while_timed_costs_the_cell_and_not_the_run(quick) -> None:
+def test_what_breaks_while_timed_costs_the_cell_and_not_the_run() -> None:
     rows = bench_cell(Harness(failing={"untuned": "out of memory"}, breaks=True), ("burst", PROBLEM), options())
     assert [row.status for row in rows] == [
         "while timed: RuntimeError: CUDA error: unspecified launch failure",
@@ -388,7 +374,7 @@ def test_what_breaks_while_timed_costs_the_cell_and_not_the_run(quick) -> None:
     assert all(row.median_us is None for row in rows)
 
 
-def test_cells_are_kept_one_by_one_burst_before_sustained(quick) -> None:
+def test_cells_are_kept_one_by_one_burst_before_sustained() -> None:
     kept, said, harness = [], [], Harness()
     rows = run_bench(
         [PROBLEM, OTHER],
@@ -406,7 +392,7 @@ def test_cells_are_kept_one_by_one_burst_before_sustained(quick) -> None:
     assert "torch_cudnn 90.0 us" in said[0]
 
 
-def test_a_lost_gpu_ends_the_run_and_leaves_what_was_kept(quick) -> None:
+def test_a_lost_gpu_ends_the_run_and_leaves_what_was_kept() -> None:
     kept = []
     with pytest.raises(MeasureError):
         run_bench([PROBLEM, OTHER], options(), Harness(dies=OTHER), keep=kept.append)
@@ -416,12 +402,10 @@ def test_a_lost_gpu_ends_the_run_and_leaves_what_was_kept(quick) -> None:
     assert len(kept) == 1
 
 
-def test_a_spent_budget_leaves_the_rest_for_the_next_run(quick, monkeypatch) -> None:
+def test_a_spent_budget_leaves_the_rest_for_the_next_run() -> None:
     said, harness, now = [], Harness(), itertools.count(step=0.4)
-    monkeypatch.setattr(run_module.time, "monotonic", lambda: next(now))
-    run_bench(
-        [PROBLEM.replace(batch=batch) for batch in range(1, 9)], options(budget_s=4.0), harness, progress=said.append
-    )
+    problems = [PROBLEM.replace(batch=batch) for batch in range(1, 9)]
+    run_bench(problems, options(budget_s=4.0), harness, progress=said.append, clock=lambda: next(now))
     assert 1 <= len(harness.prepared) < 8
     left = 8 - len(harness.prepared)
     assert said[-1] == f"the budget is spent, {left} of 8 cells are left; run again to go on"
@@ -504,60 +488,35 @@ def test_another_file_is_refused(tmp_path, text) -> None:
         read_rows(tmp_path / "none.csv")
 
 
-def test_an_earlier_version_s_file_is_read_and_not_appended_to(tmp_path) -> None:
+def test_a_file_with_other_columns_is_not_appended_to(tmp_path) -> None:
     path = tmp_path / "rows.csv"
-    rows = [row.to_csv() for row in sample_rows(tiledsched=100.0)]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=FIRST_COLUMNS, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    append_rows(sample_rows(tiledsched=100.0), path)
+    path.write_text(
+        path.read_text().replace("regime,method", "method,regime").replace("burst,tiledsched", "tiledsched,burst")
+    )
     assert read_rows(path)[0].median_us == 100.0
-    with pytest.raises(ConfigError, match="columns of another version"):
+    with pytest.raises(ConfigError, match="other columns than this version"):
         finished_cells(path, [OURS])
 
 
 # The command
 
 
-def test_the_command_appends_resumes_and_sums_up(quick, tmp_path, monkeypatch, capsys) -> None:
-    harness = Harness(failing={"torch_math": "skipped: too large"})
-    monkeypatch.setattr("tiledsched.bench.harness.TorchHarness", lambda *, verify: harness)
-    monkeypatch.chdir(tmp_path)
-    bench = [
-        "bench",
-        "--seq-len",
-        "1024",
-        "--head-dim",
-        "64",
-        "--causal",
-        "no",
-        "--rounds",
-        "8",
-        "--csv",
-        "rows.csv",
-        "--methods",
-        "tiledsched,torch_cudnn,torch_math",
-        "--ceiling",
-    ]
-    assert main([*bench, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [row["method"] for row in said["rows"]] == [OURS, "torch_cudnn", "torch_math", "matmul"]
-    assert said["summary"][0]["ratio"] == pytest.approx(0.9)
-    assert said["summary"][0]["below"] == 1
-    assert main(bench) == 2
-    assert "go on with it with --resume" in capsys.readouterr().err
-    bench[bench.index("no")] = "both"
-    assert main([*bench, "--resume", "--regime", "both"]) == 0
+def test_a_bench_goes_on_where_it_stopped(tmp_path) -> None:
+    harness, path = Harness(failing={"torch_math": "skipped: too large"}), tmp_path / "rows.csv"
+    how = {
+        "methods": ["tiledsched", "torch_cudnn", "torch_math"],
+        "ceiling": True,
+        "rounds": 6,
+        "harness": harness,
+        "pace": QUICK,
+    }
+    files = {"done": lambda names: finished_cells(path, names), "keep": lambda rows: append_rows(rows, path)}
+    rows = bench_here(Attention, [PROBLEM], **how, **files)
+    assert [row.method for row in rows] == [OURS, "torch_cudnn", "torch_math", "matmul"]
+    bench_here(Attention, [PROBLEM, OTHER], regime="both", **how, **files)
     assert harness.prepared == [("burst", PROBLEM), ("burst", OTHER), ("sustained", PROBLEM), ("sustained", OTHER)]
-    out = capsys.readouterr().out
-    assert "skipped: too large" in out
-    assert "Worst cells: " in out
-    assert len(read_rows(tmp_path / "rows.csv")) == 16
-    assert main(["bench", "--summary", "rows.csv"]) == 0
-    assert (
-        "the fastest of torch's backends takes 0.900x our time (geometric mean of 2 cells); in 2 of them it is faster"
-        in (capsys.readouterr().out)
-    )
+    assert len(read_rows(path)) == 16
 
 
 @pytest.mark.parametrize(
@@ -589,7 +548,7 @@ def test_a_harness_without_a_gpu_says_what_is_missing() -> None:
         TorchHarness()
 
 
-def test_what_is_timed_beside_others_has_no_time(quick) -> None:
+def test_what_is_timed_beside_others_has_no_time() -> None:
     harness = Harness(failing={"untuned": "not served: why"})
     prepare = harness.prepare
     beside = types.SimpleNamespace(poll=Log().poll, summary=lambda: Conditions(others=(4711,), beside=(4711,)))

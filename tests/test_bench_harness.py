@@ -15,6 +15,7 @@ import tiledsched.measure.torch_timing as timing_module
 from tiledsched.bench import methods as methods_module
 from tiledsched.bench.methods import OURS, SERVED, methods_of
 from tiledsched.bench.run import BenchOptions, bench_cell
+from tiledsched.bench.sampling import Pace
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
@@ -22,6 +23,7 @@ from tiledsched.measure.runner import Device
 torch = pytest.importorskip("torch")
 
 METHODS = methods_of(Attention)
+QUICK = Pace(gap_s=0.0, warmup_s=0.0)
 PROBLEM = Attention.problem(seq_q=48, seq_k=48, head_dim=16, batch=2, heads=4, kv_heads=2, causal=True)
 
 
@@ -99,8 +101,6 @@ def cuda(monkeypatch):
     )
     monkeypatch.setattr("tiledsched.bench.harness.current_device", lambda: sample)
     monkeypatch.setattr(methods_module, "MATMUL_SIZE", 64)
-    monkeypatch.setattr("tiledsched.bench.run.BURST_GAP_S", 0.0)
-    monkeypatch.setattr("tiledsched.bench.run.SUSTAINED_WARMUP_S", 0.0)
     return state
 
 
@@ -122,7 +122,7 @@ def raising(error):
 
 
 def cell(methods, regime="burst", problem=PROBLEM):
-    rows = bench_cell(harness(), (regime, problem), BenchOptions(methods=tuple(methods), rounds=6))
+    rows = bench_cell(harness(), (regime, problem), BenchOptions(methods=tuple(methods), rounds=6, pace=QUICK))
     return {row.method: row for row in rows}
 
 
@@ -254,7 +254,7 @@ def test_that_it_could_not_be_told_what_was_launched_is_told(cuda, monkeypatch) 
     def explain(*given, **more):
         raise ImportError("no such name")
 
-    monkeypatch.setattr("tiledsched.ops.explain.explain", explain)
+    monkeypatch.setattr("tiledsched.serve.launch.explain_plan", explain)
     row = cell([made(METHODS["torch_auto"].make, SERVED)])[SERVED]
     assert row.status == "ok"
     assert row.provenance == "not known: ImportError: no such name"
@@ -325,7 +325,7 @@ def test_any_kernel_is_timed_beside_the_rivals_it_names(cuda, tmp_path, monkeypa
     monkeypatch.setattr(methods_module, "operator_call", lambda arrays: (Operator(), list(arrays.tensors)))
     methods = choose_methods(kernel, None, [problem])
     assert [method.name for method in methods] == [OURS, SERVED, "torch", "torch_swapped"]
-    rows = bench_cell(harness(), ("burst", problem), BenchOptions(methods=tuple(methods), rounds=6))
+    rows = bench_cell(harness(), ("burst", problem), BenchOptions(methods=tuple(methods), rounds=6, pace=QUICK))
     assert [row.status.partition(":")[0] for row in rows] == ["wrong result", "ok", "ok", "ok"]
     assert (rows[1].schedule, rows[1].provenance) == ("torch", "rival")
     rows = [rows[0], *rows[2:]]

@@ -31,7 +31,7 @@ from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
 from tiledsched.serve import process as serving
-from tiledsched.serve.lookup import Table
+from tiledsched.serve.lookup import LookupTable
 
 METHODS = methods_of(Attention)
 FLASH_4, VARLEN = rivals.FLASH_4, rivals.TORCH_VARLEN
@@ -326,10 +326,10 @@ def faster():
 def served(launches, others, monkeypatch, faster):
     """The public functions where a rival was measured to be faster on whatever problem."""
 
-    class Known(Table):
+    class Known(LookupTable):
         def resolve(self, asked, *given):
             offers = (
-                Table(
+                LookupTable(
                     [dataclasses.replace(an_entry(asked, (a_rival(name=faster),)), device_name="NVIDIA H200")],
                     Attention,
                     rivals=True,
@@ -404,15 +404,15 @@ def test_a_graph_holds_a_rival_only_once_it_has_run(served, monkeypatch) -> None
     q, k, v = tensors()
     sdpa_varlen(q, k, v, OFFSETS.int(), causal=True)
     assert (len(served), len(TOLD)) == (1, 0)
-    with capturing(monkeypatch):
+    with capturing():
         sdpa_varlen(q, k, v, OFFSETS.int(), None, 43, causal=True)
     assert (len(served), len(TOLD)) == (2, 0)
     sdpa_varlen(q, k, v, OFFSETS.int(), None, 43, causal=True)
-    with capturing(monkeypatch):
+    with capturing():
         sdpa_varlen(q, k, v, OFFSETS.int(), None, 43, causal=True)
     assert (len(served), len(TOLD)) == (2, 2)
     serve.reload()
-    with capturing(monkeypatch), pytest.raises(LaunchError, match="call sdpa once"):
+    with capturing(), pytest.raises(LaunchError, match="call sdpa once"):
         sdpa_varlen(q, k, v, OFFSETS.int(), causal="top_left", window=9)  # none has run
 
 

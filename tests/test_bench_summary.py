@@ -75,7 +75,9 @@ def test_nothing_to_compare_is_said() -> None:
 
 
 def test_the_markdown_of_the_recorded_results_says_what_their_rows_say(capsys) -> None:
-    assert main(["bench", "--summary", str(RESULTS / "main.csv"), str(RESULTS / "main_sustained.csv")]) == 0
+    assert (
+        main(["bench", "--summary", str(RESULTS / "main.csv"), "--summary", str(RESULTS / "main_sustained.csv")]) == 0
+    )
     text = capsys.readouterr().out
     found = {(row.problem, row.method): row for row in read_rows(RESULTS / "main.csv")}
     problems = {problem for problem, _ in found}

@@ -15,11 +15,13 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 
-from tiledsched.cli import main
-from tiledsched.cli.parser import make_parser, parse
-from tiledsched.cli.problems import read_problems
+from tiledsched.cli import main, renamed
+from tiledsched.cli.app import Group, Invocation, known_arch
+from tiledsched.cli.commands import root
+from tiledsched.cli.problems import named_problems, read_problems
 from tiledsched.core.device import ARCHS, PRODUCTS, arch_named
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.kernel import told
@@ -73,13 +75,15 @@ def valid_schedules() -> int:
     return sum(1 for _ in space.schedules(problem, pinned=pinned))
 
 
-TUNE = ["tune", "--arch", "sm_121", "--space", "my.toml", "--head-dim", "64", "--causal", "no", "--runner", "none"]
+TUNE = ["tune", "--arch", "sm_121", "--space", "my.toml", "--runner", "none", "-p"]
+ONE = "B=16,H=32,S=1024,D=64,causal=no"
+TWO = "B=16,H=32,S=1024:4096,D=64,causal=no"
 
 
 @pytest.mark.compiler
 def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     (home / "my.toml").write_text(FEWER)
-    assert main([*TUNE, "--seq-len", "1024,4096", "--json"]) == 0
+    assert main([*TUNE, TWO, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["schema_version"] == 1
     first, second = said["results"]
@@ -90,7 +94,7 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     assert {entry["provenance"] for entry in said["entries"]} == {"modelled"}
 
     started = time.perf_counter()
-    assert main([*TUNE, "--seq-len", "1024,4096"]) == 0
+    assert main([*TUNE, TWO]) == 0
     assert time.perf_counter() - started < 10
     out = capsys.readouterr().out
     assert "0 compiled now" in out
@@ -113,9 +117,9 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
         assert row["median_us"] is None
         assert set(row["schedule"]) >= {"tile_m", "tile_n", "occupancy"}
 
-    assert main(["explain", "--arch", "sm_121", "--seq-len", "1024", "--head-dim", "64"]) == 0
+    assert main(["explain", "--arch", "sm_121", "-p", ONE]) == 0
     assert "an estimate; nothing was measured" in capsys.readouterr().out
-    assert main(["explain", "--arch", "sm_121", "--seq-len", "3000", "--head-dim", "64", "--json"]) == 0
+    assert main(["explain", "--arch", "sm_121", "-p", "S=3000,D=64,causal", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["provenance"] == "modelled"
 
     assert main(["report", "--arch", "sm_121", "--out", "report"]) == 0
@@ -125,18 +129,18 @@ def test_the_whole_road_without_a_gpu(home, capsys) -> None:
     assert main(["db", "check"]) == 0
     assert main(["db", "export", "--arch", "sm_121", "--out", "table.json"]) == 0
     assert main(["db", "import", "table.json", "--db", "other.db"]) == 0
-    assert main(["db", "merge", "other.db", "--json"]) == 0
-    assert main(["db", "forget-failures", "--kind", "hang"]) == 0
-    assert main(["db", "upgrade"]) == 0
-    assert main(["landscapes", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.rpartition("\n{")[2].join(["{", ""]))["landscapes"] == []
+    assert main(["db", "import", "other.db", "--json"]) == 0
+    assert main(["db", "check", "--upgrade", "--forget-failures", "--kind", "hang", "--json"]) == 0
+    capsys.readouterr()
+    assert main(["show", "--landscapes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["landscapes"] == []
 
 
 @pytest.mark.compiler
 def test_programs_for_a_record_are_built_without_a_gpu_and_once(home, capsys) -> None:
     (home / "my.toml").write_text(for_a_record())
-    record = ["record", "--arch", "sm_121", "--space", "my.toml", "--head-dim", "64", "--causal", "no", "--build-only"]
-    assert main([*record, "--seq-len", "1024,4096", "--programs", "3", "--json"]) == 0
+    record = ["record", "--arch", "sm_121", "--space", "my.toml", "--build-only", "--programs", "3", "-p"]
+    assert main([*record, TWO, "--json"]) == 0
     said = capsys.readouterr()
     data = json.loads(said.out)
     assert data["schema_version"] == 1
@@ -145,7 +149,7 @@ def test_programs_for_a_record_are_built_without_a_gpu_and_once(home, capsys) ->
     assert first["compiled"] > 0
     assert (second["compiled"], second["distinct_programs"], second["landscapes"]) == (0, 3, [])
     assert "3 programs" in said.err
-    assert main([*record, "--seq-len", "1024", "--programs", "3"]) == 0
+    assert main([*record, ONE]) == 0
     assert "3 distinct programs of 3 built, nothing measured, 0 compiled now" in capsys.readouterr().out
 
 
@@ -164,12 +168,8 @@ def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys,
         "sm_90",
         "--space",
         "my.toml",
-        "--seq-len",
-        "1024",
-        "--head-dim",
-        "64",
-        "--causal",
-        "no",
+        "-p",
+        ONE,
         "--programs",
         "3",
         "--sustained-leaders",
@@ -208,7 +208,7 @@ def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, c
     with TuningDB.open() as db:
         add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0})
         add_times(db, {plain(128, 64): 150.0, plain(128, 128): 120.0}, regime="sustained")
-    assert main(["landscapes", "--json"]) == 0
+    assert main(["show", "--landscapes", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["schema_version"] == 1
     assert said["landscapes"] == [
@@ -224,7 +224,7 @@ def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, c
     ]
     (one,) = said["regimes"]
     assert (one["problem"], one["same"], one["burst_loss"]) == (PROBLEM.to_json(), False, pytest.approx(0.25))
-    assert main(["landscapes"]) == 0
+    assert main(["show", "--landscapes"]) == 0
     out = capsys.readouterr().out
     assert "+25.0%*" in out
     assert "+10.0%*" in out
@@ -254,7 +254,7 @@ def test_a_killed_run_loses_nothing_and_the_next_goes_on(home) -> None:
     """SIGKILL at three random moments: the database opens clean, what was committed stays, and it ends complete."""
     (home / "my.toml").write_text(FEWER)
     rng = random.Random(7)
-    command = [sys.executable, "-m", "tiledsched", *TUNE, "--seq-len", "1024"]
+    command = [sys.executable, "-m", "tiledsched", *TUNE, ONE]
     committed: set[tuple[str, str]] = set()
     for kill in range(3):
         process = subprocess.Popen(
@@ -279,7 +279,7 @@ def test_a_killed_run_loses_nothing_and_the_next_goes_on(home) -> None:
 
 @pytest.mark.compiler
 def test_ctrl_c_keeps_what_is_done(home) -> None:
-    command = [sys.executable, "-m", "tiledsched", *TUNE, "--seq-len", "1024"]
+    command = [sys.executable, "-m", "tiledsched", *TUNE, ONE]
     # A shell starts background jobs with SIGINT ignored, which a child would inherit.
     process = subprocess.Popen(
         command,
@@ -299,48 +299,96 @@ def test_ctrl_c_keeps_what_is_done(home) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("line", "words"),
     [
-        (["tune", "--arch", "sm_75"], "known are sm_80"),
-        (["tune", "--arch", "sm_121", "--space", "missing.toml"], "check the path"),
-        (["tune", "--arch", "sm_90", "--space", "my.toml"], "is for sm_121, not sm_90"),
-        (["tune", "--arch", "sm_90", "--runner", "gpu"], "no sm_90 GPU here"),
-        (["tune", "--arch", "sm_90", "--heads", "6", "--kv-heads", "4", "--runner", "none"], "multiple of kv_heads"),
-        (["tune", "--arch", "sm_90", "--head-dim", "512", "--runner", "none"], "at most 256"),
-        (["db", "check", "--db", "missing.db"], "missing.db"),
-        (["landscapes", "--format", "t4"], "pass --export DIR"),
-        (["record", "--arch", "sm_90"], "--out DIR"),
-        (["record", "--arch", "sm_90", "--out", "my.toml"], "give another one"),
-        (
-            ["record", "--arch", "sm_90", "--out", "out"],
-            "no sm_90 GPU here; run: tiledsched doctor, or use --build-only",
-        ),
-        (["show", "--db", "."], "--db or TILEDSCHED_DB"),
-        (["db", "import", "missing.json"], "check the path"),
-        (["explain", "--arch", "sm_75", "--seq-len", "1024", "--head-dim", "64"], "known are sm_80"),
+        ("tune --arch sm_75", "known are sm_80"),
+        ("explain --arch sm_75 -p S=1024,D=64", "known are sm_80"),
+        ("tune --arch sm_121 --space missing.toml", "check the path"),
+        ("tune --arch sm_90 --space my.toml", "is for sm_121, not sm_90"),
+        ("tune --arch sm_90 --runner gpu", "no sm_90 GPU here"),
+        ("tune --arch sm_90 -p H=6/4,S=1024,D=64 --runner none", "multiple of kv_heads"),
+        ("tune --arch sm_90 -p S=1024,D=512 --runner none", "at most 256"),
+        ("tune --arch sm_90 -p S=1024,D=64,dtype=float8", "must be one of float16, bfloat16"),
+        ("tune --effort fast", "'fast' is not one of 'quick', 'default', 'thorough'; see tiledsched tune --help"),
+        ("tune --trials 0", "'0' is not an integer of 1 or more"),
+        ("tune --trials", "requires an argument; see tiledsched tune --help"),
+        ("tune attention matmul", "unexpected extra argument (matmul); see tiledsched tune --help"),
+        ("compare a", "Missing argument 'B'; see tiledsched compare --help"),
+        ("compare a b --threshold 100", "'100' is not a number of percent between 0 and 100"),
+        ("show --provenance guessed", "'guessed' is not one of measured, transferred, modelled, default"),
+        ("db check --db missing.db", "missing.db"),
+        ("db check --kind hang", "pass --forget-failures"),
+        ("db export --format t4", "pass --landscapes DIR"),
+        ("db import missing.json", "check the path"),
+        ("db import missing.db", "there is no database at"),
+        ("record --arch sm_90", "-o DIR"),
+        ("record --arch sm_90 --out my.toml", "is a file"),
+        ("record --arch sm_90 --out my.toml/x", "give another one"),
+        ("record --arch sm_90 --out out", "no sm_90 GPU here; run: tiledsched doctor, or use --build-only"),
+        ("show --db .", "--db or TILEDSCHED_DB"),
+        ("warmup --arch sm_90,sm_100 -o x.zip", "a bundle is of one arch"),
+        ("warmup --arch sm_90 --campaign x", "pass -o FILE"),
+        ("warmup --arch sm_90 --also group", "group needs a value"),
+        ("warmup --arch sm_90 --also odd", "vary by dtype, group, any-length, decode"),
+        ("fleet run", "a fleet runs tune, record, refresh, bench"),
+        ("fleet run tune softmax --problm x", "did you mean --problem? see tiledsched fleet run tune --help"),
+        ("tune --headdim 64", "tune has no flag --headdim; did you mean -p D=...? see tiledsched tune --help"),
+        ("tune --effrt quick", "tune has no flag --effrt; did you mean --effort? see tiledsched tune --help"),
+        ("report --arch sm_90 --out x --colour", "report has no flag --colour; see tiledsched report --help"),
+        ("--json show", "there is no flag --json before a command"),
+        ("fly", "there is no command fly; see tiledsched --help"),
+        ("db exprt", "there is no command db exprt; did you mean export? see tiledsched db --help"),
     ],
 )
-def test_wrong_use_is_explained_and_exits_with_2(home, capsys, monkeypatch, arguments, words) -> None:
+def test_wrong_use_is_explained_and_exits_with_2(home, capsys, monkeypatch, line, words) -> None:
     monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
-    assert main(arguments) == 2
-    assert words in capsys.readouterr().err
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.splitlines()[-1].startswith("tiledsched: ")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["bundle"],
-        ["tune", "--arch", "sm_90", "--seq-len", "0"],
-        ["tune", "--arch", "sm_90", "--dtype", "float8"],
-        ["fly"],
-        ["tune", "--arch", "sm_90", "--batch", "1,2"],
-    ],
-)
-def test_wrong_flags_exit_with_2(arguments, capsys) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+def commands(group: Group = root, above: str = "") -> dict[str, click.Command]:
+    """Every command by its name, those of a group with the group's name before them."""
+    found: dict[str, click.Command] = {}
+    for name, each in group.commands.items():
+        found |= commands(each, f"{above}{name} ") if isinstance(each, Group) else {f"{above}{name}": each}
+    return found
+
+
+@pytest.mark.parametrize("old", renamed.COMMANDS)
+def test_an_old_command_names_the_new_one(capsys, old) -> None:
+    assert main([*old.split(), "--json"]) == 2
+    assert capsys.readouterr().err == f"tiledsched: {old} is gone; use {renamed.COMMANDS[old]}\n"
+    new = re.findall(r"tiledsched ((?:[a-z]+ ?)+)", renamed.COMMANDS[old])
+    assert [
+        name for name in new if " ".join(name.split()[:2]) not in commands() and name.split()[0] not in commands()
+    ] == []
+
+
+@pytest.mark.parametrize("flag", renamed.KEYS)
+@pytest.mark.parametrize("command", ["tune", "explain", "bench", "show", "refresh", "fleet run tune"])
+def test_an_old_flag_of_attention_names_the_problem(capsys, command, flag) -> None:
+    values = {"--dtype": "bfloat16", "--causal": "both", "--alignment": "bottom_right"}
+    switch = flag in ("--softcap", "--sinks", "--starts", "--lengths", "--lse")
+    words = [flag] if switch else [flag, values.get(flag, "16")]
+    assert main([*command.split(), *words, "--verbose"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"tiledsched: {flag} is gone; use -p ")
+    named = said.split("use -p ")[1].split()[0]
+    assert named == renamed.KEYS[flag] + ("" if switch else f"={values.get(flag, '16').replace('both', 'no:yes')}")
+    sizes = "S=64,D=32,causal,B=1,heads=16"
+    if flag not in ("--window-right", "--page"):  # which need another beside them
+        assert read_problems(Attention, f"{sizes},{named}")
+
+
+def test_old_flags_are_translated_together(capsys) -> None:
+    assert (
+        main(["tune", "--arch", "sm_90", "--seq-len", "1024,4096", "--head-dim=64", "--causal", "--kv-heads", "8"]) == 2
+    )
+    assert "use -p S=1024:4096,D=64,causal,kv_heads=8 (heads and batch are 1 unless" in capsys.readouterr().err
+    assert main(["warmup", "--arch", "sm_90", "--decode", "--group", "1,4"]) == 2
+    assert "use --also decode,group=1:4" in capsys.readouterr().err
 
 
 def test_a_wrong_environment_is_explained(home, capsys, monkeypatch) -> None:
@@ -349,52 +397,13 @@ def test_a_wrong_environment_is_explained(home, capsys, monkeypatch) -> None:
     assert "allowed: burst, sustained" in capsys.readouterr().err
 
 
-def test_show_starts_without_compiler_or_gpu_libraries(home) -> None:
-    heavy = ("torch", "cupy", "cuda.tile", "optuna", "alembic", "vl_convert", "scipy", "sqlalchemy", "rich")
-    code = f"""import sys; from tiledsched.cli import main; main(["show", "--json"])
-print([name for name in {heavy} if name in sys.modules])"""
+@pytest.mark.parametrize("words", [["show", "--json"], ["--help"], ["tune", "--help"]])
+def test_it_starts_without_compiler_or_gpu_libraries(home, words) -> None:
+    heavy = ("torch", "cupy", "ray", "cuda.tile", "optuna", "alembic", "vl_convert", "scipy", "sqlalchemy", "rich")
+    code = f"""import sys; from tiledsched.cli import main; main({words})
+print([name for name in {heavy if words[-1] == "--json" else heavy[:3]} if name in sys.modules])"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def commands() -> dict[str, object]:
-    found = {}
-
-    def walk(parser, prefix) -> None:
-        for action in parser._actions:
-            for name, sub in (getattr(action, "choices", None) or {}).items() if hasattr(action, "add_parser") else ():
-                found[" ".join([*prefix, name])] = sub
-                walk(sub, [*prefix, name])
-
-    walk(make_parser(), [])
-    return found
-
-
-def test_problem_flags_reach_the_problem() -> None:
-    from tiledsched.cli.commands import _problems
-
-    common = [
-        "tune",
-        "--arch",
-        "sm_90",
-        "--seq-len",
-        "4096",
-        "--head-dim",
-        "192",
-        "--causal",
-        "yes",
-        "--batch",
-        "2",
-        "--heads",
-        "8",
-        "--kv-heads",
-        "2",
-    ]
-    plain = Attention.problem(seq_q=4096, seq_k=4096, head_dim=192, causal=True, batch=2, heads=8, kv_heads=2)
-    assert _problems(make_parser().parse_args(common)) == [plain]
-    more = ["--seq-q", "4", "--alignment", "bottom_right", "--value-dim", "128", "--lse"]
-    other = plain.replace(seq_q=4, alignment="bottom_right", value_dim=128, lse=True)
-    assert _problems(make_parser().parse_args([*common, *more])) == [other]
 
 
 SUM = """
@@ -440,23 +449,26 @@ def added(home) -> str:
     return "sums.py:Add"
 
 
-def named(line: str) -> tuple[str, list[str]]:
-    from tiledsched.cli.commands import _problems
-    from tiledsched.cli.parser import parse
-
-    options = parse(line.split())
-    return options.declaration.name, [str(problem) for problem in _problems(options)]
-
-
 def test_a_kernel_is_found_wherever_it_stands_and_its_problems_go_by_name(added) -> None:
+    def named(name: str, line: str) -> list[str]:
+        command = commands()[name]
+        with command.make_context(name, line.split(), obj=Invocation()) as context:
+            given = context.params
+        assert given["kernel"].name == "sums:Add"
+        return [str(problem) for problem in named_problems(given["kernel"], given["problem"], given["suite"])]
+
     small, large = "rows=64 columns=64 float32", "rows=256 columns=256 float32"
-    assert named(f"tune {added} --arch sm_90") == ("sums:Add", [small, large])
-    assert named(f"tune --arch sm_90 --suite square -v {added}") == ("sums:Add", [small, large])
-    every = named(f"bench --csv a:b --problem rows=64:256,columns=64,dtype=float16,scaled=yes:no {added}")[1]
+    assert named("tune", f"{added} --arch sm_90") == [small, large]
+    assert named("tune", f"--arch sm_90 --suite square -v {added}") == [small, large]
+    every = named("bench", f"--csv a:b -p rows=64:256,columns=64,dtype=float16,scaled=yes:no {added}")
     assert every == [f"rows={rows} columns=64 {flag}float16" for rows in (64, 256) for flag in ("scaled ", "")]
-    assert named(f"record {added} --arch sm_90 --problem N=64 --problem N=256")[1] == [small, large]
-    assert named("tune --arch sm_90 --seq-len 1024 --head-dim 64 --causal yes --problem S=8,D=16")[0] == "attention"
-    assert len(named("tune --arch sm_90 --seq-len 1024 --causal --head-dim 64")[1]) == 1
+    assert named("record", f"{added} --arch sm_90 --problem N=64 -p N=256") == [small, large]
+
+
+def test_without_a_problem_the_default_suite_is_meant() -> None:
+    assert named_problems(Attention, ()) == Attention.suite("standard")
+    softmax = kernel_named("softmax")
+    assert named_problems(softmax, ()) == softmax.suite("widths")
 
 
 @pytest.mark.parametrize(
@@ -498,19 +510,45 @@ def test_check_tells_right_from_wrong(added, capsys) -> None:
     assert not any(row["passed"] for row in said["rows"])
 
 
-def test_the_help_of_a_kernel_shows_its_flags_and_suites(added, capsys) -> None:
-    for words, shown, hidden in (([added], "square", "--seq-len"), ([], "--seq-len", "square")):
-        with pytest.raises(SystemExit):
-            main(["tune", *words, "--help"])
-        out = capsys.readouterr().out
-        assert shown in out
-        assert hidden not in out
+@pytest.mark.parametrize("name", sorted([*commands(), "fleet", "db", "study", ""]))
+def test_help_is_short_and_starts_with_a_sentence(home, capsys, monkeypatch, name) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*name.split(), "-h"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"Usage: tiledsched {name}".rstrip())
+    assert max(map(len, said.splitlines())) <= 80
+    if name in commands():
+        assert f"  tiledsched {name}" in said, "an example"
+    assert main(name.split() if name not in commands() else ["-h"]) == 0  # a group alone shows its help
+
+
+def test_the_help_of_a_kernel_shows_its_keys_and_suites(added, capsys) -> None:
+    assert main(["tune", added, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "Problems of sums:Add" in said
+    assert "N, rows, columns, scaled, dtype" in said
+    assert re.search(r"suites +square", said)
+    assert main(["fleet", "run", "bench", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "--ray-address" in said
+    assert "--methods" in said
+
+
+def test_options_are_those_of_the_options_classes() -> None:
+    from tiledsched.tuning import options
+
+    classes = ("TuneOptions", "CheckOptions", "RecordOptions", "RefreshOptions")
+    for name, made in zip(("tune", "check", "record", "refresh"), classes, strict=True):
+        params = {param.name: param for param in commands()[name].params}
+        for each in options.options_of(getattr(options, made)):
+            assert each.flag in params[each.name].opts
+            assert params[each.name].default == each.default
+    assert len(commands()) - 3 == 20  # study NAME counts once
 
 
 @pytest.mark.compiler
 def test_any_kernel_is_tuned_shown_and_explained_without_a_gpu(added, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
-    assert main(["tune", added, "--arch", "sm_90", "--problem", "N=256", "--json"]) == 0
+    assert main(["tune", added, "--arch", "sm_90", "--problem", "N=256", "--runner", "none", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["entries"]
     assert (entry["kernel"], entry["N"], entry["rows"], entry["dtype"]) == ("sums:Add", 256, 256, "float32")
     assert (entry["provenance"], entry["tflops"]) == ("modelled", None)
@@ -523,20 +561,9 @@ def test_any_kernel_is_tuned_shown_and_explained_without_a_gpu(added, capsys, mo
     assert main(["explain", added, "--arch", "sm_90", "--problem", "N=256", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["provenance"] == said["rows"][0]["provenance"] == "modelled"
-    monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["show", added]) == 0
     assert "sm_90 rows=256 columns=256 float32: not measured (modelled)\n    " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", sorted(commands()))
-def test_every_command_and_flag_has_help_and_documentation(name) -> None:
-    parser = commands()[name]
-    text = (ROOT / "docs" / "commands.md").read_text()
-    assert f"`tiledsched {name}`" in text
-    for action in parser._actions:
-        if action.option_strings and action.option_strings[0] != "-h":
-            assert action.help, (name, action.option_strings)
-            assert f"`{action.option_strings[-1]}`" in text, (name, action.option_strings)
 
 
 def test_progress_off_a_terminal_is_a_few_lines(capsys, monkeypatch) -> None:
@@ -599,30 +626,21 @@ def test_a_terminal_shows_a_bar_the_best_so_far_and_the_time_left(monkeypatch, b
     assert f"best so far 12.5 us: {long.short()}" in " ".join(said.split())
 
 
-def test_a_bare_command_prints_help(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([])
-    assert ended.value.code == 0
-    assert "find the best schedules" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("said", ["sm_90", "SM90", "9.0", "h200", "NVIDIA H200", "NVIDIA GeForce RTX 4090"])
 def test_an_arch_is_known_by_its_gpus(said) -> None:
-    assert arch_named(said) == ("sm_89" if "4090" in said else "sm_90")
-    assert parse(["explain", "--arch", said]).arch == arch_named(said)
-    assert arch_named("sm_77") == "sm_77"  # refused, with what is known, where it matters
+    assert arch_named(said) == known_arch(said) == ("sm_89" if "4090" in said else "sm_90")
 
 
 @pytest.mark.parametrize("here", [[], ["sm_90"], ["sm_89", "sm_90"]])
-def test_without_an_arch_it_is_that_of_the_gpu_here(here, monkeypatch, capsys) -> None:
+def test_without_an_arch_it_is_that_of_the_gpu_here(home, here, capsys) -> None:
     found = [Device(name="", arch=arch, sm_count=0) for arch in here]
-    monkeypatch.setattr("tiledsched.cli.parser.devices", lambda: found)
-    for command in ("tune", "explain", "record", "ablate"):
-        arch = parse([command]).arch
-        assert arch == (here or ["sm_121"])[0]
-        assert f"for {arch}; --arch names another" in capsys.readouterr().err
-    assert parse(["show"]).arch is None
-    assert capsys.readouterr().err == ""
+    arch = (here or ["sm_121"])[0]
+    assert main(["explain", "-p", ONE], devices=lambda: found) == 0
+    said = capsys.readouterr()
+    assert f"for {arch}; --arch names another" in said.err
+    assert arch in said.out
+    assert main(["show", "-p", ONE], devices=lambda: found) == 0
+    assert "--arch" not in capsys.readouterr().err
 
 
 def test_every_product_is_of_an_arch_that_is_known() -> None:
@@ -647,7 +665,7 @@ def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored
     """Without a GPU: see the next test."""
     import store_samples
 
-    from tiledsched.cli import output
+    from tiledsched.cli import tuned_output
     from tiledsched.tuning.run import TuneReport
     from tiledsched.tuning.tuner import TuneResult
 
@@ -671,8 +689,8 @@ def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored
         over_default=0.25,
         over_runner_up=1e-4,
     )
-    monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
-    output.print_tuned(
+    monkeypatch.setenv("COLUMNS", "80")
+    tuned_output.print_tuned(
         TuneReport(kernel=Attention, arch="sm_90", run_id=1, results=[result], entries=[entry], measured=True)
     )
     said = capsys.readouterr().out
@@ -681,10 +699,9 @@ def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored
 
 @pytest.mark.compiler
 def test_a_newcomers_tune_ends_with_the_answer_a_report_and_commands_that_work(home, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
-    monkeypatch.setattr("tiledsched.cli.parser.devices", list)
+    monkeypatch.setenv("COLUMNS", "80")
     (home / "my.toml").write_text(SPACE.replace("choices = [0, 2]", "choices = [0]"))
-    assert main(["tune", *TUNE[3:], "--seq-len", "1024", "--trials", "7", "--report", "report"]) == 0
+    assert main(["tune", *TUNE[3:], ONE, "--trials", "7", "--report", "report"], devices=list) == 0
     said = capsys.readouterr()
     assert "tiledsched: for sm_121" in said.err
     assert re.search(r"compiling 7/7, best so far [\d.]+ us \(modelled\): 64x", said.err)
@@ -721,10 +738,9 @@ def list_entries(capsys, *filters) -> list[dict]:
 @pytest.mark.parametrize(
     ("filters", "holds"),
     [
-        (["--head-dim", "128"], lambda one: one["head_dim"] == 128),
-        (["--head-dim", "64,128", "--causal"], lambda one: one["head_dim"] in (64, 128) and one["causal"]),
-        (["--seq-len", "4096", "--causal", "both"], lambda one: one["seq_k"] == 4096),
-        (["--dtype", "bfloat16"], lambda one: one["dtype"] == "bfloat16"),
+        (["-p", "D=128"], lambda one: one["head_dim"] == 128),
+        (["-p", "D=64:128,causal"], lambda one: one["head_dim"] in (64, 128) and one["causal"]),
+        (["-p", "bfloat16"], lambda one: one["dtype"] == "bfloat16"),
         (
             ["--arch", "h200", "--regime", "burst"],
             lambda one: one["evidence"]["regime"] == "burst" and one["arch"] == "sm_90",
@@ -747,18 +763,16 @@ def test_filters_show_what_is_like_them_and_nothing_else(home, capsys, filters, 
 def test_filters_reach_all_kernels_and_say_when_nothing_is_like_them(home, capsys) -> None:
     assert main(["show", "--problem", "columns=4096", "--json"]) == 0
     assert {one["kernel"] for one in json.loads(capsys.readouterr().out)["entries"]} == {"rms_norm", "softmax"}
-    assert main(["show", "--head-dim", "128", "--json"]) == 0  # a flag of attention's own
-    assert {one["kernel"] for one in json.loads(capsys.readouterr().out)["entries"]} == {"attention"}
     assert main(["show", "--problem", "columns=7"]) == 0
-    assert capsys.readouterr() == ("", "nothing that is tuned is like that; leave out a filter\n")
+    assert capsys.readouterr() == ("", "no tuned problem matches; leave out a filter\n")
     assert main(["show", "--problem", "colour=red"]) == 2
     assert "the keys of" in capsys.readouterr().err
 
 
 def test_show_hides_no_schedule_at_80_columns(home, capsys, monkeypatch) -> None:
-    entries = list_entries(capsys, "--arch", "sm_90", "--head-dim", "128")
-    monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
-    assert main(["show", "attention", "--arch", "sm_90", "--head-dim", "128"]) == 0
+    entries = list_entries(capsys, "--arch", "sm_90", "-p", "D=128")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["show", "attention", "--arch", "sm_90", "-p", "D=128"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     flat = " ".join(out.split())
@@ -792,30 +806,7 @@ def test_problems_are_read_as_people_write_them() -> None:
             read(text)
 
 
-def test_tune_and_explain_spell_their_flags_alike(added, capsys) -> None:
-    tune, explain = (
-        {text: action for action in commands()[name]._actions for text in action.option_strings}
-        for name in ("tune", "explain")
-    )
-    searching = {
-        "--budget",
-        "--effort",
-        "--trials",
-        "--sampler",
-        "--runner",
-        "--candidates",
-        "--neighbours",
-        "--seed",
-        "--jobs",
-        "--compile-timeout",
-        "--report",
-        "--storage",
-    }
-    assert set(tune) - set(explain) == searching
-    assert set(explain) - set(tune) == {"--device"}
-    for text in set(tune) & set(explain) - {"-h", "--help"}:
-        alike = [(each.choices, each.default, each.nargs, each.help) for each in (tune[text], explain[text])]
-        assert alike[0] == alike[1], text
+def test_explain_takes_what_decides_as_tune_does(added, capsys) -> None:
     (Path("narrow.toml")).write_text(
         'kernel = "sums:Add"\narch = "sm_90"\n[knobs.TILE]\nchoices = [256]\ndefault = 256\n'
     )
@@ -829,36 +820,20 @@ def test_tune_and_explain_spell_their_flags_alike(added, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "wanted"),
     [
-        ("tune --headdim 64", "tune has no flag --headdim; did you mean --head-dim? see tiledsched tune --help"),
-        ("explain matmul --head-dim 64", "sizes of matmul go by name, e.g. --problem m=1024,"),
-        ("show softmax --head-dim 64", "sizes of softmax go by name, e.g. --problem rows=1024,"),
-        ("report --arch sm_90 --out x --colour", "report has no flag --colour; see tiledsched report --help"),
-        ("tune attention matmul", "tune takes no 'matmul'"),
+        ("tiledsched tu", "tune"),
+        ("tiledsched tune --eff", "--effort"),
+        ("tiledsched tune mat", "matmul"),
+        ("tiledsched tune --effort q", "quick"),
     ],
 )
-def test_an_unknown_flag_says_what_may_be_meant(capsys, line, words) -> None:
-    assert main(line.split()) == 2
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion_knows_commands_flags_and_what_takes_a_file(shell, capsys) -> None:
-    pytest.importorskip("shtab")
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for word in ("bench-search", "head-dim", "sustained"):
-        assert word in script
-    assert {"bash": "_shtab_compgen_files", "zsh": ":_files", "tcsh": "/f/"}[shell] in script
-    if shell == "bash":
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-
-
-def test_completion_says_what_writes_it(capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 2
-    assert "[completion]'" in capsys.readouterr().err
+def test_a_shell_completes_commands_flags_and_their_words(capsys, monkeypatch, line, wanted) -> None:
+    monkeypatch.setenv("_TILEDSCHED_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+    assert main([]) == 0
+    assert f"plain,{wanted}\n" in capsys.readouterr().out
 
 
 def test_what_is_logged_stays_above_the_bars(monkeypatch) -> None:

@@ -12,7 +12,7 @@ from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, plain, taken
 from tiledsched.cli import main
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import write_report
-from tiledsched.report.compare import Known, compare, judged, side_of
+from tiledsched.report.compare import KnownTime, compare, judged, side_of
 from tiledsched.report.comparison_sources import Wanted, read_side
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table
@@ -85,7 +85,7 @@ def put(
 
 
 def known(us, half=0.005, **changes):
-    return Known(
+    return KnownTime(
         **{
             "kernel": "k",
             "arch": "sm_90",

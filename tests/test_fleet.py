@@ -348,10 +348,10 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
     assert f"{mine} on" in out
     assert main(["fleet", "status", "--watch"]) == 1
     assert main(["fleet", "status", "--all"]) == 0
-    assert main(["fleet", "stop", campaign.id]) == 0
+    assert main(["fleet", "status", "--stop", campaign.id]) == 0
     assert main(["fleet", "work", "nonsense"]) == 2
     assert (
-        main(["fleet", "tune", "softmax", "--arch", "sm_90,sm_100", "--problem", "rows=64,columns=64", "--open-only"])
+        main(["fleet", "run", "tune", "softmax", "--arch", "sm_90,sm_100", "-p", "rows=64,columns=64", "--open-only"])
         == 0
     )
     opened = capsys.readouterr().out.split()[-1]
@@ -360,7 +360,7 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
         assert leases.open_archs(opened) == {"sm_90", "sm_100"}
         told = leases.campaign(opened)
         assert (told.job, told.options["effort"], told.source_hash) == ("tune", "default", Softmax.source_hash())
-    assert main(["fleet", "tune", "softmax", "--arch", "sm_90", "--problm", "x"]) == 2
+    assert main(["fleet", "run", "tune", "softmax", "--arch", "sm_90", "--problm", "x"]) == 2
     assert "did you mean --problem" in capsys.readouterr().err
 
 

@@ -42,7 +42,7 @@ def run(home, monkeypatch, capsys):
     )
 
     def run(command, *flags):
-        asked = ["fleet", command, "attention", "--arch", "sm_90", "--lease", "1", *flags]
+        asked = ["fleet", "run", command, "attention", "--arch", "sm_90", "--lease", "1", *flags]
         assert main([*asked, "--open-only"]) == 0
         campaign = capsys.readouterr().out.split()[-1]
         (home / f"stay-{STAYS}").touch()
@@ -179,6 +179,9 @@ def test_bench_writes_the_rows_of_the_single_command(run, home) -> None:
 
 def test_a_method_that_there_is_not_opens_no_campaign(tmp_path, capsys) -> None:
     db = tmp_path / "x.db"
-    assert main(["fleet", "bench", "--arch", "sm_90", "--suite", "llama", "--methods", "servd", "--db", str(db)]) == 2
+    assert (
+        main(["fleet", "run", "bench", "--arch", "sm_90", "--suite", "llama", "--methods", "servd", "--db", str(db)])
+        == 2
+    )
     assert "unknown method 'servd'; known are tiledsched, served," in capsys.readouterr().err
     assert not db.exists()

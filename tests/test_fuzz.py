@@ -37,7 +37,7 @@ from tiledsched.kernels.rms_norm import RmsNorm
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.serve.bundle import INDEX, read_bundle
-from tiledsched.serve.lookup import Table
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import (
     export_landscape,
@@ -48,7 +48,7 @@ from tiledsched.store.exchange import (
     read_table,
 )
 from tiledsched.store.t4 import export_foreign, recorded
-from tiledsched.studies.ablation.sources import Recorded
+from tiledsched.studies.ablation.sources import RecordedPrograms
 from tiledsched.tuning import resources
 
 MANY = os.environ.get("FUZZ_EXAMPLES")
@@ -250,7 +250,7 @@ def go_on_with(path: Path) -> None:
         import_table(other, folder / "again.json")
         assert [each.key for each in other.entries()] == [each.key for each in db.entries()]
         known = [each for each in db.entries() if each.kernel == "attention"]
-        Table(known, kernel=Attention).resolve(PROBLEM, "sm_90")
+        LookupTable(known, kernel=Attention).resolve(PROBLEM, "sm_90")
         for line in db.landscapes():
             name = landscape_file_name(line.problem, line.device_name, line.regime)
             export_landscape(db, folder / name, line.problem, line.device_name, line.regime)
@@ -260,9 +260,9 @@ def go_on_with(path: Path) -> None:
         for one in db.measurements():
             ArtifactStore(folder).get(one.measurement.device.arch, one.measurement.fingerprint or "0")
         with contextlib.suppress(TiledschedError):
-            ReplayRunner(Attention, Recorded(read_table(path), space_for("sm_90", Attention)).measurements).begin(
-                PROBLEM
-            )
+            ReplayRunner(
+                Attention, RecordedPrograms(read_table(path), space_for("sm_90", Attention)).measurements
+            ).begin(PROBLEM)
 
 
 @FUZZ
@@ -401,7 +401,7 @@ def test_bundles(folder, data) -> None:
     (folder / "b.zip").write_bytes(bundle(data.draw(changed(index_of()))))
     with held():
         found = read_bundle(folder / "b.zip")
-        Table([each for each in found.entries if each.kernel == "attention"], kernel=Attention).resolve(
+        LookupTable([each for each in found.entries if each.kernel == "attention"], kernel=Attention).resolve(
             PROBLEM, "sm_90"
         )
     with held():
@@ -433,7 +433,7 @@ def test_settings_from_variables(folder, name, value) -> None:
 
 
 def serve_forced(knobs) -> None:
-    Table([], kernel=Attention, forced=knobs).resolve(PROBLEM, "sm_90")
+    LookupTable([], kernel=Attention, forced=knobs).resolve(PROBLEM, "sm_90")
 
 
 def use_space(path: Path) -> None:

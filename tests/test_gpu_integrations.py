@@ -102,7 +102,7 @@ def test_warming_up_again_builds_nothing(warm) -> None:
 def test_a_bundle_serves_a_machine_without_a_compiler(warm, tmp_path) -> None:
     environment, _ = warm
     file = tmp_path / "bundle.zip"
-    made = tiledsched("bundle", "--arch", arch(), "--out", str(file), **environment)  # builds nothing: warmup has
+    made = tiledsched("warmup", "--arch", arch(), "--out", str(file), **environment)  # builds nothing: warmup has
     assert made.returncode == 0, made.stderr
     found = first_call(
         TILEDSCHED_CACHE=str(tmp_path / "empty"), TILEDSCHED_DB=str(tmp_path / "none.db"), TILEDSCHED_BUNDLE=str(file)

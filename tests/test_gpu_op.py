@@ -182,7 +182,7 @@ def test_what_is_launched_is_what_is_built() -> None:
 
 
 def test_what_a_call_costs_the_host() -> None:
-    from docs.studies.host_cost import Method, measure_host_costs
+    from docs.studies.host_cost import HostMethod, measure_host_costs
 
     x, w = made()
     stream = torch.cuda.current_stream().cuda_stream
@@ -193,11 +193,11 @@ def test_what_a_call_costs_the_host() -> None:
         kernel, grid, pick = plan.steps[0]
         row = [x, w, norm(x, w), torch.empty((1, 1), dtype=x.dtype, device="cuda"), *plan.scalars, *plan.constants]
         methods = {
-            "op": Method(call=lambda: norm(x, w)),
-            "op, every argument": Method(call=lambda: norm(x, w, None, 1e-5)),
-            "registered operator": Method(call=lambda: norm._overload(x, w)),
-            "torch rms_norm": Method(call=lambda: torch.nn.functional.rms_norm(x, (1000,), w)),
-            "bare launch": Method(call=lambda: plan.launch(stream, grid, kernel, pick(row))),
+            "op": HostMethod(call=lambda: norm(x, w)),
+            "op, every argument": HostMethod(call=lambda: norm(x, w, None, 1e-5)),
+            "registered operator": HostMethod(call=lambda: norm._overload(x, w)),
+            "torch rms_norm": HostMethod(call=lambda: torch.nn.functional.rms_norm(x, (1000,), w)),
+            "bare launch": HostMethod(call=lambda: plan.launch(stream, grid, kernel, pick(row))),
         }
         costs = {
             each.method: each for each in measure_host_costs(methods, rounds=100, synchronize=torch.cuda.synchronize)

@@ -165,10 +165,9 @@ def test_rivals_of_packed_sequences_and_pages_answer_as_we_do(name, packed, page
 def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name) -> None:
     from tiledsched import configure, explain, sdpa
     from tiledsched.ops import plans
-    from tiledsched.serve import entries
-    from tiledsched.serve import launch as launching
+    from tiledsched.serve import entries, process
 
-    monkeypatch.setattr(launching, "_launched", set())  # as in a process where no other test has called it
+    process.runtime.loaded.clear()  # as in a process where no other test has called it
     time = next((each for each in tuned.rivals if each.name == name), None)
     if time is None or not time.capturable:
         pytest.skip(f"{name} is not installed, or no graph holds it")

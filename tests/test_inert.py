@@ -109,15 +109,3 @@ def test_true_is_not_one(seen) -> None:
     for _ in range(seen):
         inert.learn("p", Schedule(knob=1), "one")
     assert inert.equal("p", Schedule(knob=True)) == 0
-
-
-def test_the_study_replays_what_was_recorded(tmp_path, capsys, monkeypatch) -> None:
-    from docs.studies.search import inert_changes
-
-    runs = {"a run": {schedule: str(program(schedule)) for schedule in ALL}}
-    inert_changes.write(tmp_path / "builds.csv.xz", runs)
-    assert inert_changes.read(tmp_path / "builds.csv.xz") == runs
-    assert inert_changes.replay(runs["a run"], 20) == (4, 6, 0)
-    monkeypatch.setattr("sys.argv", ["inert_changes", str(tmp_path / "builds.csv.xz"), "--builds", "20"])
-    inert_changes.main()
-    assert "4 of 20" in capsys.readouterr().out

@@ -123,7 +123,7 @@ def home(tmp_path, monkeypatch):
 
 
 def test_hints_for_every_arch_can_be_pasted(home, capsys):
-    assert main(["ladder", "--targets", "--problem", "S=4096,D=128,B=4,H=16,causal=no,dtype=float16"]) == 0
+    assert main(["study", "ladder", "--targets", "--problem", "S=4096,D=128,B=4,H=16,causal=no,dtype=float16"]) == 0
     said = capsys.readouterr().out
     assert "sm_90 measured" in said
     import cuda.tile as ct
@@ -152,7 +152,7 @@ def test_the_command(home, capsys, monkeypatch):
     monkeypatch.setattr(tiledsched.bench.harness, "TorchHarness", object)
     monkeypatch.setattr(tiledsched.measure.lock, "holding_current_gpu", contextlib.nullcontext)
     monkeypatch.setattr(run_module, "run_bench", bench)
-    assert main(["ladder", "--json"]) == 0
+    assert main(["study", "ladder", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["rows"]) == 6 * (len(EDITS) + 1)
     assert {path.name for path in (home / "ladder").iterdir()} >= {
@@ -162,8 +162,8 @@ def test_the_command(home, capsys, monkeypatch):
         "ladder.csv",
         "by_target.py",
     }
-    assert main(["ladder", "--summary"]) == 0
-    assert main(["ladder", "--summary", "--out", "none"]) == 2
+    assert main(["study", "ladder", "--summary"]) == 0
+    assert main(["study", "ladder", "--summary", "--out", "none"]) == 2
     assert "holds no ladder" in capsys.readouterr().err
-    assert main(["ladder", "--problem", "S=512,D=96,B=1,H=1"]) == 2
+    assert main(["study", "ladder", "--problem", "S=512,D=96,B=1,H=1"]) == 2
     assert "a power of two" in capsys.readouterr().err

@@ -233,14 +233,12 @@ def test_what_is_forgotten_during_a_lookup_stays_forgotten(launches, monkeypatch
     assert (plans.cache.recent, plans.cache.ready) == ((), {})
 
 
-def test_what_is_forgotten_during_a_launch_stays_forgotten(launches, monkeypatch) -> None:
-    import cuda.tile
-
+def test_what_is_forgotten_during_a_launch_stays_forgotten(launches) -> None:
     def reload_meanwhile(*given) -> None:
         launches(*given)
         process.forget_plans()
 
-    monkeypatch.setattr(cuda.tile, "launch", reload_meanwhile)
+    launches.runtime.launch = reload_meanwhile
     serve.sdpa(*calls()["plain"][0])
     assert len(launches) == 1
     assert plans.cache.ready == {}
@@ -372,9 +370,9 @@ def test_where_an_arch_has_no_table_the_kernels_model_chooses(name) -> None:
 
     kernel = kernel_named(name)
     problem = kernel.suite(next(iter(kernel.suites)))[0]
-    from tiledsched.serve.lookup import Table
+    from tiledsched.serve.lookup import LookupTable
 
-    served = Table([], kernel).resolve(problem, "sm_100")
+    served = LookupTable([], kernel).resolve(problem, "sm_100")
     space = space_for("sm_100", kernel)
     assert space.violations(served.schedule, problem) == []
     assert served.provenance == ("default" if served.schedule == space.default(problem) else "modelled")

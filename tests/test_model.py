@@ -1,32 +1,18 @@
 """The static model: sane directions, exact placement of blocks, no say for knobs without a trace, and speed."""
 
-import itertools
-import math
-import statistics
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import store_samples as samples
 
-from docs.studies import model_residual as residual
-from docs.studies import model_scorecard as scorecard
-from docs.studies.landscapes import Landscape, MeasuredProgram, read_landscape
-from docs.studies.model_agreement import agreement, evaluate, stored_landscapes, table
 from tiledsched.build.cubin import ResourceFacts
-from tiledsched.core import data_files
 from tiledsched.core.device import ARCHS, arch_spec
-from tiledsched.core.errors import ConfigError
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import model as static
 from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, resident_blocks, tile_steps
-from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import import_table
 
 PLAIN = Schedule(
     tile_m=64,
@@ -385,174 +371,3 @@ def test_a_whole_space_is_estimated_in_seconds():
             count += 1
     assert count > 1000
     assert (time.perf_counter() - started) / count < 5e-3
-
-
-@pytest.fixture(scope="module")
-def recorded():
-    """The shipped landscapes of the burst regime."""
-    paths = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("h200_burst_*.json.xz"))
-    return [read_landscape(path) for path in paths]
-
-
-class TestResidual:
-    """Factors fitted to made-up landscapes."""
-
-    @staticmethod
-    def landscape(seq_len, factor):
-        problem, spec = Attention.standard(seq_len=seq_len, head_dim=64), arch_spec("sm_90")
-        programs = []
-        for number, (tile_n, ahead, warps) in enumerate(itertools.product((32, 64, 128), (False, True), (4, 8))):
-            schedule = PLAIN.replace(tile_n=tile_n, qk_ahead=ahead, num_worker_warps=warps)
-            us = 3.0 * estimate_us(problem, schedule, FACTS, spec) * (factor if ahead else 1.0)
-            programs.append(
-                MeasuredProgram(
-                    schedule=schedule,
-                    fingerprint=str(number),
-                    grids=((number, 1, 1),),
-                    facts=FACTS,
-                    median_us=us,
-                    checked=True,
-                )
-            )
-        return Landscape(problem, "sm_90", "burst", tuple(programs))
-
-    def test_a_factor_is_found_and_the_scale_is_not_its_business(self, monkeypatch):
-        monkeypatch.setattr(residual, "RIDGE", 0.01)
-        fitted = residual.fit([self.landscape(seq, 1.2) for seq in (1024, 2048, 4096)], "sm_90")
-        ahead, plain = (fitted.log_factor(PLAIN.replace(qk_ahead=each), FACTS) for each in (True, False))
-        assert math.exp(ahead - plain) == pytest.approx(1.2, rel=0.01)
-
-    def test_slow_programs_hardly_count(self, monkeypatch):
-        monkeypatch.setattr(residual, "RIDGE", 0.01)
-        good, bad = self.landscape(1024, 1.0), self.landscape(2048, 30.0)
-        fitted = residual.fit([good, bad], "sm_90")
-        ahead, plain = (fitted.log_factor(PLAIN.replace(qk_ahead=each), FACTS) for each in (True, False))
-        assert math.exp(ahead - plain) < 1.05
-
-    def test_held_out_means_without_the_problem_itself(self):
-        landscapes = [self.landscape(1024, 1.5), self.landscape(2048, 1.5), self.landscape(4096, 1 / 1.5)]
-        *_, last = evaluate(landscapes, held_out=True)
-        assert last.best_rank > 1  # the others say the opposite
-
-    def test_what_ships_is_what_the_shipped_landscapes_give(self, recorded):
-        fitted = residual.fit(recorded, "sm_90")
-        shipped = residual.shipped_residual("sm_90")
-        assert dict(fitted.coefficients) == pytest.approx(dict(shipped.coefficients), abs=2e-3)
-        assert residual.shipped_residual("sm_121") is None
-
-    def test_an_arch_without_factors_has_the_static_estimate(self):
-        assert residual.expected_us(PROBLEM, PLAIN, FACTS, arch_spec("sm_121")) == modelled(arch="sm_121")
-        assert residual.expected_us(PROBLEM, PLAIN, FACTS, arch_spec("sm_90")) != modelled()
-
-    def test_writing_and_reading(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(data_files, "tuning_db", lambda: tmp_path)
-        residual.shipped_residual.cache_clear()
-        try:
-            residual.write(
-                residual.Residual(arch="sm_80", coefficients={"qk_ahead=true": 0.25}),
-                tmp_path / "model" / "attention" / "sm_80.json",
-            )
-            assert residual.shipped_residual("sm_80").coefficients == {"qk_ahead=true": 0.25}
-            (tmp_path / "model" / "attention" / "sm_86.json").write_text('{"schema_version": 9, "arch": "sm_86"}')
-            with pytest.raises(ConfigError, match="fit it again"):
-                residual.shipped_residual("sm_86")
-        finally:
-            residual.shipped_residual.cache_clear()
-
-
-def test_the_target_is_met_on_held_out_landscapes(recorded) -> None:
-    """docs/model.md: among the first ten is a program within 1% of the best in at least nine of ten problems."""
-    found = evaluate(recorded, held_out=True)
-    assert len(found) == 18
-    assert sum(one.near_rank <= 10 for one in found) >= 17
-    assert statistics.fmean(one.rho for one in found) > 0.94
-
-
-class TestEvaluate:
-    def test_ranks_that_are_equal_share_their_mean(self):
-        assert agreement(PROBLEM, "sm_90", [1, 2, 3, 4], [10, 20, 30, 40]).rho == pytest.approx(1.0)
-        assert agreement(PROBLEM, "sm_90", [1, 2, 3, 4], [4, 3, 2, 1]).rho == pytest.approx(-1.0)
-        assert agreement(PROBLEM, "sm_90", [1, 2, 2, 3], [1, 2, 3, 4]).rho == pytest.approx(0.9486832980505138)
-
-    def test_regret_counts_the_slowest_of_equals_first(self):
-        found = agreement(PROBLEM, "sm_90", [100.0, 110.0, 150.0], [5.0, 5.0, 9.0])
-        assert (found.best_rank, found.near_rank) == (2, 2)
-        close = agreement(PROBLEM, "sm_90", [100.0, 100.5, 150.0], [9.0, 5.0, 7.0])
-        assert (close.best_rank, close.near_rank) == (3, 1)
-        assert found.regret == {1: pytest.approx(0.1), 5: 0.0, 10: 0.0}
-
-    @pytest.fixture
-    def database(self, tmp_path):
-        path = tmp_path / "t.db"
-        with TuningDB.open(str(path)) as db:
-            run = db.start_run({}, "sm_90")
-            for number, tile_n in enumerate((32, 64, 128)):
-                schedule, fingerprint = PLAIN.replace(tile_n=tile_n), f"{number:024}"
-                db.record_build(samples.build(samples.artifact(fingerprint), sched=schedule))
-                db.record_measurement(
-                    run,
-                    "attention",
-                    "abc",
-                    samples.TOOLCHAIN,
-                    samples.measurement(100.0 / tile_n, schedule=schedule, fingerprint=fingerprint),
-                )
-        return path
-
-    def test_a_database(self, database):
-        with TuningDB.open(str(database), read_only=True) as db:
-            (found,) = evaluate(stored_landscapes(db))
-            assert stored_landscapes(db, "sustained") == []
-        assert (found.programs, found.rho, found.best_rank) == (3, pytest.approx(1.0), 1)
-        assert found.regret[1] == 0.0
-        assert f"| {samples.PROBLEM} | sm_90 | 3 | 1.00 | 1 | 1 | 0.0% |" in table([found])
-
-    def test_only_programs_the_model_can_tell_apart(self, database):
-        with TuningDB.open(str(database)) as db:
-            run = db.start_run({}, "sm_90")
-            schedule, fingerprint = PLAIN.replace(tma_loads=False), "f" * 24
-            db.record_build(samples.build(samples.artifact(fingerprint), sched=schedule))
-            db.record_measurement(
-                run,
-                "attention",
-                "abc",
-                samples.TOOLCHAIN,
-                samples.measurement(0.1, schedule=schedule, fingerprint=fingerprint),
-            )
-            landscapes = stored_landscapes(db)
-            (everything,), (plain,) = evaluate(landscapes), evaluate(landscapes, at_defaults=True)
-        assert (everything.programs, plain.programs) == (4, 3)
-        assert (plain.best_rank, plain.regret[1]) == (1, 0.0)  # the best of those that count
-        assert everything.regret[1] > 0
-
-    def test_the_command(self, database):
-        command = [sys.executable, "-m", "docs.studies.model_agreement", "--db", str(database)]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-        assert "| problem | arch |" in printed.stdout
-        assert "Among the first 10: the best in 1 of 1 problems" in printed.stdout
-
-    def test_a_file_gives_what_the_database_gives(self, tmp_path):
-        path = data_files.tuning_db() / "landscapes" / "attention" / "h200_burst_s1024_d64_float16_causal_b1_h8.json.xz"
-        with TuningDB.open(str(tmp_path / "t.db")) as db:
-            import_table(db, path)
-            (stored,) = stored_landscapes(db)
-        assert evaluate([stored]) == evaluate([read_landscape(path)])
-
-    def test_a_table_is_not_a_landscape(self):
-        with pytest.raises(ConfigError, match="the programs of one problem"):
-            read_landscape(data_files.tuning_db() / "tables" / "attention" / "sm_90.json")
-
-
-class TestScorecard:
-    """The published orders, asked of made-up times."""
-
-    @pytest.mark.parametrize(("slower", "verdict"), [(1.2, "right"), (1.0, "a tie"), (0.9, "wrong")])
-    def test_faster(self, slower, verdict):
-        claim = next(claim for claim in scorecard.CLAIMS if isinstance(claim, scorecard.Faster))
-        said, found = scorecard.judge(claim, lambda _, choice: slower if choice[:3] == claim.loser else 1.0)
-        assert (said, found) == (f"{slower:.3f}x", verdict)
-
-    @pytest.mark.parametrize(("us", "verdict"), [(0.8, "right"), (1.001, "a tie"), (1.3, "wrong")])
-    def test_best(self, us, verdict):
-        claim = next(claim for claim in scorecard.CLAIMS if isinstance(claim, scorecard.Best))
-        _, found = scorecard.judge(claim, lambda _, choice: us if choice[:3] in claim.winners else 1.0)
-        assert found == verdict

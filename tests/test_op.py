@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import op_kernels as kernels
-from serve_on_cpu import capturing
+from serve_on_cpu import capturing, changed
 
 import tiledsched as ts
 from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
@@ -17,7 +17,9 @@ from tiledsched.core.kernel import ArraySpec
 from tiledsched.core.space_files import space_for
 from tiledsched.serve import launch as launching
 from tiledsched.serve import process
-from tiledsched.serve.lookup import Served, Table
+from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.plan import scratch_of
+from tiledsched.serve.process import DeviceFacts
 
 pytestmark = pytest.mark.usefixtures("fresh")
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
@@ -176,18 +178,18 @@ def test_zeros_of_one_launch_are_apart_and_kept_by_stream(launches, monkeypatch)
         ArraySpec(name=name, role="workspace", dtype="int32", shapes=((size,),), zeroed=True)
         for name, size in (("one", 8), ("two", 8), ("three", 4))
     ]
-    wanted = launching.scratch_of(specs)
+    wanted = scratch_of(specs)
     first, again, elsewhere = (launching.scratch_arrays(wanted, torch.device("cpu"), stream) for stream in (71, 71, 72))
     assert all(each.shape == spec.shape and not each.any() for each, spec in zip(first, specs, strict=True))
     assert [each.data_ptr() for each in first] == [each.data_ptr() for each in again]
     assert len({each.data_ptr() for each in (*first, *elsewhere)}) == 6
-    with capturing(monkeypatch):
+    with capturing():
         assert launching.scratch_arrays(wanted, torch.device("cpu"), 71)[0].data_ptr() != first[0].data_ptr()
 
 
 def test_small_scratch_is_kept_for_the_launches_of_a_thread_on_a_stream(launches, monkeypatch) -> None:
     def specs(size):
-        return launching.scratch_of([ArraySpec(name="part", role="workspace", dtype="float32", shapes=((size, 4),))])
+        return scratch_of([ArraySpec(name="part", role="workspace", dtype="float32", shapes=((size, 4),))])
 
     def place(wanted, stream=71):
         (made,) = launching.scratch_arrays(wanted, torch.device("cpu"), stream)
@@ -195,12 +197,11 @@ def test_small_scratch_is_kept_for_the_launches_of_a_thread_on_a_stream(launches
         return made.data_ptr()
 
     kept: list = []
-    monkeypatch.setattr(launching, "_kept", {})
     small, large = specs(8), specs(1 << 20)
     assert place(small) == place(small) == place(specs(8))
     assert len({place(small), place(small, 72), place(small, None), place(specs(9))}) == 4
     assert place(large) != place(large)
-    with capturing(monkeypatch):
+    with capturing():
         assert place(small) != kept[0].data_ptr()
     others: list = []
     thread = threading.Thread(target=lambda: others.append(place(small)))
@@ -209,7 +210,7 @@ def test_small_scratch_is_kept_for_the_launches_of_a_thread_on_a_stream(launches
     assert others[0] != kept[0].data_ptr()
     for size in range(1, 200):
         place(specs(size))
-    assert len(launching._kept) <= launching.MOST_KEPT
+    assert len(launches.runtime.scratch) <= launching.MAX_SHARED
 
 
 @pytest.mark.parametrize("layouts", [(False, False), (True, False), (False, True), (True, True)])
@@ -259,25 +260,23 @@ def test_the_functions_shaped_like_torchs(launches) -> None:
 # Where it runs
 
 
-def test_it_needs_a_gpu_and_a_search_space(launches, monkeypatch) -> None:
+def test_it_needs_a_gpu_and_a_search_space(launches) -> None:
     x, w = made()
-    with monkeypatch.context() as patch:
-        patch.setattr(launching, "DEVICE_TYPE", "cuda")
-        with pytest.raises(
-            UnsupportedError, match="rms_norm: its tensors are on cpu and the kernel needs a CUDA device"
-        ):
-            norm(x, w)
+    with (
+        changed(device_type="cuda"),
+        pytest.raises(UnsupportedError, match="rms_norm: its tensors are on cpu and the kernel needs a CUDA device"),
+    ):
+        norm(x, w)
     process.forget_plans()
-    monkeypatch.setattr(launching, "DEVICE_TYPE", "cpu")
-    monkeypatch.setattr("tiledsched.serve.lookup.Table.known_arch", lambda table, arch: False)
-    with pytest.raises(UnsupportedError, match="no search space for sm_90"):
+    launches.runtime.read_device_facts = lambda index: DeviceFacts(arch="sm_75", name="Tesla T4", sm_count=40)
+    with pytest.raises(UnsupportedError, match="no search space for sm_75"):
         norm(x, w)
     assert launches == []
 
 
 def test_views_that_reach_too_far_are_refused(launches, monkeypatch) -> None:
     x, w = made(rows=10)
-    monkeypatch.setattr("tiledsched.serve.op.LARGEST_INT32", 500)
+    monkeypatch.setattr("tiledsched.serve.plan.LARGEST_INT32", 500)
     with pytest.raises(UnsupportedError, match=r"spans more than .* call .contiguous\(\)"):
         norm(x[::2], w)
 
@@ -297,26 +296,21 @@ def test_settings_hold_from_the_next_call(launches) -> None:
 
 def test_a_capture_needs_programs_that_have_run(launches, monkeypatch) -> None:
     x, w = made(columns=90)
-    with (
-        capturing(monkeypatch),
-        pytest.raises(LaunchError, match="call tiledsched_tests::rms_norm once with these shapes"),
-    ):
+    with capturing(), pytest.raises(LaunchError, match="call tiledsched_tests::rms_norm once with these shapes"):
         norm(x, w)
     want = norm(x, w)
-    with capturing(monkeypatch):
+    with capturing():
         assert torch.equal(norm(x, w), want)
         norm(*made(rows=6, columns=90))  # another problem, the same program
         with pytest.raises(LaunchError, match="has not run in this process"):
             norm(x[:, :64].contiguous(), w[:64])
 
 
-def test_a_failed_launch_names_the_call(launches, monkeypatch) -> None:
-    import cuda.tile
-
+def test_a_failed_launch_names_the_call(launches) -> None:
     def fail(*given) -> None:
         raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
 
-    monkeypatch.setattr(cuda.tile, "launch", fail)
+    launches.runtime.launch = fail
     with pytest.raises(
         LaunchError, match=r"rows=5 columns=100 float16 on .*LAUNCH_FAILED; run again with TILEDSCHED_SYNC=1"
     ):
@@ -338,9 +332,9 @@ def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(
     p, space = norm.plan_for(x, w).problem, space_for("sm_90", kernels.RmsNorm)
     other = next(each for each in space.schedules(p) if each != space.default(p))
     tuned = Served(schedule=other, provenance="measured", reason="", entry=None, forced={})
-    monkeypatch.setattr(Table, "resolve", lambda *given: tuned)
+    monkeypatch.setattr(LookupTable, "resolve", lambda *given: tuned)
     norm.cache.forget()
-    monkeypatch.setattr(cuda.tile, "launch", launch)
+    launches.runtime.launch = launch
     norm(x, w)
     assert norm.plan_for(x, w).served.provenance == "default"
     assert len(launches) == 1
@@ -348,7 +342,7 @@ def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(
 
 def test_the_current_stream_of_the_tensors_device_is_used(launches, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(launching, "current_stream", lambda index: asked.append(index) or 17)
+    launches.runtime.current_stream = lambda index: asked.append(index) or 17
     norm(*made())
     assert (asked, launches[0][0]) == ([-1], 17)
     entered = []
@@ -358,13 +352,13 @@ def test_the_current_stream_of_the_tensors_device_is_used(launches, monkeypatch)
             entered.append(index)
 
         def __enter__(self):
-            monkeypatch.setattr(launching, "current_device", lambda: -1)
+            launches.runtime.current_device = lambda: -1
 
         def __exit__(self, *error):
             pass
 
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(launching, "current_device", lambda: 3)
+    launches.runtime.on_device = Device
+    launches.runtime.current_device = lambda: 3
     norm(*made())
     assert entered == [-1]
 

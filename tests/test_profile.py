@@ -13,7 +13,7 @@ from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.kernels.attention import Attention
 from tiledsched.studies.profile import launch, pages
-from tiledsched.studies.profile.metrics import METRICS, MethodProfile, asked, over, read_raw
+from tiledsched.studies.profile.metrics import METRICS, MethodProfile, ncu_metrics, over, read_raw
 from tiledsched.studies.profile.run import find_ncu, profile, versions
 
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128)
@@ -120,7 +120,7 @@ def test_what_is_no_page_is_told(text):
 
 
 def test_what_is_asked_covers_every_figure():
-    names = asked().split(",")
+    names = ncu_metrics().split(",")
     assert len(names) == len(set(names))
     assert {name for metric in METRICS for name in metric.names} <= set(names)
 
@@ -192,7 +192,7 @@ def test_ncu_is_found_where_it_installs_itself(monkeypatch, tmp_path, ncu):
 
 def test_the_command(ncu, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["profile", "--problem", "S=4096,D=128,B=4,H=32,dtype=float16,causal=no", "--ncu", ncu]
+    words = ["study", "profile", "--problem", "S=4096,D=128,B=4,H=32,dtype=float16,causal=no", "--ncu", ncu]
     assert main([*words, "--out", "profiles"]) == 0
     said = capsys.readouterr().out
     assert "| tiledsched | torch_auto |" in said
@@ -206,9 +206,9 @@ def test_the_command(ncu, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("profile --seq-len 512,1024,2048,4096,8192 --head-dim 64,128", "name at most 8"),
-        ("profile --problem S=512,D=64 --methods nothing", "unknown method"),
-        ("profile --problem S=512,D=64 --ncu /nowhere/ncu", "there is no program"),
+        ("study profile -p S=512:1024:2048:4096:8192,D=64:128", "name at most 8"),
+        ("study profile --problem S=512,D=64 --methods nothing", "unknown method"),
+        ("study profile --problem S=512,D=64 --ncu /nowhere/ncu", "there is no program"),
     ],
 )
 def test_wrong_use_is_told(ncu, capsys, words, message):

@@ -100,7 +100,7 @@ def test_a_campaigns_bundle_is_named_by_its_contents(home, capsys) -> None:
         (home / folder).mkdir()
         capsys.readouterr()
         words = [
-            "bundle",
+            "warmup",
             "softmax",
             "--arch",
             "sm_90",

@@ -11,16 +11,13 @@ import pytest
 from store_samples import DEVICE, PROBLEM, entry, measurement
 from test_search_tuner import LANDSCAPES, Recorded
 
-from docs.studies import compilers
-from tiledsched.bench.rows import append_rows, read_rows
-from tiledsched.build.cubin import Artifact
 from tiledsched.build.toolchain import RELEASES, Toolchain, compiler_at_hand, installed_toolchain
 from tiledsched.cli import main
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
-from tiledsched.measure.runner import Batch, Conditions, RivalTime
-from tiledsched.serve.lookup import Table
+from tiledsched.measure.runner import RivalTime
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.process import warn_once
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import for_compiler, leaders, of_one_compiler, stale
@@ -103,7 +100,7 @@ def test_entries_of_several_compilers_stand_side_by_side(tmp_path) -> None:
 
 
 def answer(entries, **more):
-    return Table(entries, Attention, **more).resolve(PROBLEM, "sm_90", DEVICE.name)
+    return LookupTable(entries, Attention, **more).resolve(PROBLEM, "sm_90", DEVICE.name)
 
 
 def test_evidence_of_another_compiler_is_called_stale() -> None:
@@ -135,7 +132,7 @@ def test_machine_code_in_a_bundle_needs_no_compiler_and_is_not_stale() -> None:
 def test_explain_says_stale_unless_the_measured_program_runs() -> None:
     from tiledsched.serve.explain import explain_problem
 
-    table = Table([measured("13.4.92")], Attention, compiler="13.5.37")
+    table = LookupTable([measured("13.4.92")], Attention, compiler="13.5.37")
     said = explain_problem(table, PROBLEM, "sm_90", DEVICE.name)
     assert "  stale       tileiras 13.4.92 built" in str(said)
     assert said.to_json()["stale"] is True
@@ -359,7 +356,7 @@ def test_a_downgrade_and_an_upgrade_bring_either_evidence_back(bench, db) -> Non
         report = bench(compiler)
         assert (report.current, report.rows, report.compiled) == (1, [], 0)
         assert db.entries() == after
-        table = Table(after, Attention, compiler=compiler.toolchain.tileiras)
+        table = LookupTable(after, Attention, compiler=compiler.toolchain.tileiras)
         served = table.resolve(first.problem, "sm_90", first.measurements[0].device.name)
         assert served.entry.compiler == compiler.toolchain.tileiras
         assert (served.provenance, served.stale) == ("measured", "")
@@ -470,8 +467,8 @@ def test_the_command(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
     assert main(["refresh", "attention", "--arch", "sm_121", "--runner", "none"]) == 0
     assert "nothing of attention was measured for sm_121; run: tiledsched tune attention" in capsys.readouterr().out
-    assert main(["refresh", "attention", "--arch", "sm_90", "--seq-len", "3"]) == 2
-    assert "nothing that was measured is like that; leave out a filter" in capsys.readouterr().err
+    assert main(["refresh", "attention", "--arch", "sm_90", "-p", "S=3"]) == 2
+    assert "no problem that was measured matches -p; leave it out" in capsys.readouterr().err
     assert main(["refresh", "nonsense"]) == 2
 
 
@@ -494,70 +491,3 @@ def test_what_ships_is_built_by_this_compiler(tmp_path, monkeypatch, capsys) -> 
         assert len(db.entries()) == len(db.measurements()) == found["kept"]
         assert db.check() == []
         assert all(each.updated_at > datetime(2026, 11, 1, tzinfo=timezone.utc) for each in db.entries())
-
-
-# What each serves, beside each other
-
-
-class Stopwatch:
-    """A GPU on which machine code takes as long as is said."""
-
-    device = DEVICE
-
-    def __init__(self, times: dict[str, float]) -> None:
-        self.times, self.runs = times, []
-
-    def begin(self, problem) -> None:
-        pass
-
-    def look(self, candidate):
-        return self.times[candidate.artifact.fingerprint]
-
-    def sample(self, candidates, *, rounds, regime):
-        self.runs.append([each.artifact.fingerprint for each in candidates])
-        return [Batch(samples_us=(self.look(each),) * rounds, conditions=Conditions()) for each in candidates]
-
-
-def test_what_each_compiler_serves_is_timed_in_one_run(tmp_path, capsys) -> None:
-    first, second = first_and_second()
-    (old, new) = (
-        measured("13.4.92", fingerprint="old", problem=first.problem, schedule=first.schedules[0]),
-        measured("13.5.37", fingerprint="new", problem=first.problem, schedule=first.schedules[1]),
-    )
-    served = compilers.served_by([new, old], first.problem, DEVICE.name)
-    assert list(served) == ["13.4.92", "13.5.37"]
-
-    class Built:
-        toolchain = toolchain("13.5.37")
-
-        def fingerprint(self, schedule, problem) -> str:
-            return "stale"
-
-    class Code:
-        def get(self, fingerprint):
-            facts = next(iter(second.facts.values()))
-            return (
-                None
-                if fingerprint == missing
-                else Artifact(arch="sm_90", fingerprint=fingerprint, facts=facts, cubin=b"")
-            )
-
-    missing, gpu = "", Stopwatch({"old": 100.0, "stale": 113.0, "new": 101.5})
-    rows = compilers.compare(gpu, Built(), Code(), served, first.problem, regime="burst", rounds=8)
-    assert gpu.runs == [["old", "stale", "new"]]
-    assert [(row.method, row.compiler, row.median_us, row.samples) for row in rows] == [
-        ("tiledsched", "13.4.92", 100.0, 8),
-        ("stale", "13.5.37", 113.0, 8),
-        ("tiledsched", "13.5.37", 101.5, 8),
-    ]
-    append_rows(rows, tmp_path / "rows.csv")
-    assert [row.compiler for row in read_rows(tmp_path / "rows.csv")] == ["13.4.92", "13.5.37", "13.5.37"]
-    assert compilers.main(["--summary", str(tmp_path / "rows.csv")]) == 0
-    said = capsys.readouterr().out
-    assert "what is served now, burst: +1.5% by geometric mean of 1, 1 slower by more than 1%, worst +1.5%" in said
-    assert "the old schedules, burst: +13.0% by geometric mean of 1" in said
-    missing = "old"
-    rows = compilers.compare(gpu, Built(), Code(), served, first.problem, regime="burst", rounds=8)
-    assert [row.median_us for row in rows] == [None, 113.0, 101.5]
-    assert "not at hand" in rows[0].status
-    assert not compilers.ratios(rows, "13.4.92", "tiledsched")

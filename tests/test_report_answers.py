@@ -24,7 +24,7 @@ from tiledsched.core.config import load_settings
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped, write_report
-from tiledsched.report.analysis import held
+from tiledsched.report.analysis import fixed_knob_costs
 from tiledsched.report.document import Cards, Chart
 from tiledsched.report.regret import broad, enough, regret_map
 from tiledsched.report.text import document, side_by_side
@@ -79,7 +79,7 @@ def test_a_knob_that_has_to_be_chosen(db):
             },
             problem=problem,
         )
-    costs = held(report_of(db).measured.problems)
+    costs = fixed_knob_costs(report_of(db).measured.problems)
     assert list(costs) == ["occupancy", "tile_n"]  # the one whose wrong value costs most is first
     assert costs["occupancy"] == pytest.approx({1: 1.0, 2: 2.0})
     assert costs["tile_n"] == pytest.approx({64: 1.1, 128: 1.1})
@@ -89,7 +89,7 @@ def test_a_knob_that_has_to_be_chosen(db):
 def test_values_that_not_every_problem_timed_are_not_compared(db):
     add_times(db, {plain(64, 32): 100.0, plain(64, 64): 110.0, plain(64, 128): 150.0})
     add_times(db, {plain(64, 32): 100.0, plain(64, 64): 110.0}, problem=CAUSAL)
-    assert held(report_of(db).measured.problems)["tile_n"] == pytest.approx({32: 1.0, 64: 1.1})
+    assert fixed_knob_costs(report_of(db).measured.problems)["tile_n"] == pytest.approx({32: 1.0, 64: 1.1})
 
 
 def test_the_default_is_found_in_evidence_of_an_older_space(db):

@@ -18,7 +18,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import RivalTime
 from tiledsched.serve import rivals as rivals_module
 from tiledsched.serve.explain import explain_problem
-from tiledsched.serve.lookup import Table
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.rivals import expected_offers, measured_offers, pays
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, read_table
@@ -142,30 +142,30 @@ def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_deci
 
 def test_the_table_offers_rivals_only_where_they_may_serve() -> None:
     known = [an_entry()]
-    here = Table(known, Attention, rivals=True).resolve(PROBLEM, "sm_90", GPU)
+    here = LookupTable(known, Attention, rivals=True).resolve(PROBLEM, "sm_90", GPU)
     assert [each.name for each in here.rivals] == ["flash_attention_4"]
     assert here.provenance == "measured"
-    assert Table(known, Attention).resolve(PROBLEM, "sm_90", GPU).rivals == ()
-    elsewhere = Table(known, Attention, rivals=True).resolve(PROBLEM, "sm_90", "Another GPU")
+    assert LookupTable(known, Attention).resolve(PROBLEM, "sm_90", GPU).rivals == ()
+    elsewhere = LookupTable(known, Attention, rivals=True).resolve(PROBLEM, "sm_90", "Another GPU")
     assert "expected to be 1.10x faster" in elsewhere.rivals[0].reason
-    untuned = Table(known, Attention, rivals=True).resolve(PROBLEM.replace(batch=PROBLEM.batch + 1), "sm_90", GPU)
+    untuned = LookupTable(known, Attention, rivals=True).resolve(PROBLEM.replace(batch=PROBLEM.batch + 1), "sm_90", GPU)
     assert untuned.provenance == "transferred"
     assert [each.name for each in untuned.rivals] == ["flash_attention_4"]
     beside = PROBLEM.replace(dtype="bfloat16" if PROBLEM.dtype == "float16" else "float16")
-    unraced = Table([*known, an_entry(beside, None)], Attention, rivals=True).resolve(beside, "sm_90", GPU)
+    unraced = LookupTable([*known, an_entry(beside, None)], Attention, rivals=True).resolve(beside, "sm_90", GPU)
     assert (unraced.provenance, [each.name for each in unraced.rivals]) == ("measured", ["flash_attention_4"])
     torch_alone = an_entry(beside, (a_rival(1.1),))  # tuned where that one was not installed
-    partly = Table([*known, torch_alone], Attention, rivals=True).resolve(beside, "sm_90", GPU)
+    partly = LookupTable([*known, torch_alone], Attention, rivals=True).resolve(beside, "sm_90", GPU)
     assert [each.name for each in partly.rivals] == ["flash_attention_4"]
     assert "by 1 near problems" in unraced.rivals[0].reason
     lost = an_entry(beside, (a_rival(1.2, name="flash_attention_4"),))  # its own evidence goes before that of its like
-    assert Table([*known, lost], Attention, rivals=True).resolve(beside, "sm_90", GPU).rivals == ()
-    forced = Table(known, Attention, rivals=True, forced={"tile_n": 32}).resolve(PROBLEM, "sm_90", GPU)
+    assert LookupTable([*known, lost], Attention, rivals=True).resolve(beside, "sm_90", GPU).rivals == ()
+    forced = LookupTable(known, Attention, rivals=True, forced={"tile_n": 32}).resolve(PROBLEM, "sm_90", GPU)
     assert forced.rivals == ()  # who forces knobs wants to see them
-    text = str(explain_problem(Table(known, Attention, rivals=True), PROBLEM, "sm_90", GPU))
+    text = str(explain_problem(LookupTable(known, Attention, rivals=True), PROBLEM, "sm_90", GPU))
     assert "rival       flash_attention_4, where it is installed: 1.11x faster than our kernel on this problem" in text
     raced = "raced       flash_attention_4 90.0 us (0.90x ours, host 340 us); torch_flash RuntimeError: No available kernel."
-    assert raced in str(explain_problem(Table([an_entry(rivals=RIVALS)], Attention), PROBLEM, "sm_90", GPU))
+    assert raced in str(explain_problem(LookupTable([an_entry(rivals=RIVALS)], Attention), PROBLEM, "sm_90", GPU))
 
 
 # The store
@@ -197,17 +197,6 @@ def test_rivals_come_through_files_merges_and_checks(tmp_path) -> None:
         assert any("what its rivals took cannot be read" in line for line in db.check())
         with pytest.raises(DatabaseError, match="rivals"):
             db.entries()
-
-
-@pytest.mark.parametrize("number", ["0004", "0005"])
-def test_older_databases_have_none(number, tmp_path) -> None:
-    from test_store_migration import Path
-
-    old = Path(__file__).parent / "data" / f"store_{number}.db"
-    (tmp_path / old.name).write_bytes(old.read_bytes())
-    with TuningDB.open(tmp_path / old.name) as db:
-        assert {each.rivals for each in db.entries()} == {None}
-        assert db.check() == []
 
 
 # A tune
@@ -244,10 +233,9 @@ def attention(launches, monkeypatch):
 
     from tiledsched.ops import plans
     from tiledsched.ops import sdpa as serve
-    from tiledsched.serve import process
 
     q, k, v = tensors(heads=2, rows=24)
-    problem = plans.pose_problem(q, k, v, None, False)
+    problem = plans.AttentionCall(q, k, v, None, None, False).problem()
     offer = a_rival()
     calls = []
 
@@ -261,14 +249,9 @@ def attention(launches, monkeypatch):
             self.known_times((a_rival(**more),))
 
         def known_times(self, times) -> None:
-            monkeypatch.setattr(
-                process,
-                "load_table",
-                lambda settings, **given: Table(
-                    [dataclasses.replace(an_entry(problem, times), device_name="NVIDIA H200")],
-                    Attention,
-                    rivals=settings.rivals == "serve",
-                ),
+            entry = dataclasses.replace(an_entry(problem, times), device_name="NVIDIA H200")
+            launches.runtime.load_table = lambda settings, **given: LookupTable(
+                [entry], Attention, rivals=settings.rivals == "serve"
             )
             serve.reload()
 
@@ -290,7 +273,7 @@ def test_the_rival_is_called_and_our_kernel_is_not(attention) -> None:
         assert out.stride() == q.stride()
     assert len(attention.calls) == 3
     assert attention.launches == []
-    plan = attention.plans.plan_for(q, k, v)
+    plan = attention.serve.plan_for(q, k, v)
     assert attention.plans.find_ready(q, k, v, None, None, False) is plan
     assert (plan.rival.name, plan.own.rival, plan.own.launch_on) == ("torch_flash", None, plan.device)
 
@@ -299,7 +282,7 @@ def test_the_rival_is_called_and_our_kernel_is_not(attention) -> None:
 def test_a_setting_keeps_our_kernel(attention, setting) -> None:
     with configure(rivals=setting):
         attention.sdpa(attention.q, attention.k, attention.v)
-        plan = attention.plans.plan_for(attention.q, attention.k, attention.v)
+        plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
     assert attention.calls == []
     assert len(attention.launches) == 1
     assert (plan.rival, plan.launch_on) == (None, plan.device)
@@ -343,7 +326,7 @@ def test_a_rival_that_refuses_its_first_call_gives_way_to_our_kernel(attention, 
 
 def test_a_later_failure_gives_way_for_that_call_and_says_what_to_do(attention, monkeypatch, caplog) -> None:
     attention.sdpa(attention.q, attention.k, attention.v)
-    plan = attention.plans.plan_for(attention.q, attention.k, attention.v)
+    plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
     monkeypatch.setitem(vars(plan.rival), "call", lambda *given: 1 / 0)
     for _ in range(2):
         out = attention.sdpa(attention.q, attention.k, attention.v)
@@ -356,17 +339,17 @@ def test_a_graph_holds_the_rival_only_if_it_can(attention, monkeypatch) -> None:
     from serve_on_cpu import capturing
 
     q, k, v = attention.q, attention.k, attention.v
-    with capturing(monkeypatch), pytest.raises(LaunchError, match="call sdpa once"):
+    with capturing(), pytest.raises(LaunchError, match="call sdpa once"):
         attention.sdpa(q, k, v)
     attention.serve.reload()
     attention.sdpa(q, k, v)
-    with capturing(monkeypatch):
+    with capturing():
         attention.sdpa(q, k, v)
     assert (len(attention.calls), len(attention.launches)) == (2, 0)
     attention.known(capturable=False)
     attention.sdpa(q, k, v)  # and our own program is loaded on the way
     assert (len(attention.calls), len(attention.launches)) == (3, 1)
-    with capturing(monkeypatch):
+    with capturing():
         torch.testing.assert_close(attention.sdpa(q, k, v), attention.want, rtol=2e-3, atol=2e-3)
     assert (len(attention.calls), len(attention.launches)) == (3, 2)
 
@@ -379,7 +362,7 @@ class Late:
         attention.known(name="flash_attention_4", host_us=500.0, **more)
 
     def __call__(self, *given):
-        self.captured.append(torch.cuda.is_current_stream_capturing())
+        self.captured.append(self.attention.launches.runtime.is_capturing())
         return self.attention.want.clone()
 
 
@@ -399,11 +382,11 @@ def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention, late, monk
     attention.sdpa(q, k, v)
     # Its first call takes seconds, and no capture may ever come.
     assert (late.captured, len(attention.launches)) == ([], 1)
-    with on_another_stream(monkeypatch):
+    with on_another_stream():
         for _ in range(2):
             attention.sdpa(q, k, v)
     assert (late.captured, len(attention.launches)) == ([False], 3)  # once, to be compiled where a capture finds it
-    with capturing(monkeypatch):
+    with capturing():
         assert torch.equal(attention.sdpa(q, k, v), attention.want)
     attention.sdpa(q, k, v)
     assert (late.captured, len(attention.launches)) == ([False, True], 4)
@@ -414,12 +397,12 @@ def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention, late, monk
     for setting in ("record", "off"):
         with configure(rivals=setting):
             attention.sdpa(q, k, v)
-            with capturing(monkeypatch):
+            with capturing():
                 attention.sdpa(q, k, v)
     assert (len(late.captured), len(attention.launches)) == (2, 8)
     attention.known(name="flash_attention_4", host_us=500.0, capturable=False)
     attention.sdpa(q, k, v)
-    plan = attention.plans.plan_for(q, k, v)
+    plan = attention.serve.plan_for(q, k, v)
     assert (len(late.captured), plan.in_graphs, plan.launch_on) == (2, None, plan.device)  # eager calls ask nothing
 
 
@@ -429,15 +412,15 @@ def test_what_was_never_called_before_a_capture_does_not_serve_in_it(attention, 
     q, k, v = attention.q, attention.k, attention.v
     with configure(rivals="off"):
         attention.sdpa(q, k, v)  # our program is loaded
-    with capturing(monkeypatch):
+    with capturing():
         attention.sdpa(q, k, v)
     assert (late.captured, len(attention.launches)) == ([], 2)
-    with on_another_stream(monkeypatch):  # the first eager call is still to come then
+    with on_another_stream():  # the first eager call is still to come then
         attention.sdpa(q, k, v)
-    with capturing(monkeypatch):
+    with capturing():
         attention.sdpa(q, k, v)
     assert (late.captured, len(attention.launches)) == ([False, True], 3)
-    with capturing(monkeypatch):  # numbers that it may not be compiled for
+    with capturing():  # numbers that it may not be compiled for
         attention.sdpa(q, k, v, scale=0.5)
     assert (late.captured, len(attention.launches)) == ([False, True], 4)
 
@@ -453,14 +436,14 @@ def test_one_that_fails_to_be_made_ready_costs_nothing_but_itself(attention, mon
     q, k, v = attention.q, attention.k, attention.v
     if not first:
         attention.sdpa(q, k, v)
-    with on_another_stream(monkeypatch):
+    with on_another_stream():
         for _ in range(2):
             torch.testing.assert_close(attention.sdpa(q, k, v), attention.want, rtol=2e-3, atol=2e-3)
-    with capturing(monkeypatch):
+    with capturing():
         attention.sdpa(q, k, v)
     assert len(attention.launches) == 4 - first
     if first:
-        plan = attention.plans.plan_for(q, k, v)
+        plan = attention.serve.plan_for(q, k, v)
         assert (plan.in_graphs, plan.launch_on) == (None, plan.device)
     assert caplog.text.count("failed: ZeroDivisionError") == 1
 
@@ -476,18 +459,18 @@ def test_one_rival_may_serve_eagerly_and_another_in_graphs(attention, late, monk
         attention.known_times(times)
         eager.clear()
         late.captured.clear()
-        monkeypatch.setattr("tiledsched.serve.launch._launched", set())
-        with on_another_stream(monkeypatch):
+        attention.launches.runtime.loaded.clear()
+        with on_another_stream():
             attention.sdpa(attention.q, attention.k, attention.v)
-        with capturing(monkeypatch):
+        with capturing():
             attention.sdpa(attention.q, attention.k, attention.v)
         assert (eager, late.captured, len(attention.launches)) == ([1], [False, True], 0)
     offers["flash_attention_4"] = lambda *given: 1 / 0
     attention.known_times((a_rival(), times[1]))
-    monkeypatch.setattr("tiledsched.serve.launch._launched", set())
-    with on_another_stream(monkeypatch):
+    attention.launches.runtime.loaded.clear()
+    with on_another_stream():
         attention.sdpa(attention.q, attention.k, attention.v)  # which makes way for the other
-    with capturing(monkeypatch):
+    with capturing():
         attention.sdpa(attention.q, attention.k, attention.v)
     assert (len(eager), len(attention.launches)) == (3, 0)
 
@@ -503,7 +486,7 @@ def test_the_bench_tells_our_kernel_from_what_is_served(attention) -> None:
     from tiledsched.bench.methods import OURS, SERVED
     from tiledsched.bench.rivals.attention import METHODS, AttentionArrays, PairCase
 
-    plan = attention.plans.plan_for(attention.q, attention.k, attention.v)
+    plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
     arrays = AttentionArrays(torch=torch, problem=plan.problem, tensors=(attention.q, attention.k, attention.v))
     METHODS[OURS].make(arrays)()
     assert (len(attention.calls), len(attention.launches)) == (0, 2)  # once to be ready
@@ -528,7 +511,7 @@ def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, m
     from tiledsched.bench.rivals.attention import METHODS, AttentionArrays, PairCase
     from tiledsched.kernels.attention import Attention
 
-    plan = attention.plans.plan_for(attention.q, attention.k, attention.v)
+    plan = attention.serve.plan_for(attention.q, attention.k, attention.v)
     monkeypatch.setattr(attention_left_out, "_entries", lambda arch: [plan.served.entry])
     arrays = AttentionArrays(torch=torch, problem=plan.problem, tensors=(attention.q, attention.k, attention.v))
     METHODS[LEFT_OUT].make(arrays)()
@@ -559,7 +542,6 @@ def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declar
     import op_kernels
     from serve_on_cpu import capturing, on_another_stream
 
-    from tiledsched.serve import launch as launching
     from tiledsched.serve import process
     from tiledsched.serve.op import op
 
@@ -572,14 +554,14 @@ def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declar
 
     monkeypatch.setattr(op_kernels.RmsNorm, "rivals", staticmethod(lambda p: {"torch": normalise}))
     norm = op("testrivals::norm", op_kernels.RmsNorm)
-    p = norm.form.problem((x, w, None, 1e-5))
+    p = norm.schema.problem((x, w, None, 1e-5))
     offers = measured_offers(an_entry(rivals=(a_rival(name="torch"),)), "here")
 
-    class WithRivals(Table):
+    class WithRivals(LookupTable):
         def resolve(self, *given):
             return dataclasses.replace(super().resolve(*given), rivals=offers)
 
-    monkeypatch.setattr(process, "load_table", lambda settings, *, kernel, archs: WithRivals([], kernel))
+    launches.runtime.load_table = lambda settings, *, kernel, archs: WithRivals([], kernel)
     process.forget_plans()
     for _ in range(3):
         out = norm(x, w)
@@ -592,13 +574,13 @@ def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declar
     assert (len(calls), len(launches)) == (3, 2)
     offers = (dataclasses.replace(offers[0], only_captured=True),)
     process.forget_plans()
-    monkeypatch.setattr(launching, "_launched", set())
+    launches.runtime.loaded.clear()
     norm(x, w)
     assert (len(calls), len(launches)) == (3, 3)
-    with on_another_stream(monkeypatch):
+    with on_another_stream():
         norm(x, w)
     assert (len(calls), len(launches)) == (4, 4)
-    with capturing(monkeypatch):
+    with capturing():
         norm(x, w)
         norm(x, w, eps=0.5)
     assert (len(calls), len(launches)) == (5, 5)

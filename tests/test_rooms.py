@@ -44,7 +44,7 @@ NAMED = {"core/registry.py": "the kernels that ship are found by name", "__init_
 """Files that may name modules in strings, and why."""
 
 ATTENTIONS_WORDS = re.compile(r"\b(head_dim|seq_q|seq_k|kv_heads|causal)\b")
-ATTENTIONS_ROOMS = ("kernels/attention", "ops/", "studies/", "bench/")
+ATTENTIONS_ROOMS = ("kernels/attention", "ops/", "studies/", "bench/", "cli/renamed.py")
 HEAVY = ("torch", "cupy", "ray")
 HEAVY_ROOMS = {
     "torch": (

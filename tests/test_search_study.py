@@ -319,7 +319,7 @@ def test_quick_enough(space):
 
 
 def test_only_searching_imports_optuna():
-    program = "import sys, tiledsched.cli.parser; print('optuna' in sys.modules)"
+    program = "import sys, tiledsched.cli.commands; print('optuna' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "False"
 
 
@@ -439,14 +439,13 @@ def recorded_db(tmp_path):
         yield db, line.problem, line.device_name
 
 
-def test_the_dashboard_command_writes_studies(tmp_path, recorded_db, capsys, monkeypatch):
-    device = recorded_db[2]
-    place = tmp_path / "studies.log"
-    common = ["dashboard", "--db", str(tmp_path / "tuning.db"), "--storage", str(place)]
-    assert main([*common, "--write-only"]) == 0
-    assert f"on {device}, burst: 40 trials" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "optuna_dashboard", None)
-    assert main(common) == 0
-    assert f"pip install optuna-dashboard, then: optuna-dashboard {place}" in capsys.readouterr().err
-    assert main(["dashboard", "attention", "--db", str(tmp_path / "tuning.db")]) == 2
+def test_what_is_measured_is_exported_as_studies(tmp_path, recorded_db, capsys):
+    export = ["db", "export", "--db", str(tmp_path / "tuning.db"), "--landscapes", str(tmp_path), "--format", "optuna"]
+    for _ in range(2):  # written anew each time
+        assert main(export) == 0
+        said = capsys.readouterr()
+        assert said.out == f"{tmp_path / 'studies.log'}\n"
+        assert f"on {recorded_db[2]}, burst: 40 trials" in said.err
+        assert f"optuna-dashboard {tmp_path / 'studies.log'}" in said.err
+    assert main([*export, "attention"]) == 2
     assert "nothing is measured" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.explain import explain_problem
-from tiledsched.serve.lookup import Table
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.records import Entry, MeasurementSummary, Toolchain
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
@@ -62,8 +62,8 @@ def entry(problem: Problem = PROBLEM, provenance: str = "measured", *, knobs=Non
     return Entry(**(values | more))
 
 
-def table_of(entries, **settings) -> Table:
-    return Table(entries, Attention, **settings)
+def table_of(entries, **settings) -> LookupTable:
+    return LookupTable(entries, Attention, **settings)
 
 
 def test_this_devices_measurement_comes_first() -> None:
@@ -280,8 +280,8 @@ def test_explain_says_which_settings_won() -> None:
 
 def test_lengths_that_are_near_share_an_answer(monkeypatch) -> None:
     asked = []
-    look_up = Table._told_by_others
-    monkeypatch.setattr(Table, "_told_by_others", lambda *given: asked.append(given[1]) or look_up(*given))
+    look_up = LookupTable._told_by_others
+    monkeypatch.setattr(LookupTable, "_told_by_others", lambda *given: asked.append(given[1]) or look_up(*given))
     table = table_of([entry()])
     answers = [table.resolve(PROBLEM.replace(seq_q=s, seq_k=s), "sm_90") for s in (1921, 1950, 2047)]
     assert len(asked) == 1
@@ -294,8 +294,8 @@ def test_lengths_that_are_near_share_an_answer(monkeypatch) -> None:
 
 def test_a_model_that_decodes_stops_for_an_answer_at_few_lengths(monkeypatch) -> None:
     asked = []
-    look_up = Table._told_by_others
-    monkeypatch.setattr(Table, "_told_by_others", lambda *given: asked.append(given[1].seq_k) or look_up(*given))
+    look_up = LookupTable._told_by_others
+    monkeypatch.setattr(LookupTable, "_told_by_others", lambda *given: asked.append(given[1].seq_k) or look_up(*given))
     table, row = table_of([entry()]), PROBLEM.replace(seq_q=1, causal=False)
     for keys in range(2049, 2305):
         table.resolve(row.replace(seq_k=keys), "sm_90")

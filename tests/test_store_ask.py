@@ -146,7 +146,7 @@ def test_a_narrow_terminal_gets_a_block_for_each_row(tmp_path, monkeypatch, caps
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
     with TuningDB.open(tmp_path / "x.db") as db:
         fill(db)
-    monkeypatch.setattr("tiledsched.cli.output.width", lambda: 80)
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["db", "query", "select * from entries"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80

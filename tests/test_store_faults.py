@@ -60,7 +60,7 @@ def test_a_torn_page_is_an_error_that_says_what_to_do(page, tmp_path, capsys, mo
         ["show", "attention", "--arch", "sm_90"],
         ["db", "check"],
         ["db", "export"],
-        ["db", "merge", str(SAMPLE)],
+        ["db", "import", str(SAMPLE)],
     ):
         said_by(command, path, capsys, monkeypatch)
 
@@ -129,7 +129,7 @@ def test_a_file_that_may_not_grow_is_no_traceback(tmp_path) -> None:
         import os, resource, sys
         from tiledsched.cli import main
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-        sys.exit(main(["db", "merge", sys.argv[1], "--db", sys.argv[2]]))
+        sys.exit(main(["db", "import", sys.argv[1], "--db", sys.argv[2]]))
         """,
         SAMPLE,
         path,
@@ -154,7 +154,7 @@ def test_what_may_not_be_read_or_written_is_said(what, mode, tmp_path, capsys, m
     try:
         mine = users(path)
         assert len(mine.entries) == 2 if mode else str(path) in mine.error
-        assert str(path) in said_by(["db", "merge", str(SAMPLE)], path, capsys, monkeypatch)
+        assert str(path) in said_by(["db", "import", str(SAMPLE)], path, capsys, monkeypatch)
     finally:
         closed.chmod(0o755)
 

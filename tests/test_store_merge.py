@@ -138,12 +138,12 @@ def test_the_command_takes_several_and_says_what_to_race(tmp_path, capsys) -> No
             taken, one = measured(name, us)
             db.merge([taken], [one])
     target = str(tmp_path / "all.db")
-    assert main(["db", "merge", "--db", target, str(tmp_path / "b.db"), str(tmp_path / "a.db")]) == 0
+    assert main(["db", "import", "--db", target, str(tmp_path / "b.db"), str(tmp_path / "a.db")]) == 0
     said = capsys.readouterr().out
     assert "entries: 1 added, 1 replaced, 0 kept; measurements: 2 added, 0 known" in said
     assert "served with 100.00 us, was also measured at 130.00 us" in said
-    assert "let a race decide: tiledsched tune attention --arch sm_90 --regime burst --problem S=1024,D=64" in said
-    assert main(["db", "merge", "--db", target, str(tmp_path / "b.db"), "--json"]) == 0
+    assert "let a race decide: tiledsched tune attention --arch sm_90 --regime burst -p S=1024,D=64" in said
+    assert main(["db", "import", "--db", target, str(tmp_path / "b.db"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["entries_kept"], told["contradictions"][0]["median_us"]) == (1, 130.0)
 

@@ -271,27 +271,27 @@ def gpu(monkeypatch, tmp_path):
 
 def test_the_command_goes_on_where_it_stopped(gpu, tmp_path, capsys):
     gpu.most = 30
-    assert main(["study", "attention", "--no-tiles"]) == 0
+    assert main(["study", "paper", "attention", "--no-tiles"]) == 0
     assert "50 of 80 problems are left" in capsys.readouterr().err
     gpu.most = 100
-    assert main(["study", "--json"]) == 0
+    assert main(["study", "paper", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["problems"], told["left"], gpu.cells) == (80, 0, 80)
-    assert len(lines_of(tmp_path / "study" / "benchmark_results.csv")) == 640
-    assert [line["S"] for line in lines_of(tmp_path / "study" / "tuning_results.csv")] == ["1024", "4096", "8192"] * 2
+    assert len(lines_of(tmp_path / "paper" / "benchmark_results.csv")) == 640
+    assert [line["S"] for line in lines_of(tmp_path / "paper" / "tuning_results.csv")] == ["1024", "4096", "8192"] * 2
     assert len(gpu.tuned) == 6
-    assert main(["study", "--summary"]) == 0
+    assert main(["study", "paper", "--summary"]) == 0
     assert gpu.cells == 80
-    assert not (tmp_path / "study" / "tiles.json").exists()
+    assert not (tmp_path / "paper" / "tiles.json").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("study --summary --out nowhere", "holds no study"),
-        ("study matmul", "tiledsched bench matmul"),
-        ("study --methods matmul", "the study knows"),
-        ("study --methods nothing", "unknown method"),
+        ("study paper --summary --out nowhere", "holds no study"),
+        ("study paper matmul", "tiledsched bench matmul"),
+        ("study paper --methods matmul", "the study knows"),
+        ("study paper --methods nothing", "unknown method"),
     ],
 )
 def test_wrong_use_is_told(gpu, capsys, words, message):
@@ -300,10 +300,10 @@ def test_wrong_use_is_told(gpu, capsys, words, message):
 
 
 def test_a_file_torn_by_a_kill_goes_on(gpu, tmp_path, capsys):
-    append_rows(rows()[:8], tmp_path / "study" / "bench.csv")
-    with (tmp_path / "study" / "bench.csv").open("a") as file:
+    append_rows(rows()[:8], tmp_path / "paper" / "bench.csv")
+    with (tmp_path / "paper" / "bench.csv").open("a") as file:
         file.write("burst,tiledsched,flo")
-    assert main(["study", "--no-tiles"]) == 0
+    assert main(["study", "paper", "--no-tiles"]) == 0
     assert gpu.cells == 79
 
 

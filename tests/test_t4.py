@@ -269,9 +269,9 @@ def test_a_folder_that_cannot_be_written(landscape, tmp_path) -> None:
 
 
 def test_the_command_writes_them(db, tmp_path, capsys) -> None:
-    where = ["--db", str(tmp_path / "tuning.db"), "--export", str(tmp_path / "out")]
+    where = ["--db", str(tmp_path / "tuning.db"), "--landscapes", str(tmp_path / "out")]
     for form in ("tiledsched", "t4", "kernel-tuner-cache"):
-        assert main(["landscapes", *where, "--format", form]) == 0
+        assert main(["db", "export", *where, "--format", form]) == 0
     stem = "h200_burst_s4096_d64_float16_full_b4_h32"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         f"{stem}.json.xz",
@@ -279,9 +279,9 @@ def test_the_command_writes_them(db, tmp_path, capsys) -> None:
         f"{stem}.t4.metadata.json",
         f"{stem}.cache.json",
     }
-    assert f"{stem}.cache.json" in capsys.readouterr().err
-    assert main(["landscapes", "--db", str(tmp_path / "tuning.db"), "--format", "t4"]) == 2
-    assert "--export" in capsys.readouterr().err
+    assert f"{stem}.cache.json" in capsys.readouterr().out
+    assert main(["db", "export", "--db", str(tmp_path / "tuning.db"), "--format", "t4"]) == 2
+    assert "--landscapes" in capsys.readouterr().err
 
 
 # And back
@@ -297,7 +297,10 @@ def table_bytes(db, folder) -> bytes:
 def test_what_was_written_is_read_again_without_loss(form, db, tmp_path, capsys) -> None:
     failed(db, plain(32, 32), FailureKind.COMPILE_ERROR)
     out = tmp_path / "out"
-    assert main(["landscapes", "--db", db.url.removeprefix("sqlite:///"), "--export", str(out), "--format", form]) == 0
+    assert (
+        main(["db", "export", "--db", db.url.removeprefix("sqlite:///"), "--landscapes", str(out), "--format", form])
+        == 0
+    )
     files = sorted(map(str, out.iterdir()))
     for _ in range(2):  # the second time everything is known
         assert main(["db", "import", *files, "--db", str(tmp_path / "other.db")]) == 0
@@ -311,10 +314,11 @@ def test_a_full_landscape_holds_what_was_measured_before(db, tmp_path, capsys) -
     add_times(db, {FASTEST: 104.0}, fingerprints={FASTEST: "a" * 24})
     for name, more, rows in (("newest", [], 2), ("all", ["--full"], 3)):
         command = [
-            "landscapes",
+            "db",
+            "export",
             "--db",
             db.url.removeprefix("sqlite:///"),
-            "--export",
+            "--landscapes",
             str(tmp_path / name),
             "--format",
             "csv",
@@ -322,8 +326,8 @@ def test_a_full_landscape_holds_what_was_measured_before(db, tmp_path, capsys) -
         assert main([*command, *more]) == 0
         (file,) = (tmp_path / name).iterdir()
         assert len(file.read_text().splitlines()) == 1 + rows
-    assert main(["landscapes", "--full"]) == 2
-    assert main(["landscapes", "--export", str(tmp_path / "x"), "--full", "--format", "t4"]) == 2
+    assert main(["db", "export", "--full"]) == 2
+    assert main(["db", "export", "--landscapes", str(tmp_path / "x"), "--full", "--format", "t4"]) == 2
 
 
 def test_times_without_machine_code_are_no_evidence(db, tmp_path, capsys) -> None:

@@ -277,24 +277,6 @@ def test_the_check_of_the_command_line_fails_where_something_is_wrong(home, caps
     assert "0 of 1 schedules right" in capsys.readouterr().out
 
 
-@pytest.mark.compiler
-def test_the_tutorials_commands_run(home, capsys) -> None:
-    commands = [line.split()[1:] for block in TUTORIAL for line in block.splitlines() if line.startswith("tiledsched ")]
-    assert [command[0] for command in commands] == ["check", "tune", "show", "explain", "tune"]
-    check, tune, show, explain, measure = commands
-    assert "none" in tune
-    assert measure == [word for word in tune if word not in ("--runner", "none")]  # the same, and it wants a GPU
-    said = []
-    for command in ([*check, "--schedules", "3"], tune, show, explain):
-        assert main(command) == 0, command
-        said.append(capsys.readouterr().out)
-    assert re.findall(r"(\d+) of (\d+) schedules right", said[0]) == [("3", "3")] * 4
-    assert "18 schedules" in said[1]
-    assert "nothing was measured" in said[1]
-    assert said[2].count("modelled") == 2
-    assert "the entry for the nearest problem (rows=16384 columns=1024 float16)" in said[3]
-
-
 # Kernels of others
 
 

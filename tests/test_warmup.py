@@ -10,7 +10,6 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import store_samples
@@ -28,7 +27,7 @@ from tiledsched.serve import bundle as bundles
 from tiledsched.serve import warmup
 from tiledsched.serve.bundle import Program, bundle_paths, read_bundle, warm_path, write_bundle
 from tiledsched.serve.entries import load_entries
-from tiledsched.serve.lookup import Table
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundles
 from tiledsched.store.records import Entry
 
@@ -366,7 +365,7 @@ def test_a_program_of_a_bundle_is_the_one_cutile_would_compile_and_no_compiler_s
 
     problem = PROBLEM.replace(head_dim=32)
     schedule = SCHEDULE.replace(tile_m=64, tile_n=32)
-    table = Table([entry(problem, schedule)], Attention)
+    table = LookupTable([entry(problem, schedule)], Attention)
     made = warmup.prepare(
         ARCH,
         warm_path(ARCH, load_settings(), "attention"),
@@ -446,7 +445,7 @@ def pool(monkeypatch):
 
 def prepare(path, entries, **more):
     return warmup.prepare(
-        ARCH, path, entries, Table(entries, Attention), Attention, ArtifactStore(), "a compiler", **more
+        ARCH, path, entries, LookupTable(entries, Attention), Attention, ArtifactStore(), "a compiler", **more
     )
 
 
@@ -476,26 +475,22 @@ def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, 
     older = entry(fingerprint=known.fingerprint, source_hash="0" * 12)
     for one, reused in ((measured, 1), (older, 0)):
         made = warmup.prepare(
-            ARCH, tmp_path / f"{reused}.zip", [one], Table([one], Attention), Attention, store, "a compiler"
+            ARCH, tmp_path / f"{reused}.zip", [one], LookupTable([one], Attention), Attention, store, "a compiler"
         )
         assert (made.reused, made.compiled) == (reused, 1 - reused)
 
 
 def test_more_kinds_of_problem_are_prepared_on_request(tmp_path, pool) -> None:
-    def likely(problem=PROBLEM, **options):
-        asked = {"dtype": [], "group": [], "any_length": False, "decode": False} | options
-        return Attention.likely(problem, SimpleNamespace(**asked))
-
-    every = {"dtype": ["float16", "bfloat16"], "group": [1, 4], "any_length": True}
-    found = likely(**every)
+    every = {"dtype": ["float16", "bfloat16"], "group": ["1", "4"], "any-length": []}
+    found = Attention.likely(PROBLEM, every)
     assert len(found) == len(set(found)) == 8
     assert {(each.dtype, each.group, each.seq_k) for each in found} == {
         (dtype, group, rows) for dtype in ("float16", "bfloat16") for group in (1, 4) for rows in (1024, 1025)
     }
-    assert likely(group=[3]) == []  # 32 heads are no multiple of 3
-    decode = likely(PROBLEM.replace(causal=True), decode=True)
+    assert Attention.likely(PROBLEM, {"group": ["3"]}) == []  # 32 heads are no multiple of 3
+    decode = Attention.likely(PROBLEM.replace(causal=True), {"decode": []})
     assert [(each.seq_q, each.causal) for each in decode] == [(1024, True), (1, False)]
-    made = prepare(tmp_path / "b.zip", [entry()], likely=lambda problem: likely(problem, **every))
+    made = prepare(tmp_path / "b.zip", [entry()], likely=lambda problem: Attention.likely(problem, every))
     assert made.programs == made.problems == 8
 
 
@@ -507,7 +502,13 @@ def test_what_does_not_build_is_told_and_the_rest_is_written(tmp_path, pool) -> 
     assert "1 would not build (too big)" in str(made)
     with pytest.raises(ConfigError, match="tiledsched tune attention --arch sm_121"):
         warmup.prepare(
-            "sm_121", tmp_path / "c.zip", entries, Table(entries, Attention), Attention, ArtifactStore(), "a compiler"
+            "sm_121",
+            tmp_path / "c.zip",
+            entries,
+            LookupTable(entries, Attention),
+            Attention,
+            ArtifactStore(),
+            "a compiler",
         )
 
 
@@ -549,10 +550,10 @@ def test_warmup_and_bundle_write_and_tell(tmp_path, pool, small_table, capsys) -
     assert (said["programs"], said["failures"]) == (1, [])
     assert said["seconds"] >= 0
     pool.tasks.clear()
-    assert main(["bundle", "--arch", ARCH, "--out", str(tmp_path / "out.zip")]) == 0
+    assert main(["warmup", "--arch", ARCH, "--out", str(tmp_path / "out.zip")]) == 0
     assert pool.tasks == []  # warmup has built it
     assert "(1 had before, 0 built now)" in capsys.readouterr().out
-    assert main(["bundle", "--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--any-length"]) == 0
+    assert main(["warmup", "--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--also", "any-length"]) == 0
     assert f"{ARCH}: 2 programs for 2 problems" in capsys.readouterr().out
     assert len(read_bundle(tmp_path / "out.zip").programs) == 2
 
@@ -567,11 +568,10 @@ def test_warmup_fails_where_a_program_would_not_build(pool, monkeypatch, capsys)
     assert "would not build" in capsys.readouterr().out
 
 
-def test_warmup_without_a_gpu_asks_for_an_arch(monkeypatch, capsys) -> None:
+def test_warmup_without_a_gpu_asks_for_an_arch(capsys) -> None:
     from tiledsched.cli import main
 
-    monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
-    assert main(["warmup"]) == 2
+    assert main(["warmup"], devices=list) == 2
     assert "pass --arch" in capsys.readouterr().err
 
 

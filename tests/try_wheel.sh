@@ -30,7 +30,7 @@ choices = [0]
 [knobs.latency_v]
 choices = [0]
 TOML
-tiledsched tune --arch sm_121 --space small.toml --seq-len 1024 --head-dim 64 --causal no
+tiledsched tune --arch sm_121 --space small.toml -p B=16,H=32,S=1024,D=64
 tiledsched show attention --arch sm_121 --json > show.json
 python -c "import json; rows = json.load(open('show.json'))['entries']; assert [r['provenance'] for r in rows if r['batch'] == 16 and r['S'] == 1024], rows"
 tiledsched report --arch sm_121 --out report > /dev/null

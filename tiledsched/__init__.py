@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tiledsched.core.space import SearchSpace as SearchSpace
     from tiledsched.core.space_files import load_space as load_space
     from tiledsched.core.space_files import space_for as space_for
-    from tiledsched.ops.explain import explain as explain
+    from tiledsched.ops.sdpa import explain as explain
     from tiledsched.ops.sdpa import sdpa as sdpa
     from tiledsched.ops.varlen import sdpa_paged as sdpa_paged
     from tiledsched.ops.varlen import sdpa_varlen as sdpa_varlen
@@ -48,8 +48,7 @@ _PUBLIC = {
     "core.schedule": "Schedule",
     "core.space": "SearchSpace",
     "core.space_files": "load_space space_for",
-    "ops.explain": "explain",
-    "ops.sdpa": "sdpa",
+    "ops.sdpa": "explain sdpa",
     "ops.varlen": "sdpa_paged sdpa_varlen",
     "serve.op": "op",
     "serve.ranks": "check_ranks",

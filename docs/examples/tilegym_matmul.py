@@ -13,17 +13,9 @@ class Matmul(ts.Kernel):
     A, B, C = ts.array("m k"), ts.array("k n"), ts.out("m n")
     derived = {"M": lambda p: p.m, "N": lambda p: p.n, "K": lambda p: p.k}
     tiles = [128, 64, 256]
-    knobs = {
-        "persistent": [False, True],
-        "TILE_SIZE_M": tiles,
-        "TILE_SIZE_N": tiles,
-        "TILE_SIZE_K": [64, 32, 128],
-        "GROUP_SIZE_M": [8, 4],
-        "LOAD_LATENCY": [-1, 4, 6],
-        "num_ctas": [1, 2],
-        "occupancy": [1, 2],
-        "num_worker_warps": [0, 8],
-    }
+    knobs = {"persistent": [False, True], "TILE_SIZE_M": tiles, "TILE_SIZE_N": tiles, "TILE_SIZE_K": [64, 32, 128],
+             "GROUP_SIZE_M": [8, 4], "LOAD_LATENCY": [-1, 4, 6], "num_ctas": [1, 2], "occupancy": [1, 2],
+             "num_worker_warps": [0, 8]}  # fmt: skip
     exploring = {
         "persistent or (GROUP_SIZE_M == 8 and LOAD_LATENCY == -1)": "the plain kernel has neither",
         "TILE_SIZE_M * TILE_SIZE_N * occupancy <= 128 * 256 * num_ctas": "accumulators beyond the registers of an SM",

@@ -22,13 +22,8 @@ class Rope(ts.Kernel):
     suites = {"llama": [dict(batch=b, seq=s, q_heads=32, k_heads=8) for b, s in ((1, 4096), (4, 4096), (1, 16384))]}
 
     def constants(p, s):
-        return {
-            "COS_BS": 1,
-            "SEQ_LEN": p.seq,
-            "TILE_QH": padded(p.q_heads),
-            "TILE_KH": padded(p.k_heads),
-            "TILE_RD": p.head_dim // 2,
-        }
+        tiles = {"TILE_QH": padded(p.q_heads), "TILE_KH": padded(p.k_heads), "TILE_RD": p.head_dim // 2}
+        return {"COS_BS": 1, "SEQ_LEN": p.seq, **tiles}
 
     def grid(p, s, device):
         return p.batch * p.seq

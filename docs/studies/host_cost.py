@@ -42,7 +42,7 @@ class HostCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class HostMethod:
     """One way to call."""
 
     call: Callable[[], Any]
@@ -52,7 +52,7 @@ class Method:
 
 
 def measure_host_costs(
-    methods: Mapping[str, Method], *, rounds: int, synchronize: Callable[[], None], seed: int = 0
+    methods: Mapping[str, HostMethod], *, rounds: int, synchronize: Callable[[], None], seed: int = 0
 ) -> list[HostCost]:
     """Time every method in `rounds` blocks of `CALLS_PER_BLOCK` calls.
 
@@ -78,7 +78,7 @@ def measure_host_costs(
     ]
 
 
-def _time_block(method: Method) -> list[float]:
+def _time_block(method: HostMethod) -> list[float]:
     clock, call, found = time.perf_counter_ns, method.call, []
     with method.within():
         for _ in range(CALLS_PER_BLOCK):
@@ -100,7 +100,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def make_methods() -> dict[str, Method]:
+def make_methods() -> dict[str, HostMethod]:
     """Every method on B=1 H=8 S=512 D=64 float16: so small that the host is what one waits for."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -108,10 +108,12 @@ def make_methods() -> dict[str, Method]:
 
     from tiledsched.ops import plans
     from tiledsched.ops.operator import sdpa_operator
-    from tiledsched.ops.sdpa import sdpa
+    from tiledsched.ops.sdpa import plan_for, sdpa
+    from tiledsched.serve import process
 
     q, k, v = (torch.randn((1, 8, 512, 64), device="cuda", dtype=torch.float16) for _ in range(3))
-    plan = plans.plan_for(q, k, v).own
+    plan = plan_for(q, k, v).own
+    ((kernel, grid, _),), launch = plan.steps, process.runtime.launch
     arguments = (q, k, v, sdpa(q, k, v), *plan.tail)
     stream, graph = torch.cuda.current_stream().cuda_stream, torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -123,14 +125,18 @@ def make_methods() -> dict[str, Method]:
             find(q, k, v, None, None, False)
 
     return {
-        "sdpa": Method(call=lambda: sdpa(q, k, v)),
-        "operator": Method(call=lambda: sdpa_operator(q, k, v)),
-        "torch_auto": Method(call=lambda: torch_sdpa(q, k, v)),
-        "torch_flash": Method(call=lambda: torch_sdpa(q, k, v), within=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
-        "torch_cudnn": Method(call=lambda: torch_sdpa(q, k, v), within=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)),
-        "launch": Method(call=lambda: plan.launch(stream, plan.grid, plan.kernel, arguments)),
-        "graph_replay": Method(call=graph.replay),
-        "lookup": Method(call=look_up),
+        "sdpa": HostMethod(call=lambda: sdpa(q, k, v)),
+        "operator": HostMethod(call=lambda: sdpa_operator(q, k, v)),
+        "torch_auto": HostMethod(call=lambda: torch_sdpa(q, k, v)),
+        "torch_flash": HostMethod(
+            call=lambda: torch_sdpa(q, k, v), within=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+        ),
+        "torch_cudnn": HostMethod(
+            call=lambda: torch_sdpa(q, k, v), within=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+        ),
+        "launch": HostMethod(call=lambda: launch(stream, grid, kernel, arguments)),
+        "graph_replay": HostMethod(call=graph.replay),
+        "lookup": HostMethod(call=look_up),
     }
 
 

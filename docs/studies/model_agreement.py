@@ -64,9 +64,7 @@ def evaluate(landscapes: Sequence[Landscape], *, at_defaults: bool = False, held
     for one in landscapes:
         modelled = one.modelled_us
         if held_out:
-            residual = fit(
-                [other for other in landscapes if shape_of(other.problem) != shape_of(one.problem)], one.arch
-            )
+            residual = fit([other for other in landscapes if shape_of(other.problem) != shape_of(one.problem)])
             modelled = modelled * np.exp([residual.log_factor(p.schedule, p.facts) for p in one.programs])
         kept = _at_defaults(one) if at_defaults else np.ones(len(one.programs), dtype=bool)
         if kept.any():

@@ -28,7 +28,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.report.document import Heading, Paragraph, Table, to_markdown
-from tiledsched.serve.transfer import NEAR_KIND, OTHER_KIND, ExpectedLoss, Parameters, transfer
+from tiledsched.serve.transfer import NEAR_KIND, OTHER_KIND, ExpectedLoss, TransferParameters, transfer
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import Entry
 
@@ -38,7 +38,7 @@ Policy = Callable[[Problem, Entries], Schedule | None]
 ANY = 99.0
 """A distance beyond all."""
 GRID = tuple(
-    Parameters(neighbours=n, reach=r, unnamed=u, model=m)
+    TransferParameters(neighbours=n, reach=r, unnamed=u, model=m)
     for n, r, u, m in itertools.product((3, 4, 6), (0.5, 1.0, 2.0), (0.05, 0.1, 0.2), (0.3, 0.5, 1.0))
 )
 """From which the parameters are chosen anew for each problem by the others, to see what choosing them on all flatters."""
@@ -118,7 +118,7 @@ class Study:
                 judged.append(self.judge(landscape, schedule, near))
         return judged
 
-    def policy(self, parameters: Parameters = NEAR_KIND) -> Policy:
+    def policy(self, parameters: TransferParameters = NEAR_KIND) -> Policy:
         """The policy that is served, among problems of one kind."""
         return _among(_same_kind, self.space, self.spec, parameters)
 
@@ -221,7 +221,7 @@ class Study:
 
 
 def _among(
-    tells: Callable[[Entry, Problem], bool], space: SearchSpace, spec: ArchSpec, parameters: Parameters
+    tells: Callable[[Entry, Problem], bool], space: SearchSpace, spec: ArchSpec, parameters: TransferParameters
 ) -> Policy:
     def choose(problem: Problem, seen: Entries) -> Schedule | None:
         found = transfer(problem, [e for e in seen if tells(e, problem)], space, spec, parameters)

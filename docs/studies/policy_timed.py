@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from docs.studies.flags import integers, positive
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core.flags import integers, positive
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import drawn
@@ -31,8 +31,8 @@ from tiledsched.report.document import Table as Printed
 from tiledsched.report.document import to_markdown
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries
-from tiledsched.serve.lookup import Served, Table
-from tiledsched.serve.transfer import NEAR_KIND, Parameters
+from tiledsched.serve.lookup import LookupTable, Served
+from tiledsched.serve.transfer import NEAR_KIND, TransferParameters
 from tiledsched.store.exchange import read_text
 from tiledsched.store.records import Entry
 
@@ -40,7 +40,7 @@ ALIKE = "alike"
 """Status of a problem for which all policies choose the same."""
 ROUNDS = 12
 """Of each choice."""
-Choices = Mapping[Parameters, Served]
+Choices = Mapping[TransferParameters, Served]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +69,12 @@ class Row:
     """Of the driver and libraries."""
 
 
-def numbers_of(policy: Parameters) -> str:
+def numbers_of(policy: TransferParameters) -> str:
     """All its numbers, for people and files."""
     return " ".join(f"{name}={value:g}" for name, value in asdict(policy).items())
 
 
-def policy_of(text: str) -> Parameters:
+def policy_of(text: str) -> TransferParameters:
     """What is served, with the numbers of `name=value,name=value` in place of its own.
 
     Raises:
@@ -96,17 +96,20 @@ def problems_of(seeds: Iterable[int], entries: Sequence[Entry]) -> list[Problem]
 
 
 def chosen(
-    problem: Problem, tables: Mapping[Parameters, Table], arch: str, device: str = ""
-) -> dict[Parameters, Served]:
+    problem: Problem, tables: Mapping[TransferParameters, LookupTable], arch: str, device: str = ""
+) -> dict[TransferParameters, Served]:
     """What each policy's table serves for the problem."""
     return {policy: table.resolve(problem, arch, device) for policy, table in tables.items()}
 
 
-def tables_of(policies: Sequence[Parameters], entries: Sequence[Entry]) -> dict[Parameters, Table]:
+def tables_of(
+    policies: Sequence[TransferParameters], entries: Sequence[Entry]
+) -> dict[TransferParameters, LookupTable]:
     """A table for each policy, what is served first."""
     compiler = compiler_at_hand()
     return {
-        policy: Table(entries, kernel=Attention, compiler=compiler, policy=policy) for policy in (NEAR_KIND, *policies)
+        policy: LookupTable(entries, kernel=Attention, compiler=compiler, policy=policy)
+        for policy in (NEAR_KIND, *policies)
     }
 
 
@@ -122,9 +125,9 @@ def _method(name: str, served: Served, launched: dict[str, str]) -> Any:
     from tiledsched.serve.plan_cache import PlanCache
 
     def make(arrays: Any) -> Callable[[], Any]:
-        plan, beside = chosen_plan(PlanCache(lambda *given: given), arrays, lambda: served)
+        plan, call = chosen_plan(PlanCache(lambda *given: given), arrays, lambda: served)
         launched[name] = plan.served.schedule.short()
-        return plan_call(arrays, plan, beside)
+        return plan_call(plan, call)
 
     return Method(name=name, about="a choice", make=make)
 
@@ -238,7 +241,7 @@ def main() -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUE,...",
-        help="numbers of `tiledsched.serve.transfer.Parameters` that differ from what is served",
+        help="numbers of `tiledsched.serve.transfer.TransferParameters` that differ from what is served",
     )
     parser.add_argument("--workers", type=positive, default=1, help="processes that build what is to be timed")
     parser.add_argument("--csv", type=Path, help="rows are written here as they are known")

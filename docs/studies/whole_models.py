@@ -34,11 +34,11 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from docs.studies.flags import integers, positive, words
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.extras import installing, package_version
 from tiledsched.core.files import write_whole
-from tiledsched.core.flags import integers, positive, words
 from tiledsched.measure.gpu import child_environment
 from tiledsched.measure.lock import holding_current_gpu
 from tiledsched.measure.nvml import devices

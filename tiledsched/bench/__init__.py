@@ -1,1 +1,1 @@
-"""`sdpa` beside every other attention at hand: interleaved, paced, checked against float64, to CSV and a table."""
+"""Times a kernel and other implementations of the same problem: interleaved, paced, and checked against float64."""

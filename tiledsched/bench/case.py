@@ -1,14 +1,13 @@
-"""One problem of any kernel, ready to be computed by others: inputs as torch tensors, and outputs in float64."""
+"""One problem, ready to be computed by every method: inputs as torch tensors, and the right outputs in float64."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tiledsched.bench.errors import Error
-from tiledsched.bench.methods import SERVED, Arrays, operator_call
+from tiledsched.bench.errors import NOT_FINITE, Error, error_of
+from tiledsched.bench.methods import OURS, Arrays, operator_call
 from tiledsched.bench.rivals import module_of
 from tiledsched.core.cases import expected_outputs, output_specs, random_inputs
 from tiledsched.core.errors import MeasureError
@@ -17,17 +16,17 @@ from tiledsched.core.problem import Problem
 from tiledsched.measure.torch_arrays import as_tensors
 
 
-class Case(Protocol):
-    """What methods are called on, and what is made of their outputs."""
+class BenchCase(Protocol):
+    """The inputs of a problem, and what is made of the outputs of methods."""
 
     @property
     def arrays(self) -> Arrays:
-        """Inputs."""
+        """The inputs that methods are called on."""
         ...
 
     @property
     def compared(self) -> str:
-        """How much of the output is compared."""
+        """How much of the output is compared with float64: `all`, or a number of (batch, head) pairs such as `4/64`."""
         ...
 
     def error(self, out: Any) -> Error:
@@ -35,86 +34,87 @@ class Case(Protocol):
         ...
 
     def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
-        """Fields of the row of our kernel or of what is served, in a CUDA graph where it was `captured`: schedule, provenance,
-        measured_program."""
+        """Fields of the row of one of our own methods: schedule, provenance and measured_program.
+
+        Args:
+            method: its name.
+            verify: also compile what is launched, and compare its machine code with the measured artifact.
+            captured: whether the method was timed in a CUDA graph, where another rival may be served.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class WholeCase:
-    """Every element of every output is compared."""
+    """A case of which every element of every output is compared."""
 
     arrays: Arrays
-    """What methods are called on."""
+    """The inputs that methods are called on."""
     specs: Sequence[ArraySpec]
-    """The outputs."""
+    """The outputs, as the kernel declares them."""
     expected: Sequence[Any]
-    """Of each, float64."""
+    """Each output in float64."""
     cupy: Any
-    """CuPy, or what stands for it."""
+    """CuPy; NumPy in tests."""
 
     @property
     def compared(self) -> str:
-        """All of it."""
+        """Everything is compared."""
         return "all"
 
     def error(self, out: Any) -> Error:
         """How far a method's outputs are from float64.
 
         Raises:
-            MeasureError: there are not as many, or they have other shapes.
+            MeasureError: the method returns too few outputs, or outputs of other shapes.
         """
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
         if len(self.specs) == 1 and self.specs[0].listed:
             outputs = [outputs]
         if len(outputs) < len(self.specs):
-            raise MeasureError(
-                f"it returns {len(outputs)} arrays; the outputs are {', '.join(s.name for s in self.specs)}"
-            )
-        found = [
-            self._error(spec, each, right)
-            for spec, each, right in zip(self.specs, outputs, self.expected, strict=False)
-        ]
+            names = ", ".join(spec.name for spec in self.specs)
+            raise MeasureError(f"it returns {len(outputs)} arrays; the outputs are {names}")
+        found = [self._error(*each) for each in zip(self.specs, outputs, self.expected, strict=False)]
         return Error(max_abs=max(each.max_abs for each in found), relative=max(each.relative for each in found))
 
     def _error(self, spec: ArraySpec, out: Any, right: Any) -> Error:
-        torch, xp = self.arrays.torch, self.cupy
-        largest, squares, norm = 0.0, 0.0, 0.0
+        torch = self.arrays.torch
+        wide = []
         for one, wanted in zip(out, right, strict=True) if spec.listed else ((out, right),):
             if tuple(one.shape) != tuple(wanted.shape):
                 raise MeasureError(f"its {spec.name} has shape {tuple(one.shape)}, not {tuple(wanted.shape)}")
-            wide = one.to(torch.float64)
-            if not bool(torch.isfinite(wide).all()):
-                return Error(max_abs=math.inf, relative=math.inf)
-            difference = xp.from_dlpack(wide) - wanted
-            largest = max(largest, float(xp.abs(difference).max()) if difference.size else 0.0)
-            squares += float((difference * difference).sum())
-            norm += float((wanted * wanted).sum())
-        return Error(max_abs=largest, relative=math.sqrt(squares / norm) if norm else math.sqrt(squares))
+            wide.append((one.to(torch.float64), wanted))
+        if not all(bool(torch.isfinite(one).all()) for one, _ in wide):
+            return NOT_FINITE
+        return error_of(self.cupy, ((self.cupy.from_dlpack(one), wanted) for one, wanted in wide))
 
     def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
-        """What the operator launches, and why; of what is served, the rival in its place."""
+        """What the torch operator of the kernel launches, and why; see :class:`BenchCase`."""
         operator, given = operator_call(self.arrays)
-        found = operator.explain(*given, verify=verify)
-        rival = found.in_graphs if captured else found.rival
-        if method == SERVED and rival:
-            return {"schedule": rival, "provenance": "rival", "measured_program": None}
-        return {
-            "schedule": found.served.schedule.short(),
-            "provenance": found.served.provenance,
-            "measured_program": found.is_measured_program if verify else None,
-        }
+        return details_of(operator.explain(*given, verify=verify), method, verify=verify, captured=captured)
 
 
-def make_case(torch: Any, cupy: Any, problem: Problem) -> Case:
-    """The inputs of a problem, the same in every run, and its outputs in float64.
+def details_of(found: Any, method: str, *, verify: bool, captured: bool) -> dict[str, Any]:
+    """The fields that `BenchCase.details` gives, from what `explain` found."""
+    rival = found.in_graphs if captured else found.rival
+    if method != OURS and rival:
+        return {"schedule": rival, "provenance": "rival", "measured_program": None}
+    return {
+        "schedule": found.served.schedule.short(),
+        "provenance": found.served.provenance,
+        "measured_program": found.is_measured_program if verify else None,
+    }
 
-    A kernel's own module of rivals may have a better way.
+
+def make_case(torch: Any, cupy: Any, problem: Problem) -> BenchCase:
+    """The case of a problem: its inputs are the same in every run.
+
+    A kernel's module in `bench.rivals` may make it in its own way.
     """
     kernel = problem.declaration
     own = getattr(module_of(kernel), "make_case", None)
     if own is not None:
-        found: Case = own(torch, cupy, problem)
+        found: BenchCase = own(torch, cupy, problem)
         return found
     stored = random_inputs(kernel, cupy, cupy.random.default_rng(int(problem.id, 16) % 2**31), problem)
     right = expected_outputs(kernel, cupy, problem, stored, "float64")
@@ -124,6 +124,6 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> Case:
 
 
 def output_dtype(problem: Problem) -> str:
-    """The type by which outputs are judged: of several the one that may be least right."""
+    """The element type by which outputs are judged; where outputs differ, the least accurate one."""
     outputs = output_specs(problem.declaration, problem)
     return max((each.dtype for each in outputs), key=lambda dtype: RELATIVE_ERRORS.get(dtype, 0.0))

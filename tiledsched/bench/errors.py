@@ -1,29 +1,51 @@
-"""How far an output is from float64, and from when on it is wrong."""
+"""How far outputs are from float64, and from when on an output is wrong."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from tiledsched.core.kernel import RELATIVE_ERRORS
 
 BEYOND = 2.5
-"""An output is wrong, not inaccurate, where its relative Frobenius error is this many times what our own may have."""
+"""An output is wrong, and not merely inaccurate, where its error is this many times what our own kernels may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """One method's error over what is compared."""
+    """One method's error, over the part of the output that is compared."""
 
     max_abs: float
-    """Largest absolute difference; infinite where any element of the whole output is not finite."""
+    """Largest absolute difference; infinite where any element of the output is not finite."""
     relative: float
-    """Frobenius norm of the difference over that of the reference; of several outputs the largest."""
+    """Frobenius norm of the difference over that of the reference; for several outputs, the largest."""
 
     def verdict(self, dtype: str) -> str:
-        """Empty, or why the output, of this type, is wrong."""
+        """Why an output of this type is wrong; empty where it is right."""
         if not math.isfinite(self.max_abs):
             return "wrong result: not every element is finite"
         if self.relative > BEYOND * RELATIVE_ERRORS.get(dtype, 0.0):
             return f"wrong result: relative error {self.relative:.2g}"
         return ""
+
+
+NOT_FINITE = Error(max_abs=math.inf, relative=math.inf)
+"""The error of an output with an element that is not finite."""
+
+
+def error_of(xp: Any, arrays: Iterable[tuple[Any, Any]]) -> Error:
+    """The error over several arrays together.
+
+    Args:
+        xp: numpy or cupy.
+        arrays: pairs of an output and its reference, both float64 and of one shape.
+    """
+    largest, squares, norm = 0.0, 0.0, 0.0
+    for output, reference in arrays:
+        difference = output - reference
+        largest = max(largest, float(xp.abs(difference).max()) if difference.size else 0.0)
+        squares += float((difference * difference).sum())
+        norm += float((reference * reference).sum())
+    return Error(max_abs=largest, relative=math.sqrt(squares / norm) if norm else math.sqrt(squares))

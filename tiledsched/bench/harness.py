@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.bench.case import Case, make_case, output_dtype
+from tiledsched.bench.case import BenchCase, make_case, output_dtype
 from tiledsched.bench.errors import Error
 from tiledsched.bench.methods import LEFT_OUT, MATMUL, OURS, SERVED, Call, Method
-from tiledsched.bench.run import Prepared, Ready, first_line
+from tiledsched.bench.run import PreparedCell, Ready, first_line
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.extras import installing
@@ -25,21 +25,21 @@ from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
 from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
 
 PACKAGES = ("torch", "triton", "cuda-tile", "tilegym", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
-"""Whose versions are noted, where installed."""
+"""Packages whose versions are recorded, where they are installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
-    """What some calls of a method told."""
+class MethodTrial:
+    """What was learnt by calling a method a few times."""
 
     call: Call
     """Computes the problem once."""
     error: Error | None
-    """Against float64; None of the matmul."""
+    """Its error against float64; None for the matmul."""
     look_us: float
-    """GPU time of a call, roughly."""
+    """Rough GPU time of a call, in microseconds."""
     host_us: float
-    """Time until a call returns."""
+    """Time until a call returns, in microseconds."""
 
 
 class TorchHarness:
@@ -67,7 +67,7 @@ class TorchHarness:
         self.versions = versions(torch, device.driver)
         self._flush = torch.empty(max(2 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
 
-    def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> Prepared:
+    def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> PreparedCell:
         """See `tiledsched.bench.run.Harness`."""
         torch = self._torch
         try:
@@ -77,14 +77,14 @@ class TorchHarness:
         except (RuntimeError, MemoryError) as error:
             if not _out_of_memory(torch, error):
                 raise _lost(error) from error
-            return Prepared(
+            return PreparedCell(
                 ready=(),
                 failed={each.name: "out of memory: the inputs" for each in methods},
                 watch=TorchStopwatch(torch, [], self._flush),
                 log=ConditionsLog(ask=asked),
             )
         failed: dict[str, str] = {}
-        found: list[tuple[Method, Tried]] = []
+        found: list[tuple[Method, MethodTrial]] = []
         for method in methods:
             outcome = self._try(method, case)
             if isinstance(outcome, str):
@@ -114,7 +114,7 @@ class TorchHarness:
                     else {},
                 )
             )
-        return Prepared(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog(ask=asked))
+        return PreparedCell(ready=tuple(ready), failed=failed, watch=watch, log=ConditionsLog(ask=asked))
 
     def check(self) -> None:
         """See `tiledsched.bench.run.Harness`."""
@@ -123,8 +123,8 @@ class TorchHarness:
         except RuntimeError as error:
             raise _lost(error) from error
 
-    def _try(self, method: Method, case: Case) -> Tried | str:
-        """What was learnt of a method by calling it some times; or why it takes no part."""
+    def _try(self, method: Method, case: BenchCase) -> MethodTrial | str:
+        """Call a method a few times: what was learnt, or why the method takes no part."""
         torch, problem = self._torch, case.arrays.problem
         refusal = method.refusal(problem, self._memory_bytes)
         if refusal:
@@ -146,10 +146,11 @@ class TorchHarness:
             self._check_context(method, error)
             return "out of memory" if _out_of_memory(torch, error) else first_line(error)
         wrong = found.verdict(output_dtype(problem)) if found else ""
-        return wrong or Tried(call=call, error=found, look_us=look_us, host_us=host_us)
+        return wrong or MethodTrial(call=call, error=found, look_us=look_us, host_us=host_us)
 
     def _check_context(self, method: Method, error: Exception) -> None:
-        """Whether the GPU can still be used after `error`: an illegal access breaks the context of this process for good.
+        """Make sure that the GPU can still be used after `error`. An illegal access breaks the CUDA context of this
+        process for good.
 
         Raises:
             MeasureError: it cannot.
@@ -163,8 +164,8 @@ class TorchHarness:
             ) from broken
         self._torch.cuda.empty_cache()
 
-    def _details(self, case: Case, method: str, *, captured: bool) -> dict[str, Any]:
-        """What our own methods launched and why. That it could not be told is no reason to lose the times."""
+    def _details(self, case: BenchCase, method: str, *, captured: bool) -> dict[str, Any]:
+        """What our own methods launched, and why. If that cannot be found out, the row keeps its times and says so."""
         try:
             return case.details(method, verify=self._verify, captured=captured)
         except Exception as error:
@@ -183,7 +184,7 @@ def _out_of_memory(torch: Any, error: BaseException) -> bool:
 
 
 def versions(torch: Any, driver: str) -> str:
-    """Driver and libraries, in one line."""
+    """Versions of the driver and the libraries, in one line."""
     parts = [f"driver {driver}", f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
     for package in PACKAGES:
         try:

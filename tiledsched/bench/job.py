@@ -1,4 +1,4 @@
-"""`bench` as a function: what the command line calls, and a worker of a fleet for one problem."""
+"""`bench` as a function: for the command line, and for a worker of a fleet, which runs it for one problem."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Collection, Sequence
 
 from tiledsched.bench.rows import BenchRow, Cell
+from tiledsched.bench.run import BenchOptions, Harness, run_bench
+from tiledsched.bench.sampling import USUAL_PACE, Pace
 from tiledsched.core import config
 from tiledsched.core.kernel import KernelClass
 from tiledsched.core.problem import Problem
@@ -22,41 +24,45 @@ def bench_here(
     rounds: int = 30,
     budget_s: float | None = None,
     verify: bool = False,
+    harness: Harness | None = None,
+    pace: Pace = USUAL_PACE,
     done: Callable[[Sequence[str]], Collection[Cell]] = lambda methods: (),
     keep: Callable[[Sequence[BenchRow]], None] = lambda rows: None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[BenchRow]:
-    """Time a kernel beside its rivals on this GPU.
+    """Time a kernel and its rivals on this GPU.
 
     Args:
-        kernel: whose.
+        kernel: the kernel.
         problems: what to compute.
         db: database to serve from; None for the user's.
-        methods: what takes part; None for all that is installed.
-        ceiling: also a large matmul, and every rate over it.
+        methods: names of the methods that take part; None for all that are installed.
+        ceiling: also time a large matmul, and give every rate over its rate.
         regime: burst, sustained or both.
         rounds: samples of a quick method.
         budget_s: seconds for all problems together.
-        verify: check that what is launched is the machine code that was measured.
-        done: told the methods' names; the cells to leave out.
-        keep: given the rows of each cell as they are known.
-        progress: told a line per cell.
+        verify: check that the machine code that is launched is the one that was measured.
+        harness: what runs the methods; None for the current CUDA device.
+        pace: pauses between launches, and how long the GPU is warmed up.
+        done: called with the names of the methods; returns the cells to leave out.
+        keep: called with the rows of each cell as soon as they are known.
+        progress: called with a line for each cell.
 
     Raises:
-        TiledschedError: an unknown method, or a GPU that cannot be used.
+        TiledschedError: a method is unknown, or the GPU cannot be used.
     """
     from tiledsched.bench.harness import TorchHarness
     from tiledsched.bench.methods import choose_methods
-    from tiledsched.bench.run import BenchOptions, run_bench
     from tiledsched.measure.lock import holding_current_gpu
 
     if db:
         os.environ["TILEDSCHED_DB"] = db  # what is launched reads its own settings
-        for forget in config.watchers:  # and may have read another database's, in this process
+        for forget in config.watchers:  # and this process may have read another database before
             forget()
     chosen = choose_methods(kernel, methods, problems, ceiling=ceiling)
     regimes = ("burst", "sustained") if regime == "both" else (regime,)
     left_out = done([method.name for method in chosen])
-    how = BenchOptions(methods=tuple(chosen), regimes=regimes, rounds=rounds, budget_s=budget_s)
+    options = BenchOptions(methods=tuple(chosen), regimes=regimes, rounds=rounds, budget_s=budget_s, pace=pace)
     with holding_current_gpu():
-        return run_bench(problems, how, TorchHarness(verify=verify), done=left_out, keep=keep, progress=progress)
+        here = harness or TorchHarness(verify=verify)
+        return run_bench(problems, options, here, done=left_out, keep=keep, progress=progress)

@@ -1,4 +1,4 @@
-"""The methods compared: how each is called on the same arrays.
+"""The methods that are compared, and how each is called on the same arrays.
 
 Nothing is imported before it is used: a method whose package is missing, or which refuses a problem, costs its own row only.
 """
@@ -21,16 +21,16 @@ from tiledsched.core.registry import load_kernel
 from tiledsched.measure.rivals import call_on
 
 OURS = "tiledsched"
-"""Our kernel, always."""
+"""The method that always runs our kernel."""
 SERVED = "served"
-"""What a call runs: our kernel, or the rival that is served in its place."""
+"""The method that runs whatever is served: our kernel, or a rival that was measured to be faster."""
 LEFT_OUT = "left_out"
-"""What a call would run had nobody tuned the problem's suite."""
+"""The method that runs what would be served if nobody had tuned the suites that hold the problem."""
 MATMUL = "matmul"
 MATMUL_SIZE = 8192
-"""Rows and columns of the matrices whose product is the practical ceiling."""
+"""Rows and columns of the square matrices whose product is the practical ceiling of arithmetic."""
 MEMORY_SHARE = 0.5
-"""Of the device's memory, what a method's score matrices may take."""
+"""Share of the device's memory that the score matrices of a method may take."""
 
 Call = Callable[[], Any]
 """Starts one computation on the current stream; returns its output, or its outputs in the order declared."""
@@ -38,43 +38,43 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """One problem's inputs, as torch tensors on the GPU."""
+    """The inputs of one problem, as torch tensors on the GPU."""
 
     torch: Any
     """The torch module."""
     problem: Problem
-    """What to compute."""
+    """The problem to compute."""
     tensors: tuple[Any, ...]
-    """Inputs, and arrays changed in place, in the order declared; a list of arrays is a list."""
+    """Inputs, and arrays that the kernel changes in place, in the order declared; a list of arrays is a list here."""
 
     @property
     def dtype(self) -> Any:
-        """Of the first."""
+        """Element type of the first input."""
         first = self.tensors[0]
         return (first[0] if isinstance(first, list) else first).dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to compute the problem, or the matmul that bounds them all."""
+    """One way to compute a problem; or the matmul, whose rate is the ceiling."""
 
     name: str
-    """As `--methods` takes it and the rows give it."""
+    """Name in `--methods` and in the rows."""
     about: str
-    """One line for people."""
+    """One line that says what it is."""
     make: Callable[[Any], Call]
-    """The call on these arrays; raises UnsupportedError, or whatever its library raises, where it cannot be made."""
+    """Makes the call on given arrays. It raises UnsupportedError, or whatever its library raises, where it cannot."""
     package: str = ""
-    """Python package it needs beside torch; where that is missing, the method is left out unless asked for by name."""
+    """The Python package it needs besides torch. Where that is missing, the method takes part only if it is named."""
     score_bytes: int = 0
-    """Of attention: device memory it takes for each element of the whole score matrix; 0 where it never holds that."""
+    """For attention methods that hold the whole score matrix: bytes of device memory for each of its elements; else 0."""
 
     by_name: bool = False
-    """Whether it takes part only where it is asked for by name."""
+    """Whether it takes part only where it is named."""
 
     @property
     def installed(self) -> bool:
-        """Whether its package is there; nothing is imported to find out."""
+        """Whether its package is installed; nothing is imported to find out."""
         try:
             return not self.package or importlib.util.find_spec(self.package) is not None
         except ModuleNotFoundError:  # a part of a package that is not there
@@ -82,11 +82,13 @@ class Method:
 
     @property
     def flops(self) -> float | None:
-        """Of one call, where they are not the problem's."""
+        """Floating-point operations of one call of the matmul; None for all other methods, whose operations are the
+        problem's.
+        """
         return 2.0 * MATMUL_SIZE**3 if self.name == MATMUL else None
 
     def refusal(self, problem: Problem, memory_bytes: int) -> str:
-        """Why it is not even tried on `problem`; empty where it is."""
+        """Why it is not even tried on `problem`; empty where it is tried."""
         if not self.installed:
             return f"not installed: {self.package}"
         scores = problem.batch * problem.heads * problem.seq_q * problem.seq_k if self.score_bytes else 0
@@ -97,7 +99,7 @@ class Method:
 
 
 def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
-    """The torch operator of the problem's kernel and what it is called with: tensors, what they do not show, scalars.
+    """The torch operator of the problem's kernel and its arguments: tensors, sizes that the tensors do not show, scalars.
 
     Flags decide which arrays there are, so that each combination of them is an operator of its own.
     """
@@ -109,7 +111,7 @@ def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
     operator = op("tiledsched_bench::" + re.sub(r"\W", "_", word), kernel, **flags)
     tensors = dict(zip((spec.name for spec in input_specs(kernel, p)), arrays.tensors, strict=True))
     given = []
-    for each in operator.form.parameters:
+    for each in operator.schema.parameters:
         if each.kind in ("array", "list"):
             given.append(tensors.get(each.name))
         else:
@@ -118,7 +120,7 @@ def operator_call(arrays: Arrays) -> tuple[Any, list[Any]]:
 
 
 def _ours(arrays: Arrays) -> Call:
-    """Our kernel as the operator launches it, also where a rival is served."""
+    """Our kernel as the operator launches it, even where a rival is served."""
     return _operator(arrays, own=True)
 
 
@@ -128,7 +130,7 @@ def _served(arrays: Arrays) -> Call:
 
 
 def _operator(arrays: Arrays, *, own: bool) -> Call:
-    """The operator on arrays of its own where it changes some: other methods are given them as they were."""
+    """The operator. It gets copies of the arrays that it changes, so that other methods see them unchanged."""
     specs = input_specs(arrays.problem.declaration, arrays.problem)
     copies = tuple(
         tensor.clone() if spec.role == "inout" else tensor for spec, tensor in zip(specs, arrays.tensors, strict=True)
@@ -159,7 +161,7 @@ def _rival(name: str) -> Callable[[Arrays], Call]:
 
 
 def _matmul(arrays: Arrays) -> Call:
-    """What this GPU's tensor cores give in practice: one large matrix product through torch."""
+    """One large matrix product through torch: the rate that this GPU's tensor cores reach in practice."""
     torch = arrays.torch
     left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").to(arrays.dtype) for _ in range(2))
     return lambda: torch.matmul(left, right)
@@ -169,7 +171,9 @@ CEILING = Method(name=MATMUL, about="8192^3 matmul through torch, the ceiling", 
 
 
 def methods_of(kernel: KernelClass, problems: Sequence[Problem] = ()) -> Mapping[str, Method]:
-    """What is raced: what the kernel's own module lists, else ours and every rival that it names for one of the problems."""
+    """The methods for a kernel: those listed by its module in `bench.rivals`, else our kernel and every rival it has
+    for one of the problems.
+    """
     listed: Mapping[str, Method] | None = getattr(module_of(kernel), "METHODS", None)
     if listed is not None:
         return {**listed, MATMUL: CEILING}
@@ -185,7 +189,7 @@ def methods_of(kernel: KernelClass, problems: Sequence[Problem] = ()) -> Mapping
 def choose_methods(
     kernel: KernelClass | str, names: Sequence[str] | None, problems: Sequence[Problem] = (), *, ceiling: bool = False
 ) -> list[Method]:
-    """The methods asked for, in their own order; None for every one installed.
+    """The named methods, in the order of `methods_of`; without names, every method that is installed.
 
     Args:
         kernel: whose.

@@ -1,4 +1,4 @@
-"""The rows a bench writes: one for each method and cell, a cell being one problem in one regime."""
+"""The rows that a bench writes: one for each method in each cell, where a cell is one problem in one regime."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import Any
 from tiledsched.core.errors import ConfigError, ProblemError
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import Problem, canonical_json
-from tiledsched.core.registry import kernel_named
 from tiledsched.measure.runner import Conditions
 
 OK = "ok"
 """Status of a row that has a time."""
 SIZES = ("batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim")
-"""Columns of attention's files from before there were other kernels; empty where a problem has no such value."""
+"""Sizes of attention with a column of their own; empty for a problem that has no such field."""
+WORDS = ("method", "regime", "status", "compared", "schedule", "provenance", "device", "versions", "compiler")
+NUMBERS = ("median_us", "ci_low_us", "ci_high_us", "max_abs_err", "rel_err", "ceiling_ratio", "p95_us")
+"""Fields of a row whose columns hold a word, and those whose columns hold a number or nothing."""
 Cell = tuple[str, Problem]
 """(regime, problem)."""
 
@@ -43,7 +45,7 @@ class BenchRow:
     ci_high_us: float | None = None
     """Upper end."""
     flops: float | None = None
-    """Floating-point operations of one call where they are not the problem's: the matmul's."""
+    """Floating-point operations of one call, for the matmul, whose operations are not the problem's; else None."""
     max_abs_err: float | None = None
     """Largest absolute difference from the float64 reference, over what was compared."""
     rel_err: float | None = None
@@ -69,27 +71,27 @@ class BenchRow:
     p95_us: float | None = None
     """95th percentile of the samples."""
     compiler: str = ""
-    """Version of the compiler that made our own machine code; empty where that was not asked."""
+    """Version of the compiler that built our machine code; empty where it was not recorded."""
 
     @property
     def cell(self) -> Cell:
-        """What it shares with the rows it was interleaved with."""
+        """Regime and problem, which it shares with the rows that it was interleaved with."""
         return self.regime, self.problem
 
     @property
     def tflops(self) -> float | None:
-        """Rate in TFLOP/s; None where there is no time."""
+        """Rate in TFLOP/s; None for a row without time."""
         if not self.median_us:
             return None
         return (self.flops or self.problem.flops) / self.median_us / 1e6
 
     @property
     def gbps(self) -> float | None:
-        """Least traffic over time, GB/s; None where there is no time, and of the matmul."""
+        """Least memory traffic over time, in GB/s; None for a row without time and for the matmul."""
         return self.problem.gbps(self.median_us) if self.median_us and not self.flops else None
 
     def to_csv(self) -> dict[str, Any]:
-        """A flat row; :meth:`from_csv` inverts it, up to the digits kept."""
+        """One cell for each of `COLUMNS`; :meth:`from_csv` reads it back, up to rounding."""
         p = self.problem.values
         return {
             "regime": self.regime,
@@ -127,65 +129,34 @@ class BenchRow:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The same, for `--json`."""
+        """The row of the CSV file, for `--json`."""
         return self.to_csv()
 
     @classmethod
     def from_csv(cls, cells: Mapping[str, str | None]) -> BenchRow:
-        """The row `to_csv` wrote, in this version or an earlier one, which had fewer columns.
+        """The row that `to_csv` wrote.
 
         Raises:
-            KeyError, ValueError: a cell that every version writes is missing, or is no number where one is needed.
+            KeyError, ValueError: a cell is missing, or holds no number where one is needed.
         """
         texts = {name: value or "" for name, value in cells.items()}
-        stored = texts.get("problem")
-        problem = Problem.from_json(json.loads(stored)) if stored else _former_problem(texts)
         median_us, tflops = _number(texts["median_us"]), _number(texts["tflops"])
-        flops = tflops * median_us * 1e6 if texts["method"] == "matmul" and tflops and median_us else None
-        conditions = Conditions(
-            sm_clock_mhz=int(texts["sm_clock_mhz"] or 0),
-            power_w=float(texts.get("power_w") or 0),
-            temperature_c=int(texts.get("temperature_c") or 0),
-            throttle_reasons=tuple(name for name in texts.get("throttle", "").split("+") if name),
-            graph_launches=int(texts.get("graph_launches") or 0),
-        )
+        own_flops = texts["method"] == "matmul" and tflops and median_us
         return cls(
-            problem=problem,
-            method=texts["method"],
-            regime=texts["regime"],
-            status=texts["status"],
-            median_us=median_us,
-            ci_low_us=_number(texts["ci_low_us"]),
-            ci_high_us=_number(texts["ci_high_us"]),
-            flops=flops,
-            max_abs_err=_number(texts["max_abs_err"]),
-            rel_err=_number(texts.get("rel_err", "")),
-            compared=texts.get("compared", ""),
-            samples=int(texts["samples"]) if texts.get("samples") else None,
-            ceiling_ratio=_number(texts.get("ceiling_ratio", "")),
-            conditions=conditions,
-            schedule=texts.get("schedule", ""),
-            provenance=texts.get("provenance", ""),
-            measured_program={"True": True, "False": False}.get(texts.get("measured_program", "")),
-            device=texts.get("device", ""),
-            versions=texts.get("versions", ""),
-            compiler=texts.get("compiler", ""),
-            p95_us=_number(texts.get("p95_us", "")),
+            problem=Problem.from_json(json.loads(texts["problem"])),
+            flops=tflops * median_us * 1e6 if own_flops and tflops and median_us else None,
+            samples=int(texts["samples"]) if texts["samples"] else None,
+            measured_program={"True": True, "False": False}.get(texts["measured_program"]),
+            conditions=Conditions(
+                sm_clock_mhz=int(texts["sm_clock_mhz"]),
+                power_w=float(texts["power_w"]),
+                temperature_c=int(texts["temperature_c"]),
+                throttle_reasons=tuple(name for name in texts["throttle"].split("+") if name),
+                graph_launches=int(texts["graph_launches"]),
+            ),
+            **{name: texts[name] for name in WORDS},
+            **{name: _number(texts[name]) for name in NUMBERS},  # type: ignore[arg-type]
         )
-
-
-def _former_problem(texts: Mapping[str, str]) -> Problem:
-    """That of a row from before there were other kernels than attention."""
-    sizes: dict[str, Any] = {name: int(texts[name]) for name in SIZES}
-    if texts["causal"] not in ("True", "False"):
-        raise ValueError(f"causal is {texts['causal']!r}, not True or False")
-    return kernel_named("attention").problem(
-        **sizes,
-        dtype=texts["dtype"],
-        causal=texts["causal"] == "True",
-        alignment=texts.get("alignment") or "top_left",
-        value_dim=int(texts.get("value_dim") or 0),
-    )
 
 
 def _rounded(value: float | None, places: int) -> float | None:
@@ -201,11 +172,11 @@ def _number(text: str) -> float | None:
 
 
 COLUMNS = list(BenchRow(problem=Problem("", {}), method="", regime="", status="").to_csv())
-"""Of the CSV file, in order."""
+"""Columns of the CSV file, in order."""
 
 
 def append_rows(rows: Sequence[BenchRow], path: Path) -> None:
-    """Add the rows of a cell to the end of a CSV file, all at once; the file is made where there is none."""
+    """Append the rows of a cell to a CSV file in one write; the file is made where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=COLUMNS, lineterminator="\n")
@@ -217,7 +188,9 @@ def append_rows(rows: Sequence[BenchRow], path: Path) -> None:
 
 
 def read_rows(path: Path) -> list[BenchRow]:
-    """Every row of a bench's CSV file; of rows of one method, compiler and cell, the last. A line torn by a kill is left out.
+    """The rows of a bench's CSV file. Where several rows have the same method, compiler and cell, only the last counts.
+
+    A last line without a line break was cut off when a run was killed, and is left out.
 
     Raises:
         ConfigError: there is no such file, or it holds something else.
@@ -239,17 +212,19 @@ def read_rows(path: Path) -> list[BenchRow]:
 
 
 def finished_cells(path: Path, methods: Sequence[str]) -> set[Cell]:
-    """Cells of which the file already has a row of each of `methods`; and the file is made fit to append to.
+    """Cells for which the file already has a row of each of `methods`.
+
+    A last line that was cut off is removed from the file, so that rows can be appended.
 
     Raises:
-        ConfigError: the file is no bench of this version.
+        ConfigError: the file is not a bench, or has other columns.
     """
     if not path.exists() or path.stat().st_size == 0:
         return set()
     rows = read_rows(path)
     text = path.read_text(encoding="utf-8")
     if text.partition("\n")[0].strip().split(",") != COLUMNS:
-        raise ConfigError(f"{path} has the columns of another version; choose another file")
+        raise ConfigError(f"{path} has other columns than this version writes; choose another file")
     if not text.endswith("\n"):
         write_whole(path, text[: text.rfind("\n") + 1])
     done: dict[Cell, set[str]] = {}

@@ -1,4 +1,4 @@
-"""Cell by cell: prepare the methods, let them take turns, hand over the rows."""
+"""Runs a bench cell by cell: prepares the methods, lets them take turns, and hands over the rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from tiledsched.bench.errors import Error
 from tiledsched.bench.methods import MATMUL, Method
 from tiledsched.bench.rows import OK, BenchRow, Cell
-from tiledsched.bench.sampling import LEAST_SAMPLES, sample_counts, sample_in_turn
+from tiledsched.bench.sampling import LEAST_SAMPLES, USUAL_PACE, Pace, sample_counts, sample_in_turn
 from tiledsched.core.problem import Problem
 from tiledsched.measure.statistics import median_interval
-from tiledsched.measure.timing import BURST_GAP_S, STILL_WARM_S, SUSTAINED_REWARM_S, SUSTAINED_WARMUP_S, Log, Stopwatch
+from tiledsched.measure.timing import STILL_WARM_S, Log, Stopwatch
 
 CONFIDENCE = 0.95
 
@@ -25,45 +25,47 @@ class BenchOptions:
     """How a bench is run."""
 
     methods: tuple[Method, ...]
-    """What takes part in every cell."""
+    """The methods that take part in every cell."""
     regimes: tuple[str, ...] = ("burst",)
-    """All cells of the first, then all of the next: a GPU at its power cap takes its time to cool."""
+    """All cells of the first regime are run before those of the next: a GPU at its power cap takes time to cool."""
     rounds: int = 30
     """Samples of a quick method in a burst cell; see `tiledsched.bench.sampling.sample_counts`."""
     budget_s: float | None = None
-    """Seconds for all cells; those left get equal shares of what is left. None: no limit."""
+    """Seconds for all cells; the cells that are left share equally what is left of it. None: no limit."""
+    pace: Pace = USUAL_PACE
+    """Pauses between launches, and how long the GPU is warmed up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A method that runs and gives the right answer."""
+    """A method that runs and computes the right outputs."""
 
     method: Method
-    """Which."""
+    """The method."""
     look_us: float
-    """What one of its samples takes, roughly: a call, or a replay of `launches` calls."""
+    """Rough time of one sample, in microseconds: of one call, or of one replay of `launches` calls."""
     launches: int = 0
-    """Calls in one CUDA graph; 0 where it is called."""
+    """Calls in one CUDA graph; 0 where the method is called without a graph."""
     error: Error | None = None
-    """Against float64; None of the matmul."""
+    """Its error against float64; None for the matmul."""
     compared: str = ""
-    """How much of the output: (batch, head) pairs of how many, or all."""
+    """How much of the output was compared: `all`, or a number of (batch, head) pairs such as `4/64`."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of its row that are its own: schedule, provenance, measured_program."""
+    """Fields of its row that only our own methods have: schedule, provenance, measured_program."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedCell:
     """One cell, ready to be timed."""
 
     ready: tuple[Ready, ...]
-    """In the order `watch` knows them by."""
+    """The methods to time, in the order in which `watch` numbers them."""
     failed: Mapping[str, str]
-    """Method to why it takes no part."""
+    """Method -> why it takes no part."""
     watch: Stopwatch
-    """Launches and times them."""
+    """Launches and times the methods."""
     log: Log
-    """Of the GPU's state."""
+    """Records the state of the GPU."""
 
 
 class Harness(Protocol):
@@ -72,10 +74,10 @@ class Harness(Protocol):
     device: str
     """Name of the GPU."""
     versions: str
-    """Driver and libraries."""
+    """Driver and libraries, in one line."""
 
-    def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> Prepared:
-        """Make inputs and reference, run every method once, compare.
+    def prepare(self, problem: Problem, methods: Sequence[Method], regime: str) -> PreparedCell:
+        """Make inputs and reference, run every method once, and compare its outputs.
 
         Raises:
             MeasureError: the GPU cannot be used any more.
@@ -83,7 +85,7 @@ class Harness(Protocol):
         ...
 
     def check(self) -> None:
-        """Whether the GPU can still be used.
+        """Make sure that the GPU can still be used.
 
         Raises:
             MeasureError: it cannot.
@@ -99,43 +101,45 @@ def run_bench(
     done: Collection[Cell] = (),
     keep: Callable[[Sequence[BenchRow]], None] = lambda rows: None,
     progress: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[BenchRow]:
     """Time every method on every problem in every regime.
 
     Args:
         problems: what to compute.
         options: methods, regimes and how long.
-        harness: what runs them.
+        harness: what runs the methods.
         done: cells to leave out.
-        keep: given the rows of each cell as they are known.
-        progress: told a line per cell.
+        keep: called with the rows of each cell as soon as they are known.
+        progress: called with a line for each cell.
+        clock: seconds, by which the budget is counted.
 
     Raises:
-        MeasureError: the GPU cannot be used any more; the cells before were kept.
+        MeasureError: the GPU cannot be used any more; `keep` has the cells before.
     """
     cells = [(regime, problem) for regime in options.regimes for problem in problems if (regime, problem) not in done]
-    started = time.monotonic()
+    started = clock()
     rows: list[BenchRow] = []
     sustained_until = -STILL_WARM_S
     for number, (regime, problem) in enumerate(cells):
-        left_s = None if options.budget_s is None else started + options.budget_s - time.monotonic()
+        began = clock()
+        left_s = None if options.budget_s is None else started + options.budget_s - began
         if left_s is not None and left_s <= 0:
             progress(f"the budget is spent, {len(cells) - number} of {len(cells)} cells are left; run again to go on")
             break
-        began = time.monotonic()
         share_s = None if left_s is None else left_s / (len(cells) - number)
         still_warm = began - sustained_until < STILL_WARM_S
         found = bench_cell(harness, (regime, problem), options, share_s, still_warm)
+        took_s = clock() - began
         if regime == "sustained":
-            sustained_until = time.monotonic()
+            sustained_until = began + took_s
         keep(found)
         rows.extend(found)
-        took_s = time.monotonic() - began
-        progress(f"[{number + 1}/{len(cells)}] {regime} {problem}, {took_s:.1f} s: {_in_words(found)}")
+        progress(f"[{number + 1}/{len(cells)}] {regime} {problem}, {took_s:.1f} s: {_times_of(found)}")
     return rows
 
 
-def _in_words(rows: Sequence[BenchRow]) -> str:
+def _times_of(rows: Sequence[BenchRow]) -> str:
     return ", ".join(
         f"{row.method} {row.median_us:.1f} us" if row.median_us else f"{row.method} {row.status}" for row in rows
     )
@@ -147,52 +151,28 @@ def bench_cell(
     """The rows of one cell, in the order of the methods.
 
     Args:
-        harness: what runs them.
+        harness: what runs the methods.
         cell: regime and problem.
         options: methods and samples.
-        share_s: seconds for the cell, preparation included; None for as long as its samples take.
-        still_warm: sustained: whether another such cell has just ended.
+        share_s: seconds for the cell, its preparation included; None for as long as its samples take.
+        still_warm: in the sustained regime, whether another sustained cell has just ended.
 
     Raises:
         MeasureError: the GPU cannot be used any more.
     """
-    (regime, problem), began = cell, time.monotonic()
+    (regime, problem), began, pace = cell, time.monotonic(), options.pace
     prepared = harness.prepare(problem, options.methods, regime)
-    warmup_s = 0.0 if regime == "burst" else SUSTAINED_REWARM_S if still_warm else SUSTAINED_WARMUP_S
+    warmup_s = 0.0 if regime == "burst" else pace.rewarm_s if still_warm else pace.warmup_s
     left_s = None if share_s is None else share_s - (time.monotonic() - began) - warmup_s
     looks_us = [each.look_us for each in prepared.ready]
-    counts = sample_counts(looks_us, regime=regime, rounds=options.rounds, seconds=left_s)
+    counts = sample_counts(looks_us, regime=regime, rounds=options.rounds, gap_s=pace.gap_s, seconds=left_s)
     failed = dict(prepared.failed)
-    samples: dict[str, list[float]] = {}
-    try:
-        timed = (
-            sample_in_turn(
-                prepared.watch,
-                counts,
-                regime=regime,
-                rng=random.Random(problem.id),
-                log=prepared.log,
-                gap_s=BURST_GAP_S,
-                warmup_s=warmup_s,
-            )
-            if prepared.ready
-            else []
-        )
-        samples = {each.method.name: taken for each, taken in zip(prepared.ready, timed, strict=True)}
-    except RuntimeError as error:  # of torch or of the stopwatch; where the GPU is lost these rows say nothing
-        harness.check()
-        failed |= {each.method.name: f"while timed: {first_line(error)}" for each in prepared.ready}
-    for name, count in zip(list(samples), counts, strict=False):
-        if len(samples[name]) < LEAST_SAMPLES:
-            failed[name] = (
-                f"host too slow: the GPU waited for it in {count - len(samples[name])} of {count} calls, whose "
-                "times are its own"
-            )
-            del samples[name]
+    samples = _sampled(harness, prepared, counts, cell, replace(pace, warmup_s=warmup_s), failed)
     conditions = prepared.log.summary()
     if conditions.beside:
         failed |= dict.fromkeys(samples, f"timed {conditions.disturbance}")
         samples = {}
+    conditions = replace(conditions, gap_ms=pace.gap_s * 1e3 if regime == "burst" else 0.0)
     ready = {each.method.name: each for each in prepared.ready}
     rows = []
     for method in options.methods:
@@ -204,28 +184,59 @@ def bench_cell(
             flops=method.flops,
             device=harness.device,
             versions=harness.versions,
-            conditions=replace(conditions, gap_ms=BURST_GAP_S * 1e3 if regime == "burst" else 0.0),
+            conditions=conditions,
         )
-        if method.name in samples:
-            row = _timed(row, ready[method.name], samples[method.name])
-        rows.append(row)
+        timed = method.name in samples
+        rows.append(_with_times(row, ready[method.name], samples[method.name]) if timed else row)
     return _against_ceiling(rows)
 
 
-def _timed(row: BenchRow, ready: Ready, samples: Sequence[float]) -> BenchRow:
+def _sampled(
+    harness: Harness, prepared: PreparedCell, counts: Sequence[int], cell: Cell, pace: Pace, failed: dict[str, str]
+) -> dict[str, list[float]]:
+    """Method -> its samples in microseconds. Methods without enough of them are added to `failed`."""
+    regime, problem = cell
+    names = [each.method.name for each in prepared.ready]
+    if not names:
+        return {}
+    try:
+        taken = sample_in_turn(
+            prepared.watch, counts, regime=regime, rng=random.Random(problem.id), log=prepared.log, pace=pace
+        )
+    except RuntimeError as error:  # of torch or of the stopwatch; where the GPU is lost, the rows would say nothing
+        harness.check()
+        failed |= {name: f"while timed: {first_line(error)}" for name in names}
+        return {}
+    enough = {}
+    for name, samples, count in zip(names, taken, counts, strict=True):
+        if len(samples) >= LEAST_SAMPLES:
+            enough[name] = samples
+        else:
+            failed[name] = (
+                f"host too slow: in {count - len(samples)} of {count} calls the GPU waited for the host, so that their "
+                "times are the host's"
+            )
+    return enough
+
+
+def _with_times(row: BenchRow, ready: Ready, samples: Sequence[float]) -> BenchRow:
     low, high = median_interval(samples, CONFIDENCE)
     if ready.error is not None:
         row = replace(row, max_abs_err=ready.error.max_abs, rel_err=ready.error.relative, compared=ready.compared)
-    row = replace(
-        row, median_us=statistics.median(samples), p95_us=_percentile(samples, 0.95), ci_low_us=low, ci_high_us=high
-    )
     return replace(
-        row, samples=len(samples), conditions=replace(row.conditions, graph_launches=ready.launches), **ready.details
+        row,
+        median_us=statistics.median(samples),
+        p95_us=_percentile(samples, 0.95),
+        ci_low_us=low,
+        ci_high_us=high,
+        samples=len(samples),
+        conditions=replace(row.conditions, graph_launches=ready.launches),
+        **ready.details,
     )
 
 
 def _percentile(samples: Sequence[float], share: float) -> float:
-    """By linear interpolation between the two nearest samples."""
+    """The value below which a share of the samples lies, by linear interpolation between the two nearest samples."""
     ordered, place = sorted(samples), share * (len(samples) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
@@ -233,7 +244,7 @@ def _percentile(samples: Sequence[float], share: float) -> float:
 
 
 def _against_ceiling(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """The rows with their rate over the matmul's, where that took part."""
+    """The rows with their rate over the matmul's rate, where the matmul took part."""
     ceiling = next((row.tflops for row in rows if row.method == MATMUL), None)
     if not ceiling:
         return list(rows)
@@ -241,6 +252,6 @@ def _against_ceiling(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one short line."""
+    """Type and first line of an exception's message, at most 100 characters of it."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:100]}" if text else type(error).__name__

@@ -1,8 +1,8 @@
 """How the methods of one cell take turns: how many samples each gets, in which order, and with what pauses.
 
-Methods differ a hundredfold in time here, unlike the candidates of a race. Each gets the same share of the time instead of the
-same number of samples, and the samples of each are spread evenly over the whole run, so that a drift of clocks hits
-all of them alike.
+Unlike the candidates of a race, methods differ a hundredfold in time. So each gets the same share of the time instead of
+the same number of samples, and the samples of each are spread evenly over the whole run, so that a drift of the clocks
+affects all of them alike.
 """
 
 from __future__ import annotations
@@ -13,33 +13,63 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from tiledsched.measure.timing import BURST_GAP_S, SUSTAINED_WARMUP_S, Log, Stopwatch
+from tiledsched.measure.timing import BURST_GAP_S, SUSTAINED_REWARM_S, SUSTAINED_WARMUP_S, Log, Stopwatch
 
 LEAST_SAMPLES = 6
-"""Of each method, whatever it costs: below six there is no 95% interval of the median."""
+"""Samples of each method, whatever it costs: fewer than six give no 95% interval of the median."""
 MOST_SUSTAINED = 10
-"""Sustained: samples of a method, at most, for each round asked for. They follow each other at once and spread more."""
+"""In the sustained regime, a method gets at most so many samples for each round: they follow at once and spread more."""
 REST = 2.0
-"""Burst: the next launch begins no sooner than this many times the last one's own time after it began."""
+"""In the burst regime, a launch begins no sooner after the last one's beginning than this many times the last one's time."""
 QUEUED = 8
-"""Sustained: launches queued ahead of the one waited for, so that the GPU never waits for the host."""
+"""In the sustained regime, launches queued ahead of the one that is waited for, so that the GPU never waits for the host."""
 POLL_S = 0.020
-"""Distance of two readings of the clocks, at least."""
+"""Seconds between two readings of the clocks, at least."""
+
+
+class Clock(Protocol):
+    """What the module `time` offers; tests replace it."""
+
+    def perf_counter(self) -> float:
+        """Seconds since some moment."""
+        ...
+
+    def sleep(self, seconds: float, /) -> None:
+        """Wait."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Pauses between launches, and how long the GPU is warmed up."""
+
+    gap_s: float = BURST_GAP_S
+    """In the burst regime, seconds from the beginning of one launch to the next."""
+    warmup_s: float = SUSTAINED_WARMUP_S
+    """In the sustained regime, seconds of launches before samples count."""
+    rewarm_s: float = SUSTAINED_REWARM_S
+    """The same where another sustained cell has just ended."""
+    clock: Clock = time
+    """Tells the time and waits."""
+
+
+USUAL_PACE = Pace()
 
 
 def sample_counts(
     times_us: Sequence[float], *, regime: str, rounds: int, gap_s: float = BURST_GAP_S, seconds: float | None = None
 ) -> list[int]:
-    """Samples of each method, of which one call takes `times_us`.
+    """How many samples each method gets.
 
     Args:
-        times_us: one call of each, in microseconds; with CUDA graphs, one replay.
+        times_us: time of one call of each method, in microseconds; of one replay where CUDA graphs are used.
         regime: burst or sustained.
-        rounds: samples of a quick method in the burst regime; sustained, up to `MOST_SUSTAINED` times as many.
-        gap_s: burst: start-to-start distance of launches.
-        seconds: for all methods together, but what `LEAST_SAMPLES` needs; None for what `rounds` paced samples of
+        rounds: samples of a quick method in the burst regime; in the sustained one up to `MOST_SUSTAINED` times as many.
+        gap_s: in the burst regime, seconds from the beginning of one launch to the next.
+        seconds: for all methods together, except that each gets `LEAST_SAMPLES`; None for what `rounds` paced samples of
             each take.
     """
     usual_s = rounds * gap_s
@@ -53,100 +83,83 @@ def sample_counts(
 def spread_evenly(counts: Sequence[int], rng: random.Random) -> list[int]:
     """An order in which method i appears `counts[i]` times: once at a random moment of each of so many equal parts of the run.
 
-    Where all counts are equal these parts are rounds, in shuffled order.
+    Where all counts are equal, these parts are rounds in shuffled order.
     """
     moments = [((turn + rng.random()) / count, index) for index, count in enumerate(counts) for turn in range(count)]
     return [index for _, index in sorted(moments)]
 
 
 def sample_in_turn(
-    watch: Stopwatch,
-    counts: Sequence[int],
-    *,
-    regime: str,
-    rng: random.Random,
-    log: Log,
-    gap_s: float = BURST_GAP_S,
-    warmup_s: float = SUSTAINED_WARMUP_S,
+    watch: Stopwatch, counts: Sequence[int], *, regime: str, rng: random.Random, log: Log, pace: Pace = USUAL_PACE
 ) -> list[list[float]]:
-    """Microseconds of each method, `counts[i]` samples of method i, less those that the stopwatch takes for the host's (NaN).
+    """Samples of each method in microseconds: `counts[i]` of method i, less those that the stopwatch gives as NaN.
+
+    NaN stands for a sample that took as long as it did because the GPU waited for the host.
 
     Args:
         watch: launches and times.
-        counts: samples of each, as `sample_counts` says.
+        counts: samples of each method, as `sample_counts` gives them.
         regime: burst or sustained.
-        rng: of the order.
+        rng: draws the order.
         log: polled along the way.
-        gap_s: burst only: start-to-start distance of launches.
-        warmup_s: sustained only: how long launches run before samples count.
+        pace: pauses and warm-up.
     """
-    order = spread_evenly(counts, rng)
-    samples: list[list[float]] = [[] for _ in counts]
-    readings = _Readings(log)
-    if regime == "burst":
-        _burst(watch, order, samples, readings, gap_s)
-    else:
-        _sustained(watch, order, samples, readings, warmup_s)
-    return samples
+    return _Sampling(watch, len(counts), log, pace).run(spread_evenly(counts, rng), burst=regime == "burst")
 
 
-class _Readings:
-    """Polls a log, but not too often: NVML takes its time, too."""
+class _Sampling:
+    """One run under way."""
 
-    def __init__(self, log: Log) -> None:
-        self._log, self._next = log, 0.0
+    def __init__(self, watch: Stopwatch, methods: int, log: Log, pace: Pace) -> None:
+        self._watch, self._log, self._pace = watch, log, pace
+        self._samples: list[list[float]] = [[] for _ in range(methods)]
+        self._next_poll = 0.0
 
-    def poll(self) -> None:
-        now = time.perf_counter()
-        if now >= self._next:
-            self._next = now + POLL_S
+    def run(self, order: Sequence[int], *, burst: bool) -> list[list[float]]:
+        if burst:
+            self._burst(order)
+        else:
+            self._sustained(order)
+        return self._samples
+
+    def _keep(self, index: int, microseconds: float) -> None:
+        """Keep a sample, and poll the log, but not too often, since NVML takes its time, too."""
+        if not math.isnan(microseconds):
+            self._samples[index].append(microseconds)
+        now = self._pace.clock.perf_counter()
+        if now >= self._next_poll:
+            self._next_poll = now + POLL_S
             self._log.poll()
 
+    def _burst(self, order: Sequence[int]) -> None:
+        clock = self._pace.clock
+        next_start = clock.perf_counter()
+        for index in order:
+            pause = next_start - clock.perf_counter()
+            if pause > 0:
+                clock.sleep(pause)
+            start = clock.perf_counter()
+            microseconds = self._watch.read(self._watch.queue(index, paced=True))
+            next_start = start + max(self._pace.gap_s, REST * microseconds / 1e6)
+            self._keep(index, microseconds)
 
-def _keep(samples: list[float], microseconds: float) -> None:
-    if not math.isnan(microseconds):
-        samples.append(microseconds)
+    def _sustained(self, order: Sequence[int]) -> None:
+        """Launch without a pause: `QUEUED` launches are ahead of the one whose time is read."""
+        clock = self._pace.clock
+        ahead: deque[tuple[int, Any, bool]] = deque()
+        warm_at = clock.perf_counter() + self._pace.warmup_s
 
+        def read_oldest() -> None:
+            index, queued, counts = ahead.popleft()
+            microseconds = self._watch.read(queued)
+            if counts:
+                self._keep(index, microseconds)
 
-def _burst(
-    watch: Stopwatch, order: Sequence[int], samples: list[list[float]], readings: _Readings, gap_s: float
-) -> None:
-    next_start = time.perf_counter()
-    for index in order:
-        pause = next_start - time.perf_counter()
-        if pause > 0:
-            time.sleep(pause)
-        start = time.perf_counter()
-        microseconds = watch.read(watch.queue(index, paced=True))
-        next_start = start + max(gap_s, REST * microseconds / 1e6)
-        _keep(samples[index], microseconds)
-        readings.poll()
-
-
-def _sustained(
-    watch: Stopwatch, order: Sequence[int], samples: list[list[float]], readings: _Readings, warmup_s: float
-) -> None:
-    """The GPU never waits: `QUEUED` launches are ahead of the one whose time is read."""
-    ahead: deque[tuple[int, Any, bool]] = deque()
-
-    def read_oldest() -> None:
-        index, queued, counts = ahead.popleft()
-        microseconds = watch.read(queued)
-        if counts:
-            _keep(samples[index], microseconds)
-            readings.poll()
-
-    def queue(index: int, counts: bool) -> None:
-        ahead.append((index, watch.queue(index, paced=False), counts))
-        if len(ahead) > QUEUED:
+        warming_up = itertools.takewhile(lambda index: clock.perf_counter() < warm_at, itertools.cycle(order))
+        for counts, indices in ((False, warming_up), (True, order)):
+            for index in indices:
+                ahead.append((index, self._watch.queue(index, paced=False), counts))
+                if len(ahead) > QUEUED:
+                    read_oldest()
+        while ahead:
             read_oldest()
-
-    warm_at = time.perf_counter() + warmup_s
-    for index in itertools.cycle(order):
-        if time.perf_counter() >= warm_at:
-            break
-        queue(index, False)
-    for index in order:
-        queue(index, True)
-    while ahead:
-        read_oldest()

@@ -1,4 +1,4 @@
-"""What the rows of a bench come to: ours against the fastest rival cell by cell, and against every method on average."""
+"""Sums up the rows of a bench: our kernel against the fastest rival in each cell, and against every method on average."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from tiledsched.core.problem import Problem, rate_of, unit_of
 from tiledsched.kernels.attention.rivals import FLASH_4
 
 WORST = 5
-"""Cells listed as the worst."""
+"""Cells listed as the worst, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellSummary:
-    """Ours and the fastest rival on one problem."""
+    """Our kernel and the fastest rival on one problem."""
 
     problem: Problem
-    """What was computed."""
+    """The problem."""
     ours_us: float
-    """Our time."""
+    """Our time in microseconds."""
     rival_us: float
-    """The time of the fastest rival here: of torch's backends and FlashAttention-4, which torch can be told to use."""
+    """Time of the fastest rival. Rivals are torch's backends and FlashAttention-4, which torch can be told to use."""
     rival_method: str
-    """Which that is."""
+    """Name of that rival."""
     ratio: float
-    """Its time over ours: above 1 we are faster."""
+    """The rival's time over ours: above 1 where ours is faster."""
     ceiling_ratio: float | None
-    """Our rate over that of the matmul; None where that took no part."""
+    """Our rate over the matmul's rate; None where the matmul took no part."""
     provenance: str
-    """Of the schedule we served; empty where the row does not say."""
+    """Provenance of our schedule; empty where the row does not say."""
 
     @property
     def ours_tflops(self) -> float:
-        """Our rate."""
+        """Our rate in TFLOP/s."""
         return self.problem.tflops(self.ours_us)
 
     @property
     def rival_tflops(self) -> float:
-        """That of the fastest rival."""
+        """Rate of the fastest rival in TFLOP/s."""
         return self.problem.tflops(self.rival_us)
 
     def to_json(self) -> dict[str, Any]:
@@ -62,15 +62,15 @@ class MethodSummary:
     """One method over all cells of a regime."""
 
     method: str
-    """Which."""
+    """Its name."""
     cells: int
-    """Cells where both it and ours have a time."""
+    """Cells where both it and our kernel have a time."""
     without: int
-    """Cells where it has none: it refused, failed or was wrong."""
+    """Cells where it has no time: it refused, failed or was wrong."""
     ratio: float | None
     """Geometric mean of its time over ours; None without cells."""
     faster: int
-    """Cells where it is faster than ours."""
+    """Cells where it is faster than our kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +80,11 @@ class RegimeSummary:
     regime: str
     """burst or sustained."""
     cells: tuple[CellSummary, ...]
-    """Those where both ours and some rival have a time, in the order of the rows."""
+    """Cells where both our kernel and some rival have a time, in the order of the rows."""
     without: int
-    """Cells where one of the two has none."""
+    """Cells where one of the two has no time."""
     methods: tuple[MethodSummary, ...]
-    """Every method but ours and the matmul."""
+    """Every method except our kernel and the matmul."""
 
     @property
     def ratio(self) -> float | None:
@@ -98,12 +98,12 @@ class RegimeSummary:
 
     @property
     def elsewhere(self) -> list[CellSummary]:
-        """Cells served something else than an entry measured for them: `tune` first, or they say little of the table."""
+        """Cells for which no measured entry was served. They say little about the table until they are tuned."""
         return [cell for cell in self.cells if cell.provenance not in ("", "measured")]
 
     @property
     def worst(self) -> list[CellSummary]:
-        """The `WORST` cells of least ratio, worst first."""
+        """The cells with the least ratio, the worst first."""
         return sorted(self.cells, key=lambda cell: cell.ratio)[:WORST]
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class RegimeSummary:
 
 
 def geometric_mean(ratios: Sequence[float]) -> float | None:
-    """None of nothing."""
+    """The geometric mean; None of no ratios."""
     return statistics.geometric_mean(ratios) if ratios else None
 
 
@@ -183,7 +183,7 @@ def _method(method: str, found: Sequence[dict[str, BenchRow]]) -> MethodSummary:
 
 
 def to_markdown(summaries: Sequence[RegimeSummary]) -> str:
-    """The summaries as Markdown: for each regime a line of totals, a table of cells, a table of methods, the worst cells."""
+    """The summaries as Markdown: for each regime its totals, a table of cells, a table of methods, and the worst cells."""
     return "\n\n".join(_regime_markdown(summary) for summary in summaries) or "No rows."
 
 

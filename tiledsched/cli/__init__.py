@@ -15,17 +15,19 @@ from typing import Any
 from tiledsched.core.errors import TiledschedError
 
 INTERRUPTED = 130
+COMPLETE = "_TILEDSCHED_COMPLETE"
+"""The variable with which a shell asks what may complete a line."""
 COLLECT_EVERY = 50_000
-"""Objects made between two searches for garbage: importing and reading make many and drop few, and Python's 700 take a quarter
-of a short command's time.
+"""Objects made between two garbage collections. A short command makes many objects and drops few; with Python's 700 it
+spends a quarter of its time on collections.
 """
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to what stderr is by then: above the bars of a tune, where there are any, which would else wipe it out."""
+    """Logs to what `sys.stderr` is at that moment: while a tune draws its bars, that prints above them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line; none of a library (SQLAlchemy's pool) that met the command's end while it tidied up."""
+        """Write one line, unless it reports that a library (SQLAlchemy's pool) was interrupted while it cleaned up."""
         if record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt):
             return
         self.stream = sys.stderr
@@ -33,7 +35,7 @@ class _Stderr(logging.StreamHandler):
 
 
 class Ended(KeyboardInterrupt):
-    """The system, or a terminal that is gone, ends this command: it stops as after Ctrl-C."""
+    """A signal from the system, or from a terminal that was closed, ends this command. It stops as after Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -41,19 +43,19 @@ class Ended(KeyboardInterrupt):
 
 
 @contextmanager
-def _told_to_end() -> Iterator[None]:
-    """Within the block TERM and HUP raise Ended, so that runs are closed, processes ended and folders removed."""
+def _ended_by_signals() -> Iterator[None]:
+    """Within the block the signals TERM and HUP raise Ended, so that runs are closed, processes ended and folders removed."""
 
     before: dict[signal.Signals, Any] = {}
 
     def end(number: int, frame: object) -> None:
-        for each in before:  # once: a second one would cut short what the first has begun
+        for each in before:  # a second signal must not interrupt the cleaning up that the first one began
             signal.signal(each, signal.SIG_IGN)
         raise Ended(number)
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # nohup has HUP ignored
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores HUP
                 before[number] = signal.signal(number, end)
     try:
         yield
@@ -62,27 +64,45 @@ def _told_to_end() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0 done, 1 no valid schedule or a regression, 2 usage, 130 interrupted (143 and 129
-    where TERM or HUP did).
+def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the words after `tiledsched`; those of this process unless given.
+        fakes: fields of the Invocation that a test replaces, e.g. `devices`.
+
+    Returns:
+        The exit code: 0 done, 1 no valid schedule or a regression, 2 usage or configuration, 130 interrupted (143 and 129
+        where the signals TERM and HUP did).
     """
     gc.set_threshold(COLLECT_EVERY)
-    from tiledsched.cli.parser import parse
+    import click
+    from click.shell_completion import shell_complete
 
+    from tiledsched.cli.app import Invocation, path_of
+    from tiledsched.cli.commands import root
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(handlers=[_Stderr()], format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     try:
-        options = parse(sys.argv[1:] if arguments is None else list(arguments))
-        logging.basicConfig(
-            handlers=[_Stderr()],
-            format="%(levelname)s %(name)s: %(message)s",
-            level=logging.DEBUG if options.verbose else logging.WARNING,
-        )
-        with _told_to_end():
-            return int(options.run(options))
+        if COMPLETE in os.environ:
+            return shell_complete(root, {}, "tiledsched", COMPLETE, os.environ[COMPLETE])
+        with (
+            _ended_by_signals(),
+            root.make_context("tiledsched", list(words), obj=Invocation(words, **fakes)) as context,
+        ):
+            return int(root.invoke(context) or 0)
+    except click.exceptions.Exit as done:  # --help and --version
+        return done.exit_code
+    except click.UsageError as error:
+        where = f"; see {path_of(error.ctx)} --help" if error.ctx else ""
+        print(f"tiledsched: {error.format_message().rstrip('.')}{where}", file=sys.stderr)
+        return 2
     except TiledschedError as error:
         print(f"tiledsched: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
-        with suppress(OSError):  # a terminal that is gone
+        with suppress(OSError):  # the terminal may be gone
             print("tiledsched: interrupted; everything finished so far is stored, run again to go on", file=sys.stderr)
         return 128 + interrupt.number if isinstance(interrupt, Ended) else INTERRUPTED
     except BrokenPipeError:

@@ -1,310 +1,399 @@
-"""The commands that compare: `bench` with other attentions, `ablate` a tuned schedule with the plain one."""
+"""The commands that compare a kernel with other implementations, or a schedule with plainer ones: bench and study."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiledsched.cli import output
-from tiledsched.cli.commands import _print_json, _problems, _said, _session, _settings
+import click
+
+from tiledsched.cli.app import (
+    FILE,
+    FOLDER,
+    CommaList,
+    Count,
+    Decorated,
+    Group,
+    Invocation,
+    command,
+    jobs_option,
+    kernel_argument,
+    made_folder,
+    option,
+    problem_options,
+    target_option,
+)
+from tiledsched.cli.output import note
+from tiledsched.cli.problems import named_problems
+from tiledsched.cli.result_commands import REGIMES
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.files import write_whole
+from tiledsched.core.kernel import KernelClass
 
 if TYPE_CHECKING:
-    from tiledsched.core.problem import Problem
-    from tiledsched.core.schedule import Schedule
-    from tiledsched.core.space import SearchSpace
     from tiledsched.studies.ablation.rows import AblationRow
 
-
 MOST_PROFILES = 8
-"""Problems of one `profile`: each method takes seconds under the profiler."""
+"""Problems that one `study profile` takes: each method spends seconds under the profiler."""
+methods_option = option(
+    "--methods", type=CommaList(), metavar="M[,M]", help="the methods that take part (default: all that are installed)"
+)
+rounds_option = option(
+    "--rounds",
+    type=Count(),
+    default=30,
+    metavar="N",
+    help="samples of a quick method; slow ones get fewer (default: 30)",
+)
+regime_option = option(
+    "--regime", type=REGIMES, default="burst", help="at full clocks, or at the power cap (default: burst)"
+)
+budget_option = option("--budget", type=float, metavar="SECONDS", help="stop after this long (default: no limit)")
+summary_flag = option("--summary", is_flag=True, help="measure nothing: write the tables of what the folder holds")
 
 
-def bench(options: argparse.Namespace) -> int:
-    """Time a kernel beside its rivals; or sum up rows that were measured before."""
-    if options.summary:
-        return _bench_summary(options)
+def out_option(folder: str | None, text: str) -> Callable[[Decorated], Decorated]:
+    """`-o`, with a folder as its default."""
+    return option("-o", "--out", type=FOLDER, default=folder, metavar="DIR", help=text)
+
+
+def only_attention(kernel: KernelClass, study: str, other: str) -> None:
+    """Make sure that a study of attention was asked for attention.
+
+    Raises:
+        ConfigError: it was asked for another kernel; the message names the command for that.
+    """
+    if kernel.name != "attention":
+        raise ConfigError(f"study {study} is about attention; for {kernel.name} use: tiledsched {other} {kernel.name}")
+
+
+@command("bench")
+@kernel_argument
+@problem_options
+@methods_option
+@option("--ceiling", is_flag=True, help="also an 8192^3 matmul, and every rate over its rate")
+@option(
+    "--regime",
+    type=click.Choice(["burst", "sustained", "both"]),
+    default="burst",
+    help="at full clocks, at the power cap, or both one after the other (default: burst)",
+)
+@rounds_option
+@budget_option
+@option("--csv", type=FILE, metavar="FILE", help="also write the rows to this file, problem by problem")
+@option("--resume", is_flag=True, help="go on with the file of --csv: measure only what is not in it")
+@option("--verify", is_flag=True, help="check that the machine code that runs is the one that was measured")
+@option(
+    "--summary",
+    multiple=True,
+    type=FILE,
+    metavar="FILE",
+    help="measure nothing: sum up the rows of this file. May be repeated",
+)
+def bench(
+    run: Invocation,
+    kernel: KernelClass,
+    problem: tuple[str, ...],
+    suite: str | None,
+    methods: list[str] | None,
+    ceiling: bool,
+    regime: str,
+    rounds: int,
+    budget: float | None,
+    csv: str | None,
+    resume: bool,
+    verify: bool,
+    summary: tuple[str, ...],
+) -> None:
+    """Time a kernel and its rivals on this GPU, interleaved.
+
+    Attention's rivals are torch's backends, the untuned kernel, Triton, and what is installed of TileGym, flash-attn and
+    FlashAttention-4. Errors are measured against float64.
+
+    \b
+    tiledsched bench -p B=4,H=16,S=4096,D=64:128 --csv rows.csv
+    tiledsched bench --summary rows.csv
+    """
     from tiledsched.bench.job import bench_here
-    from tiledsched.bench.rows import append_rows, finished_cells
+    from tiledsched.bench.rows import append_rows, finished_cells, read_rows
     from tiledsched.bench.summary import summarise, to_markdown
+    from tiledsched.cli.served_output import print_bench
 
-    path = Path(options.csv) if options.csv else None
-    if options.resume and path is None:
+    if summary:
+        summaries = summarise([row for path in summary for row in read_rows(Path(path))])
+        run.print({"summary": [each.to_json() for each in summaries]}, to_markdown(summaries))
+        return
+    path = Path(csv) if csv else None
+    if resume and path is None:
         raise ConfigError("--resume goes on with a file; pass --csv FILE, too")
-    if path is not None and path.exists() and not options.resume:
+    if path is not None and path.exists() and not resume:
         raise ConfigError(f"{path} is there already; go on with it with --resume, or choose another file")
     rows = bench_here(
-        options.declaration,
-        _problems(options),
-        db=options.db,
-        methods=options.methods,
-        ceiling=options.ceiling,
-        regime=options.regime,
-        rounds=options.rounds,
-        budget_s=options.budget,
-        verify=options.verify,
-        done=lambda methods: finished_cells(path, methods) if path else set(),
+        kernel,
+        named_problems(kernel, problem, suite),
+        db=run.db,
+        methods=methods,
+        ceiling=ceiling,
+        regime=regime,
+        rounds=rounds,
+        budget_s=budget,
+        verify=verify,
+        done=lambda names: finished_cells(path, names) if path else set(),
         keep=lambda found: append_rows(found, path) if path else None,
-        progress=output.note,
+        progress=note,
     )
     summaries = summarise(rows)
-    if options.json:
-        _print_json({"rows": [row.to_json() for row in rows], "summary": [each.to_json() for each in summaries]})
-    else:
-        output.print_bench(rows)
+    found = {"rows": [row.to_json() for row in rows], "summary": [each.to_json() for each in summaries]}
+    run.print(found, lambda: print_bench(rows))
+    if not run.json:
         print(to_markdown(summaries))
-    return 0
 
 
-def _bench_summary(options: argparse.Namespace) -> int:
+@command("paper")
+@kernel_argument
+@out_option("paper", "folder to write to; run again, it goes on where it stopped (default: paper)")
+@methods_option
+@regime_option
+@rounds_option
+@budget_option
+@jobs_option
+@option("--no-tiles", is_flag=True, help="leave out the tiling sensitivity")
+@summary_flag
+def paper(
+    run: Invocation,
+    kernel: KernelClass,
+    out: str,
+    methods: list[str] | None,
+    regime: str,
+    rounds: int,
+    budget: float | None,
+    jobs: int | None,
+    no_tiles: bool,
+    summary: bool,
+) -> None:
+    """Repeat the TiledAttention paper's evaluation on this GPU.
+
+    It times 80 problems of attention against torch's backends, attention in torch operators and Triton, races the tile
+    sizes, and writes the paper's tables and figures.
+
+    \b
+    tiledsched study paper
+    tiledsched study paper --summary      # only the tables and figures
+    """
+    from tiledsched.studies.evaluation.run import run_evaluation, write_pages
+
+    only_attention(kernel, "paper", "bench")
+    folder = Path(out)
+    if not summary:
+        run_evaluation(
+            kernel,
+            folder,
+            db=run.db,
+            methods=methods,
+            regime=regime,
+            rounds=rounds,
+            budget_s=budget,
+            jobs=jobs,
+            tiles=not no_tiles,
+            progress=note,
+        )
+    files, known, left = write_pages(kernel, folder, regime)
+    if left:
+        note(f"{left} of {known + left} problems are left; run the same command again to go on")
+    run.print({"files": [str(each) for each in files], "problems": known, "left": left}, "\n".join(map(str, files)))
+
+
+@command("ladder")
+@kernel_argument
+@problem_options
+@out_option("ladder", "folder to write to; run again, it goes on where it stopped (default: ladder)")
+@regime_option
+@rounds_option
+@budget_option
+@option(
+    "--targets",
+    is_flag=True,
+    help="measure nothing: print the hints of each arch as ct.ByTarget, to paste above a kernel",
+)
+@summary_flag
+def ladder(
+    run: Invocation,
+    kernel: KernelClass,
+    problem: tuple[str, ...],
+    suite: str | None,
+    out: str,
+    regime: str,
+    rounds: int,
+    budget: float | None,
+    targets: bool,
+    summary: bool,
+) -> None:
+    """Climb from a naive attention kernel to the tuned one.
+
+    Each edit on the way is measured, over sequence lengths.
+
+    \b
+    tiledsched study ladder
+    tiledsched study ladder --targets     # the hints of every arch
+    """
     from tiledsched.bench.rows import read_rows
-    from tiledsched.bench.summary import summarise, to_markdown
-
-    summaries = summarise([row for path in options.summary for row in read_rows(Path(path))])
-    _said(options, {"summary": [each.to_json() for each in summaries]}, to_markdown(summaries))
-    return 0
-
-
-def profile(options: argparse.Namespace) -> int:
-    """Nsight Compute on each problem and method; Markdown to stdout."""
-    from tiledsched.bench.methods import OURS, SERVED, methods_of
-    from tiledsched.core.files import write_whole
-    from tiledsched.measure.nvml import devices
-    from tiledsched.studies.profile import pages
-    from tiledsched.studies.profile.run import find_ncu, versions
-    from tiledsched.studies.profile.run import profile as profiled
-
-    problems, ncu = _problems(options), find_ncu(options.ncu)
-    if options.db:
-        os.environ["TILEDSCHED_DB"] = options.db  # what is launched reads its own settings
-    if len(problems) > MOST_PROFILES:
-        raise ConfigError(f"that is {len(problems)} problems; name at most {MOST_PROFILES} with --problem")
-    here = next(iter(devices()), None)
-    device, told = (here.name, versions(ncu, here.driver)) if here else ("", versions(ncu, ""))
-    rows: list[dict[str, object]] = []
-    for problem in problems:
-        known = methods_of(options.declaration, [problem])
-        rivals = [
-            name for name in ("torch_auto", *known) if name in known and name not in (OURS, SERVED, "untuned", "matmul")
-        ]
-        unknown = [name for name in options.methods or () if name not in known]
-        if unknown:
-            raise ConfigError(f"unknown method {unknown[0]!r}; known are {', '.join(known)}")
-        methods = options.methods or [OURS, *rivals[:1]]
-        found = profiled(options.declaration, problem, methods, ncu=ncu, progress=output.note)
-        text = pages.to_text(problem, found, device=device, versions=told)
-        shared = {"problem": str(problem), "device": device, "versions": told}
-        rows += [{**shared, **each.to_csv(problem.min_bytes)} for each in found]
-        if options.out:
-            folder = Path(options.out)
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / f"profile_{problem.id}.md", text.encode())
-            as_csv = pages.to_csv(problem, found, device=device, versions=told)
-            write_whole(folder / f"profile_{problem.id}.csv", as_csv.encode())
-        if not options.json:
-            print(text)
-    if options.json:
-        _print_json({"rows": rows})
-    return 0
-
-
-def ladder(options: argparse.Namespace) -> int:
-    """Every rung from the naive kernel to what is served, each cell kept as it is measured; or only the hints of every arch."""
-    from tiledsched.bench.rows import append_rows, finished_cells, read_rows
     from tiledsched.serve.entries import load_table
     from tiledsched.studies.ladder.pages import write_ladder
-    from tiledsched.studies.ladder.rungs import methods, plain_problem, usual
+    from tiledsched.studies.ladder.run import run_ladder
+    from tiledsched.studies.ladder.rungs import plain_problem, usual
     from tiledsched.studies.ladder.targets import by_target
 
-    kernel = options.declaration
-    if kernel.name != "attention":
-        raise ConfigError(
-            f"the ladder is of attention; `tiledsched ablate {options.kernel}` says what each knob of another kernel is worth"
-        )
-    problems = _problems(options) if options.problem or options.suite else usual()
-    table = load_table(_settings(options), kernel=kernel)
-    targets = "\n\n".join(by_target(kernel, problem, table) for problem in problems)
-    if options.targets:
-        _said(options, {"targets": targets}, targets.rstrip())
-        return 0
-    for problem in problems:
-        plain_problem(problem)
-    folder = Path(options.out)
-    path = folder / "ladder.csv"
-    if options.summary and not path.exists():
-        raise ConfigError(f"{folder} holds no ladder; leave out --summary to measure one")
-    if not options.summary:
-        from tiledsched.bench.harness import TorchHarness
-        from tiledsched.bench.run import BenchOptions, run_bench
-        from tiledsched.measure.lock import holding_current_gpu
-
-        steps = methods()
-        how = BenchOptions(
-            methods=tuple(steps), regimes=(options.regime,), rounds=options.rounds, budget_s=options.budget
-        )
-        done = finished_cells(path, [step.name for step in steps])
-        with holding_current_gpu():
-            run_bench(
-                problems,
-                how,
-                TorchHarness(),
-                done=done,
-                keep=lambda found: append_rows(found, path),
-                progress=output.note,
-            )
-    rows = [row for row in read_rows(path) if row.regime == options.regime]
-    files = write_ladder(folder, rows, targets)
-    _said(
-        options,
-        {"files": [str(each) for each in files], "rows": [row.to_json() for row in rows]},
-        "\n".join(map(str, files)),
+    only_attention(kernel, "ladder", "study ablation")
+    problems = named_problems(kernel, problem, suite) if problem or suite else usual()
+    table = load_table(run.settings(), kernel=kernel)
+    hints = "\n\n".join(by_target(kernel, each, table) for each in problems)
+    if targets:
+        run.print({"targets": hints}, hints.rstrip())
+        return
+    for each in problems:
+        plain_problem(each)  # raises where the naive kernel cannot compute it
+    path = Path(out) / "ladder.csv"
+    if not summary:
+        run_ladder(problems, path, regime=regime, rounds=rounds, budget_s=budget, progress=note)
+    elif not path.exists():
+        raise ConfigError(f"{out} holds no ladder; leave out --summary to measure one")
+    rows = [row for row in read_rows(path) if row.regime == regime]
+    files = write_ladder(Path(out), rows, hints)
+    run.print(
+        {"files": [str(each) for each in files], "rows": [row.to_json() for row in rows]}, "\n".join(map(str, files))
     )
-    return 0
 
 
-def study(options: argparse.Namespace) -> int:
-    """The paper's evaluation: bench, tiles, tables and figures, each cell kept as it is measured."""
-    from tiledsched.bench.rows import append_rows, finished_cells, read_rows
-    from tiledsched.studies.evaluation import rows as grid
-    from tiledsched.studies.evaluation.pages import write_evaluation
-    from tiledsched.studies.evaluation.tiles import race_tiles, tiling_rows
+@command("ablation")
+@kernel_argument
+@problem_options
+@target_option
+@out_option(None, "also write the rows to ablation.csv in this folder")
+@option(
+    "--replay",
+    multiple=True,
+    type=FILE,
+    metavar="FILE",
+    help="measure nothing: use this recorded landscape. May be repeated",
+)
+@option(
+    "--start",
+    type=click.Choice(["untuned", "default"]),
+    help="the first rung: 64x64 tiles without hints, or the space's default (default: untuned; with --replay, default)",
+)
+@option(
+    "--regime",
+    type=REGIMES,
+    help="at full clocks, or at the power cap (default: burst; with --replay, the recorded one)",
+)
+@rounds_option
+@jobs_option
+def ablation(
+    run: Invocation,
+    kernel: KernelClass,
+    problem: tuple[str, ...],
+    suite: str | None,
+    arch: str | None,
+    out: str | None,
+    replay: tuple[str, ...],
+    start: str | None,
+    regime: str | None,
+    rounds: int,
+    jobs: int | None,
+) -> None:
+    """Measure what each knob of the tuned schedule is worth.
 
-    if options.declaration.name != "attention":
-        raise ConfigError(
-            f"the study is of attention; `tiledsched bench {options.kernel}` times other kernels beside their rivals"
-        )
-    folder = Path(options.out)
-    path = folder / "bench.csv"
-    began = time.monotonic()
+    A ladder leads from the plain schedule to the tuned one, a group of knobs at a time, the largest gain first; then
+    the tuned schedule is measured with each knob turned back.
 
-    def left() -> float | None:
-        return None if options.budget is None else max(0.0, options.budget - (time.monotonic() - began))
-
-    if options.summary:
-        if not path.exists():
-            raise ConfigError(f"{folder} holds no study; leave out --summary to measure one")
-    else:
-        if options.db:
-            os.environ["TILEDSCHED_DB"] = options.db  # what is launched reads its own settings
-        from tiledsched.bench.harness import TorchHarness
-        from tiledsched.bench.methods import choose_methods
-        from tiledsched.bench.run import BenchOptions, run_bench
-        from tiledsched.measure.lock import holding_current_gpu
-
-        chosen = choose_methods(options.declaration, options.methods or list(grid.METHODS))
-        methods = [method for method in chosen if method.name in grid.METHODS]
-        if not methods:
-            raise ConfigError(f"the study knows {', '.join(grid.METHODS)}; name some of them with --methods")
-        done = finished_cells(path, [method.name for method in methods])
-        how = BenchOptions(methods=tuple(methods), regimes=(options.regime,), rounds=options.rounds, budget_s=left())
-        with holding_current_gpu():
-            harness = TorchHarness()
-            run_bench(
-                grid.problems(),
-                how,
-                harness,
-                done=done,
-                keep=lambda found: append_rows(found, path),
-                progress=output.note,
-            )
-        if not options.no_tiles:
-            race_tiles(harness.arch, folder, options.declaration, budget_s=left(), jobs=options.jobs)
-    rows = [row for row in read_rows(path) if row.regime == options.regime]
-    files = write_evaluation(folder, rows, tiling_rows(folder, options.declaration))
-    missing = len(grid.problems()) - len({row.problem for row in rows})
-    if missing:
-        output.note(f"{missing} of {len(grid.problems())} problems are left; run the same command again to go on")
-    _said(
-        options,
-        {"files": [str(each) for each in files], "problems": len(grid.problems()) - missing, "left": missing},
-        "\n".join(map(str, files)),
-    )
-    return 0
-
-
-def ablate(options: argparse.Namespace) -> int:
-    """Climb from the plain schedule to the tuned one, on the GPU or over recorded landscapes."""
+    \b
+    tiledsched study ablation -p B=4,H=16,S=4096,D=128
+    tiledsched study ablation --arch sm_90 --replay landscape.json.xz
+    """
+    from tiledsched.cli.served_output import print_ablation
     from tiledsched.studies.ablation.rows import write_rows
+    from tiledsched.studies.ablation.run import replay_ablation, run_ablation
 
-    rows: list[AblationRow] = []
-    for ladder in _replayed(options) if options.replay else _ablated(options):
-        rows += ladder
-        if options.csv:  # after each problem: what ends the command early loses only the one under way
-            write_rows(rows, Path(options.csv))
-        if not options.json:
-            output.print_ablation(ladder)
-    if options.json:
-        _print_json({"rows": [row.to_csv() for row in rows]})
-    return 0
-
-
-def _replayed(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
-    """The rows of each recorded problem."""
-    from tiledsched.core.space_files import space_for
-    from tiledsched.measure.replay import ReplayRunner
-    from tiledsched.store.exchange import read_table
-    from tiledsched.studies.ablation.ladder import Ladder
-    from tiledsched.studies.ablation.sources import Recorded
-
-    for path in options.replay:
-        table = read_table(path)
-        first = table.measurements[0].measurement if table.measurements else None
-        if first is not None and first.device.arch != options.arch:
-            raise ConfigError(f"{path} was recorded on {first.device.arch}; pass --arch {first.device.arch}")
-        kernel = first.problem.declaration if first is not None else options.declaration
-        space = space_for(options.arch, kernel)
-        recorded = Recorded(table, space)
-        ladder = Ladder(
-            ReplayRunner(kernel, recorded.measurements),
-            recorded,
-            space,
+    arch = run.arch(arch)
+    if replay:
+        files = [Path(path) for path in replay]
+        ladders = replay_ablation(kernel, files, arch, start=start or "default", rounds=rounds, progress=note)
+    else:
+        ladders = run_ablation(
             kernel,
-            recorded.problem,
-            regime=recorded.regime,
-            rounds=options.rounds,
-            recorded=recorded.holds,
-            progress=output.note,
+            named_problems(kernel, problem, suite),
+            arch,
+            run.settings(regime=regime),
+            start=start or "untuned",
+            rounds=rounds,
+            jobs=jobs,
+            progress=note,
         )
-        yield ladder.climb(_plain(options.start or "default", space, recorded.problem), recorded.best.schedule)
+    path = made_folder(out) / "ablation.csv" if out else None
+    rows: list[AblationRow] = []
+    for found in ladders:
+        rows += found
+        if path:  # after each problem, so that only the one under way is lost when the command is interrupted
+            write_rows(rows, path)
+        if not run.json:
+            print_ablation(found)
+    if run.json:
+        run.print({"rows": [row.to_csv() for row in rows]})
 
 
-def _ablated(options: argparse.Namespace) -> Iterator[list[AblationRow]]:
-    """The rows of each problem, measured."""
-    from tiledsched.serve.entries import load_table
-    from tiledsched.studies.ablation.ladder import Ladder
-    from tiledsched.studies.ablation.sources import Built
+@command("profile")
+@kernel_argument
+@problem_options
+@option(
+    "--methods", type=CommaList(), metavar="M[,M]", help="methods of `bench` (default: the kernel and its first rival)"
+)
+@out_option(None, "also write a Markdown and a CSV file for each problem to this folder")
+@option("--ncu", type=FILE, metavar="FILE", help="Nsight Compute (default: on PATH, or where it installs itself)")
+def profile(
+    run: Invocation,
+    kernel: KernelClass,
+    problem: tuple[str, ...],
+    suite: str | None,
+    methods: list[str] | None,
+    out: str | None,
+    ncu: str | None,
+) -> None:
+    """Compare methods' use of the GPU under Nsight Compute.
 
-    kernel = options.declaration
-    with _session(options) as session:
-        space = session.space(kernel)
-        runner = session.open_runner(kernel, "gpu", seed=options.seed, without="--replay FILE")
-        assert runner is not None
-        served, source = load_table(session.settings, kernel=kernel), Built(session.builder(kernel))
-        for problem in _problems(options):
-            found = served.resolve(problem, options.arch, runner.device.name)
-            output.note(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
-            ladder = Ladder(
-                runner,
-                source,
-                space,
-                kernel,
-                problem,
-                regime=session.settings.regime,
-                rounds=options.rounds,
-                progress=output.note,
-            )
-            yield ladder.climb(_plain(options.start or "untuned", space, problem), space.complete(found.schedule))
+    \b
+    tiledsched study profile -p B=4,H=32,S=4096,D=128 -o profiles
+    """
+    from tiledsched.studies.profile import pages
+    from tiledsched.studies.profile.methods import profiled_methods
+    from tiledsched.studies.profile.run import find_ncu, versions
+    from tiledsched.studies.profile.run import profile as run_profile
+
+    problems, program = named_problems(kernel, problem, suite), find_ncu(ncu)
+    if run.db:
+        os.environ["TILEDSCHED_DB"] = run.db  # the profiled process reads its own settings
+    if len(problems) > MOST_PROFILES:
+        raise ConfigError(f"that is {len(problems)} problems; name at most {MOST_PROFILES} with -p")
+    here = next(iter(run.devices()), None)
+    conditions = {"device": here.name if here else "", "versions": versions(program, here.driver if here else "")}
+    rows: list[dict[str, object]] = []
+    for each in problems:
+        found = run_profile(kernel, each, profiled_methods(kernel, each, methods), ncu=program, progress=note)
+        text = pages.to_text(each, found, **conditions)
+        rows += [{"problem": str(each), **conditions, **one.to_csv(each.min_bytes)} for one in found]
+        if out:
+            folder = made_folder(out)
+            write_whole(folder / f"profile_{each.id}.md", text.encode())
+            write_whole(folder / f"profile_{each.id}.csv", pages.to_csv(each, found, **conditions).encode())
+        if not run.json:
+            print(text)
+    if run.json:
+        run.print({"rows": rows})
 
 
-def _plain(start: str, space: SearchSpace, problem: Problem) -> Schedule:
-    """Rung 0: the space's default schedule, or the kernel as one would first write it."""
-    from tiledsched.bench.rivals import untuned
-    from tiledsched.core.space import accuracy_class
-
-    if start == "default":
-        return space.default(problem, pinned=accuracy_class(space, "fp32"))
-    return untuned(space, problem)
+study = Group(
+    "study",
+    help="Larger studies of a kernel on this GPU: paper, ladder, ablation, profile.",
+    sections={"Studies": [paper, ladder, ablation, profile]},
+)

@@ -1,17 +1,42 @@
-"""The commands of a fleet: those of one GPU, opened as a campaign and worked on here, on Ray, or by whoever runs `fleet work`."""
+"""The commands of a fleet: run opens a campaign and works on it, work helps with one, status watches and stops it."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.cli import fleet_output, output
-from tiledsched.cli.commands import _folder, _measured, _print_json, _problems, _said, _settings, _written_report
+import click
+
+from tiledsched.cli import fleet_output
+from tiledsched.cli.app import (
+    Command,
+    Count,
+    Group,
+    Invocation,
+    arch_option,
+    argument,
+    command,
+    jobs_option,
+    made_folder,
+    option,
+)
+from tiledsched.cli.bench_commands import bench
+from tiledsched.cli.output import console, note
+from tiledsched.cli.problems import named_problems
+from tiledsched.cli.result_commands import written_report
+from tiledsched.cli.tuning_commands import (
+    measured_problems,
+    needs_folder,
+    one_thread_for_algebra,
+    record,
+    refresh,
+    tune,
+)
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.kernel import KernelClass
+from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS
 
 if TYPE_CHECKING:
     from tiledsched.fleet.campaign import CampaignPlan
@@ -19,154 +44,178 @@ if TYPE_CHECKING:
     from tiledsched.fleet.status import FleetStatus
     from tiledsched.store.db import TuningDB
 
-TUNE = (
-    "effort",
-    "trials",
-    "sampler",
-    "neighbours",
-    "seed",
-    "regime",
-    "accum_mode",
-    "runner",
-    "space",
-    "candidates",
-    "storage",
-    "compile_timeout",
-)
-RECORD = ("programs", "sustained_leaders", "build_only", "accum_mode", "space", "seed", "compile_timeout")
-REFRESH = ("effort", "neighbours", "runner", "seed", "compile_timeout")
-BENCH = ("methods", "ceiling", "regime", "rounds", "verify")
-"""The flags of each command that its function takes."""
+SINGLE: dict[str, Command] = {"tune": tune, "record": record, "refresh": refresh, "bench": bench}
+"""The commands that a fleet can run."""
+HERE = ("kernel", "problem", "suite", "arch", "jobs", "report", "out", "csv", "resume", "summary", "budget", "budget_s")
+"""Parameters of those commands that the machine which opens a campaign takes care of; the others go to its workers."""
 WATCH_S = 2.0
+"""Seconds between two looks at a campaign."""
+workers_option = option(
+    "--workers",
+    type=Count(0),
+    default=0,
+    metavar="N",
+    help="work without GPUs, on so many problems at a time on each node: only builds and the model's ranking",
+)
 
 
-def tune(options: argparse.Namespace) -> int:
-    """`tune` over a fleet."""
-    return _run(options, _plan(options, "tune", TUNE), report=options.report)
+class RunCommand(Command):
+    """`fleet run`, whose help shows the flags of the command that it is to run, too."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write both commands' parameters."""
+        super().format_options(ctx, formatter)
+        for name in SINGLE.keys() & set(ctx.meta["tiledsched.words"]):
+            with formatter.section(f"And those of {name}"):
+                SINGLE[name].format_options(ctx, formatter)
 
 
-def record(options: argparse.Namespace) -> int:
-    """`record` over a fleet; the landscapes are written here, at the end."""
-    if not options.build_only and not options.out and not options.open_only:
-        raise ConfigError("record needs a folder for the landscapes; pass --out DIR, or --build-only")
-    return _run(options, _plan(options, "record", RECORD), landscapes=options.out)
-
-
-def refresh(options: argparse.Namespace) -> int:
-    """`refresh` over a fleet."""
-    from tiledsched.fleet.leases import expected
-
-    archs = _archs(options)
-    planned = _plan(options, "refresh", REFRESH, problems=[each for arch in archs for each in _measured(options, arch)])
-    by_arch = {arch: expected(_measured(options, arch)) for arch in archs}  # what there is differs from arch to arch
-    return _run(options, dataclasses.replace(planned, problems=by_arch))
-
-
-def bench(options: argparse.Namespace) -> int:
-    """`bench` over a fleet; rows are written here, at the end."""
-    from tiledsched.bench.methods import choose_methods
-
-    if options.summary or options.resume:
-        raise ConfigError("a fleet goes on by itself, and has no summary of files; use tiledsched bench --summary")
-    if options.csv and Path(options.csv).exists():
-        raise ConfigError(f"{options.csv} is there already; choose another file")
-    planned = _plan(options, "bench", BENCH)
-    problems = next(iter(planned.problems.values()))
-    # A wrong name would fail every problem, on every host.
-    choose_methods(options.declaration, options.methods, problems)
-    return _run(options, planned, csv=options.csv)
-
-
-def _archs(options: argparse.Namespace) -> list[str]:
-    from tiledsched.measure.nvml import devices
-
-    archs = options.arch or sorted({device.arch for device in devices()})
-    if not archs:
-        raise ConfigError("there is no GPU here to tell the arch by; pass --arch, e.g. --arch sm_90,sm_100")
-    return list(archs)
-
-
-def _plan(options: argparse.Namespace, command: str, names: tuple[str, ...], problems: Any = None) -> CampaignPlan:
-    from tiledsched.fleet.run import Limits, plan
-
-    given = {name: getattr(options, name) for name in names}
-    if "compile_timeout" in given:
-        given["compile_timeout_s"] = given.pop("compile_timeout")
-    limits = Limits(
-        lease_s=options.lease, deadline_s=options.deadline, most_attempts=options.attempts, budget_s=options.budget
-    )
-    return plan(
-        command, options.declaration, problems or _problems(options), _archs(options), options=given, limits=limits
-    )
-
-
-def _run(
-    options: argparse.Namespace,
-    planned: CampaignPlan,
-    *,
-    report: str | None = None,
-    landscapes: str | None = None,
-    csv: str | None = None,
+@command("run", cls=RunCommand, context_settings={"ignore_unknown_options": True})
+@argument(
+    "words", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND ...", help=f"{', '.join(SINGLE)}, and its parameters"
+)
+@arch_option("which GPUs, e.g. sm_90,sm_100 or h200 (default: those of the GPUs here)", many=True)
+@option(
+    "--ray-address",
+    metavar="ADDRESS",
+    help="use every GPU of this Ray cluster: auto, HOST:PORT or local (default: the GPUs of this host)",
+)
+@option("--open-only", is_flag=True, help="only open the campaign; `tiledsched fleet work` does the rest")
+@workers_option
+@option(
+    "--lease",
+    type=float,
+    default=LEASE_S,
+    metavar="SECONDS",
+    help=f"a worker that is silent for so long has lost its problem (default: {LEASE_S:g})",
+)
+@option(
+    "--deadline",
+    type=float,
+    default=DEADLINE_S,
+    metavar="SECONDS",
+    help=f"an attempt that takes longer is killed (default: {DEADLINE_S:g})",
+)
+@option(
+    "--attempts",
+    type=Count(),
+    default=MOST_ATTEMPTS,
+    metavar="N",
+    help=f"attempts at one problem (default: {MOST_ATTEMPTS})",
+)
+def run_fleet(
+    run: Invocation,
+    words: tuple[str, ...],
+    arch: list[str] | None,
+    ray_address: str | None,
+    open_only: bool,
+    workers: int,
+    lease: float,
+    deadline: float,
+    attempts: int,
 ) -> int:
-    """See a campaign through, then write what was asked for; exit code 1 where something could not be done."""
+    """Tune, record, refresh or bench on many GPUs and hosts.
+
+    Every problem is leased to one worker at a time, through the database. A worker, a host or this command may die:
+    the same command goes on with the campaign. Exit code 1 if a problem could not be done.
+
+    \b
+    tiledsched fleet run tune --suite llama
+    tiledsched fleet run tune matmul --arch sm_90,sm_100 --ray-address auto
+    tiledsched fleet run bench --csv rows.csv --open-only
+    """
     from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.run import run, where
+    from tiledsched.fleet.run import Limits, where
+    from tiledsched.fleet.run import run as run_campaign
     from tiledsched.store.db import TuningDB
 
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    url = where(options.db or _settings(options).db)
-    folder = _folder(landscapes) if landscapes else None
-    if options.open_only:
+    name, *rest = words or ("",)
+    if name not in SINGLE:
+        raise ConfigError(f"a fleet runs {', '.join(SINGLE)}, not {name or 'nothing'}; see tiledsched fleet run --help")
+    with SINGLE[name].make_context(name, rest, parent=click.get_current_context()) as context:
+        given = context.params
+    _check(name, given, open_only)
+    budget = given.get("budget", given.get("budget_s"))
+    limits = Limits(lease_s=lease, deadline_s=deadline, most_attempts=attempts, budget_s=budget)
+    planned = _plan(run, name, given, run.archs(arch), limits)
+    one_thread_for_algebra()
+    url = where(run.db or run.settings().db)
+    if open_only:
         with TuningDB.open(url) as db:
             opened = Leases(db).open(planned)
-        _said(options, {"campaign": opened.id}, opened.id)
+        run.print({"campaign": opened.id}, opened.id)
         return 0
-    status = run(
+    folder = made_folder(given["out"]) if given.get("out") else None
+    needs_none = given.get("runner") == "none" or given.get("build_only")
+    status = run_campaign(
         planned,
         db=url,
-        ray_address=options.ray_address,
-        without_gpu=_places(options),
-        jobs=getattr(options, "jobs", None),
-        say=output.note,
+        ray_address=ray_address,
+        without_gpu=workers or int(bool(needs_none)),
+        jobs=given.get("jobs"),
+        say=note,
     )
     with TuningDB.open(url) as db:
         results = Leases(db).results(status.campaign.id)
-        files = [str(path) for path in _written_report(options, report)] if report else []
-        files += _write_landscapes(db, results, folder) if folder else []
-        files += _write_rows(results, Path(csv)) if csv else []
-    if options.json:
-        rows = [
-            {"problem": problem.to_json(), "arch": arch, "worker": worker, "result": result}
-            for problem, arch, result, worker in results
-        ]
-        _print_json({**status.to_json(), "rows": rows, "files": files})
-    else:
-        fleet_output.print_results(results)
-        fleet_output.print_status(status)
-        for file in files:
-            print(file)
+        files = _write_landscapes(db, results, folder) if folder else []
+    if given.get("report"):
+        files += written_report(run, given["kernel"], list(planned.problems), given["report"], regime=given["regime"])
+    if given.get("csv"):
+        files.append(_write_rows(results, Path(given["csv"])))
+    rows = [
+        {"problem": problem.to_json(), "arch": each, "worker": worker, "result": result}
+        for problem, each, result, worker in results
+    ]
+    found = {**status.to_json(), "rows": rows, "files": [*map(str, files)]}
+    run.print(found, lambda: fleet_output.print_results(results, status, files))
     return 0 if status.campaign.status == "done" and not status.failed else 1
 
 
-def _places(options: argparse.Namespace) -> int:
-    """Places without a GPU: as many as were asked for; where the command needs none, one."""
-    needs_none = getattr(options, "runner", "") == "none" or getattr(options, "build_only", False)
-    return int(options.workers) or int(needs_none)
+def _check(name: str, given: dict[str, Any], open_only: bool) -> None:
+    """Make sure that a command's parameters are ones with which a fleet can run it.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if name == "record" and not open_only:
+        needs_folder(given["out"], given["build_only"])
+    if name == "bench" and (given["summary"] or given["resume"]):
+        raise ConfigError("a fleet goes on by itself and sums up no files; leave out --resume and --summary")
+    if name == "bench" and given["csv"] and Path(given["csv"]).exists():
+        raise ConfigError(f"{given['csv']} is there already; choose another file")
 
 
-def _write_landscapes(db: TuningDB, results: Any, folder: Path) -> list[str]:
+def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], limits: Any) -> CampaignPlan:
+    """The campaign of a command: its problems on each arch."""
+    from tiledsched.bench.methods import choose_methods
+    from tiledsched.fleet.leases import expected
+    from tiledsched.fleet.run import plan
+
+    kernel: KernelClass = given["kernel"]
+    options = {key: value for key, value in given.items() if key not in HERE}
+    if name == "refresh":  # what is measured differs from arch to arch
+        by_arch = {arch: measured_problems(run, kernel, arch, given["problem"]) for arch in archs}
+        problems = [problem for found in by_arch.values() for problem in found]
+        planned = plan(name, kernel, problems, archs, options=options, limits=limits)
+        return dataclasses.replace(planned, problems={arch: expected(found) for arch, found in by_arch.items()})
+    problems = named_problems(kernel, given["problem"], given["suite"])
+    if name == "bench":
+        choose_methods(kernel, given["methods"], problems)  # a wrong name would fail every problem on every host
+    return plan(name, kernel, problems, archs, options=options, limits=limits)
+
+
+def _write_landscapes(db: TuningDB, results: Any, folder: Path) -> list[Path]:
     from tiledsched.store.exchange import export_landscape, landscape_file_name
 
     files = []
     for problem, _, result, _ in results:
         for each in result.get("landscapes", ()):
-            path = folder / landscape_file_name(problem, each["device"], each["regime"])
-            export_landscape(db, path, problem, each["device"], each["regime"])
-            files.append(str(path))
+            files.append(folder / landscape_file_name(problem, each["device"], each["regime"]))
+            export_landscape(db, files[-1], problem, each["device"], each["regime"])
     return files
 
 
-def _write_rows(results: Any, path: Path) -> list[str]:
+def _write_rows(results: Any, path: Path) -> Path:
     from tiledsched.bench.rows import BenchRow, append_rows
 
     for _, _, result, _ in results:
@@ -174,67 +223,88 @@ def _write_rows(results: Any, path: Path) -> list[str]:
             {name: "" if value is None else str(value) for name, value in row.items()} for row in result.get("rows", ())
         ]
         append_rows([BenchRow.from_csv(row) for row in cells], path)
-    return [str(path)]
+    return path
 
 
-def work(options: argparse.Namespace) -> int:
-    """Work on what there is to do."""
-    from tiledsched.fleet.local import work as worked
+@command("work")
+@argument("campaign", required=False, help="only this campaign (default: all that are running)")
+@option(
+    "--wait", type=float, default=0.0, metavar="SECONDS", help="how long to wait for a campaign (default: not at all)"
+)
+@workers_option
+@jobs_option
+def work(run: Invocation, campaign: str | None, wait: float, workers: int, jobs: int | None) -> int:
+    """Work on campaigns with the GPUs of this host.
+
+    It ends when nothing is left to do. This is what a Slurm array or a Kubernetes job runs on each host.
+
+    \b
+    tiledsched fleet work --db postgresql://host/tiledsched
+    """
+    one_thread_for_algebra()
+    from tiledsched.fleet.local import work as work_here
     from tiledsched.fleet.run import where
 
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    done = worked(
-        where(options.db),
-        options.campaign,
-        without_gpu=options.workers,
-        jobs=options.jobs,
-        wait_s=options.wait,
-        say=output.note,
-    )
-    for note in done.notes:
-        output.note(note)
-    text = (
-        f"worked on {', '.join(done.campaigns)} with {done.gpus} GPUs" if done.campaigns else "no campaign is running"
-    )
-    _said(options, {"campaigns": list(done.campaigns), "gpus": done.gpus, "notes": list(done.notes)}, text)
+    done = work_here(where(run.db), campaign, without_gpu=workers, jobs=jobs, wait_s=wait, say=note)
+    for each in done.notes:
+        note(each)
+    text = "no campaign is running"
+    if done.campaigns:
+        text = f"worked on {', '.join(done.campaigns)} with {done.gpus} GPUs"
+    run.print({"campaigns": list(done.campaigns), "gpus": done.gpus, "notes": list(done.notes)}, text)
     return 1 if done.notes and len(done.notes) >= done.gpus else 0
 
 
-def status(options: argparse.Namespace) -> int:
-    """Say how far a campaign is, once or until it ends."""
+@command("status")
+@argument("campaign", required=False, help="which campaign (default: the newest)")
+@option("--all", "everything", is_flag=True, help="list all campaigns")
+@option("--watch", is_flag=True, help="look again every two seconds, until the campaign ends or Ctrl-C")
+@option(
+    "--stop", is_flag=True, help="let workers end with what they are doing; the command that opened it goes on later"
+)
+def status(run: Invocation, campaign: str | None, everything: bool, watch: bool, stop: bool) -> int:
+    """Say how far a campaign is, on which GPUs, and what failed.
+
+    Exit code 1 if a problem could not be done.
+
+    \b
+    tiledsched fleet status --watch
+    tiledsched fleet status 3f2a --stop
+    """
     from tiledsched.fleet.leases import Leases
     from tiledsched.fleet.run import where
     from tiledsched.fleet.status import read_status
     from tiledsched.store.db import TuningDB
 
-    with TuningDB.open(where(options.db), read_only=True) as db:
+    with TuningDB.open(where(run.db), read_only=not stop) as db:
         leases = Leases(db)
         campaigns = leases.campaigns()
-        if options.all or not campaigns:
-            rows = [
-                {
-                    "campaign": each.id,
-                    "command": each.job,
-                    "kernel": each.kernel,
-                    "status": each.status,
-                    **leases.counts(each.id),
-                }
-                for each in campaigns
-            ]
-            _said(options, {"campaigns": rows}, fleet_output.campaigns(rows))
+        if everything or not campaigns:
+            rows = [_campaign_row(leases, each) for each in campaigns]
+            run.print({"campaigns": rows}, fleet_output.campaign_lines(rows))
             return 0
-        wanted = options.campaign or campaigns[0].id
-        if options.watch and not options.json:
+        wanted = leases.campaign(campaign).id if campaign else campaigns[0].id
+        if stop:
+            leases.stop(wanted)
+            text = f"{wanted} is stopped; the command that opened it goes on with it"
+            run.print({"campaign": wanted, "status": "stopped"}, text)
+            return 0
+        if watch and not run.json:
             return _watch(leases, wanted)
         while True:
             found = read_status(leases, wanted)
-            if options.json:
-                _print_json(found.to_json())
+            if run.json:
+                run.print(found.to_json())
             else:
-                fleet_output.print_status(found)
-            if not options.watch or found.campaign.status != "running":
-                return _code(found)
+                console().print(fleet_output.view(found))
+            if not watch or found.campaign.status != "running":
+                return _exit_code(found)
             time.sleep(WATCH_S)
+
+
+def _campaign_row(leases: Leases, campaign: Any) -> dict[str, Any]:
+    named = {"campaign": campaign.id, "command": campaign.job, "kernel": campaign.kernel}
+    return {**named, "status": campaign.status, **leases.counts(campaign.id)}
 
 
 def _watch(leases: Leases, campaign_id: str) -> int:
@@ -242,32 +312,21 @@ def _watch(leases: Leases, campaign_id: str) -> int:
 
     from tiledsched.fleet.status import read_status
 
-    with Live(console=output.console(), auto_refresh=False) as live:
+    with Live(console=console(), auto_refresh=False) as live:
         while True:
             found = read_status(leases, campaign_id)
             live.update(fleet_output.view(found), refresh=True)
             if found.campaign.status != "running":
-                return _code(found)
+                return _exit_code(found)
             time.sleep(WATCH_S)
 
 
-def _code(found: FleetStatus) -> int:
+def _exit_code(found: FleetStatus) -> int:
     return 1 if found.campaign.status == "done" and found.failed else 0
 
 
-def stop(options: argparse.Namespace) -> int:
-    """Let workers end with what they hold."""
-    from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.run import where
-    from tiledsched.store.db import TuningDB
-
-    with TuningDB.open(where(options.db)) as db:
-        leases = Leases(db)
-        campaign = leases.campaign(options.campaign)
-        leases.stop(campaign.id)
-    _said(
-        options,
-        {"campaign": campaign.id, "status": "stopped"},
-        f"{campaign.id} is stopped; the command that opened it goes on with it",
-    )
-    return 0
+fleet = Group(
+    "fleet",
+    help="Tune, record, refresh or bench on many GPUs and hosts.",
+    sections={"Commands": [run_fleet, work, status]},
+)

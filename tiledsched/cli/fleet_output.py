@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.cli import output
+from tiledsched.cli.output import console
 from tiledsched.core.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 
 MOST_WORKERS, MOST_FAILURES = 40, 20
 """Lines of a view; `--json` has all."""
-
-
-def print_status(status: FleetStatus) -> None:
-    """The view, once."""
-    output.console().print(view(status))
 
 
 def view(status: FleetStatus) -> RenderableType:
@@ -122,8 +118,10 @@ def spread_lines(status: FleetStatus) -> list[str]:
     return lines
 
 
-def print_results(results: Sequence[tuple[Problem, str, dict[str, Any], str]]) -> None:
-    """A line for each problem that was done."""
+def print_results(
+    results: Sequence[tuple[Problem, str, dict[str, Any], str]], status: FleetStatus, files: Sequence[Path]
+) -> None:
+    """Print a line for each problem that was done, then how the campaign ended and what was written."""
     for problem, arch, result, _ in results:
         us = result.get("median_us") or result.get("model_us")
         words = [f"{problem} ({arch})"]
@@ -131,15 +129,19 @@ def print_results(results: Sequence[tuple[Problem, str, dict[str, Any], str]]) -
             words.append(f"{us:.1f} us" + ("" if result.get("median_us") else " (modelled)"))
         if "schedule" in result:
             words.append(Schedule(result["schedule"]).short())
-        words += [f"{result['measured']} measured"] if "landscapes" in result else []
+        if "landscapes" in result:
+            words.append(f"{result['measured']} measured")
         print("  ".join(words))
+    console().print(view(status))
+    for file in files:
+        print(file)
 
 
-def campaigns(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each campaign."""
+def campaign_lines(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each campaign, or how to open the first."""
     lines = [
         f"{row['campaign']} {row['command']} {row['kernel']}: {row['status']}, {row['done']} done, {row['failed']} failed, "
         f"{row['waiting'] + row['leased']} left"
         for row in rows
     ]
-    return "\n".join(lines) or "there is no campaign; open one with: tiledsched fleet tune"
+    return "\n".join(lines) or "there is no campaign; open one with: tiledsched fleet run tune"

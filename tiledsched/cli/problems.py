@@ -1,8 +1,7 @@
-"""Which kernel the words of a command name, and which problems of it."""
+"""Problems in words: what `--problem` and `--suite` name, and which problems a filter lets through."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,65 +9,32 @@ from typing import Any
 
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
-from tiledsched.core.kernel import KernelClass, fields_called, short_names
+from tiledsched.core.kernel import KernelClass, fields_called, short_names, told
 from tiledsched.core.problem import Problem
-from tiledsched.core.registry import SHIPPED
 
-LOCATOR = re.compile(r"[^\s=,]+:[A-Za-z_]\w*")
 FLAGS = {"yes": True, "true": True, "no": False, "false": False}
 
 
-def kernel_word(words: Sequence[str], flags: Mapping[str, argparse.Action]) -> str | None:
-    """The word among a command's that names a kernel: the first that is neither a flag nor a flag's value.
-
-    Args:
-        words: what follows the command.
-        flags: those of every kernel, by name. What follows another flag is its value, unless it can only be a kernel.
-    """
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        if not word.startswith("-"):
-            return word
-        action = flags.get(word)
-        if "=" in word or (action is not None and action.nargs == 0):
-            continue
-        many = action is not None and action.nargs in ("+", "*")
-        while left and not left[0].startswith("-") and not (action is None and _is_kernel(left[0])):
-            left.pop(0)
-            if not many:
-                break
-    return None
-
-
-def _is_kernel(word: str) -> bool:
-    return word in SHIPPED or LOCATOR.fullmatch(word) is not None
-
-
-def problems_of(kernel: KernelClass, options: argparse.Namespace) -> list[Problem]:
-    """What `--problem` and `--suite` name; without them what the kernel's own flags do, or else all its suites.
+def named_problems(kernel: KernelClass, named: Sequence[str], suites: str | None = None) -> list[Problem]:
+    """The problems that `--problem` and `--suite` name, or where neither names any, the kernel's default ones.
 
     Raises:
-        ConfigError: a key, a value or a suite that the kernel does not have, or nothing named and nothing declared.
+        ConfigError: a key, a value or a suite that the kernel does not have, or nothing is named and nothing declared.
         ProblemError: values that do not go together.
     """
-    named = [problem for text in options.problem for problem in read_problems(kernel, text)]
-    if options.suite:
-        named += [problem for name in options.suite.split(",") for problem in kernel.suite(name.strip())]
-    elif not named and kernel.from_flags is not None:
-        named = kernel.from_flags(options)
-    elif not named:
-        named = [problem for suite in kernel.suites for problem in kernel.suite(suite)]
-    if not named:
-        raise ConfigError(f"{kernel.name} has no suite; name its problems, e.g. --problem {example(kernel)}")
-    return list(dict.fromkeys(named))
+    found = [problem for text in named for problem in read_problems(kernel, text)]
+    found += [problem for name in (suites or "").split(",") if name.strip() for problem in kernel.suite(name.strip())]
+    found = found or kernel.default_problems()
+    if not found:
+        raise ConfigError(f"{kernel.name} has no suite; name its problems, e.g. -p {example(kernel)}")
+    return list(dict.fromkeys(found))
 
 
 def read_problems(kernel: KernelClass, text: str) -> list[Problem]:
-    """Every combination of `rows=4096,columns=4096:8192,dtype=bfloat16`, or a problem as it is printed.
+    """Every combination of the values in `rows=4096,columns=4096:8192,dtype=bfloat16`; or a problem as it is printed.
 
-    A key is a field or a short name of the kernel's label, which means all its dims, or each where slashes part the values. A
-    word alone is a flag, or the choice of a field.
+    A key is a field, or a short name of the kernel's label. A short name means all its dims, or, where slashes part the
+    values, each of them (`H=32/8`). A word alone is a flag that is set (`transposed`) or the choice of a field (`bfloat16`).
 
     Raises:
         ConfigError: the key and what is allowed.
@@ -83,7 +49,7 @@ def read_problems(kernel: KernelClass, text: str) -> list[Problem]:
 
 
 def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tuple[Any, ...]]]:
-    """What each key of `rows=4096,columns=4096:8192` may be, a value for each of the fields it stands for.
+    """The allowed values of `rows=4096,columns=4096:8192`: the fields that each key stands for -> a value for each of them.
 
     Raises:
         ConfigError: the key and what is allowed.
@@ -105,7 +71,7 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
 
 
 def _parts(text: str) -> list[str]:
-    """What commas or spaces part; a number alone belongs to the part before it."""
+    """The parts between commas or spaces. A number alone is another value of the part before it: `S=1024,2048`."""
     parts: list[str] = []
     for part in re.split(r"\s*,\s*|\s+", text.strip()):
         if parts and part.isdigit():
@@ -116,7 +82,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _alone(kernel: KernelClass, word: str) -> tuple[str, str]:
-    """Key and value that a word alone stands for: `transposed`, `+bias`, `bfloat16`; itself where it is neither."""
+    """The key and value that a word alone stands for (`transposed`, `+bias`, `bfloat16`), or the word and nothing."""
     plain = word.removeprefix("+").replace("-", "_")
     for name, field in kernel.fields.items():
         if isinstance(field, Flag) and name == plain:
@@ -127,73 +93,42 @@ def _alone(kernel: KernelClass, word: str) -> tuple[str, str]:
 
 
 def _read_each(kernel: KernelClass, names: Sequence[str], key: str, word: str) -> tuple[Any, ...]:
-    """A value for each field: the same, or those that slashes part."""
+    """One value for each field: the same for all of them, or those between the slashes."""
     words = word.split("/") if "/" in word else [word] * len(names)
     if len(words) != len(names):
         raise ConfigError(f"--problem {key}={word}: write {key}={'/'.join(names)}, or one value for all")
     return tuple(_read(kernel.fields[name], key, each) for name, each in zip(names, words, strict=True))
 
 
-def filtered(options: argparse.Namespace, problems: Iterable[Problem]) -> list[Problem]:
-    """Those that the filters of a command let through; see `matching`."""
-    found = list(dict.fromkeys(problems))
-    let = matching(found, options.problem, own_filters(options), options.dtype)
-    return [each for each in found if each in let]
-
-
-def own_filters(options: argparse.Namespace) -> dict[str, Any]:
-    """What the kernel's own flags say, as filters, by field."""
-    return {name: value for name in options.own if name != "dtype" and (value := getattr(options, name)) is not None}
-
-
-def matching(
-    problems: Iterable[Problem], named: Sequence[str], own: Mapping[str, Any], dtypes: Sequence[str] | None
-) -> set[Problem]:
-    """Those that filters let through. What a filter does not name may be anything.
+def matching(problems: Iterable[Problem], named: Sequence[str]) -> list[Problem]:
+    """The problems, of any kernels, that one of the filters lets through; all of them where there is no filter.
 
     Args:
-        problems: of any kernels; those of a kernel that this process does not know match no filter.
-        named: as for `--problem`; one of them has to match.
-        own: values of a kernel's own flags, by field.
-        dtypes: element types, one of which the problem has to have; None for any.
+        problems: those to choose from. Problems of a kernel that this process does not know match no filter.
+        named: filters, written as for `--problem`. What a filter does not name may be anything.
 
     Raises:
-        ConfigError: no kernel among them has such a key or value.
+        ConfigError: no kernel among the problems has such a key or value.
     """
-    found, wanted = set(problems), dict[str, list[dict[tuple[str, ...], list[tuple[Any, ...]]]]]()
+    found = list(dict.fromkeys(problems))
+    if not named:
+        return found
+    filters: dict[str, list[Mapping[tuple[str, ...], list[tuple[Any, ...]]]]] = {}
     wrong: TiledschedError | None = None
     for name, kernel in {each.kernel: each.declaration for each in found if each.known}.items():
         try:
-            wanted[name] = [read_values(kernel, text) for text in named]
+            filters[name] = [read_values(kernel, text) for text in named]
         except TiledschedError as error:
             wrong = error
-    if wrong is not None and not wanted:
+    if wrong is not None and not filters:
         raise wrong
-
-    def fits(problem: Problem) -> bool:
-        values, fields = problem.values, problem.declaration.fields
-        return (
-            (
-                not named
-                or any(
-                    all(tuple(values[name] for name in names) in allowed for names, allowed in one.items())
-                    for one in wanted[problem.kernel]
-                )
-            )
-            and all(name in values and values[name] in _allowed(fields[name], value) for name, value in own.items())
-            and (dtypes is None or not set(dtypes).isdisjoint(map(str, values.values())))
-        )
-
-    if not named and not own and dtypes is None:
-        return found
-    return {each for each in found if each.kernel in wanted and fits(each)}
+    return [
+        problem for problem in found if any(_fits(problem.values, each) for each in filters.get(problem.kernel, ()))
+    ]
 
 
-def _allowed(field: ProblemField, value: Any) -> Sequence[Any]:
-    """What a flag's value lets a field be."""
-    if isinstance(field, Flag):
-        return (False, True) if value == "both" else (FLAGS.get(value, True),)
-    return value if isinstance(value, list) else (value,)
+def _fits(values: Mapping[str, Any], wanted: Mapping[tuple[str, ...], list[tuple[Any, ...]]]) -> bool:
+    return all(tuple(values[name] for name in names) in allowed for names, allowed in wanted.items())
 
 
 def _read(field: ProblemField, key: str, word: str) -> Any:
@@ -213,8 +148,35 @@ def _read(field: ProblemField, key: str, word: str) -> Any:
         raise ConfigError(f"--problem: {error}") from error
 
 
+def read_variants(kernel: KernelClass, text: str) -> dict[str, list[str]]:
+    """Name -> values of `--also any-length,group=1:4`.
+
+    Raises:
+        ConfigError: the kernel has no such variant.
+    """
+    found: dict[str, list[str]] = {}
+    for part in text.split(",") if text else ():
+        name, _, values = part.strip().partition("=")
+        if name not in kernel.variants:
+            known = ", ".join(kernel.variants) or "none"
+            raise ConfigError(f"--also {part}: the problems of {kernel.name} vary by {known}")
+        found[name] = values.split(":") if values else []
+    return found
+
+
+def describe_kernel(kernel: KernelClass) -> list[tuple[str, str]]:
+    """What the help of a command says of a kernel: its keys, its suites and an example."""
+    lines = [("keys", ", ".join([*short_names(kernel), *kernel.fields])), ("example", f"-p {example(kernel)}")]
+    if kernel.suites:
+        default = f"{kernel.default_suite} where none is named" if kernel.default_suite else "all where none is named"
+        lines.append(("suites", f"{', '.join(kernel.suites)}; {default}"))
+    return lines
+
+
 def example(kernel: KernelClass) -> str:
-    """What a `--problem` of this kernel looks like."""
+    """An example of `-p` for a kernel: the first of its default problems, or where it has none, one that is made up."""
+    if named := kernel.default_problems():
+        return told(named[0])
     words: list[str] = []
     for name, field in kernel.fields.items():
         if getattr(field, "omit_default", False):

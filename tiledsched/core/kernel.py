@@ -72,9 +72,6 @@ FUNCTIONS = (
     "unsound",
     "describe",
     "file_words",
-    "add_flags",
-    "from_flags",
-    "add_likely_flags",
     "likely",
     "small",
     "rivals",
@@ -166,6 +163,8 @@ class Kernel:
     """Expression -> why what breaks it, and works, is not searched."""
     suites: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = MappingProxyType({})
     """Name -> problems that are tuned and benched together."""
+    default_suite: ClassVar[str] = ""
+    """The suite that is meant where no problem is named; empty where all of them are."""
     derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({})
     """Name -> function of the problem, for constraints, shapes and functions."""
     label: ClassVar[Mapping[str, str | tuple[str, ...]]] = MappingProxyType({})
@@ -322,16 +321,12 @@ class Kernel:
         """A problem for people."""
         return describe_values(p.values)
 
-    add_flags: ClassVar[Any] = None
-    """`add_flags(parser)`: problem flags of the command line's own, beside --problem and --suite."""
-    from_flags: ClassVar[Any] = None
-    """`from_flags(options)`: the problems those flags name."""
     file_words: ClassVar[Any] = None
     """`file_words(p)`: the problem in the name of a file; kernel and values unless given."""
-    add_likely_flags: ClassVar[Any] = None
-    """`add_likely_flags(parser)`: flags of `warmup` and `bundle` that say which problems come beside those tuned."""
+    variants: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Ways in which a program's problems may differ from the tuned ones -> what each means; `warmup --also` takes them."""
     likely: ClassVar[Any] = None
-    """`likely(p, options)`: the problems to expect beside a tuned one under those flags."""
+    """`likely(p, variants)`: the problems like `p` that the variants name, each with its values as text."""
     small: ClassVar[Any] = None
     """`small()`: problems that the interpreter runs in a moment, odd sizes among them."""
 
@@ -386,6 +381,12 @@ class Kernel:
             known = ", ".join(cls.suites) or "none"
             raise ConfigError(f"{cls.name} has no suite {name!r}; known are {known}")
         return [each if isinstance(each, Problem) else cls.problem(**each) for each in cls.suites[name]]
+
+    @classmethod
+    def default_problems(cls) -> list[Problem]:
+        """The problems that are meant where none is named: those of the default suite, or of every suite."""
+        names = [cls.default_suite] if cls.default_suite else cls.suites
+        return list(dict.fromkeys(problem for name in names for problem in cls.suite(name)))
 
     @classmethod
     def arrays(cls, p: Problem) -> tuple[ArraySpec, ...]:

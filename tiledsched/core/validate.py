@@ -22,6 +22,8 @@ RESERVED = (
     "constraints",
     "exploring",
     "suites",
+    "default_suite",
+    "variants",
     "derived",
     "label",
     "axes",

@@ -13,7 +13,7 @@ import torch
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.kernels.attention.problem import MAX_HEAD_DIM
-from tiledsched.serve import launch as launching
+from tiledsched.serve import process
 
 DTYPES = (torch.float16, torch.bfloat16)
 """What it computes."""
@@ -149,7 +149,7 @@ def unserved(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float) -> str:
         return "a mask tensor is given"
     if dropout_p:
         return "dropout is asked for"
-    if q.device.type != launching.DEVICE_TYPE:
+    if q.device.type != process.runtime.device_type:
         return f"q is on {q.device}; the kernel needs a CUDA device"
     if q.dtype not in DTYPES:
         return f"dtype {q.dtype} is not served; use torch.float16 or torch.bfloat16"

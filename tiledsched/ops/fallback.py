@@ -1,8 +1,9 @@
-"""What the kernel does not serve: torch's attention, with one warning per reason, or an error where so configured."""
+"""Attention that the kernel does not serve: torch's, with one warning per reason, or an error where the settings say so."""
 
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from typing import Any
 
@@ -11,16 +12,16 @@ from torch.nn import functional
 
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.ops.arguments import heads_grouped
-from tiledsched.ops.features import NOTHING, AttentionFeatures, attend_beside, attend_seen
+from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.serve.process import log, settings
 
 torch_attention = functional.scaled_dot_product_attention
-"""torch's own, whatever replaces it later."""
+"""torch's own function, even after something replaced it in torch."""
 _warned: set[str] = set()
 
 
 def report(reason: str) -> None:
-    """Say once why a call goes to torch.
+    """Warn once for each reason why a call goes to torch.
 
     Raises:
         UnsupportedError: the setting `fallback` is `error`.
@@ -42,74 +43,6 @@ def forget_warnings() -> None:
     _warned.clear()
 
 
-def torch_sdpa(
-    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, causal: str | None, scale: float | None
-) -> Any:
-    """torch's attention with our meaning of `causal`. Differentiable.
-
-    Args:
-        q, k, v: as for `sdpa`; heads may be grouped.
-        attn_mask: a mask tensor or None.
-        dropout_p: probability.
-        causal: top_left, bottom_right or None.
-        scale: softmax scale or None.
-    """
-    grouped = q.ndim == k.ndim == v.ndim >= 4 and q.shape[-3] != k.shape[-3] and heads_grouped(q, k, v)
-    more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, **({"enable_gqa": True} if grouped else {})}
-    rows, columns = q.shape[-2], k.shape[-2]
-    if causal != "bottom_right" or rows == columns:
-        return torch_attention(q, k, v, attn_mask=attn_mask, is_causal=causal is not None, **more)
-    if rows < columns:
-        return torch_attention(q, k, v, attn_mask=causal_mask(q, k, causal), **more)
-    # The first rows see nothing and are zero, as in the kernel; for the others both alignments are one.
-    seen = torch_attention(q[..., rows - columns :, :], k, v, is_causal=True, **more)
-    blind = seen.new_zeros((*seen.shape[:-2], rows - columns, seen.shape[-1]))
-    return torch.cat([blind, seen], dim=-2)
-
-
-def causal_mask(q: Any, k: Any, causal: str | None) -> Any:
-    """`[rows of q, rows of k]`, True where a key is seen; None without a causal mask."""
-    if causal is None:
-        return None
-    rows, columns = q.shape[-2], k.shape[-2]
-    diagonal = columns - rows if causal == "bottom_right" else 0
-    return torch.ones((rows, columns), dtype=torch.bool, device=q.device).tril(diagonal)
-
-
-def attend_nested(
-    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, causal: Any, scale: float | None, return_lse: bool
-) -> Any:
-    """torch's attention over nested tensors, of which torch says what fits.
-
-    Raises:
-        UnsupportedError: what torch has nothing for.
-    """
-    if return_lse or causal not in (False, True, "top_left"):
-        what = "the log-sum-exp" if return_lse else f"causal = {causal!r}"
-        raise UnsupportedError(
-            f"{what} of nested tensors is not served, by torch neither; call it for each of their parts"
-        )
-    return torch_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=bool(causal), scale=scale)
-
-
-def torch_lse(q: Any, k: Any, attn_mask: Any, causal: str | None, scale: float | None) -> Any:
-    """Log-sum-exp of the scaled, masked scores of each row, natural, float32 `[batch, heads, rows]`.
-
-    From the scores in full: torch has no public function for it. float32 products, whatever the dtype of q and k.
-    """
-    if k.ndim > 2 and not k.shape[-3]:  # no keys at all
-        return q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
-    if q.ndim == k.ndim >= 4 and k.shape[-3] != q.shape[-3] and heads_grouped(q, k, k):
-        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
-    scores = q.float() @ k.float().transpose(-2, -1) * (1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale)
-    mask = causal_mask(q, k, causal) if attn_mask is None else attn_mask
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -math.inf)
-    elif mask is not None:
-        scores = scores + mask
-    return torch.logsumexp(scores, dim=-1)
-
-
 def attend_in_torch(
     q: Any,
     k: Any,
@@ -119,64 +52,201 @@ def attend_in_torch(
     causal: str | None,
     scale: float | None,
     return_lse: bool,
-    beside: AttentionFeatures = NOTHING,
+    features: AttentionFeatures = NO_FEATURES,
 ) -> Any:
-    """torch's attention, with the log-sum-exp where asked for; of what torch has nothing for, its operations."""
-    if beside.placed:
-        pair = attend_placed(q, k, v, dropout_p, causal, scale, beside)
+    """Attention in torch, with the log-sum-exp where it is asked for. Differentiable.
+
+    torch's own function is used where it computes what is asked for; for the rest, its operations on the scores in full.
+
+    Args:
+        q, k, v: as for `sdpa`; heads may be grouped. Packed sequences and pages as in
+            :class:`tiledsched.ops.plans.AttentionCall`.
+        attn_mask: a mask tensor or None.
+        dropout_p: probability.
+        causal: top_left, bottom_right or None.
+        scale: softmax scale or None.
+        return_lse: return a pair.
+        features: everything else.
+    """
+    if features.is_varlen:
+        pair = _attend_varlen(q, k, v, dropout_p, causal, scale, features)
         return pair if return_lse else pair[0]
-    if beside is not NOTHING and any(beside.key):
-        pair = attend_beside(q, k, v, attn_mask, dropout_p, causal, scale, beside)
+    if any(features.key):
+        visible = visible_keys(q, k, causal, features)
+        pair = attend_visible(q, k, v, attn_mask, visible, dropout_p, scale, features)
         return pair if return_lse else pair[0]
-    out = torch_sdpa(q, k, v, attn_mask, dropout_p, causal, scale)
-    return (out, torch_lse(q, k, attn_mask, causal, scale).expand(out.shape[:-1])) if return_lse else out
+    out = _attend_plain(q, k, v, attn_mask, dropout_p, causal, scale)
+    return (out, _torch_lse(q, k, attn_mask, causal, scale).expand(out.shape[:-1])) if return_lse else out
 
 
-def attend_placed(
-    q: Any, k: Any, v: Any, dropout_p: float, causal: str | None, scale: float | None, beside: AttentionFeatures
+def attend_nested(
+    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, causal: Any, scale: float | None, return_lse: bool
+) -> Any:
+    """torch's attention over nested tensors; torch itself checks that they fit together.
+
+    Raises:
+        UnsupportedError: torch cannot compute it.
+    """
+    if return_lse or causal not in (False, True, "top_left"):
+        what = "the log-sum-exp" if return_lse else f"causal = {causal!r}"
+        raise UnsupportedError(
+            f"{what} of nested tensors is not served, by torch neither; call it for each of their parts"
+        )
+    return torch_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=bool(causal), scale=scale)
+
+
+def visible_keys(q: Any, k: Any, causal: str | None, features: AttentionFeatures) -> Any:
+    """`[batch or 1, 1, rows or 1, keys]`, True where only a mask tensor may hide a key; None where every key is visible."""
+    keys = torch.arange(k.shape[-2], device=q.device)
+    visible = None
+    if causal is not None:
+        visible = _below_diagonal(q.shape[-2], keys, _diagonal(q, k, causal), features)[None, None]
+    for edge, counts in ((features.key_starts, operator.ge), (features.key_lengths, operator.lt)):
+        if edge is not None:
+            own = counts(keys, edge[:, None])[:, None, None]
+            visible = own if visible is None else visible & own
+    return visible
+
+
+def attend_visible(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any,
+    visible: Any,
+    dropout_p: float,
+    scale: float | None,
+    features: AttentionFeatures,
 ) -> tuple[Any, Any]:
-    """The output and the log-sum-exp of packed sequences or keys in pages, which are padded for it. Differentiable.
+    """The output and the log-sum-exp of each row, from the scores in full. Differentiable; rows that see no key are zero.
+
+    Products in the dtype of q, as torch's attention makes them, and the softmax in float32.
+
+    Args:
+        q, k, v: `[batch, heads, rows, columns]`; heads may be grouped.
+        attn_mask: a mask tensor or None.
+        visible: True where `attn_mask` alone may hide a key; None for every key.
+        dropout_p: probability.
+        scale: softmax scale or None.
+        features: of which softcap and sinks are read.
+    """
+    if k.ndim > 2 and k.shape[-3] != q.shape[-3] and k.shape[-3] > 1:
+        k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], dim=-3) for each in (k, v))
+    scores = (q @ k.transpose(-2, -1)).float() * (1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale)
+    if features.softcap:
+        scores = features.softcap * torch.tanh(scores / features.softcap)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        visible = attn_mask if visible is None else visible & attn_mask
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    if features.sinks is not None:
+        lse = torch.logaddexp(lse, features.sinks.float()[:, None].expand(lse.shape[-2:]))
+    blind = lse == -math.inf
+    weights = torch.exp(scores - lse.masked_fill(blind, 0.0)[..., None])
+    weights = functional.dropout(weights, dropout_p, training=dropout_p > 0)
+    return weights.to(v.dtype) @ v, lse
+
+
+def _attend_plain(
+    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, causal: str | None, scale: float | None
+) -> Any:
+    """torch's attention function with our meaning of `causal`."""
+    grouped = q.ndim == k.ndim == v.ndim >= 4 and q.shape[-3] != k.shape[-3] and heads_grouped(q, k, v)
+    more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, **({"enable_gqa": True} if grouped else {})}
+    rows, columns = q.shape[-2], k.shape[-2]
+    if causal != "bottom_right" or rows == columns:
+        return torch_attention(q, k, v, attn_mask=attn_mask, is_causal=causal is not None, **more)
+    if rows < columns:
+        return torch_attention(q, k, v, attn_mask=visible_keys(q, k, causal, NO_FEATURES)[0, 0], **more)
+    # The first rows see nothing and are zero, as in the kernel; for the others both alignments are one.
+    seen = torch_attention(q[..., rows - columns :, :], k, v, is_causal=True, **more)
+    blind = seen.new_zeros((*seen.shape[:-2], rows - columns, seen.shape[-1]))
+    return torch.cat([blind, seen], dim=-2)
+
+
+def _torch_lse(q: Any, k: Any, attn_mask: Any, causal: str | None, scale: float | None) -> Any:
+    """Log-sum-exp of the scaled, masked scores of each row, natural, float32 `[batch, heads, rows]`.
+
+    From the scores in full: torch has no public function for it. float32 products, whatever the dtype of q and k.
+    """
+    if k.ndim > 2 and not k.shape[-3]:  # no keys at all
+        return q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
+    if q.ndim == k.ndim >= 4 and k.shape[-3] != q.shape[-3] and heads_grouped(q, k, k):
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
+    scores = q.float() @ k.float().transpose(-2, -1) * (1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale)
+    if causal is not None and attn_mask is None:
+        attn_mask = visible_keys(q, k, causal, NO_FEATURES)[0, 0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return torch.logsumexp(scores, dim=-1)
+
+
+def _diagonal(q: Any, k: Any, causal: str) -> int:
+    """Keys that the first row sees before the one of its own number."""
+    return k.shape[-2] - q.shape[-2] if causal == "bottom_right" else 0
+
+
+def _below_diagonal(rows: int, keys: Any, before: Any, features: AttentionFeatures) -> Any:
+    """`[..., rows, keys]`, True where a causal mask with the features' window shows a key.
+
+    Args:
+        rows: number of query rows.
+        keys: `[keys]`, their positions.
+        before: keys that the first row sees before the one of its own number; a number, or `[batch, 1, 1, 1]`.
+        features: of which the window is read.
+    """
+    last = torch.arange(rows, device=keys.device)[:, None] + before
+    visible = keys <= last + features.window_right
+    return visible & (keys > last - features.window) if features.window else visible
+
+
+def _attend_varlen(
+    q: Any, k: Any, v: Any, dropout_p: float, causal: str | None, scale: float | None, features: AttentionFeatures
+) -> tuple[Any, Any]:
+    """The output and the log-sum-exp of packed sequences or of keys in pages, which are padded for it.
 
     Args:
         q: `[1, heads, rows of all, head_dim]`, or `[batch, heads, seq_q, head_dim]` where only the keys lie in pages.
         k, v: `[1, kv_heads, keys of all, ...]` or `[pages, kv_heads, page, ...]`.
-        dropout_p, causal, scale: as for `sdpa`; bottom_right is each sequence's own.
-        beside: where everything lies. The lengths of the longest are read from the device where they are not given.
+        dropout_p, causal, scale: as for `sdpa`; bottom_right aligns the mask with each sequence's own keys.
+        features: say where everything lies. Lengths of the longest sequence that are missing are read from the device.
     """
-    rows_given = beside.cu_q is not None
-    lengths_q = beside.cu_q.diff() if rows_given else None
-    queries = _padded(q, beside.cu_q, lengths_q, beside.most_q) if rows_given else q
-    if beside.table is None:
-        lengths_k = beside.cu_k.diff()
-        keys, values = (_padded(each, beside.cu_k, lengths_k, beside.most_k) for each in (k, v))
+    offsets = features.cu_seqlens_q
+    queries, own_rows = q, q.shape[2]
+    if offsets is not None:
+        own_rows = offsets.diff()
+        queries = _padded(q, offsets, own_rows, features.max_seqlen_q)
+    if features.block_table is None:
+        lengths = features.cu_seqlens_k.diff()
+        keys, values = (_padded(each, features.cu_seqlens_k, lengths, features.max_seqlen_k) for each in (k, v))
     else:
-        table = beside.table.long().clamp(0, k.shape[0] - 1)
+        table = features.block_table.long().clamp(0, k.shape[0] - 1)
         keys, values = (each[table].transpose(1, 2).flatten(2, 3) for each in (k, v))
-        lengths_k = beside.lengths.clamp(0, keys.shape[2])
-    rows, columns = (torch.arange(size, device=q.device) for size in (queries.shape[2], keys.shape[2]))
-    visible = (columns < lengths_k[:, None, None])[:, None]
+        lengths = features.key_lengths.clamp(0, keys.shape[2])
+    columns = torch.arange(keys.shape[2], device=q.device)
+    visible = (columns < lengths[:, None, None])[:, None]
     if causal is not None:
-        own_rows = lengths_q if rows_given else queries.shape[2]
-        before = lengths_k - own_rows if causal == "bottom_right" else torch.zeros_like(lengths_k)
-        last = rows[:, None] + before[:, None, None, None]
-        visible = visible & (columns <= last + beside.window_right)
-        if beside.window:
-            visible = visible & (columns > last - beside.window)
-    out, lse = attend_seen(queries, keys, values, None, visible, dropout_p, scale, beside)
-    if not rows_given:
+        before = lengths - own_rows if causal == "bottom_right" else torch.zeros_like(lengths)
+        visible = visible & _below_diagonal(queries.shape[2], columns, before[:, None, None, None], features)
+    out, lse = attend_visible(queries, keys, values, None, visible, dropout_p, scale, features)
+    if offsets is None:
         return out, lse
     places = torch.arange(q.shape[2], device=q.device)
-    sequence = torch.searchsorted(beside.cu_q[1:].contiguous(), places.to(beside.cu_q.dtype), right=True)
-    sequence = sequence.clamp(max=len(beside.cu_q) - 2)
-    row = (places - beside.cu_q[sequence]).clamp(0, queries.shape[2] - 1)
+    sequence = torch.searchsorted(offsets[1:].contiguous(), places.to(offsets.dtype), right=True)
+    sequence = sequence.clamp(max=len(offsets) - 2)
+    row = (places - offsets[sequence]).clamp(0, queries.shape[2] - 1)
     return out[sequence, :, row].transpose(0, 1)[None], lse[sequence, :, row].transpose(0, 1)[None]
 
 
-def _padded(packed: Any, offsets: Any, lengths: Any, most: int) -> Any:
-    """Packed sequences `[1, heads, rows of all, columns]` as `[sequences, heads, most, columns]`; zeros beyond their ends."""
-    if not most:
-        most = int(lengths.max())
-    rows = torch.arange(max(1, most), device=packed.device)
+def _padded(packed: Any, offsets: Any, lengths: Any, longest: int) -> Any:
+    """Packed sequences `[1, heads, rows of all, columns]` as `[sequences, heads, longest, columns]`, with zeros beyond their
+    ends; the length of the longest is read from the device where it is 0."""
+    rows = torch.arange(max(1, longest or int(lengths.max())), device=packed.device)
     index = (offsets[:-1, None] + rows).clamp(0, packed.shape[2] - 1)
     found = packed[0].transpose(0, 1)[index.long()].transpose(1, 2)
     return found.masked_fill((rows >= lengths[:, None])[:, None, :, None], 0.0)

@@ -1,59 +1,61 @@
-"""What a call of `sdpa` asks for beside causal masks: a window, capped scores, sinks, keys that start or end early."""
+"""Optional features of attention beside causal masks: windows, capped scores, sinks, padding, packed sequences and pages."""
 
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from tiledsched.core.errors import ProblemError
 
+_INTEGERS = ("Starts", "Lengths", "CuQ", "CuK", "Table")
+"""The kernel's names of the integer arrays from `key_starts` to `block_table`."""
+
 
 class AttentionFeatures(NamedTuple):
-    """What is asked for beside; each at its default where it is not."""
+    """The optional features of a call, as the operators take them; each at its default where the call does not have it."""
 
     window: int = 0
     """Keys that a row sees up to its own, which is one of them; 0 for all."""
     softcap: float = 0.0
     """Cap of the scaled scores; 0 for none."""
     sinks: Any = None
-    """`[heads]`."""
-    starts: Any = None
-    """`[batch]`."""
-    lengths: Any = None
-    """`[batch]`."""
-    cu_q: Any = None
+    """`[heads]`: a logit more in the denominator of each row."""
+    key_starts: Any = None
+    """`[batch]`: the first key of each sequence that counts."""
+    key_lengths: Any = None
+    """`[batch]`: the first key of each sequence that does not count any more."""
+    cu_seqlens_q: Any = None
     """`[sequences + 1]`: where packed sequences begin in q."""
-    cu_k: Any = None
-    """The same in k and v."""
-    table: Any = None
+    cu_seqlens_k: Any = None
+    """`[sequences + 1]`: where packed sequences begin in k and v."""
+    block_table: Any = None
     """`[sequences, pages]`: which entries of k and v hold a sequence's keys."""
-    most_q: int = 0
-    """Rows of the longest packed sequence, for torch's operations; 0 where nobody said."""
-    most_k: int = 0
-    """The same of keys."""
+    max_seqlen_q: int = 0
+    """Rows of the longest packed sequence; 0 where the caller did not say."""
+    max_seqlen_k: int = 0
+    """Keys of the longest packed sequence; 0 where the caller did not say."""
     window_right: int = 0
     """Keys that a row sees after its own."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a plan depends on."""
+        """What a plan depends on; nothing of it is true where there is no feature at all."""
         return (
             self.window,
             self.softcap,
             self.sinks is not None,
-            self.starts is not None,
-            self.lengths is not None,
-            None if self.cu_q is None else self.cu_q.shape[0] - 1,
-            None if self.table is None else self.table.shape,
+            self.key_starts is not None,
+            self.key_lengths is not None,
+            None if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1,
+            None if self.block_table is None else self.block_table.shape,
             self.window_right,
         )
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The problem's."""
+        """The fields of the problem that the features decide."""
         window, softcap, sinks, starts, lengths, packed, _, window_right = self.key
         return {
             "window": window,
@@ -66,47 +68,59 @@ class AttentionFeatures(NamedTuple):
         }
 
     @property
-    def placed(self) -> bool:
-        """Whether sequences are packed or their keys lie in pages."""
-        return self.cu_q is not None or self.table is not None
+    def is_varlen(self) -> bool:
+        """Whether sequences are packed end to end, or their keys lie in pages."""
+        return self.cu_seqlens_q is not None or self.block_table is not None
 
-    def for_kernel(self, q: Any) -> tuple[Any, ...]:
-        """Sinks and the integer arrays of a launch, in its order; None for those that are not asked for."""
-        sinks = None if self.sinks is None else self.sinks.detach().to(q.dtype).contiguous()
-        whole = (self.starts, self.lengths, self.cu_q, self.cu_k, self.table)
-        return (sinks, *(None if each is None else each.to(torch.int32).contiguous() for each in whole))
+    def feature_arrays(self, q: Any) -> dict[str, Any]:
+        """The tensors among the features as the kernel takes them, by the names of its arrays."""
+        found: dict[str, Any] = {}
+        if self.sinks is not None:
+            found["Sinks"] = self.sinks.detach().to(q.dtype).contiguous()
+        for name, each in zip(_INTEGERS, self[3:8], strict=True):
+            if each is not None:
+                usual = each.dtype is torch.int32 and each.is_contiguous()
+                found[name] = each if usual else each.to(torch.int32).contiguous()
+        return found
 
 
-NOTHING = AttentionFeatures()
+NO_FEATURES = AttentionFeatures()
 Window: TypeAlias = "int | tuple[int, int] | None"
-"""What `sdpa` takes for a window."""
+"""The type of the `window` argument of `sdpa`."""
 ALL_KEYS = 1 << 30
-"""After a row's own: more than there are, and in 32 bits when added to a row."""
-NAMES = ("window", "softcap", "sinks", "key_starts", "key_lengths")
-"""Of the arguments of `sdpa`, in that order."""
+"""Stands for every key after a row's own: more than there are, and within 32 bits when added to a row."""
+FEATURE_ARGUMENTS = ("window", "softcap", "sinks", "key_starts", "key_lengths")
+"""The arguments of `sdpa` that :func:`read_features` reads, in its order."""
 
 
-def read_beside(
-    q: Any, k: Any, alignment: str | None, window: Any, softcap: Any, sinks: Any, key_starts: Any, key_lengths: Any
+def read_features(
+    q: Any,
+    k: Any,
+    alignment: str | None,
+    window: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    key_starts: Any = None,
+    key_lengths: Any = None,
 ) -> tuple[str | None, AttentionFeatures]:
-    """What the arguments of `sdpa` by these names ask for, checked, and where the causal mask is aligned, which a window of two
-    sides needs.
+    """The features that these arguments of `sdpa` mean, checked, and where the causal mask is aligned: a window of two sides
+    needs a causal mask.
 
     Args:
         q, k: tensors that fit together.
-        alignment: of the causal mask that is asked for; None for no mask.
-        window, softcap, sinks, key_starts, key_lengths: as they were given; None for what was not.
+        alignment: of the causal mask; None for no mask.
+        window, softcap, sinks, key_starts, key_lengths: as the caller gave them; None for those not given.
 
     Raises:
         ProblemError: one has a value that is not allowed, or does not fit q and k.
     """
     if window is None and softcap is None and sinks is None and key_starts is None and key_lengths is None:
-        return alignment, NOTHING
+        return alignment, NO_FEATURES
     right = 0
     if isinstance(window, (tuple, list)):
         window, alignment, right = _two_sides(window, alignment)
         if window is None and not right:
-            return read_beside(q, k, alignment, None, softcap, sinks, key_starts, key_lengths)
+            return read_features(q, k, alignment, None, softcap, sinks, key_starts, key_lengths)
     if window is not None:
         if not isinstance(window, (int, torch.SymInt)) or isinstance(window, bool) or window < 1:
             raise ProblemError(
@@ -131,7 +145,7 @@ def read_beside(
 
 
 def _two_sides(window: Any, alignment: str | None) -> tuple[int | None, str | None, int]:
-    """Of FlashAttention's pair: the keys up to a row's own, the mask that is needed, and the keys after a row's own."""
+    """FlashAttention's pair as ours: keys up to a row's own, the causal mask that is needed, and keys after a row's own."""
     pair = [-1 if each is None else each for each in window]
     if len(pair) != 2 or any(not isinstance(each, int) or isinstance(each, bool) or each < -1 for each in pair):
         raise ProblemError(
@@ -147,6 +161,7 @@ def _two_sides(window: Any, alignment: str | None) -> tuple[int | None, str | No
 
 
 def _check(given: Any, name: str, axis: str, size: int, q: Any, *, whole: bool) -> None:
+    """Raise unless `given` is None, or a tensor `[size]` on q's device of integers (`whole`) or floating-point numbers."""
     if given is None:
         return
     kind = "an integer" if whole else "a floating-point"
@@ -158,69 +173,3 @@ def _check(given: Any, name: str, axis: str, size: int, q: Any, *, whole: bool) 
         raise ProblemError(f"{name} must be on q's device, {q.device}, got {given.device}")
     if given.is_floating_point() == whole or given.is_complex() or given.dtype == torch.bool:
         raise ProblemError(f"{name} must be {kind} tensor, got {given.dtype}")
-
-
-def visible_keys(q: Any, k: Any, causal: str | None, beside: AttentionFeatures) -> Any:
-    """`[batch or 1, 1, rows, keys]`, True where a key is seen by all that is not a mask tensor; None where every key is."""
-    rows, columns = q.shape[-2], k.shape[-2]
-    last = torch.arange(rows, device=q.device)[:, None] + (columns - rows if causal == "bottom_right" else 0)
-    keys = torch.arange(columns, device=q.device)[None]
-    visible = None
-    if causal is not None:
-        visible = keys <= last + beside.window_right
-        if beside.window:
-            visible = visible & (keys > last - beside.window)
-        visible = visible[None, None]
-    for edge, sees in ((beside.starts, operator.ge), (beside.lengths, operator.lt)):
-        if edge is not None:
-            own = sees(keys, edge[:, None])[:, None, None]
-            visible = own if visible is None else visible & own
-    return visible
-
-
-def attend_beside(
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any,
-    dropout_p: float,
-    causal: str | None,
-    scale: float | None,
-    beside: AttentionFeatures,
-) -> tuple[Any, Any]:
-    """The output and the log-sum-exp of each row, from the scores in full. Differentiable; rows that see no key are zero.
-
-    Products in the dtype of q, as torch's attention makes them, and the softmax in float32.
-    """
-    return attend_seen(q, k, v, attn_mask, visible_keys(q, k, causal, beside), dropout_p, scale, beside)
-
-
-def attend_seen(
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any,
-    visible: Any,
-    dropout_p: float,
-    scale: float | None,
-    beside: AttentionFeatures,
-) -> tuple[Any, Any]:
-    """The same, with what is visible beside the mask given."""
-    if k.ndim > 2 and k.shape[-3] != q.shape[-3] and k.shape[-3] > 1:
-        k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], dim=-3) for each in (k, v))
-    scores = (q @ k.transpose(-2, -1)).float() * (1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale)
-    if beside.softcap:
-        scores = beside.softcap * torch.tanh(scores / beside.softcap)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        visible = attn_mask if visible is None else visible & attn_mask
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -math.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    if beside.sinks is not None:
-        lse = torch.logaddexp(lse, beside.sinks.float()[:, None].expand(lse.shape[-2:]))
-    blind = lse == -math.inf
-    weights = torch.exp(scores - lse.masked_fill(blind, 0.0)[..., None])
-    weights = torch.nn.functional.dropout(weights, dropout_p, training=dropout_p > 0)
-    return weights.to(v.dtype) @ v, lse

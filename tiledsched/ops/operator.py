@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from tiledsched.kernels.attention.rivals import empty_output
-from tiledsched.ops import plans
 from tiledsched.ops.arguments import needs_gradients
 from tiledsched.ops.fallback import attend_in_torch, report
-from tiledsched.ops.features import NOTHING, AttentionFeatures
-from tiledsched.ops.launching import launch_plan
-from tiledsched.serve.launch import is_plain_call
+from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
+from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
+from tiledsched.serve.launch import is_plain_call, launch_first
 
 NO_BACKWARD = "gradients are required and the kernel is forward only"
 ARGUMENTS = (
@@ -30,35 +29,31 @@ _library = torch.library.Library("tiledsched", "FRAGMENT")
 
 
 def attend(
-    q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool, beside: AttentionFeatures = NOTHING
+    q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool, features: AttentionFeatures
 ) -> Any:
     """Launch the kernel, or have torch do what it cannot serve; strides of the output are the same either way.
 
     Raises:
-        ProblemError, ConfigError: as :func:`tiledsched.ops.plans.find_plan`.
+        ProblemError, ConfigError: as :meth:`AttentionCall.find_plan`.
         UnsupportedError: it cannot be served, and the setting `fallback` is `error`.
         LaunchError: the launch failed, or a CUDA graph is being captured and the program never ran.
     """
-    key = plans.plan_key(q, k, v, causal, scale, lse, beside)
-    plan = plans.cache.ready.get(key)
+    key = plan_key(q, k, v, causal, scale, lse, features)
+    plan = cache.ready.get(key)
     if plan is not None:
-        return launch_plan(plan, q, k, v, beside=beside)
-    found = plans.find_plan(q, k, v, causal, scale, lse, beside)
-    if isinstance(found, plans.Plan):
-        return plans.cache.launch_first(
-            key,
-            found,
-            lambda plan: launch_plan(plan, q, k, v, first=True, beside=beside),
-            lambda plan: plans.default_plan(plan, q, k, v, causal, scale, lse, beside),
-        )
+        return launch_attention(plan, q, k, v, lse, features)
+    call = AttentionCall(q, k, v, causal, scale, lse, features)
+    found = cache.find(key, call.make_plan)
+    if not isinstance(found, str):
+        return launch_first(cache, key, found, lambda plan: call.launch(plan, first=True), call.make_plan)
     report(found)
-    result = attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, beside)
+    result = attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, features)
     out = empty_output(q, v.shape[3]).copy_(result[0] if lse else result)
     return (out, result[1]) if lse else out
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors as autocast hands them to torch's attention: in its dtype, float64 excepted."""
+    """Floating-point tensors cast to autocast's dtype, float64 excepted."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
@@ -68,27 +63,27 @@ def _register(name: str, result: str, lse: bool) -> Any:
     _library.define(f"{name}({ARGUMENTS}) -> {result}", tags=(torch.Tag.pt2_compliant_tag,))
     operator = getattr(torch.ops.tiledsched, name).default
 
-    def launch(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
-        return attend(q, k, v, causal, scale, lse, AttentionFeatures(*asked) if asked else NOTHING)
+    def launch(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
+        return attend(q, k, v, causal, scale, lse, AttentionFeatures(*given) if given else NO_FEATURES)
 
-    def fake(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
+    def fake(q: Any, k: Any, v: Any, *given: Any) -> Any:
         out = empty_output(q, v.shape[3])
         return (out, q.new_empty(q.shape[:3], dtype=torch.float32)) if lse else out
 
-    def autograd(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
-        beside = AttentionFeatures(*asked) if asked else NOTHING
-        if needs_gradients(q, k, v, beside.sinks):
+    def autograd(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
+        features = AttentionFeatures(*given) if given else NO_FEATURES
+        if needs_gradients(q, k, v, features.sinks):
             report(NO_BACKWARD)
-            return attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, beside)
+            return attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, features)
         if is_plain_call() and type(q) is type(k) is type(v) is torch.Tensor:
-            return attend(q, k, v, causal, scale, lse, beside)
+            return attend(q, k, v, causal, scale, lse, features)
         with torch._C._AutoDispatchBelowAutograd():
-            return operator(q, k, v, causal, scale, *asked)
+            return operator(q, k, v, causal, scale, *given)
 
-    def autocast(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *asked: Any) -> Any:
+    def autocast(q: Any, k: Any, v: Any, *given: Any) -> Any:
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
         with torch._C._ExcludeDispatchKeyGuard(keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return operator(*cast_for_autocast(q, k, v), causal, scale, *asked)
+            return operator(*cast_for_autocast(q, k, v), *given)
 
     for key in ("CUDA", "CPU"):
         _library.impl(name, launch, key)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tiledsched.serve import process
 from tiledsched.serve.launch import is_transformed
 
 HIDDEN = -1e4
@@ -71,7 +72,7 @@ def hidden_ends(mask: Any, q: Any, k: Any, *, at_once: bool = False) -> Ends | N
         while len(_known) > KEPT:
             _known.popitem(last=False)
     if not found.read and not (new and not at_once):
-        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        if mask.is_cuda and process.runtime.is_capturing():
             return None
         found.ends, found.read = _read(mask.reshape(mask.shape[0], -1), q.shape[0]), True
     return found.ends

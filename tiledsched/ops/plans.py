@@ -1,120 +1,45 @@
-"""Plans of attention: everything one launch needs except q, k and v.
-
-A plan depends on shapes, dtype, device and flags, not on strides: cuTile itself tells apart, at every launch, the
-layouts that need other machine code. What the table says is looked up when a plan is made, never in a call.
-"""
+"""Plans of attention: how a call of `sdpa`, `sdpa_varlen` or `sdpa_paged` becomes a plan, is found again and is launched."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-import cuda.tile as ct  # half of what the first call would take, were it imported there
-import torch
-
-from tiledsched.core.errors import ProblemError, UnsupportedError
-from tiledsched.core.kernel import LARGEST_INT32
-from tiledsched.core.launch import steps
+from tiledsched.core.errors import ProblemError
 from tiledsched.core.problem import Problem
+from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.declaration import scales
-from tiledsched.kernels.attention.rivals import late_rivals
+from tiledsched.kernels.attention.rivals import empty_output, late_rivals
 from tiledsched.kernels.attention.similarity import FEW_ROWS
-from tiledsched.ops.arguments import CAUSAL, check_tensors, unserved
-from tiledsched.ops.features import NOTHING, AttentionFeatures, Window, read_beside
+from tiledsched.ops.arguments import check_tensors, unserved
+from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.serve import process
-from tiledsched.serve.launch import Scratch, scratch_of, spans
+from tiledsched.serve.launch import launch_plan
 from tiledsched.serve.lookup import Served
+from tiledsched.serve.plan import Choice, Plan, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache
-from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals, fewer_rivals
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One of several launches in a row."""
-
-    kernel: Any
-    """The cuTile kernel object."""
-    grid: tuple[int, int, int]
-    """Blocks."""
-    places: tuple[int, ...]
-    """Which of the plan's arrays it takes, in order: of q, k, v, out and the extra ones."""
-    tail: tuple[bool | int | float, ...]
-    """Its run-time and compile-time arguments."""
-
-    @functools.cached_property
-    def pick(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-        """What takes its arrays from the plan's."""
-        return operator.itemgetter(*self.places)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Everything one call needs except the arrays."""
-
-    launch: Any
-    """`cuda.tile.launch`."""
-    kernel: Any
-    """The cuTile kernel object, shared by every plan with the same entry and hints; of several launches, the first."""
-    grid: tuple[int, int, int]
-    """Blocks of its launch."""
-    in_turn: tuple[Launch, ...]
-    """All launches, where there are several; else none, and a single one takes all arrays and `tail`."""
-    extra_arrays: tuple[Scratch, ...]
-    """Arrays that launches take after q, k, v and out."""
-    scale_log2: float
-    """The run-time argument: the softmax scale times log2(e); of capped scores, their cap."""
-    constants: tuple[bool | int | float, ...]
-    """Compile-time arguments."""
-    tail: tuple[bool | int | float, ...]
-    """Run-time and compile-time arguments, as they end those of a launch."""
-    asked: int
-    """How many of `extra_arrays`, the last ones, stand for sinks, starts, lengths and so on."""
-    launch_on: int
-    """Index of the CUDA device; `ELSEWHERE` where a rival may be served, so that no launch of ours asks whether one is."""
-    device: int
-    """The same, in any case."""
-    sync: bool
-    """Whether each launch is waited for."""
-    columns: int
-    """Of the output, where q has others; else 0."""
-    lse: bool
-    """Whether the log-sum-exp is returned, too."""
-    served: Served
-    """Where the schedule comes from."""
-    problem: Problem
-    """What the plan computes."""
-    rival: Rival | None = None
-    """What is called instead of the launch."""
-    in_graphs: Rival | None = None
-    """What is while a CUDA graph is captured."""
-
-    @functools.cached_property
-    def own(self) -> Plan:
-        """The same on our own kernel."""
-        return replace(self, launch_on=self.device, rival=None, in_graphs=None)
-
-    @property
-    def rival_key(self) -> tuple[Any, ...]:
-        """What a rival may be compiled for, and the device."""
-        return (self.problem, self.device, self.tail)
+from tiledsched.serve.schema import Output
 
 
 def plan_key(
-    q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool, beside: AttentionFeatures = NOTHING
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: str | None,
+    scale: float | None,
+    lse: bool,
+    features: AttentionFeatures = NO_FEATURES,
 ) -> tuple[Any, ...]:
     """What a plan depends on.
 
-    Strides matter in one case only: where an array is not contiguous it may span more than its elements, and more than
-    a 32-bit index reaches.
+    Strides count only where a tensor is not contiguous: such a tensor may span more than its elements, and more than a 32-bit
+    index reaches, and the output keeps q's order of axes. cuTile itself tells apart, at every launch, the layouts that need
+    other machine code.
     """
     key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, causal, scale, lse)
-    if beside is not NOTHING:
-        key = (*key, beside.key)  # type: ignore[assignment]
+    if features is not NO_FEATURES:
+        key = (*key, features.key)  # type: ignore[assignment]
     if q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
         return key
     return (*key, q.stride(), k.stride(), v.stride())
@@ -124,200 +49,180 @@ cache: PlanCache[Plan] = PlanCache(plan_key)
 
 
 def find_ready(q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool) -> Plan | None:
-    """The plan for a call that needs nothing but a launch; see :meth:`PlanCache.find_ready`, of which this is the shorter way.
+    """The plan for a call that needs nothing but a launch: a shorter :meth:`PlanCache.find_ready`.
 
     Args:
         q, k, v: plain tensors, not nested ones: torch's comparison would end the process.
-        causal, scale, lse: as for :func:`find_plan`.
+        causal, scale, lse: as in :class:`AttentionCall`.
     """
-    for (same_causal, same_scale, same_lse), alike, plan in cache.recent:
-        if same_causal == causal and same_scale == scale and same_lse == lse and alike(q, k, v):
+    for (same_causal, same_scale, same_lse), matches, plan in cache.recent:
+        if same_causal == causal and same_scale == scale and same_lse == lse and matches(q, k, v):
             return plan
     return cache.find_by_key((q, k, v), (causal, scale, lse))
 
 
-def find_plan(
-    q: Any, k: Any, v: Any, causal: str | None, scale: float | None, lse: bool, beside: AttentionFeatures = NOTHING
-) -> Plan | str:
-    """The plan for a call, or why the kernel cannot serve it.
+class AttentionCall(NamedTuple):
+    """A call of attention whose arguments have been read."""
 
-    Args:
-        q, k, v: `[batch, heads, rows, columns]` each.
-        causal: top_left, bottom_right or None for no mask.
-        scale: softmax scale; None for 1 / sqrt(head_dim).
-        lse: whether the log-sum-exp is returned, too.
-        beside: what is asked for beside.
+    q: Any
+    """`[batch, heads, rows, columns]`; of packed sequences `[1, heads, rows of all, columns]`."""
+    k: Any
+    """`[batch, kv_heads, keys, columns]`; of pages `[pages, kv_heads, rows of a page, columns]`."""
+    v: Any
+    """Like k, with columns of its own."""
+    causal: str | None
+    """top_left or bottom_right, where the causal mask is aligned; None for no mask."""
+    scale: float | None
+    """The softmax scale; None for 1 / sqrt(head_dim)."""
+    lse: bool
+    """Whether the log-sum-exp is returned, too."""
+    features: AttentionFeatures = NO_FEATURES
+    """Everything beside the causal mask."""
 
-    Raises:
-        ProblemError: shapes, dtypes or devices that do not fit together.
-        ConfigError: settings that cannot be, such as a forced knob that makes the schedule invalid.
-    """
-    key = plan_key(q, k, v, causal, scale, lse, beside)
-    return cache.find(key, lambda: make_plan(q, k, v, causal, scale, lse, None, beside))
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """What a launch takes: q, k, v and the features' tensors."""
+        q, k, v, features = self.q, self.k, self.v, self.features
+        return (q, k, v) if features is NO_FEATURES else (q, k, v, *features.feature_arrays(q).values())
+
+    def problem(self) -> Problem:
+        """The problem that the tensors pose.
+
+        Raises:
+            ProblemError: the kernel has no such problem.
+        """
+        q, k, v, features = self.q, self.k, self.v, self.features
+        batch, heads, seq_q, head_dim = q.shape
+        page = 0 if features.block_table is None else k.shape[2]
+        seq_k = page * features.block_table.shape[1] if page else k.shape[2]
+        return Attention.problem(
+            seq_q=seq_q,
+            seq_k=seq_k,
+            page=page,
+            head_dim=head_dim,
+            dtype=str(q.dtype).removeprefix("torch."),
+            causal=self.causal is not None,
+            alignment=self.causal or "top_left",
+            batch=batch,
+            heads=heads,
+            kv_heads=k.shape[1],
+            value_dim=v.shape[3],
+            lse=self.lse,
+            **features.fields,
+        )
+
+    def find_plan(self) -> Plan | str:
+        """The plan of the call, or why the kernel cannot serve it.
+
+        Raises:
+            ProblemError: shapes, dtypes or devices that do not fit together.
+            ConfigError: settings that contradict each other, such as a forced knob that makes the schedule invalid.
+        """
+        return cache.find(plan_key(*self), self.make_plan)
+
+    def make_plan(self, served: Served | None = None) -> Plan | str:
+        """A new plan of the call, or why the kernel cannot serve it.
+
+        Args:
+            served: what is served; the table's answer unless given.
+
+        Raises:
+            ProblemError, ConfigError: as :meth:`find_plan`.
+        """
+        q, k, v, _, scale, _, features = self
+        tensors = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
+        check_tensors(*tensors)
+        reason = unserved(*tensors, None, 0.0)
+        if reason:
+            return reason
+        cap = features.softcap or None
+        try:
+            problem = self.problem()
+        except ProblemError as error:
+            if features.is_varlen:
+                return str(error)
+            raise
+        try:
+            numbers = dict(zip(("scale_log2", "cap_scale"), scales(problem, scale, cap), strict=True))
+        except ProblemError as error:
+            return str(error)
+        choice = choose("sdpa", problem, (q, k, v), lambda: late_rivals(problem, scale, cap), served)
+        if isinstance(choice, str):
+            return choice
+        decodes = q.shape[2] <= FEW_ROWS and features is NO_FEATURES and not (choice.rival or choice.in_graphs)
+        return self._plan_like_last(choice, numbers) if decodes else self._plan_of(choice, numbers)
+
+    def _plan_of(self, choice: Choice, numbers: dict[str, float]) -> Plan:
+        q, value_columns = self.q, self.v.shape[3]
+        inputs = {"Q": q, "K": self.k, "V": self.v} | self.features.feature_arrays(q)
+        shape, dtype = (*q.shape[:3], value_columns), choice.problem.dtype
+        outputs = {"Out": Output(shapes=(shape,), strides=(empty_output(q, value_columns).stride(),), dtype=dtype)}
+        if self.lse:
+            spec = Attention.array_spec("Lse", choice.problem)
+            outputs["Lse"] = Output(shapes=spec.shapes, strides=(strides_of(spec.shape, False),), dtype=spec.dtype)
+        return make_plan(choice, inputs, outputs, numbers)
+
+    def _plan_like_last(self, choice: Choice, numbers: dict[str, float]) -> Plan:
+        """A plan of few rows. A model that decodes asks for another length with every token, whose launches are mostly those of
+        the length before: then the plan made last is used again, for the new problem."""
+        q, k, v, causal, _, lse, _ = self
+        problem, schedule = choice.problem, choice.served.schedule
+        kind = (
+            schedule,
+            *numbers.values(),
+            causal,
+            lse,
+            q.dtype,
+            q.device,
+            q.shape,
+            q.stride(),
+            k.shape[:2],
+            v.shape[3],
+        )
+        launches = Attention.launches(problem, schedule, process.device_facts(choice.device))
+        follows_from = (problem.wide, Attention.constants(problem, schedule), launches)
+        before, plan = cache.last_of_kind.get(kind, (None, None))
+        if plan is None or before != follows_from:
+            plan = self._plan_of(choice, numbers)
+            cache.last_of_kind[kind] = (follows_from, plan)
+            return plan
+        return replace(plan, served=choice.served, problem=problem)
+
+    def launch(self, plan: Plan, *, first: bool = False, keep_zeros: bool = False) -> Any:
+        """Launch a plan of the call; see :func:`launch_attention`."""
+        q, k, v, _, _, lse, features = self
+        return launch_attention(plan, q, k, v, lse, features, first, keep_zeros)
 
 
-def plan_for(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool | str = False,
-    scale: float | None = None,
-    return_lse: bool = False,
-    window: Window = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    key_starts: torch.Tensor | None = None,
-    key_lengths: torch.Tensor | None = None,
-) -> Plan:
-    """The plan `sdpa` uses for these tensors: `own` of it is our kernel's, where a rival is served.
-
-    Raises:
-        UnsupportedError: the kernel cannot serve them.
-        ProblemError: they do not fit together.
-    """
-    alignment, beside = read_beside(q, k, CAUSAL[causal], window, softcap, sinks, key_starts, key_lengths)
-    found = find_plan(q, k, v, alignment, scale, return_lse, beside)
-    if isinstance(found, str):
-        raise UnsupportedError(f"{found}; sdpa leaves this call to torch's attention")
-    return found
-
-
-def pose_problem(q: Any, k: Any, v: Any, causal: str | None, lse: bool, beside: AttentionFeatures = NOTHING) -> Problem:
-    """The problem these tensors pose.
-
-    Raises:
-        ProblemError: no problem the kernel has.
-    """
-    batch, heads, seq_q, head_dim = q.shape
-    page = 0 if beside.table is None else k.shape[2]
-    seq_k = page * beside.table.shape[1] if page else k.shape[2]
-    return Attention.problem(
-        seq_q=seq_q,
-        seq_k=seq_k,
-        page=page,
-        head_dim=head_dim,
-        dtype=str(q.dtype).removeprefix("torch."),
-        causal=causal is not None,
-        alignment=causal or "top_left",
-        batch=batch,
-        heads=heads,
-        kv_heads=k.shape[1],
-        value_dim=v.shape[3],
-        lse=lse,
-        **beside.fields,
-    )
-
-
-def default_plan(
+def launch_attention(
     plan: Plan,
     q: Any,
     k: Any,
     v: Any,
-    causal: str | None,
-    scale: float | None,
     lse: bool,
-    beside: AttentionFeatures = NOTHING,
-) -> Plan | None:
-    """The plan without a rival that refuses these tensors; on the next choice in place of a schedule that does not compile for
-    them, or spills; None where there is no other.
+    features: AttentionFeatures = NO_FEATURES,
+    first: bool = False,
+    keep_zeros: bool = False,
+) -> Any:
+    """The output, or output and log-sum-exp; see :func:`tiledsched.serve.launch.launch_plan`."""
+    if features is NO_FEATURES:
+        result = launch_plan(plan, (q, k, v), None, first, keep_zeros)
+    else:
+        extras = () if features.cu_seqlens_q is None else longest_sequence(plan.problem, features)
+        result = launch_plan(plan, (q, k, v, *features.feature_arrays(q).values()), None, first, keep_zeros, extras)
+    return (result[0], result[1].squeeze(-1)) if lse else result
+
+
+def longest_sequence(problem: Problem, features: AttentionFeatures) -> tuple[int, int] | None:
+    """Rows and keys of the longest packed sequence, which a rival takes after the tensors.
+
+    None where no rival can be called: the caller did not say how long the sequences are, which only the device knows; or rows
+    and keys are packed differently under a mask aligned at the top left, which rivals have only for those packed alike.
     """
-    if plan.launch_on == ELSEWHERE:
-        return fewer_rivals(plan)
-    served = process.table(Attention).fallback_for(plan.served, plan.problem, process.device_facts(plan.device).arch)
-    found = served and make_plan(q, k, v, causal, scale, lse, served, beside)
-    return found if isinstance(found, Plan) else None
-
-
-def make_plan(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: str | None,
-    scale: float | None,
-    lse: bool,
-    served: Served | None = None,
-    beside: AttentionFeatures = NOTHING,
-) -> Plan | str:
-    """As :func:`find_plan`, anew, and on what is `served`, which is what the table says unless given."""
-    alike = (q, k, v) if beside.table is None else (q[:1], k[:1], v[:1])  # of pages there are any number
-    check_tensors(*alike)
-    reason = unserved(*alike, None, 0.0)
-    if reason:
-        return reason
-    try:
-        problem = pose_problem(q, k, v, causal, lse, beside)
-    except ProblemError as error:
-        if beside.placed:
-            return str(error)
-        raise
-    if not problem.wide and spans((q, k, v)) > LARGEST_INT32:
-        return "a tensor that is not contiguous spans more than 2**31 elements"
-    facts, table = process.device_facts(q.get_device()), process.table(Attention)
-    if not table.known_arch(facts.arch):
-        return f"no search space for {facts.arch}"
-    try:
-        scaled, cap_scale = scales(problem, scale, beside.softcap or None)
-    except ProblemError as error:
-        return str(error)
-    served = served or table.resolve(problem, facts.arch, facts.name)
-    rival, in_graphs = choose_rivals(served, lambda: late_rivals(problem, scale, beside.softcap or None))
-    process.tell(Attention.name, problem, facts, served, rival, in_graphs)
-    kind, launched = None, None
-    if q.shape[2] <= FEW_ROWS and beside is NOTHING and not (rival or in_graphs):
-        # A model that decodes asks for another length with every token, whose launches are the same but for the arrays.
-        kind = (served.schedule, scaled, causal, lse, q.dtype, q.device, q.shape, k.shape[:2], k.shape[3], v.shape[3])
-        launched = (
-            problem.wide,
-            Attention.constants(problem, served.schedule),
-            Attention.launches(problem, served.schedule, facts),
-        )
-        before, other = cache.alike.get(kind, (None, None))
-        if before == launched and other is not None:
-            return replace(other, served=served, problem=problem)
-    wanted = steps(Attention, problem, served.schedule, facts)
-    objects = process.kernel_objects(Attention, problem, served.schedule, facts, wanted)
-    taken = [[each.name for each in step.arguments if each.kind == "array"] for step in wanted]
-    every = dict.fromkeys(itertools.chain(*taken))
-    arrays = list(dict.fromkeys([*(name for name in ("Q", "K", "V", "Out", "Lse") if name in every), *every]))
-    numbers = {
-        "scale_log2": scaled,
-        "cap_scale": cap_scale,
-        "window": problem.window,
-        "window_right": problem.window_right,
-    }
-    tails = [
-        tuple(
-            numbers[each.name] if each.kind == "scalar" else each.value
-            for each in step.arguments
-            if each.kind != "array"
-        )
-        for step in wanted
-    ]
-    launches = [
-        Launch(kernel=kernel, grid=step.grid, places=tuple(map(arrays.index, names)), tail=tail)
-        for kernel, step, names, tail in zip(objects, wanted, taken, tails, strict=True)
-    ]
-    made = Plan(
-        launch=ct.launch,
-        kernel=objects[0],
-        grid=wanted[0].grid,
-        in_turn=tuple(launches) if len(launches) > 1 else (),
-        extra_arrays=scratch_of(Attention.array_spec(name, problem, served.schedule) for name in arrays[4:]),
-        scale_log2=scaled,
-        constants=tuple(each.value for each in wanted[0].arguments if each.kind == "constant"),
-        tail=tails[0],
-        asked=6 if problem.placed else 3 if problem.asked else 0,
-        launch_on=q.get_device() if rival is None and in_graphs is None else ELSEWHERE,
-        device=q.get_device(),
-        rival=rival,
-        in_graphs=in_graphs,
-        sync=process.settings().sync,
-        columns=problem.value_dim,
-        lse=problem.lse,
-        served=served,
-        problem=problem,
-    )
-    if kind is not None:
-        cache.alike[kind] = (launched, made)
-    return made
+    cu_q, cu_k = features.cu_seqlens_q, features.cu_seqlens_k
+    alike = features.block_table is None and (cu_k is cu_q or cu_k.data_ptr() == cu_q.data_ptr())
+    if problem.causal and problem.alignment == "top_left" and not alike:
+        return None
+    rows, keys = features.max_seqlen_q, features.max_seqlen_k or (features.max_seqlen_q if alike else 0)
+    keys = problem.seq_k if problem.page else keys
+    return (rows, keys) if rows and keys else None

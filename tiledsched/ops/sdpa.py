@@ -17,17 +17,18 @@ except ImportError as missing:
     raise ImportError(f"sdpa works on PyTorch's tensors; run: {installing('gpu')}") from missing
 
 from tiledsched.core.errors import UnsupportedError
-from tiledsched.ops.arguments import check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
+from tiledsched.ops.arguments import CAUSAL, check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
 from tiledsched.ops.fallback import attend_in_torch, attend_nested, forget_warnings, report
-from tiledsched.ops.features import NAMES, NOTHING, Window, read_beside
-from tiledsched.ops.launching import launch_plan
+from tiledsched.ops.features import FEATURE_ARGUMENTS, NO_FEATURES, Window, read_features
 from tiledsched.ops.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
 from tiledsched.ops.padding import hidden_ends
-from tiledsched.ops.plans import Plan, find_ready, plan_for
-from tiledsched.serve.launch import is_plain_call
+from tiledsched.ops.plans import AttentionCall, find_ready, launch_attention
+from tiledsched.serve.explain import Explanation
+from tiledsched.serve.launch import explain_plan, is_plain_call, launch_plan
+from tiledsched.serve.plan import Plan
 from tiledsched.serve.process import forget_kernels, settings
 
-__all__ = ["Plan", "plan_for", "reload", "sdpa", "settings"]
+__all__ = ["Plan", "explain", "plan_for", "reload", "sdpa", "settings"]
 _traced = torch.compiler.is_dynamo_compiling
 
 
@@ -113,31 +114,79 @@ def sdpa(
         and is_plain_call()
         and not (q.is_nested or k.is_nested or v.is_nested)  # type: ignore[union-attr]
     ):
-        asked: Any = is_causal if causal is None else causal
-        alignment = "top_left" if asked is True else asked or None
+        wanted: Any = is_causal if causal is None else causal
+        alignment = "top_left" if wanted is True else wanted or None
         if alignment is None or type(alignment) is str:
             plan = find_ready(q, k, v, alignment, scale, return_lse)
             if plan is not None:
-                return launch_plan(plan, q, k, v, keep_zeros=True)
+                if not return_lse:
+                    return launch_plan(plan, (q, k, v), None, False, True)
+                return launch_attention(plan, q, k, v, True, keep_zeros=True)
     q, k, v = name_tensors(q, k, v, query, key, value)
-    return _attend(
-        q,
-        k,
-        v,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        causal,
-        return_lse,
-        (window, softcap, sinks, key_starts, key_lengths),
-    )
+    features = (window, softcap, sinks, key_starts, key_lengths)
+    return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, causal, return_lse, features)
+
+
+def plan_for(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    **features: Any,
+) -> Plan:
+    """The plan `sdpa` uses for these tensors: its `own` is that of our kernel, where a rival is served.
+
+    Args:
+        q, k, v, causal, scale, return_lse: as for :func:`sdpa`.
+        features: window, softcap, sinks, key_starts and key_lengths, as for `sdpa`.
+
+    Raises:
+        UnsupportedError: the kernel cannot serve them.
+        ProblemError: they do not fit together.
+    """
+    return _find_plan(_read_call(q, k, v, causal, scale, return_lse, features))
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False, verify: bool = False, **features: Any
+) -> Explanation:
+    """What `sdpa` would do with these tensors, and why.
+
+    Args:
+        q, k, v, causal: as for :func:`sdpa`.
+        verify: also compile, for these very tensors, what would be launched, and compare its machine code with the measured
+            one. Takes about a second and needs the compiler.
+        features: window, softcap, sinks, key_starts and key_lengths, as for `sdpa`.
+
+    Raises:
+        UnsupportedError: the kernel cannot serve them.
+        ProblemError: they do not fit together.
+    """
+    call = _read_call(q, k, v, causal, None, False, features)
+    return explain_plan(_find_plan(call), call.tensors, verify=verify)
 
 
 def reload() -> None:
     """Forget the table, the settings and every plan: the next call reads them again."""
     forget_kernels()
     forget_warnings()
+
+
+def _read_call(
+    q: Any, k: Any, v: Any, causal: bool | str, scale: float | None, lse: bool, features: dict[str, Any]
+) -> AttentionCall:
+    alignment, read = read_features(q, k, CAUSAL[causal], **features)
+    return AttentionCall(q, k, v, alignment, scale, lse, read)
+
+
+def _find_plan(call: AttentionCall) -> Plan:
+    found = call.find_plan()
+    if isinstance(found, str):
+        raise UnsupportedError(f"{found}; sdpa leaves this call to torch's attention")
+    return found
 
 
 def _attend(
@@ -150,14 +199,17 @@ def _attend(
     scale: float | None,
     causal: Any,
     return_lse: bool,
-    asked: tuple[Any, ...],
+    given: tuple[Any, ...],
 ) -> Any:
-    """Every other call: check, decide, and call the operator or torch's attention."""
+    """Every other call: check it, decide, and call the operator or torch's attention.
+
+    `given` are the arguments that :func:`read_features` reads; all others are those of :func:`sdpa`.
+    """
     if isinstance(q, Tensor) and q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
         q, k, v = cast_for_autocast(q, k, v)
     scale = read_scale(scale)
     if any(isinstance(each, Tensor) and each.is_nested for each in (q, k, v)):
-        if any(each is not None for each in asked):
+        if any(each is not None for each in given):
             raise UnsupportedError(
                 "windows, softcap, sinks and lengths of nested tensors are not served; call sdpa for each part"
             )
@@ -165,11 +217,11 @@ def _attend(
         return attend_nested(q, k, v, attn_mask, dropout_p, is_causal if causal is None else causal, scale, return_lse)
     check_tensors(q, k, v)
     mask, alignment = read_mask(attn_mask, is_causal, causal, q, k)
-    given, (alignment, beside) = alignment, read_beside(q, k, alignment, *asked)
+    causal, (alignment, features) = alignment or False, read_features(q, k, alignment, *given)
     odd = odd_scale(scale)
     if odd and (q.ndim == 4 or (q.ndim == 3 and q.shape[0] == k.shape[0] == v.shape[0])):
         report(odd)  # with the axes that there are: of what is no number torch makes other things with four
-        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse, beside)
+        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse, features)
     if q.ndim == k.ndim == v.ndim == 3 and mask is None:
         result = sdpa(
             q[None],
@@ -178,18 +230,27 @@ def _attend(
             None,
             dropout_p,
             scale=scale,
-            causal=given or False,
+            causal=causal,
             return_lse=return_lse,
-            **dict(zip(NAMES, asked, strict=True)),
+            **dict(zip(FEATURE_ARGUMENTS, given, strict=True)),
         )
         return (result[0][0], result[1][0]) if return_lse else result[0]
-    if isinstance(mask, Tensor) and mask.ndim == 4 and beside is NOTHING and not unserved(q, k, v, None, dropout_p):
+    if (
+        isinstance(mask, Tensor)
+        and mask.ndim == 4
+        and features is NO_FEATURES
+        and not unserved(q, k, v, None, dropout_p)
+    ):
         ends = hidden_ends(mask, q, k, at_once=settings().fallback == "error")
         if ends is not None:
-            mask, beside = None, read_beside(q, k, None, None, None, None, *ends)[1]
+            mask, features = None, read_features(q, k, None, key_starts=ends[0], key_lengths=ends[1])[1]
     reason = unserved(q, k, v, mask, dropout_p)
     if reason:
         report(reason)
-        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse, beside)
+        return attend_in_torch(q, k, v, mask, dropout_p, alignment, scale, return_lse, features)
     operator = sdpa_lse_operator if return_lse else sdpa_operator
-    return operator(q, k, v, alignment, scale) if beside is NOTHING else operator(q, k, v, alignment, scale, *beside)
+    return (
+        operator(q, k, v, alignment, scale)
+        if features is NO_FEATURES
+        else operator(q, k, v, alignment, scale, *features)
+    )

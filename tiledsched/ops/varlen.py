@@ -14,7 +14,7 @@ from torch import Tensor
 from tiledsched.core.errors import ProblemError
 from tiledsched.ops.arguments import CAUSAL, check_tensors, odd_scale, read_scale, unserved
 from tiledsched.ops.fallback import attend_in_torch, report
-from tiledsched.ops.features import AttentionFeatures, Window, read_beside
+from tiledsched.ops.features import AttentionFeatures, Window, read_features
 from tiledsched.ops.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
 
 OWN_CAUSAL: dict[Any, str | None] = {**CAUSAL, True: "bottom_right"}
@@ -83,19 +83,19 @@ def sdpa_varlen(
             raise ProblemError("cu_seqlens_k and block_table are both given; keys lie end to end or in pages")
         _check_pages(block_table, seqused_k, "seqused_k", sequences, q)
     alignment = _read_causal(causal)
-    alignment, beside = read_beside(q.transpose(0, 1)[None], k, alignment, window, softcap, sinks, None, None)
-    beside = beside._replace(
-        lengths=seqused_k,
-        cu_q=cu_seqlens_q,
-        cu_k=None if block_table is not None else cu_seqlens_k,
-        table=block_table,
-        most_q=max_seqlen_q or 0,
-        most_k=max_seqlen_k or 0,
+    alignment, features = read_features(q.transpose(0, 1)[None], k, alignment, window, softcap, sinks, None, None)
+    features = features._replace(
+        key_lengths=seqused_k,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
+        max_seqlen_q=max_seqlen_q or 0,
+        max_seqlen_k=max_seqlen_k or 0,
     )
     q, k, v = (each.transpose(-3, -2) for each in tensors)
     if block_table is None:
         k, v = k[None], v[None]
-    result = _attend(q[None], k, v, alignment, scale, dropout_p, return_lse, beside)
+    result = _attend(q[None], k, v, alignment, scale, dropout_p, return_lse, features)
     out = (result[0] if return_lse else result)[0].transpose(0, 1)
     return (out, result[1][0]) if return_lse else out
 
@@ -139,9 +139,9 @@ def sdpa_paged(
     _check_pages(block_table, key_lengths, "key_lengths", q.shape[0], q)
     alignment = _read_causal(causal)
     q, k, v = (each.transpose(1, 2) for each in tensors)
-    alignment, beside = read_beside(q, k, alignment, window, softcap, sinks, None, key_lengths)
-    beside = beside._replace(table=block_table)
-    result = _attend(q, k, v, alignment, scale, 0.0, return_lse, beside)
+    alignment, features = read_features(q, k, alignment, window, softcap, sinks, None, key_lengths)
+    features = features._replace(block_table=block_table)
+    result = _attend(q, k, v, alignment, scale, 0.0, return_lse, features)
     out = (result[0] if return_lse else result).transpose(1, 2)
     return (out, result[1]) if return_lse else out
 
@@ -154,29 +154,29 @@ def _attend(
     scale: Any,
     dropout_p: float,
     return_lse: bool,
-    beside: AttentionFeatures,
+    features: AttentionFeatures,
 ) -> Any:
     """The operator, or torch's operations, on what has been checked."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = cast_for_autocast(q, k, v)
     scale = read_scale(scale)
-    alike = (q, k, v) if beside.table is None else (q[:1], k[:1], v[:1])
+    alike = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])
     check_tensors(*alike)
     reason = odd_scale(scale) or unserved(*alike, None, dropout_p)
     if reason:
         report(reason)
         if not k.numel():
-            return _nothing(q, v, return_lse, beside)
-        return attend_in_torch(q, k, v, None, dropout_p, alignment, scale, return_lse, beside)
+            return _nothing(q, v, return_lse, features)
+        return attend_in_torch(q, k, v, None, dropout_p, alignment, scale, return_lse, features)
     operator = sdpa_lse_operator if return_lse else sdpa_operator
-    return operator(q, k, v, alignment, scale, *beside)
+    return operator(q, k, v, alignment, scale, *features)
 
 
-def _nothing(q: Any, v: Any, return_lse: bool, beside: AttentionFeatures) -> Any:
+def _nothing(q: Any, v: Any, return_lse: bool, features: AttentionFeatures) -> Any:
     """What rows get that see no key."""
     out, lse = q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    if beside.sinks is not None:
-        lse = beside.sinks.float()[:, None].expand(lse.shape)
+    if features.sinks is not None:
+        lse = features.sinks.float()[:, None].expand(lse.shape)
     return (out, lse) if return_lse else out
 
 

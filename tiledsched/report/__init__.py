@@ -1,4 +1,4 @@
-"""The tiling-sensitivity report: numbers first (`build_report`), then files (`write_report`)."""
+"""The tiling-sensitivity report: `build_report` computes its numbers, `write_report` writes its files."""
 
 from tiledsched.report.model import ModelTimes, build_report
 from tiledsched.report.records import Report

@@ -1,4 +1,4 @@
-"""From timed schedules to tiles and knobs: pure functions, no database."""
+"""Computes what tiles and knobs are worth from the times of schedules. These are pure functions: no database is read."""
 
 from __future__ import annotations
 
@@ -22,23 +22,28 @@ from tiledsched.report.records import (
 
 T = TypeVar("T")
 REGIMES = (("short", 1024), ("medium", 4096))
-"""Largest size of each regime; what is larger is `long`. Table 4 of TiledAttention has the same three."""
+"""The largest size of each regime; larger sizes are `long`. Table 4 of TiledAttention has the same three regimes."""
 
 
 def size_regime(size: int) -> str:
-    """short up to 1024, medium up to 4096, long above."""
+    """The regime of a size: `short` up to 1024, `medium` up to 4096, `long` above."""
     return next((name for name, largest in REGIMES if size <= largest), "long")
 
 
 def named_tile(knobs: Iterable[str]) -> tuple[str, str] | None:
-    """The two knobs of `knobs` that are called like the rows and columns of a tile: tile_m and tile_n, BLOCK_M and BLOCK_N."""
+    """The two knobs whose names say that they are a tile's rows and columns, such as tile_m and tile_n, or BLOCK_M and
+    BLOCK_N; None where there are none.
+    """
     known = list(knobs)
     pairs = ((name, name[:-1] + ("n" if name.endswith("m") else "N")) for name in known if name.lower().endswith("_m"))
     return next((pair for pair in pairs if pair[1] in known), None)
 
 
 def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
-    """The two knobs that heat maps are drawn over; None where fewer than two are integers, or none of them varies.
+    """The two knobs over which heat maps are drawn; None where fewer than two knobs are integers, or none of them varies.
+
+    Knobs that are named like a tile's rows and columns come first; otherwise the two knobs that matter most, constants
+    of the kernel before compiler hints.
 
     Those called like a tile's rows and columns, else the two that matter most: constants of the kernel before hints.
     """
@@ -51,7 +56,7 @@ def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
 
 
 def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:
-    """The best of each tile, best tile first. `timed` is fastest first."""
+    """The best time of each tile, best tile first. `timed` must be sorted, fastest first."""
     best: dict[Tile, Timed] = {}
     for one in timed:
         if knobs is not None and {*knobs} <= {*one.schedule}:
@@ -61,7 +66,7 @@ def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None) -> tuple[T
 
 
 def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...]:
-    """One line for each group and regime of sizes.
+    """What the choice of tile is worth, for each group of problems and each regime of sizes.
 
     Where a regime holds several problems, a tile's figure is the geometric mean over them of its best time relative to
     the best tile's; only tiles timed in all of them are compared.
@@ -97,7 +102,7 @@ def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...
 
 
 def knob_importance(timed: Sequence[Timed]) -> tuple[KnobImportance, ...]:
-    """How much each knob with more than one value matters in one problem, the most important first."""
+    """How much each knob that varies matters in one problem, the most important knob first."""
     schedules = [one.schedule for one in timed]
     fastest = min(one.us for one in timed)
     effects = []
@@ -116,8 +121,10 @@ def knob_importance(timed: Sequence[Timed]) -> tuple[KnobImportance, ...]:
     return tuple(sorted(effects, key=_order))
 
 
-def held(problems: Sequence[ProblemReport]) -> dict[str, dict[KnobValue, float]]:
-    """Knob -> value -> what holding the knob at that value costs while all others stay free, by geometric mean over the problems.
+def fixed_knob_costs(problems: Sequence[ProblemReport]) -> dict[str, dict[KnobValue, float]]:
+    """What fixing a knob at one value costs while all other knobs stay free: knob -> value -> cost.
+
+    A cost is the best time with the value over the best time of all, as the geometric mean over the problems.
 
     Of knobs with at least two values that every problem timed; a cost is best time with the value / best time. The knob whose
     wrong value costs most stands first.
@@ -138,7 +145,7 @@ def held(problems: Sequence[ProblemReport]) -> dict[str, dict[KnobValue, float]]
 
 
 def joined_importance(problems: Sequence[ProblemReport]) -> tuple[KnobImportance, ...]:
-    """The effects of several problems joined: changes averaged over all pairs, ratios by geometric mean."""
+    """The importance of knobs over several problems: changes are averaged over all pairs, ratios by geometric mean."""
     names = list(dict.fromkeys(effect.knob for report in problems for effect in report.knobs))
     joined = []
     for knob in names:
@@ -166,7 +173,7 @@ def joined_importance(problems: Sequence[ProblemReport]) -> tuple[KnobImportance
 
 
 def matched_pairs(items: Sequence[tuple[Schedule, T]], knob: str) -> Iterator[tuple[T, T]]:
-    """What belongs to every pair of schedules that have `knob` and differ in it alone."""
+    """Pairs of items whose schedules both have `knob` and differ in nothing else."""
     groups: dict[tuple[tuple[str, type, KnobValue], ...], list[T]] = defaultdict(list)
     for schedule, value in items:
         if knob in schedule:
@@ -177,7 +184,7 @@ def matched_pairs(items: Sequence[tuple[Schedule, T]], knob: str) -> Iterator[tu
 
 
 def _varying(schedules: Sequence[Schedule]) -> list[str]:
-    """Knobs with more than one value, in the order of the schedules' names."""
+    """The knobs with more than one value, in the order in which schedules name them."""
     seen: dict[str, set[tuple[type, KnobValue]]] = defaultdict(set)
     for schedule in schedules:
         for knob, value in schedule.items():

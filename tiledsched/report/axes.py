@@ -1,4 +1,6 @@
-"""How the problems of a kernel are laid out: which size tables run along, which problems share one, what columns are called."""
+"""How the problems of a kernel are laid out in tables: along which size, which problems share a table, and the columns'
+titles.
+"""
 
 from __future__ import annotations
 
@@ -13,59 +15,59 @@ from tiledsched.core.problem import Problem, describe_values
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """What a kernel's `axes` and `label` come to in a report."""
+    """The layout of tables that follows from a kernel's `axes` and `label`."""
 
     swept: tuple[str, ...]
-    """The size that tables run along: a field, or several under one label; empty where problems have no size."""
+    """The size along which tables run: one field, or several fields under one label; empty where problems have no size."""
     shared: tuple[str, ...]
-    """Fields in which the problems of one table agree, in the order declared."""
+    """Fields whose values are the same for all problems of a table, in the order in which the kernel declares them."""
     columns: Mapping[str, tuple[str, ...]]
-    """Title -> the fields it shows, that of the swept size first."""
+    """Column title -> the fields shown in that column; the swept size comes first."""
     optional: tuple[str, ...]
-    """Fields that get a column only where the problems of a table differ in them."""
+    """Fields that get a column only in tables whose problems differ in them."""
     titles: Mapping[str, str]
-    """Field of `shared` -> its label; itself where that is of several fields, or there is none."""
+    """Field of `shared` -> its label, or its own name where the label stands for several fields or there is none."""
 
     @property
     def swept_title(self) -> str:
-        """The swept size for people."""
+        """The name of the swept size as people read it."""
         return next(iter(self.columns)) if self.swept else "size"
 
     def size(self, problem: Problem) -> int:
-        """The swept size; the largest where it is of several fields."""
+        """The swept size of a problem; where it consists of several fields, the largest of them."""
         return max((total(getattr(problem, name)) for name in self.swept), default=0)
 
     def shared_values(self, problem: Problem) -> tuple[Any, ...]:
-        """The values of `shared`."""
+        """The problem's values of the fields in `shared`."""
         return tuple(getattr(problem, name) for name in self.shared)
 
     def describe_shared(self, problem: Problem) -> str:
-        """What they share, `D=64 float16`."""
+        """What the problems of a table share, such as `D=64 float16`."""
         named = dict(zip(self.titles.values(), self.shared_values(problem), strict=True))
         flags = [title for title, value in named.items() if value is True]
         rest = describe_values({title: value for title, value in named.items() if not isinstance(value, bool)})
         return ", ".join(part for part in (rest, *flags) if part)
 
     def columns_of(self, problems: Sequence[Problem]) -> dict[str, tuple[str, ...]]:
-        """Title -> the fields it shows, of one table."""
+        """Column title -> the fields shown in that column, for a table of these problems."""
         differing = (name for name in self.optional if len({getattr(one, name) for one in problems}) > 1)
         return {**self.columns, **{name: (name,) for name in differing}}
 
 
 def cell(problem: Problem, fields: Sequence[str]) -> str:
-    """The fields' values: one where all are equal, else with slashes between them."""
+    """The values of some fields in one cell: a single value where all are equal, else with slashes between them."""
     return "/".join(dict.fromkeys(show(getattr(problem, name)) for name in fields))
 
 
 def show(value: Any) -> str:
-    """A value of a problem or a knob, for people."""
+    """A value of a problem or a knob as people read it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def axes_of(kernel: KernelClass) -> Axes:
-    """The layout that follows from a declaration.
+    """The layout of tables that follows from a kernel's declaration.
 
     Tables run along the first size in `axes`, and hold problems that agree in flags, choices and the other axes that are
     compiled in; axes known at run time only are columns. Without `axes` they run along the first size that is no constant,

@@ -1,45 +1,19 @@
-"""The highest rates that anything was measured at on a GPU: what a roofline's ceilings are drawn at."""
+"""The highest rates that were measured on a GPU, which are the ceilings of a roofline chart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 
-from tiledsched.core.problem import Problem, unit_of
-from tiledsched.report.records import MEASURED
+from tiledsched.core.problem import unit_of
+from tiledsched.report.records import MEASURED, Ceiling
 from tiledsched.store.records import Entry
 
 LEAST_CACHES = 4
-"""A rate of memory counts from so many times the L2 cache on: what is written last may still be in it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ceiling:
-    """The highest rate of one unit on one GPU, of whatever kernel reached it."""
-
-    device_name: str
-    """The GPU."""
-    unit: str
-    """TFLOP/s or GB/s."""
-    rate: float
-    """In that unit."""
-    problem: Problem
-    """What was computed."""
-    sm_clock_mhz: int
-    """Median SM clock of its samples; 0 where NVML did not tell."""
-    power_w: float
-    """Highest board power of its samples; 0 where NVML did not tell."""
-    taken: datetime
-    """When, UTC."""
-
-    def __str__(self) -> str:
-        clock = f" at {self.sm_clock_mhz} MHz" if self.sm_clock_mhz else ""
-        return f"{self.rate:.0f} {self.unit}{clock} ({self.problem.kernel} {self.problem}, {self.taken:%Y-%m-%d})"
+"""A memory rate counts only for problems of at least this many times the L2 cache, which may keep what is written last."""
 
 
 def measured_ceilings(entries: Iterable[Entry], regime: str, dtypes: Iterable[str]) -> tuple[Ceiling, ...]:
-    """The highest measured rates, of each GPU and unit.
+    """The highest measured rate for each GPU and unit.
 
     Args:
         entries: what is served, of every kernel.

@@ -1,11 +1,13 @@
-"""The report's charts but those of rates, of what :mod:`vega` gives. Heat maps are viridis, which the colour-blind can read."""
+"""The charts of the report, except those of rates, which are in :mod:`rate_charts`. Heat maps use viridis, which
+colour-blind people can read.
+"""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 
-from tiledsched.report.analysis import held
+from tiledsched.report.analysis import fixed_knob_costs
 from tiledsched.report.axes import show
 from tiledsched.report.rate_charts import rates, roofline, said_of_roofs
 from tiledsched.report.records import ProblemReport, Report, Section
@@ -13,17 +15,19 @@ from tiledsched.report.regret import broad, regret_map
 from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, chart, quantity, tips, word
 
 SCALE_END = 3.0
-"""Times beyond this many times the best share one colour, or are not drawn: one bad tile would grey out the rest."""
+"""Times beyond this many times the best share one colour, or are not drawn; otherwise one bad tile would grey out the
+rest.
+"""
 MOST_POINTS = 600
-"""Of a scatter plot, drawn evenly from all: a page stays below 5 MB."""
+"""Points of a scatter plot, at most; they are drawn evenly from all, so that a page stays below 5 MB."""
 MOST_TRACES = 24
-"""Searches drawn, the newest."""
+"""Searches drawn, at most; the newest are taken."""
 GOLDEN = 0.618034
-"""Multiples of it, modulo 1, are spread evenly: where dots stand that would hide each other."""
+"""Multiples of the golden ratio modulo 1 are spread evenly. They move dots apart that would hide each other."""
 SWEPT = 12
-"""Knobs whose sweeps are drawn, the most important."""
+"""Knobs whose sweeps are drawn, at most; the most important are taken."""
 REGRETS = 40
-"""Problems on a side of the regret map, at most."""
+"""Problems on each side of the regret map, at most."""
 
 
 def _loss(loss: float | None) -> str:
@@ -98,7 +102,7 @@ def costs(section: Section) -> Spec | None:
 
 
 def knobs(section: Section) -> Spec | None:
-    """What each knob's values cost when a knob is held there and all others stay free."""
+    """What each value of a knob costs when the knob is fixed at it and all other knobs stay free."""
     problems = tried(section)
     shares = {one.knob: one.share for one in section.shares}
     rows = [
@@ -110,7 +114,7 @@ def knobs(section: Section) -> Spec | None:
             "best": value == next(iter(values)),
             "share": f"{shares[knob] * 100:.0f}%" if knob in shares else "not computed",
         }
-        for knob, values in held(problems).items()
+        for knob, values in fixed_knob_costs(problems).items()
         for value, cost in values.items()
     ]
     if not rows:
@@ -147,7 +151,9 @@ def knobs(section: Section) -> Spec | None:
 
 
 def tried(section: Section) -> list[ProblemReport]:
-    """The problems that say what a knob's values cost: those with broad landscapes, else all with a choice."""
+    """The problems that show what a knob's values cost: those with broad landscapes, or else all where more than two
+    programs were timed.
+    """
     return broad(section.problems) or [one for one in section.problems if one.programs > 2]
 
 
@@ -156,7 +162,7 @@ def _explored(section: Section) -> list[ProblemReport]:
 
 
 def tiles(section: Section, report: Report) -> Spec | None:
-    """Small multiples on one scale: a square for each tile size, a panel for each problem."""
+    """Small heat maps on one scale: a panel for each problem, with a square for each tile size."""
     problems = _explored(section)
     if not problems or report.tile_knobs is None:
         return None
@@ -239,7 +245,7 @@ def tiles(section: Section, report: Report) -> Spec | None:
 
 
 def sweeps(section: Section, report: Report) -> Spec | None:
-    """For each knob what holding it at a value costs, all others free: a line for each problem."""
+    """For each knob, what fixing it at a value costs while all others stay free, with a line for each problem."""
     problems = [one for one in section.problems if one.programs > 2]
     rows = []
     for effect in section.knobs[:SWEPT]:
@@ -300,7 +306,7 @@ def sweeps(section: Section, report: Report) -> Spec | None:
 
 
 def spread(section: Section, report: Report) -> Spec | None:
-    """The share of all programs within a factor of the best."""
+    """The share of all programs that are within a factor of the best time."""
     rows = []
     for one in broad(section.problems):
         times = sorted(timed.relative for timed in one.timed if timed.same_program_as is None)
@@ -341,7 +347,7 @@ def spread(section: Section, report: Report) -> Spec | None:
 
 
 def regret(section: Section, report: Report) -> Spec | None:
-    """What serving the winner of one problem (rows) costs on another (columns)."""
+    """What it costs to serve the winner of one problem (rows) on another problem (columns)."""
     problems = broad(section.problems)[:REGRETS]
     if len(problems) < 2:
         return None
@@ -412,7 +418,7 @@ def regimes(report: Report) -> Spec | None:
 
 
 def trace(section: Section, report: Report) -> Spec | None:
-    """The best time found so far against the number of measurements, a line for each search."""
+    """The best time found so far over the number of measurements, with a line for each search."""
     searched = [one for one in section.problems if len(one.trace) > 2][:MOST_TRACES]
     rows = [
         {
@@ -449,7 +455,7 @@ def trace(section: Section, report: Report) -> Spec | None:
 
 
 def resources(section: Section) -> Spec | None:
-    """Registers, CTAs per SM and spills of programs against their time."""
+    """Registers, CTAs per SM and spills of programs over their time."""
     found = [
         (one, timed)
         for one in section.problems
@@ -491,7 +497,7 @@ def resources(section: Section) -> Spec | None:
 
 
 def of_section(section: Section, report: Report) -> dict[str, tuple[str, str, Spec]]:
-    """Name -> heading, what it says, and the chart; those that have something to say."""
+    """Chart name -> heading, text and chart, for all charts that have something to show."""
     kind = section.provenance
     wanted = {
         "knobs": (

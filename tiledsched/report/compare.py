@@ -1,4 +1,4 @@
-"""Two sets of evidence side by side: what became faster, what slower, and which winners changed. No GPU, no database."""
+"""Compares two sets of evidence: what became faster or slower, and which winners changed. Needs no GPU and no database."""
 
 from __future__ import annotations
 
@@ -11,89 +11,91 @@ from datetime import datetime
 from typing import Any
 
 VERDICTS = ("slower", "undecided", "faster", "same")
-"""Of B against A, in the order they are told."""
+"""Verdicts on B against A, in the order in which they are reported."""
 THRESHOLD = 0.02
-"""Differences up to this part of the time are none. Two sessions on one GPU differ by less, two GPUs of a kind by up to 3.5%."""
+"""Differences up to this share of the time count as none. Two sessions on one GPU differ by less, two GPUs of a model
+by up to 3.5%.
+"""
 Key = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
-    """The time of one program of one problem, as one side knows it."""
+class KnownTime:
+    """The time of one program of one problem, as one of the two sides knows it."""
 
     kernel: str
-    """Its name; empty where a report's files do not tell."""
+    """Name of the kernel; empty for a report, whose files do not name it."""
     arch: str
-    """e.g. sm_90."""
+    """Architecture, e.g. sm_90."""
     device: str
-    """The GPU."""
+    """Name of the GPU."""
     regime: str
     """burst or sustained."""
     accum_mode: str
-    """fp32 or fp16: two classes of accuracy, never compared."""
+    """fp32 or fp16 accumulators: two classes of accuracy, which are never compared."""
     problem_id: str
-    """What is computed."""
+    """Id of the problem."""
     problem: str
-    """The same for people."""
+    """The problem as people read it."""
     words: str
-    """The same as `--problem` takes it; empty where a report's files do not tell."""
+    """The problem as `--problem` takes it; empty for a report."""
     schedule_id: str
-    """How."""
+    """Id of the schedule."""
     schedule: str
-    """The same for people."""
+    """The schedule as people read it."""
     fingerprint: str
-    """Its machine code."""
+    """Fingerprint of the machine code."""
     us: float
-    """Median, in microseconds."""
+    """Median time in microseconds."""
     low_us: float
     """Lower end of the median's 95% interval."""
     high_us: float
-    """Upper end."""
+    """Upper end of that interval."""
     uid: str
-    """The measurement's name in every database; empty where a report's files do not tell."""
+    """Id of the measurement, which is the same in every database; empty for a report."""
     compiler: str = ""
-    """What built it, e.g. 13.4.92."""
+    """Version of the compiler, e.g. 13.4.92."""
     when: datetime | None = None
-    """UTC."""
+    """When it was measured, UTC."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two."""
+    """One of the two sets of evidence."""
 
     name: str
-    """As it was asked for."""
-    best: Mapping[Key, Known]
-    """What is served, or else the fastest, by :func:`key_of`."""
-    programs: Mapping[tuple[Key, str], Known]
+    """The SOURCE or SELECTOR as the user gave it."""
+    best: Mapping[Key, KnownTime]
+    """For each key of :func:`key_of` the time of what is served, or of the fastest program where nothing is served."""
+    programs: Mapping[tuple[Key, str], KnownTime]
     """The newest time of every program, by key and machine code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One problem on both sides. Ratios are B's time / A's."""
+    """One problem that both sides know. Ratios are B's time over A's."""
 
-    a: Known
-    """A's best."""
-    b: Known
-    """B's best."""
+    a: KnownTime
+    """Best time of A."""
+    b: KnownTime
+    """Best time of B."""
     ratio: float
-    """Above 1 where B is slower."""
+    """B's time over A's: above 1 where B is slower."""
     low: float
-    """Lower end of its 95% interval."""
+    """Lower end of the ratio's 95% interval."""
     high: float
-    """Upper end."""
+    """Upper end of that interval."""
     verdict: str
     """One of VERDICTS."""
 
     @property
     def winner_changed(self) -> bool:
-        """Whether another schedule is best."""
+        """Whether the two sides have different best schedules."""
         return self.a.schedule_id != self.b.schedule_id
 
     @property
     def same_program(self) -> bool:
-        """Whether it is the same machine code: what differs then is the GPU or the day."""
+        """Whether both times are of the same machine code. What differs then is the GPU or the day, not the program."""
         return bool(self.a.fingerprint) and self.a.fingerprint == self.b.fingerprint
 
     def to_json(self) -> dict[str, Any]:
@@ -121,41 +123,43 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All problems that both sides know."""
+    """The comparison of all problems that both sides know."""
 
     a: str
-    """What A was."""
+    """Name of side A."""
     b: str
-    """What B was."""
+    """Name of side B."""
     rows: tuple[Compared, ...]
-    """Slower ones first, by how much."""
-    only_a: tuple[Known, ...]
-    """What only A knows."""
-    only_b: tuple[Known, ...]
-    """What only B knows."""
+    """One row for each problem: slower ones first, the most slower at the top."""
+    only_a: tuple[KnownTime, ...]
+    """Times of problems that only A knows."""
+    only_b: tuple[KnownTime, ...]
+    """Times of problems that only B knows."""
     drift: tuple[float, ...]
-    """B's time / A's of the same machine code measured on both sides: the two sessions, not the schedules."""
+    """B's time over A's for each program that both measured. The machine code is the same, so this is how the sessions
+    differ.
+    """
     threshold: float
-    """Differences up to this are none."""
+    """Differences up to this share of the time count as none."""
 
     @property
     def counts(self) -> dict[str, int]:
-        """Problems by verdict."""
+        """Number of problems for each verdict."""
         found = Counter(row.verdict for row in self.rows)
         return {verdict: found[verdict] for verdict in VERDICTS}
 
     @property
     def mean(self) -> float | None:
-        """Geometric mean of the ratios; None without any."""
+        """Geometric mean of the ratios; None without rows."""
         return statistics.geometric_mean([row.ratio for row in self.rows]) if self.rows else None
 
     @property
     def regressed(self) -> bool:
-        """Whether any problem is slower beyond the threshold."""
+        """Whether any problem is slower by more than the threshold."""
         return any(row.verdict == "slower" for row in self.rows)
 
     def line(self) -> str:
-        """All of it in one line, for CI."""
+        """The whole comparison in one line, for logs of CI."""
         counts = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
         slowest = max(self.rows, key=lambda row: row.ratio, default=None)
         worst = f"; worst {slowest.ratio - 1:+.1%} ({slowest.b.problem})" if slowest else ""
@@ -182,23 +186,23 @@ class Comparison:
         }
 
 
-def key_of(known: Known) -> Key:
-    """What is compared with each other."""
+def key_of(known: KnownTime) -> Key:
+    """What two times must have in common to be compared."""
     return known.problem_id, known.regime, known.accum_mode, known.arch, known.device
 
 
-def side_of(name: str, served: Iterable[Known], programs: Iterable[Known]) -> Side:
-    """One side: of each problem what is served, or where nothing is, the fastest of its programs.
+def side_of(name: str, served: Iterable[KnownTime], programs: Iterable[KnownTime]) -> Side:
+    """A side: for each problem what is served, or the fastest program where nothing is served.
 
     Args:
         name: as it was asked for.
         served: at most one of each key counts, the first.
         programs: everything measured, newest first.
     """
-    newest: dict[tuple[Key, str], Known] = {}
+    newest: dict[tuple[Key, str], KnownTime] = {}
     for one in programs:
         newest.setdefault((key_of(one), one.fingerprint or one.schedule_id), one)
-    best: dict[Key, Known] = {}
+    best: dict[Key, KnownTime] = {}
     for one in served:
         best.setdefault(key_of(one), one)
     chosen = set(best)
@@ -209,7 +213,7 @@ def side_of(name: str, served: Iterable[Known], programs: Iterable[Known]) -> Si
 
 
 def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
-    """B against A, over the problems that both know.
+    """Compare B with A, over the problems that both know.
 
     Problems are matched on the same GPU model; where the two share none, on any.
     """
@@ -235,17 +239,17 @@ def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
     )
 
 
-def _anywhere(best: Mapping[Key, Known]) -> dict[Key, Known]:
-    """Without the GPU, the fastest of each."""
-    found: dict[Key, Known] = {}
+def _anywhere(best: Mapping[Key, KnownTime]) -> dict[Key, KnownTime]:
+    """The best time of each problem on any GPU, by the key without the GPU."""
+    found: dict[Key, KnownTime] = {}
     for key, one in best.items():
         if key[:3] not in found or one.us < found[key[:3]].us:
             found[key[:3]] = one
     return found
 
 
-def judged(a: Known, b: Known, threshold: float) -> Compared:
-    """Whether B is slower, faster, the same within `threshold`, or not decided by what was measured.
+def judged(a: KnownTime, b: KnownTime, threshold: float) -> Compared:
+    """Compare two times of one problem: is B slower, faster, the same within `threshold`, or is it undecided?
 
     The two medians are independent: their relative 95% half-widths add in quadrature. Slower and faster are what lies beyond the
     threshold and whose interval leaves 1 out; the same is what lies within the threshold with its whole interval.
@@ -267,14 +271,17 @@ def judged(a: Known, b: Known, threshold: float) -> Compared:
     return Compared(a=a, b=b, ratio=ratio, low=low, high=high, verdict=verdict)
 
 
-def _one_measurement(a: Known, b: Known) -> bool:
-    """Whether both sides hold the very same measurement. A report's files do not name it; six digits of three times do."""
+def _one_measurement(a: KnownTime, b: KnownTime) -> bool:
+    """Whether both sides hold the very same measurement.
+
+    The files of a report do not identify a measurement; there, three times that agree in six digits do.
+    """
     if a.uid and b.uid:
         return a.uid == b.uid
     times = ((a.us, b.us), (a.low_us, b.low_us), (a.high_us, b.high_us))
     return a.fingerprint == b.fingerprint and all(math.isclose(one, other, rel_tol=1e-5) for one, other in times)
 
 
-def told(comparison: Comparison, *, everything: bool = False) -> Sequence[Compared]:
-    """The rows worth a look: all but those that stayed the same with the same winner."""
+def rows_to_show(comparison: Comparison, *, everything: bool = False) -> Sequence[Compared]:
+    """The rows worth looking at: all except problems that are the same and have the same winner."""
     return [row for row in comparison.rows if everything or row.verdict != "same" or row.winner_changed]

@@ -1,4 +1,4 @@
-"""What `tiledsched compare` may be given: databases, tables, landscapes, reports, devices, compilers and dates."""
+"""Reads the two sides of `tiledsched compare`: databases, tables, landscapes, reports, devices, compilers and dates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
 from tiledsched.core.kernel import told
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.report.compare import Known, Side, side_of
+from tiledsched.report.compare import KnownTime, Side, side_of
 from tiledsched.store.evidence import for_compiler, of_one_compiler, timed_alike
 from tiledsched.store.exchange import read_table
 from tiledsched.store.location import database_exists
@@ -33,17 +33,17 @@ ACCEPTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which problems."""
+    """Which problems are compared."""
 
     kernel: str = ""
-    """Only of this kernel; empty for all."""
+    """Name of the only kernel; empty for all kernels."""
     arch: str = ""
-    """Only of this arch; empty for all."""
+    """The only arch; empty for all archs."""
     regime: str = ""
     """burst or sustained; empty for both."""
 
     def holds(self, kernel: str, arch: str, regime: str) -> bool:
-        """Whether it is asked for. A report's files do not tell their kernel."""
+        """Whether a time belongs to the problems wanted. `kernel` is empty for a report, whose files do not name it."""
         return (
             kernel in ("", self.kernel or kernel) and arch == (self.arch or arch) and regime == (self.regime or regime)
         )
@@ -53,7 +53,7 @@ Evidence = tuple[list[Entry], list[StoredMeasurement]]
 
 
 def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
-    """One side of a comparison.
+    """Read one side of a comparison.
 
     Args:
         word: a SOURCE, a SELECTOR of the user's database over what ships, or SOURCE@SELECTOR. A source is a database (file or
@@ -98,7 +98,7 @@ def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
 
 
 def _split(word: str) -> tuple[str, str]:
-    """Source and selector of a word; either may be empty."""
+    """The source and the selector of a word; either may be empty."""
     source, at, selector = word.rpartition("@")
     if at and source and "/" not in selector:
         return source, selector
@@ -110,7 +110,7 @@ def _split(word: str) -> tuple[str, str]:
 
 
 def _report_file(path: Path) -> Path | None:
-    """A report's schedules, in a report's folder or by name."""
+    """The schedules.csv of a report, given the file or its folder; None where there is none."""
     for each in (path, path / "schedules.csv"):
         if each.name.endswith("schedules.csv") and each.is_file():
             return each
@@ -168,7 +168,7 @@ def _stored(url: str | None, wanted: Wanted) -> Evidence:
 def _selected(
     entries: Sequence[Entry], measurements: Sequence[StoredMeasurement], selector: str
 ) -> tuple[list[Entry], list[StoredMeasurement]]:
-    """What is left by a selector. Of several compilers, where none is named, the newest of each problem and GPU."""
+    """The evidence that a selector picks. Where it names no compiler, each problem and GPU is taken with its newest one."""
     if DATE.fullmatch(selector):
         try:
             day = date.fromisoformat(selector)
@@ -195,9 +195,9 @@ def _newest_first(measurements: Iterable[StoredMeasurement]) -> list[StoredMeasu
     return sorted(measurements, key=lambda one: (one.created_at, one.uid), reverse=True)
 
 
-def _taken(stored: StoredMeasurement) -> Known:
+def _taken(stored: StoredMeasurement) -> KnownTime:
     found = stored.measurement
-    return Known(
+    return KnownTime(
         **_case(stored.kernel, found.problem, found.schedule),
         arch=found.device.arch,
         device=found.device.name,
@@ -212,10 +212,10 @@ def _taken(stored: StoredMeasurement) -> Known:
     )
 
 
-def _served(entry: Entry) -> Known:
+def _served(entry: Entry) -> KnownTime:
     found = entry.measurement
     assert found is not None
-    return Known(
+    return KnownTime(
         **_case(entry.kernel, entry.problem, entry.schedule),
         arch=entry.arch,
         device=found.device.name,
@@ -249,7 +249,7 @@ def _named(problem: Problem) -> dict[str, str]:
     return {"problem_id": problem.id, "problem": str(problem), "words": words}
 
 
-def _of_report(path: Path) -> list[Known]:
+def _of_report(path: Path) -> list[KnownTime]:
     """The measured rows of a report's schedules.csv."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -290,7 +290,7 @@ def _of_report(path: Path) -> list[Known]:
                 f"{path}:{number}: a median of {us} in an interval from {low} to {high} is no measurement"
             )
         found.append(
-            Known(
+            KnownTime(
                 kernel="",
                 arch=row["arch"],
                 device=row["device"],
@@ -312,7 +312,7 @@ def _of_report(path: Path) -> list[Known]:
 
 
 def _schedule(cells: Mapping[str, str]) -> str:
-    """A schedule for people, of the cells of its knobs."""
+    """The schedule as people read it, from the cells of its knobs."""
     flags = {"true": True, "false": False}
     values = {
         name.removeprefix("knob_"): flags[text] if text in flags else int(text) if text.isdecimal() else text

@@ -1,4 +1,4 @@
-"""The report's CSV files. Measured and modelled figures have columns of their own, so they cannot be mixed up."""
+"""The report's CSV files. Measured and modelled figures have columns of their own, so that they cannot be mixed up."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def schedules_csv(report: Report) -> str:
 
 
 def regret_csv(report: Report) -> str:
-    """One row for every pair of problems with a landscape: what serving the winner of one on the other costs."""
+    """One row for each pair of problems with a landscape: what it costs to serve the winner of one on the other."""
     rows = [
         {
             "arch": report.arch,
@@ -100,7 +100,7 @@ def regret_csv(report: Report) -> str:
 
 
 def sensitivity_csv(report: Report) -> str:
-    """One row for every problem and one for every regime of sizes: best tile, runner-up tile, drop."""
+    """One row for each problem, and one for each regime of sizes: best tile, runner-up tile, and the drop between them."""
     accum = _accum_column(report)
     first = ["arch", "device", "provenance", "scope"]
     last = [
@@ -155,7 +155,7 @@ def sensitivity_csv(report: Report) -> str:
 
 
 def regimes_csv(report: Report) -> str:
-    """One row for every problem measured in both regimes: who wins in each, and what the other's winner loses there."""
+    """One row for each problem measured in both regimes: the winner of each, and what it costs in the other regime."""
     accum = _accum_column(report)
     first = ["arch", "device", "problem_id"]
     last = [
@@ -194,7 +194,7 @@ def regimes_csv(report: Report) -> str:
 
 
 def importance_csv(report: Report) -> str:
-    """One row for every knob: the share of the difference between good programs and all that it accounts for."""
+    """One row for each knob: its share of the difference between good programs and all programs."""
     return _csv(
         ("arch", "knob", "share_percent", "largest_share_percent", "problems"),
         [
@@ -211,7 +211,7 @@ def importance_csv(report: Report) -> str:
 
 
 def interactions_csv(report: Report) -> str:
-    """One row for every change of a knob whose effect depends on the rest of the schedule."""
+    """One row for each change of a knob whose effect depends on the rest of the schedule."""
     rows = [
         {
             "arch": report.arch,
@@ -230,12 +230,12 @@ def interactions_csv(report: Report) -> str:
 
 
 def _fields(problems: Iterable[Problem]) -> list[str]:
-    """The fields of the problems; those that came later only where some problem departs from their default."""
+    """The fields of the problems. Fields added later are left out where every problem has their default."""
     return list(dict.fromkeys(name for one in problems for name in one.to_json() if name != "kernel"))
 
 
 def _columns(names: Iterable[str], what: str, taken: Sequence[str]) -> dict[str, str]:
-    """Name -> its column."""
+    """Name -> title of its column, which starts with `what` where another column has the name."""
     return {name: f"{what}_{name}" if name in taken else name for name in names}
 
 

@@ -7,19 +7,19 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 VEGA_LITE = "6.4"
 NOTHING = "-"
-"""Stands in a table cell where there is no value."""
+"""Stands in a table cell that has no value."""
 CODE = re.compile("`([^`]+)`")
 NUMBER = re.compile(r"[\d.,]+[%x]?|\[[\d., ]+\]|" + NOTHING)
 
 FILTERED = 12
-"""Rows from which a table on a page gets a field to filter them by."""
+"""A table on an HTML page gets a search field if it has at least so many rows."""
 CONFIG = {"background": "white", "font": "DejaVu Sans, sans-serif"}
-"""Of a chart as a file."""
+"""Vega-Lite's configuration for charts that are written to files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class Heading:
     text: str
     """Plain text."""
     level: int = 2
-    """1, 2 or 3."""
+    """1, 2 or 3, as in HTML."""
     folded: bool = False
-    """Of level 2: whether what follows is opened by a click."""
+    """For level 2: whether the part below is closed until the reader clicks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +39,22 @@ class Paragraph:
     """A paragraph."""
 
     text: str
-    """Plain text; what stands between backticks is code."""
+    """Plain text; text between backticks is code."""
     warning: bool = False
-    """Whether it must not be overlooked."""
+    """Whether the reader must not overlook it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table. Columns that hold nothing but numbers are aligned right."""
+    """A table. Columns that hold only numbers are aligned right."""
 
     head: tuple[str, ...]
     """Column titles."""
     rows: tuple[tuple[str, ...], ...]
-    """Cells: plain text, code between backticks."""
+    """Cells of plain text; text between backticks is code."""
 
     def numeric(self, column: int) -> bool:
-        """Whether every cell of the column is a number or missing, and one is a number."""
+        """Whether the cells of a column are numbers or missing, and at least one is a number."""
         cells = [row[column] for row in self.rows]
         return all(NUMBER.fullmatch(cell) for cell in cells) and any(cell != NOTHING for cell in cells)
 
@@ -64,19 +64,19 @@ class Cards:
     """A few figures, large."""
 
     items: tuple[tuple[str, str], ...]
-    """Each with what it is."""
+    """Pairs of a figure and a text that says what it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart."""
+    """A chart, which the page draws and which is also written as SVG and PNG."""
 
     name: str
-    """Of its files, without their endings."""
+    """Name of its files, without their endings."""
     spec: Mapping[str, Any]
-    """Vega-Lite."""
+    """The chart in Vega-Lite."""
     text: str
-    """What it shows, for those who cannot see it."""
+    """What the chart shows, for readers who cannot see it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ Block = Heading | Paragraph | Table | Cards | Chart | Contents
 
 
 def drawings(blocks: Sequence[Block]) -> dict[str, bytes] | None:
-    """Each chart as SVG and PNG, by file name; None where nothing draws them (vl-convert is not installed)."""
+    """The SVG and PNG files of all charts, by file name; None where vl-convert, which draws them, is not installed."""
     found: dict[str, bytes] = {}
     try:
         for one in blocks:
@@ -101,7 +101,7 @@ def drawings(blocks: Sequence[Block]) -> dict[str, bytes] | None:
 
 
 def as_svg(spec: Mapping[str, Any]) -> bytes:
-    """A chart as a file.
+    """A chart as an SVG file.
 
     Raises:
         ImportError: vl-convert is not installed.
@@ -112,14 +112,17 @@ def as_svg(spec: Mapping[str, Any]) -> bytes:
 
 
 def as_png(spec: Mapping[str, Any]) -> bytes:
-    """The same as pixels, one and a half to a unit."""
+    """A chart as a PNG file, with one and a half pixels to a unit."""
     import vl_convert
 
     return bytes(vl_convert.vegalite_to_png({**spec, "config": CONFIG}, vl_version=VEGA_LITE, scale=1.5))
 
 
 def to_markdown(blocks: Sequence[Block], drawn: Collection[str] = ()) -> str:
-    """GitHub-flavoured Markdown; those charts are shown whose files were drawn. HTML and links in texts are shown, not taken."""
+    """The document as GitHub-flavoured Markdown. HTML and links in texts are escaped.
+
+    A chart is shown only if its SVG file is in `drawn`.
+    """
     return "\n\n".join(text for block in blocks if (text := _markdown(block, drawn))) + "\n"
 
 
@@ -145,7 +148,9 @@ def _cell(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line of text whose only markup is its code. Runs of backticks become one: Markdown pairs runs of one length."""
+    """One line of text whose only markup is code. Runs of backticks become one backtick, since Markdown pairs runs of
+    equal length.
+    """
     parts = CODE.split(re.sub("`+", "`", " ".join(text.split())))
     return "".join(_code(part) if place % 2 else _escaped(part) for place, part in enumerate(parts))
 
@@ -155,13 +160,15 @@ def _escaped(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Between backticks nothing is escaped: what could end the cell and with it the code is written as HTML."""
+    """Code. Nothing is escaped between backticks, so text that could end the cell or the code is written as HTML."""
     return f"<code>{_escaped(text).replace('|', '&#124;')}</code>" if set(text) & set("<>&|\\") else f"`{text}`"
 
 
 def to_html(blocks: Sequence[Block], *, title: str) -> str:
-    """One HTML file that needs nothing else: style, charts and what draws them are inside it."""
-    own = files("tiledsched.report")
+    """The document as one HTML file that needs nothing else: it contains its style, its charts and the code that draws
+    them.
+    """
+    own = Path(__file__).parent
     body: list[str] = []
     folded = False
     for block in blocks:
@@ -202,7 +209,7 @@ def to_html(blocks: Sequence[Block], *, title: str) -> str:
 
 
 def _drawing_code() -> str:
-    """What draws charts in a browser; empty where vl-convert, which carries it, is not installed."""
+    """The JavaScript that draws charts; empty where vl-convert, which contains it, is not installed."""
     try:
         import vl_convert
     except ImportError:

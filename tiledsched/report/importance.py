@@ -1,4 +1,6 @@
-"""Which knobs matter and which depend on each other, from the times of one or more problems: pure functions.
+"""Computes which knobs matter and which depend on each other, from the times of one or more problems.
+
+These are pure functions: no database is read.
 
 Importance is Optuna's PED-ANOVA (Watanabe et al., arXiv:2304.10255): how differently a knob's values are spread over the
 fastest tenth of the programs and over all of them. Interactions are read off matched pairs, programs that differ in one
@@ -17,23 +19,27 @@ from tiledsched.report.analysis import matched_pairs, named_tile
 from tiledsched.report.records import Interaction, KnobShare
 
 Times = Sequence[tuple[Schedule, float]]
-"""Distinct programs of one problem on one device: a schedule of each and its microseconds."""
+"""The distinct programs of one problem on one device: one schedule of each, and its time in microseconds."""
 FEWEST_PROGRAMS = 20
-"""Programs below which a problem says nothing about importance."""
+"""A problem with fewer programs shows nothing about importance."""
 FASTEST_SHARE = 0.1
-"""Share of the programs that counts as good."""
+"""The share of the programs that counts as good."""
 WITHIN = 1.3
-"""A pair counts for interactions where the faster program takes at most this much of the best time: others never win."""
+"""A pair counts for interactions only if its faster program takes at most this many times the best time; others never
+win.
+"""
 FEWEST_PAIRS = 4
-"""Pairs on either side of an interaction."""
+"""Pairs that an interaction needs on either side."""
 FEWEST_ERRORS = 3.0
-"""Difference of an interaction in standard errors. Dozens are looked at, so that two would be met by chance."""
+"""Difference that an interaction needs, in standard errors. With two, chance would produce some among the dozens
+examined.
+"""
 LEAST_DIFFERENCE = math.log(1.03)
-"""Difference of an interaction, in log time."""
+"""Difference that an interaction needs, in log time."""
 
 
 def knob_shares(problems: Sequence[Times]) -> tuple[KnobShare, ...]:
-    """Importance of each knob, the mean over problems of its share of all importance; the largest first."""
+    """Importance of each knob, as the mean over problems of its share of all importance; the most important knob first."""
     shares: dict[str, list[float]] = defaultdict(list)
     for times in problems:
         if len(times) >= FEWEST_PROGRAMS:
@@ -79,7 +85,7 @@ def _ped_anova(times: Times) -> Mapping[str, float]:
 
 
 def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interaction, ...]:
-    """Changes of one knob whose effect depends on the rest of the kernel, the largest difference first.
+    """Changes of one knob whose effect depends on the rest of the schedule, the largest difference first.
 
     For every change of one knob from one value to another, and for every circumstance (the value of another knob, the
     tile, the tile of a persistent kernel), the mean log ratio of times with it is compared with the mean without it. Of
@@ -104,12 +110,12 @@ def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interact
 
 
 def _rank(value: KnobValue) -> tuple[float, str]:
-    """Numbers in their order, words by the alphabet: the direction in which a change is told."""
+    """Sorts numbers by value and words by the alphabet; it decides in which direction a change is described."""
     return (0.0, value) if isinstance(value, str) else (float(value), "")
 
 
 def _circumstances(schedule: Schedule, without: str, tile: Sequence[str]) -> Iterator[str]:
-    """What may be said of a schedule apart from one knob; `tile` are the knobs called like a tile's rows and columns."""
+    """What can be said of a schedule without naming one knob. `tile` names the knobs of a tile's rows and columns."""
     if tile and {*tile} <= set(schedule) and without not in tile:
         size = f"tile={'x'.join(str(schedule[name]) for name in tile)}"
         yield size
@@ -123,7 +129,9 @@ def _circumstances(schedule: Schedule, without: str, tile: Sequence[str]) -> Ite
 def _largest(
     change: tuple[str, KnobValue, KnobValue], seen: Sequence[tuple[float, frozenset[str]]]
 ) -> Interaction | None:
-    """The circumstance in which a change does most unlike what it does elsewhere; None where there is none for sure."""
+    """The circumstance under which a change has an effect that differs most from its effect elsewhere; None where no
+    difference is certain.
+    """
     best: Interaction | None = None
     for circumstance in sorted({name for _, names in seen for name in names}):
         inside = [effect for effect, names in seen if circumstance in names]

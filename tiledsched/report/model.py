@@ -1,4 +1,4 @@
-"""The numbers of the report, from the store: `build_report` is the way in."""
+"""Computes the numbers of a report from the database: see `build_report`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ __all__ = ["ModelTimes", "Report", "build_report"]
 
 T = TypeVar("T")
 ModelTimes = Callable[[Problem, list[BuildRecord]], dict[str, float]]
-"""The model: from a problem and its builds to microseconds by schedule id. A build it cannot judge is left out."""
+"""The performance model: from a problem and its builds to microseconds by schedule id. Builds that it cannot judge are
+left out.
+"""
 ProgramKey = tuple[str, object]
 """(fingerprint, grids): what makes a program distinct on one problem and device."""
 LandscapeKey = tuple[Problem, str, str]
-"""(problem, device name, accumulator mode): what may be compared with each other."""
+"""(problem, device name, accumulator mode): only times that agree in all three are compared."""
 
 
 def build_report(
@@ -61,7 +63,7 @@ def build_report(
     space: SearchSpace | None = None,
     served: Iterable[Entry] = (),
 ) -> Report:
-    """All that `db` knows of the schedules of a kernel on `arch`.
+    """The report on the schedules of a kernel on `arch`, from all that `db` knows of them.
 
     Args:
         db: an open database; reading it is enough.
@@ -85,7 +87,7 @@ def build_report(
         compiler,
         fullest=True,
     )
-    entries = _beside(
+    entries = _shown_entries(
         taken,
         [
             entry
@@ -155,8 +157,10 @@ def build_report(
     )
 
 
-def _beside(taken: Sequence[StoredMeasurement], entries: Sequence[Entry], compiler: str) -> list[Entry]:
-    """The entry that answers for each problem: of the compiler whose times of it are shown, else of the one at hand."""
+def _shown_entries(taken: Sequence[StoredMeasurement], entries: Sequence[Entry], compiler: str) -> list[Entry]:
+    """The entry that is served for each problem, from the compiler whose times are shown, or else from the installed
+    one.
+    """
     shown = {stored.measurement.problem: stored.toolchain.tileiras for stored in taken}
     alike: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -191,7 +195,7 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
 
 
 class _Builds:
-    """Every build by the compilers and kernel sources that the evidence was made with."""
+    """All builds by the compilers and kernel sources that the evidence was made with."""
 
     def __init__(
         self,
@@ -225,11 +229,11 @@ class _Builds:
         self._serving: dict[Problem, list[BuildRecord]] = {}
 
     def facts(self, fingerprint: str) -> ResourceFacts | None:
-        """Resources of a machine code; None where unknown."""
+        """Resources of machine code; None where they are not known."""
         return self._facts.get(fingerprint)
 
     def of(self, problem: Problem, device: Any) -> list[BuildRecord]:
-        """Successful builds whose machine code serves `problem`."""
+        """Successful builds whose machine code can serve `problem`."""
         from tiledsched.core.launch import problem_class
 
         if problem not in self._serving:
@@ -242,7 +246,8 @@ class _Builds:
         return self._serving[problem]
 
     def knob_effects(self) -> tuple[KnobEffect, ...]:
-        """Whether knobs reach the machine code, the most inert first, over builds that serve one of the problems asked for.
+        """How often each knob leaves the machine code unchanged, the most inert knob first, over builds of the reported
+        problems.
 
         Problems served by the same builds count once. A build's own class does not say which builds to compare: it
         holds constants of the kernel that follow from the knobs.
@@ -262,7 +267,10 @@ class _Builds:
 
 
 def _or_none(function: Callable[..., T], *arguments: object) -> T | None:
-    """The function's value; None where there is none: on a schedule of an older space an author's function may raise anything."""
+    """The function's value, or None where it raises.
+
+    Given a schedule of an older search space, a kernel author's function may raise anything.
+    """
     try:
         return function(*arguments)
     except Exception:
@@ -271,7 +279,7 @@ def _or_none(function: Callable[..., T], *arguments: object) -> T | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Desk:
-    """What is needed to write up one problem."""
+    """What is needed to write the report on one problem."""
 
     kernel: KernelClass
     axes: Axes
@@ -282,7 +290,7 @@ class _Desk:
     regime: str
 
     def measured(self, key: LandscapeKey, stored: Sequence[StoredMeasurement]) -> ProblemReport:
-        """One problem on one device, from all its measurements, newest first."""
+        """The report on one problem and device, from all its measurements, newest first."""
         problem, _, accum_mode = key
         device = stored[0].measurement.device
         # Of a schedule measured with several compilers only the newest counts; likewise of a program.
@@ -322,7 +330,7 @@ class _Desk:
         return replace(written, trace=_trace(stored, written.best.us))
 
     def modelled(self, entry: Entry, model_times: ModelTimes | None) -> ProblemReport | None:
-        """One problem nobody measured; None where not even the model gives a time."""
+        """The report on a problem that nobody measured; None where the model has no time for it either."""
         problem, device = entry.problem, ARCHS.get(self.arch)
         builds = [
             build
@@ -401,7 +409,11 @@ class _Desk:
         )
 
     def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:
-        """The default schedule, if it has a time; one of an older space is it with the knobs that it lacks at their defaults."""
+        """The default schedule, if it has a time.
+
+        A schedule of an older search space counts as the default if it is, once the knobs it lacks are at their
+        defaults.
+        """
         space = self.space
         default = _or_none(space.default, problem) if space else None
         if space is None or default is None:
@@ -411,7 +423,7 @@ class _Desk:
 
 
 def _trace(stored: Sequence[StoredMeasurement], best_us: float) -> tuple[float, ...]:
-    """Each program of the newest run as it was first measured there, relative to the best."""
+    """Time over the best time for each program of the newest run, in the order in which they were first measured."""
     newest = max((one.run_id for one in stored if one.run_id is not None), default=None)
     taken = [one for one in stored if newest is not None and one.run_id == newest]
     first: dict[str, float] = {}
@@ -421,7 +433,7 @@ def _trace(stored: Sequence[StoredMeasurement], best_us: float) -> tuple[float, 
 
 
 def _raced(best: Timed, served: Entry | None) -> Timed | None:
-    """The runner-up as the race left it in the entry, where its own measurement is not here."""
+    """The runner-up that the race recorded in the entry, for when its own measurement is not in the database."""
     if served is None or served.runner_up is None or served.margin is None or served.schedule != best.schedule:
         return None
     relative = 1 + served.margin
@@ -431,7 +443,7 @@ def _raced(best: Timed, served: Entry | None) -> Timed | None:
 
 
 def _ties(timed: Sequence[Timed], programs: Sequence[Timed], served: Entry | None) -> set[Schedule]:
-    """Programs that cannot be told apart from the fastest: as the race found, else by overlapping intervals."""
+    """The programs that cannot be told apart from the fastest: as the race found, or else by overlapping intervals."""
     best = programs[0]
     program_of = {one.schedule: one.same_program_as or one.schedule for one in timed}
     if served is not None and served.provenance == MEASURED:

@@ -1,4 +1,4 @@
-"""The charts of rates: by size, against the ceilings, and of several archs side by side."""
+"""The charts of rates: over the problem's size, under the ceilings, and for several archs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tiledsched.report.records import MEASURED, Report, Section
 from tiledsched.report.vega import BINARY, BLUE, GREEN, ORANGE, RED, SIZES, Spec, chart, quantity, tips, word
 
 SEVERAL = 3
-"""Problems from which a group gets a panel of rates, where any group has as many."""
+"""Where any group has at least this many problems, only groups with as many get a panel of rates."""
 
 
 def rates(section: Section, report: Report) -> Spec | None:
-    """The best rate of every problem along the swept size, a panel for each group."""
+    """The best rate of every problem over the swept size, with a panel for each group."""
     problems = [one for one in section.problems if one.best.rate]
     if not problems:
         return None
@@ -49,7 +49,7 @@ def rates(section: Section, report: Report) -> Spec | None:
 
 
 def roofline(section: Section, report: Report) -> Spec | None:
-    """Rates against arithmetic intensity, under the highest rates that were measured and under those computed for the arch."""
+    """Rates over arithmetic intensity, under the highest rates that were measured and those computed for the arch."""
     from tiledsched.core.device import ARCHS
 
     spec = ARCHS.get(report.arch)
@@ -119,7 +119,7 @@ def roofline(section: Section, report: Report) -> Spec | None:
 
 
 def said_of_roofs(section: Section, report: Report) -> str:
-    """What stands above the roofline."""
+    """The text above the roofline."""
     devices = sorted({one.device_name for one in section.problems})
     found = [roof for name in devices if section.provenance == MEASURED and (roof := roof_of(report.ceilings, name))]
     computed = "computed from the rates per clock of the arch's usual GPU"
@@ -130,7 +130,7 @@ def said_of_roofs(section: Section, report: Report) -> str:
 
 
 def rates_of(reports: Sequence[Report]) -> Spec | None:
-    """The best rates of several archs along the swept size, a panel for each group of problems."""
+    """The best rates of several archs over the swept size, with a panel for each group of problems."""
     rows: list[dict[str, Any]] = []
     for report in reports:
         for section in (report.measured, report.modelled):

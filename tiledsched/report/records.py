@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.measure.runner import Device
 from tiledsched.report.axes import Axes
+from tiledsched.store.queries import KnobEffect, RegimeComparison
 from tiledsched.store.records import Entry
-
-if TYPE_CHECKING:
-    from tiledsched.report.ceilings import Ceiling
-    from tiledsched.store.queries import KnobEffect, RegimeComparison
 
 MEASURED = "measured"
 MODELLED = "modelled"
@@ -31,13 +28,13 @@ class Timed:
     """One schedule of one problem and its time."""
 
     schedule: Schedule
-    """How it is computed."""
+    """The schedule."""
     fingerprint: str
-    """Its machine code; empty where unknown."""
+    """Fingerprint of its machine code; empty where it is not known."""
     us: float
-    """Median of the measurement, or the model's estimate, in microseconds: the report's provenance says which."""
+    """Median of the measurement, or the model's estimate, in microseconds; the section's provenance says which."""
     relative: float = 1.0
-    """us / us of the best schedule: 1 for the best."""
+    """Its time over the best schedule's time: 1 for the best."""
     rate: float = 0.0
     """TFLOP/s or GB/s at `us`, in the problem's unit."""
     ci_low_us: float | None = None
@@ -47,7 +44,9 @@ class Timed:
     samples: int = 0
     """Timed launches; 0 where modelled."""
     same_program_as: Schedule | None = None
-    """The schedule whose time this is, where another one with the same machine code and grid was timed in its place."""
+    """The schedule that was timed in its place, because it has the same machine code and grid; None where it was timed
+    itself.
+    """
     facts: ResourceFacts | None = None
     """Resources of the machine code; None where unknown."""
     worst_tile_error: float | None = None
@@ -63,17 +62,17 @@ class TileTime:
     us: float
     """Best time over all other knobs, in microseconds."""
     relative: float
-    """us / us of the best tile."""
+    """Its time over the best tile's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnobValueRatio:
-    """What holding one knob at one value costs."""
+    """What it costs to fix one knob at one value."""
 
     value: KnobValue
     """The value."""
     ratio: float
-    """Best time with the knob at this value / best time overall; a geometric mean where several problems are joined."""
+    """Best time with the value over the best time of all; a geometric mean where several problems are joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +80,15 @@ class KnobImportance:
     """How much one knob matters."""
 
     knob: str
-    """Its name."""
+    """Name of the knob."""
     pairs: int
     """Pairs of schedules of one problem that differ in this knob only and were both timed."""
     mean_change: float | None
-    """Mean over the pairs of slower / faster - 1; None without pairs."""
+    """Mean over the pairs of the slower time over the faster, minus 1; None without pairs."""
     largest_change: float | None
-    """Largest of them; None without pairs."""
+    """Largest of these changes; None without pairs."""
     values: tuple[KnobValueRatio, ...]
-    """Each value timed, best first."""
+    """What each timed value costs, the best value first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +96,11 @@ class KnobShare:
     """How much of the difference between good programs and all programs one knob accounts for."""
 
     knob: str
-    """Its name."""
+    """Name of the knob."""
     share: float
-    """0..1, the mean over problems."""
+    """From 0 to 1: the mean over problems."""
     largest: float
-    """The largest of any problem."""
+    """The largest share in any problem."""
     problems: int
     """Problems in which the knob had more than one value."""
 
@@ -111,21 +110,21 @@ class Interaction:
     """A change of one knob whose effect depends on the rest of the schedule."""
 
     knob: str
-    """Its name."""
+    """Name of the knob."""
     before: KnobValue
-    """From this value."""
+    """Its value before the change."""
     after: KnobValue
-    """To this one."""
+    """Its value after the change."""
     circumstance: str
-    """What makes the difference, e.g. `persistent=strided`."""
+    """Under which circumstance the effect differs, e.g. `persistent=strided`."""
     effect_with: float
-    """Time after / time before - 1 under the circumstance, geometric mean over the pairs."""
+    """Time after the change over time before, minus 1, under the circumstance: geometric mean over the pairs."""
     pairs_with: int
-    """Pairs behind it."""
+    """Number of these pairs."""
     effect_without: float
-    """The same elsewhere."""
+    """The same ratio where the circumstance does not hold."""
     pairs_without: int
-    """Pairs behind it."""
+    """Number of pairs behind that ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,17 +132,17 @@ class ProblemReport:
     """Everything the report says about one problem on one device."""
 
     provenance: str
-    """measured or modelled: what every time below is."""
+    """measured or modelled, for all times below."""
     problem: Problem
-    """What is computed."""
+    """The problem."""
     device_name: str
-    """The GPU measured; empty where modelled."""
+    """Name of the GPU; empty where modelled."""
     accum_mode: str
     """fp32 or fp16 accumulators; the two are never compared."""
     size: int
-    """What it is filed under: its value along the first of the kernel's axes."""
+    """Its size along the first of the kernel's axes, by which tables are sorted."""
     shared: tuple[Any, ...]
-    """What problems must share to be in one table: a value for each of `Axes.shared`."""
+    """Values of the fields in `Axes.shared`: problems that agree in them share a table."""
     timed: tuple[Timed, ...]
     """Every schedule with a time, fastest first; at least one."""
     runner_up: Timed | None
@@ -165,7 +164,9 @@ class ProblemReport:
     tiles: tuple[TileTime, ...] = ()
     """Each tile size, best first; empty where schedules have no tile knobs."""
     trace: tuple[float, ...] = ()
-    """Time / best time of each program of the newest run, in the order they were measured; empty where imported or modelled."""
+    """Time over the best time for each program of the newest run, in the order measured; empty where imported or
+    modelled.
+    """
 
     @property
     def best(self) -> Timed:
@@ -179,33 +180,35 @@ class ProblemReport:
 
     @property
     def noise(self) -> float:
-        """Half the 95% interval of the best / its time: what cannot be told apart; 0 where modelled."""
+        """Half the 95% interval of the best time, over that time: differences below it are noise. 0 where modelled."""
         low, high = self.best.ci_low_us, self.best.ci_high_us
         return 0.0 if low is None or high is None else (high - low) / 2 / self.best.us
 
     @property
     def runner_up_drop(self) -> float | None:
-        """us of the runner-up / us of the best - 1; None without runner-up."""
+        """Time of the runner-up over the best time, minus 1; None without runner-up."""
         return self.runner_up.us / self.best.us - 1 if self.runner_up else None
 
     @property
     def default_drop(self) -> float | None:
-        """us of the default schedule / us of the best - 1; None where the default has no time, or nothing else has."""
+        """Time of the default schedule over the best time, minus 1; None where the default, or everything else, has no
+        time.
+        """
         return self.default.us / self.best.us - 1 if self.default and self.programs > 1 else None
 
     @property
     def median_drop(self) -> float:
-        """Median us over the programs / us of the best - 1."""
+        """Median time of the programs over the best time, minus 1."""
         return self.median_us / self.best.us - 1
 
     @property
     def tile_drop(self) -> float | None:
-        """us of the best schedule of the second best tile / us of the best - 1; None with fewer than two tiles."""
+        """Best time of the second best tile over the best time, minus 1; None with fewer than two tiles."""
         return self.tiles[1].us / self.tiles[0].us - 1 if len(self.tiles) > 1 else None
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """(device name, shared values, accumulator mode): problems of one group share a table."""
+        """(device name, shared values, accumulator mode): problems with the same three share a table."""
         return self.device_name, self.shared, self.accum_mode
 
 
@@ -214,7 +217,7 @@ class TileSensitivity:
     """What the choice of tile is worth in one regime of sizes."""
 
     device_name: str
-    """The GPU measured; empty where modelled."""
+    """Name of the GPU; empty where modelled."""
     shared: tuple[Any, ...]
     """What its problems share: a value for each of `Axes.shared`."""
     accum_mode: str
@@ -222,31 +225,31 @@ class TileSensitivity:
     regime: str
     """short, medium or long."""
     sizes: tuple[int, ...]
-    """The sizes joined, along the first of the kernel's axes."""
+    """The sizes that are joined, along the first of the kernel's axes."""
     problems: int
-    """Problems joined."""
+    """How many problems are joined."""
     best: Tile
     """The tile whose best schedule has the least time, by geometric mean over the problems."""
     runner_up: Tile | None
     """The best other tile; None where only one was timed in every problem."""
     drop: float | None
-    """Mean time of the runner-up / mean time of the best - 1; None without runner-up."""
+    """Mean time of the runner-up over that of the best, minus 1; None without runner-up."""
     spread: float
-    """Mean time of the worst tile / mean time of the best - 1."""
+    """Mean time of the worst tile over that of the best, minus 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """All problems whose times are of one kind. Measured and modelled times never share a section."""
+    """All measured problems, or all modelled ones. Measured and modelled times never share a section."""
 
     provenance: str
     """measured or modelled."""
     problems: tuple[ProblemReport, ...]
-    """By device, what they share, accumulator mode, then size."""
+    """The problems, sorted by device, by what they share, by accumulator mode, then by size."""
     sensitivity: tuple[TileSensitivity, ...]
-    """By the same groups, then regime."""
+    """What the choice of tile is worth, for each group of problems and each regime of sizes."""
     knobs: tuple[KnobImportance, ...]
-    """Over all problems, the most important first."""
+    """Importance of knobs over all problems, the most important first."""
     shares: tuple[KnobShare, ...] = ()
     """Importance of each knob over all problems; empty where modelled, or where little was measured."""
     interactions: tuple[Interaction, ...] = ()
@@ -258,23 +261,23 @@ class FailureCount:
     """How often candidates failed in one way."""
 
     stage: str
-    """build or measure."""
+    """Where they failed: build or measure."""
     kind: str
     """One of errors.FailureKind."""
     candidates: int
     """Distinct pairs of schedule and problem (of schedule and problem class, for builds)."""
     example: str
-    """One message."""
+    """The message of one such failure."""
     schedule: Schedule
-    """The schedule of that message."""
+    """The schedule that this message is about."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConditions:
-    """Under what conditions the measurements of one device were taken. Ranges are (lowest, highest) medians."""
+    """The conditions under which the measurements of one device were taken. Ranges are (lowest, highest) medians."""
 
     device: Device
-    """The GPU, as it was last seen."""
+    """The GPU, as the newest measurement describes it."""
     drivers: tuple[str, ...]
     """Driver versions."""
     compilers: tuple[str, ...]
@@ -284,13 +287,13 @@ class DeviceConditions:
     runners: tuple[str, ...]
     """gpu or replay."""
     sm_clock_mhz: tuple[int, int] | None
-    """SM clock; None where NVML did not tell."""
+    """SM clock; None where NVML did not report it."""
     memory_clock_mhz: tuple[int, int] | None
-    """Memory clock; None where NVML did not tell."""
+    """Memory clock; None where NVML did not report it."""
     power_w: float
-    """Highest board power; 0 where NVML did not tell."""
+    """Highest board power; 0 where NVML did not report it."""
     temperature_c: int
-    """Highest GPU temperature; 0 where NVML did not tell."""
+    """Highest GPU temperature; 0 where NVML did not report it."""
     throttle_reasons: tuple[tuple[str, int], ...]
     """Reasons that held the clock down, with the number of measurements in which they were seen."""
     first: datetime
@@ -298,9 +301,33 @@ class DeviceConditions:
     last: datetime
     """Newest measurement, UTC."""
     measurements: int
-    """How many."""
+    """Number of measurements."""
     samples: int
     """Timed launches in all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """The highest rate that any kernel reached on one GPU, in one unit."""
+
+    device_name: str
+    """Name of the GPU."""
+    unit: str
+    """TFLOP/s or GB/s."""
+    rate: float
+    """The rate, in that unit."""
+    problem: Problem
+    """The problem that was computed."""
+    sm_clock_mhz: int
+    """Median SM clock of its samples; 0 where NVML did not report it."""
+    power_w: float
+    """Highest board power of its samples; 0 where NVML did not report it."""
+    taken: datetime
+    """When it was measured, UTC."""
+
+    def __str__(self) -> str:
+        clock = f" at {self.sm_clock_mhz} MHz" if self.sm_clock_mhz else ""
+        return f"{self.rate:.0f} {self.unit}{clock} ({self.problem.kernel} {self.problem}, {self.taken:%Y-%m-%d})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,48 +335,48 @@ class Report:
     """What is known of one kernel's schedules on one arch."""
 
     kernel: str
-    """Its name."""
+    """Name of the kernel."""
     arch: str
     """e.g. sm_121."""
     axes: Axes
-    """How its problems are laid out."""
+    """How its problems are laid out in tables."""
     tile_knobs: tuple[str, str] | None
-    """The two knobs that make a tile; None where there are no two."""
+    """The two knobs that make a tile; None where the kernel has no such knobs."""
     regime: str
-    """burst or sustained: the measurements taken in."""
+    """burst or sustained: only its measurements are in the report."""
     device_name: str
-    """The one device taken in; empty for all of the arch."""
+    """The only device in the report; empty where all devices of the arch are."""
     elsewhere: int
-    """Measurements on this arch that were left out because of their regime or device."""
+    """Number of measurements on this arch that were left out because of their regime, device, compiler or way of timing."""
     measured: Section
     """Problems with measurements."""
     modelled: Section
-    """Problems with nothing but the model's estimate."""
+    """Problems that only the model has an estimate for."""
     unmeasured: tuple[Entry, ...]
-    """Entries with neither, e.g. transferred ones."""
+    """Entries of problems that are neither measured nor modelled, such as transferred ones."""
     inert: tuple[KnobEffect, ...]
     """How often a knob leaves the machine code unchanged: the most inert knob first."""
     builds: int
-    """Builds those counts are over."""
+    """Number of builds that these counts are over."""
     failures: tuple[FailureCount, ...]
-    """The most frequent first."""
+    """Failures of candidates, the most frequent first."""
     conditions: tuple[DeviceConditions, ...]
-    """One for each device measured."""
+    """Conditions of measurement, for each device."""
     regimes: tuple[RegimeComparison, ...]
-    """Problems measured in both regimes, whichever the report is about."""
+    """Problems measured in both regimes, whichever regime the report is about."""
     model_compilers: tuple[str, ...]
     """Compilers behind the modelled entries, one line each."""
     ceilings: tuple[Ceiling, ...] = ()
-    """The highest rates measured on each GPU, of whatever kernel."""
+    """The highest rates that any kernel reached, for each GPU."""
 
     @property
     def accuracy_classes(self) -> bool:
-        """Whether the kernel can be less accurate for speed: only then is the accumulator mode worth a column."""
+        """Whether the kernel can trade accuracy for speed; only then is the accumulator mode worth a column."""
         best = [one.best.schedule for section in (self.measured, self.modelled) for one in section.problems]
         return any("accum_mode" in schedule for schedule in (*best, *(entry.schedule for entry in self.unmeasured)))
 
     def group_text(self, one: ProblemReport) -> str:
-        """What the problems of a panel share, in words: shared sizes, accumulators, and the device where there are several."""
+        """What the problems of a panel share: sizes, accumulators, and the device where there are several."""
         accum = f"{one.accum_mode} accumulators" if one.accum_mode != "fp32" else ""
         device = one.device_name if len({each.device_name for each in self.measured.problems}) > 1 else ""
         return (
@@ -358,7 +385,7 @@ class Report:
 
     @property
     def warning(self) -> str:
-        """The first line of a report that holds no measurement; empty where something was measured."""
+        """The first line of a report without measurements; empty where something was measured."""
         if self.measured.problems:
             return ""
         where = self.arch

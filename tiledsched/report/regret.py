@@ -1,4 +1,7 @@
-"""What one schedule costs where another was tuned, and how few schedules are enough: pure functions, no database."""
+"""Computes what a schedule costs on other problems than it was tuned for, and how few schedules are enough.
+
+These are pure functions: no database is read.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.report.records import ProblemReport
 
 LEAST_PROGRAMS = 20
-"""Of a problem whose landscape is broad enough to ask what another schedule would cost."""
+"""A problem with fewer programs shows too little of what other schedules would cost."""
 LIMITS = (0.01, 0.02, 0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regret:
-    """What serving one problem's winner on another costs."""
+    """What it costs to serve one problem's winner on another problem."""
 
     tuned: Problem
-    """Whose winner is served."""
+    """The problem whose winner is served."""
     served: Problem
-    """Where."""
+    """The problem that it is served on."""
     loss: float | None
-    """Its time there / the best time there - 1; None where it was not timed there."""
+    """Its time there over the best time there, minus 1; None where it was not timed there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,27 +35,27 @@ class Enough:
     """How few schedules keep the loss within a limit."""
 
     limit: float
-    """Largest loss of any problem."""
+    """Largest loss that any problem may have."""
     schedules: tuple[Schedule, ...]
-    """Chosen one after the other, each the one that brings most problems within the limit."""
+    """The schedules, in the order chosen: each brings the most problems within the limit that were not yet."""
     covered: int
-    """Problems they keep within it."""
+    """How many problems they keep within the limit."""
     problems: int
-    """Problems asked about."""
+    """How many problems there are."""
 
 
 def broad(problems: Sequence[ProblemReport]) -> list[ProblemReport]:
-    """Those whose landscape says what other schedules would cost."""
+    """The problems with enough programs to show what other schedules cost."""
     return [one for one in problems if one.programs >= LEAST_PROGRAMS]
 
 
 def losses(one: ProblemReport) -> dict[Schedule, float]:
-    """Each schedule timed, with what it costs."""
+    """What each timed schedule costs: its time over the best time, minus 1."""
     return {timed.schedule: timed.relative - 1 for timed in one.timed}
 
 
 def regret_map(problems: Sequence[ProblemReport]) -> list[Regret]:
-    """Every pair of problems."""
+    """The regret of every pair of problems."""
     known: Mapping[Problem, Mapping[Schedule, float]] = {one.problem: losses(one) for one in problems}
     winners = {one.problem: _winner(one) for one in problems}
     return [
@@ -67,13 +70,14 @@ def regret_map(problems: Sequence[ProblemReport]) -> list[Regret]:
 
 
 def _winner(one: ProblemReport) -> list[Schedule]:
-    """The best schedule, under all the names that its program goes by."""
+    """The best schedule, and all other schedules that build the same program."""
     best = one.best.schedule
     return [best, *(timed.schedule for timed in one.timed if timed.same_program_as == best)]
 
 
 def enough(problems: Sequence[ProblemReport], limits: Sequence[float] = LIMITS) -> list[Enough]:
-    """For each limit a small set of schedules, found greedily: each next one covers most of what is left, then costs least.
+    """A small set of schedules for each limit, chosen greedily: next comes the schedule that covers most of the rest,
+    then the cheaper one.
 
     Only what was timed counts: a schedule that was not timed on a problem does not cover it.
     """

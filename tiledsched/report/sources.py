@@ -1,4 +1,4 @@
-"""What a report is made of: a database, and what ships of the kernel and arch beneath it."""
+"""What a report reads: a database, and below it the tables and landscapes that ship for the kernel and arch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ log = logging.getLogger("tiledsched")
 
 
 class WithShipped:
-    """A database as a report reads it, over the tables and landscapes that ship of one kernel and arch.
+    """A database together with the tables and landscapes that ship for one kernel and arch, with the database's reading
+    methods.
 
     Args:
         db: one's own; its builds, failures and runs are the only ones there are.
@@ -53,7 +54,7 @@ class WithShipped:
                 }
 
     def entries(self, **wanted: Any) -> list[Entry]:
-        """What is served, of every layer; of the kernel and arch."""
+        """What is served on the arch for the kernel, from every layer."""
         return list(self._entries)
 
     def measurements(
@@ -65,7 +66,7 @@ class WithShipped:
         kernel: str | None = None,
         **more: Any,
     ) -> list[StoredMeasurement]:
-        """One's own and those that ship, newest first, each once."""
+        """Measurements of the database and those that ship, newest first, each once."""
         own = self._db.measurements(arch=arch, device_name=device_name, regime=regime, kernel=kernel, **more)
         known = {stored.uid for stored in own}
         shipped = [
@@ -80,11 +81,11 @@ class WithShipped:
     def latest_measurements(
         self, *, arch: str | None = None, device_name: str | None = None
     ) -> list[StoredMeasurement]:
-        """Of each schedule's measurements on a device in a regime the newest."""
+        """The newest measurement of each program, schedule, device and regime."""
         return latest(self.measurements(arch, device_name, kernel=self._kernel.name))
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
-        """What is known of machine code."""
+        """What is known of machine code, by arch and fingerprint."""
         return self._artifacts | self._db.artifacts(arch)
 
     def __getattr__(self, name: str) -> Any:
@@ -92,7 +93,7 @@ class WithShipped:
 
 
 def latest(measurements: Iterable[StoredMeasurement]) -> list[StoredMeasurement]:
-    """Of measurements, newest first, those of each program, schedule, device and regime that hold now."""
+    """The newest measurement of each program, schedule, device and regime. `measurements` must be sorted, newest first."""
     found: dict[tuple[Any, ...], StoredMeasurement] = {}
     for stored in measurements:
         taken = stored.measurement

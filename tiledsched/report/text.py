@@ -1,4 +1,4 @@
-"""The report as a document, and everything written to its folder. `write_report` is the way in."""
+"""Writes the report: `write_report` makes the document and all files of its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiledsched.core.kernel import told
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.report import charts
-from tiledsched.report.analysis import held
+from tiledsched.report.analysis import fixed_knob_costs
 from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import (
     importance_csv,
@@ -55,11 +55,11 @@ from tiledsched.report.regret import broad, enough
 
 NOT_MEASURED = "not measured"
 CHOSEN = 1.01
-"""A knob whose best single value costs this much has to be chosen for the problem."""
+"""A knob whose best single value costs at least this much has to be chosen for each problem."""
 
 
 def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> list[Path]:
-    """Write report.md, report.html, the CSV files and the charts; the files written.
+    """Write report.md, report.html, the CSV files and the charts to a folder; returns the files written.
 
     Several reports, of one kernel on several archs, stand in one document that begins by comparing them; their other files have
     the arch in their names. The folder is made where needed. Files in it with other names are left alone.
@@ -94,7 +94,7 @@ def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> lis
 
 
 def without_charts() -> str:
-    """What a document says where nothing draws its charts."""
+    """The paragraph that stands in place of the charts where nothing draws them."""
     return f"The charts are left out: for them, run `{installing('report')}`."
 
 
@@ -117,9 +117,9 @@ def document(report: Report) -> list[Block]:
 
 
 def side_by_side(reports: Sequence[Report]) -> list[Block]:
-    """Several archs: what each came to and what they share first, then each by itself."""
+    """The report on several archs: first their answers and the problems they share, then each arch."""
     blocks: list[Block] = [Heading(text=_title(reports), level=1)]
-    blocks += [_told(reports)]
+    blocks += [_overview(reports)]
     if (spec := rates_of(reports)) is not None:
         blocks.append(Chart(name="rates", spec=spec, text="Rates of the best schedules, arch by arch"))
     blocks += [Contents(), Heading(text="The same problems"), _shared(reports)]
@@ -130,8 +130,8 @@ def side_by_side(reports: Sequence[Report]) -> list[Block]:
     return blocks
 
 
-def _told(reports: Sequence[Report]) -> Table:
-    """A row for each arch: what its first screen would say."""
+def _overview(reports: Sequence[Report]) -> Table:
+    """A table with the answer of each arch."""
     names = list(dict.fromkeys(name for report in reports for name in _figures(report)))
     rows = []
     for report in reports:
@@ -145,7 +145,7 @@ def _told(reports: Sequence[Report]) -> Table:
 
 
 def _shared(reports: Sequence[Report]) -> Table:
-    """A row for each problem of more than one report: time and schedule in each."""
+    """A table of the problems that are in more than one report: their time and schedule in each."""
     best: dict[Problem, dict[str, ProblemReport]] = {}
     for report in reports:
         for one in (*report.modelled.problems, *report.measured.problems):  # what was measured is told
@@ -187,12 +187,12 @@ def _answer(report: Report) -> list[Block]:
 
 
 def _main(report: Report) -> Section:
-    """What the answer is made of: measured, where anything was."""
+    """The section that the answer is taken from: the measured one, where anything was measured."""
     return report.measured if report.measured.problems else report.modelled
 
 
 def _figures(report: Report) -> dict[str, tuple[str, str]]:
-    """The answer in figures, by what each is: the figure, and the rest of the sentence."""
+    """The figures of the answer: name -> (figure, the rest of the sentence)."""
     section = _main(report)
     kind = "" if section.provenance == MEASURED else f", {MODELLED}"
     found: dict[str, tuple[str, str]] = {}
@@ -209,7 +209,7 @@ def _figures(report: Report) -> dict[str, tuple[str, str]]:
     mean("the default schedule", lambda one: one.default_drop)
     mean("the second best tile", lambda one: one.tile_drop)
     problems = charts.tried(section)
-    costs = held(problems)
+    costs = fixed_knob_costs(problems)
     if costs:
         knob, values = next(iter(costs.items()))
         worst, cost = list(values.items())[-1]
@@ -230,7 +230,7 @@ def _figures(report: Report) -> dict[str, tuple[str, str]]:
 
 
 def _body(report: Report, arch: str) -> list[Block]:
-    """Charts, then tables. With `arch`, headings and files name it: other reports stand beside."""
+    """Charts, then tables. Where `arch` is given, headings end with it, because other archs are in the document."""
     after = f" ({arch})" if arch else ""
     blocks: list[Block] = [Paragraph(text=line) for line in _summary(report)[1:]]
     sections = [section for section in (report.measured, report.modelled) if section.problems]
@@ -333,7 +333,7 @@ def _group_title(one: ProblemReport, report: Report) -> str:
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]], *, modelled_from: int | None = None) -> Table:
-    """A table; the titles of its columns from `modelled_from` on say that they are modelled."""
+    """A table; the titles of columns from `modelled_from` on say that they are modelled."""
     titles = tuple(
         title if modelled_from is None or place < modelled_from else f"modelled {title}"
         for place, title in enumerate(head)
@@ -342,7 +342,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]], *, modelled_from:
 
 
 def _accum(report: Report, text: str) -> list[str]:
-    """A cell for the accumulator mode, if it is worth a column."""
+    """A cell for the accumulator mode, where it is worth a column; else no cell."""
     return [text] if report.accuracy_classes else []
 
 
@@ -389,7 +389,7 @@ def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
 
 
 def _to_measure(one: ProblemReport, report: Report) -> str:
-    """The command that measures a problem's default and a choice of other programs."""
+    """The command that measures the default of a problem and a choice of other programs."""
     return _code(
         shlex.join(["tiledsched", "record", report.kernel, "--arch", report.arch, "--problem", told(one.problem)])
     )
@@ -467,7 +467,7 @@ INTERACTIONS = (
 
 
 def shares_table(shares: Sequence[KnobShare]) -> Table:
-    """Importance by knob."""
+    """The importance of each knob, as a table."""
     return _table(
         ("knob", "mean share", "largest share", "problems"),
         ((f"`{one.knob}`", _percent(one.share), _percent(one.largest), str(one.problems)) for one in shares),
@@ -475,7 +475,7 @@ def shares_table(shares: Sequence[KnobShare]) -> Table:
 
 
 def interactions_table(found: Sequence[Interaction]) -> Table:
-    """Interactions, one change to a row."""
+    """The interactions of knobs, as a table with one change to a row."""
     return _table(
         ("change", "circumstance", "time with it", "pairs", "time elsewhere", "pairs"),
         (

@@ -1,4 +1,4 @@
-"""What every chart is made of: Vega-Lite, one description for the page, SVG and PNG. Nothing is drawn here: see :mod:`document`.
+"""The parts that every chart is made of, in Vega-Lite. Nothing is drawn here: see :mod:`document`.
 
 Colours are Okabe and Ito's (2008), which the colour-blind can tell apart. Text and axes have no colour of their own, so that they
 follow the page, light or dark.
@@ -21,21 +21,21 @@ SIZES = {
 def chart(
     values: Iterable[dict[str, Any]], layers: Spec, *, width: int | None = None, height: int | None = None
 ) -> Spec:
-    """A chart over rows."""
+    """A chart over rows of data."""
     sized = {key: value for key, value in (("width", width), ("height", height)) if value}
     return {"data": {"values": list(values)}, **sized, **layers}
 
 
 def quantity(field: str, title: str, **more: Any) -> Spec:
-    """A channel of numbers."""
+    """A channel that shows numbers."""
     return {"field": field, "type": "quantitative", "title": title, **more}
 
 
 def word(field: str, title: str | None, **more: Any) -> Spec:
-    """A channel of words, in the order of the rows."""
+    """A channel that shows words, in the order of the rows."""
     return {"field": field, "type": "nominal", "title": title, "sort": None, **more}
 
 
 def tips(**titles: str) -> list[Spec]:
-    """Fields that a tooltip names, by their titles."""
+    """The fields that a tooltip shows, each with a title."""
     return [{"field": field, "title": title} for field, title in titles.items()]

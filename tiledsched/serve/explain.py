@@ -10,7 +10,7 @@ from typing import Any
 from tiledsched.build.cubin import join, read_artifact
 from tiledsched.core.problem import Problem, rate_text
 from tiledsched.measure.runner import RivalTime
-from tiledsched.serve.lookup import Served, Table
+from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.rivals import RivalOffer
 
 
@@ -157,7 +157,7 @@ def rival_text(time: RivalTime) -> str:
 
 
 def explain_problem(
-    table: Table, problem: Problem, arch: str, device_name: str = "", controls: Mapping[str, str] | None = None
+    table: LookupTable, problem: Problem, arch: str, device_name: str = "", controls: Mapping[str, str] | None = None
 ) -> Explanation:
     """What `table` serves for `problem`; needs no GPU."""
     return Explanation(

@@ -1,37 +1,36 @@
-"""What every launch from torch has in common: device, stream, scratch arrays, and what a CUDA graph does not allow."""
+"""Running a plan: its launches on the device of the tensors and its current stream, or the rival that is served instead.
+
+A CUDA graph that is being captured allows neither compilation nor loading of programs, so a plan's first launch notes which
+programs it ran.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from cuda.tile import TileError
 
 from tiledsched.core.errors import LaunchError, RivalError
-from tiledsched.core.kernel import ArraySpec
-from tiledsched.core.problem import Problem
-from tiledsched.core.storage import strides_of
+from tiledsched.serve import process
+from tiledsched.serve.explain import Explanation, launched_fingerprint
 from tiledsched.serve.lookup import Served
-from tiledsched.serve.process import warn_once
-from tiledsched.serve.rivals import Rival
+from tiledsched.serve.plan import Plan, ScratchArray, next_choice
+from tiledsched.serve.plan_cache import PlanCache
+from tiledsched.serve.prebuilt import refusing_spills, spills_error
+from tiledsched.serve.rivals import ELSEWHERE, Rival
 
-DEVICE_TYPE = "cuda"
-"""Where kernels run."""
-# Torch's own fast ways to ask, as its compiled code uses them; a build of torch without CUDA has neither.
-current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+log = logging.getLogger("tiledsched")
+MAX_SHARED_BYTES, MAX_SHARED = 1 << 20, 64
+"""Scratch arrays of a launch up to so many bytes are kept for the next launch, of so many launches: making them costs the host
+more than everything else but the launch."""
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform_level = torch._C._functorch.maybe_current_level
 _trace_state = torch._C._get_tracing_state
-_zeros: dict[tuple[Any, ...], torch.Tensor] = {}
-_kept: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-MOST_KEPT_BYTES, MOST_KEPT = 1 << 20, 64
-"""Of the arrays of one launch, and how many such: making them costs the host more than all else but the launch."""
-_launched: set[tuple[Any, ...]] = set()
-_refused: set[tuple[Any, ...]] = set()
-"""Rivals that failed to be made ready for a capture."""
 
 
 def is_plain_call() -> bool:
@@ -44,74 +43,320 @@ def is_transformed() -> bool:
     return bool(_dispatch_modes()) or _transform_level() is not None
 
 
-def torch_type(dtype: str) -> Any:
-    """torch's element type for cuTile's name of one."""
-    return getattr(torch, dtype.rstrip("_"))
+def launch_plan(
+    plan: Plan,
+    tensors: tuple[Any, ...],
+    numbers: tuple[float, ...] | None = None,
+    first: bool = False,
+    keep_zeros: bool = False,
+    rival_extras: tuple[Any, ...] | None = (),
+) -> Any:
+    """Queue the launches of a plan on the current stream, or call the rival that is served instead; returns the outputs.
+
+    Args:
+        plan: made for tensors like these.
+        tensors: the inputs, in the plan's order, on its device.
+        numbers: the plan's run-time numbers, in its order; its own unless given.
+        first: whether the plan was never launched. Its programs may have to be compiled then, which no capture allows.
+        keep_zeros: whether scratch arrays may be kept for the next launch. Not in code that torch compiled: there torch may have
+            lent the memory to one graph.
+        rival_extras: what a rival takes after the tensors; None where no rival can serve this call.
+
+    Raises:
+        LaunchError: cuTile or the driver refused a launch; or `first`, and a CUDA graph is being captured.
+    """
+    runtime, index = process.runtime, plan.launch_on
+    if index != runtime.current_device():  # cuTile launches on the current device, whatever the tensors say
+        if index == ELSEWHERE:
+            return _launch_elsewhere(plan, tensors, numbers, first, keep_zeros, rival_extras)
+        with runtime.on_device(index):
+            return launch_plan(plan, tensors, numbers, first=first, keep_zeros=keep_zeros)
+    stream = runtime.current_stream(index)
+    if plan.is_simple and numbers is None and not first:  # the common case: everything else would cost the host time
+        out = torch.empty_like(tensors[0])
+        arrays: tuple[Any, ...] = (*tensors, out)
+        ((kernel, grid, _),) = plan.steps
+        try:
+            runtime.launch(stream, grid, kernel, arrays + plan.tail)
+        except Exception as error:
+            raise LaunchError(_describe_failure(plan, error)) from error
+        return out
+    made: Sequence[Any] = (torch.empty_like(tensors[0]),) if plan.like_first else _outputs(plan, tensors[0].device)
+    arrays = (*tensors, *made)
+    if plan.scratch:
+        arrays = (*arrays, *scratch_arrays(plan.scratch, tensors[0].device, stream if keep_zeros else None))
+    if first:
+        program = (plan.program, index, *map(_traits, arrays))
+        if runtime.is_capturing() and program not in runtime.loaded:
+            raise LaunchError(
+                f"{plan.problem} has not run in this process yet and a CUDA graph is being captured, in which its "
+                f"program cannot be compiled and loaded; call {plan.name} once with these shapes and strides before "
+                "the capture (`tiledsched warmup` makes that call short)"
+            )
+    row = arrays + (plan.tail if numbers is None else numbers + plan.constants)
+    try:
+        for kernel, grid, pick in plan.steps:
+            runtime.launch(stream, grid, kernel, row if pick is None else pick(row))
+        if plan.sync and not runtime.is_capturing():
+            runtime.synchronize(index)
+    except Exception as error:
+        raise LaunchError(_describe_failure(plan, error)) from error
+    if first:
+        runtime.loaded.add(program)
+    for place in plan.changed:
+        torch.autograd.graph.increment_version(tensors[place])
+    return made[0] if plan.is_single else in_lists(made, plan.lists)
 
 
-Scratch = tuple[tuple[int, ...], tuple[int, ...], Any, int | None]
-"""Of an array that a launch takes beside those of its caller: shape, strides, type, and, where it must hold zeros, its place."""
+def launch_first(
+    cache: PlanCache[Plan],
+    key: tuple[Any, ...],
+    plan: Plan,
+    launch: Callable[[Plan], Any],
+    make: Callable[[Served], Plan | str],
+) -> Any:
+    """Launch a plan for the first time and note in its cache that it was launched; returns the result of the launch.
+
+    Tables hold schedules that compile for arrays as they are measured. Where one does not compile for the layouts of this call,
+    or was not measured and its program spills registers, or a rival refuses the call, the next choice is launched and kept.
+
+    Args:
+        cache: holds the plan.
+        key: of the plan in the cache.
+        plan: never launched before.
+        launch: launches a plan.
+        make: makes a plan of another choice.
+
+    Raises:
+        LaunchError: every choice failed.
+    """
+    while True:
+        try:
+            with refusing_spills(bool(plan.served.alternatives) and plan.launch_on != ELSEWHERE):
+                result = launch(plan)
+            break
+        except LaunchError as error:
+            refused = isinstance(error, RivalError)
+            other = next_choice(plan, make) if refused or isinstance(error.__cause__, TileError) else None
+            if other is None:
+                raise
+            level = logging.INFO if isinstance(error.__cause__, spills_error()) else logging.WARNING
+            log.log(level, "%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
+            plan = other
+            cache.replace(key, plan)
+    if not process.runtime.is_capturing():  # what a capture does without is left to the next eager call
+        cache.keep_ready(key, plan)
+    return result
 
 
-def scratch_of(specs: Iterable[ArraySpec]) -> tuple[Scratch, ...]:
-    """What :func:`scratch_arrays` makes at each launch."""
-    return tuple(
-        (each.shape, strides_of(each.shape, each.column), torch_type(each.dtype), place if each.zeroed else None)
-        for place, each in enumerate(specs)
+def explain_plan(plan: Plan, tensors: tuple[Any, ...], *, verify: bool) -> Explanation:
+    """What a plan launches and why.
+
+    Args:
+        plan: made for tensors like these.
+        tensors: the inputs.
+        verify: also compile what would be launched for these very tensors, and compare its machine code with the measured one.
+    """
+    facts, fingerprint = process.device_facts(plan.device), ""
+    if verify:
+        device = tensors[0].device
+        row = (*tensors, *_outputs(plan, device), *scratch_arrays(plan.scratch, device, None), *plan.tail)
+        arguments = [row if pick is None else pick(row) for _, _, pick in plan.steps]
+        fingerprint = launched_fingerprint([kernel for kernel, _, _ in plan.steps], arguments, facts.arch)
+    return Explanation(
+        problem=plan.problem,
+        arch=facts.arch,
+        device_name=facts.name,
+        served=plan.served,
+        rival=plan.rival.name if plan.rival else "",
+        in_graphs=plan.in_graphs.name if plan.in_graphs else "",
+        launched_fingerprint=fingerprint,
+        controls=process.settings().sources,
     )
 
 
-def scratch_arrays(wanted: tuple[Scratch, ...], device: Any, stream: int | None) -> list[torch.Tensor]:
-    """The arrays of a launch: those kept for `stream`, whose launches take turns, where they are small; else, or where it is
-    None, new ones, but for zeros, which are kept for a stream in any case.
+def in_lists(arrays: Sequence[Any], lists: Sequence[int | None]) -> Any:
+    """Output arrays as an operator returns them: one output, or a tuple of several; None where it works in place.
+
+    Args:
+        arrays: of all outputs, one after the other.
+        lists: for each output the number of arrays in its list; None where it is a single array.
     """
-    if stream is None or torch.cuda.is_current_stream_capturing():
-        return _made(wanted, device, stream)
-    key = (
-        wanted,
-        device,
-        stream,
-        threading.get_ident(),
-    )  # several launches of one thread may lie between those of another
-    found = _kept.get(key)
+    rest = iter(arrays)
+    found = [next(rest) if count is None else [next(rest) for _ in range(count)] for count in lists]
+    return found[0] if len(found) == 1 else tuple(found) if found else None
+
+
+# Rivals
+
+
+def _launch_elsewhere(
+    plan: Plan,
+    tensors: tuple[Any, ...],
+    numbers: tuple[float, ...] | None,
+    first: bool,
+    keep_zeros: bool,
+    rival_extras: tuple[Any, ...] | None,
+) -> Any:
+    """A call of a plan that has rivals: the outputs of the rival that serves it, laid out like our own; where none does, or the
+    rival fails after its first call, those of our own kernel.
+
+    Raises:
+        LaunchError: the rival failed in a capture, or our own kernel did; `RivalError` where the rival failed in its first call.
+    """
+    capturing = process.runtime.is_capturing()
+    if not (first or plan.rival is not None or capturing or _prepares_capture(plan)):
+        return launch_plan(plan.own, tensors, numbers, keep_zeros=keep_zeros)  # the rival is for graphs alone
+    usual = numbers is None or numbers == plan.tail[: len(numbers)]  # a rival is made for the numbers declared
+    given = None if rival_extras is None or not usual else (*tensors, *rival_extras)
+    rival = None if given is None else _serving_rival(plan, given, first, capturing)
+    if rival is None or given is None:
+        first = first or given is None  # the first call may have been the rival's
+        return launch_plan(plan.own, tensors, numbers, first=first, keep_zeros=keep_zeros)
+    if first and plan.in_graphs is None:  # so that a capture finds our own program loaded
+        launch_plan(plan.own, tensors, first=True)
+    try:
+        out = _call_rival(rival, given, plan, first=first)
+    except LaunchError as error:  # it may refuse tensors that are not like the first ones
+        if first or capturing:
+            raise
+        process.warn_once(f"{error}; our own kernel is served instead")
+        return launch_plan(plan.own, tensors, first=True)
+    found = out if isinstance(out, (tuple, list)) else (out,)
+    made = []
+    for each, (shape, strides, dtype) in zip(found, plan.outputs, strict=False):
+        fits = each.dtype == dtype and each.stride() == strides
+        made.append(each if fits else torch.empty_strided(shape, strides, dtype=dtype, device=each.device).copy_(each))
+    return made[0] if plan.is_single else in_lists(made, plan.lists)
+
+
+def _serving_rival(plan: Plan, given: Sequence[Any], first: bool, capturing: bool) -> Rival | None:
+    """The rival that serves this call of a plan that has one; None for our own kernel.
+
+    A capture allows no compilation, and some rivals are imported and compiled for seconds at their first call. So a rival that
+    serves in graphs alone is called once where a call warms up for a capture, before our kernel, and its output is dropped: its
+    memory is free again when ours is requested. Only a rival that has been called serves in a capture.
+
+    Raises:
+        RivalError: that call failed, and is the plan's first.
+    """
+    runtime = process.runtime
+    if capturing:
+        rivals = [each for each in (plan.in_graphs, plan.rival) if each is not None and each.offer.capturable]
+        return next((each for each in rivals if _rival_key(each, plan) in runtime.loaded), None)
+    if _prepares_capture(plan):
+        assert plan.in_graphs is not None
+        try:
+            _call_rival(plan.in_graphs, given, plan, first=True)
+        except RivalError as error:
+            if first:
+                raise
+            runtime.refused.add(_rival_key(plan.in_graphs, plan))
+            process.warn_once(f"{error}; graphs hold our own kernel instead")
+    return plan.rival
+
+
+def _prepares_capture(plan: Plan) -> bool:
+    """Whether an eager call warms up for a capture that is to hold a rival of graphs alone, which was never called: torch warms
+    up for a capture on a stream beside the default one, where models seldom run."""
+    rival, runtime = plan.in_graphs, process.runtime
+    if rival is None or rival is plan.rival or not runtime.current_stream(plan.device):
+        return False
+    key = _rival_key(rival, plan)
+    return key not in runtime.loaded and key not in runtime.refused
+
+
+def _rival_key(rival: Rival, plan: Plan) -> tuple[Any, ...]:
+    """What a rival may be compiled for."""
+    return (rival.name, plan.problem, plan.device, *plan.numbers.values())
+
+
+def _call_rival(rival: Rival, given: Sequence[Any], plan: Plan, *, first: bool) -> Any:
+    """The outputs of a rival for these tensors, on their device.
+
+    Raises:
+        LaunchError: it failed; `RivalError` in its first call.
+    """
+    runtime, device, key = process.runtime, plan.device, _rival_key(rival, plan)
+    first = first or key not in runtime.loaded
+    try:
+        with runtime.on_device(device) if device != runtime.current_device() else nullcontext():
+            out = rival.call(*given)
+        if plan.sync and not runtime.is_capturing():
+            runtime.synchronize(device)
+    except Exception as error:
+        kind = RivalError if first else LaunchError
+        raise kind(
+            f"{plan.problem}: {rival.name}, which was measured to be faster, failed: {type(error).__name__}: {error}; "
+            "TILEDSCHED_RIVALS=off serves our own kernel"
+        ) from error
+    if first:
+        runtime.loaded.add(key)
+    return out
+
+
+def _describe_failure(plan: Plan, error: Exception) -> str:
+    """What failed, on which schedule, and what to do."""
+    advice = "this very call failed" if plan.sync else "run again with TILEDSCHED_SYNC=1 to see which call it was"
+    if process.runtime.is_capturing():
+        advice = f"a CUDA graph is being captured: call {plan.name} once with these tensors before the capture"
+    reason = str(error).replace("\nUnknown location", "")  # cuTile's line for the place, with nothing in it
+    served = plan.served
+    schedule = f"{served.schedule.short()} ({served.provenance})"
+    return f"{plan.problem} on {schedule}: {type(error).__name__}: {reason}; {advice}"
+
+
+# Arrays
+
+
+def _outputs(plan: Plan, device: Any) -> list[torch.Tensor]:
+    return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in plan.outputs]
+
+
+def scratch_arrays(wanted: tuple[ScratchArray, ...], device: Any, stream: int | None) -> list[torch.Tensor]:
+    """The scratch arrays of a launch.
+
+    Small ones are shared by the launches of one thread on `stream`, which take turns. Where `stream` is None, or in a capture,
+    they are new.
+    """
+    runtime = process.runtime
+    if stream is None or runtime.is_capturing():
+        return _new_scratch(wanted, device, None)
+    key = (wanted, device, stream, threading.get_ident())  # other threads' launches may lie between those of one call
+    found = runtime.scratch.get(key)
     if found is None:
-        found = _made(wanted, device, stream)
-        if sum(each.nbytes for each in found) <= MOST_KEPT_BYTES:
-            if len(_kept) >= MOST_KEPT:
-                _kept.clear()
-            _kept[key] = found
+        found = _new_scratch(wanted, device, stream)
+        if sum(each.nbytes for each in found) <= MAX_SHARED_BYTES:
+            if len(runtime.scratch) >= MAX_SHARED:
+                runtime.scratch.clear()
+            runtime.scratch[key] = found
     return found
 
 
-def _made(wanted: tuple[Scratch, ...], device: Any, stream: int | None) -> list[torch.Tensor]:
+def _new_scratch(wanted: tuple[ScratchArray, ...], device: Any, stream: int | None) -> list[torch.Tensor]:
     return [
         torch.empty_strided(shape, strides, dtype=dtype, device=device)
         if place is None
-        else _zeroed(shape, dtype, device, stream, place)
+        else _zeros(shape, dtype, device, stream, place)
         for shape, strides, dtype, place in wanted
     ]
 
 
-def _zeroed(shape: tuple[int, ...], dtype: Any, device: Any, stream: int | None, place: int) -> torch.Tensor:
-    """Zeros, which the kernel leaves behind as it found them: launches on one stream share them, those of one place each.
-
-    A captured graph gets its own, because it may be replayed on any stream.
+def _zeros(shape: tuple[int, ...], dtype: Any, device: Any, stream: int | None, place: int) -> torch.Tensor:
+    """Zeros, which the kernel leaves as it found them. Launches on one stream share them, each place for itself. A captured graph
+    gets its own, because it may be replayed on any stream.
     """
-    if stream is None or torch.cuda.is_current_stream_capturing():
+    if stream is None:
         return torch.zeros(shape, dtype=dtype, device=device)
-    key = (device, stream, dtype, shape[1:], place)
-    found = _zeros.get(key)
+    shared, key = process.runtime.zeros, (device, stream, dtype, shape[1:], place)
+    found = shared.get(key)
     if found is None or found.shape[0] < shape[0]:
-        found = _zeros[key] = torch.zeros(shape, dtype=dtype, device=device)
+        found = shared[key] = torch.zeros(shape, dtype=dtype, device=device)
     return found[: shape[0]]
 
 
-def program_key(kernels: Any, constants: Any, device: int, arrays: Iterable[torch.Tensor]) -> tuple[Any, ...]:
-    """All that decides which programs a call runs. It mirrors what cuTile infers from arguments, and says more apart."""
-    return (kernels, constants, device, *map(_traits, arrays))
-
-
 def _traits(array: Any) -> tuple[Any, ...]:
+    """What cuTile may infer from an array, and more: it decides which program runs."""
     item = array.element_size()
     shape, strides = array.shape, array.stride()
     return (
@@ -120,127 +365,4 @@ def _traits(array: Any) -> tuple[Any, ...]:
         array.data_ptr() % 16 == 0,
         tuple((size == 1, size % 16 == 0) for size in shape),
         tuple((stride == 0, stride == 1, stride * item % 16 == 0) for stride in strides),
-    )
-
-
-def refuse_capture(key: tuple[Any, ...], name: str, problem: Problem) -> None:
-    """Raise where a CUDA graph is being captured and the programs of `key` never ran.
-
-    Raises:
-        LaunchError: so it is.
-    """
-    if torch.cuda.is_current_stream_capturing() and key not in _launched:
-        raise LaunchError(
-            f"{problem} has not run in this process yet and a CUDA graph is being captured, in which its "
-            f"program cannot be compiled and loaded; call {name} once with these shapes and strides before "
-            "the capture (`tiledsched warmup` makes that call short)"
-        )
-
-
-def has_run(key: tuple[Any, ...]) -> None:
-    """Remember that the programs of `key` are loaded."""
-    _launched.add(key)
-
-
-def concerns_rivals(plan: Any, first: bool) -> bool:
-    """Whether a call of a plan with rivals may be one's: where they serve in graphs alone, only a plan's `first` call, one in a
-    capture, and one that warms up for it.
-    """
-    return first or plan.rival is not None or torch.cuda.is_current_stream_capturing() or _warms_up(plan)
-
-
-def serving_rival(plan: Any, given: Callable[[], Sequence[Any]], *, first: bool) -> Rival | None:
-    """The rival that serves this call of a plan that has one; None for our own kernel.
-
-    A capture allows no compilation, and some rivals are imported and compiled for seconds at their first call. So one that serves
-    in graphs alone is called once where a call warms up for a capture, before our kernel, and its output is dropped: its memory
-    is free again when ours is asked for. Only a rival that has been called serves in a capture.
-
-    Args:
-        plan: of attention or an operator.
-        given: the tensors that rivals take.
-        first: whether the plan was never launched.
-
-    Raises:
-        RivalError: that call failed, and is the first.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        rivals = (plan.in_graphs, plan.rival)
-        return next(
-            (
-                each
-                for each in rivals
-                if each is not None and each.offer.capturable and _called_as(each, plan) in _launched
-            ),
-            None,
-        )
-    if _warms_up(plan):
-        try:
-            call_rival(plan.in_graphs, given(), plan, first=True)
-        except RivalError as error:
-            if first:
-                raise
-            _refused.add(_called_as(plan.in_graphs, plan))
-            warn_once(f"{error}; graphs hold our own kernel instead")
-    rival: Rival | None = plan.rival
-    return rival
-
-
-def _called_as(rival: Rival, plan: Any) -> tuple[Any, ...]:
-    """What tells a rival's calls for a plan from others, in `_launched` and `_refused`."""
-    return (rival.name, *plan.rival_key)
-
-
-def _warms_up(plan: Any) -> bool:
-    """Whether an eager call warms up for a capture that is to hold a rival of graphs alone, which was never called: torch has a
-    capture's warm-up run on a stream beside the default one, where models seldom run.
-    """
-    rival = plan.in_graphs
-    if rival is None or rival is plan.rival or not current_stream(plan.device):
-        return False
-    key = _called_as(rival, plan)
-    return key not in _launched and key not in _refused
-
-
-def call_rival(rival: Rival, given: Sequence[Any], plan: Any, *, first: bool) -> Any:
-    """What a rival of a plan makes of tensors, on their device.
-
-    Raises:
-        LaunchError: it failed; `RivalError` in its first call.
-    """
-    device, key = plan.device, _called_as(rival, plan)
-    first = first or key not in _launched
-    try:
-        with torch.cuda.device(device) if device != current_device() else nullcontext():
-            out = rival.call(*given)
-        if plan.sync and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize(device)
-    except Exception as error:
-        kind = RivalError if first else LaunchError
-        raise kind(
-            f"{plan.problem}: {rival.name}, which was measured to be faster, failed: {type(error).__name__}: {error}; "
-            "TILEDSCHED_RIVALS=off serves our own kernel"
-        ) from error
-    if first:
-        has_run(key)
-    return out
-
-
-def describe_failure(name: str, problem: Problem, served: Served, sync: bool, error: Exception) -> str:
-    """What failed, on which schedule, and what to do."""
-    advice = "this very call failed" if sync else "run again with TILEDSCHED_SYNC=1 to see which call it was"
-    if torch.cuda.is_current_stream_capturing():
-        advice = f"a CUDA graph is being captured: call {name} once with these tensors before the capture"
-    said = str(error).replace("\nUnknown location", "")  # cuTile's line of where, with nothing in it
-    return f"{problem} on {served.schedule.short()} ({served.provenance}): {type(error).__name__}: {said}; {advice}"
-
-
-def spans(tensors: Sequence[Any]) -> int:
-    """Elements from the first to the last in memory of the tensor that reaches furthest."""
-    return max(
-        (
-            1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
-            for each in tensors
-        ),
-        default=0,
     )

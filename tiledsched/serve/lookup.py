@@ -26,11 +26,19 @@ from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
 from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers
-from tiledsched.serve.transfer import NEAR_KIND, OTHER_KIND, ExpectedLoss, Parameters, expected_loss, log_us, transfer
+from tiledsched.serve.transfer import (
+    NEAR_KIND,
+    OTHER_KIND,
+    ExpectedLoss,
+    TransferParameters,
+    expected_loss,
+    log_us,
+    transfer,
+)
 from tiledsched.store.evidence import for_compiler, stale
 from tiledsched.store.records import Entry
 
-TOLD = ("measured", "transferred")
+MEASURED_PROVENANCES = ("measured", "transferred")
 """Provenances of entries that some device measured."""
 EXACT = "fp32"
 """The accuracy class that may stand for any other."""
@@ -64,7 +72,7 @@ class Served:
     """Of a choice that was not measured: what is served in turn where the program of the one before spills registers."""
 
 
-class Table:
+class LookupTable:
     """Entries of one kernel, ready for lookup. Immutable: load a new one to see new entries.
 
     Args:
@@ -92,7 +100,7 @@ class Table:
         rivals: bool = False,
         compiler: str = "",
         at_hand: Callable[[], Collection[str]] = frozenset,
-        policy: Parameters = NEAR_KIND,
+        policy: TransferParameters = NEAR_KIND,
     ) -> None:
         self.kernel, self.regime, self.accum_mode = kernel, regime, accum_mode
         self._policy = policy
@@ -107,7 +115,7 @@ class Table:
         mine.sort(key=self._mismatch)
         told = set()
         for entry in mine:
-            place, known = (entry.arch, entry.problem, entry.device_name), entry.provenance in TOLD
+            place, known = (entry.arch, entry.problem, entry.device_name), entry.provenance in MEASURED_PROVENANCES
             if not self._mismatch(entry) or (known and place not in told):
                 self._by_arch.setdefault(entry.arch, []).append(entry)
                 if known:
@@ -217,7 +225,7 @@ class Table:
         if space.arch not in self._completed:
             found = [entry for entry in self._by_arch.get(space.arch, []) if takes_hints(self.compiler, entry.schedule)]
             self._completed[space.arch] = [
-                replace(entry, schedule=space.complete(entry.schedule), runner_up=self._usable(entry.runner_up))
+                entry.replace(schedule=space.complete(entry.schedule), runner_up=self._usable(entry.runner_up))
                 for entry in found
             ]
         return self._completed[space.arch]
@@ -230,7 +238,7 @@ class Table:
         if space.arch not in self._told:
             by_problem: dict[Problem, list[Entry]] = {}
             for entry in self._known(space):
-                if entry.provenance in TOLD:
+                if entry.provenance in MEASURED_PROVENANCES:
                     by_problem.setdefault(entry.problem, []).append(entry)
             self._told[space.arch] = by_problem
         return self._told[space.arch].get(problem, [])
@@ -240,7 +248,7 @@ class Table:
         if space.arch not in self._kinds:
             by_kind: dict[tuple[Any, ...], list[Entry]] = {}
             for entry in self._known(space):
-                if entry.provenance in TOLD:
+                if entry.provenance in MEASURED_PROVENANCES:
                     by_kind.setdefault(self.kernel.kind(entry.problem), []).append(entry)
             self._kinds[space.arch] = by_kind
         return self._kinds[space.arch].get(self.kernel.kind(problem), ())
@@ -264,7 +272,10 @@ class Table:
             self._transferred(alike, problem, space)
             or _modelled(known, problem, space)
             or self._transferred(
-                [entry for entry in known if entry.provenance in TOLD], problem, space, " of another kind"
+                [entry for entry in known if entry.provenance in MEASURED_PROVENANCES],
+                problem,
+                space,
+                " of another kind",
             )
             or self._untold(problem, space)
         )
@@ -385,7 +396,9 @@ def _modelled(known: Sequence[Entry], problem: Problem, space: SearchSpace) -> S
     kind, distance = problem.declaration.kind, problem.declaration.distance
     alike = [entry for entry in known if kind(entry.problem) == kind(problem)]
     usable = [
-        entry for entry in alike if entry.provenance not in TOLD and not space.unworkable(entry.schedule, problem)
+        entry
+        for entry in alike
+        if entry.provenance not in MEASURED_PROVENANCES and not space.unworkable(entry.schedule, problem)
     ]
     if not usable:
         return None

@@ -1,31 +1,24 @@
-"""Finding the plan of a call: everything its launches need except the tensors, made once for each kind of call and kept.
+"""The plans of an operator, made once for each kind of call and found again by later ones.
 
-Reading shapes, strides, dtypes and devices in Python costs most of a lookup. So the plans used last are tried first, each
-with torch's own comparison of tensors, in C++; it is stricter than the key, and whatever it refuses is looked up by key.
+Reading shapes, strides, types and devices in Python costs most of a lookup. So the plans used last are tried first, each
+with torch's own comparison of tensors, in C++. It is stricter than the key, and whatever it refuses is looked up by key.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
-from cuda.tile import TileError
 
-from tiledsched.core.errors import LaunchError, RivalError
-from tiledsched.serve.prebuilt import refusing_spills, spills_error
-from tiledsched.serve.rivals import ELSEWHERE
-
-log = logging.getLogger("tiledsched")
 MAX_PLANS = 4096
-"""Plans kept. A decoding model poses a new problem with every token, so all are forgotten when there are more."""
+"""Plans in a cache. A model that decodes poses a new problem with every token, so all are forgotten when there are more."""
 COMPARED = ((2, 11), (2, 13))
-"""Releases of torch whose comparison of tensors was tried. It is torch's own business, made for the guards of compiled code;
-under any other release every lookup is by key.
+"""Releases of torch whose comparison of tensors was tested. It is private to torch, made for the guards of compiled code; under
+any other release every lookup is by key.
 """
 MAX_RECENT = 2
 """Plans tried before the key is made: self- and cross-attention take turns."""
@@ -39,18 +32,18 @@ _gradients = torch.is_grad_enabled
 class PlanCache(Generic[P]):
     """The plans of one operator, for any number of threads."""
 
-    __slots__ = ("_found_last", "_key_of", "alike", "plans", "ready", "recent")
+    __slots__ = ("_found_last", "_key_of", "last_of_kind", "plans", "ready", "recent")
     every: list[PlanCache[Any]] = []  # noqa: RUF012
 
     def __init__(self, key_of: Callable[..., tuple[Any, ...]]) -> None:
         """`key_of(*tensors, *options)` is what a plan depends on."""
         self._key_of = key_of
         self.plans: dict[tuple[Any, ...], P | str] = {}
-        """By key; or why there is none."""
-        self.alike: dict[Any, tuple[Any, P]] = {}
-        """Of each kind of call the last plan made, and what its launches were worked out from: another may have the same."""
+        """Plans by key, or the reason why there is none."""
+        self.last_of_kind: dict[Any, tuple[Any, P]] = {}
+        """For each kind of call the plan made last, and what its launches follow from: another call may have the same."""
         self.ready: dict[tuple[Any, ...], P] = {}
-        """Those that have been launched: their programs are compiled and loaded."""
+        """Plans that have been launched: their programs are compiled and loaded."""
         self.recent: tuple[tuple[Options, Callable[..., bool], P], ...] = ()
         """Plans in `ready` and the calls they are for: options, and torch's comparison with the tensors of such a call, in
         type, sizes, strides, dtype, device, layout, requires_grad and the state of torch's dispatcher. Plain tuples, which
@@ -65,13 +58,13 @@ class PlanCache(Generic[P]):
             tensors: plain tensors, not nested ones: torch's comparison would end the process.
             options: everything else that a plan depends on.
         """
-        for wanted, alike, plan in self.recent:
-            if wanted == options and alike(*tensors):
+        for wanted, matches, plan in self.recent:
+            if wanted == options and matches(*tensors):
                 return plan
         return self.find_by_key(tensors, options)
 
     def find_by_key(self, tensors: Tensors, options: Options) -> P | None:
-        """The same, where no comparison says yes."""
+        """The plan for a call that needs nothing but launches, where no recent plan matches."""
         if _gradients():
             for each in tensors:
                 if each.requires_grad:
@@ -84,7 +77,7 @@ class PlanCache(Generic[P]):
         return found
 
     def find(self, key: tuple[Any, ...], make: Callable[[], P | str]) -> P | str:
-        """The plan of `key`, made if there is none, or why there is none."""
+        """The plan of `key`, made if there is none, or the reason why there is none."""
         found = self.plans.get(key)
         if found is None:
             with lock:
@@ -94,60 +87,34 @@ class PlanCache(Generic[P]):
                 self.plans[key] = found
         return found
 
-    def launch_first(
-        self, key: tuple[Any, ...], plan: P, launch: Callable[[P], Any], instead: Callable[[P], P | None]
-    ) -> Any:
-        """Launch a plan for the first time and count it as launched; its result.
-
-        Tables hold what compiles for arrays as they are measured. Where that does not compile for the layouts of a call, or was
-        not measured and spills, or a rival refuses it, what `instead` makes of the plan is launched and kept; None for nothing
-        else.
-
-        Raises:
-            LaunchError: of the plan, where there is nothing else, or of what is launched instead.
-        """
-        while True:
-            try:
-                with refusing_spills(bool(plan.served.alternatives) and plan.launch_on != ELSEWHERE):
-                    result = launch(plan)
-                break
-            except LaunchError as error:
-                refused = isinstance(error, RivalError)
-                other = instead(plan) if refused or isinstance(error.__cause__, TileError) else None
-                if other is None:
-                    raise
-                level = logging.INFO if isinstance(error.__cause__, spills_error()) else logging.WARNING
-                log.log(level, "%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
-                plan = other
-                with lock:
-                    self.plans[key] = plan
-        if not torch.cuda.is_current_stream_capturing():  # what a capture does without is left to the next eager call
-            self.keep_ready(key, plan)
-        return result
+    def replace(self, key: tuple[Any, ...], plan: P) -> None:
+        """Serve `plan` for `key` from now on."""
+        with lock:
+            self.plans[key] = plan
 
     def keep_ready(self, key: tuple[Any, ...], plan: P) -> None:
-        """Count `plan` as launched, unless it was forgotten meanwhile: it may be of other settings than the next call."""
+        """Note that `plan` was launched, unless it was forgotten meanwhile: the settings may have changed."""
         with lock:
             if self.plans.get(key) is plan:
                 self.ready[key] = plan
 
     def forget(self) -> None:
-        """Make every plan again."""
+        """Have every plan made anew."""
         with lock:
             self.plans.clear()
             self.ready.clear()
-            self.alike.clear()
+            self.last_of_kind.clear()
             self.recent, self._found_last = (), None
 
     def _try_first(self, key: tuple[Any, ...], plan: P, tensors: Tensors, options: Options) -> None:
-        """Try `plan` first from now on, where torch's comparison is of use."""
-        if (tensors[0] is tensors[-1] and len(tensors) > 1) or len({*map(id, tensors)}) < len(tensors):
-            return  # it takes no tensor twice
+        """Try `plan` first from now on, where torch's comparison can be used."""
+        if len({*map(id, tensors)}) < len(tensors):
+            return  # the comparison takes no tensor twice
         compare = comparison()
         if compare is None:
             return
         check = compare(*tensors).check
-        if any(each.requires_grad for each in tensors):  # it does not see gradients being enabled
+        if any(each.requires_grad for each in tensors):  # it does not see that gradients are enabled
             recent = (options, lambda *given: not _gradients() and check(*given), plan)
         else:
             recent = (options, check, plan)
@@ -158,7 +125,7 @@ class PlanCache(Generic[P]):
 
 @functools.cache
 def comparison() -> Any:
-    """What makes torch's comparison with given tensors; None where this torch has none, or none as we know it."""
+    """What makes torch's comparison with given tensors; None where this torch has none that is known to work."""
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release not in COMPARED:
         return None

@@ -1,49 +1,110 @@
-"""What the operators of a process share: settings, tables, devices and kernel objects, each read or made once."""
+"""What the operators of one process share: the CUDA runtime, settings, tables and kernel objects, each read or made once."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
+import cuda.tile as ct  # importing it here keeps half of its time out of the first call
 import torch
 
 from tiledsched.core import config
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.kernel import HINT_KNOBS, KernelClass
-from tiledsched.core.launch import Step, annotated, steps
+from tiledsched.core.launch import Step, annotated
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.serve.entries import load_table
-from tiledsched.serve.lookup import Served, Table
+from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.plan_cache import PlanCache, lock
 from tiledsched.serve.prebuilt import make_kernel
 from tiledsched.serve.rivals import Rival
 
 log = logging.getLogger("tiledsched")
 _kernels: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_get_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _retired: list[Any] = []
-"""Kernels of before a reload. cuTile unloads the programs of a kernel that is gone, and a CUDA graph may still launch them."""
+"""Kernel objects made before a reload. cuTile unloads the programs of a kernel object that is deleted, and a CUDA graph that was
+captured earlier may still launch them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """What a plan must know of a device."""
+    """The properties of a GPU that a plan depends on."""
 
     arch: str
-    """e.g. sm_90."""
+    """For example sm_90."""
     name: str
-    """As the driver calls it."""
+    """The driver's name for the GPU, for example NVIDIA H200."""
     sm_count: int
-    """Multiprocessors."""
+    """Number of multiprocessors."""
+
+
+def read_device_facts(index: int) -> DeviceFacts:
+    """What CUDA reports about device `index`."""
+    properties = torch.cuda.get_device_properties(index)
+    return DeviceFacts(
+        arch=f"sm_{properties.major}{properties.minor}", name=properties.name, sm_count=properties.multi_processor_count
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class Runtime:
+    """The functions of CUDA, torch and cuTile through which serving works, and what has been done with them in this process.
+
+    Tests pass another one to :func:`use_runtime`, so that serving runs without a GPU.
+    """
+
+    device_type: str = "cuda"
+    """Type of the devices whose tensors are served."""
+    current_device: Callable[[], int] = _get_device
+    """Index of the current device, by the fast function that torch's compiled code uses; None in a build without CUDA."""
+    current_stream: Callable[[int], int] = _get_stream
+    """The stream that is current on a device; None in a build without CUDA."""
+    on_device: Callable[[int], AbstractContextManager[Any]] = torch.cuda.device
+    """Makes a device the current one."""
+    is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+    """Whether a CUDA graph is being captured."""
+    synchronize: Callable[[int], None] = torch.cuda.synchronize
+    """Waits for everything that was queued on a device."""
+    launch: Callable[..., Any] = ct.launch
+    """`launch(stream, grid, kernel, arguments)`."""
+    read_device_facts: Callable[[int], DeviceFacts] = read_device_facts
+    """The properties of a device."""
+    load_table: Callable[..., LookupTable] = load_table
+    """Reads the tuned table of a kernel."""
+    loaded: set[tuple[Any, ...]] = field(default_factory=set)
+    """Programs and rivals that have run, so that a CUDA graph may hold them."""
+    refused: set[tuple[Any, ...]] = field(default_factory=set)
+    """Rivals that failed when they were prepared for a capture."""
+    zeros: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+    """Arrays of zeros that launches share, by device, stream, type and place."""
+    scratch: dict[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=dict)
+    """Small scratch arrays that launches of one thread on one stream share."""
+
+
+runtime = Runtime()
+"""What serving works with now. Read it from this module at each use: :func:`use_runtime` replaces it."""
+
+
+def use_runtime(other: Runtime) -> Runtime:
+    """Serve with another runtime from now on and forget every plan; returns the one used until now."""
+    global runtime
+    before, runtime = runtime, other
+    device_facts.cache_clear()
+    forget_kernels()
+    return before
 
 
 @functools.cache
 def settings() -> Settings:
-    """Settings of this process, read once."""
+    """The settings of this process, read once."""
     found = load_settings()
     if found.log_level is not None:
         log.setLevel(found.log_level.upper())
@@ -53,53 +114,43 @@ def settings() -> Settings:
 
 
 @functools.cache
-def table(kernel: KernelClass) -> Table:
+def table(kernel: KernelClass) -> LookupTable:
     """The tuned table of a kernel for the GPUs of this machine, read once."""
     archs = {device_facts(index).arch for index in range(torch.cuda.device_count())}
-    return load_table(settings(), kernel=kernel, archs=archs or None)
+    return runtime.load_table(settings(), kernel=kernel, archs=archs or None)
 
 
 @functools.cache
 def device_facts(index: int) -> DeviceFacts:
-    """What CUDA says of device `index`."""
-    properties = torch.cuda.get_device_properties(index)
-    return DeviceFacts(
-        arch=f"sm_{properties.major}{properties.minor}", name=properties.name, sm_count=properties.multi_processor_count
-    )
+    """The properties of device `index`, read once."""
+    return runtime.read_device_facts(index)
 
 
-def tell(
-    name: str,
-    p: Problem,
-    device: DeviceFacts,
-    served: Served,
-    rival: Rival | None = None,
-    in_graphs: Rival | None = None,
+def log_choice(
+    name: str, p: Problem, device: DeviceFacts, served: Served, rival: Rival | None, in_graphs: Rival | None
 ) -> None:
-    """Log what a new plan serves; that evidence is stale, as a warning, once for each kernel and reason."""
+    """Log what a new plan serves; stale evidence is a warning, given once for each operator and reason."""
     if served.stale:
         warn_once(f"{name}: {served.stale}")
-    if not log.isEnabledFor(logging.INFO):  # a model that decodes has a new plan with every token
+    if not log.isEnabledFor(logging.INFO):  # a model that decodes makes a plan with every token
         return
-    told = f"; {rival.name} is served instead: {rival.offer.reason}" if rival else ""
+    more = f"; {rival.name} is served instead: {rival.offer.reason}" if rival else ""
     if in_graphs and in_graphs is not rival:
-        told += f"; in a captured graph {in_graphs.name} is served: {in_graphs.offer.reason}"
-    log.info("%s: %s on %s: %s (%s)%s", name, p, device.name, served.schedule.short(), served.provenance, told)
+        more += f"; in a captured graph {in_graphs.name} is served: {in_graphs.offer.reason}"
+    log.info("%s: %s on %s: %s (%s)%s", name, p, device.name, served.schedule.short(), served.provenance, more)
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log it as a warning, once in this process."""
+    """Log a warning, once in this process."""
     log.warning("%s", text)
 
 
 def kernel_objects(
-    kernel: KernelClass, p: Problem, s: Schedule, device: DeviceFacts, wanted: Sequence[Step] | None = None
+    kernel: KernelClass, p: Problem, s: Schedule, device: DeviceFacts, steps: Sequence[Step]
 ) -> tuple[Any, ...]:
-    """What is launched, one object for each step, `wanted` where they are at hand; plans with the same functions and hints
-    share them.
-    """
-    functions = tuple(annotated(kernel, step, p, s) for step in wanted or steps(kernel, p, s, device))
+    """The cuTile kernel object of each of a schedule's launches; plans with the same functions and hints share them."""
+    functions = tuple(annotated(kernel, step, p, s) for step in steps)
     key = (kernel, functions, device.arch, *(s.get(knob) for knob in HINT_KNOBS))
     with lock:
         if key not in _kernels:
@@ -108,7 +159,7 @@ def kernel_objects(
 
 
 def forget_plans() -> None:
-    """Make every plan again, under the settings as they are then. Programs stay loaded."""
+    """Have every plan made anew, under the settings that hold then. Programs stay loaded."""
     with lock:
         for cache in PlanCache.every:
             cache.forget()
@@ -117,7 +168,7 @@ def forget_plans() -> None:
 
 
 def forget_kernels() -> None:
-    """Make every kernel again, too: what a bundle or cuTile's cache holds is looked for once more."""
+    """Have every plan and every kernel object made anew, so that bundles and cuTile's cache are searched once more."""
     with lock:
         forget_plans()
         _retired.extend(_kernels.values())

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from tiledsched.core.kernel import KernelClass
 from tiledsched.core.problem import Problem
@@ -20,7 +20,6 @@ from tiledsched.measure.runner import RivalTime
 from tiledsched.store.records import Entry
 
 log = logging.getLogger("tiledsched")
-P = TypeVar("P", bound=Any)
 ELSEWHERE = -2
 """No index of a CUDA device, nor what stands for the CPU."""
 SAME = 0.003
@@ -190,10 +189,3 @@ def choose_rivals(
         next((each for each in there if not each.offer.only_captured), None),
         next((each for each in there if each.offer.capturable), None),
     )
-
-
-def fewer_rivals(plan: P) -> P:
-    """The plan without the rival that is called first, which refused its first call: that of graphs, where it is another one."""
-    if plan.in_graphs is None or plan.in_graphs is plan.rival or plan.rival is None:
-        return plan.own
-    return replace(plan, in_graphs=plan.rival if plan.rival.offer.capturable else None)

@@ -1,7 +1,7 @@
-"""What a call with tensors asks of a kernel: its parameters, and the problem that given tensors pose.
+"""The schema of an operator: the parameters of a kernel's calls, and the problem that given tensors pose.
 
-Sizes, element types, layouts and the presence of optional arrays are read off the tensors; what these do not show is a
-parameter of its own. Everything is checked against the declaration once more when the problem is known.
+Sizes, element types, layouts and the presence of optional arrays are read from the tensors; every field of a problem that
+these do not determine is a parameter of its own. When the problem is known, all tensors are checked against the declaration.
 """
 
 from __future__ import annotations
@@ -24,49 +24,44 @@ class Parameter:
     """One parameter of an operator."""
 
     name: str
-    """As declared."""
+    """The name of the declared field."""
     kind: str
     """array, list, field or scalar."""
-    schema: str
+    type: str
     """Its type in torch's schema language."""
     default: Any = NO_DEFAULT
-    """None where a tensor may be missing or the problem tells the value."""
+    """None where a tensor may be missing or the problem determines the value."""
 
     def __str__(self) -> str:
         if self.default is NO_DEFAULT:
-            return f"{self.schema} {self.name}"
-        said = f'"{self.default}"' if isinstance(self.default, str) else repr(self.default)
-        return f"{self.schema} {self.name}={said}"
+            return f"{self.type} {self.name}"
+        default = f'"{self.default}"' if isinstance(self.default, str) else repr(self.default)
+        return f"{self.type} {self.name}={default}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """One output of a call."""
+    """One output of a call: an array, or a list of arrays."""
 
     shapes: tuple[tuple[Any, ...], ...]
-    """Sizes, symbolic ones where the call is traced."""
+    """The shape of each array; sizes are symbolic where the call is traced."""
     dtype: str
-    """By cuTile's name."""
-    column: bool
-    """Whether the last two axes are swapped in memory."""
-    listed: bool
+    """Element type, by cuTile's name."""
+    strides: tuple[tuple[Any, ...], ...]
+    """The strides of each array, in elements."""
+    listed: bool = False
     """Whether it is a list."""
 
-    @property
-    def strides(self) -> tuple[tuple[Any, ...], ...]:
-        """Of each shape."""
-        return tuple(strides_of(shape, self.column) for shape in self.shapes)
 
-
-class Form:
-    """The parameters of an operator made of `kernel`, and what calls of it mean.
+class OpSchema:
+    """The parameters of an operator made of `kernel`, and the meaning of its calls. `str()` gives it in torch's schema language.
 
     Args:
         kernel: its declaration.
         pinned: fields of its problems that are the same in every call.
 
     Raises:
-        ConfigError: no operator can be made of it, or a field of that name is not declared.
+        ConfigError: no operator can be made of the kernel, or a pinned field is not declared.
     """
 
     def __init__(self, kernel: KernelClass, pinned: Mapping[str, Any]) -> None:
@@ -75,7 +70,8 @@ class Form:
         if unknown:
             raise ConfigError(f"{kernel.name} has no field {unknown[0]!r}; known are {', '.join(kernel.fields)}")
         self.pinned = dict(pinned)
-        for name, each in kernel.array_fields.items():
+        arrays = kernel.array_fields
+        for name, each in arrays.items():
             if each.role == "out" and each.when is not None:
                 declared = kernel.fields.get(each.when)
                 if not isinstance(declared, Flag):
@@ -84,22 +80,20 @@ class Form:
                         "can say; make it a flag"
                     )
                 self.pinned.setdefault(each.when, declared.default)
-        self.inputs = [
-            name
-            for name, each in kernel.array_fields.items()
-            if each.role in ("in", "inout") and self.pinned.get(each.when or "", True)
-        ]
-        self.outputs = [
-            name
-            for name, each in kernel.array_fields.items()
-            if each.role == "out" and self.pinned.get(each.when or "", True)
-        ]
-        self.changed = [name for name in self.inputs if kernel.array_fields[name].role == "inout"]
+        present = [name for name, each in arrays.items() if self.pinned.get(each.when or "", True)]
+        self.inputs = [name for name in present if arrays[name].role in ("in", "inout")]
+        self.outputs = [name for name in present if arrays[name].role == "out"]
+        self.changed = [name for name in self.inputs if arrays[name].role == "inout"]
         if not self.inputs:
             raise ConfigError(
                 f"{kernel.name} has no input array, which would say where it runs; call its kernel yourself"
             )
         self.parameters = self._parameters()
+
+    def __str__(self) -> str:
+        results = ["Tensor[]" if self.kernel.array_fields[name].listed else "Tensor" for name in self.outputs]
+        result = results[0] if len(results) == 1 else f"({', '.join(results)})"
+        return f"({', '.join(map(str, self.parameters))}) -> {result}"
 
     def is_optional(self, name: str) -> bool:
         """Whether an input may be missing."""
@@ -107,77 +101,62 @@ class Form:
         return when is not None and when not in self.pinned
 
     def _parameters(self) -> tuple[Parameter, ...]:
-        """Arrays as declared, then what they do not show, then scalars."""
+        """Arrays as declared, then the fields that these do not determine, then scalars."""
         kernel, found = self.kernel, []
-        shown = self._shown()
         for name in self.inputs:
-            each = kernel.array_fields[name]
-            kind = "Tensor[]" if each.listed else "Tensor(a!)" if each.role == "inout" else "Tensor"
-            if each.role == "inout":  # each changes by itself
-                kind = f"Tensor({chr(ord('a') + self.changed.index(name))}!)"
-            optional = self.is_optional(name)
+            each, optional = kernel.array_fields[name], self.is_optional(name)
+            text = "Tensor[]" if each.listed else "Tensor"
+            if each.role == "inout":  # a letter of its own says that it changes by itself
+                text = f"Tensor({chr(ord('a') + self.changed.index(name))}!)"
             found.append(
                 Parameter(
                     name=name,
                     kind="list" if each.listed else "array",
-                    schema=kind + "?" * optional,
+                    type=text + "?" * optional,
                     default=None if optional else NO_DEFAULT,
                 )
             )
+        determined = self._determined()
         for name, field in kernel.fields.items():
-            if name in self.pinned or name in shown:
+            if name in self.pinned or name in determined:
                 continue
-            kind = {Dim: "SymInt", Sizes: "SymInt[]", Flag: "bool", Choice: "str"}[type(field)]
-            default = field.default if isinstance(field, Sizes) or field.default is not None else NO_DEFAULT
-            found.append(
-                Parameter(
-                    name=name, kind="field", schema=kind, default=NO_DEFAULT if isinstance(field, Sizes) else default
-                )
-            )
+            text = {Dim: "SymInt", Sizes: "SymInt[]", Flag: "bool", Choice: "str"}[type(field)]
+            default = NO_DEFAULT if isinstance(field, Sizes) or field.default is None else field.default
+            found.append(Parameter(name=name, kind="field", type=text, default=default))
         for name, scalar in kernel.scalar_fields.items():
-            kind = "SymInt" if "int" in scalar.dtype else "float"
+            text = "SymInt" if "int" in scalar.dtype else "float"
             plain = not callable(scalar.value) and repr(scalar.value).lstrip("-")[0].isdigit()
             found.append(
                 Parameter(
                     name=name,
                     kind="scalar",
-                    schema=kind if plain else f"{kind}?",
+                    type=text if plain else f"{text}?",
                     default=scalar.value if plain else None,
                 )
             )
-        for place in reversed(range(len(found) - 1)):  # no default comes before a parameter without one
+        for place in reversed(range(len(found) - 1)):  # no default may stand before a parameter without one
             if found[place + 1].default is NO_DEFAULT and found[place].default is not NO_DEFAULT:
                 found[place] = replace(found[place], default=NO_DEFAULT)
         return tuple(found)
 
-    def _shown(self) -> set[str]:
-        """Fields that the tensors of every call show, and the flags of optional ones."""
-        kernel = self.kernel
-        flags = {
-            each.when
-            for name in self.inputs
-            if self.is_optional(name) and (each := kernel.array_fields[name]).when in kernel.fields
-        }
-        found = {str(name) for name in flags}
+    def _determined(self) -> set[str]:
+        """Fields that the tensors of every call determine, and the flags of optional tensors."""
+        found: set[str] = set()
         for name in self.inputs:
-            if not self.is_optional(name):
-                each = kernel.array_fields[name]
+            each = self.kernel.array_fields[name]
+            if self.is_optional(name):
+                found.add(str(each.when))
+            else:
                 found |= {_dtype_of(each), each.layout, *(word for word, _ in self._sizes(each))}
-        return found & set(kernel.fields)
+        return found & set(self.kernel.fields)
 
     def _sizes(self, each: ArrayField) -> list[tuple[str, int]]:
         """Dims that stand alone in a shape, and their axes."""
         words = each.shape.split() if isinstance(each.shape, str) else []
         return [(word, axis) for axis, word in enumerate(words) if isinstance(self.kernel.fields.get(word), Dim)]
 
-    def schema(self) -> str:
-        """Parameters and results in torch's schema language."""
-        results = ["Tensor[]" if self.kernel.array_fields[name].listed else "Tensor" for name in self.outputs]
-        said = results[0] if len(results) == 1 else f"({', '.join(results)})"
-        return f"({', '.join(map(str, self.parameters))}) -> {said}"
-
     def read(self, given: Sequence[Any]) -> dict[str, Any]:
-        """What a call says of the problem's fields; sizes stay symbolic where it is traced.
+        """The problem's fields, as far as the arguments of a call determine them; sizes stay symbolic where it is traced.
 
         Raises:
             ProblemError: an array has another number of axes than declared, or two disagree in a flag or a layout.
@@ -201,6 +180,7 @@ class Form:
         return found
 
     def _read_array(self, name: str, each: ArrayField, tensor: Any, found: dict[str, Any]) -> None:
+        """Add the fields that one tensor determines to `found`."""
         if isinstance(each.shape, str) and tensor.ndim != len(each.shape.split()):
             raise ProblemError(
                 f"{name} must have {len(each.shape.split())} axes ({each.shape}), got shape "
@@ -218,7 +198,7 @@ class Form:
         """The problem that a call poses.
 
         Raises:
-            ProblemError: none that the kernel has, or an array that does not fit the others; the message names it.
+            ProblemError: the kernel has no such problem, or an array does not fit the others; the message names it.
         """
         found = self.read(given)
         fields = self.kernel.fields
@@ -234,7 +214,7 @@ class Form:
         return p
 
     def _check(self, spec: ArraySpec, tensors: Sequence[Any]) -> None:
-        """The arrays of one field against what the problem says of them."""
+        """Raise where the tensors of one array are not as the problem needs them."""
         if len(tensors) != len(spec.shapes):
             raise ProblemError(f"{spec.name} must be {len(spec.shapes)} arrays, got {len(tensors)}")
         words = self.kernel.array_fields[spec.name].shape
@@ -253,7 +233,7 @@ class Form:
                 raise ProblemError(f"{name} must be {spec.dtype}, got {dtype_name(tensor)}; cast it")
 
     def results(self, given: Sequence[Any]) -> list[Output]:
-        """The outputs of a call; where it is traced, with its symbolic sizes, as far as names of sizes tell them."""
+        """The outputs of a call. Where it is traced their sizes are symbolic, if the names of sizes determine them."""
         found = self.read(given)
         outputs, p = [], None
         for name in self.outputs:
@@ -270,14 +250,14 @@ class Form:
                 Output(
                     shapes=shapes,
                     dtype=str(found.get(_dtype_of(each), self._default(_dtype_of(each)))),
-                    column=layout == "column",
+                    strides=tuple(strides_of(shape, layout == "column") for shape in shapes),
                     listed=each.listed,
                 )
             )
         return outputs
 
     def _default(self, name: str) -> Any:
-        """Of a field; a type or layout itself where it is none."""
+        """The default of a field; a type or layout itself where it is no field."""
         return self.kernel.fields[name].default if name in self.kernel.fields else name
 
 

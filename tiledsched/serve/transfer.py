@@ -35,7 +35,7 @@ OTHERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parameters:
+class TransferParameters:
     """How much the parts of the opinion count."""
 
     neighbours: int = 4
@@ -50,9 +50,9 @@ class Parameters:
     """Share of the model's correction that is believed."""
 
 
-NEAR_KIND = Parameters()
+NEAR_KIND = TransferParameters()
 """Among problems of one kind."""
-OTHER_KIND = Parameters(neighbours=6, distances=4, reach=1.0, unnamed=0.1, model=0.7)
+OTHER_KIND = TransferParameters(neighbours=6, distances=4, reach=1.0, unnamed=0.1, model=0.7)
 """Among problems of other kinds, who agree less with each other and with the model."""
 
 
@@ -85,7 +85,11 @@ class Transfer:
 
 
 def transfer(
-    problem: Problem, entries: Iterable[Entry], space: SearchSpace, spec: ArchSpec, parameters: Parameters = NEAR_KIND
+    problem: Problem,
+    entries: Iterable[Entry],
+    space: SearchSpace,
+    spec: ArchSpec,
+    parameters: TransferParameters = NEAR_KIND,
 ) -> Transfer | None:
     """The schedule with the least mean expected loss; None where no entry names a schedule that is valid here.
 

@@ -28,7 +28,7 @@ from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.serve.bundle import Program, read_bundle, write_bundle
-from tiledsched.serve.lookup import Table
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import spilled
 from tiledsched.store.records import Entry
 
@@ -90,7 +90,7 @@ def prepare(
     arch: str,
     path: Path,
     entries: Sequence[Entry],
-    table: Table,
+    table: LookupTable,
     kernel: KernelClass,
     artifacts: ArtifactStore,
     compiler: str,

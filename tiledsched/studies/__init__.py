@@ -1,1 +1,1 @@
-"""How we know: the bench, the studies and the replays behind every figure in `docs/results/`."""
+"""Studies that users run on their own GPU: the paper's evaluation, the ladder, the ablation, and profiles."""

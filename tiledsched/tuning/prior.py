@@ -16,8 +16,8 @@ from tiledsched.measure.runner import Measurement
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import timed_as_now
 from tiledsched.store.exchange import read_table
+from tiledsched.store.manifest import shipped_landscapes
 from tiledsched.store.records import Entry
-from tiledsched.store.shipped import shipped_landscapes
 from tiledsched.tuning.study import Estimate
 from tiledsched.tuning.surrogate import Known
 

@@ -25,7 +25,7 @@ from tiledsched.tuning.run import tune_problems
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
-    from tiledsched.store.records import Entry, StoredMeasurement
+    from tiledsched.store.records import Entry, Place, StoredMeasurement
     from tiledsched.tuning.programs import Builder
     from tiledsched.tuning.tuner import Watcher
 
@@ -235,12 +235,12 @@ def _race(
     ends: float | None,
     watcher: Watcher,
     command: Mapping[str, Any] | None,
-) -> dict[tuple[str, ...], Entry]:
+) -> dict[Place, Entry]:
     """Tune the problems of entries again, those of each regime and accuracy class together; what is served now, by place."""
     groups: dict[tuple[str, str], list[Problem]] = defaultdict(list)
     for entry in entries:
         groups[entry.regime, entry.accum_mode].append(entry.problem)
-    raced: dict[tuple[str, ...], Entry] = {}
+    raced: dict[Place, Entry] = {}
     for (regime, accum_mode), problems in groups.items():
         chosen = TuneOptions(
             regime=regime,

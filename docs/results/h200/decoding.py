@@ -1,4 +1,9 @@
-"""How the static model's estimates of decoding compare with what was measured: python -P docs/results/h200/decoding.py."""
+"""How the performance model's estimates of decoding compare with measured times (docs/results/model.md).
+
+    python -P docs/results/h200/decoding.py
+
+Needs no GPU: the times are read from the CSV files of tunes that lie next to this script.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +26,13 @@ from tiledsched.store.exchange import read_text
 FILES = ("coverage_tuned.csv.xz", "both_regimes.csv.xz")
 KNOBS = {short: name for name, short in SHORT.items()}
 LAST_FITTED = "4"
-"""The run of the second file up to which the model's constants were chosen; what came later they were not fitted to."""
+"""The model's constants were chosen from runs up to this one of the second file; problems of later runs are new to it."""
 LEAST = 5
-"""Programs of a problem that is told."""
+"""Measured programs that a problem must have to be compared."""
 
 
 def schedule_of(short: str, default: Schedule) -> Schedule:
-    """What `Schedule.short` wrote."""
+    """The schedule that a text of `Schedule.short` describes."""
     tile, *rest = short.split()
     rows, keys = tile.split("x")
     found = {name: type(value)(PLAIN.get(name, 0)) for name, value in default.items() if not isinstance(value, str)}
@@ -42,7 +47,7 @@ def schedule_of(short: str, default: Schedule) -> Schedule:
 
 
 def main() -> None:
-    """A line for every other problem, one for the rest, and one for those that came later."""
+    """Print a line for every second problem, one for the other half, and one for problems tuned after the model was fitted."""
     spec, space = arch_spec("sm_90"), space_for("sm_90", Attention)
     problems = {str(problem): problem for suite in Attention.suites.values() for problem in suite}
     races: dict[str, dict[str, float]] = defaultdict(dict)
@@ -54,9 +59,9 @@ def main() -> None:
                 if row["problem"] not in races and row.get("run", "") > LAST_FITTED:
                     later.add(row["problem"])
                 races[row["problem"]][row["schedule"]] = float(row["median_us"])
-    told = sorted(name for name, race in races.items() if len(race) >= LEAST and name not in later)
+    compared = sorted(name for name, race in races.items() if len(race) >= LEAST and name not in later)
     print("problems  programs  estimate over measured  its spread within a problem  rank correlation")
-    for half in (told[::2], told[1::2], sorted(later)):
+    for half in (compared[::2], compared[1::2], sorted(later)):
         levels, spreads, ranks, programs = [], [], [], 0
         for name in half:
             problem, race = problems[name], races[name]

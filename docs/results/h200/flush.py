@@ -1,6 +1,7 @@
-"""Decoding, and what a copy and a plain reading of as many bytes take, behind an L2 flush that writes and one that reads.
+"""How fast decoding reads memory, next to a copy and a plain read of as many bytes (docs/results/h200.md).
 
-A flush that writes leaves the L2 cache full of lines that must go to memory while the next kernel reads.
+Each is timed behind a flush of the L2 cache that writes and behind one that only reads. A flush that writes leaves the cache
+full of lines that must go to memory while the next kernel reads.
 
     python docs/results/h200/flush.py > flush.csv
 """
@@ -32,7 +33,7 @@ CASES = [
 
 @triton.jit
 def read_all(x, out, count, block: tl.constexpr, blocks: tl.constexpr):
-    """Sum of every `blocks`th piece of x, the plainest reading there is."""
+    """Read all of x with as little work as possible: each of `blocks` blocks sums every `blocks`th piece, in int32."""
     total = tl.zeros((block,), tl.int32)
     for start in range(tl.program_id(0) * block, count, blocks * block):
         total += tl.load(x + start + tl.arange(0, block))
@@ -40,18 +41,18 @@ def read_all(x, out, count, block: tl.constexpr, blocks: tl.constexpr):
 
 
 class Reading:
-    """A flush that only reads."""
+    """A flush of the L2 cache that only reads its buffer."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer.view(torch.int32)
 
     def zero_(self) -> None:
-        """What the stopwatch calls."""
+        """Read the whole buffer; the stopwatch calls this where its own flush would write zeros."""
         self.buffer.sum()
 
 
 def main() -> None:
-    """A line for each case, flush and method."""
+    """Print a CSV line for each case, flush and method."""
     device = current_device()
     blocks = 8 * device.sm_count
     buffer = torch.zeros(max(4 * device.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")

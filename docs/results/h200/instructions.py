@@ -1,7 +1,7 @@
-"""What the machine code of the table's sm_90 attention programs is made of, under the compiler that is installed.
+"""Counts of instructions in the machine code of attention's sm_90 programs, as the installed compiler builds them.
 
 `python docs/results/h200/instructions.py > FILE` needs `nvdisasm` on PATH (`pip install nvidia-cuda-nvdisasm`) and no GPU.
-A row is a program that tileiras 13.4.92 was measured with; the counts are of the whole kernel.
+Each row is a schedule that was measured under tileiras 13.4.92; the counts are of the whole kernel (docs/results/compilers.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COUNTED = ("HGMMA.", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR", "MUFU.EX2", "BAR.SY
 
 
 def main() -> None:
-    """Print the rows."""
+    """Print the rows as CSV."""
     kernel, arch = kernel_of("attention"), "sm_90"
     suite = set(problems_of(kernel, "attention"))
     with tempfile.TemporaryDirectory() as folder:

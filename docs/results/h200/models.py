@@ -1,4 +1,7 @@
-"""What the shipped table knows of rivals, a line for each: python docs/results/h200/models.py > models.csv."""
+"""The other implementations that the shipped sm_90 table has times of, a CSV line for each problem and implementation.
+
+python docs/results/h200/models.py > models.csv
+"""
 
 from __future__ import annotations
 

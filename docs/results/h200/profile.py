@@ -1,6 +1,6 @@
-"""What was profiled: launches of sdpa and of torch's cuDNN backend, in turn, for six problems.
+"""Launches of `sdpa` and of torch's cuDNN backend, in turn, for Nsight Compute to profile (docs/results/h200.md).
 
-`profile.py` for `profile.csv`, one launch of each; `profile.py cycles` for `cycles.csv`, six.
+Without an argument it makes one launch of each for six problems (`profile.csv`); with `cycles`, six of each (`cycles.csv`).
 """
 
 import sys
@@ -30,18 +30,18 @@ CYCLES = [
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
-    """The tuned kernel."""
+    """Launch what tiledsched serves."""
     sdpa(q, k, v, causal=causal)
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
-    """The fastest of torch's backends there."""
+    """Launch torch's cuDNN backend, the fastest of its backends on these problems."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def main(problems: list[tuple[int, int, int, bool]], rounds: int) -> None:
-    """Two launches of each to warm up, then those that are profiled."""
+    """Launch each method twice to warm up, then `rounds` times under the profiler."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     calls = []
     for batch, heads, rows, causal in problems:

@@ -1,4 +1,10 @@
-"""`python -m docs.studies.repeatability`: one session of the study, or the sum of all sessions so far."""
+"""`python -m docs.studies.repeatability`: run one session of the study on the GPU here, or sum up the sessions so far.
+
+    python -m docs.studies.repeatability -p B=4,H=32,S=4096,D=64,causal=no:yes --programs 100 --csv study.csv
+    python -m docs.studies.repeatability --summary study.csv
+
+What is chosen among has to be measured before, by `tiledsched record` or `tiledsched tune`.
+"""
 
 from __future__ import annotations
 
@@ -8,78 +14,108 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from rich.console import Console
-
+from docs.studies.flags import positive, words
 from docs.studies.repeatability import methods
-from docs.studies.repeatability.rows import METHODS, append_rows, check_columns, read_rows
+from docs.studies.repeatability.rows import METHODS, StudyRow, append_rows, check_columns, read_rows
 from docs.studies.repeatability.session import find_field, run_session
 from docs.studies.repeatability.summary import summarise
+from tiledsched.cli.problems import read_problems
 from tiledsched.core.config import load_settings
-from tiledsched.core.errors import ConfigError
-from tiledsched.core.flags import positive, words
-from tiledsched.tuning.problems import kernel_of, problems_of
+from tiledsched.core.errors import ConfigError, TiledschedError
+from tiledsched.core.problem import Problem
+from tiledsched.core.space import SearchSpace
+from tiledsched.measure.runner import Runner
+from tiledsched.store.db import TuningDB
+from tiledsched.tuning.problems import kernel_of
+from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.session import Session
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a session on the GPU here, or print the tables of `--summary`.
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command's arguments.
 
     Raises:
-        TiledschedError: no GPU of the arch, no compiler, or a file of rows that another version wrote.
+        ConfigError: neither a summary is asked for, nor problems and a file are given.
     """
-    parser = argparse.ArgumentParser(prog="python -m docs.studies.repeatability", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.studies.repeatability",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("kernel", nargs="?", default="attention", help="which kernel (default: attention)")
-    parser.add_argument("--suite", help="which of its suites (default: all)")
-    parser.add_argument("--arch", help="of this GPU, e.g. sm_90 (required, except with --summary)")
+    parser.add_argument("-p", "--problem", nargs="+", default=[], help="problems, as `tiledsched tune -p` takes them")
     parser.add_argument("--programs", type=positive, default=100, help="programs to choose among, per problem (100)")
     parser.add_argument("--methods", type=words(METHODS), default=list(METHODS[:3]), help=", ".join(METHODS))
     parser.add_argument("--seed", type=int, help="of the order of problems and methods (default: the time)")
-    parser.add_argument("--csv", type=Path, help="where to append the rows (required, except with --summary)")
+    parser.add_argument("--csv", type=Path, help="the file to which the rows are appended")
     parser.add_argument("--jobs", type=positive, help="compile processes (default: one per CPU)")
     parser.add_argument("--db", help="the database (default: the user's)")
     parser.add_argument("--summary", type=Path, help="measure nothing: sum up the rows of this file")
     options = parser.parse_args(arguments)
-    if options.summary:
-        for table in summarise(read_rows(options.summary)).tables():
-            Console(width=140).print(table)
-        return 0
-    if not options.arch or not options.csv:
-        raise ConfigError("it needs --arch and --csv; pass both, or --summary FILE")
-    check_columns(options.csv)
-    rows = run_here(options)
-    print(f"{rows} rows added to {options.csv}; sum up with: {parser.prog} --summary {options.csv}")
+    if not options.summary and not (options.problem and options.csv):
+        raise ConfigError(
+            "nothing to measure, or nowhere to keep it; pass -p PROBLEM and --csv FILE, or --summary FILE"
+        )
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a session, or print the tables of `--summary`; 2 where no GPU, compiler or measured program is found."""
+    try:
+        options = parse(arguments)
+        if options.summary:
+            print(summarise(read_rows(options.summary)).to_markdown(), end="")
+            return 0
+        check_columns(options.csv)
+        rows = run_here(options)
+    except TiledschedError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(f"{len(rows)} rows added; sum up with: python -m docs.studies.repeatability --summary {options.csv}")
     return 0
 
 
-def run_here(options: argparse.Namespace) -> int:
-    """Run one session on the GPU here; the number of rows that it appended."""
+def run_here(options: argparse.Namespace) -> list[StudyRow]:
+    """Open the GPU, the database and the compile processes, and run one session with them."""
     from tiledsched.measure.gpu import GpuRunner
 
-    began = datetime.now(timezone.utc)
-    seed = int(began.timestamp()) if options.seed is None else options.seed
     kernel, settings = kernel_of(options.kernel), load_settings({"db": options.db})
+    seed = int(datetime.now(timezone.utc).timestamp()) if options.seed is None else options.seed
     runner = GpuRunner(kernel, seed=seed)
     try:
-        if runner.device.arch != options.arch:
-            raise ConfigError(f"this GPU is {runner.device.arch}; pass --arch {runner.device.arch}")
-        with Session(options.arch, settings=settings, jobs=options.jobs) as session:
+        arch = runner.device.arch
+        with Session(arch, settings=settings, jobs=options.jobs) as session:
             builder, space = session.builder(kernel), session.space(kernel)
-            fields = [
-                (problem, find_field(session.db, builder, space, problem, runner.device, options.programs))
-                for problem in problems_of(kernel, options.suite)
-            ]
-        rows = run_session(
-            fields,
-            methods.make_methods(options.methods, kernel, runner),
-            runner,
-            seed=seed,
-            began=began,
-            keep=lambda done: append_rows(done, options.csv),
-            progress=lambda line: print(line, file=sys.stderr),
-        )
+            problems = [problem for text in options.problem for problem in read_problems(kernel, text)]
+            chosen = methods.make_methods(options.methods, kernel, runner)
+            return study(problems, session.db, builder, space, runner, chosen, options.programs, seed, options.csv)
     finally:
         runner.close()
-    return len(rows)
+
+
+def study(
+    problems: Sequence[Problem],
+    db: TuningDB,
+    builder: Builder,
+    space: SearchSpace,
+    runner: Runner,
+    chosen: Sequence[methods.SelectionMethod],
+    programs: int,
+    seed: int,
+    csv: Path,
+) -> list[StudyRow]:
+    """One session: every method chooses once among at most `programs` programs of each problem; rows go to `csv`."""
+    began = datetime.now(timezone.utc)
+    fields = [(problem, find_field(db, builder, space, problem, runner.device, programs)) for problem in problems]
+    return run_session(
+        fields,
+        chosen,
+        runner,
+        seed=seed,
+        began=began,
+        keep=lambda done: append_rows(done, csv),
+        progress=lambda line: print(line, file=sys.stderr),
+    )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Choice:
     """Candidates that gave no time."""
 
 
-class Method(Protocol):
+class SelectionMethod(Protocol):
     """A way to choose. `prepare` comes before each `choose`."""
 
     name: str
@@ -380,9 +380,9 @@ class ExhaustiveJit(Exhaustive):
         return tile_kernels(self._kernel, {candidate.artifact.arch: candidate.schedule}, problem, self._device)[0]
 
 
-def make_methods(names: Sequence[str], kernel: KernelClass, runner: Runner) -> list[Method]:
+def make_methods(names: Sequence[str], kernel: KernelClass, runner: Runner) -> list[SelectionMethod]:
     """The methods of these names, in this order."""
-    makers: dict[str, Callable[[], Method]] = {
+    makers: dict[str, Callable[[], SelectionMethod]] = {
         "race": lambda: RaceMethod(runner),
         "in-turn": lambda: InTurn(kernel),
         "exhaustive": lambda: Exhaustive(kernel),

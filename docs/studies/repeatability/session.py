@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from docs.studies.repeatability.methods import Choice, Method, versions
+from docs.studies.repeatability.methods import Choice, SelectionMethod, versions
 from docs.studies.repeatability.rows import REFEREE, StudyRow
 from tiledsched.core.errors import Failure, MeasureError
 from tiledsched.core.problem import Problem
@@ -111,7 +111,7 @@ def find_field(
 
 def run_session(
     fields: Sequence[tuple[Problem, Field]],
-    methods: Sequence[Method],
+    methods: Sequence[SelectionMethod],
     runner: Runner,
     *,
     seed: int,
@@ -146,7 +146,7 @@ def run_session(
     }
     rows: list[StudyRow] = []
     for problem, field in rng.sample(list(fields), len(fields)):
-        choices: list[tuple[Method, Choice, float]] = []
+        choices: list[tuple[SelectionMethod, Choice, float]] = []
         for method in rng.sample(list(methods), len(methods)):
             method.prepare(problem, field.candidates)
             started = time.perf_counter()
@@ -201,7 +201,7 @@ def block_medians(samples: Sequence[float], block: int = BLOCK) -> list[float]:
 def _rows(
     problem: Problem,
     field: Field,
-    choices: Sequence[tuple[Method, Choice, float]],
+    choices: Sequence[tuple[SelectionMethod, Choice, float]],
     samples: dict[Schedule, tuple[float, ...]],
     shared: dict[str, object],
 ) -> list[StudyRow]:

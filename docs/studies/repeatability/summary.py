@@ -5,13 +5,11 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from rich.table import Table
+from dataclasses import dataclass
 
 from docs.studies.repeatability.rows import METHODS, REFEREE, StudyRow
 from tiledsched.core.problem import Problem
+from tiledsched.report.document import Heading, Table, to_markdown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +63,6 @@ class NoiseSummary:
     cv_between_sessions: float | None
     """That of a program's medians on different sessions: median over programs timed on two or more."""
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
-        return {**asdict(self), "problem": self.problem.to_json()}
-
 
 @dataclass(frozen=True, kw_only=True)
 class StudySummary:
@@ -79,63 +73,62 @@ class StudySummary:
     noise: tuple[NoiseSummary, ...]
     """By problem."""
 
-    def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {"methods": [asdict(one) for one in self.methods], "noise": [one.to_json() for one in self.noise]}
+    def to_markdown(self) -> str:
+        """Two tables: the methods, and how much a time varies."""
+        return to_markdown(
+            [
+                Heading(text="Choosing again and again, among the same programs"),
+                Table(head=METHOD_TITLES, rows=tuple(_method_cells(each) for each in self.methods)),
+                Heading(text="Coefficient of variation of a paced burst time"),
+                Table(head=NOISE_TITLES, rows=tuple(_noise_cells(each) for each in self.noise)),
+            ]
+        )
 
-    def tables(self) -> list[Table]:
-        """For people."""
-        return [self._methods_table(), self._noise_table()]
 
-    def _methods_table(self) -> Table:
-        table = Table(title="choosing again and again, among the same programs")
-        for name in (
-            "method",
-            "problems",
-            "sessions",
-            "same winner",
-            "in tie set",
-            "in other tie sets",
-            "worst regret",
-            "mean regret",
-            "device s",
-            "of race",
-            "kernel s",
-            "failures",
-        ):
-            table.add_column(name, justify="left" if name == "method" else "right")
-        for one in self.methods:
-            table.add_row(
-                one.method,
-                str(one.problems),
-                str(one.sessions),
-                _percent(one.same_winner, 0),
-                _percent(one.in_tie_set, 0),
-                _percent(one.in_other_tie_sets, 0),
-                _percent(one.worst_regret, 2),
-                _percent(one.mean_regret, 2),
-                _fixed(one.median_device_seconds),
-                _fixed(one.ratio_to_race),
-                _fixed(one.median_kernel_seconds),
-                str(one.failures),
-            )
-        return table
+METHOD_TITLES = (
+    "method",
+    "problems",
+    "sessions",
+    "same winner",
+    "in tie set",
+    "in other tie sets",
+    "worst regret",
+    "mean regret",
+    "device s",
+    "of race",
+    "kernel s",
+    "failures",
+)
+NOISE_TITLES = ("problem", "device", "programs", "sessions", "one sample", "median of 10", "between sessions")
 
-    def _noise_table(self) -> Table:
-        table = Table(title="coefficient of variation of a paced burst time")
-        for name in ("problem", "device", "programs", "sessions", "one sample", "median of 10", "between sessions"):
-            table.add_column(name, justify="left" if name in ("problem", "device") else "right")
-        for one in self.noise:
-            table.add_row(
-                str(one.problem),
-                one.device,
-                str(one.programs),
-                str(one.sessions),
-                _percent(one.cv, 2),
-                _percent(one.cv_of_10, 2),
-                _percent(one.cv_between_sessions, 2),
-            )
-        return table
+
+def _method_cells(one: MethodSummary) -> tuple[str, ...]:
+    return (
+        one.method,
+        str(one.problems),
+        str(one.sessions),
+        _percent(one.same_winner, 0),
+        _percent(one.in_tie_set, 0),
+        _percent(one.in_other_tie_sets, 0),
+        _percent(one.worst_regret, 2),
+        _percent(one.mean_regret, 2),
+        _fixed(one.median_device_seconds),
+        _fixed(one.ratio_to_race),
+        _fixed(one.median_kernel_seconds),
+        str(one.failures),
+    )
+
+
+def _noise_cells(one: NoiseSummary) -> tuple[str, ...]:
+    return (
+        str(one.problem),
+        one.device,
+        str(one.programs),
+        str(one.sessions),
+        _percent(one.cv, 2),
+        _percent(one.cv_of_10, 2),
+        _percent(one.cv_between_sessions, 2),
+    )
 
 
 def summarise(rows: Sequence[StudyRow]) -> StudySummary:
@@ -158,11 +151,11 @@ def _by_problem(rows: Iterable[StudyRow]) -> dict[tuple[Problem, str], list[Stud
 
 def _method(name: str, rows: Sequence[StudyRow], races: Sequence[StudyRow]) -> MethodSummary:
     problems = _by_problem(rows)
-    asked = _by_problem(races)
+    races_of = _by_problem(races)
     same, other, ratios = [], [], []
     for key, found in problems.items():
         for row in found:
-            for one in asked.get(key, ()):
+            for one in races_of.get(key, ()):
                 inside = row.schedule_id in (one.ties or ())
                 if one.session != row.session:
                     other.append(inside)

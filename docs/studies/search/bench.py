@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -15,8 +15,6 @@ from tiledsched.core.errors import ConfigError
 
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _fields: tuple[Field, ...] = ()
-
-
 HELD_OUT = "held_out"
 """The folder of landscapes that nothing was fitted to: neither the static models nor the surrogate's constants."""
 
@@ -31,24 +29,20 @@ def held_out_landscapes(kernel: str = "*") -> list[Path]:
     return sorted((data_files.tuning_db() / "landscapes").glob(f"{kernel}/{HELD_OUT}/*_burst_*.json.xz"))
 
 
-def run_bench(
-    paths: Sequence[Path],
-    samplers: Sequence[str],
-    *,
-    seeds: int,
-    jobs: int,
-    progress: Callable[[str], None] = lambda line: None,
-) -> list[Run]:
-    """Every sampler on every landscape, on as many seeds as asked for and as are worth it (`Method.most_seeds`).
+def run_bench(paths: Sequence[Path], samplers: Sequence[str], *, seeds: int, jobs: int) -> list[Run]:
+    """Every sampler on every landscape, with at most `seeds` seeds each (fewer where `SearchMethod.most_seeds` says so).
 
     Raises:
-        ConfigError: a sampler is unknown, or needs a package that is not installed; there are no landscapes.
+        ConfigError: a sampler is unknown, or needs a package that is not installed; a landscape is not there, or none is given.
     """
     unknown = sorted(set(samplers) - set(METHODS))
     if unknown:
         raise ConfigError(f"unknown sampler {unknown[0]!r}; known are {', '.join(METHODS)}")
     if not paths:
         raise ConfigError("no landscapes to search; give files written by: tiledsched record")
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"there is no landscape at {path}; give files that `tiledsched record` wrote")
     for name in ONE_THREAD:  # inherited by the processes: threads of each would only fight for the cores
         os.environ.setdefault(name, "1")
     runs: list[Run] = []
@@ -56,9 +50,7 @@ def run_bench(
         for sampler in samplers:
             count = min(seeds, METHODS[sampler].most_seeds)
             tasks = [(sampler, place, seed) for seed in range(count) for place in range(len(paths))]
-            mine = list(pool.map(_run, tasks))
-            runs += mine
-            progress(f"{sampler}: {len(mine)} runs")
+            runs += pool.map(_run, tasks)
     return runs
 
 

@@ -18,7 +18,7 @@ Search = Callable[[Field, tuple[Field, ...], int], Trace]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class SearchMethod:
     """A way to search."""
 
     search: Search
@@ -85,7 +85,7 @@ _SEARCHES: Mapping[str, Search] = {
     **{f"optuna-{name}": _optuna(sampler, OPTUNA_LIMITS.get(name, LIMIT)) for name, sampler in OPTUNA.items()},
     **{f"kernel-tuner-{name.replace('_', '-')}": _kernel_tuner(name) for name in kernel_tuner.STRATEGIES},
 }
-METHODS: Mapping[str, Method] = {
-    name: Method(search=search, most_seeds=FEWER_SEEDS.get(name, 50)) for name, search in _SEARCHES.items()
+METHODS: Mapping[str, SearchMethod] = {
+    name: SearchMethod(search=search, most_seeds=FEWER_SEEDS.get(name, 50)) for name, search in _SEARCHES.items()
 }
-"""By name, as `bench-search --samplers` takes them."""
+"""By name, as `python -m docs.studies.search --samplers` takes them."""

@@ -120,10 +120,6 @@ class Summary:
     worst_regret_50: float
     """Largest of all runs."""
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
-        return asdict(self)
-
 
 def summarise(runs: Iterable[Run]) -> list[Summary]:
     """One line for each method, best first."""

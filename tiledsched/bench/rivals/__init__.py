@@ -1,4 +1,4 @@
-"""Other implementations of the same problems, which `bench` times beside ours: a module for each kernel that ships."""
+"""Other implementations of the same problems, which `bench` times: a module for each kernel that ships."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from tiledsched.core.space import SearchSpace
 
 Rivals = Mapping[str, Callable[..., Any]]
-"""Name -> what takes the kernel's inputs as torch tensors, in the order declared, and returns its outputs in theirs."""
+"""Name -> function that takes the kernel's inputs as torch tensors and returns its outputs, both in the order declared."""
 LOOKS = 5
 
 
 def module_of(kernel: KernelClass) -> Any:
-    """The module here that knows this kernel's rivals; None where there is none."""
+    """The module in this package that has the kernel's rivals; None where there is none."""
     name = f"{__name__}.{kernel.name}"
     if not kernel.name.isidentifier() or importlib.util.find_spec(name) is None:
         return None
@@ -28,14 +28,14 @@ def module_of(kernel: KernelClass) -> Any:
 
 
 def rivals_of(kernel: KernelClass, p: Problem) -> Rivals:
-    """What is raced beside `kernel` on `p`: as a module here says, or the kernel itself."""
+    """The rivals of a kernel on a problem: from the kernel's module here, or else from the kernel itself."""
     module = module_of(kernel)
     found: Rivals = module.rivals(p) if module is not None else kernel.rivals(p)
     return found
 
 
 def untuned(space: SearchSpace, problem: Problem) -> Schedule:
-    """The kernel as one would first write it: what its module here says, else the space's default."""
+    """The schedule of the kernel as one would first write it: from its module here, or else the space's default."""
     own = getattr(module_of(problem.declaration), "untuned_schedule", None)
     found: Schedule = own(space.arch) if own else space.default(problem)
     # No cluster is what the compiler takes where it is left to it; grids divide by the number.
@@ -43,7 +43,9 @@ def untuned(space: SearchSpace, problem: Problem) -> Schedule:
 
 
 def compiled(function: Callable[..., Any], mode: str = "max-autotune-no-cudagraphs") -> Callable[..., Any]:
-    """`torch.compile` of `function` for these very shapes; unless said otherwise its autotuner tries all it knows."""
+    """The function under `torch.compile`, for exactly the shapes of the first call. The default mode tries every
+    autotuning choice.
+    """
     made: list[Callable[..., Any]] = []
 
     def call(*tensors: Any) -> Any:
@@ -58,7 +60,7 @@ def compiled(function: Callable[..., Any], mode: str = "max-autotune-no-cudagrap
 
 
 def into(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its output in `out=`, of which every call uses the same."""
+    """The function with an `out=` argument: every call writes into the same output."""
     outputs: list[Any] = []
 
     def call(*tensors: Any) -> Any:
@@ -70,7 +72,7 @@ def into(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fastest(variants: Rivals) -> Callable[..., Any]:
-    """The variant that is fastest on the tensors of the first call; those that refuse them are left out."""
+    """The variant that is fastest on the tensors of the first call. Variants that refuse those tensors are left out."""
     chosen: list[Callable[..., Any]] = []
 
     def call(*tensors: Any) -> Any:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy
 
-from tiledsched.bench.errors import Error
+from tiledsched.bench.case import details_of
+from tiledsched.bench.errors import NOT_FINITE, Error, error_of
 from tiledsched.bench.methods import LEFT_OUT, OURS, SERVED, Arrays, Call, Method
-from tiledsched.bench.rivals.attention_accuracy import Pair, compared_pairs, error_of, reference_of_pair
+from tiledsched.bench.rivals.attention_accuracy import Pair, compared_pairs, reference_of_pair
 from tiledsched.bench.rivals.attention_flex import flex_attention
 from tiledsched.bench.rivals.attention_left_out import launched_plan, left_out_call, left_out_plan, plan_call
-from tiledsched.bench.rivals.attention_placed import beside_of, drawn, keys_of, placed_plan, rows_of, served_placed
+from tiledsched.bench.rivals.attention_placed import drawn, features_of, found_plan, keys_of, rows_of, served_placed
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
@@ -109,13 +110,18 @@ class AttentionArrays(Arrays):
         return found
 
     @property
-    def beside(self) -> tuple[str | None, Any]:
-        """Where the causal mask is aligned, None for no mask, and what is asked for beside, as plans take them."""
+    def call(self) -> Any:
+        """The call of the public functions, as plans are made for it."""
         from tiledsched.ops.arguments import CAUSAL
-        from tiledsched.ops.features import NAMES, read_beside
+        from tiledsched.ops.features import read_features
+        from tiledsched.ops.plans import AttentionCall
 
-        named = self.named
-        return read_beside(self.q, self.k, CAUSAL[self.causal], *(named.get(name) for name in NAMES))
+        p = self.problem
+        if p.placed:
+            alignment, features = p.alignment if p.causal else None, features_of(self)
+        else:
+            alignment, features = read_features(self.q, self.k, CAUSAL[self.causal], **self.named)
+        return AttentionCall(self.q, self.k, self.v, alignment, None, False, features)
 
 
 _own_plans: PlanCache[Any] = PlanCache(lambda *given: given)
@@ -124,32 +130,23 @@ _own_plans: PlanCache[Any] = PlanCache(lambda *given: given)
 
 def _ours(arrays: AttentionArrays) -> Call:
     """Our kernel as `sdpa`, `sdpa_varlen` and `sdpa_paged` launch it, also where a rival is served."""
-    return plan_call(arrays, *_own_plan(arrays))
+    return plan_call(*_own_plan(arrays))
 
 
 def _own_plan(arrays: AttentionArrays) -> tuple[Any, Any]:
-    """Its plan, launched once and kept, and what is asked for beside."""
-    from tiledsched.ops.sdpa import plan_for
-
-    p = arrays.problem
-    causal, beside = (p.alignment if p.causal else None, beside_of(arrays)) if p.placed else arrays.beside
-
-    def make() -> Any:
-        if p.placed:
-            return placed_plan(arrays)[0].own
-        return plan_for(arrays.q, arrays.k, arrays.v, causal=arrays.causal, **arrays.named).own
-
-    return launched_plan(_own_plans, arrays, make, causal, beside, lambda plan: plan.own), beside
+    """The plan of our own kernel, launched once and kept, and the call that it is of."""
+    call = arrays.call
+    return launched_plan(_own_plans, arrays, call, lambda: found_plan(arrays).own, lambda plan: plan.own), call
 
 
 def _served(arrays: AttentionArrays) -> Call:
     """`sdpa`, whatever it runs, once it is clear that it would not leave the problem to torch."""
     if arrays.problem.placed:
         return served_placed(arrays)
-    from tiledsched.ops.sdpa import plan_for, sdpa
+    from tiledsched.ops.sdpa import sdpa
 
     q, k, v, causal, named = arrays.q, arrays.k, arrays.v, arrays.causal, arrays.named
-    plan_for(q, k, v, causal=causal, **named)
+    found_plan(arrays)
     return lambda: sdpa(q, k, v, causal=causal, **named)
 
 
@@ -207,9 +204,10 @@ def _torch_call(arrays: AttentionArrays) -> Call:
     _refuse_asked(problem, but=("window", "window_right", "starts", "lengths"))
     more: dict[str, Any] = {"enable_gqa": True} if problem.group > 1 else {}
     if problem.asked:
-        from tiledsched.ops.features import visible_keys
+        from tiledsched.ops.fallback import visible_keys
 
-        more["attn_mask"] = visible_keys(arrays.q, arrays.k, *arrays.beside)
+        call = arrays.call
+        more["attn_mask"] = visible_keys(arrays.q, arrays.k, call.causal, call.features)
     elif problem.causal and problem.alignment == "bottom_right":
         from torch.nn.attention.bias import causal_lower_right
 
@@ -373,33 +371,26 @@ class PairCase:
     def error(self, out: Any) -> Error:
         """How far a method's output is from float64."""
         out = out.detach()
-        parts = (rows_of(out, self.given, *pair) for pair in self.pairs)
-        outputs = [self.cupy.from_dlpack(each.float().contiguous()) for each in parts]
-        return error_of(self.cupy, outputs, self.expected, finite=bool(self.arrays.torch.isfinite(out).all()))
+        if not bool(self.arrays.torch.isfinite(out).all()):
+            return NOT_FINITE
+        parts = (rows_of(out, self.given, *pair).float().contiguous() for pair in self.pairs)
+        wide = (self.cupy.from_dlpack(each).astype("float64") for each in parts)
+        return error_of(self.cupy, zip(wide, self.expected, strict=True))
 
     def details(self, method: str, *, verify: bool, captured: bool = False) -> dict[str, Any]:
         """What our kernel launched and why; of what is served, the rival in its place."""
-        from tiledsched.ops.explain import explain, explain_plan
+        from tiledsched.serve.launch import explain_plan
 
         arrays = self.arrays
-        q, k, v = arrays.q, arrays.k, arrays.v
         if method == LEFT_OUT:
             verify = False  # nothing was measured for it
-            found = explain_plan(*left_out_plan(arrays), q, k, v, verify=verify)
+            plan, _ = left_out_plan(arrays)
         elif method == OURS:
-            found = explain_plan(*_own_plan(arrays), q, k, v, verify=verify)
-        elif arrays.problem.placed:
-            found = explain_plan(*placed_plan(arrays), q, k, v, verify=verify)
+            plan, _ = _own_plan(arrays)
         else:
-            found = explain(q, k, v, causal=arrays.causal, verify=verify, **arrays.named)
-        rival = found.in_graphs if captured else found.rival
-        if method != OURS and rival:
-            return {"schedule": rival, "provenance": "rival", "measured_program": None}
-        return {
-            "schedule": found.served.schedule.short(),
-            "provenance": found.served.provenance,
-            "measured_program": found.is_measured_program if verify else None,
-        }
+            plan = found_plan(arrays)
+        found = explain_plan(plan, arrays.call.tensors, verify=verify)
+        return details_of(found, method, verify=verify, captured=captured)
 
 
 def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:

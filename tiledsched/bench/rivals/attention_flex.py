@@ -1,4 +1,4 @@
-"""torch's flex attention, compiled for one problem: windows, capped scores, sinks, keys of their own, and packed sequences."""
+"""torch's flex attention, compiled for one problem: windows, softcap, sinks, sequence lengths, and packed sequences."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def flex_attention(arrays: Any) -> Any:
 
 
 def cap_scores(score: Any, batch: Any, head: Any, row: Any, key: Any) -> Any:
-    """A scaled score, capped."""
+    """Flex attention's score function for softcap: the capped score."""
     import torch
 
     return DEFAULT_CAP * torch.tanh(score / DEFAULT_CAP)
 
 
 def mask_of(p: Problem, starts: Any, lengths: Any) -> Any:
-    """Whether a row sees a key, as flex attention asks."""
+    """Flex attention's mask function: whether a row sees a key."""
     offset = p.seq_k - p.seq_q if p.alignment == "bottom_right" else 0
 
     def seen(batch: Any, head: Any, row: Any, key: Any) -> Any:
@@ -89,7 +89,7 @@ def mask_of(p: Problem, starts: Any, lengths: Any) -> Any:
 
 
 def documents(p: Problem, cu_q: Any, cu_k: Any) -> Any:
-    """The same of packed sequences: a row sees keys of its own one, up to where the mask's diagonal lies in it."""
+    """The mask function for packed sequences: a row sees keys of its own sequence, up to the mask's diagonal in it."""
     import torch
 
     def sequence_of(offsets: Any, count: int) -> Any:

@@ -50,11 +50,11 @@ def left_out_call(arrays: Any) -> Call:
     Raises:
         UnsupportedError: sequences are packed, or keys lie in pages.
     """
-    return plan_call(arrays, *left_out_plan(arrays))
+    return plan_call(*left_out_plan(arrays))
 
 
 def left_out_plan(arrays: Any) -> tuple[Any, Any]:
-    """Its plan, launched once and kept, and what is asked for beside."""
+    """The plan of the policy's choice, launched once and kept, and the call that it is of."""
     if arrays.problem.placed:
         raise UnsupportedError("it knows no packed sequences, and no pages")
     return chosen_plan(
@@ -63,34 +63,25 @@ def left_out_plan(arrays: Any) -> tuple[Any, Any]:
 
 
 def chosen_plan(plans: PlanCache[Any], arrays: Any, choose: Callable[[], Served]) -> tuple[Any, Any]:
-    """The plan of what `choose` answers, launched once and kept in `plans`, and what is asked for beside.
+    """The plan of what `choose` answers, launched once and kept in `plans`, and the call that it is of.
 
     Raises:
         UnsupportedError: why there is no plan.
     """
-    from tiledsched.ops.plans import make_plan
-
-    causal, beside = arrays.beside
-
-    def make() -> Any:
-        return make_plan(arrays.q, arrays.k, arrays.v, causal, None, False, choose(), beside)
-
-    return launched_plan(plans, arrays, make, causal, beside), beside
+    call = arrays.call
+    return launched_plan(plans, arrays, call, lambda: call.make_plan(choose())), call
 
 
-def plan_call(arrays: Any, plan: Any, beside: Any) -> Call:
+def plan_call(plan: Any, call: Any) -> Call:
     """The launch of a plan on the arrays it was made for."""
-    from tiledsched.ops.launching import launch_plan
-
-    return lambda: launch_plan(plan, arrays.q, arrays.k, arrays.v, keep_zeros=True, beside=beside)
+    return lambda: call.launch(plan, keep_zeros=True)
 
 
 def launched_plan(
     plans: PlanCache[Any],
     arrays: Any,
+    call: Any,
     make: Callable[[], Any],
-    causal: str | None,
-    beside: Any,
     part: Callable[[Any], Any] = lambda plan: plan,
 ) -> Any:
     """The plan that `plans` keep for a problem, made and launched the first time: as in `sdpa`, what was not measured and spills
@@ -99,27 +90,24 @@ def launched_plan(
     Args:
         plans: by problem and device.
         arrays: an `AttentionArrays`.
+        call: the call that plans are made for.
         make: the plan, or why there is none.
-        causal: as plans are told.
-        beside: what is asked for beside q, k and v.
         part: what is launched of the next choice's plan.
 
     Raises:
         UnsupportedError: why there is no plan.
     """
-    from tiledsched.ops.launching import launch_plan
-    from tiledsched.ops.plans import default_plan
+    from tiledsched.serve.launch import launch_first
 
-    tensors = (arrays.q, arrays.k, arrays.v)
     key = (arrays.problem, arrays.q.get_device())
 
-    def instead(plan: Any) -> Any:
-        found = default_plan(plan, *tensors, causal, None, False, beside)
-        return found and part(found)
+    def next_plan(served: Served) -> Any:
+        found = call.make_plan(served)
+        return found if isinstance(found, str) else part(found)
 
     if key not in plans.ready:
         plan = plans.find(key, make)
         if isinstance(plan, str):
             raise UnsupportedError(plan)
-        plans.launch_first(key, plan, lambda each: launch_plan(each, *tensors, first=True, beside=beside), instead)
+        launch_first(plans, key, plan, lambda each: call.launch(each, first=True), next_plan)
     return plans.ready[key]

@@ -12,32 +12,35 @@ from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.rivals import heads_first, longest, rows_first
 
 
-def beside_of(arrays: Any) -> Any:
-    """What the public functions make of an `AttentionArrays` beside q, k and v, the longest sequence read from the device."""
+def features_of(arrays: Any) -> Any:
+    """The features that the public functions read of an `AttentionArrays`, the longest sequence read from the device."""
     from tiledsched.ops.features import AttentionFeatures
 
     p: Problem = arrays.problem
-    there = (("sinks", p.sinks), ("lengths", p.lengths), ("cu_q", p.ends_q), ("cu_k", p.ends_k), ("table", p.paged))
-    given = dict(zip([name for name, wanted in there if wanted], arrays.asked, strict=True))
-    most = dict(zip(("most_q", "most_k"), longest(p, arrays.tensors), strict=False))
+    there = {
+        "sinks": p.sinks,
+        "key_lengths": p.lengths,
+        "cu_seqlens_q": p.ends_q,
+        "cu_seqlens_k": p.ends_k,
+        "block_table": p.paged,
+    }
+    given = dict(zip([name for name, wanted in there.items() if wanted], arrays.asked, strict=True))
+    most = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest(p, arrays.tensors), strict=False))
     return AttentionFeatures(
         window=p.window, window_right=p.window_right, softcap=DEFAULT_CAP if p.softcap else 0.0, **given, **most
     )
 
 
-def placed_plan(arrays: Any) -> tuple[Any, Any]:
-    """The plan of the public functions, and what is asked for beside.
+def found_plan(arrays: Any) -> Any:
+    """The plan of the public functions.
 
     Raises:
         UnsupportedError: they leave the problem to torch.
     """
-    from tiledsched.ops.plans import find_plan
-
-    p, beside = arrays.problem, beside_of(arrays)
-    found = find_plan(arrays.q, arrays.k, arrays.v, p.alignment if p.causal else None, None, False, beside)
+    found = arrays.call.find_plan()
     if isinstance(found, str):
         raise UnsupportedError(found)
-    return found, beside
+    return found
 
 
 def served_placed(arrays: Any) -> Call:
@@ -51,19 +54,20 @@ def served_placed(arrays: Any) -> Call:
     p: Problem = arrays.problem
     if p.window_right and p.alignment != "bottom_right":
         raise UnsupportedError("a window of two sides is aligned at each sequence's last key")
-    _, beside = placed_plan(arrays)
+    found_plan(arrays)
+    features = arrays.call.features
     q, k, v = rows_first(p, arrays.q, arrays.k, arrays.v)
     more: dict[str, Any] = {
         "causal": p.alignment if p.causal and not p.window_right else False,
-        "sinks": beside.sinks,
+        "sinks": features.sinks,
         "window": (p.window - 1, p.window_right) if p.window_right else p.window or None,
-        "softcap": beside.softcap or None,
+        "softcap": features.softcap or None,
     }
     if not p.packed:
-        return lambda: heads_first(sdpa_paged(q, k, v, beside.table, beside.lengths, **more))
+        return lambda: heads_first(sdpa_paged(q, k, v, features.block_table, features.key_lengths, **more))
     if p.page:
-        more |= {"block_table": beside.table, "seqused_k": beside.lengths}
-    lies = (beside.cu_q, beside.cu_k, beside.most_q, beside.most_k)
+        more |= {"block_table": features.block_table, "seqused_k": features.key_lengths}
+    lies = (features.cu_seqlens_q, features.cu_seqlens_k, features.max_seqlen_q, features.max_seqlen_k)
     return lambda: heads_first(sdpa_varlen(q, k, v, *lies, **more))
 
 

@@ -1,4 +1,4 @@
-"""Rivals of the matrix product: cuBLAS through torch, Inductor's templates, TileGym's kernels."""
+"""Rivals of the matrix product: cuBLAS through torch, Inductor's templates, and TileGym's kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rivals(p: Problem) -> Rivals:
 
 
 def _tilegym(*, persistent: bool) -> Callable[..., Any]:
-    """`tilegym.ops.matmul`; an operand that is column-major is given to it as the transpose it is in memory."""
+    """`tilegym.ops.matmul`. A column-major operand is passed as its transpose, which is how it lies in memory."""
 
     def call(A: Any, B: Any) -> Any:
         from tilegym.ops import matmul

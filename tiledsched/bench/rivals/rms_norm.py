@@ -28,7 +28,7 @@ def rivals(p: Problem) -> Rivals:
 
 
 def _of(p: Problem, normalise: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """`normalise` on what the problem's inputs are."""
+    """`normalise` with the problem's inputs as arguments."""
     if not p.residual:
         return normalise
 

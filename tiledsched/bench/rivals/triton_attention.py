@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Flash-attention forward in Triton: another compiler's answer to the same problem, for times and for numbers.
+"""A flash-attention forward kernel in Triton: another compiler's solution of the same problem.
 
 It shares no code with the cuTile kernel. The algorithm is that of FlashAttention-2 (Dao, arXiv:2307.08691, section 3.1):
 a block keeps one tile of queries, walks over the keys, and rescales its sum when a row maximum grows.
@@ -12,7 +12,7 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 SHORT = 32
-"""Query rows up to which small tiles are tried."""
+"""Query rows up to which the autotuner tries small tiles."""
 
 
 @triton.jit
@@ -188,18 +188,17 @@ CONFIGS = [
     _config(16, 64, 4, 4),
     _config(16, 128, 4, 3),
 ]
-"""What the autotuner chooses among; the last two are for few rows, the one before for archs with little
-shared memory."""
+"""What the autotuner chooses among. The last two are for few rows, the one before for archs with little shared memory."""
 
 
 def _worth_trying(configs, arguments, **constants):
-    """Small tiles where there are few rows, the others where there are many."""
+    """The configurations worth trying: small tiles where there are few rows, the others where there are many."""
     few = arguments["seq_q"] <= SHORT
     return [config for config in configs if (config.kwargs["TILE_M"] == 16) == few]
 
 
 def _time(call, quantiles):
-    """A short look: a bench of a hundred shapes cannot spend a second on each."""
+    """Times a configuration briefly: a bench of a hundred shapes cannot spend a second on each."""
     return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
 

@@ -5,7 +5,6 @@ What runs on the GPU is in `entries`, `tiles`, `flat` and `split` beside it; cuT
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,9 @@ from tiledsched.core.errors import ProblemError
 from tiledsched.core.kernel import Kernel, Tolerance
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.attention import flags, problem
+from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention import similarity as alike
-from tiledsched.kernels.attention.suites import SUITES
+from tiledsched.kernels.attention.suites import STANDARD, SUITES
 
 if TYPE_CHECKING:
     from tiledsched.core.resources import ResourceFacts
@@ -165,9 +164,8 @@ class Attention(Kernel):
     requires_same_kind = staticmethod(alike.requires_same_kind)
     equivalents = staticmethod(alike.equivalents)
     loss_group = staticmethod(alike.loss_group)
-    add_flags = staticmethod(flags.add_flags)
-    add_likely_flags = staticmethod(flags.add_likely_flags)
-    likely = staticmethod(flags.likely)
+    variants = likely.VARIANTS
+    likely = staticmethod(likely.likely)
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:
@@ -365,11 +363,6 @@ class Attention(Kernel):
         return problem.standard(Attention.problem, **sizes)
 
     @staticmethod
-    def from_flags(options: argparse.Namespace) -> list[Problem]:
-        """Every combination of the flags' values."""
-        return flags.from_flags(Attention.problem, options)
-
-    @staticmethod
     def file_words(p: Problem) -> str:
         """`s4096_d128_float16_causal_b4_h16`."""
         seq = f"s{p.seq_q}" if p.seq_q == p.seq_k else f"sq{p.seq_q}_sk{p.seq_k}"
@@ -408,6 +401,7 @@ class Attention(Kernel):
 
 
 Attention.suites = {name: make(Attention.problem) for name, (_, make) in SUITES.items()}
+Attention.default_suite = STANDARD
 
 
 def scales(p: Problem, scale: float | None = None, cap: float | None = None) -> tuple[float, float]:

@@ -15,6 +15,8 @@ SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = (False, True)
 ALL_MODELS = "models"
 """The suite that others make up."""
+STANDARD = "standard"
+"""The suite that is meant where no problem is named."""
 Make = Callable[..., Problem]
 
 
@@ -27,6 +29,16 @@ def _attention(make: Make) -> list[Problem]:
         for head_dim in (64, 128)
         for causal in MASKS
         for seq_len in SEQ_LENS
+    ]
+
+
+def _standard(make: Make) -> list[Problem]:
+    """A short and a long sequence with the usual head dimensions, with and without a causal mask, at 16k tokens."""
+    return [
+        standard(make, seq_len=seq_len, head_dim=head_dim, causal=causal)
+        for head_dim in (64, 128)
+        for causal in MASKS
+        for seq_len in (1024, 4096)
     ]
 
 
@@ -257,6 +269,7 @@ SUITES: Mapping[str, tuple[str, Any]] = {
         "S 512 to 16384, D 64 and 128, causal and full, both dtypes, at 16k tokens and at B=1 H=8",
         _attention,
     ),
+    STANDARD: ("S 1024 and 4096, D 64 and 128, causal and full, float16, at 16k tokens", _standard),
     "gqa": ("32 query heads over 8, 4 and 1 key heads, causal", _gqa),
     "decode": ("1 and 8 query rows against 4k to 32k keys", _decode),
     "odd-head-dims": ("D 40 to 256, no power of two but the last", _odd_head_dims),

@@ -27,6 +27,7 @@ from tiledsched.ops.features import AttentionFeatures, Window
 from tiledsched.ops.padding import edges, ends_of
 from tiledsched.ops.sdpa import sdpa
 from tiledsched.ops.varlen import sdpa_varlen
+from tiledsched.serve import process
 
 NAME = "tiledsched"
 CHANGES_SCORES = ("head_mask",)
@@ -400,7 +401,7 @@ def _static_row(named: dict[str, Any], *, traced: bool) -> SeenKeys | None:
 
 def _is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is captured, when no values are read."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and process.runtime.is_capturing()
 
 
 def _packed_keys(named: dict[str, Any], sequences: torch.Tensor, function: Any) -> SeenKeys | None:

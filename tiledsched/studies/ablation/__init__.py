@@ -1,1 +1,1 @@
-"""What each knob of a tuned schedule is worth: the ladder from the plain kernel to the tuned one."""
+"""Measures what each knob of a tuned schedule is worth, by a ladder from the plain schedule to the tuned one."""

@@ -1,4 +1,5 @@
-"""The ladder from the plain schedule to the tuned one, a group of knobs at a time, and the tuned one without each knob.
+"""The ladder from the plain schedule to the tuned one, a group of knobs at a time, and the tuned schedule without each
+knob.
 
 Which rung comes next is decided by measuring: of the groups not yet turned, the one that helps most from where the ladder
 stands. Knobs interact, so that the order matters, and so that a knob can be worth nothing on the ladder and much when
@@ -20,24 +21,24 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Batch, Candidate, Runner
 from tiledsched.measure.statistics import median_interval
 from tiledsched.studies.ablation.rows import LADDER, OK, TRIED, WITHOUT, AblationRow
-from tiledsched.studies.ablation.sources import Source, said
+from tiledsched.studies.ablation.sources import ProgramSource, said
 from tiledsched.tuning.programs import Key
 
 TOGETHER = (("tile_m", "tile_n"), ("latency_k", "latency_v"), ("occupancy", "num_ctas"))
-"""Knobs that are turned as one; every other knob is a group of its own."""
+"""Knobs that are changed together; every other knob is a group of its own."""
 CONFIDENCE = 0.95
 LOOK_ROUNDS = 10
-"""Samples of each in the runs that choose the next rung."""
+"""Samples of each schedule in the runs that choose the next rung."""
 SUSTAINED_ROUNDS = 10
-"""Times as many samples at the power cap: they follow each other at once and spread more."""
+"""In the sustained regime, so many times as many samples: they follow each other at once and spread more."""
 
 Group = tuple[str, ...]
-"""Knobs turned together."""
+"""Knobs that are changed together."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
-    """One schedule in one interleaved run."""
+class RungTime:
+    """The time of one schedule in one interleaved run."""
 
     median_us: float
     """Median of its samples."""
@@ -47,12 +48,12 @@ class Timing:
     """Upper end."""
 
 
-Outcome = Timing | str
+Outcome = RungTime | str
 """A time, or why there is none."""
 
 
 def groups_between(plain: Schedule, tuned: Schedule) -> list[Group]:
-    """The groups of knobs in which two schedules differ, with only the knobs that do; both must have the same knobs."""
+    """The groups of knobs in which two schedules differ. Both schedules must have the same knobs."""
     differ = [name for name in tuned if tuned[name] != plain[name]]
     found: dict[str, Group] = {}
     for name in differ:
@@ -63,7 +64,7 @@ def groups_between(plain: Schedule, tuned: Schedule) -> list[Group]:
 
 
 def refusals(space: SearchSpace, schedule: Schedule, problem: Problem) -> list[str]:
-    """Every constraint a schedule breaks, but for those that only keep the search small.
+    """The reasons of all constraints that a schedule breaks, except constraints that only keep the search small.
 
     Unlike `SearchSpace.violations` it takes hints left to the compiler, which no space lists as a choice.
     """
@@ -72,7 +73,7 @@ def refusals(space: SearchSpace, schedule: Schedule, problem: Problem) -> list[s
 
 
 class Ladder:
-    """One ablation under way.
+    """An ablation of one problem.
 
     Args:
         runner: what times; `begin` is called here.
@@ -90,7 +91,7 @@ class Ladder:
     def __init__(
         self,
         runner: Runner,
-        source: Source,
+        source: ProgramSource,
         space: SearchSpace,
         kernel: KernelClass,
         problem: Problem,
@@ -107,7 +108,7 @@ class Ladder:
         self._rows: list[AblationRow] = []
 
     def climb(self, plain: Schedule, tuned: Schedule) -> list[AblationRow]:
-        """Every row: the ladder, then the tuned schedule without each knob, then what else was tried.
+        """Measure the ladder: returns its rungs, then the tuned schedule without each knob, then what else was tried.
 
         Args:
             plain: rung 0.
@@ -137,7 +138,9 @@ class Ladder:
     def _next_rung(
         self, current: Schedule, tuned: Schedule, left: Sequence[Group], rung: int
     ) -> tuple[Group, Schedule]:
-        """The group that helps most; where none can be turned alone, all that are left at once."""
+        """The group that helps most, and its schedule. Where no group can be changed alone, all that are left are
+        changed at once.
+        """
         if len(left) == 1:
             return left[0], tuned
         options = {group: current.replace(**{name: tuned[name] for name in group}) for group in left}
@@ -149,7 +152,7 @@ class Ladder:
         timed = [
             (not self._leads_on(schedule, tuned, frozenset(left) - {group}), outcome.median_us, group)
             for group, schedule in options.items()
-            if isinstance(outcome := outcomes[schedule], Timing)
+            if isinstance(outcome := outcomes[schedule], RungTime)
         ]
         for _, _, group in sorted(timed):
             if not self._wrong(self._source.find([options[group]], self._problem)[options[group]]):
@@ -157,14 +160,14 @@ class Ladder:
         return tuple(name for group in left for name in group), tuned
 
     def _leads_on(self, current: Schedule, tuned: Schedule, left: frozenset[Group]) -> bool:
-        """Whether the groups left can be turned one by one with every schedule on the way in the record."""
+        """Whether the groups left can be changed one by one with every schedule on the way recorded."""
         if self._recorded is None or len(left) <= 1:
             return True
         steps = ((current.replace(**{name: tuned[name] for name in group}), left - {group}) for group in left)
         return any(self._recorded(step) and self._leads_on(step, tuned, rest) for step, rest in steps)
 
     def _time(self, schedules: Sequence[Schedule], rounds: int, *, check: bool) -> dict[Schedule, Outcome]:
-        """All of them interleaved in one run; schedules that are one program share its time."""
+        """Time all schedules in one interleaved run. Schedules that build the same program share its time."""
         outcomes: dict[Schedule, Outcome] = {}
         wanted = []
         for schedule in dict.fromkeys(schedules):
@@ -193,12 +196,12 @@ class Ladder:
         return candidate.artifact.fingerprint, grids
 
     def _unfit(self, candidate: Candidate) -> str:
-        """Why it cannot be timed; empty where it can."""
+        """Why a program cannot be timed; empty where it can."""
         seen = self._runner.look(candidate)
         return said(seen) if isinstance(seen, Failure) else ""
 
     def _wrong(self, found: Candidate | str) -> str:
-        """Why it may not be a rung, for which the accuracy gate is asked once; empty where it may."""
+        """Why a program may not be a rung; empty where it may. Each program's accuracy is checked once."""
         if isinstance(found, str):
             return found
         key = self._key(found)
@@ -250,9 +253,9 @@ def _timing(batch: Batch) -> Outcome:
     if batch.conditions.beside:
         return f"timed {batch.conditions.disturbance}"
     low, high = median_interval(batch.samples_us, CONFIDENCE)
-    return Timing(median_us=statistics.median(batch.samples_us), ci_low_us=low, ci_high_us=high)
+    return RungTime(median_us=statistics.median(batch.samples_us), ci_low_us=low, ci_high_us=high)
 
 
 def _over(before: AblationRow, after: AblationRow) -> float | None:
-    """Speedup from one to the other; None where either has no time."""
+    """Speedup from one row to the other; None where either has no time."""
     return before.median_us / after.median_us if before.median_us and after.median_us else None

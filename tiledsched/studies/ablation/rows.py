@@ -15,23 +15,23 @@ from tiledsched.core.problem import Problem, canonical_json
 LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
 OK = "ok"
 FIRST_COLUMNS = ("dtype", "causal", "batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim")
-"""Empty where a problem has no such value."""
+"""Values of attention with a column of their own; empty for a problem that has no such field."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AblationRow:
-    """One schedule on the way from the plain one to the tuned one, or beside the tuned one."""
+    """One schedule on the way from the plain schedule to the tuned one, or next to the tuned one."""
 
     problem: Problem
-    """What was computed."""
+    """The problem."""
     regime: str
     """burst or sustained."""
     view: str
-    """ladder: a rung. without: the tuned schedule with one knob turned back. tried: a rung that was possible, from the run
-    that chose among them.
+    """`ladder` for a rung; `without` for the tuned schedule with one knob changed back; `tried` for a possible rung, in
+    the run that chose among several.
     """
     rung: int
-    """Place on the ladder, 0 the plain schedule; of what was tried, the rung it might have been."""
+    """Place on the ladder, where 0 is the plain schedule; for `tried`, the rung it might have been."""
     knob: str
     """The knobs changed, joined by +; empty for rung 0."""
     before: str
@@ -39,7 +39,7 @@ class AblationRow:
     after: str
     """Their values after."""
     schedule: str
-    """The whole schedule, for people."""
+    """The whole schedule as people read it."""
     schedule_id: str
     """Its id."""
     median_us: float | None = None
@@ -49,18 +49,18 @@ class AblationRow:
     ci_high_us: float | None = None
     """Upper end."""
     speedup_over_previous: float | None = None
-    """Time before the change over time after: of the rung before; of the tuned schedule, for `without`."""
+    """Time before the change over time after it. For `without`, the time before is the tuned schedule's."""
     speedup_over_plain: float | None = None
-    """Time of rung 0 over its own; None for what was tried, which ran in another run."""
+    """Time of rung 0 over its own time; None for `tried`, which ran in another run."""
     status: str
-    """ok, or why there is no time: a constraint broken, a failed build or launch, nothing recorded."""
+    """`ok`, or why there is no time: a broken constraint, a failed build or launch, or nothing recorded."""
     device: str = ""
-    """GPU."""
+    """Name of the GPU."""
     runner: str = ""
     """gpu or replay."""
 
     def to_csv(self) -> dict[str, Any]:
-        """A flat row, also for `--json`."""
+        """One cell for each column, also for `--json`."""
         p = self.problem.values
         return {
             "regime": self.regime,
@@ -92,7 +92,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def write_rows(rows: Sequence[AblationRow], path: Path) -> None:
-    """One CSV file of all rows; what was there is replaced."""
+    """Write all rows to a CSV file, in place of what it held."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flat = [row.to_csv() for row in rows]
     text = io.StringIO(newline="")

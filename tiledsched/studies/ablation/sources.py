@@ -18,22 +18,22 @@ from tiledsched.tuning.programs import Builder
 NOT_RECORDED = "not recorded"
 
 
-class Source(Protocol):
-    """Programs by schedule."""
+class ProgramSource(Protocol):
+    """Finds the programs of schedules."""
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
-        """For each schedule what the runner can time, or why there is nothing to time."""
+        """For each schedule a program that the runner can time, or why there is none."""
         ...
 
 
-class Built:
-    """Builds what is asked for, once ever per toolchain; needs the compiler and no GPU."""
+class CompiledPrograms:
+    """Builds programs with the compiler; needs no GPU. What was built before is not built again."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
-        """See :class:`Source`."""
+        """For each schedule a program that the runner can time, or why there is none."""
         builder = self._builder
         builder.build(schedules, problem)
         found: dict[Schedule, Candidate | str] = {}
@@ -48,8 +48,8 @@ class Built:
         return found
 
 
-class Recorded:
-    """What a landscape file holds, by schedule. Nothing is built.
+class RecordedPrograms:
+    """Finds programs in a landscape file. Nothing is built.
 
     Args:
         table: the file's contents; measurements of one problem, device and regime.
@@ -70,7 +70,7 @@ class Recorded:
 
     @property
     def best(self) -> Measurement:
-        """The fastest that was checked.
+        """The fastest measurement whose output was checked.
 
         Raises:
             MeasureError: nothing was checked.
@@ -81,11 +81,11 @@ class Recorded:
         return min(checked, key=lambda one: (one.median_us, one.schedule.id))
 
     def holds(self, schedule: Schedule) -> bool:
-        """Whether it is in the record."""
+        """Whether the schedule is recorded."""
         return schedule in self._by_schedule
 
     def find(self, schedules: Sequence[Schedule], problem: Problem) -> dict[Schedule, Candidate | str]:
-        """See :class:`Source`."""
+        """For each schedule a program that the runner can time, or why there is none."""
         found: dict[Schedule, Candidate | str] = {}
         for schedule in schedules:
             one = self._by_schedule.get(schedule) if problem == self.problem else None
@@ -99,5 +99,5 @@ class Recorded:
 
 
 def said(failure: Failure) -> str:
-    """A failure as a row's status."""
+    """A failure as the status of a row."""
     return f"{failure.kind}: {failure.message}"

@@ -45,7 +45,9 @@ def _length() -> Spec:
 
 
 def throughput(rows: Sequence[ResultRow]) -> Spec:
-    """Figure 3: tokens/s over S, ours and torch's SDPA, both element types; whiskers reach to the 95th percentile."""
+    """Figure 3: tokens per second over S, for our kernel and torch's SDPA in both element types; whiskers reach to the
+    95th percentile.
+    """
     values = _values(rows, (OURS, BASELINE), ("float16", "bfloat16"))
     colour = word("method", None, scale=COLOURS, legend={"values": [OURS, BASELINE]})
     layers = [
@@ -68,7 +70,7 @@ def throughput(rows: Sequence[ResultRow]) -> Spec:
 
 
 def regime_map(rows: Sequence[ResultRow]) -> Spec:
-    """Figure 4: how many times the throughput of torch's SDPA ours has, by S and D."""
+    """Figure 4: torch's time over ours, by S and D."""
     base = {row.cell: row.median_ms for row in rows if row.method == BASELINE and row.median_ms}
     values = [
         {
@@ -109,7 +111,7 @@ def regime_map(rows: Sequence[ResultRow]) -> Spec:
 
 
 def bandwidth(rows: Sequence[ResultRow]) -> Spec:
-    """Figure 5: the bandwidth proxy over S, ours and torch's SDPA."""
+    """Figure 5: the bandwidth proxy over S, for our kernel and torch's SDPA."""
     line = {
         "mark": {"type": "line", "point": True},
         "encoding": {
@@ -125,7 +127,7 @@ def bandwidth(rows: Sequence[ResultRow]) -> Spec:
 
 
 def bars(rows: Sequence[ResultRow], methods: Sequence[str]) -> Spec:
-    """Figures 6 and 7: TFLOP/s by S, a bar for each method."""
+    """Figures 6 and 7: TFLOP/s by S, with a bar for each method."""
     bar = {
         "mark": "bar",
         "encoding": {
@@ -142,13 +144,13 @@ def bars(rows: Sequence[ResultRow], methods: Sequence[str]) -> Spec:
 
 
 def _panels(values: list[dict[str, Any]], spec: Spec) -> Spec:
-    """A row for each mask, a column for each head dimension."""
+    """A panel for each mask (row) and head dimension (column)."""
     facet = {"row": word("mask", None) | {"sort": ["full", "causal"]}, "column": word("D", None) | {"sort": PANELS}}
     return chart(values, {"facet": facet, "spec": spec, "resolve": {"scale": {"y": "independent"}}})
 
 
 def of_results(rows: Sequence[ResultRow]) -> dict[str, tuple[str, str, Spec]]:
-    """File name -> heading, what it says, and the figure; those with something to draw."""
+    """File name -> heading, text and figure, for the figures that have something to draw."""
     wanted = {
         "figure3_throughput_vs_s": (
             "Figure 3: throughput",

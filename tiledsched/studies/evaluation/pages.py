@@ -1,4 +1,4 @@
-"""What the evaluation writes: the paper's files, tables and figures, and a page that holds them all."""
+"""Writes the evaluation: the paper's files, tables and figures, and a page that holds them all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from tiledsched.studies.evaluation.tiles import TilingRow, tuning_csv
 
 
 def write_evaluation(folder: Path, rows: Sequence[BenchRow], tiles: Sequence[TilingRow]) -> list[Path]:
-    """Write the paper's two CSV files, its tables and figures, study_summary.md and study.html; the files written."""
+    """Write the paper's two CSV files, its tables and figures, study_summary.md and study.html; returns the files
+    written.
+    """
     results = [result_of(row) for row in rows]
     conditions = _table3(rows)
     blocks = _document(results, tiles, conditions)
@@ -86,14 +88,14 @@ def _document(results: Sequence[ResultRow], tiles: Sequence[TilingRow], conditio
     blocks += (
         [_table4(tiles)]
         if tiles
-        else [Paragraph(text="The tiles were not raced: run `tiledsched study` without `--no-tiles`.")]
+        else [Paragraph(text="The tiles were not raced: run `tiledsched study paper` without `--no-tiles`.")]
     )
     blocks += [Heading(text="Statuses"), _statuses(results), Heading(text="Table 3: conditions"), conditions]
     return blocks
 
 
 def speedups(results: Sequence[ResultRow]) -> dict[str, list[float]]:
-    """Method -> its time over ours, of every cell where both have one."""
+    """Method -> its time over ours, in every cell where both have a time."""
     ours = {row.cell: row.median_ms for row in results if row.method == OURS and row.median_ms}
     found: dict[str, list[float]] = {}
     for method in METHODS.values():

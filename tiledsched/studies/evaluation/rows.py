@@ -17,7 +17,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 HEAD_DIMS = (64, 96, 128, 160)
 DTYPES = ("float16", "bfloat16")
 BASELINE = "torch_sdpa"
-"""What speedups are against: torch's SDPA, whichever backend it takes."""
+"""The method that speedups are relative to: torch's SDPA, which chooses its backend itself."""
 METHODS = {
     "tiledsched": "tiledsched",
     "torch_auto": BASELINE,
@@ -28,7 +28,7 @@ METHODS = {
     "torch_cudnn": "torch_sdpa_cudnn_forced",
     "triton": "triton",
 }
-"""Methods of the bench, and what the paper's files call them."""
+"""Name of a method in the bench -> its name in the paper's files."""
 OURS = METHODS["tiledsched"]
 EXPLICIT = ("torch_sdpa_math", "standard_eager")
 FORCED = ("torch_sdpa_flash_forced", "torch_sdpa_efficient_forced", "torch_sdpa_cudnn_forced")
@@ -43,11 +43,11 @@ STATUSES = (
     ("wrong", "wrong"),
     ("timed ", "disturbed"),
 )
-"""What a row of the bench says where there is no time -> status; anything else is a `runtime_error`."""
+"""(text in the status of a bench row without a time, status in the paper's files). Anything else is a `runtime_error`."""
 
 
 def problems() -> list[Problem]:
-    """The 80 problems, one batch of eight heads, the quick ones first."""
+    """The 80 problems, each one batch of eight heads, the quick ones first."""
     kernel = kernel_named("attention")
     cases = itertools.product(LENGTHS, HEAD_DIMS, DTYPES, (False, True))
     return [
@@ -63,13 +63,13 @@ class ResultRow:
     """A line of benchmark_results.csv. Figures are None where there is no time."""
 
     method: str
-    """See METHODS."""
+    """One of the names that METHODS maps to."""
     baseline_name: str = BASELINE
-    """What it is compared with."""
+    """The method that it is compared with."""
     dtype: str
     """float16 or bfloat16."""
     causal: bool
-    """Whether masked."""
+    """Whether the mask is causal."""
     B: int
     """Batch."""
     H: int
@@ -79,17 +79,19 @@ class ResultRow:
     D: int
     """Head dimension."""
     flops_forward: float
-    """4 D for each pair of a query and a key that it sees: S^2, or S (S + 1) / 2 with the causal mask."""
+    """4 D operations for each query-key pair that is not masked: S^2 pairs, or S (S + 1) / 2 with the causal mask."""
     median_ms: float | None = None
-    """Median time."""
+    """Median time in milliseconds."""
     p95_ms: float | None = None
-    """95th percentile."""
+    """95th percentile of the time in milliseconds."""
     throughput_tokens_per_s: float | None = None
     """B H S over the median time."""
     tflops_per_s: float | None = None
     """flops_forward over the median time."""
     approx_bw_gbps: float | None = None
-    """Queries, keys, values and outputs moved once, over the median time: a proxy, not a measurement of traffic."""
+    """Queries, keys, values and outputs, each moved once, over the median time. It is a proxy, not a measurement of
+    traffic.
+    """
     status: str = OK
     """ok, unsupported, oom, wrong, disturbed or runtime_error."""
     status_detail: str = ""
@@ -102,7 +104,7 @@ class ResultRow:
 
 
 COLUMNS = [field.name for field in fields(ResultRow)]
-"""Of benchmark_results.csv, in the paper's order."""
+"""Columns of benchmark_results.csv, in the paper's order."""
 
 
 def result_of(row: BenchRow) -> ResultRow:
@@ -136,7 +138,7 @@ def result_of(row: BenchRow) -> ResultRow:
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """CSV text. What is not known is NaN, as in the paper's files."""
+    """CSV text, in which missing values are `nan` as in the paper's files."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
@@ -145,5 +147,5 @@ def to_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 
 def results_csv(rows: Sequence[ResultRow]) -> str:
-    """benchmark_results.csv."""
+    """The text of benchmark_results.csv."""
     return to_csv([asdict(row) for row in rows], COLUMNS)

@@ -19,11 +19,13 @@ from tiledsched.report.records import TileTime
 from tiledsched.studies.evaluation.rows import to_csv
 
 TILES = ((32, 64), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
-"""(tile_m, tile_n) that the paper compares."""
+"""(tile_m, tile_n): the tiles that the paper compares."""
 REGIMES = (("Short S", 1024), ("Mid S", 4096), ("Long S", 8192))
 HEAD_DIMS = (64, 128)
 AROUND = {"occupancy": (1, 2), "num_worker_warps": (4, 8)}
-"""What is tried with each tile beside the knobs of what is served: a tile is judged by its best schedule."""
+"""Values tried with each tile in addition to those of the served schedule, because a tile is judged by its best
+schedule.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +35,19 @@ class TilingRow:
     regime: str
     """Short S, Mid S or Long S."""
     problem: Problem
-    """Whose length and head dimension the line names."""
+    """The problem whose length and head dimension the line names."""
     best: TileTime
-    """The best tile, by its best schedule."""
+    """The best tile, judged by its best schedule."""
     runner_up: TileTime | None
     """The second best; None where only one tile could be measured."""
 
     @property
     def drop(self) -> float | None:
-        """How much longer the second best takes, in percent."""
+        """How much longer the second best tile takes, in percent."""
         return (self.runner_up.us / self.best.us - 1) * 100 if self.runner_up else None
 
     def to_csv(self) -> dict[str, Any]:
-        """In the paper's columns."""
+        """One cell for each of the paper's columns."""
         other = self.runner_up
         return {
             "regime": self.regime,
@@ -73,11 +75,11 @@ COLUMNS = (
     "runner_median_ms",
     "sensitivity_drop_percent",
 )
-"""Of tuning_results.csv, in the paper's order."""
+"""Columns of tuning_results.csv, in the paper's order."""
 
 
 def problems() -> list[tuple[str, Problem]]:
-    """Regime and problem: float16, no mask, one batch of eight heads."""
+    """Pairs of a regime and a problem: float16, no mask, one batch of eight heads."""
     shared = {"batch": 1, "heads": 8, "kv_heads": 8, "dtype": "float16", "causal": False}
     make = kernel_named("attention").problem
     return [
@@ -88,7 +90,8 @@ def problems() -> list[tuple[str, Problem]]:
 
 
 def candidates(space: SearchSpace, problem: Problem, served: Schedule) -> list[Schedule]:
-    """What is served, then each tile with its other knobs and with the default's, each at a few occupancies and warps.
+    """The served schedule, then each tile with the other knobs of the served schedule and of the default, at a few
+    occupancies and warps.
 
     Both, as what suits one tile may suit no other; what cannot work is left out.
     """
@@ -151,7 +154,7 @@ def race_tiles(
 
 
 def tiling_rows(folder: Path, kernel: KernelClass) -> list[TilingRow]:
-    """What tiles.db of the folder says; empty where there is none."""
+    """The rows of tuning_results.csv, from tiles.db in the folder; empty where there is none."""
     from tiledsched.report import build_report
     from tiledsched.store.db import TuningDB
 
@@ -175,5 +178,5 @@ def tiling_rows(folder: Path, kernel: KernelClass) -> list[TilingRow]:
 
 
 def tuning_csv(rows: Sequence[TilingRow]) -> str:
-    """tuning_results.csv."""
+    """The text of tuning_results.csv."""
     return to_csv([row.to_csv() for row in rows], COLUMNS)

@@ -1,4 +1,4 @@
-"""The ladder as a table of rates over sequence lengths, and as a chart."""
+"""Writes the ladder: a table of rates over sequence lengths, and a chart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiledsched.studies.ladder.rungs import rungs
 
 
 def write_ladder(folder: Path, rows: Sequence[BenchRow], targets: str = "") -> list[Path]:
-    """Write ladder.md, ladder.html, the chart, and by_target.py with `targets`; the files written."""
+    """Write ladder.md, ladder.html, the chart, and by_target.py with the text of `targets`; returns the files written."""
     blocks = document(rows)
     drawn = drawings(blocks)
     if drawn is None:
@@ -32,7 +32,7 @@ def write_ladder(folder: Path, rows: Sequence[BenchRow], targets: str = "") -> l
 
 
 def document(rows: Sequence[BenchRow]) -> list[Block]:
-    """The scaling chart, then a table for each kind of problem: a row for each rung, three columns for each length."""
+    """The chart, then a table for each kind of problem: a row for each rung, three columns for each length."""
     names = list(dict.fromkeys(row.method for row in rows))
     about = {name: text for name, (text, _) in rungs().items()}
     device = ", ".join(sorted({row.device for row in rows}))
@@ -77,7 +77,7 @@ def _group(row: BenchRow) -> str:
 
 
 def scaling(rows: Sequence[BenchRow]) -> Spec:
-    """TFLOP/s over the sequence length, a line for each rung, a panel for each kind of problem."""
+    """TFLOP/s over the sequence length, with a line for each rung and a panel for each kind of problem."""
     values = [
         {
             "rung": row.method,

@@ -1,4 +1,4 @@
-"""The declaration of the plain kernel, the rungs from it to what is served, and how each is called beside the others."""
+"""The rungs from a first attention kernel to the served one, and the declaration of that kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiledsched.core.schedule import KnobValue, Schedule
 
 
 class PlainAttention(Kernel):
-    """Attention as one would first write it, each pair of a sequence and a head by itself."""
+    """Attention as one would first write it: each pair of a sequence and a head is computed by itself."""
 
     name = "plain_attention"
     pairs, rows = ts.dim(), ts.dim()
@@ -41,19 +41,19 @@ class PlainAttention(Kernel):
 
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int, ...]:
-        """A block for each tile of queries of each pair."""
+        """One block for each tile of queries of each pair."""
         return -(-p.rows // int(s["tile_m"])), p.pairs
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:
-        """The only one."""
+        """The kernel's only tile function."""
         from tiledsched.studies.ladder.tiles import attend
 
         return attend
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
-        """What the kernel's parameters are."""
+        """The values of the kernel's constant parameters."""
         return {
             "scale": p.head_dim**-0.5,
             "TILE_M": s["tile_m"],
@@ -68,7 +68,7 @@ class PlainAttention(Kernel):
 
     @staticmethod
     def reference(xp: Any, p: Problem, Q: Any, K: Any, V: Any) -> Any:
-        """Softmax of the scaled, masked products, times the values."""
+        """Softmax of the scaled and masked products, times the values: `[pairs, rows, head_dim]`."""
         scores = xp.einsum("bqd,bkd->bqk", Q, K) * p.head_dim**-0.5
         if p.causal:
             place = xp.arange(p.rows)
@@ -78,7 +78,7 @@ class PlainAttention(Kernel):
 
     @staticmethod
     def flops(p: Problem) -> float:
-        """Two products."""
+        """Operations of the two matrix products; half of them with the causal mask."""
         return 4.0 * p.pairs * p.rows * p.rows * p.head_dim / (2 if p.causal else 1)
 
 
@@ -108,14 +108,14 @@ EDITS: Sequence[tuple[str, str, Mapping[str, KnobValue]]] = (
         {"tile_m": 128, "tile_n": 128, "occupancy": 1, "num_worker_warps": 8},
     ),
 )
-"""Each rung: its name, what was edited, and the knobs it changes."""
+"""For each rung its name, what was edited, and the knobs that the edit changes."""
 
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def usual() -> list[Problem]:
-    """What the ladder is climbed on where no problem is named: one sequence, 16 heads of 128 columns, float16, no mask."""
+    """The problems of the ladder where none is named: one sequence, 16 heads of 128 columns, float16, no mask."""
     make = kernel_named("attention").problem
     return [
         make(batch=1, heads=16, kv_heads=16, seq_q=length, seq_k=length, head_dim=128, dtype="float16", causal=False)
@@ -133,7 +133,7 @@ def rungs() -> dict[str, tuple[str, Schedule]]:
 
 
 def plain_problem(problem: Problem) -> Problem:
-    """The problem of the plain kernel that an attention problem is.
+    """The plain kernel's problem that is the same as an attention problem.
 
     Raises:
         UnsupportedError: the plain kernel has no such thing.
@@ -150,7 +150,7 @@ def plain_problem(problem: Problem) -> Problem:
 
 
 def methods() -> list[Method]:
-    """Every rung as a method of the bench, and what is served last."""
+    """The methods of the bench: every rung, and last what is served."""
     from tiledsched.bench.rivals.attention import METHODS
 
     found = [Method(name=name, about=about, make=_launched(schedule)) for name, (about, schedule) in rungs().items()]

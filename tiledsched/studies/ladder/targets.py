@@ -1,18 +1,19 @@
-"""What is served on each arch, as hints that can be pasted above a kernel."""
+"""Writes what is served on each arch as hints that can be pasted above a kernel."""
 
 from __future__ import annotations
 
 from tiledsched.core.device import ARCHS
 from tiledsched.core.kernel import HINT_KNOBS, KernelClass
 from tiledsched.core.problem import Problem
-from tiledsched.serve.lookup import Table
+from tiledsched.serve.lookup import LookupTable
 
 LEFT = {"num_ctas": 0, "occupancy": 0, "num_worker_warps": 0}
-"""Values that leave a hint to the compiler."""
+"""For each hint the value that leaves it to the compiler."""
 
 
-def by_target(kernel: KernelClass, problem: Problem, table: Table) -> str:
-    """Python: a constant for each knob that differs between archs, and the `ct.kernel` line with a `ct.ByTarget` for each hint.
+def by_target(kernel: KernelClass, problem: Problem, table: LookupTable) -> str:
+    """Python text: a constant for each knob that differs between archs, and a `ct.kernel` line with a `ct.ByTarget` for
+    each hint.
 
     Args:
         kernel: whose hints.

@@ -1,4 +1,4 @@
-"""A plain flash attention: one block for each tile of queries, the keys streamed past it.
+"""A plain flash attention: one block for each tile of queries, which walks over the tiles of keys.
 
 Online softmax: Milakov and Gimelshein, Online normalizer calculation for softmax (arXiv:1805.02867).
 """
@@ -88,7 +88,7 @@ def load_keys(K, pair, j, TILE_N, head_dim, TRANSPOSE, LATENCY):
 
 
 def power(x, BASE2):
-    """The exponential to its base."""
+    """2 to the power of x where BASE2 is set, else e to the power of x."""
     if BASE2:
         return ct.exp2(x, flush_to_zero=True)
     return ct.exp(x)

@@ -1,4 +1,4 @@
-"""What runs under the profiler: one call of one method, after a few that are not profiled."""
+"""The process that is profiled: it calls one method once, after a few calls that are not profiled."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tiledsched.core.problem import Problem
 
 WARMUPS = 5
 FAILED = 3
-"""Exit code where the method does not run on the problem; the last line of stderr says why."""
+"""Exit code where the method does not run on the problem. The last line of stderr says why."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Call a method on random inputs and tell the profiler which call counts."""
+    """Call a method on random inputs, and mark for the profiler which call counts."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("kernel")
     parser.add_argument("problem")

@@ -1,4 +1,4 @@
-"""What is asked of Nsight Compute, and what its raw page says."""
+"""The metrics that Nsight Compute collects, and how its raw page is read."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ STALLS = (
     "branch_resolving",
     "misc",
 )
-"""Reasons for which a warp does not issue; gmma is a warp group waiting for its tensor cores, of Hopper."""
+"""Reasons why a warp does not issue. On Hopper, gmma is a warp group that waits for its tensor cores."""
 LOCAL = tuple(f"l1tex__t_sectors_pipe_lsu_mem_local_op_{op}.sum" for op in ("ld", "st"))
-"""Sectors of 32 bytes between registers and local memory: spills."""
+"""Sectors of 32 bytes moved between registers and local memory: register spills."""
 SECTOR_BYTES = 32
 
 
@@ -40,15 +40,15 @@ class Metric:
     """One figure of a call."""
 
     column: str
-    """In the CSV file; its unit ends the name."""
+    """Its column in the CSV file, whose name ends with the unit."""
     label: str
-    """For people."""
+    """Its name as people read it."""
     names: tuple[str, ...]
-    """Of Nsight Compute, in base units; what is joined, in kernels that have them."""
+    """Its names in Nsight Compute. Several are added, as far as a kernel has them."""
     how: str
-    """sum, max, or mean (weighted by duration) over the kernels of a call."""
+    """How the kernels of a call are joined: sum, max, or mean weighted by duration."""
     scale: float = 1.0
-    """From base units."""
+    """Factor from Nsight Compute's base unit to the unit of the column."""
 
 
 def _metric(column: str, label: str, *names: str, how: str = "mean", scale: float = 1.0) -> Metric:
@@ -84,7 +84,7 @@ METRICS = (
 TIME = METRICS[0]
 
 
-def asked() -> str:
+def ncu_metrics() -> str:
     """The value of ncu's `--metrics`."""
     names = [name for metric in METRICS for name in metric.names]
     return ",".join([*names, *(STALL.format(reason) for reason in STALLS)])
@@ -92,12 +92,12 @@ def asked() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelProfile:
-    """One kernel as it was profiled."""
+    """One profiled kernel."""
 
     name: str
-    """As ncu shows it."""
+    """Its name as ncu shows it."""
     values: dict[str, float]
-    """By ncu's name, in base units; what this GPU or driver does not have is left out."""
+    """Value in base units by ncu's name. What this GPU or driver does not have is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +105,14 @@ class MethodProfile:
     """One call of a method."""
 
     method: str
-    """Which."""
+    """Name of the method."""
     kernels: tuple[KernelProfile, ...] = ()
-    """What it launched, in order."""
+    """The kernels it launched, in order."""
     status: str = "ok"
-    """ok, or why there is no profile."""
+    """`ok`, or why there is no profile."""
 
     def value(self, metric: Metric) -> float | None:
-        """The figure over all its kernels; None where ncu did not tell."""
+        """The metric over all kernels of the call; None where ncu did not report it."""
         found = [
             (sum(kernel.values[name] for name in metric.names if name in kernel.values), kernel)
             for kernel in self.kernels
@@ -121,7 +121,7 @@ class MethodProfile:
         return _joined(found, metric.how, metric.scale)
 
     def stalls(self) -> dict[str, float]:
-        """Reason -> warps stalled for it per issue, over all kernels, the largest first."""
+        """Reason -> warps stalled for it per issued instruction, over all kernels, the largest first."""
         found = {}
         for reason in STALLS:
             name = STALL.format(reason)
@@ -133,7 +133,7 @@ class MethodProfile:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def to_csv(self, least_bytes: float) -> dict[str, Any]:
-        """A flat row."""
+        """One cell for each column."""
         row: dict[str, Any] = {"method": self.method, "status": self.status, "kernels": len(self.kernels)}
         row |= {metric.column: _rounded(self.value(metric)) for metric in METRICS}
         row |= {f"{kind}_over_least": _rounded(over(self, kind, least_bytes)) for kind in ("l2", "dram")}
@@ -142,7 +142,9 @@ class MethodProfile:
 
 
 def over(profile: MethodProfile, kind: str, least_bytes: float) -> float | None:
-    """Bytes moved over the least possible, every input read and every output written once; kind is l2 or dram."""
+    """Bytes moved over the least possible, where every input is read once and every output written once. `kind` is l2
+    or dram.
+    """
     mib = profile.value(next(metric for metric in METRICS if metric.column == f"{kind}_mib"))
     return None if mib is None or not least_bytes else mib * 2**20 / least_bytes
 
@@ -164,7 +166,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def read_raw(text: str) -> list[KernelProfile]:
-    """What `ncu --csv --page raw --print-units base` printed, whatever stands before it.
+    """The kernels in the output of `ncu --csv --page raw --print-units base`, after any other lines.
 
     Raises:
         MeasureError: there is no such page in the text.
@@ -188,7 +190,7 @@ def read_raw(text: str) -> list[KernelProfile]:
 
 
 def _number(cell: str) -> float | None:
-    """The number of a cell, whose thousands have commas; None of words and of what was not available."""
+    """The number in a cell, where commas separate thousands; None for words and for what was not available."""
     try:
         return float(cell.replace(",", ""))
     except ValueError:

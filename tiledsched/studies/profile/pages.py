@@ -1,4 +1,4 @@
-"""Profiles side by side, as Markdown and as CSV."""
+"""Writes profiles side by side, as Markdown and as CSV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STALLS_SHOWN = 6
 
 
 def to_text(problem: Problem, profiles: Sequence[MethodProfile], *, device: str = "", versions: str = "") -> str:
-    """Markdown: the figures, a column for each method, what the warps waited for, and the kernels."""
+    """Markdown: the metrics with a column for each method, what the warps waited for, and the kernels."""
     ran = [each for each in profiles if each.kernels]
     where = f" on {device}" if device else ""
     blocks: list[Block] = [
@@ -56,7 +56,7 @@ def to_text(problem: Problem, profiles: Sequence[MethodProfile], *, device: str 
 
 
 def to_csv(problem: Problem, profiles: Sequence[MethodProfile], *, device: str = "", versions: str = "") -> str:
-    """A row for each method."""
+    """CSV text with a row for each method."""
     rows = [
         {"problem": str(problem), "device": device, "versions": versions, **each.to_csv(problem.min_bytes)}
         for each in profiles

@@ -1,4 +1,4 @@
-"""Starts Nsight Compute, and says what to do where it is missing or may not count."""
+"""Runs Nsight Compute; its errors say what to do where it is missing or may not read the GPU's counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiledsched.core.kernel import KernelClass
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import locator
 from tiledsched.studies.profile.launch import FAILED
-from tiledsched.studies.profile.metrics import MethodProfile, asked, read_raw
+from tiledsched.studies.profile.metrics import MethodProfile, ncu_metrics, read_raw
 
 PLACES = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu", "/usr/local/cuda*/nsight-compute*/ncu")
 TIMEOUT_S = 600
@@ -36,7 +36,7 @@ FORBIDDEN = (
 
 
 def find_ncu(named: str | None = None) -> str:
-    """Nsight Compute's command line.
+    """The path of Nsight Compute's command line.
 
     Raises:
         ConfigError: it is not there.
@@ -54,7 +54,7 @@ def find_ncu(named: str | None = None) -> str:
 
 
 def versions(ncu: str, driver: str) -> str:
-    """What was profiled with what, and when, in one line."""
+    """Versions of the profiler, driver and compiler, and the date, in one line."""
     try:
         said = subprocess.run([ncu, "--version"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -76,7 +76,8 @@ def profile(
     ncu: str,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[MethodProfile]:
-    """One call of each method, each in a process of its own. A method that does not run has a status instead of figures.
+    """Profile one call of each method, each in a process of its own. A method that does not run has a status instead of
+    figures.
 
     Raises:
         ConfigError: the counters may not be read.
@@ -106,7 +107,7 @@ def _profiled(kernel: KernelClass, problem: Problem, method: str, ncu: str) -> M
             "--print-units",
             "base",
             "--metrics",
-            asked(),
+            ncu_metrics(),
             "--log-file",
             str(log),
         ]

@@ -1,0 +1,709 @@
+"""The repeatability study on made-up GPUs: candidates, methods, referee, rows and their summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import sys
+import types
+from datetime import datetime, timezone
+from types import SimpleNamespace
+
+import pytest
+from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
+
+from docs.studies.repeatability import __main__ as command
+from docs.studies.repeatability.methods import Choice, Counted, Exhaustive, InTurn, RaceMethod, built_kernel
+from docs.studies.repeatability.rows import COLUMNS, StudyRow, append_rows, check_columns, read_rows
+from docs.studies.repeatability.session import (
+    Field,
+    Known,
+    block_medians,
+    find_field,
+    known_programs,
+    mixed,
+    referee,
+    run_session,
+    spread,
+)
+from docs.studies.repeatability.summary import summarise
+from tiledsched.build.compiler import Built
+from tiledsched.build.cubin import Artifact
+from tiledsched.core import launch as launches
+from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError
+from tiledsched.core.problem import stable_id
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.space_files import space_for
+from tiledsched.kernels.attention import Attention
+from tiledsched.measure.replay import ReplayRunner
+from tiledsched.measure.runner import Batch, Candidate, Checked
+from tiledsched.store.db import TuningDB
+from tiledsched.tuning.programs import Builder
+
+TEMPLATE = kernel_named("attention")
+SPACE = space_for("sm_90", Attention)
+PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
+OTHER = Attention.standard(seq_len=4096, head_dim=64)
+DEFAULT = SPACE.default(PROBLEM, pinned={"accum_mode": "fp32"})
+SCHEDULES = [
+    DEFAULT,
+    *(
+        each
+        for each in itertools.islice(SPACE.schedules(PROBLEM, pinned={"accum_mode": "fp32"}), 40)
+        if each != DEFAULT
+    ),
+]
+TIMES = {schedule: 100.0 + 5 * index for index, schedule in enumerate(SCHEDULES)}
+BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+
+
+def print_of(schedule) -> str:
+    return stable_id(schedule.to_json(), 24)
+
+
+class MadeUp:
+    """Compiler, pool and artifact folder of programs that are not there: every schedule is a program of its own."""
+
+    jobs = 2
+
+    def __init__(self) -> None:
+        self.changed: set = set()
+        self.compiled = 0
+
+    def build(self, tasks, *, leave=0):
+        for task in tasks:
+            self.compiled += 1
+            fingerprint = "0" * 24 if task.schedule in self.changed else print_of(task.schedule)
+            yield Built(task=task, artifact=artifact(fingerprint), failure=None, seconds=0.1)
+
+    def ready(self) -> None:
+        pass
+
+    def has(self, arch, fingerprint) -> bool:
+        return True
+
+    def put(self, artifact) -> None:
+        pass
+
+    def get(self, arch, fingerprint) -> Artifact:
+        return artifact(fingerprint)
+
+    def cancel(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception) -> None:
+        pass
+
+
+def measured(problem=PROBLEM, noise=0.001):
+    """Each program's measurement: its time, and samples a little around it."""
+    return [
+        measurement(
+            us,
+            problem=problem,
+            schedule=schedule,
+            fingerprint=print_of(schedule),
+            samples_us=tuple(us * (1 + noise * step) for step in (-1.0, 0.0, 1.0)),
+        )
+        for schedule, us in TIMES.items()
+    ]
+
+
+@pytest.fixture
+def db(tmp_path):
+    with TuningDB.open(tmp_path / "tuning.db") as db:
+        run = db.start_run({}, "sm_90")
+        for one in [*measured(), *measured(OTHER)]:
+            db.record_measurement(run, "attention", TEMPLATE.source_hash(), TOOLCHAIN, one)
+        yield db
+
+
+def builder(db, made=None):
+    made = made or MadeUp()
+    return Builder(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made)
+
+
+def candidates(count=5):
+    return tuple(Candidate(schedule=each, artifact=artifact(print_of(each))) for each in SCHEDULES[:count])
+
+
+# Who takes part
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "ranks"),
+    [
+        (10, 10, range(10)),
+        (3, 10, range(3)),
+        (10, 4, [0, 1, 5, 9]),
+        (11, 5, [0, 1, 2, 6, 10]),
+        (10, 9, [0, 1, 2, 3, 4, 5, 6, 7, 9]),
+        (100, 1, [0]),
+        (100, 7, [0, 1, 2, 3, 35, 67, 99]),
+    ],
+)
+def test_half_the_fastest_and_the_rest_evenly_spread(total, count, ranks) -> None:
+    ranked = [Known(schedule=DEFAULT, key=("", ((rank, 1, 1),)), median_us=float(rank)) for rank in range(total)]
+    assert [known.key[1][0][0] for known in mixed(ranked, count)] == list(ranks)
+
+
+def test_the_field_is_the_default_and_known_programs_in_no_order_of_speed(db) -> None:
+    slow_default = dataclasses.replace(measured()[0], median_us=1e6)
+    db.record_measurement(None, "attention", TEMPLATE.source_hash(), TOOLCHAIN, slow_default)
+    made = MadeUp()
+    field = find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
+    schedules = [each.schedule for each in field.candidates]
+    assert schedules[0] == DEFAULT
+    assert [each.id for each in schedules[1:]] == sorted(each.id for each in schedules[1:])
+    assert set(SCHEDULES[1:5]) < set(schedules)
+    assert SCHEDULES[-1] in schedules
+    assert len(schedules) == made.compiled == 9
+    assert [each.schedule for each in field.leaders] == SCHEDULES[1:5]
+    again = find_field(db, builder(db), SPACE, PROBLEM, DEVICE, 9)
+    assert again == field
+
+
+def test_a_program_that_builds_otherwise_today_is_left_out(db) -> None:
+    made = MadeUp()
+    made.changed = {SCHEDULES[1]}
+    field = find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
+    assert SCHEDULES[1] not in {each.schedule for each in field.candidates}
+    assert len(field.candidates) == 8
+
+
+def test_known_are_distinct_programs_with_fp32_accumulators_of_this_space(db) -> None:
+    twin = dataclasses.replace(measured()[3], schedule=SCHEDULES[4], fingerprint=print_of(SCHEDULES[3]), median_us=1.0)
+    half = SPACE.default(PROBLEM, pinned={"accum_mode": "fp16"})
+    foreign = DEFAULT.replace(tile_m=1)
+    for one in (twin, *(measurement(1.0, schedule=each, fingerprint=print_of(each)) for each in (half, foreign))):
+        db.record_measurement(None, "attention", TEMPLATE.source_hash(), TOOLCHAIN, one)
+    known = known_programs(db, builder(db), SPACE, PROBLEM, DEVICE)
+    assert len(known) == len({each.key for each in known})
+    assert not {half, foreign} & {each.schedule for each in known}
+    assert known[0].schedule == SCHEDULES[4]
+    assert sorted(each.median_us for each in known) == [each.median_us for each in known]
+
+
+def test_a_problem_nobody_measured_says_what_to_do(db) -> None:
+    unknown = PROBLEM.replace(heads=3, kv_heads=3)
+    with pytest.raises(MeasureError, match="tiledsched tune"):
+        find_field(db, builder(db), SPACE, unknown, DEVICE, 9)
+
+
+def test_a_default_that_does_not_build_says_what_to_do(db) -> None:
+    made = MadeUp()
+    failure = Failure(kind=FailureKind.COMPILE_ERROR, message="no")
+    made.build = lambda tasks, leave=0: (
+        Built(task=each, artifact=None, failure=failure, seconds=0.1) for each in tasks
+    )
+    with pytest.raises(MeasureError, match="default schedule does not build"):
+        find_field(db, builder(db, made), SPACE, PROBLEM, DEVICE, 9)
+
+
+# Methods
+
+
+def test_the_race_method_says_what_it_took() -> None:
+    runner = ReplayRunner(TEMPLATE, measured(noise=0.0), seed=1)
+    method = RaceMethod(runner)
+    method.prepare(PROBLEM, candidates())
+    choice = method.choose(PROBLEM, candidates())
+    assert (choice.schedule, choice.estimate_us, choice.ties, choice.failures) == (DEFAULT, 100.0, (), 0)
+    assert choice.launches >= 5 * 3
+    assert choice.kernel_seconds == pytest.approx(choice.launches * 1.05e-4, rel=0.1)
+
+
+def test_launches_are_counted() -> None:
+    counted = Counted(ReplayRunner(TEMPLATE, measured(noise=0.0)))
+    counted.begin(PROBLEM)
+    counted.look(candidates()[0])
+    assert (counted.launches, counted.kernel_us) == (1, 100.0)
+    assert isinstance(counted.check(candidates()[0]), Checked)
+    spent = counted.launches, counted.kernel_us
+    assert spent[1] == 100.0 * spent[0]
+    counted.sample(candidates(2), rounds=3, regime="burst")
+    assert (counted.launches, counted.kernel_us) == (spent[0] + 6, spent[1] + 300.0 + 315.0)
+    unknown = Candidate(schedule=DEFAULT, artifact=artifact("1" * 24))
+    assert isinstance(counted.look(unknown), Failure)
+    assert counted.launches == spent[0] + 6
+
+
+def convention(code):
+    return SimpleNamespace(calling_convention=SimpleNamespace(code=code))
+
+
+def asked_for():
+    (step,) = launches.steps(TEMPLATE, PROBLEM, DEFAULT, DEVICE)
+    return launches.signature(TEMPLATE, PROBLEM, DEFAULT, step).calling_convention.code
+
+
+def test_a_built_kernel_launches_the_artifact_and_never_compiles() -> None:
+    import cuda.tile as ct
+
+    assert list(inspect.signature(ct.kernel._compile).parameters)[:3] == ["self", "signature", "context"]
+    chosen = candidates(1)[0]
+    kernel = built_kernel(TEMPLATE, chosen, PROBLEM, DEVICE)
+    assert isinstance(kernel, ct.kernel)
+    assert kernel.replace_hints(occupancy=2) is kernel
+    code = asked_for()
+    assert kernel._compile(convention(code), None) == (chosen.artifact.cubin, "attention", None, ())
+    with pytest.raises(MeasureError, match="calling convention"):
+        kernel._compile(convention("other"), None)
+
+
+class FakeTorch(types.ModuleType):
+    """A GPU whose clock moves when something is launched."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.now_us, self.flushes = 0.0, 0
+        self.uint8, self.float16 = "uint8", "float16"
+        properties = SimpleNamespace(L2_cache_size=1 << 20, multi_processor_count=132, major=9, minor=0)
+        self.cuda = SimpleNamespace(
+            is_available=lambda: True,
+            current_stream=lambda: 0,
+            synchronize=lambda: None,
+            get_device_properties=lambda device: properties,
+            Event=self.event,
+        )
+
+    def event(self, enable_timing):
+        event = SimpleNamespace()
+        event.record = lambda: setattr(event, "at_us", self.now_us)
+        event.elapsed_time = lambda later: (later.at_us - event.at_us) / 1e3
+        return event
+
+    def from_dlpack(self, array):
+        assert array.dtype == self.float16
+        return SimpleNamespace(dtype=self.float16, cuda=lambda: array.shape)
+
+    def zeros(self, shape, device, dtype):
+        return shape
+
+    def empty(self, count, dtype, device):
+        def flush():
+            self.flushes += 1
+            self.now_us += 30.0
+
+        return SimpleNamespace(zero_=flush)
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    """The made-up GPU as `torch`; what `cuda.tile` launches there takes the time of `TIMES`, the first launch 10 more."""
+    import cuda.tile as ct
+
+    fake = FakeTorch()
+    fake.launched = []
+    code = asked_for()
+    monkeypatch.setitem(sys.modules, "torch", fake)
+
+    def us(kernel) -> float:
+        cubin = kernel._compile(convention(code), None)[0].decode()
+        if cubin == "broken":
+            raise RuntimeError("illegal memory access")
+        return float(cubin)
+
+    def launch(stream, grid, kernel, arguments):
+        (step,) = launches.steps(TEMPLATE, PROBLEM, DEFAULT, SimpleNamespace(sm_count=132))
+        assert len(arguments) == len(step.arguments) > 20
+        fake.now_us += us(kernel) + (0.0 if kernel in fake.launched else 10.0)
+        fake.launched.append(kernel)
+
+    monkeypatch.setattr(ct, "launch", launch)
+    monkeypatch.setattr("cuda.tile.tune._tune._benchmark", lambda stream, grid, kernel, args, flush: us(kernel))
+    return fake
+
+
+def timed(*times):
+    """Candidates whose machine code says how long they take."""
+    return [
+        Candidate(schedule=schedule, artifact=dataclasses.replace(artifact(print_of(schedule)), cubin=us.encode()))
+        for schedule, us in zip(SCHEDULES, times, strict=False)
+    ]
+
+
+def test_in_turn_takes_the_smallest_mean_of_twenty_warm_launches(torch) -> None:
+    method = InTurn(TEMPLATE)
+    method.prepare(PROBLEM, timed("50"))
+    choice = method.choose(PROBLEM, timed("50", "broken", "40", "60"))
+    assert choice.schedule == SCHEDULES[2]
+    assert choice.estimate_us == pytest.approx(40.0)
+    assert (choice.launches, choice.failures, choice.ties) == (3 * 23, 1, ())
+    assert choice.kernel_seconds == pytest.approx(23 * 150e-6)
+    assert torch.flushes == 3 * 20
+    nothing = method.choose(PROBLEM, timed("broken"))
+    assert (nothing.schedule, nothing.estimate_us, nothing.failures) == (None, None, 1)
+
+
+def test_exhaustive_is_cutiles_own_search_on_the_artifacts(torch) -> None:
+    method = Exhaustive(TEMPLATE)
+    method.prepare(PROBLEM, timed("50"))
+    choice = method.choose(PROBLEM, timed("50", "broken", "40", "60"))
+    assert choice.schedule == SCHEDULES[2]
+    assert choice.estimate_us == pytest.approx(40.0)
+    assert (choice.launches, choice.failures) == (3 * (3 + 5), 1)
+    assert choice.kernel_seconds == pytest.approx(8 * 150e-6)
+    nothing = method.choose(PROBLEM, timed("broken", "broken"))
+    assert (nothing.schedule, nothing.failures) == (None, 2)
+
+
+def test_methods_without_torch_or_gpu_say_what_to_do(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MeasureError, match="pip install"):
+        InTurn(TEMPLATE).prepare(PROBLEM, timed("50"))
+    dark = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
+    monkeypatch.setitem(sys.modules, "torch", dark)
+    with pytest.raises(MeasureError, match="doctor"):
+        Exhaustive(TEMPLATE).prepare(PROBLEM, timed("50"))
+
+
+# A session
+
+
+class Fixed:
+    """A method that always chooses one schedule."""
+
+    def __init__(self, name, schedule, log=None, ties=()) -> None:
+        self.name, self._schedule, self._ties = name, schedule, ties
+        self._log = [] if log is None else log
+
+    def prepare(self, problem, candidates) -> None:
+        pass
+
+    def choose(self, problem, candidates) -> Choice:
+        self._log.append((problem, self.name))
+        return Choice(
+            schedule=self._schedule,
+            estimate_us=99.0 if self._schedule else None,
+            ties=self._ties,
+            launches=7,
+            kernel_seconds=0.5,
+            failures=0,
+        )
+
+
+def session(methods, *, seed=0, fields=None, keep=lambda rows: None, noise=0.0):
+    field = Field(candidates=candidates(12), leaders=candidates(4))
+    runner = ReplayRunner(TEMPLATE, [*measured(noise=noise), *measured(OTHER, noise=noise)], seed=3)
+    fields = fields or [(PROBLEM, field)]
+    return run_session(fields, methods, runner, seed=seed, began=BEGAN, keep=keep)
+
+
+def test_regret_comes_from_one_interleaved_run_of_the_chosen_and_the_leaders() -> None:
+    rows = session(
+        [Fixed("race", SCHEDULES[1], ties=(SCHEDULES[0],)), Fixed("in-turn", SCHEDULES[10]), Fixed("exhaustive", None)]
+    )
+    by = {row.method: row for row in rows if row.method != "referee"}
+    assert by["race"].regret == pytest.approx(0.05)
+    assert by["in-turn"].regret == pytest.approx(0.5)
+    assert by["race"].ties == (SCHEDULES[1].id, SCHEDULES[0].id)
+    assert by["in-turn"].ties is None
+    assert (by["exhaustive"].schedule_id, by["exhaustive"].regret, by["exhaustive"].cv) == ("", None, None)
+    assert (by["race"].cv, by["race"].cv_of_10, by["race"].candidates, by["race"].launches) == (0.0, 0.0, 12, 7)
+    assert by["race"].device_seconds >= 0
+    assert {row.position for row in by.values()} == {1, 2, 3}
+    judged = {row.schedule_id: row for row in rows if row.method == "referee"}
+    assert set(judged) == {SCHEDULES[index].id for index in (0, 1, 2, 3, 10)}
+    assert judged[SCHEDULES[10].id].estimate_us == 150.0
+    assert judged[SCHEDULES[0].id].regret == 0.0
+    assert {row.launches for row in judged.values()} == {60}
+    assert {row.session for row in rows} == {"2026-01-02T03:04:05+00:00"}
+
+
+def test_the_seed_orders_problems_and_methods() -> None:
+    field = Field(candidates=candidates(12), leaders=candidates(4))
+    fields = [(PROBLEM, field), (OTHER, field)]
+    orders = set()
+    for seed in range(8):
+        log: list = []
+        session([Fixed(name, DEFAULT, log) for name in ("race", "in-turn", "exhaustive")], seed=seed, fields=fields)
+        assert len(set(log)) == 6
+        assert log[0][0] == log[1][0] == log[2][0]
+        again: list = []
+        session([Fixed(name, DEFAULT, again) for name in ("race", "in-turn", "exhaustive")], seed=seed, fields=fields)
+        assert again == log
+        orders.add(tuple(log))
+    assert len(orders) > 4
+
+
+def test_an_interrupted_session_keeps_what_is_done() -> None:
+    class Interrupted(Fixed):
+        def choose(self, problem, candidates):
+            if self._log:
+                raise KeyboardInterrupt
+            return super().choose(problem, candidates)
+
+    field = Field(candidates=candidates(12), leaders=candidates(4))
+    kept: list = []
+    with pytest.raises(KeyboardInterrupt):
+        session([Interrupted("race", DEFAULT)], fields=[(PROBLEM, field), (OTHER, field)], keep=kept.extend)
+    assert len({row.problem for row in kept}) == 1
+    assert {row.method for row in kept} == {"race", "referee"}
+
+
+def test_the_referee_goes_on_without_a_program_that_fails() -> None:
+    field = Field(candidates=candidates(12), leaders=candidates(4))
+
+    class Faulty(ReplayRunner):
+        broken = (DEFAULT,)
+
+        def check(self, candidate):
+            failure = Failure(kind=FailureKind.HANG, message="planted")
+            return failure if candidate.schedule in self.broken else super().check(candidate)
+
+    runner = Faulty(TEMPLATE, measured())
+    samples = referee(runner, PROBLEM, field, [SCHEDULES[7]], rounds=40)
+    assert set(samples) == {*SCHEDULES[1:4], SCHEDULES[7]}
+    assert {len(values) for values in samples.values()} == {40}
+    runner.broken = tuple(SCHEDULES)
+    with pytest.raises(MeasureError, match="doctor"):
+        referee(runner, PROBLEM, field, [])
+
+
+def test_spread() -> None:
+    assert spread([9.0, 11.0]) == pytest.approx(2**0.5 / 10)
+    assert spread([9.0]) is None
+    assert block_medians([*range(10), *range(20, 30), 99]) == [4.5, 24.5]
+    assert block_medians([1.0] * 9) == []
+
+
+# Rows and their summary
+
+
+def row(session="a", method="race", schedule="x", *, problem=PROBLEM, **more) -> StudyRow:
+    values = {
+        "session": session,
+        "seed": 1,
+        "position": 1,
+        "method": method,
+        "problem": problem,
+        "schedule_id": schedule,
+        "schedule": "128x64",
+        "fingerprint": "f" * 24,
+        "estimate_us": 100.0,
+        "ties": None,
+        "regret": 0.0,
+        "cv": 0.01,
+        "cv_of_10": 0.002,
+        "device_seconds": 4.0,
+        "kernel_seconds": 1.5,
+        "launches": 300,
+        "candidates": 100,
+        "failures": 0,
+        "device": "NVIDIA Sample",
+        "driver": "580.1",
+        "versions": "cuda-tile 1.7.0",
+    }
+    return StudyRow(**{**values, **more})
+
+
+def test_rows_come_back_from_a_file_that_grows(tmp_path) -> None:
+    path = tmp_path / "sub" / "study.csv"
+    first = [row(ties=("x", "y"), regret=0.0125), row(method="in-turn", problem=OTHER.replace(causal=True))]
+    failed = row(method="exhaustive", schedule="", estimate_us=None, regret=None, cv=None, cv_of_10=None, ties=())
+    append_rows(first, path)
+    append_rows([failed], path)
+    assert read_rows(path) == [*first, failed]
+    assert path.read_text().splitlines()[0].split(",") == COLUMNS
+    assert len(path.read_text().splitlines()) == 4
+
+
+def test_files_that_are_no_study_are_refused(tmp_path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="another file"):
+        check_columns(path)
+    with pytest.raises(ConfigError, match="another file"):
+        append_rows([row()], path)
+    with pytest.raises(ConfigError, match="not a study"):
+        read_rows(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_rows(tmp_path / "missing.csv")
+    append_rows([row()], tmp_path / "torn.csv")
+    with (tmp_path / "torn.csv").open("a") as file:
+        file.write("2026,1\n")
+    with pytest.raises(ConfigError, match="not a study"):
+        read_rows(tmp_path / "torn.csv")
+
+
+STUDY = [
+    # race: problem 1 chooses x, x, y; all in each other's tie set except that "c" knows only y
+    row("a", ties=("x", "y"), device_seconds=4.0),
+    row("b", ties=("x", "y"), device_seconds=6.0, regret=0.01),
+    row("c", schedule="y", ties=("y",), device_seconds=8.0, regret=0.02),
+    # in-turn: x, z, w on problem 1, cheaper; never twice the same
+    row("a", "in-turn", device_seconds=1.0, regret=0.0),
+    row("b", "in-turn", "z", device_seconds=3.0, regret=0.21),
+    row("c", "in-turn", "w", device_seconds=2.0, regret=0.1, failures=2),
+    # exhaustive: chose nothing once
+    row("a", "exhaustive", device_seconds=8.0, kernel_seconds=3.0),
+    row("b", "exhaustive", "", device_seconds=9.0, regret=None, cv=None, estimate_us=None, kernel_seconds=4.0),
+    # the referee: x on two sessions, y on one; another problem once
+    row("a", "referee", "x", estimate_us=99.0, cv=0.010, cv_of_10=0.001, device_seconds=None, failures=None),
+    row("b", "referee", "x", estimate_us=101.0, cv=0.030, cv_of_10=0.002, device_seconds=None, failures=None),
+    row("b", "referee", "y", estimate_us=110.0, cv=0.020, cv_of_10=None, device_seconds=None, failures=None),
+    row("a", "referee", "x", problem=OTHER, cv=0.5, cv_of_10=0.25, device_seconds=None, failures=None),
+]
+
+
+def test_summary_of_methods() -> None:
+    race, in_turn, exhaustive = summarise(STUDY).methods
+    assert (race.method, race.problems, race.sessions, race.choices) == ("race", 1, 3, 3)
+    assert race.same_winner == pytest.approx(2 / 3)
+    assert race.in_tie_set == 1.0
+    # x of a in b but not in c; x of b in a but not in c; y of c in both
+    assert race.in_other_tie_sets == pytest.approx(4 / 6)
+    assert race.worst_regret == 0.02
+    assert race.mean_regret == pytest.approx((1.0 * 1.01 * 1.02) ** (1 / 3) - 1)
+    assert (race.median_device_seconds, race.ratio_to_race) == (6.0, 1.0)
+    assert in_turn.same_winner == pytest.approx(1 / 3)
+    assert in_turn.in_tie_set == pytest.approx(1 / 3)
+    assert in_turn.in_other_tie_sets == pytest.approx(1 / 6)
+    assert in_turn.mean_regret == pytest.approx((1.0 * 1.21 * 1.1) ** (1 / 3) - 1)
+    assert (in_turn.worst_regret, in_turn.failures) == (0.21, 2)
+    assert in_turn.median_device_seconds == 2.0
+    assert in_turn.ratio_to_race == 0.25  # of 1/4, 3/6 and 2/8
+    assert exhaustive.same_winner == 0.5
+    assert exhaustive.in_tie_set == 0.5
+    assert (exhaustive.worst_regret, exhaustive.mean_regret) == (0.0, 0.0)
+    assert exhaustive.median_kernel_seconds == 3.5
+    assert exhaustive.ratio_to_race == pytest.approx((8 / 4 + 9 / 6) / 2)
+
+
+def test_summary_of_noise() -> None:
+    first, second = summarise(STUDY).noise
+    assert (first.problem, first.programs, first.sessions) == (PROBLEM, 2, 2)
+    assert (first.cv, first.cv_of_10) == (0.020, 0.0015)
+    assert first.cv_between_sessions == pytest.approx(2**0.5 / 100)
+    assert (second.problem, second.cv, second.cv_between_sessions) == (OTHER, 0.5, None)
+
+
+def test_problems_on_two_devices_are_not_mixed() -> None:
+    summary = summarise([row("a", ties=("x",)), row("b", schedule="y", ties=("y",), device="NVIDIA Other")])
+    assert (summary.methods[0].problems, summary.methods[0].same_winner) == (2, 1.0)
+    assert summary.methods[0].in_other_tie_sets is None
+
+
+def test_without_races_there_is_nothing_to_compare_with() -> None:
+    only = summarise([row(method="in-turn", schedule="", regret=None)]).methods[0]
+    assert (only.same_winner, only.in_tie_set, only.ratio_to_race, only.worst_regret) == (0.0, None, None, None)
+    assert summarise([]).methods == ()
+
+
+# The command
+
+
+def test_a_session_appends_rows_and_stores_no_measurement(db, tmp_path, capsys) -> None:
+    path, before = tmp_path / "study.csv", len(db.measurements())
+    for seed, names in ((1, ("race", "in-turn", "exhaustive")), (2, ("race", "in-turn"))):
+        runner = ReplayRunner(TEMPLATE, [*measured(), *measured(OTHER)], seed=seed)
+        others = {"in-turn": Fixed("in-turn", SCHEDULES[2]), "exhaustive": Fixed("exhaustive", SCHEDULES[3])}
+        chosen = [others.get(name) or RaceMethod(runner) for name in names]
+        rows = command.study([PROBLEM, OTHER], db, builder(db), SPACE, runner, chosen, 12, seed, path)
+        assert {each.method for each in rows} == {*names, "referee"}
+        assert {each.candidates for each in rows if each.method == "race"} == {12}
+    assert len(db.measurements()) == before
+    assert capsys.readouterr().err.count(" us, ") == 10
+    methods = {each.method: each for each in summarise(read_rows(path)).methods}
+    assert [methods[name].choices for name in ("race", "in-turn", "exhaustive")] == [4, 4, 2]
+    assert methods["race"].worst_regret < 0.01
+    assert methods["in-turn"].mean_regret == pytest.approx(0.1, abs=0.01)
+    assert methods["exhaustive"].in_tie_set == 0.0
+    assert command.main(["--summary", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "exhaustive" in printed
+    assert "S=4096" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-p", "S=1024,D=64"], "--csv"),
+        (["--csv", "study.csv"], "-p PROBLEM"),
+        (["--summary", "missing.csv"], "cannot be read"),
+        (["-p", "S=1024,D=64", "--csv", "other.csv"], "another file"),
+    ],
+)
+def test_wrong_use_is_explained_before_anything_is_measured(arguments, words, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.csv").write_text("a,b\n")
+    assert command.main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_unknown_methods_are_refused(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--methods", "race,guess"])
+    assert "race, in-turn, exhaustive" in capsys.readouterr().err
+
+
+def test_batches_are_what_the_counter_counts() -> None:
+    """A graph of several launches counts as so many."""
+    batch = Batch(samples_us=(10.0, 12.0), conditions=dataclasses.replace(measured()[0].conditions, graph_launches=20))
+    counted = Counted(SimpleNamespace(name="gpu", sample=lambda *args, **more: [batch]))
+    counted.sample(candidates(1), rounds=2, regime="burst")
+    assert (counted.launches, counted.kernel_us) == (40, 440.0)
+
+
+# On a real GPU
+
+
+def has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="needs a CUDA device")
+def test_torch_methods_launch_the_artifact_and_get_it_right() -> None:
+    import cuda.tile as ct
+    import torch
+
+    from tiledsched.build.compiler import BuildTask, compile_task
+
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    problem = Attention.standard(seq_len=512, head_dim=64, causal=True, batch=2, heads=4)
+    default = space_for(arch, Attention).default(problem, pinned={"accum_mode": "fp32"})
+    made = [
+        compile_task(BuildTask(kernel=Attention.locator(), schedule=each, problem=problem, arch=arch)).artifact
+        for each in (default, default.replace(tile_m=64, tile_n=32))
+    ]
+    field = [
+        Candidate(schedule=default, artifact=made[0]),
+        Candidate(schedule=default.replace(tile_m=64, tile_n=32), artifact=made[1]),
+    ]
+    for method in (InTurn(TEMPLATE), Exhaustive(TEMPLATE)):
+        method.prepare(problem, field)
+        q, k, v, out = (method._arrays[name] for name in ("Q", "K", "V", "Out"))
+        right = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+        for candidate in field:
+            out.fill_(float("nan"))
+            ct.launch(torch.cuda.current_stream(), *method._launch(candidate, problem))
+            torch.cuda.synchronize()
+            assert float((out.float() - right).norm() / right.norm()) < 4e-3
+        choice = method.choose(problem, field)
+        assert choice.failures == 0
+        assert choice.schedule in {candidate.schedule for candidate in field}
+        assert 1.0 < choice.estimate_us < 1e4
+
+
+def test_the_referee_does_not_judge_beside_others() -> None:
+    class Disturbed(ReplayRunner):
+        def sample(self, candidates, *, rounds, regime):
+            return [
+                dataclasses.replace(each, conditions=dataclasses.replace(each.conditions, beside=(4711,)))
+                for each in super().sample(candidates, rounds=rounds, regime=regime)
+            ]
+
+    field = Field(candidates=candidates(12), leaders=candidates(4))
+    with pytest.raises(MeasureError, match="timed beside process 4711 on the GPU, which decides nothing; end it"):
+        referee(Disturbed(TEMPLATE, measured()), PROBLEM, field, [])

@@ -1,0 +1,295 @@
+"""Whole models: what is run, in which processes, and what is made of the rows; small models on the CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def serving(monkeypatch, tmp_path):
+    """Nothing is tuned, and what goes to torch is not worth a warning here."""
+    from tiledsched.ops import sdpa as module
+
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+    module.reload()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="tiledsched")
+        yield module
+    module.reload()
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+SMALL = {"hidden": 64, "intermediate": 96, "layers": 1, "heads": 4, "kv_heads": 1, "head_dim": 16, "vocabulary": 64}
+ON_THE_CPU = ["--device", "cpu", "--dtype", "float32", "--layers", "1", "--new-tokens", "3", "--rounds", "2"]
+
+
+@pytest.fixture
+def small_models(transformers, monkeypatch):
+    from docs.studies import whole_models as model_run
+
+    small = {
+        name: model_run.ModelShape(**{**SMALL, "family": shape.family}) for name, shape in model_run.MODELS.items()
+    }
+    monkeypatch.setattr(model_run, "MODELS", small)
+    return model_run
+
+
+def test_a_conversation_grows_so_that_no_length_comes_twice(small_models, capsys, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        small_models,
+        "prefill",
+        lambda model, prompt, run=small_models.prefill: seen.append(prompt.shape) or run(model, prompt),
+    )
+    arguments = [*ON_THE_CPU, "--model", "llama", "--batch", "2", "--prompt", "12", "--growing", "--json"]
+    assert small_models.main([*arguments, "--no-compare"]) == 0
+    assert {row["growing"] for row in json.loads(capsys.readouterr().out)["rows"]} == {True}
+    lengths = [shape[1] for shape in seen]
+    assert sorted(lengths) == sorted([12, 12 + 4, 12 + 8] * 2), (
+        "3 tokens are generated after each, in 1 + 2 rounds of both"
+    )
+    assert small_models.main(arguments) == 0
+    assert seen[-1][1] <= 16, "compared is the first prompt"
+    capsys.readouterr()
+
+
+def test_models_run_under_both_and_tell_how_far_apart_they_are(small_models, capsys, tmp_path) -> None:
+    arguments = [*ON_THE_CPU, "--batch", "1,2", "--prompt", "12", "--csv", str(tmp_path / "rows.csv"), "--json"]
+    assert small_models.main(arguments) == 0
+    said = json.loads(capsys.readouterr().out)
+    rows = said["rows"]
+    assert [(row["model"], row["method"], row["phase"], row["tokens"]) for row in rows[:8]] == [
+        ("llama", method, phase, batch * tokens)
+        for batch in (1, 2)
+        for method in ("sdpa", "tiledsched")
+        for phase, tokens in (("prefill", 12), ("decode", 3))
+    ]
+    assert len(rows) == 24
+    for row in rows:
+        assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
+        assert (row["run"], row["rounds"], row["dtype"]) == (1, 2, "float32")
+        assert row["first_ms"] > 0
+        assert f"torch {torch.__version__.split('+')[0]}" in row["versions"]
+        if row["method"] == "sdpa":
+            assert row["ratio"] is None
+            assert row["fallbacks"] == ""
+        else:
+            assert 0 < row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+            assert "cpu" in row["fallbacks"]
+    assert [each["model"] for each in said["comparisons"]] == ["llama", "qwen3", "qwen2"]
+    for comparison in said["comparisons"]:
+        assert comparison["same_tokens"]
+        assert comparison["agreement"] == 1.0
+        assert comparison["prompt_error"] < 1e-6
+        assert comparison["step_error"] < 1e-6
+        assert comparison["control_first_difference"] is None
+    assert "cpu" in " ".join(said["comparisons"][0]["fallbacks"])
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 25
+
+
+def test_a_spent_budget_starts_nothing_more(small_models, capsys) -> None:
+    assert small_models.main([*ON_THE_CPU, "--budget", "0"]) == 0
+    assert small_models.main([*ON_THE_CPU, "--budget", "0", "--repeat", "2"]) == 0
+    assert capsys.readouterr().out == "nothing was measured\n" * 2
+    answers = iter([True, True, False])
+    work = small_models.Workload(batch=1, prompt=4, new_tokens=1, rounds=1, dtype=torch.float32, device="cpu")
+    rows = list(small_models.measure(small_models.MODELS, [work, work], left=lambda: next(answers, False)))
+    assert {(row.model, row.batch) for row in rows} == {("llama", 1)}
+    assert "7 of 8 were not measured" in small_models.to_text(rows, 8)
+
+
+def test_what_does_not_fit_in_memory_is_left_out(small_models, monkeypatch) -> None:
+    real, noted = small_models.prefill, []
+
+    def prefill(model, prompt):
+        if len(prompt) > 1:
+            raise torch.OutOfMemoryError
+        return real(model, prompt)
+
+    monkeypatch.setattr(small_models, "prefill", prefill)
+    large, fits = (
+        small_models.Workload(batch=batch, prompt=4, new_tokens=1, rounds=1, dtype=torch.float32, device="cpu")
+        for batch in (3, 1)
+    )
+    rows = list(
+        small_models.measure({"llama": small_models.MODELS["llama"]}, [large, fits], comparing=False, note=noted.append)
+    )
+    assert noted == ["llama 3x4: not enough memory"]
+    assert [row.batch for row in rows] == [1] * 4
+
+
+USUAL = {
+    "batch": 16,
+    "tokens": 8,
+    "median_ms": 1.0,
+    "low_ms": 1.0,
+    "high_ms": 1.0,
+    "tokens_per_s": 1.0,
+    "rounds": 5,
+    "growing": False,
+    "ratio_low": 0.5,
+    "ratio_high": 3.0,
+    "shape": "",
+    "dtype": "bfloat16",
+    "device": "GPU",
+    "versions": "torch 1",
+    "date": "2026-11-30",
+}
+"""Of a row of whole models."""
+
+
+def test_repeated_runs_are_fresh_processes_with_empty_homes(small_models, capsys, tmp_path, monkeypatch) -> None:
+    """Here they only tell what they see; the third fails, and what the others found stays."""
+    rows = [
+        {
+            **USUAL,
+            "model": "qwen2",
+            "method": method,
+            "phase": phase,
+            "prompt": 8,
+            "first_ms": 5.0,
+            "fallbacks": "",
+            "ratio": None if method == "sdpa" else 1.0,
+        }
+        for method in small_models.METHODS
+        for phase in small_models.PHASES
+    ]
+    script, seen = tmp_path / "small.py", tmp_path / "seen.txt"
+    script.write_text(f"""
+import json, os, sys
+homes = [os.environ[name] for name in {small_models.HOMES!r}]
+with open({str(seen)!r}, "a") as file:
+    print(json.dumps([os.getcwd(), homes, [os.listdir(each) for each in homes], os.environ.get("TILEDSCHED_DB"), sys.argv]),
+          file=file)
+if sys.argv[2] == "3":
+    sys.exit(7)
+print("somebody else prints")
+for row in json.loads({json.dumps(rows)!r}):
+    print(json.dumps({{"Row": {{**row, "run": int(sys.argv[2])}}}}))
+""")
+    monkeypatch.setattr(small_models, "COMMAND", (sys.executable, str(script)))
+    arguments = [
+        "--model",
+        "qwen2",
+        "--batch",
+        "16",
+        "--prompt",
+        "8",
+        "--repeat",
+        "4",
+        "--csv",
+        str(tmp_path / "rows.csv"),
+    ]
+    assert small_models.main(arguments) == 7
+    found = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert len(found) == len({folder for folder, *_ in found}) == 3
+    for folder, homes, files, database, _ in found:
+        assert {Path(each).parent for each in homes} == {Path(folder)}
+        assert files == [[]] * len(small_models.HOMES)
+        assert database is None
+        assert not Path(folder).exists()
+    assert ["--no-compare" in given for *_, given in found] == [False, True, True]
+    said = capsys.readouterr()
+    assert "somebody else prints" in said.err
+    assert "run 3 ended with 7" in said.err
+    assert "the range over 2 runs" in " ".join(said.out.split())
+    assert "2 of 4 were not measured" in said.out
+    written = [line.split(",") for line in (tmp_path / "rows.csv").read_text().splitlines()]
+    assert [line[written[0].index("run")] for line in written[1:]] == ["1"] * 4 + ["2"] * 4
+
+
+def test_a_fresh_process_hands_back_what_it_found(small_models, capsys, tmp_path, monkeypatch) -> None:
+    script = tmp_path / "small.py"
+    script.write_text(f"""
+import sys
+from docs.studies import whole_models as model_run
+small = model_run.ModelShape(**{SMALL!r}, family="Qwen2")
+model_run.MODELS = {{"qwen2": small}}
+sys.exit(model_run.main())
+""")
+    monkeypatch.setattr(small_models, "COMMAND", (sys.executable, str(script)))
+    arguments = [*ON_THE_CPU, "--model", "qwen2", "--batch", "1", "--prompt", "8", "--repeat", "1", "--budget", "500"]
+    assert small_models.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= small_models.WIDTH
+    assert said.count("torch's math backend") == 1
+    assert re.search(r"^qwen2 +1 +8 +\d\.\d{3}x", said, re.MULTILINE)
+
+
+def test_the_summary_is_of_all_runs(small_models) -> None:
+    rows = [
+        small_models.Row(
+            **USUAL,
+            model="qwen2",
+            method=method,
+            phase=phase,
+            prompt=prompt,
+            run=run,
+            first_ms=100.0 * run,
+            ratio=None if method == "sdpa" else ratio * scale,
+            fallbacks="why" if (method, prompt, phase) == ("tiledsched", 8192, "decode") else "",
+        )
+        for run, scale in ((1, 1.0), (2, 1.25), (3, 0.8))
+        for prompt in (1024, 8192)
+        for method in small_models.METHODS
+        for phase, ratio in (("prefill", 1.0), ("decode", 1.21))
+    ]
+    text = small_models.to_text(rows, 6)
+    assert text.splitlines()[:5] == [
+        "model    batch  prompt    prefill                     decode",
+        "qwen2       16    1024    1.000x (0.800 to 1.250)     1.210x (0.968 to 1.512)",
+        "qwen2       16    8192    1.000x (0.800 to 1.250)     1.210x (0.968 to 1.512)",
+        "geometric mean            1.000x (0.800 to 1.250)     1.210x (0.968 to 1.512)",
+        "least                     1.000x                      1.210x",
+    ]
+    assert max(map(len, text.splitlines())) <= 80
+    told = " ".join(text.split())
+    assert "both phases: 1.100x by geometric mean (0.880 to 1.375), least 1.000x" in told
+    assert "first prefill of a process: sdpa 100 to 300 ms, tiledsched 100 to 300 ms" in told
+    assert "calls left to torch: why (qwen2 16x8192 decode)" in told
+    assert "not measured" not in told
+    short = small_models.to_text([row for row in rows if (row.run, row.prompt) != (3, 8192)], 6)  # a budget was spent
+    assert "geometric mean            1.061x (1.000 to 1.250)" in short
+    assert "1 of 6 were not measured" in short
+    only = small_models.ratios(row for row in rows if row.run == 1)
+    assert {(each.low, each.high) for each in only} == {(0.5, 3.0)}
+
+
+def test_a_model_is_made_in_its_dtype(small_models) -> None:
+    model = small_models.make_model(small_models.MODELS["qwen2"], small_models.Workload(device="cpu"))
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_differing_choices_are_told_with_their_gap(transformers, monkeypatch) -> None:
+    from docs.studies import whole_models as model_run
+    from tiledsched.ops.integrations import transformers as integration
+
+    shape = model_run.ModelShape(**{**SMALL, "layers": 2}, family="Llama")
+    work = model_run.Workload(batch=2, prompt=12, new_tokens=8, dtype=torch.float32, device="cpu")
+    serving = integration.sdpa
+    monkeypatch.setattr(integration, "sdpa", lambda *given, **more: -serving(*given, **more))  # a wrong kernel
+    model = model_run.make_model(shape, work)
+    found = model_run.compare(model, "llama", work, torch.arange(24).reshape(2, 12) % 64)
+    assert found.prompt_error > 0.01
+    assert found.step_error > 0.01
+    assert found.control_step_error < 1e-5
+    assert found.control_agreement == 1.0
+    assert found.agreement < 1.0
+    assert not found.same_tokens
+    assert found.first_difference is not None
+    assert found.largest_gap > 0

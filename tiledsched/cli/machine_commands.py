@@ -1,0 +1,114 @@
+"""The commands that prepare and examine a machine: warmup and doctor."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, kernel_argument, option
+from tiledsched.cli.output import note
+from tiledsched.cli.problems import read_variants
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.kernel import KernelClass
+
+if TYPE_CHECKING:
+    from tiledsched.store.records import Entry
+
+
+@command("warmup")
+@kernel_argument
+@arch_option("which GPUs, e.g. sm_90 (default: those of the GPUs here)", many=True)
+@option(
+    "--also",
+    default="",
+    metavar="WORDS",
+    help="also problems unlike those tuned; of attention any-length, decode, dtype=bfloat16, group=1:4, with commas",
+)
+@option(
+    "-o",
+    "--out",
+    type=click.Path(),
+    metavar="FILE",
+    help="write a bundle to this file, for machines without a compiler. In a folder, it is named by its contents",
+)
+@option("--campaign", metavar="ID", help="with -o: only the problems that this campaign of a fleet did")
+@jobs_option
+def warmup(
+    run: Invocation,
+    kernel: KernelClass,
+    arch: list[str] | None,
+    also: str,
+    out: str | None,
+    campaign: str | None,
+    jobs: int | None,
+) -> int:
+    """Compile ahead what is served, so that no program has to.
+
+    The machine code goes to the cache folder, where every process of this user finds it, or with -o to a file that the
+    variable TILEDSCHED_BUNDLE names on another machine. No GPU is needed. Exit code 1 if something would not build.
+
+    \b
+    tiledsched warmup
+    tiledsched warmup --arch sm_90 --also any-length,decode -o attention.zip
+    """
+    from tiledsched.serve.bundle import warm_path
+    from tiledsched.serve.entries import load_entries, load_table
+    from tiledsched.serve.warmup import prepare, renamed_by_contents
+    from tiledsched.tuning.session import Session
+
+    variants, settings, archs = read_variants(kernel, also), run.settings(), run.archs(arch)
+    if out and len(archs) > 1:
+        raise ConfigError(f"a bundle is of one arch, and here are {', '.join(archs)}; pass --arch with one of them")
+    if campaign and not out:
+        raise ConfigError("--campaign chooses what goes to a file; pass -o FILE, too")
+    entries, table = load_entries(settings), load_table(settings, kernel=kernel)
+    if campaign:
+        entries = _done_by(run, campaign, entries)
+    results = []
+    for each in archs:
+        session = Session(each, settings=settings)
+        warm = warm_path(each, settings, kernel.name)
+        path = Path(out) if out else warm
+        in_folder = path.is_dir()
+        done = prepare(
+            each,
+            path / f".{os.getpid()}.zip" if in_folder else path,
+            entries,
+            table,
+            kernel,
+            session.artifacts,
+            session.toolchain.compiler,
+            likely=lambda problem: kernel.likely(problem, variants) if variants else (),
+            others=[warm],
+            jobs=jobs,
+            progress=note,
+        )
+        results.append(renamed_by_contents(done, kernel.name) if in_folder else done)
+    run.print({"bundles": [result.to_json() for result in results]}, "\n".join(map(str, results)))
+    return 1 if any(result.failures for result in results) else 0
+
+
+def _done_by(run: Invocation, campaign: str, entries: list[Entry]) -> list[Entry]:
+    """The entries of the problems that a campaign did."""
+    from tiledsched.fleet.leases import Leases
+
+    with run.open_db(read_only=True) as db:
+        leases = Leases(db)
+        done = {(problem, arch) for problem, arch, _, _ in leases.results(leases.campaign(campaign).id)}
+    return [entry for entry in entries if (entry.problem, entry.arch) in done]
+
+
+@command("doctor")
+def doctor(run: Invocation) -> None:
+    """Say what works on this machine, and what to install for the rest.
+
+    \b
+    tiledsched doctor
+    """
+    from tiledsched import doctor as examination
+
+    findings = examination.examine()
+    run.print(examination.to_json(findings), examination.to_text(findings))

@@ -1,0 +1,313 @@
+"""The commands that show what is known: show, explain, report and compare."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tiledsched.cli.app import (
+    FOLDER,
+    CommaList,
+    Invocation,
+    arch_option,
+    argument,
+    command,
+    filter_option,
+    generated_options,
+    kernel_argument,
+    kernel_filter,
+    option,
+    problem_options,
+    target_option,
+)
+from tiledsched.cli.output import print_next
+from tiledsched.cli.problems import matching, named_problems
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.kernel import KernelClass
+from tiledsched.store.records import PROVENANCES
+from tiledsched.tuning.options import TuneOptions
+
+if TYPE_CHECKING:
+    from tiledsched.report.compare import Comparison
+    from tiledsched.serve.entries import Layer
+
+REGIMES = click.Choice(["burst", "sustained"])
+only_arch = arch_option("only this arch, e.g. sm_90 or h200")
+only_regime = option("--regime", type=REGIMES, help="only what was measured in it (default: both)")
+
+
+@command("show")
+@kernel_filter
+@filter_option
+@only_arch
+@option("--provenance", type=CommaList(allowed=PROVENANCES), metavar="P[,P]", help=f"only {', '.join(PROVENANCES)}")
+@only_regime
+@option("--device", default="", metavar="NAME", help="only what was measured on a GPU whose name contains this")
+@option("--compiler", metavar="VERSION", help="what is served with this compiler, or `all` (default: the one here)")
+@option("--layers", is_flag=True, help="which layer answers: the user's, the site's, a bundle, or what ships")
+@option("--landscapes", is_flag=True, help="list the measurements in the database instead, by problem and regime")
+def show(
+    run: Invocation,
+    kernel: str | None,
+    problem: tuple[str, ...],
+    arch: str | None,
+    provenance: list[str] | None,
+    regime: str | None,
+    device: str,
+    compiler: str | None,
+    layers: bool,
+    landscapes: bool,
+) -> None:
+    """List what is tuned, and how it is known.
+
+    \b
+    tiledsched show
+    tiledsched show attention --arch h200 -p D=128
+    tiledsched show -p columns=4096 --provenance measured
+    """
+    if landscapes:
+        return _show_landscapes(run, kernel, arch)
+    from tiledsched.build.toolchain import compiler_at_hand
+    from tiledsched.cli import served_output
+    from tiledsched.serve.entries import combined
+    from tiledsched.serve.entries import layers as load_layers
+    from tiledsched.store.evidence import for_compiler
+
+    found = load_layers(run.settings(), None if arch is None else {arch}, kernel or "")
+    here = compiler_at_hand() if compiler in (None, "all") else str(compiler)
+    entries = combined(found) if compiler == "all" else for_compiler(combined(found), here)
+    of_kernel = [entry for entry in entries if arch in (None, entry.arch) and kernel in (None, entry.kernel)]
+    like = set(matching((entry.problem for entry in of_kernel), problem))
+    entries = [
+        entry
+        for entry in of_kernel
+        if entry.problem in like
+        and regime in (None, entry.regime)
+        and (provenance is None or entry.provenance in provenance)
+        and device.lower() in entry.device_name.lower()
+    ]
+    covered = _layers_by_key(found)
+    if run.json:
+        rows = [
+            {
+                **served_output.entry_json(entry, here),
+                "layer": entry.layer,
+                "covers": [name for name in covered[entry.key] if name != entry.layer],
+            }
+            for entry in entries
+        ]
+        run.print({"layers": [layer.to_json() for layer in found], "entries": rows})
+    elif entries and layers:
+        served_output.print_layers(found, entries, covered)
+    elif entries:
+        served_output.print_entries(entries, here)
+    elif of_kernel:
+        print("no tuned problem matches; leave out a filter", file=sys.stderr)
+    else:
+        what = f"of {kernel} " if kernel else ""
+        words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
+        print(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}", file=sys.stderr)
+
+
+def _layers_by_key(found: Sequence[Layer]) -> dict[tuple[str, ...], list[str]]:
+    """The names of the layers that have an entry for each key."""
+    covered: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for layer in found:
+        for entry in layer.entries:
+            covered[entry.key].append(layer.name)
+    return covered
+
+
+def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:
+    """List what is measured, and where the winners of the two regimes differ."""
+    from tiledsched.cli import served_output
+    from tiledsched.store.queries import compare_regimes
+
+    with run.open_db(read_only=True) as db:
+        lines = db.landscapes(arch, kernel)
+        compared = [one for one in compare_regimes(db.latest_measurements()) if kernel in (None, one.problem.kernel)]
+    found = {
+        "landscapes": [served_output.landscape_json(line) for line in lines],
+        "regimes": [one.to_json() for one in compared],
+    }
+    run.print(found, lambda: served_output.print_landscapes(lines, compared))
+
+
+@command("explain")
+@kernel_argument
+@problem_options
+@target_option
+@generated_options(TuneOptions, "accum_mode", "regime", "rivals", "space")
+@option("--device", default="", metavar="NAME", help="name of the GPU, to tell its measurements from another's")
+def explain(
+    run: Invocation,
+    kernel: KernelClass,
+    problem: tuple[str, ...],
+    suite: str | None,
+    arch: str | None,
+    space: str | None,
+    device: str,
+    **settings: str | None,
+) -> None:
+    """Say which schedule a problem is served with, and why.
+
+    \b
+    tiledsched explain -p B=4,H=16,S=4096,D=128 --arch h200
+    tiledsched explain matmul -p m=512,n=4096,k=4096
+    """
+    from tiledsched.core.space_files import chosen_space
+    from tiledsched.serve.entries import load_table
+    from tiledsched.serve.explain import explain_problem
+
+    arch, chosen = run.arch(arch), run.settings(**settings)
+    spaces = [chosen_space(arch, kernel, space)] if space else []
+    table = load_table(chosen, kernel=kernel, archs={arch}, spaces=spaces)
+    found = [
+        explain_problem(table, each, arch, device, chosen.sources) for each in named_problems(kernel, problem, suite)
+    ]
+    rows = [each.to_json() for each in found]
+    # A single problem stands at the top, too, where scripts have always found it.
+    run.print({**rows[0], "rows": rows}, "\n\n".join(map(str, found)))
+
+
+@command("report")
+@kernel_argument
+@arch_option("which GPUs, e.g. sm_90, or sm_90,sm_121 to compare them (default: the GPU here)", many=True)
+@option("-o", "--out", type=FOLDER, default="report", metavar="DIR", help="folder to write to (default: report)")
+@generated_options(TuneOptions, "regime")
+@option("--device", metavar="NAME", help="only measurements of this GPU (default: the newest of the arch)")
+def report(
+    run: Invocation, kernel: KernelClass, arch: list[str] | None, out: str, regime: str | None, device: str | None
+) -> None:
+    """Write a report, with charts, on how much each knob matters.
+
+    \b
+    tiledsched report
+    tiledsched report matmul --arch sm_90,sm_121 -o report
+    """
+    files = written_report(run, kernel, arch or [run.arch(None)], out, regime=regime, device=device)
+    run.print({"files": [str(path) for path in files]}, "\n".join(map(str, files)))
+
+
+def written_report(
+    run: Invocation,
+    kernel: KernelClass,
+    archs: Sequence[str],
+    folder: str,
+    *,
+    regime: str | None = None,
+    device: str | None = None,
+) -> list[Path]:
+    """The files of a report on a kernel, written from what the database holds over what ships."""
+    from tiledsched.report import WithShipped, build_report, write_report
+    from tiledsched.serve.entries import load_entries
+    from tiledsched.store.db import TuningDB
+    from tiledsched.store.location import database_exists
+    from tiledsched.tuning.tuner import modelled_times
+
+    settings = run.settings(regime=regime)
+    with run.open_db(read_only=True) if run.db or database_exists(settings.db) else TuningDB.open(":memory:") as db:
+        found = []
+        for arch in archs:
+            served = load_entries(settings, {arch})
+            made = build_report(
+                WithShipped(db, kernel, arch, served),
+                arch,
+                kernel=kernel,
+                regime=settings.regime,
+                device_name=device,
+                model_times=modelled_times(arch, kernel),
+                served=served,
+            )
+            found.append(made)
+    return write_report(found, Path(folder))
+
+
+class PercentType(click.ParamType):
+    """Percent, more than 0 and less than 100, with or without the sign."""
+
+    name = "percent"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number.
+
+        Raises:
+            click.BadParameter: the text is no such number.
+        """
+        try:
+            number = float(str(value).rstrip("%"))
+        except ValueError:
+            number = 0.0
+        if not 0 < number < 100:
+            self.fail(f"{value!r} is not a number of percent between 0 and 100", param, ctx)
+        return number
+
+
+@command("compare")
+@argument(
+    "a",
+    help="before: a database, table, landscape, folder of them, a report's folder, or `shipped`; or of your database a "
+    "compiler (13.5), a date (2026-11-22) or a device (H100), or SOURCE@COMPILER",
+)
+@argument("b", help="after: the same")
+@option("--kernel", default="", metavar="NAME", help="only this kernel")
+@only_arch
+@only_regime
+@option(
+    "--threshold",
+    type=PercentType(),
+    default=2.0,
+    metavar="PERCENT",
+    help="differences up to this do not count (default: 2)",
+)
+@option("--all", "everything", is_flag=True, help="also list what stayed the same")
+def compare(
+    run: Invocation,
+    a: str,
+    b: str,
+    kernel: str,
+    arch: str | None,
+    regime: str | None,
+    threshold: float,
+    everything: bool,
+) -> int:
+    """Say what became faster or slower from A to B.
+
+    Exit code 1 if anything became slower.
+
+    \b
+    tiledsched compare before.db after.db
+    tiledsched compare 13.4 13.5
+    """
+    from tiledsched.cli import served_output
+    from tiledsched.report.compare import compare as compare_sides
+    from tiledsched.report.comparison_sources import Wanted, read_side
+
+    db, wanted = run.settings().db, Wanted(kernel=kernel, arch=arch or "", regime=regime or "")
+    found = compare_sides(read_side(a, db, wanted), read_side(b, db, wanted), threshold / 100)
+    if not found.rows:
+        raise ConfigError(
+            f"{a} and {b} have no problem in common: {len(found.only_a)} only in the first, {len(found.only_b)} only in "
+            "the second; compare sources of the same kernel, arch and regime"
+        )
+    if run.json:
+        run.print(found.to_json())
+    else:
+        served_output.print_compared(found, everything=everything)
+        _print_undecided(found, b if b.endswith(".db") else run.db)
+        print(f"compare: {found.line()}")
+    return 1 if found.regressed else 0
+
+
+def _print_undecided(found: Comparison, db: str | None) -> None:
+    """Print the command that measures one of the undecided problems again."""
+    undecided = next((row.b for row in found.rows if row.verdict == "undecided" and row.b.words), None)
+    if undecided is not None:
+        words = ["tune", undecided.kernel, "--arch", undecided.arch, "-p", undecided.words]
+        print_next([("what decides one of the undecided", [*words, *(["--db", db] if db else [])])])
+        print()

@@ -1,0 +1,271 @@
+"""How entries, landscapes and comparisons are printed, and what they are in JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tiledsched.cli.output import note, plural, print_table, print_wrapped, width
+from tiledsched.core.kernel import labels_of
+from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
+
+if TYPE_CHECKING:
+    from tiledsched.bench.rows import BenchRow
+    from tiledsched.report.compare import Comparison
+    from tiledsched.serve.entries import Layer
+    from tiledsched.store.queries import RegimeComparison
+    from tiledsched.store.records import Entry
+    from tiledsched.studies.ablation.rows import AblationRow
+
+
+def entry_json(entry: Entry, compiler: str = "") -> dict[str, Any]:
+    """The row that `show --json` prints: flat where people filter, nested where evidence lies. `compiler` is the one here."""
+    from tiledsched.store.evidence import stale
+
+    problem = entry.problem
+    return {
+        "arch": entry.arch,
+        "kernel": problem.kernel,
+        **short_values(problem),
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in problem.values.items()},
+        "provenance": entry.provenance,
+        "compiler": entry.compiler,
+        "stale": stale(entry, compiler),
+        "schedule": entry.schedule.to_json(),
+        "median_us": entry.median_us,
+        "tflops": entry.tflops,
+        "gbps": problem.gbps(entry.median_us) if entry.median_us else None,
+        "evidence": entry.to_json(),
+    }
+
+
+def short_values(problem: Problem) -> dict[str, Any]:
+    """Its values by the short names of the kernel's label: of several dims that differ, all, as `1/4096`."""
+    labels = labels_of(problem.declaration) if problem.known else {}
+    found: dict[str, Any] = {}
+    for short, names in labels.items():
+        values = dict.fromkeys(getattr(problem, name) for name in names)
+        found[short] = next(iter(values)) if len(values) == 1 else "/".join(map(str, values))
+    return found
+
+
+def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
+    """Print what is served with `compiler`: a table for each kernel, or where that is too wide, two lines for each entry."""
+    from tiledsched.store.evidence import stale
+
+    by_kernel: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_kernel.setdefault(entry.problem.kernel, []).append(entry)
+    for place, (kernel, found) in enumerate(by_kernel.items()):
+        lines = _entry_lines(found, compiler)
+        if max(map(len, lines)) > width():
+            _print_narrow(found, compiler)
+        else:
+            print("\n" * (place > 0) + f"tuned schedules of {kernel}", *lines, sep="\n")
+    old = sorted({entry.compiler for entry in entries if stale(entry, compiler)})
+    if old:
+        note(
+            f"stale: tileiras {', '.join(old)} built what was measured, and here is {compiler}; run: tiledsched refresh"
+        )
+
+
+def _entry_lines(entries: Sequence[Entry], compiler: str) -> list[str]:
+    """The lines of a table of one kernel's entries. The schedule is its last column: it may be as long as it is."""
+    problems = [_columns(entry.problem) for entry in entries]
+    shown = [
+        name for name in problems[0] if len({each.get(name) for each in problems}) > 1 or not _default(entries, name)
+    ]
+    compilers = len({entry.compiler for entry in entries if entry.compiler}) > 1
+    head = ["arch", *shown, *["compiler"] * compilers, "provenance", "median us", "rate", "model us"]
+    rows = [[*head, "runner-up", "ties", "programs", "schedule"]]
+    for entry, values in zip(entries, problems, strict=True):
+        us = entry.median_us
+        rows.append(
+            [
+                entry.arch,
+                *(values.get(name, "") for name in shown),
+                *[entry.compiler] * compilers,
+                _provenance(entry, compiler),
+                f"{us:.1f}" if us else "-",
+                rate_text(entry.problem, us) if us else "-",
+                f"{entry.model_us:.1f}" if entry.model_us else "-",
+                f"+{entry.margin:.1%}" if entry.margin is not None else "-",
+                str(len(entry.ties)),
+                str(entry.candidates),
+                entry.schedule.short(),
+            ]
+        )
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = [place for place, name in enumerate(head) if name in ("arch", "provenance")]
+    return [
+        "  ".join(
+            text.ljust(sizes[place]) if place in left else text.rjust(sizes[place])
+            for place, text in enumerate(row[:-1])
+        )
+        + f"  {row[-1]}"
+        for row in rows
+    ]
+
+
+def _columns(problem: Problem) -> dict[str, str]:
+    """Its values as people read them: short names first, then the fields that have no short name."""
+    labels = labels_of(problem.declaration) if problem.known else {}
+    covered = {name for names in labels.values() for name in names}
+    values = {**short_values(problem), **{name: value for name, value in problem.values.items() if name not in covered}}
+    words = {True: "yes", False: "no"}
+    return {name: words[value] if isinstance(value, bool) else str(value) for name, value in values.items()}
+
+
+def _default(entries: Sequence[Entry], name: str) -> bool:
+    """Whether a field has its default in all entries, and is one that problems leave out at its default."""
+    return all(name in entry.problem.values and name not in entry.problem.to_json() for entry in entries)
+
+
+def _print_narrow(entries: Sequence[Entry], compiler: str) -> None:
+    for entry in entries:
+        us = entry.median_us
+        timed = f"{us:.1f} us, {rate_text(entry.problem, us)}" if us else "not measured"
+        print_wrapped(f"{entry.arch} {entry.problem}: {timed} ({_provenance(entry, compiler)})")
+        print_wrapped(entry.schedule.short(), "    ")
+
+
+def _provenance(entry: Entry, compiler: str) -> str:
+    """The provenance, and `stale` where another compiler built what was measured."""
+    from tiledsched.store.evidence import stale
+
+    return f"{entry.provenance}, stale" if stale(entry, compiler) else entry.provenance
+
+
+def print_layers(
+    layers: Sequence[Layer], entries: Sequence[Entry], covered: Mapping[tuple[str, ...], list[str]]
+) -> None:
+    """Print which layer answers for each problem, and which others have something for it."""
+    for layer in reversed(layers):
+        size = plural(len(layer.entries), "entry", "entries")
+        print_wrapped(f"{layer.name}: {layer.where}, {size}" + (f"; {layer.error}" if layer.error else ""))
+    for entry in entries:
+        under = [name for name in covered[entry.key] if name != entry.layer]
+        us = f", {entry.median_us:.1f} us" if entry.median_us else ""
+        also = f" (also in {', '.join(under)})" if under else ""
+        print_wrapped(f"{entry.layer:8} {entry.arch} {entry.problem}: {entry.provenance}{us}{also}")
+
+
+def landscape_json(line: Any) -> dict[str, Any]:
+    """One line of `show --landscapes --json`."""
+    return {
+        "problem": line.problem.to_json(),
+        "device": line.device_name,
+        "arch": line.arch,
+        "regime": line.regime,
+        "distinct_programs": line.distinct_programs,
+        "measurements": line.measurements,
+    }
+
+
+def print_landscapes(lines: Sequence[Any], compared: Sequence[RegimeComparison]) -> None:
+    """Print what is measured; then what wins in each regime, and what serving the other regime's winner costs."""
+    columns = ("device", "arch", "regime", "problem", "distinct programs", "measurements")
+    print_table(
+        columns,
+        [
+            (line.device_name, line.arch, line.regime, line.problem, line.distinct_programs, line.measurements)
+            for line in lines
+        ],
+        right=columns[-2:],
+    )
+    if not compared:
+        return
+    print("\nburst against sustained: * marks a difference beyond the 95% intervals")
+    print_table(
+        ("device", "problem", "programs in both", "burst winner", "in sustained", "sustained winner", "in burst"),
+        [
+            (
+                one.device_name,
+                one.problem,
+                one.programs,
+                one.burst_winner.short(),
+                f"+{one.burst_loss:.1%}" + "*" * one.burst_loss_distinct,
+                "the same" if one.same else one.sustained_winner.short(),
+                f"+{one.sustained_loss:.1%}" + "*" * one.sustained_loss_distinct,
+            )
+            for one in compared
+        ],
+    )
+
+
+def print_compared(found: Comparison, *, everything: bool = False) -> None:
+    """Print what moved from A to B, slower first, with the winners where they changed."""
+    from tiledsched.report.compare import rows_to_show
+
+    print_wrapped(f"A: {found.a}")
+    print_wrapped(f"B: {found.b}")
+    mean = f", B takes {found.mean:.3f}x the time of A (geometric mean)" if found.mean else ""
+    print_wrapped(f"{plural(len(found.rows), 'problem')} on both sides{mean}")
+    if found.drift:
+        both = f"{len(found.drift)} measured on both sides take {statistics.geometric_mean(found.drift):.3f}x"
+        print_wrapped(f"programs with the same machine code: {both}; that is the machine or the day, no schedule")
+    elif found.rows:
+        print_wrapped("no machine code was measured on both sides: part of a difference may be the machine")
+    rows = rows_to_show(found, everything=everything)
+    if rows:
+        print(f"\n{'':9}  {'B / A':21}  {'A us':>9}  {'B us':>9}")
+    narrow = any(len(row.b.problem) + 55 > width() for row in rows)
+    for row in rows:
+        ratio = f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
+        figures = f"{row.verdict:9}  {ratio:21}  {row.a.us:9.1f}  {row.b.us:9.1f}"
+        print(*([row.b.problem, figures] if narrow else [f"{figures}  {row.b.problem}"]), sep="\n")
+        if row.winner_changed:
+            print_wrapped(f"now {row.b.schedule}; was {row.a.schedule}", "           ")
+        elif row.verdict != "same" and row.same_program:
+            print_wrapped("the same machine code", "           ")
+    print()
+
+
+def print_bench(rows: Sequence[BenchRow]) -> None:
+    """Print a table for each regime: a line for each problem, and for each method its rate and its time over ours."""
+    for regime in dict.fromkeys(row.regime for row in rows):
+        found = [row for row in rows if row.regime == regime]
+        methods = list(dict.fromkeys(row.method for row in found))
+        cells: dict[Problem, dict[str, BenchRow]] = {}
+        for row in found:
+            cells.setdefault(row.problem, {})[row.method] = row
+        units = "/".join(dict.fromkeys(unit_of(problem) for problem in cells))
+        print(f"{regime}: {units}, and in brackets the time of each method over ours")
+        print_table(
+            ("problem", *methods),
+            [(problem, *(_bench_cell(mine, method) for method in methods)) for problem, mine in cells.items()],
+            right=methods,
+        )
+
+
+def _bench_cell(rows: Mapping[str, BenchRow], method: str) -> str:
+    row, ours = rows.get(method), rows.get("tiledsched")
+    if row is None or row.median_us is None:
+        return "-" if row is None else row.status
+    value = row.tflops if row.flops else rate_of(row.problem, row.median_us)
+    if method in ("tiledsched", "matmul") or ours is None or not ours.median_us:
+        return f"{value:.0f}"
+    return f"{value:.0f} ({row.median_us / ours.median_us:.2f}x)"
+
+
+def print_ablation(rows: Sequence[AblationRow]) -> None:
+    """Print for each problem the ladder, and the tuned schedule without each knob; of what else was tried, only failures."""
+    columns = ("view", "rung", "knob", "from", "to", "median us", "95% interval", "over previous", "over plain")
+    for problem in dict.fromkeys(row.problem for row in rows):
+        print(f"{problem}: from the plain schedule to the tuned one")
+        lines = []
+        for row in rows:
+            if row.problem != problem or (row.view == "tried" and row.status == "ok"):
+                continue
+            timed = ("-", "-")
+            if row.median_us is not None:
+                timed = (f"{row.median_us:.1f}", f"{row.ci_low_us:.1f}-{row.ci_high_us:.1f}")
+            speedups = (
+                "-" if ratio is None else f"{ratio:.3f}x"
+                for ratio in (row.speedup_over_previous, row.speedup_over_plain)
+            )
+            knob = row.knob or "(plain)"
+            shown = row.schedule if row.status == "ok" else row.status
+            lines.append((row.view, row.rung, knob, row.before, row.after, *timed, *speedups, shown))
+        print_table((*columns, "schedule or status"), lines, right=("rung", *columns[5:]))

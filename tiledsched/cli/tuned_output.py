@@ -1,0 +1,204 @@
+"""How the results of tune, refresh, record and check are printed, and what they are in JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiledsched.cli.output import plural, print_wrapped
+from tiledsched.core.extras import installing
+from tiledsched.core.kernel import KernelClass, told
+from tiledsched.core.problem import rate_text
+
+if TYPE_CHECKING:
+    from tiledsched.measure.runner import RivalTime
+    from tiledsched.store.records import Entry, MergeResult
+    from tiledsched.tuning.check import CheckRow
+    from tiledsched.tuning.record import RecordResult
+    from tiledsched.tuning.refresh import RefreshReport
+    from tiledsched.tuning.run import TuneReport
+    from tiledsched.tuning.tuner import TuneResult
+
+NO_DIFFERENCE = 5e-4
+"""Relative differences below this are printed as none."""
+
+
+def tune_result_json(result: TuneResult) -> dict[str, Any]:
+    """One problem's tuning, in numbers."""
+    numbers = ("stored", "schedules", "programs", "compiled", "measured", "failed", "left", "over_default")
+    return {
+        "problem": result.entry.problem.to_json(),
+        **{name: getattr(result, name) for name in (*numbers, "over_runner_up")},
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def print_tuned(report: TuneReport) -> None:
+    """Print for each problem what wins, by how much, and what it took to find it."""
+    if not report.measured:
+        part = any(result.left for result in report.results)
+        built = (
+            "The default, what is served and the model's favourites were built" if part else "Every schedule was built"
+        )
+        print_wrapped(
+            f"No {report.arch} GPU here: nothing was measured. {built}, and the model ranked the programs. "
+            "On a machine with that GPU the same command measures."
+        )
+    for result, entry in zip(report.results, report.entries, strict=True):
+        print()
+        print_wrapped(f"{entry.problem} on {entry.device_name or entry.arch}")
+        print_wrapped(entry.schedule.short(), "  ")
+        print_wrapped(_verdict(result, entry), "  ")
+        if entry.rivals:
+            print_wrapped(_rivals(entry.rivals, entry.problem.declaration), "  ")
+        of = f" of {result.schedules + result.left}" if not report.measured else ""
+        did = f", {result.measured} measured" if report.measured else ""
+        print_wrapped(
+            f"{result.schedules}{of} schedules built, {result.programs} distinct programs; {result.compiled} "
+            f"compiled now{did}, {result.failed} failed, {result.seconds:.1f} s",
+            "  ",
+        )
+
+
+def _verdict(result: TuneResult, entry: Entry) -> str:
+    """How fast the winner is and by how much it wins; or which stronger entry stays in its place."""
+    us, how = entry.median_us, "measured"
+    if us is None:
+        us, how = entry.model_us, "modelled"
+    words = [] if us is None else [f"{us:.1f} us {how}, {rate_text(entry.problem, us)}"]
+    if not result.stored:
+        return "; ".join([*words, f"kept: a {entry.provenance} entry stands above what this run found"])
+    for what, over in (("the default", result.over_default), ("the runner-up", result.over_runner_up)):
+        if over is not None:
+            words.append(f"{what} takes {over:.1%} longer" if over >= NO_DIFFERENCE else f"{what} takes as long")
+    if entry.ties:
+        words.append(f"{len(entry.ties)} tied")
+    return "; ".join(words)
+
+
+def _rivals(times: Sequence[RivalTime], kernel: KernelClass) -> str:
+    """The rivals that were timed next to the winner, and those that may be served in its place."""
+    from tiledsched.serve.explain import rival_text
+    from tiledsched.serve.rivals import pays
+
+    faster = [each.name for each in times if pays(each, kernel)]
+    in_graphs = [each.name for each in times if pays(each, kernel, captured=True) and each.name not in faster]
+    may = f"; may serve in its place (setting rivals): {', '.join(faster)}" if faster else ""
+    may += f"; in captured graphs: {', '.join(in_graphs)}" if in_graphs else ""
+    return f"rivals: {'; '.join(map(rival_text, times))}{may}"
+
+
+def print_report(files: Sequence[Path]) -> None:
+    """Print where the report is, and where it has no charts, what to install for them."""
+    page = next(path for path in files if path.suffix == ".html")
+    charts = sum(path.suffix == ".png" for path in files)
+    print()
+    print_wrapped(f"Report with {plural(charts, 'chart')}: {page}")
+    if importlib.util.find_spec("vl_convert") is None:
+        print_wrapped(f"Charts are drawn by a package that is not installed: {installing('report')}")
+
+
+def print_refreshed(report: RefreshReport) -> None:
+    """Print what was raced again or must be, a paragraph for each, and then a summary of all entries."""
+    for row in report.rows:
+        was = row.was
+        if row.outcome == "kept":
+            continue
+        print_wrapped(f"{was.problem} on {was.device_name}, {was.regime}: {row.why}")
+        print_wrapped(
+            f"was  {was.median_us:.1f} us, tileiras {was.compiler or 'unknown'}: {was.schedule.short()}", "  "
+        )
+        if row.now is not None and row.now.median_us is not None and row.change is not None:
+            print_wrapped(f"now  {row.now.median_us:.1f} us ({row.change:+.1%}): {row.now.schedule.short()}", "  ")
+        for schedule in row.leaders[1:] if row.now is None else ():
+            print_wrapped(f"to race against it: {schedule.short()}", "  ")
+    name = report.kernel.name
+    total = report.current + len(report.rows)
+    if not total:
+        print_wrapped(
+            f"nothing of {name} was measured for {report.arch}; run: tiledsched tune {name} --arch {report.arch}"
+        )
+        return
+    moved = f" ({report.change:+.1%} by geometric mean)" if report.change is not None else ""
+    done = [
+        f"{report.current} of tileiras {report.compiler} and this source already",
+        f"{len(report.of('kept'))} the same machine code, evidence kept",
+        f"{len(report.of('raced'))} raced again{moved}",
+    ]
+    if report.rivals:
+        done.append(f"rivals timed next to {len(report.rivals)}")
+    if left := report.of("to race"):
+        devices = ", ".join(sorted({row.was.device_name for row in left}))
+        done.append(f"{len(left)} to be raced on {devices}")
+    print_wrapped(
+        f"{total} measured entries of {name} on {report.arch}: {'; '.join(done)}. {report.compiled} "
+        f"compiled, {report.seconds:.1f} s"
+    )
+
+
+def record_result_json(result: RecordResult) -> dict[str, Any]:
+    """One problem of `record --json`."""
+    numbers = ("wanted", "compiled", "measured", "failed", "failed_builds", "failed_programs", "complete")
+    of_file = ("regime", "distinct_programs", "best_us", "best_tflops", "worst_ratio")
+    return {
+        "problem": result.problem.to_json(),
+        "schedules": result.schedules,
+        "distinct_programs": result.programs,
+        **{name: getattr(result, name) for name in numbers},
+        "landscapes": [
+            {"file": str(file.path), "device": file.device_name, **{name: getattr(file, name) for name in of_file}}
+            for file in result.files
+        ],
+    }
+
+
+def print_recorded(result: RecordResult) -> None:
+    """Print a line for each landscape of one problem, or for its builds where nothing was measured."""
+    if not result.files:
+        print(
+            f"{result.problem}: {result.programs} distinct programs of {result.wanted} built, nothing measured, "
+            f"{result.compiled} compiled now, {result.failed} failed",
+            flush=True,
+        )
+    for file in result.files:
+        rest = "" if result.complete else "; not complete, run again to go on"
+        best = rate_text(result.problem, file.best_us, 1)
+        print(
+            f"{result.problem} {file.regime}: {file.distinct_programs} distinct programs, {result.failed} failed, "
+            f"best {best}, worst {file.worst_ratio:.2f}x{rest}; {file.path}",
+            flush=True,
+        )
+
+
+def print_checked(row: CheckRow) -> None:
+    """Print one schedule that computes wrong results, as it is found."""
+    if not row.passed:
+        print(f"wrong: {row.problem}: {row.schedule.short()}: {row.message}", flush=True)
+
+
+def print_checks(rows: Sequence[CheckRow]) -> None:
+    """Print for each problem how many schedules computed right results."""
+    for problem in dict.fromkeys(row.problem for row in rows):
+        found = [row for row in rows if row.problem == problem]
+        right = [row.worst_error for row in found if row.passed]
+        worst = f", worst error {max(right):.2g}" if right else ""
+        print(f"{problem}: {len(right)} of {len(found)} schedules right{worst}")
+    if not rows:
+        print("nothing was checked: no schedule of the space is valid for these problems")
+
+
+def print_merged(result: MergeResult) -> None:
+    """Print what was taken into a database, and for evidence that contradicts it, the command that decides."""
+    print(
+        f"entries: {result.entries_added} added, {result.entries_replaced} replaced, {result.entries_kept} kept; "
+        f"measurements: {result.measurements_added} added, {result.measurements_kept} known"
+    )
+    for each in result.contradictions:
+        entry = each.entry
+        print(f"contradicted: {each}")
+        print(
+            f"  let a race decide: tiledsched tune {entry.kernel} --arch {entry.arch} --regime {entry.regime} "
+            f"-p {told(entry.problem)}"
+        )

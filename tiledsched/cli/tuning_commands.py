@@ -1,0 +1,247 @@
+"""The commands that find schedules: tune, check, record and refresh."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from tiledsched.cli.app import (
+    FOLDER,
+    USUAL_KERNEL,
+    Invocation,
+    command,
+    filter_option,
+    generated_options,
+    jobs_option,
+    kernel_argument,
+    made_folder,
+    option,
+    problem_options,
+    target_option,
+)
+from tiledsched.cli.output import note, print_next
+from tiledsched.cli.problems import matching, named_problems
+from tiledsched.cli.result_commands import written_report
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.kernel import KernelClass, told
+from tiledsched.core.problem import Problem
+from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
+
+if TYPE_CHECKING:
+    from tiledsched.tuning.run import TuneReport
+
+
+def one_thread_for_algebra() -> None:
+    """Leave the cores to the compiler: the matrices of the search's model are too small to gain from more threads."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+@command("tune")
+@kernel_argument
+@problem_options
+@target_option
+@generated_options(TuneOptions, heading="Search")
+@jobs_option
+@option("--report", type=FOLDER, metavar="DIR", help="also write the report with its charts to this folder")
+def tune(
+    run: Invocation,
+    kernel: KernelClass,
+    problem: tuple[str, ...],
+    suite: str | None,
+    arch: str | None,
+    jobs: int | None,
+    report: str | None,
+    **options: Any,
+) -> None:
+    """Find the best schedules, and serve them from now on.
+
+    Schedules are measured where a GPU of the arch is present. Without one they are built, and a performance model ranks
+    them. What is served today always takes part, and is replaced only by what is measured to be faster.
+
+    \b
+    tiledsched tune
+    tiledsched tune -p B=4,H=16,S=4096,D=64:128 --report report
+    tiledsched tune matmul --suite llama --arch h200
+    """
+    one_thread_for_algebra()
+    from tiledsched.cli import tuned_output
+    from tiledsched.cli.progress import TuneProgress
+    from tiledsched.cli.served_output import entry_json
+    from tiledsched.tuning.session import Session
+
+    wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
+    chosen = TuneOptions.from_mapping(options, "tune")
+    with (
+        TuneProgress(len(wanted), chosen.budget_s) as watcher,
+        Session(arch, settings=run.settings(), jobs=jobs) as session,
+    ):
+        found = session.tune(kernel, wanted, chosen, watcher=watcher, command={"words": run.words})
+    files = written_report(run, kernel, [arch], report, regime=options["regime"]) if report else []
+    if run.json:
+        results = [tuned_output.tune_result_json(result) for result in found.results]
+        entries = [entry_json(entry) for entry in found.entries]
+        run.print({"run": found.run_id, "results": results, "entries": entries, "files": [*map(str, files)]})
+        return
+    tuned_output.print_tuned(found)
+    if files:
+        tuned_output.print_report(files)
+    print_next(_next_steps(run, found, {"arch": arch, "report": report, **options}))
+
+
+def _next_steps(run: Invocation, report: TuneReport, options: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """What to look at after a tune: a purpose, and the words of the command."""
+
+    def flags(*names: str) -> list[str]:
+        values = {**options, "db": run.db}
+        given = [(name, values[name]) for name in names if values[name] is not None]
+        return [word for name, value in given for word in (f"--{name.replace('_', '-')}", str(value))]
+
+    named = [] if run.kernel_word == USUAL_KERNEL else [run.kernel_word]
+    first = ["-p", told(report.entries[0].problem)]
+    same = [*named, *flags("arch", "db")]
+    steps = [
+        (
+            "why this one, and what it beat",
+            ["explain", *same, *flags("accum_mode", "regime", "rivals", "space"), *first],
+        )
+    ]
+    if not options["report"]:
+        steps.append(("which knobs matter, with charts", ["report", *same, *flags("regime"), "-o", "report"]))
+    if report.measured:
+        steps.append(("how it compares with other implementations", ["bench", *named, *flags("db", "regime"), *first]))
+    elif any(result.left for result in report.results):
+        everything = max(result.schedules + result.left for result in report.results)
+        steps.append(("build the others, too", [*run.words, "--trials", str(everything)]))
+    return steps
+
+
+@command("check", db=False)
+@kernel_argument
+@problem_options
+@option("--arch", default=CHECK_ARCH, metavar="ARCH", help=f"whose search space is used (default: {CHECK_ARCH})")
+@generated_options(CheckOptions)
+def check(
+    run: Invocation, kernel: KernelClass, problem: tuple[str, ...], suite: str | None, arch: str, **options: Any
+) -> int:
+    """Compute on the CPU, and compare with the kernel's reference.
+
+    Every output of every schedule is compared, on random and on adversarial inputs. No GPU and no compiler is needed.
+    Without -p and --suite, small problems are computed. Exit code 1 if a result is wrong.
+
+    \b
+    tiledsched check my_kernel.py:MyKernel
+    tiledsched check softmax -p rows=3,columns=4000 --schedules 5
+    """
+    from tiledsched.cli import tuned_output
+    from tiledsched.tuning.session import Session
+
+    rows, chosen = [], CheckOptions.from_mapping(options, "check")
+    named = named_problems(kernel, problem, suite) if problem or suite else None
+    for row in Session(arch).check(kernel, named, chosen):
+        rows.append(row)
+        if not run.json:
+            tuned_output.print_checked(row)
+    run.print({"rows": [row.to_json() for row in rows]}, lambda: tuned_output.print_checks(rows))
+    return 0 if rows and all(row.passed for row in rows) else 1
+
+
+@command("record")
+@kernel_argument
+@problem_options
+@target_option
+@generated_options(RecordOptions)
+@jobs_option
+@option("-o", "--out", type=FOLDER, metavar="DIR", help="folder for the landscape files")
+def record(
+    run: Invocation,
+    kernel: KernelClass,
+    problem: tuple[str, ...],
+    suite: str | None,
+    arch: str | None,
+    jobs: int | None,
+    out: str | None,
+    **options: Any,
+) -> None:
+    """Measure many programs of each problem, for study and replay.
+
+    The result is a landscape file for each problem and regime. What is served does not change. A run that was
+    interrupted goes on where it stopped.
+
+    \b
+    tiledsched record -p B=4,H=32,S=4096,D=64 -o landscapes
+    """
+    from tiledsched.cli import tuned_output
+    from tiledsched.tuning.session import Session
+
+    chosen = RecordOptions.from_mapping(options, "record")
+    needs_folder(out, chosen.build_only)
+    with Session(run.arch(arch), settings=run.settings(), jobs=jobs) as session:
+        run_id, results = session.record(
+            kernel,
+            named_problems(kernel, problem, suite),
+            chosen,
+            folder=made_folder(out) if out else None,
+            progress=note,
+            on_result=(lambda result: None) if run.json else tuned_output.print_recorded,
+            command={"words": run.words},
+        )
+    if run.json:
+        run.print({"run": run_id, "problems": [tuned_output.record_result_json(result) for result in results]})
+
+
+def needs_folder(out: str | None, build_only: bool) -> None:
+    """Make sure that landscapes which are measured have a folder to go to.
+
+    Raises:
+        ConfigError: they have none.
+    """
+    if not build_only and not out:
+        raise ConfigError("record needs a folder for the landscapes; pass -o DIR, or --build-only")
+
+
+@command("refresh")
+@kernel_argument
+@filter_option
+@target_option
+@generated_options(RefreshOptions)
+@jobs_option
+def refresh(
+    run: Invocation, kernel: KernelClass, problem: tuple[str, ...], arch: str | None, jobs: int | None, **options: Any
+) -> None:
+    """Bring what is served up to date with the compiler here.
+
+    What was measured is built again, with the compiler and the kernel source here. Where the machine code is the same,
+    its evidence is kept; where it is not, the problem is raced again on the GPU it was measured on. Without that GPU
+    nothing is raced, and nothing that is served changes.
+
+    \b
+    tiledsched refresh
+    tiledsched refresh --runner none      # only say what would be raced
+    """
+    one_thread_for_algebra()
+    from tiledsched.cli import tuned_output
+    from tiledsched.cli.progress import TuneProgress
+    from tiledsched.tuning.session import Session
+
+    arch = run.arch(arch)
+    wanted = measured_problems(run, kernel, arch, problem)
+    chosen = RefreshOptions.from_mapping(options, "refresh")
+    with TuneProgress(0, chosen.budget_s) as watcher, Session(arch, settings=run.settings(), jobs=jobs) as session:
+        report = session.refresh(kernel, wanted or None, chosen, watcher=watcher, command={"words": run.words})
+    run.print(report.to_json(), lambda: tuned_output.print_refreshed(report))
+
+
+def measured_problems(run: Invocation, kernel: KernelClass, arch: str, filters: tuple[str, ...]) -> list[Problem]:
+    """The problems that were measured for an arch and that the filters let through.
+
+    Raises:
+        ConfigError: some were measured, and the filters let none of them through.
+    """
+    from tiledsched.serve.entries import load_entries
+
+    entries = load_entries(run.settings(), {arch}, kernel.name)
+    known = {entry.problem for entry in entries if entry.arch == arch and entry.provenance == "measured"}
+    found = matching(known, filters)
+    if known and not found:
+        raise ConfigError("no problem that was measured matches -p; leave it out, or name less")
+    return found

@@ -1,0 +1,259 @@
+"""Plans: everything that the launches of a call need except its tensors.
+
+A plan depends on shapes, element types, the device and options of a call. What the tuned table says is looked up when a
+plan is made, never in a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tiledsched.core.kernel import LARGEST_INT32, ArraySpec
+from tiledsched.core.launch import Step, scratch, steps
+from tiledsched.core.problem import Problem
+from tiledsched.core.storage import strides_of
+from tiledsched.serve import process
+from tiledsched.serve.lookup import Served
+from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals
+from tiledsched.serve.schema import Output
+
+ScratchArray = tuple[tuple[int, ...], tuple[int, ...], Any, int | None]
+"""Shape, strides and torch type of an array that launches need beside inputs and outputs; then its number among the scratch
+arrays where it must hold zeros, else None."""
+Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What is served for a problem on a device, and the rivals that may be called in its place."""
+
+    name: str
+    """The operator's name, for messages."""
+    problem: Problem
+    """What is computed."""
+    device: int
+    """Index of the CUDA device."""
+    served: Served
+    """The schedule, where it comes from, and its evidence."""
+    rival: Rival | None = None
+    """The rival that eager calls run; None for our own kernel."""
+    in_graphs: Rival | None = None
+    """The rival that a CUDA graph captures; None for our own kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Choice):
+    """Everything that the launches of a call need except its tensors.
+
+    A launch takes its arguments from one row: inputs, outputs, scratch arrays, numbers, constants.
+    """
+
+    steps: tuple[tuple[Any, tuple[int, int, int], Pick | None], ...]
+    """For each launch its kernel object, its grid, and what picks its arguments from the row; None where it takes the row."""
+    outputs: tuple[tuple[Any, Any, Any], ...]
+    """Shape, strides and torch type of each output array."""
+    lists: tuple[int | None, ...]
+    """For each declared output the number of arrays in its list; None where it is a single array."""
+    is_single: bool
+    """Whether there is one output array, and no list."""
+    like_first: bool
+    """Whether that array has the shape, strides and type of the first input: torch makes such a one faster."""
+    scratch: tuple[ScratchArray, ...]
+    """Arrays beside inputs and outputs."""
+    is_simple: bool
+    """Whether a launch has nothing to do but to make the output like the first input and to launch one kernel on the row."""
+    numbers: Mapping[str, float]
+    """Run-time numbers by name, used where a call gives none."""
+    constants: tuple[Any, ...]
+    """Sizes and compile-time arguments, the end of the row."""
+    program: tuple[Any, ...]
+    """The kernel objects and compile-time constants: with the traits of the arrays they decide what machine code runs."""
+    changed: tuple[int, ...]
+    """Positions of the input tensors that the kernel changes in place."""
+    launch_on: int
+    """The device's index, or `ELSEWHERE` where a rival may be called, so that other launches need not check for rivals."""
+    sync: bool
+    """Whether each call waits for the GPU."""
+
+    @functools.cached_property
+    def tail(self) -> tuple[Any, ...]:
+        """What follows the arrays in the row of a call that gives no numbers."""
+        return (*self.numbers.values(), *self.constants)
+
+    @functools.cached_property
+    def own(self) -> Plan:
+        """The same plan without rivals."""
+        return replace(self, launch_on=self.device, rival=None, in_graphs=None)
+
+    def without_first_rival(self) -> Plan:
+        """The plan without the rival that is called first, which refused its first call. Where graphs have a rival of their own
+        that is the one called first."""
+        if self.in_graphs is None or self.in_graphs is self.rival or self.rival is None:
+            return self.own
+        return replace(self, in_graphs=self.rival if self.rival.offer.capturable else None)
+
+
+def choose(
+    name: str,
+    problem: Problem,
+    tensors: Sequence[Any],
+    make_rivals: Callable[[], Mapping[str, Callable[..., Any]]] | None,
+    served: Served | None = None,
+) -> Choice | str:
+    """What is served for a problem, or why the kernel cannot serve it.
+
+    Args:
+        name: the operator's, for the log.
+        problem: what is computed.
+        tensors: the inputs, of one device.
+        make_rivals: makes the callable rivals of the problem; None where none can take these tensors.
+        served: what is served; the table's answer unless given.
+    """
+    kernel, index = problem.declaration, tensors[0].get_device()
+    facts, table = process.device_facts(index), process.table(kernel)  # type: ignore[arg-type]  # a class is hashable
+    if not table.known_arch(facts.arch):
+        return f"{kernel.name} has no search space for {facts.arch}; add one, or run on another GPU"
+    if _span(tensors) > LARGEST_INT32 and not any(each.wide for each in kernel.arrays(problem)):
+        return "a tensor that is not contiguous spans more than 2**31 elements; call .contiguous() on it"
+    served = served or table.resolve(problem, facts.arch, facts.name)
+    rival, in_graphs = choose_rivals(served, make_rivals) if make_rivals else (None, None)
+    process.log_choice(name, problem, facts, served, rival, in_graphs)
+    return Choice(name=name, problem=problem, device=index, served=served, rival=rival, in_graphs=in_graphs)
+
+
+def make_plan(
+    choice: Choice,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Output],
+    numbers: Mapping[str, float],
+    changed: Sequence[str] = (),
+) -> Plan:
+    """The plan of what was chosen.
+
+    Args:
+        choice: problem, schedule and rivals.
+        inputs: tensors, or lists of tensors, by the name of their array, in the order of the call.
+        outputs: by the name of their array.
+        numbers: every run-time number that the kernel declares, by name.
+        changed: names of the inputs that the kernel changes in place.
+    """
+    problem, schedule, kernel = choice.problem, choice.served.schedule, choice.problem.declaration
+    facts = process.device_facts(choice.device)
+    launches = steps(kernel, problem, schedule, facts)
+    objects = process.kernel_objects(kernel, problem, schedule, facts, launches)
+    extra = scratch(kernel, problem, schedule, launches)
+    used = {each.name for step in launches for each in step.arguments}
+    numbers = {name: value for name, value in numbers.items() if name in used}
+    lists = tuple(len(each.shapes) if each.listed else None for each in outputs.values())
+    counts = {name: len(each) if isinstance(each, (list, tuple)) else None for name, each in inputs.items()}
+    counts |= dict(zip(outputs, lists, strict=True)) | dict.fromkeys((*(each.name for each in extra), *numbers))
+    places, end = _places(counts)
+    picks, constants = _picks(launches, places, end)
+    flat = [
+        (shape, strides, torch_type(each.dtype))
+        for each in outputs.values()
+        for shape, strides in zip(each.shapes, each.strides, strict=True)
+    ]
+    is_single = lists == (None,)
+    first = next(iter(inputs.values()))
+    like_first = (
+        is_single and isinstance(first, torch.Tensor) and flat[0] == _layout(torch.empty_like(first, device="meta"))
+    )
+    sync = process.settings().sync
+    fixed = (each.value for step in launches for each in step.arguments if each.kind == "constant")
+    return Plan(
+        **vars(choice),
+        steps=tuple((made, step.grid, pick) for made, step, pick in zip(objects, launches, picks, strict=True)),
+        outputs=tuple(flat),
+        lists=lists,
+        is_single=is_single,
+        like_first=like_first,
+        scratch=scratch_of(extra),
+        is_simple=like_first and picks == [None] and not (extra or changed or sync),
+        numbers=numbers,
+        constants=constants,
+        program=(objects, *fixed),
+        changed=tuple(place for name in changed if isinstance(place := places[name], int)),
+        launch_on=choice.device if choice.rival is None and choice.in_graphs is None else ELSEWHERE,
+        sync=sync,
+    )
+
+
+def next_choice(plan: Plan, make: Callable[[Served], Plan | str]) -> Plan | None:
+    """The plan to run in place of one whose first launch was refused: without the rival that refused, or on the next schedule
+    that the table has for the problem; None where there is no other.
+
+    Args:
+        plan: the plan that failed.
+        make: makes a plan of what is served.
+    """
+    if plan.launch_on == ELSEWHERE:
+        return plan.without_first_rival()
+    arch = process.device_facts(plan.device).arch
+    table = process.table(plan.problem.declaration)  # type: ignore[arg-type]
+    served = table.fallback_for(plan.served, plan.problem, arch)
+    found = served and make(served)
+    return found if isinstance(found, Plan) else None
+
+
+def torch_type(dtype: str) -> Any:
+    """torch's element type for cuTile's name of one."""
+    return getattr(torch, dtype.rstrip("_"))
+
+
+def scratch_of(specs: Iterable[ArraySpec]) -> tuple[ScratchArray, ...]:
+    """Scratch arrays as the launch code makes them."""
+    return tuple(
+        (each.shape, strides_of(each.shape, each.column), torch_type(each.dtype), place if each.zeroed else None)
+        for place, each in enumerate(specs)
+    )
+
+
+def _span(tensors: Sequence[Any]) -> int:
+    """The most elements that lie between the first and the last element of a tensor in memory."""
+    reaches = (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) for x in tensors)
+    return 1 + max(reaches)
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _places(counts: Mapping[str, int | None]) -> tuple[dict[str, int | slice], int]:
+    """Where each name stands in the row, and where the constants begin; a list of arrays takes as many places."""
+    found: dict[str, int | slice] = {}
+    end = 0
+    for name, count in counts.items():
+        found[name] = end if count is None else slice(end, end + count)
+        end += 1 if count is None else count
+    return found, end
+
+
+def _picks(
+    launches: Sequence[Step], places: Mapping[str, int | slice], end: int
+) -> tuple[list[Pick | None], tuple[Any, ...]]:
+    """What picks each launch's arguments from the row, and the constants, which begin at `end`."""
+    constants: list[Any] = []
+    wanted: list[list[int | slice]] = []
+    for step in launches:
+        wanted.append([])
+        for each in step.arguments:
+            if each.name not in places:
+                wanted[-1].append(end + len(constants))
+                constants.append(each.value)
+            else:
+                wanted[-1].append(places[each.name])
+    whole = list(range(end + len(constants)))
+    return [None if each == whole else _picker(each) for each in wanted], tuple(constants)
+
+
+def _picker(places: Sequence[int | slice]) -> Pick:
+    if len(places) == 1 or any(isinstance(each, slice) for each in places):
+        return lambda row: tuple(list(row[each]) if isinstance(each, slice) else row[each] for each in places)
+    return operator.itemgetter(*places)

@@ -1,0 +1,82 @@
+"""Runs the evaluation of the TiledAttention paper on the GPU of this machine. What was measured before is not measured again."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tiledsched.bench.rows import append_rows, finished_cells, read_rows
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.kernel import KernelClass
+from tiledsched.studies.evaluation.pages import write_evaluation
+from tiledsched.studies.evaluation.rows import METHODS, problems
+from tiledsched.studies.evaluation.tiles import race_tiles, tiling_rows
+
+
+def run_evaluation(
+    kernel: KernelClass,
+    folder: Path,
+    *,
+    db: str | None = None,
+    methods: Sequence[str] | None = None,
+    regime: str = "burst",
+    rounds: int = 30,
+    budget_s: float | None = None,
+    jobs: int | None = None,
+    tiles: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Time every method on the paper's problems, and race the tiles. Each result is stored in the folder as it is known.
+
+    Args:
+        kernel: attention.
+        folder: where `bench.csv` and the tiles' results are; a run that was stopped goes on from them.
+        db: database to serve from; None for the user's.
+        methods: names of the methods that take part; None for all of the paper's that are installed.
+        regime: burst or sustained.
+        rounds: samples of a quick method.
+        budget_s: seconds for everything; None for no limit.
+        jobs: compile processes; None for one per CPU.
+        tiles: whether to race the tiles after the benchmark.
+        progress: called with a line for each cell.
+
+    Raises:
+        ConfigError: none of the named methods is one of the paper's.
+        MeasureError: there is no GPU that can be used.
+    """
+    from tiledsched.bench.harness import TorchHarness
+    from tiledsched.bench.methods import choose_methods
+    from tiledsched.bench.run import BenchOptions, run_bench
+    from tiledsched.measure.lock import holding_current_gpu
+
+    if db:
+        os.environ["TILEDSCHED_DB"] = db  # sdpa, which is timed, reads its own settings
+    chosen = [each for each in choose_methods(kernel, methods or list(METHODS)) if each.name in METHODS]
+    if not chosen:
+        raise ConfigError(f"the study knows {', '.join(METHODS)}; name some of them with --methods")
+    path, began = folder / "bench.csv", time.monotonic()
+    options = BenchOptions(methods=tuple(chosen), regimes=(regime,), rounds=rounds, budget_s=budget_s)
+    done = finished_cells(path, [method.name for method in chosen])
+    with holding_current_gpu():
+        harness = TorchHarness()
+        run_bench(problems(), options, harness, done=done, keep=lambda rows: append_rows(rows, path), progress=progress)
+    if tiles:
+        left = None if budget_s is None else max(0.0, budget_s - (time.monotonic() - began))
+        race_tiles(harness.arch, folder, kernel, budget_s=left, jobs=jobs)
+
+
+def write_pages(kernel: KernelClass, folder: Path, regime: str) -> tuple[list[Path], int, int]:
+    """Write tables and figures of what a folder holds: the files, and how many problems are measured and are left.
+
+    Raises:
+        ConfigError: nothing was measured there.
+    """
+    path = folder / "bench.csv"
+    if not path.exists():
+        raise ConfigError(f"{folder} holds no study; leave out --summary to measure one")
+    rows = [row for row in read_rows(path) if row.regime == regime]
+    files = write_evaluation(folder, rows, tiling_rows(folder, kernel))
+    known = len({row.problem for row in rows})
+    return files, known, len(problems()) - known
