@@ -8,7 +8,8 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
 
-from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.canonical import stable_id
+from tiledsched.core.problem import Problem
 
 JOBS_VARIABLE = "TILEDSCHED_FLEET_JOBS"
 """Modules, with commas between them, whose functions a worker runs beside those of this package: a database names functions,

@@ -16,8 +16,7 @@ from typing import Any
 
 from tiledsched.bench.job import bench_here
 from tiledsched.core.errors import ConfigError, Failure, MeasureError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.fleet.campaign import JOBS_VARIABLE
 from tiledsched.fleet.gpus import Gpu

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.core.errors import TiledschedError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import load_space, space_for

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 
 Cases = Iterable[Problem | Mapping[str, Any]]

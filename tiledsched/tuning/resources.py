@@ -18,8 +18,7 @@ from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchai
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError
 from tiledsched.core.files import read_bounded
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import chosen_space

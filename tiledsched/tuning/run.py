@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.core import config
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.problems import Cases, kernel_of, problems_of
@@ -212,6 +211,6 @@ def winners_nearby(kernel: KernelClass, problem: Problem, entries: Iterable[Entr
     """
     others = sorted(
         (entry for entry in entries if entry.problem != problem),
-        key=lambda entry: (-kernel.similarity(problem, entry.problem), entry.problem),
+        key=lambda entry: (-kernel.similarity.weight(problem, entry.problem), entry.problem),
     )
     return list(dict.fromkeys(entry.schedule for entry in others))[:NEARBY]

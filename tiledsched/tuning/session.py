@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.core.config import load_settings
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 from tiledsched.tuning.check import CheckRow, check_problems
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
 from tiledsched.tuning.problems import Cases
