@@ -290,9 +290,9 @@ def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) ->
 def test_the_command_climbs_on_a_gpu(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
     gpu, made = Gpu(), MadeUp()
-    monkeypatch.setattr("tiledsched.tuning.session.open_runner", lambda *given, **more: gpu)
+    monkeypatch.setattr("tiledsched.tuning.session.Session.open_runner", lambda *given, **more: gpu)
     monkeypatch.setattr("tiledsched.build.pool.BuildPool", lambda jobs: made)
-    monkeypatch.setattr("tiledsched.build.artifacts.ArtifactStore", lambda folder: made)
+    monkeypatch.setattr("tiledsched.tuning.resources.ArtifactStore", lambda folder: made)
     assert main(["study", "ablation", "--arch", "sm_90", "-p", "B=16,H=32,S=1024,D=64,causal", "--json"]) == 0
     said = capsys.readouterr()
     rows = [row for row in json.loads(said.out)["rows"] if row["view"] == "ladder"]

@@ -159,7 +159,7 @@ def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys,
 
     from tiledsched.store.exchange import read_table
 
-    monkeypatch.setattr("tiledsched.tuning.session.open_runner", lambda *given, **more: Gpu())
+    monkeypatch.setattr("tiledsched.tuning.session.Session.open_runner", lambda *given, **more: Gpu())
     space = for_a_record().replace("sm_121", "sm_90").replace("choices = [2]", "choices = [1]")
     (home / "my.toml").write_text(space)
     record = [
@@ -666,7 +666,7 @@ def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored
     import store_samples
 
     from tiledsched.cli import tuned_output
-    from tiledsched.tuning.session import TuneReport
+    from tiledsched.tuning.run import TuneReport
     from tiledsched.tuning.tuner import TuneResult
 
     long = Schedule(tile_m=128, tile_n=64, **{f"a_knob_with_a_long_name_{i}": i for i in range(1, 4)})

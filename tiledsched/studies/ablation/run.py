@@ -91,35 +91,21 @@ def run_ablation(
     Raises:
         MeasureError: there is no GPU of the arch.
     """
-    from tiledsched.build.pool import BuildPool
     from tiledsched.serve.entries import load_table
-    from tiledsched.store.db import TuningDB
-    from tiledsched.tuning.programs import Builder
-    from tiledsched.tuning.session import open_runner, prepare_tools
+    from tiledsched.tuning.session import Session
 
-    tools = prepare_tools(kernel, arch, settings=settings)
-    runner = open_runner(kernel, arch, runner="gpu", without="--replay FILE")
-    assert runner is not None
-    try:
-        served = load_table(settings, kernel=kernel)
-        with TuningDB.open(settings.db) as db, BuildPool(jobs) as pool:
-            source = CompiledPrograms(Builder(db, tools.artifacts, kernel, arch, tools.toolchain, pool))
-            for problem in problems:
-                found = served.resolve(problem, arch, runner.device.name)
-                progress(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
-                ladder = Ladder(
-                    runner,
-                    source,
-                    tools.space,
-                    kernel,
-                    problem,
-                    regime=settings.regime,
-                    rounds=rounds,
-                    progress=progress,
-                )
-                yield ladder.climb(_first_rung(start, tools.space, problem), tools.space.complete(found.schedule))
-    finally:
-        runner.close()
+    with Session(arch, settings=settings, jobs=jobs) as session:
+        runner = session.open_runner(kernel, "gpu", without="--replay FILE")
+        assert runner is not None
+        served, space = load_table(settings, kernel=kernel), session.space(kernel)
+        source = CompiledPrograms(session.builder(kernel))
+        for problem in problems:
+            found = served.resolve(problem, arch, runner.device.name)
+            progress(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
+            ladder = Ladder(
+                runner, source, space, kernel, problem, regime=settings.regime, rounds=rounds, progress=progress
+            )
+            yield ladder.climb(_first_rung(start, space, problem), space.complete(found.schedule))
 
 
 def _first_rung(start: str, space: SearchSpace, problem: Problem) -> Schedule:
