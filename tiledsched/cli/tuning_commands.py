@@ -61,7 +61,7 @@ def tune(
     \b
     tiledsched tune
     tiledsched tune -p B=4,H=16,S=4096,D=64:128 --report report
-    tiledsched tune matmul --suite llama --arch h200
+    tiledsched tune matmul --suite llama_8b --arch h200
     """
     one_thread_for_algebra()
     from tiledsched.cli import tuned_output
