@@ -110,5 +110,5 @@ def doctor(run: Invocation) -> None:
     """
     from tiledsched import doctor as examination
 
-    findings = examination.examine()
+    findings = examination.examine(examination.Machine(list_devices=run.devices))
     run.print(examination.to_json(findings), examination.to_text(findings))
