@@ -314,7 +314,7 @@ def test_ctrl_c_keeps_what_is_done(home) -> None:
         ("tune --trials", "requires an argument; see tiledsched tune --help"),
         ("tune attention matmul", "unexpected extra argument (matmul); see tiledsched tune --help"),
         ("compare a", "Missing argument 'B'; see tiledsched compare --help"),
-        ("compare a b --threshold 100", "'100' is not a number of percent between 0 and 100"),
+        ("compare a b --threshold 100", "100.0 is not in the range 0<x<100"),
         ("show --provenance guessed", "'guessed' is not one of measured, transferred, modelled, default"),
         ("db check --db missing.db", "missing.db"),
         ("db check --kind hang", "pass --forget-failures"),
