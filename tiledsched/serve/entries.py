@@ -78,7 +78,7 @@ def _shipped(archs: Collection[str] | None, kernel: str) -> Layer:
     return Layer(name="shipped", where=str(folder), entries=entries, error="; ".join(errors))
 
 
-def _read(paths: Sequence[Path], read: Callable[[Path], list[Entry]], kernel: str) -> tuple[list[Entry], list[str]]:
+def _read(paths: Sequence[Path], read: Callable[[Path], Sequence[Entry]], kernel: str) -> tuple[list[Entry], list[str]]:
     """The entries of the tables that can be read, and why the others cannot."""
     entries: list[Entry] = []
     errors = []
@@ -99,11 +99,11 @@ def _site(where: str, kernel: str) -> Layer:
         paths = [path]
     else:
         return _stored("site", where, kernel)
-    from tiledsched.store.exchange import read_entries
+    from tiledsched.store.exchange import read_table
 
-    entries, errors = (
-        _read(paths, read_entries, kernel) if paths else ([], ["no table is in it; `tiledsched db export` writes one"])
-    )
+    entries, errors = _read(paths, lambda table: read_table(table).entries, kernel)
+    if not paths:
+        errors = ["no table is in it; `tiledsched db export` writes one"]
     error = f"the site's layer ({where}) cannot be read: {'; '.join(errors)}" if errors else ""
     return Layer(name="site", where=where, entries=entries, error=error)
 
