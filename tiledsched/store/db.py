@@ -385,7 +385,7 @@ class TuningDB(Database):
         reader = Reader()
         with self._records() as session:
             records = [reader.entry(*parts) for parts in session.execute(select_entries(*wanted), wanted)]
-            return sorted(records, key=_entry_order)
+            return sorted(records, key=lambda each: (each.place, each.compiler))
 
     def merge(
         self,
@@ -426,15 +426,3 @@ class TuningDB(Database):
     def _comparable(self, entry: Entry) -> list[StoredMeasurement]:
         """What is measured of an entry's problem on its device and in its regime."""
         return self.measurements(entry.problem, entry.arch, entry.device_name, entry.regime)
-
-
-def _entry_order(record: Entry) -> tuple[Any, ...]:
-    return (
-        record.kernel,
-        record.arch,
-        record.problem,
-        record.device_name,
-        record.regime,
-        record.accum_mode,
-        record.compiler,
-    )
