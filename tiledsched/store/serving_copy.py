@@ -58,8 +58,7 @@ def write_copy(entries: Sequence[Entry], layer: str) -> str:
 
 
 def _values(problem: Problem) -> tuple[str, dict[str, Any], list[str]]:
-    written = problem.to_json()
-    return problem.kernel, dict(problem.values), [name for name in problem.values if name not in written]
+    return problem.kernel, dict(problem.values), sorted(problem.omitted)
 
 
 def _problem(kernel: str, values: dict[str, Any], omitted: frozenset[str]) -> Problem:
