@@ -30,7 +30,6 @@ from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
-from tiledsched.serve import process as serving
 from tiledsched.serve.lookup import LookupTable
 
 METHODS = methods_of(Attention)
@@ -323,7 +322,7 @@ def faster():
 
 
 @pytest.fixture
-def served(launches, others, monkeypatch, faster):
+def served(launches, others, faster):
     """The public functions where a rival was measured to be faster on whatever problem."""
 
     class Known(LookupTable):
@@ -339,7 +338,7 @@ def served(launches, others, monkeypatch, faster):
             )
             return dataclasses.replace(super().resolve(asked, *given), rivals=offers)
 
-    monkeypatch.setattr(serving, "load_table", lambda settings, **given: Known([], Attention, rivals=True))
+    launches.runtime.load_table = lambda settings, **given: Known([], Attention, rivals=True)
     serve.reload()
     return launches
 
