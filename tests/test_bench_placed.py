@@ -192,7 +192,7 @@ def test_rows_tell_of_every_method(cuda, others) -> None:  # noqa: F811
     assert 0 < rows[VARLEN].rel_err < 1e-3
 
 
-def test_rows_lie_before_heads_and_nothing_is_copied(cuda, launches, others, monkeypatch) -> None:  # noqa: F811
+def test_rows_lie_before_heads_and_nothing_is_copied(cuda, launches, others) -> None:  # noqa: F811
     seen = []
 
     def make(arrays, real=METHODS[FLASH_4].make):
@@ -398,7 +398,7 @@ def test_pages_are_handed_on(served) -> None:
     torch.testing.assert_close(mixed.reshape(out.shape), out, **TOLERANCE[torch.float16])
 
 
-def test_a_graph_holds_a_rival_only_once_it_has_run(served, monkeypatch) -> None:
+def test_a_graph_holds_a_rival_only_once_it_has_run(served) -> None:
     """Its first call compiles; that may come long after the first call of the plan, which nobody told how long sequences are."""
     q, k, v = tensors()
     sdpa_varlen(q, k, v, OFFSETS.int(), causal=True)

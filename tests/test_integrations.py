@@ -625,7 +625,7 @@ def test_a_step_on_a_static_cache_that_is_traced_whole_needs_no_mask(registered,
         torch.testing.assert_close(compiled(place), wanted.transpose(1, 2))
 
 
-def test_masks_that_say_more_stay_masks(registered, transformers, monkeypatch) -> None:
+def test_masks_that_say_more_stay_masks(registered, transformers) -> None:
     """Holes in the padding, packed sequences, chunked attention, and functions that nobody knows."""
     from transformers import masking_utils
 
@@ -752,7 +752,7 @@ def test_diffusers_backend_refuses_what_it_does_not_compute(dispatch) -> None:
 # Hugging Face kernels
 
 
-def test_kernels_loads_the_package_from_a_folder(tmp_path, monkeypatch) -> None:
+def test_kernels_loads_the_package_from_a_folder(tmp_path) -> None:
     kernels = pytest.importorskip("kernels")
     from tiledsched.ops.integrations.kernel_package import write_kernel_package
 

@@ -258,7 +258,7 @@ def _serving_rival(plan: Plan, given: Sequence[Any], first: bool, capturing: boo
 
 def _prepares_capture(plan: Plan) -> bool:
     """Whether an eager call warms up for a capture that is to hold a rival of graphs alone, which was never called: torch warms
-    up for a capture on a stream beside the default one, where models seldom run."""
+    up for a capture on a stream other than the default one, where models seldom run."""
     rival, runtime = plan.in_graphs, process.runtime
     if rival is None or rival is plan.rival or not runtime.current_stream(plan.device):
         return False

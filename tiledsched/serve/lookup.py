@@ -53,7 +53,7 @@ EXACT = "fp32"
 MAX_ANSWERS = 4096
 """Answers for problems that were not measured which a table remembers."""
 MOST_JUDGED = 512
-"""Schedules of which a model is asked where nothing else is known."""
+"""Schedules that a model estimates where nothing else is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

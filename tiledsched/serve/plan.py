@@ -24,8 +24,8 @@ from tiledsched.serve.rivals import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve.schema import Output
 
 ScratchArray = tuple[tuple[int, ...], tuple[int, ...], Any, int | None]
-"""Shape, strides and torch type of an array that launches need beside inputs and outputs; then its number among the scratch
-arrays where it must hold zeros, else None."""
+"""Shape, strides and torch type of an array that launches need in addition to inputs and outputs; then its number among the
+scratch arrays where it must hold zeros, else None."""
 Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
@@ -65,7 +65,7 @@ class Plan(Decision):
     like_first: bool
     """Whether the first output array has the shape, strides and type of the first input: torch makes such an array faster."""
     scratch: tuple[ScratchArray, ...]
-    """Arrays beside inputs and outputs."""
+    """Arrays that launches need in addition to inputs and outputs."""
     is_simple: bool
     """Whether a launch has nothing to do but to make the output like the first input and to launch one kernel on the row."""
     numbers: Mapping[str, float]
