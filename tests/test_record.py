@@ -13,8 +13,8 @@ import pytest
 from store_samples import DEVICE, TOOLCHAIN, artifact
 
 from tiledsched.build.compiler import Built
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind, NoValidScheduleError
-from tiledsched.core.problem import stable_id
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for

@@ -12,6 +12,7 @@ from store_samples import DEVICE, PROBLEM, START, TOOLCHAIN, artifact, build, en
 
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Accuracy, Conditions
 from tiledsched.store.codec import decode, encode
@@ -89,7 +90,7 @@ def test_a_problem_without_a_kernel_is_refused(table):
 
 
 def test_a_kernel_that_is_not_known_here_goes_out_and_in(tmp_path):
-    problem = Problem.from_json({"kernel": "elsewhere:Norm", "rows": 7, "experts": [3, 4], "biased": True})
+    problem = problem_from_json({"kernel": "elsewhere:Norm", "rows": 7, "experts": [3, 4], "biased": True})
     with TuningDB.open(tmp_path / "a.db") as db, TuningDB.open(tmp_path / "b.db") as other:
         number = db.record_measurement(None, problem.kernel, "abc", TOOLCHAIN, measurement(50.0, problem=problem))
         db.put_entry(entry("measured", kernel=problem.kernel, problem=problem, measurement_id=number, updated_at=START))

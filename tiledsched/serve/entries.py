@@ -12,7 +12,7 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import DatabaseError
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle

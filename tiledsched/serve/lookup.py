@@ -20,7 +20,6 @@ the exact class, and the reason says so. A less exact class never takes the plac
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +27,8 @@ from typing import Any
 from tiledsched.build.toolchain import takes_hints
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import ConfigError, SpaceError
-from tiledsched.core.kernel import HINT_KNOBS, KernelClass, allowed_hints
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
 from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers
@@ -269,13 +267,13 @@ class LookupTable:
             by_kind: dict[tuple[Any, ...], list[Entry]] = {}
             for entry in self._known(space):
                 if entry.provenance in MEASURED_PROVENANCES:
-                    by_kind.setdefault(self.kernel.kind(entry.problem), []).append(entry)
+                    by_kind.setdefault(self.kernel.similarity.kind(entry.problem), []).append(entry)
             self._kinds[space.arch] = by_kind
-        return self._kinds[space.arch].get(self.kernel.kind(problem), ())
+        return self._kinds[space.arch].get(self.kernel.similarity.kind(problem), ())
 
     def _shared(self, problem: Problem, space: SearchSpace) -> Served | None:
         """The answer that all problems of about this size share; None where its schedule is not valid for this one."""
-        about = self.kernel.rounded(problem)
+        about = self.kernel.similarity.bucketed(problem)
         key = (about, space.arch)
         if key not in self._answers:
             if len(self._answers) >= MAX_ANSWERS:
@@ -315,7 +313,7 @@ class LookupTable:
         self, entries: Sequence[Entry], problem: Problem, space: SearchSpace, what: str = ""
     ) -> Served | None:
         """A choice among the schedules that won on other problems; `what` describes these for the reason."""
-        alone = self.kernel.requires_same_kind(problem) and not self._alike(problem, space)
+        alone = self.kernel.similarity.requires_same_kind(problem) and not self._alike(problem, space)
         if space.arch not in ARCHS or alone:
             return None
         found = transfer(problem, entries, space, arch_spec(space.arch), OTHER_KIND if what else self._policy)
@@ -338,9 +336,8 @@ class LookupTable:
     def _unmeasured(self, problem: Problem, space: SearchSpace) -> Served:
         """The kernel's own choice for problems of which nothing was measured, or the default."""
         default = self._default(space, problem)
-        choose = self.kernel.cold_start or (model_choice if "model" in vars(self.kernel) else None)
-        if space.arch in ARCHS and choose is not None:
-            spec = arch_spec(space.arch)
+        if space.arch in ARCHS:
+            spec, choose = arch_spec(space.arch), self.kernel.similarity.cold_start
             chosen = choose(problem, default, space, lambda schedule: log_us(problem, schedule, spec))
             if chosen not in (None, default):
                 return Served(
@@ -410,17 +407,9 @@ class LookupTable:
         return True
 
 
-def model_choice(
-    problem: Problem, default: Schedule, space: SearchSpace, estimate: Callable[[Schedule], float]
-) -> Schedule:
-    """What a kernel's own model takes for the fastest, of the first `MOST_JUDGED` schedules that it can tell apart."""
-    plain = itertools.islice(space.schedules(problem, pinned=space.modelled_pins()), MOST_JUDGED)
-    return min([default, *plain], key=lambda schedule: (estimate(schedule), schedule.id))
-
-
 def _modelled(known: Sequence[Entry], problem: Problem, space: SearchSpace) -> Served | None:
     """The entry that the performance model chose for the nearest problem of the same kind; None where there is none."""
-    kind, distance = problem.declaration.kind, problem.declaration.distance
+    kind, distance = problem.declaration.similarity.kind, problem.declaration.similarity.distance
     alike = [entry for entry in known if kind(entry.problem) == kind(problem)]
     usable = [
         entry

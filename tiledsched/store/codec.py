@@ -20,6 +20,7 @@ import msgspec
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.errors import DatabaseError, TiledschedError
 from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device
 from tiledsched.store.validation import LARGEST, check_number, check_values, field_checks
@@ -98,7 +99,8 @@ def _decoder(kind: Any) -> Decoder:
     if origin is dict:
         return lambda data, where: _require(dict, data, where)
     if kind in (Schedule, Problem, ProblemClass):
-        return _once(lambda data, where: _call(kind.from_json, _values(data, where), where))
+        read = problem_from_json if kind is Problem else kind.from_json
+        return _once(lambda data, where: _call(read, _values(data, where), where))
     if _is_record(kind):
         decoder = _record_decoder(kind)
         return _once(decoder) if kind in (Device, Toolchain) else decoder

@@ -18,6 +18,7 @@ from typing import Any
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 
 SCHEMA_VERSION = 1
 """Version of the manifest's format."""
@@ -95,7 +96,7 @@ def shipped_landscapes(kernel: str, arch: str) -> list[ShippedLandscape]:
     return [
         ShippedLandscape(
             path=data_files.tuning_db() / name,
-            problem=Problem.from_json(listed["problem"]),
+            problem=problem_from_json(listed["problem"]),
             arch=listed["arch"],
             regime=listed["regime"],
         )

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.core import config, data_files
 from tiledsched.core.config import load_settings
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.nvml import devices
 from tiledsched.tuning.session import (
