@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
-from serve_on_cpu import TOLERANCE, capturing, changed
+from serve_on_cpu import TOLERANCE, capturing
 from test_bench_harness import cell, cuda  # noqa: F401
 from test_rivals import a_rival, an_entry
 from test_rivals_timed import attend, process  # noqa: F401
@@ -192,7 +192,7 @@ def test_rows_tell_of_every_method(cuda, others) -> None:  # noqa: F811
     assert 0 < rows[VARLEN].rel_err < 1e-3
 
 
-def test_rows_lie_before_heads_and_nothing_is_copied(cuda, launches, others, monkeypatch) -> None:  # noqa: F811
+def test_rows_lie_before_heads_and_nothing_is_copied(cuda, launches, others) -> None:  # noqa: F811
     seen = []
 
     def make(arrays, real=METHODS[FLASH_4].make):
@@ -331,10 +331,9 @@ def served(launches, others, faster):
             offers = LookupTable([measured], Attention, rivals=True).resolve(problem, *given).rivals
             return dataclasses.replace(super().resolve(problem, *given), rivals=offers)
 
-    with changed(load_table=lambda settings, **given: WithRival([], Attention, rivals=True)):
-        serve.reload()
-        yield launches
+    launches.runtime.load_table = lambda settings, **given: WithRival([], Attention, rivals=True)
     serve.reload()
+    return launches
 
 
 def tensors(rows=60, keys=60):
@@ -392,7 +391,7 @@ def test_pages_are_handed_on(served) -> None:
     torch.testing.assert_close(mixed.reshape(out.shape), out, **TOLERANCE[torch.float16])
 
 
-def test_a_graph_holds_a_rival_only_once_it_has_run(served, monkeypatch) -> None:
+def test_a_graph_holds_a_rival_only_once_it_has_run(served) -> None:
     """Its first call compiles; that may come long after the first call of the plan, which nobody told how long sequences are."""
     q, k, v = tensors()
     sdpa_varlen(q, k, v, OFFSETS.int(), causal=True)
@@ -411,7 +410,7 @@ def test_a_graph_holds_a_rival_only_once_it_has_run(served, monkeypatch) -> None
 
 def test_the_suite_is_posed_as_the_public_functions_pose_it() -> None:
     suite = Attention.suite("serving")
-    assert all(each.placed for each in suite)
+    assert all(each.is_varlen for each in suite)
     assert {each.page for each in suite} == {0, 16, 64}
     for each in suite:
         assert each.alignment == ("bottom_right" if each.page else "top_left")

@@ -18,21 +18,19 @@ from pathlib import Path
 from tiledsched.bench.rows import OK, BenchRow, append_rows, read_rows
 from tiledsched.build.artifacts import ArtifactStore
 from tiledsched.build.cubin import Artifact
-from tiledsched.build.pool import BuildPool
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Candidate, Runner
-from tiledsched.measure.statistics import median_interval
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.prebuilt import usable_bundles
-from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry
+from tiledsched.tuning.problems import kernel_of, problems_of
 from tiledsched.tuning.programs import Builder
-from tiledsched.tuning.session import kernel_of, open_runner, prepare_tools, problems_of
+from tiledsched.tuning.session import Session
 
 SERVED, STALE = "tiledsched", "stale"
-CONFIDENCE = 0.95
 SUSTAINED_ROUNDS = 5
 """In the sustained regime, so many times as many samples: they follow each other at once and spread more."""
 
@@ -132,15 +130,9 @@ def compare(
         elif batch.conditions.beside:
             rows.append(replace(row, status=f"timed {batch.conditions.disturbance}"))
         else:
-            low, high = median_interval(batch.samples_us, CONFIDENCE)
             rows.append(
                 replace(
-                    row,
-                    median_us=statistics.median(batch.samples_us),
-                    ci_low_us=low,
-                    ci_high_us=high,
-                    samples=len(batch.samples_us),
-                    conditions=batch.conditions,
+                    row, **vars(Timing.of(batch.samples_us)), samples=len(batch.samples_us), conditions=batch.conditions
                 )
             )
     return rows
@@ -164,28 +156,24 @@ def run(
     """
     settings, began = load_settings(), time.monotonic()
     entries = load_entries(settings, {arch}, kernel.name)
-    tools = prepare_tools(kernel, arch, settings=settings)
-    code = MachineCode(tools.artifacts, kernel, arch, settings)
     cells = {row.cell for row in done}
-    runner = open_runner(kernel, arch, runner="gpu", without="--summary FILE")
-    assert runner is not None
-    try:
-        with TuningDB.open(settings.db) as db, BuildPool() as pool:
-            builder = Builder(db, tools.artifacts, kernel, arch, tools.toolchain, pool)
-            tables = {problem: served_by(entries, problem, runner.device.name) for problem in problems}
-            builder.build_for_each(
-                (entry.schedule, problem) for problem, served in tables.items() for entry in served.values()
-            )
-            for regime in regimes:
-                for problem in problems:
-                    if (regime, problem) in cells:
-                        continue
-                    if budget_s is not None and time.monotonic() - began > budget_s:
-                        return
-                    if tables[problem]:
-                        yield compare(runner, builder, code, tables[problem], problem, regime=regime, rounds=rounds)
-    finally:
-        runner.close()
+    with Session(arch, settings=settings) as session:
+        code = MachineCode(session.artifacts, kernel, arch, settings)
+        runner = session.open_runner(kernel, "gpu", without="--summary FILE")
+        assert runner is not None
+        builder = session.builder(kernel)
+        tables = {problem: served_by(entries, problem, runner.device.name) for problem in problems}
+        builder.build_for_each(
+            (entry.schedule, problem) for problem, served in tables.items() for entry in served.values()
+        )
+        for regime in regimes:
+            for problem in problems:
+                if (regime, problem) in cells:
+                    continue
+                if budget_s is not None and time.monotonic() - began > budget_s:
+                    return
+                if tables[problem]:
+                    yield compare(runner, builder, code, tables[problem], problem, regime=regime, rounds=rounds)
 
 
 def ratios(rows: Iterable[BenchRow], oldest: str, method: str) -> dict[tuple[str, Problem], float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from tiledsched.bench.rows import BenchRow, Cell, append_rows, finished_cells
 from tiledsched.bench.run import BenchOptions, Harness, run_bench
@@ -97,19 +96,3 @@ def bench_to_file(
     with holding_current_gpu():
         here = harness or TorchHarness()
         run_bench(problems, options, here, done=done, keep=lambda rows: append_rows(rows, path), progress=progress)
-
-
-def bench(
-    kernel: KernelClass,
-    problem: Problem,
-    arch: str,
-    *,
-    db: str,
-    jobs: int | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-    **options: Any,
-) -> dict[str, Any]:
-    """One problem for a fleet: its rows, as the CSV file has them."""
-    del arch, jobs  # the GPU is the one that is here, and nothing is built ahead
-    rows = bench_here(kernel, [problem], db=db, progress=progress, **options)
-    return {"rows": [row.to_csv() for row in rows]}

@@ -50,7 +50,6 @@ UNTUNED: dict[str, KnobValue] = {
     "q_subtiles": 1,
     "kv_subtiles": 1,
     "qk_ahead": False,
-    "k_load": "order",
     "tma_loads": True,
     "tma_store": True,
     "check_bounds": True,
@@ -121,7 +120,7 @@ class AttentionArrays(Arrays):
         from tiledsched.ops.plans import AttentionCall
 
         p = self.problem
-        if p.placed:
+        if p.is_varlen:
             alignment, features = p.alignment if p.causal else None, features_of(self)
         else:
             alignment, features = read_features(self.q, self.k, CAUSAL[self.causal], **self.named)
@@ -145,7 +144,7 @@ def _own_plan(arrays: AttentionArrays) -> tuple[Any, Any]:
 
 def _served(arrays: AttentionArrays) -> Call:
     """`sdpa`, whatever it runs, after making sure that it does not leave the problem to torch."""
-    if arrays.problem.placed:
+    if arrays.problem.is_varlen:
         return served_placed(arrays)
     from tiledsched.ops.sdpa import sdpa
 
@@ -156,7 +155,7 @@ def _served(arrays: AttentionArrays) -> Call:
 
 def _refuse_features(problem: Problem, *, but: tuple[str, ...] = ()) -> None:
     """Raise UnsupportedError where a problem has features that a method does not compute, except those in `but`."""
-    if problem.placed:
+    if problem.is_varlen:
         raise UnsupportedError("it knows no packed sequences, and no pages")
     beyond = [
         name
@@ -211,7 +210,7 @@ def _torch_call(arrays: AttentionArrays) -> Call:
     torch, problem = arrays.torch, arrays.problem
     _refuse_features(problem, but=("window", "window_right", "starts", "lengths"))
     more: dict[str, Any] = {"enable_gqa": True} if problem.group > 1 else {}
-    if problem.asked:
+    if problem.has_features:
         from tiledsched.ops.fallback import visible_keys
 
         call = arrays.call
@@ -304,7 +303,7 @@ def _flash_attn(arrays: AttentionArrays) -> Call:
 
 def _flash_attention_4(arrays: AttentionArrays) -> Call:
     """FlashAttention-4, on arrays in its own layout, `[batch, rows, heads, head_dim]`."""
-    if arrays.problem.placed:
+    if arrays.problem.is_varlen:
         return call_on(flash_attention_4(arrays.problem), arrays.tensors)
     attend, _ = flash_4_function(arrays.problem)
     q, k, v = (array.transpose(1, 2).contiguous() for array in (arrays.q, arrays.k, arrays.v))
@@ -423,7 +422,7 @@ def make_case(torch: Any, cupy: Any, problem: Problem) -> PairCase:
         kv_head = head // problem.group
         parts = (rows_of(q, given, sequence, head), *(keys_of(each, given, sequence, kv_head) for each in (k, v)))
         wide = (cupy.from_dlpack(each.float()) for each in parts)
-        own = {} if problem.placed else {name.lower(): each[sequence : sequence + 1] for name, each in given.items()}
+        own = {} if problem.is_varlen else {name.lower(): each[sequence : sequence + 1] for name, each in given.items()}
         if problem.sinks:
             own["sinks"] = features[0][head : head + 1].double().cpu().numpy()
         of_head, of_keys, of_values = wide

@@ -20,7 +20,7 @@ def flex_attention(arrays: Any) -> Any:
             in pages, which it would have to be given gathered.
     """
     p: Problem = arrays.problem
-    if not p.asked:
+    if not p.has_features:
         raise UnsupportedError("it is compiled for windows, softcap, sinks, starts, lengths and packed sequences only")
     if p.page:
         raise UnsupportedError("it reads no pages, and keys gathered before are another problem")

@@ -57,7 +57,7 @@ def left_out_call(arrays: Any) -> Call:
 
 def left_out_plan(arrays: Any) -> tuple[Any, Any]:
     """The plan of the policy's choice, launched once and cached, and the call that it was made for."""
-    if arrays.problem.placed:
+    if arrays.problem.is_varlen:
         raise UnsupportedError("it knows no packed sequences, and no pages")
     return chosen_plan(
         _plans, arrays, lambda: serve_left_out(arrays.problem, process.device_facts(arrays.q.get_device()))

@@ -85,9 +85,9 @@ def drawn(torch: Any, problem: Problem, generator: Any) -> list[Any]:
     )
     found = []
     for (entries, heads, rows, columns), packed in zip(shapes, (problem.packed, *[problem.ends_k] * 2), strict=True):
-        in_memory = (entries, rows, heads, columns) if problem.placed else (entries, heads, rows, columns)
+        in_memory = (entries, rows, heads, columns) if problem.is_varlen else (entries, heads, rows, columns)
         one = torch.randn(in_memory, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
-        found.append(heads_first(one[0] if packed else one) if problem.placed else one)
+        found.append(heads_first(one[0] if packed else one) if problem.is_varlen else one)
     return found
 
 
