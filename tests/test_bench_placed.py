@@ -325,20 +325,13 @@ def faster():
 def served(launches, others, faster):
     """The public functions where a rival was measured to be faster on whatever problem."""
 
-    class Known(LookupTable):
-        def resolve(self, asked, *given):
-            offers = (
-                LookupTable(
-                    [dataclasses.replace(an_entry(asked, (a_rival(name=faster),)), device_name="NVIDIA H200")],
-                    Attention,
-                    rivals=True,
-                )
-                .resolve(asked, *given)
-                .rivals
-            )
-            return dataclasses.replace(super().resolve(asked, *given), rivals=offers)
+    class WithRival(LookupTable):
+        def resolve(self, problem, *given):
+            measured = an_entry(problem, (a_rival(name=faster),)).replace(device_name="NVIDIA H200")
+            offers = LookupTable([measured], Attention, rivals=True).resolve(problem, *given).rivals
+            return dataclasses.replace(super().resolve(problem, *given), rivals=offers)
 
-    launches.runtime.load_table = lambda settings, **given: Known([], Attention, rivals=True)
+    launches.runtime.load_table = lambda settings, **given: WithRival([], Attention, rivals=True)
     serve.reload()
     return launches
 
