@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiledsched.interpreter import SmallDevice, run_schedule
-from tiledsched.kernels.attention.declaration import scales
+from tiledsched.kernels.attention.scales import scales
 
 
 def run_outputs(kernel, schedule, problem, q, k, v, scale=None, *, sm_count=8, order="forward", cap=None, more=None):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ import pytest
 for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(threads, "1")
 
-MIGRATING = {"test_kills", "test_store_migration", "test_store_schema", "test_store_views"}
+MIGRATING = {"test_kills", "test_store_schema", "test_store_views"}
 """The tests whose databases go through the migrations, every one."""
 
 
@@ -50,23 +49,6 @@ def schema_at_hand(request, monkeypatch):
         return migrate(self)
 
     monkeypatch.setattr(Database, "upgrade", upgrade)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def shipped_tables_at_hand():
-    """Tables that ship are decoded once: hundreds of tests are served from them."""
-    from tiledsched.core import data_files
-    from tiledsched.serve import entries
-
-    folder, read = data_files.tuning_db() / "tables", entries.read_entries
-    once = lru_cache(maxsize=None)(lambda path, written_ns: read(path))
-
-    def read_once(path):
-        return list(once(path, os.stat(path).st_mtime_ns)) if folder in Path(path).parents else read(path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entries, "read_entries", read_once)
-        yield
 
 
 @pytest.fixture

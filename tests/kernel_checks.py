@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tiledsched.core import data_files
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.reference import attention_and_lse
+from tiledsched.kernels.attention.scales import DEFAULT_CAP
 
 ARCHS = sorted(path.stem for path in (data_files.search_spaces() / "attention").glob("sm_*.toml"))
 SPACES = {arch: space_for(arch, Attention) for arch in ARCHS}

@@ -13,9 +13,9 @@ import numpy
 
 import tiledsched.core.fields as ts
 from tiledsched.core.cases import make_cases
-from tiledsched.core.kernel import Kernel, KernelClass
+from tiledsched.core.kernel import Kernel
 from tiledsched.core.launch import scratch, steps
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.interpreter import run
 from tiledsched.measure.accuracy import OutputErrors, case_errors

@@ -24,7 +24,7 @@ from tiledsched.cli.commands import root
 from tiledsched.cli.problems import named_problems, read_problems
 from tiledsched.core.device import ARCHS, PRODUCTS, arch_named
 from tiledsched.core.errors import TiledschedError
-from tiledsched.core.kernel import told
+from tiledsched.core.labels import format_problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import load_space, space_for
@@ -783,7 +783,7 @@ def test_show_hides_no_schedule_at_80_columns(home, capsys, monkeypatch) -> None
 def test_what_a_problem_is_told_as_is_read_as_that_problem(name) -> None:
     kernel = kernel_named(name)
     for problem in dict.fromkeys(each for suite in kernel.suites for each in kernel.suite(suite)):
-        assert read_problems(kernel, told(problem)) == [problem]
+        assert read_problems(kernel, format_problem(problem)) == [problem]
         assert read_problems(kernel, str(problem)) == [problem], "as it is printed"
 
 

@@ -16,8 +16,7 @@ from tiledsched.core import launch as launches
 from tiledsched.core import registry as kernel_names
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
-from tiledsched.core.problem import Problem
-from tiledsched.core.registry import kernel_named
+from tiledsched.core.registry import kernel_named, problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.core.storage import strides_of
@@ -416,7 +415,7 @@ def test_lists_of_arrays_have_a_shape_for_each():
     )
     p, s = kernel.problem(groups=[3, 7, 1], columns=40), Schedule(TILE=64, occupancy=1)
     assert (p.groups, p.experts, p.to_json()["groups"]) == ((3, 7, 1), 3, [3, 7, 1])
-    assert Problem.from_json(json.loads(json.dumps(p.to_json()))) == p
+    assert problem_from_json(json.loads(json.dumps(p.to_json()))) == p
     assert str(p) == "columns=40 float32 groups=3,7,1"
     xs, outs = kernel.arrays(p)
     assert (xs.listed, xs.shapes, outs.shapes) == (True, ((3, 40), (7, 40), (1, 40)), xs.shapes)

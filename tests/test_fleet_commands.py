@@ -14,7 +14,7 @@ from test_fleet import gone, home, started, wait_for
 
 from tiledsched.bench.rows import read_rows
 from tiledsched.cli import main
-from tiledsched.core.kernel import told
+from tiledsched.core.labels import format_problem
 from tiledsched.fleet.campaign import JOBS
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.attention import Attention
@@ -98,7 +98,7 @@ def fill(path) -> None:
 
 
 def named() -> list[str]:
-    return [word for problem in PROBLEMS for word in ("--problem", told(problem))]
+    return [word for problem in PROBLEMS for word in ("--problem", format_problem(problem))]
 
 
 def test_record_writes_the_landscapes_of_the_single_command(run, home) -> None:

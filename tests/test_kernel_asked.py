@@ -16,6 +16,7 @@ from kernel_checks import DRAWN, asked_problems, cases, check, decoding_problems
 
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ProblemError
+from tiledsched.core.registry import problem_from_json
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
@@ -368,25 +369,25 @@ def test_what_is_asked_for_is_said():
     assert Attention.file_words(sides).endswith("_h1_window10_right5")
     assert asked.id != plain.id
     assert not set(plain.to_json()) & {"window", "softcap", "sinks", "starts", "lengths"}
-    assert asked.from_json(asked.to_json()) == asked
-    assert Attention.similarity(asked, asked) == 1.0
+    assert problem_from_json(asked.to_json()) == asked
+    assert Attention.similarity.weight(asked, asked) == 1.0
     for first, second in itertools.combinations(
         [plain, plain.replace(window=10), plain.replace(window=50), sides, asked], 2
     ):
-        assert Attention.similarity(first, second) < 1.0
-        assert Attention.distance(first, second) > 0.0
+        assert Attention.similarity.weight(first, second) < 1.0
+        assert Attention.similarity.distance(first, second) > 0.0
 
 
 def test_the_model_knows_what_is_asked_for():
     """A window costs what it leaves, a cap costs exponentials; what tells one problem from another reaches the policy."""
     spec, plain = arch_spec("sm_90"), Attention.problem(seq_q=8192, seq_k=8192, head_dim=64, heads=16, causal=True)
     schedule = space_for("sm_90", Attention).default(plain)
-    facts = Attention.expected(plain, schedule, spec)
+    facts = Attention.cost.expected(plain, schedule, spec)
 
     def estimate(**asked):
-        return Attention.model(plain.replace(**asked), schedule, facts, spec)
+        return Attention.cost.model(plain.replace(**asked), schedule, facts, spec)
 
     assert estimate(window=512) < 0.5 * estimate(window=4096) < 0.5 * estimate()
     assert estimate(softcap=True) > estimate()
     assert plain.replace(window=512).flops < plain.flops / 7
-    assert not Attention.loss_group(plain.replace(window=512))
+    assert not Attention.similarity.loss_group(plain.replace(window=512))

@@ -26,6 +26,7 @@ from test_kernel_asked import ORDERS, STRUCTURES
 
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ProblemError
+from tiledsched.core.registry import problem_from_json
 from tiledsched.interpreter.checking import check_schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.inputs import SHORT, offsets
@@ -233,13 +234,16 @@ def test_what_is_asked_for_is_said():
     ):
         assert Attention.describe(problem).endswith(words)
         assert Attention.file_words(problem).endswith(file_words)
-        assert problem.from_json(problem.to_json()) == problem
+        assert problem_from_json(problem.to_json()) == problem
         plain = problem.replace(packed=0, page=0, lengths=False)
         assert not {"packed", "page"} & set(plain.to_json())
-        assert Attention.similarity(problem, problem) == 1.0 > Attention.similarity(problem, plain)
-        assert Attention.distance(problem, plain) > 0.0
-        assert not Attention.loss_group(problem)
-        for rounded in (Attention.rounded(problem.replace(seq_q=777)), Attention.rounded(problem)):
+        assert Attention.similarity.weight(problem, problem) == 1.0 > Attention.similarity.weight(problem, plain)
+        assert Attention.similarity.distance(problem, plain) > 0.0
+        assert not Attention.similarity.loss_group(problem)
+        for rounded in (
+            Attention.similarity.bucketed(problem.replace(seq_q=777)),
+            Attention.similarity.bucketed(problem),
+        ):
             assert rounded.placed
 
 
@@ -249,8 +253,8 @@ def test_the_model_takes_sequences_as_equally_long():
     packed = Attention.problem(seq_q=8 * 1024, seq_k=8 * 1024, head_dim=64, heads=16, causal=True, packed=8)
     batch = packed.replace(seq_q=1024, seq_k=1024, packed=0, batch=8)
     schedule = SPACES["sm_90"].default(batch)
-    facts = dataclasses.replace(Attention.expected(batch, schedule, spec))
+    facts = dataclasses.replace(Attention.cost.expected(batch, schedule, spec))
     assert (packed.flops, packed.visible_pairs) == (batch.flops, 8 * batch.visible_pairs)
-    assert Attention.model(packed, schedule, facts, spec) == pytest.approx(
-        Attention.model(batch, schedule, facts, spec), rel=0.02
+    assert Attention.cost.model(packed, schedule, facts, spec) == pytest.approx(
+        Attention.cost.model(batch, schedule, facts, spec), rel=0.02
     )

@@ -36,9 +36,10 @@ from tiledsched.core.device import arch_spec
 from tiledsched.interpreter import SmallDevice
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention import entries as attention_entries
-from tiledsched.kernels.attention.declaration import BLOCK_ORDERS, rows_per_tile
+from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
 from tiledsched.kernels.attention.scheduler import SWIZZLE_PAIRS, coordinates, snake
 from tiledsched.kernels.attention.tiles import Constants
+from tiledsched.kernels.attention.tiling import rows_per_tile
 
 # ---- drawn problems and schedules ------------------------------------------------------------------------------------
 

@@ -100,9 +100,9 @@ def damage(path: str, how: str) -> None:
         with sqlite3.connect(path) as connection:
             connection.execute(f"UPDATE {engines.VERSION_TABLE} SET version_num = '9999'")
         connection.close()
-    elif how == "older":
+    elif how == "unreleased":
         with sqlite3.connect(path) as connection:
-            connection.execute(f"UPDATE {engines.VERSION_TABLE} SET version_num = '0001'")
+            connection.execute(f"ALTER TABLE {engines.VERSION_TABLE} RENAME TO {engines.UNRELEASED_TABLE}")
         connection.close()
     elif how == "gone":
         os.remove(path)
@@ -132,7 +132,7 @@ def damage(path: str, how: str) -> None:
 
 HOWS = [
     "newer",
-    "older",
+    "unreleased",
     "gone",
     "a folder",
     "no database",

@@ -378,7 +378,7 @@ def test_where_an_arch_has_no_table_the_kernels_model_chooses(name) -> None:
     assert served.provenance == ("default" if served.schedule == space.default(problem) else "modelled")
     spec = arch_spec("sm_100")
     modelled = [
-        kernel.model(problem, s, kernel.expected(problem, s, spec), spec)
+        kernel.cost.model(problem, s, kernel.cost.expected(problem, s, spec), spec)
         for s in (served.schedule, space.default(problem))
     ]
     assert modelled[0] <= modelled[1]

@@ -191,7 +191,7 @@ def test_model_prefers_what_was_faster_on_the_h200():
     spec = ARCHS["sm_90"]
 
     def us(p, made, **pinned):
-        return Matmul.model(p, schedule(**pinned), made, spec)
+        return Matmul.cost.model(p, schedule(**pinned), made, spec)
 
     wide = us(large, facts(214120))
     assert us(large, facts(197768), TILE_N=128) > wide

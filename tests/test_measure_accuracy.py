@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import sample_kernels
 
+from tiledsched.core.arrays import ArraySpec, Tolerance
 from tiledsched.core.cases import expected_outputs, make_cases
-from tiledsched.core.kernel import ArraySpec, Tolerance
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention

@@ -24,9 +24,9 @@ from sample_kernels import (
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.build.cubin import _info_records, parts, symbol_of
+from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import input_specs
 from tiledsched.core.errors import DeclarationError
-from tiledsched.core.kernel import ArraySpec
 from tiledsched.core.launch import steps
 from tiledsched.core.storage import is_float
 from tiledsched.measure.arrays import ProblemArrays, allocate, each, laid_out, number, pack

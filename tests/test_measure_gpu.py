@@ -14,8 +14,8 @@ import fake_worker
 import pytest
 from fake_worker import artifact, cubin
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
-from tiledsched.core.problem import stable_id
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention

@@ -11,8 +11,8 @@ from sample_kernels import KERNELS, Accumulate, CountUp, Dequantize, Pick, RowSu
 from test_measure_gpu import TIMEOUTS, command
 
 from tiledsched.build.cubin import join
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
-from tiledsched.core.problem import stable_id
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, Checked

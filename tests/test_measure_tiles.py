@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from tiledsched.core.arrays import ArraySpec, Tolerance
 from tiledsched.core.cases import Case
 from tiledsched.core.errors import DeclarationError, FailureKind
-from tiledsched.core.kernel import ArraySpec, Tolerance
 from tiledsched.measure import accuracy
 from tiledsched.measure.accuracy import OutputErrors, case_errors, output_errors, summary, wrong_result
 

@@ -12,8 +12,8 @@ import op_kernels as kernels
 from serve_on_cpu import capturing, changed
 
 import tiledsched as ts
+from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
-from tiledsched.core.kernel import ArraySpec
 from tiledsched.core.space_files import space_for
 from tiledsched.serve import launch as launching
 from tiledsched.serve import process

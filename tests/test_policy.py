@@ -82,17 +82,21 @@ def test_the_nearest_says_most() -> None:
     near, far = entry(at(4096), wide), entry(at(16384), tall)
     found = choice(PROBLEM, far, near, model=0.0)
     assert (found.schedule, found.entry, found.asked) == (wide, near, 1)  # the other is too far to count
-    assert found.distance == Attention.distance(near.problem, PROBLEM) < Attention.distance(far.problem, PROBLEM)
+    assert (
+        found.distance
+        == Attention.similarity.distance(near.problem, PROBLEM)
+        < Attention.similarity.distance(far.problem, PROBLEM)
+    )
 
 
 def test_padded_heads_go_by_those_of_about_their_columns() -> None:
     """But with few rows, which are read at any width, and where the padded width is another."""
     narrow, wide, unpadded = (PROBLEM.replace(head_dim=columns) for columns in (80, 112, 64))
     asked = PROBLEM.replace(head_dim=72)
-    assert Attention.distance(narrow, asked) + 1 < Attention.distance(wide, asked)
+    assert Attention.similarity.distance(narrow, asked) + 1 < Attention.similarity.distance(wide, asked)
     few = [each.replace(seq_q=1) for each in (narrow, wide, asked)]
-    assert Attention.distance(few[0], few[2]) == Attention.distance(few[1], few[2])
-    assert Attention.distance(unpadded, asked) == Attention.distance(unpadded, wide)
+    assert Attention.similarity.distance(few[0], few[2]) == Attention.similarity.distance(few[1], few[2])
+    assert Attention.similarity.distance(unpadded, asked) == Attention.similarity.distance(unpadded, wide)
 
 
 def test_what_two_name_beats_what_the_nearest_alone_prefers() -> None:
@@ -172,7 +176,7 @@ def test_problems_unlike_all_measured_ones_are_served_within_the_constraints(pro
 
 def test_few_rows_are_a_kind_of_their_own(shipped) -> None:
     decode = Attention.problem(seq_q=1, seq_k=8192, head_dim=128, heads=8, kv_heads=8)
-    assert Attention.kind(decode) != Attention.kind(decode.replace(seq_q=8192))
+    assert Attention.similarity.kind(decode) != Attention.similarity.kind(decode.replace(seq_q=8192))
     entries = [each for each in read_table(TABLE).entries if each.problem.seq_q == each.problem.seq_k]
     served = LookupTable(entries, Attention).resolve(decode, "sm_90", "NVIDIA H200")
     assert (served.provenance, served.expected_loss) == ("modelled", None)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.inputs import places
 from tiledsched.kernels.attention.problem import two_parts
@@ -37,7 +38,7 @@ def problems() -> st.SearchStrategy[Problem]:
 @given(problems())
 @settings(derandomize=True, deadline=None)
 def test_a_problem_round_trips_and_its_id_is_its_value(problem: Problem) -> None:
-    again = Problem.from_json(problem.to_json())
+    again = problem_from_json(problem.to_json())
     assert again == problem
     assert hash(again) == hash(problem)
     assert again.id == problem.id
@@ -107,7 +108,7 @@ def test_fields_that_came_later_leave_ids_as_they_were() -> None:
     assert plain.id == PLAIN_ID
     other = plain.replace(alignment="bottom_right", value_dim=32, lse=True)
     assert other.to_json() == plain.to_json() | {"alignment": "bottom_right", "value_dim": 32, "lse": True}
-    assert Problem.from_json(other.to_json()) == other
+    assert problem_from_json(other.to_json()) == other
     assert len({plain.id, other.id, plain.replace(lse=True).id}) == 3
     assert str(plain) == "B=1 H=1 Sq=128 Sk=256 D=64 float16 causal"
     assert str(other) == "B=1 H=1 Sq=128 Sk=256 D=64/32 float16 causal bottom-right +lse"
@@ -173,21 +174,21 @@ def test_what_32_bits_do_not_reach_is_wide() -> None:
 
 def test_a_problem_from_json_names_the_wrong_key() -> None:
     with pytest.raises(ProblemError, match=r"unknown problem keys \['sequence'\]; known are \['alignment'"):
-        Problem.from_json({"kernel": "attention", "seq_q": 1, "seq_k": 1, "head_dim": 1, "sequence": 3})
+        problem_from_json({"kernel": "attention", "seq_q": 1, "seq_k": 1, "head_dim": 1, "sequence": 3})
     with pytest.raises(ProblemError, match=r"attention needs \['head_dim'\]"):
-        Problem.from_json({"kernel": "attention", "seq_q": 1, "seq_k": 1})
+        problem_from_json({"kernel": "attention", "seq_q": 1, "seq_k": 1})
     with pytest.raises(ProblemError, match='add "kernel"'):
-        Problem.from_json({"seq_q": 1, "seq_k": 1, "head_dim": 1})
+        problem_from_json({"seq_q": 1, "seq_k": 1, "head_dim": 1})
 
 
 def test_a_problem_of_an_unknown_kernel_is_read_as_it_stands() -> None:
     stored = {"kernel": "elsewhere.module:Sort", "rows": 5, "dtype": "int32", "experts": [1, 2]}
-    problem = Problem.from_json(stored)
+    problem = problem_from_json(stored)
     assert not problem.known
     assert (problem.rows, problem.experts, problem.flops, problem.min_bytes) == (5, (1, 2), 0.0, 0)
     assert problem.to_json() == stored
     assert str(problem) == "int32 experts=1,2 rows=5"
-    assert Problem.from_json(json.loads(json.dumps(stored))) == problem
+    assert problem_from_json(json.loads(json.dumps(stored))) == problem
 
 
 def test_a_problem_cannot_be_changed_and_says_what_it_has() -> None:

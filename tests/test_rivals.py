@@ -132,11 +132,11 @@ def test_of_a_problem_that_was_not_measured_near_ones_and_the_expected_loss_deci
     assert expected_offers(of(16384), [an_entry(near, (a_rival(0.5),))], 0.5) == ()  # too far to say anything
     assert expected_offers(asked, [an_entry(near, None)], 0.5) == ()
     packed = of(1024).replace(batch=1, packed=8, seq_q=8192, seq_k=8192)  # rivals have functions of their own for these
-    assert Attention.distance(packed, near) < 1
+    assert Attention.similarity.distance(packed, near) < 1
     assert expected_offers(packed, [an_entry(near, (a_rival(0.5),))], 0.5) == ()
     assert expected_offers(packed.replace(packed=7), [an_entry(packed, (a_rival(0.5),))], 0.0)
     narrow = asked.replace(value_dim=asked.head_dim // 2)  # and programs of their own for each width
-    assert Attention.distance(narrow, asked) == 1
+    assert Attention.similarity.distance(narrow, asked) == 1
     assert expected_offers(narrow, [an_entry(asked, (a_rival(0.5),))], 0.5) == ()
 
 
@@ -197,17 +197,6 @@ def test_rivals_come_through_files_merges_and_checks(tmp_path) -> None:
         assert any("what its rivals took cannot be read" in line for line in db.check())
         with pytest.raises(DatabaseError, match="rivals"):
             db.entries()
-
-
-@pytest.mark.parametrize("number", ["0004", "0005"])
-def test_older_databases_have_none(number, tmp_path) -> None:
-    from test_store_migration import Path
-
-    old = Path(__file__).parent / "data" / f"store_{number}.db"
-    (tmp_path / old.name).write_bytes(old.read_bytes())
-    with TuningDB.open(tmp_path / old.name) as db:
-        assert {each.rivals for each in db.entries()} == {None}
-        assert db.check() == []
 
 
 # A tune

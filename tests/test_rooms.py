@@ -40,7 +40,11 @@ STARTED = {
     "tiledsched.studies.profile.launch": "studies/profile/run.py",
 }
 """Modules that run as processes of their own, and the file that starts each by its name."""
-NAMED = {"core/registry.py": "the kernels that ship are found by name", "__init__.py": "public names are imported late"}
+NAMED = {
+    "core/registry.py": "the kernels that ship are found by name",
+    "core/sources.py": "their package is told from others",
+    "__init__.py": "public names are imported late",
+}
 """Files that may name modules in strings, and why."""
 
 ATTENTIONS_WORDS = re.compile(r"\b(head_dim|seq_q|seq_k|kv_heads|causal)\b")

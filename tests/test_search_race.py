@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 from store_samples import DEVICE, PROBLEM, artifact
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
-from tiledsched.core.problem import stable_id
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions, Failed, Measurement
 from tiledsched.measure.statistics import median_interval

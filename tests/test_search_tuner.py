@@ -478,7 +478,7 @@ def test_without_a_gpu_what_is_served_gives_way_only_to_a_better_estimate(place,
     recorded, spec = Recorded(LANDSCAPES[5]), arch_spec("sm_90")
 
     def modelled(schedule) -> float:
-        return Attention.model(recorded.problem, schedule, recorded.facts[recorded.fingerprints[schedule]], spec)
+        return Attention.cost.model(recorded.problem, schedule, recorded.facts[recorded.fingerprints[schedule]], spec)
 
     ranked = sorted(recorded.schedules, key=modelled)
     served = ranked[int(place**3 * (len(ranked) - 1))]
@@ -507,7 +507,7 @@ def test_an_effort_says_how_much_is_built_and_the_best_so_far_is_told(db) -> Non
     assert (
         us
         == quick.entry.model_us
-        == Attention.model(recorded.problem, schedule, recorded.facts[recorded.fingerprints[schedule]], spec)
+        == Attention.cost.model(recorded.problem, schedule, recorded.facts[recorded.fingerprints[schedule]], spec)
     )
     more = tune(recorded, db, measure=False)
     assert more.compiled == EFFORTS["default"].modelled - quick.compiled  # what was built counts

@@ -18,6 +18,8 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.exchange import read_table
+from tiledsched.store.serving_copy import write_copy
+from tiledsched.store.shipped import copy_path, read_shipped_entries
 
 ROOT = Path(__file__).parent.parent
 TABLES = sorted((data_files.tuning_db() / "tables").glob("*/*.json"))
@@ -33,8 +35,10 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rg
 def test_a_shipped_table_is_valid_and_served(path) -> None:
     table = read_table(path)
     assert table.entries
+    assert read_shipped_entries(path) == [entry.replace(layer="shipped") for entry in table.entries]
     kernel = kernel_named(path.parent.name)
     assert {entry.kernel for entry in table.entries} == {kernel.name}
+    assert copy_path(path).read_text() == write_copy(table.entries, layer="shipped")
     space = space_for(path.stem, kernel)
     compilers = {entry.compiler for entry in table.entries}
     lookups = {compiler: LookupTable(table.entries, kernel, compiler=compiler) for compiler in compilers}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -12,8 +13,9 @@ from tiledsched.core.config import Settings
 from tiledsched.core.errors import DatabaseError
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.entries import load_entries
-from tiledsched.store import shipped
+from tiledsched.store import manifest, shipped
 from tiledsched.store.exchange import read_table
+from tiledsched.store.shipped import copy_path, read_shipped_entries
 
 TABLE = "tables/softmax/sm_90.json"
 
@@ -25,37 +27,44 @@ def copied(tmp_path, monkeypatch):
     for name in (TABLE, "tables/rms_norm/sm_90.json", "manifest.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(data_files.tuning_db() / name, folder / name)
+        if name.startswith("tables/"):
+            shutil.copy(copy_path(data_files.tuning_db() / name), copy_path(folder / name))
     monkeypatch.setattr(data_files, "tuning_db", lambda: folder)
-    shipped._files.cache_clear()
+    manifest.listed_files.cache_clear()
     yield folder
-    shipped._files.cache_clear()
+    manifest.listed_files.cache_clear()
 
 
 def test_every_shipped_file_is_listed_and_as_listed() -> None:
     folder = data_files.tuning_db()
     listed = json.loads((folder / "manifest.json").read_text())["files"]
     present = {
-        path.relative_to(folder).as_posix() for part in shipped.LISTED for path in (folder / part).rglob("*.json*")
+        path.relative_to(folder).as_posix() for part in manifest.LISTED for path in (folder / part).rglob("*.json*")
     }
     assert set(listed) == present
     for name in listed:
-        shipped.check_shipped(folder / name, (folder / name).read_bytes())
+        manifest.check_shipped(folder / name, (folder / name).read_bytes())
 
 
-def test_the_manifest_is_what_the_command_writes(tmp_path, monkeypatch) -> None:
-    before = shipped.manifest_path().read_text()
-    monkeypatch.setattr(shipped, "manifest_path", lambda: tmp_path / "manifest.json")
-    assert shipped.write_manifest() == len(json.loads(before)["files"])
-    assert (tmp_path / "manifest.json").read_text() == before
+def test_the_command_writes_what_is_there(copied) -> None:
+    written = {path: path.read_bytes() for path in [copied / "manifest.json", *copied.rglob("*.serving")]}
+    assert len(written) == 3
+    for path in written:
+        path.unlink()
+    assert shipped.write_manifest() == 2
+    whole = json.loads(written.pop(copied / "manifest.json"))["files"]
+    assert json.loads((copied / "manifest.json").read_text())["files"].items() <= whole.items()
+    for path, data in written.items():
+        assert path.read_bytes() == data
 
 
 def test_landscapes_are_known_without_reading_them() -> None:
-    found = shipped.shipped_landscapes("attention", "sm_90")
+    found = manifest.shipped_landscapes("attention", "sm_90")
     assert len(found) == 40
     one = next(each for each in found if "sq1_sk8192" in each.path.name)
     assert (one.regime, one.problem.seq_q, one.problem.kv_heads) == ("burst", 1, 8)
     assert read_table(one.path).measurements[0].measurement.problem == one.problem
-    assert shipped.shipped_landscapes("attention", "sm_80") == []
+    assert manifest.shipped_landscapes("attention", "sm_80") == []
 
 
 def test_a_tampered_file_is_refused(copied) -> None:
@@ -80,9 +89,42 @@ def test_a_file_that_nobody_shipped_is_refused(copied) -> None:
 )
 def test_a_damaged_manifest_is_said_to_be_damaged(copied, text) -> None:
     (copied / "manifest.json").write_text(text)
-    shipped._files.cache_clear()
+    manifest.listed_files.cache_clear()
     with pytest.raises(DatabaseError, match=r"manifest\.json is not the file that shipped"):
         read_table(copied / TABLE)
+
+
+def test_a_serving_copy_is_read_in_place_of_a_table_that_need_not_be_looked_at(copied) -> None:
+    table = copied / TABLE
+    whole = [entry.replace(layer="shipped") for entry in read_table(table).entries]
+    table.write_text(" " * table.stat().st_size)
+    os.utime(table, (0, 0))
+    assert read_shipped_entries(table) == whole
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed", "of another table"])
+def test_without_its_own_copy_the_table_is_read(copied, damage) -> None:
+    table = copied / TABLE
+    copy = copy_path(table)
+    whole = [entry.replace(layer="shipped") for entry in read_table(table).entries]
+    if damage == "missing":
+        copy.unlink()
+    elif damage == "changed":
+        copy.write_text(copy.read_text().replace('"median_us":', '"median_us":1', 1))
+    else:
+        shutil.copy(copy_path(copied / "tables/rms_norm/sm_90.json"), copy)
+    assert read_shipped_entries(table) == whole
+
+
+def test_a_table_changed_since_its_copy_was_made_is_never_served_from_the_copy(copied) -> None:
+    table = copied / TABLE
+    text = table.read_text()
+    os.utime(table, (2**31, 2**31))  # younger than its copy, and the same: a checkout writes files in any order
+    assert read_shipped_entries(table)
+    for other in (text.replace('"median_us": 1', '"median_us": 2', 1), text + " "):
+        table.write_text(other)
+        with pytest.raises(DatabaseError, match="is not the file that shipped"):
+            read_shipped_entries(table)
 
 
 def test_files_elsewhere_are_nobodys_business(copied, tmp_path) -> None:

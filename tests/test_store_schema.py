@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from store_samples import BACKENDS, DEVICE, PROBLEM, TOOLCHAIN, build, entry, fill, new_url, schedule
+from store_samples import BACKENDS, DEVICE, PROBLEM, RIVALS, TOOLCHAIN, build, entry, fill, new_url, schedule
 
 from tiledsched.core.errors import DatabaseError
 from tiledsched.store import engine as engines
@@ -23,7 +23,7 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.engine import HEAD, VERSION_TABLE
 from tiledsched.store.models import Base
 
-OLD_DATABASES = sorted((Path(__file__).parent / "data").glob("store_*.db"))
+FIRST_RELEASE = Path(__file__).parent / "data" / "store_0001.db"
 HERE = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
 
 
@@ -110,6 +110,19 @@ def test_a_newer_schema_is_refused(tmp_path):
     refused(tmp_path / "x.db", "newer", read_only=True)
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_database_from_before_the_first_release_is_refused_and_left_alone(tmp_path, read_only):
+    TuningDB.open(tmp_path / "x.db").close()
+    with sqlite3.connect(tmp_path / "x.db") as connection:
+        connection.execute(f"ALTER TABLE {VERSION_TABLE} RENAME TO {engines.UNRELEASED_TABLE}")
+    connection.close()
+    before = (tmp_path / "x.db").read_bytes()
+    said = refused(tmp_path / "x.db", "before its first release", read_only=read_only)
+    assert "db export" in said
+    assert "--db" in said
+    assert (tmp_path / "x.db").read_bytes() == before
+
+
 def test_a_damaged_file_is_found_by_check(tmp_path):
     with TuningDB.open(tmp_path / "x.db") as db:
         for i in range(300):
@@ -185,45 +198,25 @@ def test_migrations_end_at_what_the_models_say(backend, tmp_path):
         assert checks == ["ck_builds_outcome"]  # alembic does not compare these
 
 
-def test_there_is_an_old_database_of_every_schema():
-    from alembic.script import ScriptDirectory
-
-    from tiledsched.core import data_files
-
-    scripts = ScriptDirectory(str(data_files.tuning_db() / "migrations"))
-    revisions = {script.revision for script in scripts.walk_revisions()}
-    assert {path.stem.removeprefix("store_") for path in OLD_DATABASES} == revisions
-
-
-@pytest.mark.parametrize("old", OLD_DATABASES, ids=lambda path: path.stem)
-def test_an_old_database_is_upgraded_and_keeps_its_rows(old, tmp_path):
-    path = tmp_path / old.name
-    shutil.copy(old, path)
-    connection = sqlite3.connect(path)
-    tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    before = {table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
-    assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchone()[0] == old.stem.removeprefix(
-        "store_"
-    )
-    connection.close()
-    before.pop("kernel_views", None)  # kernels that came since have theirs as well
-    assert before["entries"] == before["measurements"] == before["failures"] == 2
-    assert before["builds"] == 3
-    if old.stem < "store_0003":  # of these, the two that succeeded know only half their fingerprint
-        before["builds"] = 1
+def test_a_database_of_the_first_release_is_read_and_written(tmp_path):
+    path = tmp_path / "x.db"
+    shutil.copy(FIRST_RELEASE, path)
     with TuningDB.open(path) as db:
         assert db.schema_revision == HEAD
         assert db.check() == []
         with db.reading() as session:
-            for table, count in before.items():
-                assert session.scalar(sa.text(f"SELECT count(*) FROM {table}")) == count, table
+            counts = {name: session.scalar(sa.text(f"SELECT count(*) FROM {name}")) for name in Base.metadata.tables}
+        assert {name for name, count in counts.items() if not count} == set()
+        assert (counts["entries"], counts["measurements"], counts["failures"], counts["builds"]) == (2, 2, 2, 3)
         measured, modelled = db.entries()
         assert (measured.provenance, measured.median_us, measured.device_name) == ("measured", 100.0, DEVICE.name)
-        assert measured.runner_up == schedule(64, 32)
+        assert (measured.runner_up, measured.rivals) == (schedule(64, 32), RIVALS)
         assert (modelled.provenance, modelled.model_us) == ("modelled", 90.0)
         assert len(db.landscape(PROBLEM, DEVICE.name, "burst")) == 2
-        assert len(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) == before["builds"]
+        assert len(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")) == 3
         assert [run.status for run in db.runs()] == ["done"]
+        fill(db)
+        assert db.check() == []
 
 
 # Several processes

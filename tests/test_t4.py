@@ -9,7 +9,7 @@ from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, add_builds, add_t
 
 from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind
-from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.store.db import TuningDB
@@ -238,7 +238,7 @@ def test_a_configuration_stands_once(db, landscape) -> None:
 
 
 def test_a_kernel_that_is_not_known_here_is_exported(tmp_path) -> None:
-    problem = Problem.from_json(
+    problem = problem_from_json(
         {"kernel": "elsewhere:Norm", "rows": 7, "columns": 9, "dtype": "float16", "biased": True}
     )
     with TuningDB.open(tmp_path / "theirs.db") as db:

@@ -386,11 +386,12 @@ def forbidden(*given, **more): raise AssertionError(f"started {{given}}")
 subprocess.run = subprocess.Popen = forbidden
 from tiledsched.core import launch as launches
 from tiledsched.core.config import load_settings
+from tiledsched.core.registry import problem_from_json
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.serve.prebuilt import make_kernel
-schedule, problem = Schedule({schedule.to_json()!r}), Problem.from_json({problem.to_json()!r})
+schedule, problem = Schedule({schedule.to_json()!r}), problem_from_json({problem.to_json()!r})
 declared = kernel_named("attention")
 (kernel,) = make_kernel(declared, {{"sm_90": schedule}}, problem, load_settings())
 answer = kernel._compile(launches.signature(declared, problem, schedule, kernel.step), None, (9, 0))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import random
+import re
 import sys
 import types
 from contextlib import contextmanager
+from functools import lru_cache
 from unittest import mock
 
 import ml_dtypes
@@ -89,19 +91,32 @@ def check(kernel, p, s, inputs=None, order="forward"):
         assert worst <= 4 * ROUNDING[p.dtype], f"{name}: an element is off by {worst:.2g} of {p} with {dict(s)}"
 
 
+@lru_cache
+def pattern_of(text):
+    """Matches `text` in source code whatever line breaks, indentation and trailing commas a formatter puts into it."""
+    tokens = re.findall(r"\w+|[^\w\s]", text)
+    return re.compile(r"\s*".join(r",?\s*" * (token in ")]}") + re.escape(token) for token in tokens))
+
+
+def substituted(sources, old, new):
+    """`sources` with `new` in the place of `old`, which must stand in at least one of them."""
+    found = {name: pattern_of(old).subn(lambda match: new, source) for name, source in sources.items()}
+    assert any(times for _, times in found.values()), f"the kernel no longer contains {old!r}: rewrite this"
+    return {name: source for name, (source, _) in found.items()}
+
+
 @contextmanager
 def mutated(modules, old, new):
     """While it lasts, the tile code in `modules` (in the order in which they name each other) has `old` replaced by `new`."""
     sources = {name: inspect.getsource(importlib.import_module(name)) for name in modules}
-    assert any(old in source for source in sources.values()), f"the kernel no longer contains {old!r}: rewrite this"
     copies = {name: types.ModuleType(name) for name in modules}
     parents = {}
     with mock.patch.dict(sys.modules, copies):
-        for name, source in sources.items():
+        for name, source in substituted(sources, old, new).items():
             package, _, leaf = name.rpartition(".")
             parents[name] = mock.patch.object(importlib.import_module(package), leaf, copies[name])
             parents[name].start()
-            exec(compile(source.replace(old, new), f"mutated_{name}", "exec"), copies[name].__dict__)
+            exec(compile(source, f"mutated_{name}", "exec"), copies[name].__dict__)
         try:
             yield
         finally:

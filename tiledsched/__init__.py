@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiledsched.core.arrays import Tolerance as Tolerance
     from tiledsched.core.config import configure as configure
+    from tiledsched.core.cost import Cost as Cost
     from tiledsched.core.errors import TiledschedError as TiledschedError
     from tiledsched.core.fields import array as array
     from tiledsched.core.fields import arrays as arrays
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
     from tiledsched.core.fields import sizes as sizes
     from tiledsched.core.fields import workspace as workspace
     from tiledsched.core.kernel import Kernel as Kernel
-    from tiledsched.core.kernel import Tolerance as Tolerance
     from tiledsched.core.problem import Problem as Problem
     from tiledsched.core.registry import load_kernel as load_kernel
     from tiledsched.core.schedule import Schedule as Schedule
+    from tiledsched.core.similarity import Similarity as Similarity
     from tiledsched.core.space import SearchSpace as SearchSpace
     from tiledsched.core.space_files import load_space as load_space
     from tiledsched.core.space_files import space_for as space_for
@@ -39,13 +41,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _PUBLIC = {
+    "core.arrays": "Tolerance",
     "core.config": "configure",
+    "core.cost": "Cost",
     "core.errors": "TiledschedError",
     "core.fields": "array arrays choice dim dtype flag inout knob out outs scalar sizes workspace",
-    "core.kernel": "Kernel Tolerance",
+    "core.kernel": "Kernel",
     "core.problem": "Problem",
     "core.registry": "load_kernel",
     "core.schedule": "Schedule",
+    "core.similarity": "Similarity",
     "core.space": "SearchSpace",
     "core.space_files": "load_space space_for",
     "ops.sdpa": "explain sdpa",

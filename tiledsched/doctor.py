@@ -33,7 +33,7 @@ from tiledsched.measure import nvml
 
 if TYPE_CHECKING:
     from tiledsched.serve.entries import Layer
-    from tiledsched.store.records import Entry
+    from tiledsched.store.records import Entry, Place
 
 SCHEMA_VERSION = 1
 OLDEST_PYTHON = (3, 10)
@@ -493,7 +493,7 @@ def _evidence() -> Verdict:
 
 def _faster(measured: Sequence[Entry]) -> Iterator[str]:
     """For each two compilers that the same problems were measured with, which is faster and by how much."""
-    times: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+    times: dict[str, dict[Place, float]] = defaultdict(dict)
     for entry in measured:
         if entry.median_us:
             times[entry.compiler][entry.place] = entry.median_us

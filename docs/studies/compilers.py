@@ -21,8 +21,7 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import Failure, TiledschedError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import Candidate, Runner
 from tiledsched.measure.statistics import median_interval
 from tiledsched.serve.entries import load_entries

@@ -62,7 +62,7 @@ class Landscape:
     def modelled_us(self) -> NDArray[np.float64]:
         """Static estimate of each program."""
         spec, kernel = arch_spec(self.arch), self.problem.declaration
-        return np.array([kernel.model(self.problem, p.schedule, p.facts, spec) for p in self.programs])
+        return np.array([kernel.cost.model(self.problem, p.schedule, p.facts, spec) for p in self.programs])
 
     @property
     def best_us(self) -> float:

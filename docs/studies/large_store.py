@@ -17,7 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.canonical import stable_id
+from tiledsched.core.problem import Problem
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.measure.runner import Conditions, Device, Measurement

@@ -91,7 +91,7 @@ def agreement(problem: Problem, arch: str, measured: ArrayLike, modelled: ArrayL
 def expected_blocks(landscapes: Sequence[Landscape]) -> tuple[int, int]:
     """Of how many programs the kernel expects, before they are built, as many blocks on an SM as there are; and of how many."""
     right = [
-        one.problem.declaration.expected(one.problem, p.schedule, arch_spec(one.arch)).ctas_per_sm
+        one.problem.declaration.cost.expected(one.problem, p.schedule, arch_spec(one.arch)).ctas_per_sm
         == p.facts.ctas_per_sm
         for one in landscapes
         for p in one.programs

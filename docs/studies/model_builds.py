@@ -48,7 +48,7 @@ def judge(builder: Builder, problem: Problem) -> tuple[str, ...]:
     builder.build(order, problem, progress=lambda done, record: _say(f"{problem} {done}") if done % 50 == 0 else None)
     programs = builder.programs(order, problem, spec)
     us = {
-        schedule: min(kernel.model(problem, each, program.facts, spec) for each in program.schedules)
+        schedule: min(kernel.cost.model(problem, each, program.facts, spec) for each in program.schedules)
         for program in programs
         for schedule in program.schedules
     }

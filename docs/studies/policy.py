@@ -109,7 +109,7 @@ class Study:
             if schedule is not None:
                 near = min(
                     (
-                        self.kernel.distance(e.problem, landscape.problem)
+                        self.kernel.similarity.distance(e.problem, landscape.problem)
                         for e in seen
                         if _same_kind(e, landscape.problem)
                     ),
@@ -128,7 +128,7 @@ class Study:
             "served": self.policy(),
             "without the model": self.policy(replace(NEAR_KIND, model=0.0)),
             "nearest entry only, with the model": self.policy(replace(NEAR_KIND, neighbours=1)),
-            "winner of the nearest problem": self._nearest(self.kernel.distance),
+            "winner of the nearest problem": self._nearest(self.kernel.similarity.distance),
             **{
                 f"winner of the nearest by {word}": self._nearest(_octaves(of)) for word, of in self._features().items()
             },
@@ -188,7 +188,7 @@ class Study:
         grown = [
             one
             for one in self.landscapes
-            if one.problem in known and self.kernel.kind(one.problem) == self.kernel.kind(problem)
+            if one.problem in known and self.kernel.similarity.kind(one.problem) == self.kernel.similarity.kind(problem)
         ]
         winners = {
             e.schedule for e in seen if _same_kind(e, problem) and not self.space.violations(e.schedule, problem)
@@ -231,7 +231,7 @@ def _among(
 
 
 def _same_kind(entry: Entry, problem: Problem) -> bool:
-    kind = problem.declaration.kind
+    kind = problem.declaration.similarity.kind
     return bool(kind(entry.problem) == kind(problem))
 
 

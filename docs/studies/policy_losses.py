@@ -80,7 +80,7 @@ def judged(entries: Sequence[Entry], races: Mapping[Problem, Sequence[Race]]) ->
             e
             for e in known
             if e.problem != problem
-            and kernel.kind(e.problem) == kernel.kind(problem)
+            and kernel.similarity.kind(e.problem) == kernel.similarity.kind(problem)
             and not (likes_out and shape_of(e.problem) == shape_of(problem))
         ]
         choice = transfer(problem, seen, space, spec, NEAR_KIND)
@@ -100,7 +100,7 @@ def near_bands(seen: Iterable[Judged]) -> list[LossBand]:
     """Of all groups together where a problem is near, and beyond that by group, where there are enough choices."""
     groups: dict[str, list[Judged]] = defaultdict(list)
     for each in seen:
-        group = each.problem.declaration.loss_group(each.problem)
+        group = each.problem.declaration.similarity.loss_group(each.problem)
         if group and each.distance <= FAR:
             groups["" if each.distance <= NEAR else group].append(each)
     return [

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from tiledsched.bench.errors import NOT_FINITE, Error, error_of
 from tiledsched.bench.methods import OURS, Arrays, operator_call
 from tiledsched.bench.rivals import module_of
+from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec
 from tiledsched.core.cases import expected_outputs, output_specs, random_inputs
 from tiledsched.core.errors import MeasureError
-from tiledsched.core.kernel import RELATIVE_ERRORS, ArraySpec
 from tiledsched.core.problem import Problem
 from tiledsched.measure.torch_arrays import as_tensors
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core.kernel import RELATIVE_ERRORS
+from tiledsched.core.arrays import RELATIVE_ERRORS
 
 BEYOND = 2.5
 """An output is wrong, and not merely inaccurate, where its error is this many times what our own kernels may have."""

@@ -10,8 +10,7 @@ from tiledsched.bench.rows import BenchRow, Cell
 from tiledsched.bench.run import BenchOptions, Harness, run_bench
 from tiledsched.bench.sampling import USUAL_PACE, Pace
 from tiledsched.core import config
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 
 
 def bench_here(

@@ -15,8 +15,7 @@ from tiledsched.bench.rivals import module_of, rivals_of
 from tiledsched.core.cases import input_specs, output_specs
 from tiledsched.core.errors import ConfigError, UnsupportedError
 from tiledsched.core.fields import Flag
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure.rivals import call_on
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError, ProblemError
 from tiledsched.core.files import write_whole
-from tiledsched.core.problem import Problem, canonical_json
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 from tiledsched.measure.runner import Conditions
 
 OK = "ok"
@@ -143,7 +145,7 @@ class BenchRow:
         median_us, tflops = _number(texts["median_us"]), _number(texts["tflops"])
         own_flops = texts["method"] == "matmul" and tflops and median_us
         return cls(
-            problem=Problem.from_json(json.loads(texts["problem"])),
+            problem=problem_from_json(json.loads(texts["problem"])),
             flops=tflops * median_us * 1e6 if own_flops and tflops and median_us else None,
             samples=int(texts["samples"]) if texts["samples"] else None,
             measured_program={"True": True, "False": False}.get(texts["measured_program"]),
@@ -154,7 +156,7 @@ class BenchRow:
                 throttle_reasons=tuple(name for name in texts["throttle"].split("+") if name),
                 graph_launches=int(texts["graph_launches"]),
             ),
-            **{name: texts[name] for name in WORDS},
+            **{name: texts[name] for name in WORDS},  # type: ignore[arg-type]
             **{name: _number(texts[name]) for name in NUMBERS},  # type: ignore[arg-type]
         )
 

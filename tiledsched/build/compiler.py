@@ -17,8 +17,7 @@ from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, relea
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, FailureKind, NoRoomError
 from tiledsched.core.files import PREFIX, has_room, is_full
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 

@@ -11,9 +11,9 @@ import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import CompilerError
 from tiledsched.core.extras import package_version
-from tiledsched.core.problem import stable_id
 from tiledsched.core.schedule import Schedule
 
 PARTS = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")

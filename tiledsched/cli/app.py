@@ -19,7 +19,7 @@ from tiledsched.cli.problems import describe_kernel
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import arch_named, arch_spec
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import SHIPPED, load_kernel
 from tiledsched.measure import nvml
 from tiledsched.tuning.options import Option as TuningOption

@@ -30,7 +30,7 @@ from tiledsched.cli.problems import named_problems
 from tiledsched.cli.result_commands import REGIMES
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import write_whole
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 
 if TYPE_CHECKING:
     from tiledsched.studies.ablation.rows import AblationRow

@@ -35,7 +35,7 @@ from tiledsched.cli.tuning_commands import (
     tune,
 )
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, ke
 from tiledsched.cli.output import note
 from tiledsched.cli.problems import read_variants
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 
 if TYPE_CHECKING:
     from tiledsched.store.records import Entry

@@ -9,8 +9,8 @@ from typing import Any
 
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
-from tiledsched.core.kernel import KernelClass, fields_called, short_names, told
-from tiledsched.core.problem import Problem
+from tiledsched.core.labels import fields_called, format_problem, short_names
+from tiledsched.core.problem import KernelClass, Problem
 
 FLAGS = {"yes": True, "true": True, "no": False, "false": False}
 
@@ -176,7 +176,7 @@ def describe_kernel(kernel: KernelClass) -> list[tuple[str, str]]:
 def example(kernel: KernelClass) -> str:
     """An example of `-p` for a kernel: the first of its default problems, or where it has none, one that is made up."""
     if named := kernel.default_problems():
-        return told(named[0])
+        return format_problem(named[0])
     words: list[str] = []
     for name, field in kernel.fields.items():
         if getattr(field, "omit_default", False):

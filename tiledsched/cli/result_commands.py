@@ -28,7 +28,7 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import note, plural, print_table, print_wrapped, width
-from tiledsched.core.kernel import labels_of
+from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
 
 if TYPE_CHECKING:

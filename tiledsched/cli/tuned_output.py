@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import plural, print_wrapped
 from tiledsched.core.extras import installing
-from tiledsched.core.kernel import KernelClass, told
-from tiledsched.core.problem import rate_text
+from tiledsched.core.labels import format_problem
+from tiledsched.core.problem import KernelClass, rate_text
 
 if TYPE_CHECKING:
     from tiledsched.measure.runner import RivalTime
@@ -199,5 +199,5 @@ def print_merged(result: MergeResult) -> None:
         print(f"contradicted: {each}")
         print(
             f"  let a race decide: tiledsched tune {entry.kernel} --arch {entry.arch} --regime {entry.regime} "
-            f"-p {told(entry.problem)}"
+            f"-p {format_problem(entry.problem)}"
         )

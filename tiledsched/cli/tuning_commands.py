@@ -23,8 +23,8 @@ from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.cli.result_commands import written_report
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.kernel import KernelClass, told
-from tiledsched.core.problem import Problem
+from tiledsched.core.labels import format_problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _next_steps(run: Invocation, report: TuneReport, options: dict[str, Any]) ->
         return [word for name, value in given for word in (f"--{name.replace('_', '-')}", str(value))]
 
     named = [] if run.kernel_word == USUAL_KERNEL else [run.kernel_word]
-    first = ["-p", told(report.entries[0].problem)]
+    first = ["-p", format_problem(report.entries[0].problem)]
     same = [*named, *flags("arch", "db")]
     steps = [
         (

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy
 
-from tiledsched.core.kernel import ArraySpec, KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
 from tiledsched.core.validate import call_reference
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.fields import Dim, Flag
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 
 ALLOWED_NODES = (
     ast.Expression,

@@ -298,6 +298,11 @@ def knob(
     )
 
 
+def total(value: Any) -> int:
+    """A size as one number: of several sizes, their sum."""
+    return sum(value) if isinstance(value, tuple) else int(value)
+
+
 def shape_names(shape: str) -> set[str]:
     """The names that a shape in words reads."""
     return {term for term in _TERM.findall(shape) if not term.isdigit()}

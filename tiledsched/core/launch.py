@@ -7,23 +7,21 @@ the element type, which sizes are constants, that the last axis is contiguous, a
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
-import sys
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import cuda.tile as ct
 
+from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, read_shape
-from tiledsched.core.kernel import HINT_KNOBS, ArraySpec, KernelClass
-from tiledsched.core.problem import Problem, ProblemClass, stable_id
-from tiledsched.core.schedule import Schedule
+from tiledsched.core.problem import KernelClass, Problem, ProblemClass
+from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.core.storage import ALIGNMENT, strides_of
 
 
@@ -259,11 +257,11 @@ def _with_notes(function: FunctionType, notes: tuple[tuple[str, Any], ...]) -> F
 
 
 def _note(kernel: KernelClass, spec: ArraySpec) -> Any:
-    return _kept_note(kernel, spec)  # type: ignore[arg-type]
+    return _cached_note(kernel, spec)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept_note(kernel: KernelClass, spec: ArraySpec) -> Any:
+def _cached_note(kernel: KernelClass, spec: ArraySpec) -> Any:
     words = kernel.array_fields[spec.name].shape
     fixed: tuple[int, ...] = ()
     if isinstance(words, str):
@@ -376,56 +374,3 @@ def scratch(kernel: KernelClass, p: Problem, s: Schedule, wanted: Sequence[Step]
     present = {each.name for each in kernel.arrays(p)}
     names = dict.fromkeys(each.name for step in wanted for each in step.arguments if each.kind in ("array", "list"))
     return tuple(kernel.array_spec(name, p, s) for name in names if name not in present)
-
-
-def source_hash(kernel: KernelClass) -> str:
-    """Hash of the source that machine code comes from: the declaration's module, those it takes functions from, and what
-    these use of their own packages. Builds of other source are made again; what is known of equal machine code holds.
-    """
-    text = "".join(Path(path).read_text(encoding="utf-8") for path in sorted(_sources(kernel)))  # type: ignore[arg-type]
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-@functools.cache
-def _sources(kernel: KernelClass) -> frozenset[str]:
-    """The files; found through what the modules name, so that nothing need be said."""
-    import importlib
-
-    declared = (
-        importlib.import_module(kernel.__module__)
-        if kernel.__module__ not in sys.modules
-        else sys.modules[kernel.__module__]
-    )
-    left, found = [declared], {declared.__name__: str(declared.__file__)}
-    if declared.__name__.startswith(
-        SHIPPED_KERNELS
-    ):  # tile code is imported where it is asked for: all of the folder counts
-        found |= {str(path): str(path) for path in Path(str(declared.__file__)).parent.glob("*.py")}
-    while left:
-        module = left.pop()
-        for value in list(vars(module).values()):
-            function = value._pyfunc if isinstance(value, ct.kernel) else value
-            name = getattr(function, "__module__", None) or getattr(value, "__name__", "")
-            other = value if isinstance(value, ModuleType) else sys.modules.get(name if isinstance(name, str) else "")
-            path = getattr(other, "__file__", None)
-            if (
-                other is None
-                or other.__name__ in found
-                or not path
-                or not path.endswith(".py")
-                or _is_library(other.__name__)
-            ):
-                continue
-            if module is declared or other.__name__.split(".")[0] == module.__name__.split(".")[0]:
-                found[other.__name__] = path
-                left.append(other)
-    return frozenset(found.values())
-
-
-SHIPPED_KERNELS = "tiledsched.kernels."
-LIBRARIES = frozenset({"cuda", "torch", "numpy", "cupy", "ml_dtypes", "tiledsched"})
-
-
-def _is_library(name: str) -> bool:
-    top = name.split(".")[0]
-    return (top in LIBRARIES and not name.startswith(SHIPPED_KERNELS)) or top in sys.stdlib_module_names

@@ -1,62 +1,72 @@
-"""What is computed: one case of a kernel, as the name of the kernel and a value for each of its fields."""
+"""Problems and the declarations that make them: what is computed, as a kernel and a value for each of its fields.
+
+A problem holds its kernel's declaration, and a declaration makes problems, so that the two classes stand together.
+:class:`tiledsched.core.kernel.Kernel`, which authors subclass, is a declaration that is checked when the class is made.
+"""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
 
-from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.fields import Value
+from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
+from tiledsched.core.canonical import stable_id
+from tiledsched.core.cost import Cost
+from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
+from tiledsched.core.fields import ArrayField, Dim, KnobField, ProblemField, Scalar, Value, read_shape
+from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity
+from tiledsched.core.sources import source_hash
 
-if TYPE_CHECKING:
-    from tiledsched.core.kernel import Kernel
-
-
-_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-
-
-def canonical_json(value: Any) -> str:
-    """The one JSON text of `value`: sorted keys, no spaces. Ids are hashes of this."""
-    return _encode(value)
-
-
-def stable_id(value: Any, length: int = 12) -> str:
-    """First `length` hex digits of SHA-256 over the canonical JSON of `value`."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:length]
+FILE_PREFIX = "tiledsched_file_"
+"""How the names of modules begin that were loaded from a file."""
 
 
 class Problem:
-    """One case of a kernel. Immutable; equal where kernel and values are.
+    """One case of a kernel. Problems are immutable, and equal where the kernel's name and all values are equal.
 
-    `Kernel.problem(...)` and :meth:`from_json` make them. A value is read as an attribute (`problem.rows`), and so is what
-    the kernel derives from the values. What its name stands for the kernel tells: FLOPs, bytes and the words of `str`.
+    `Kernel.problem(...)` and :func:`tiledsched.core.registry.problem_from_json` make them. A value is read as an attribute
+    (`problem.rows`), and so is everything that the kernel derives from the values.
     """
 
     kernel: str
     """The kernel's name."""
     values: Mapping[str, Value]
-    """A value for each field, in the order the kernel declares them."""
+    """A value for each field, in the order in which the kernel declares the fields."""
 
-    def __init__(self, kernel: str, values: Mapping[str, Value], *, omitted: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, kernel: type[Declaration] | str, values: Mapping[str, Value], *, omitted: frozenset[str] = frozenset()
+    ) -> None:
+        """Make a problem of valid values.
+
+        Args:
+            kernel: the declaration, or the name of a kernel that this process does not know.
+            values: a value for each field.
+            omitted: the fields that are left out of the JSON.
+        """
+        name = kernel if isinstance(kernel, str) else kernel.name
         plain = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-            if name not in omitted
+            field: list(value) if isinstance(value, tuple) else value
+            for field, value in values.items()
+            if field not in omitted
         }
         # Values are plain attributes, which serving and search read by the hundred for every problem. What is derived joins them.
         self.__dict__.update(
-            values if _OWN.isdisjoint(values) else {name: values[name] for name in values.keys() - _OWN}
+            values if _OWN.isdisjoint(values) else {field: values[field] for field in values.keys() - _OWN}
         )
         self.__dict__.update(
-            kernel=kernel,
+            kernel=name,
             values=dict(values),
+            _declaration=None if isinstance(kernel, str) else kernel,
             _id="",
-            _json={"kernel": kernel, **plain},
-            _hash=hash((kernel, tuple(values.items()))),
+            _json={"kernel": name, **plain},
+            _hash=hash((name, tuple(values.items()))),
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -72,27 +82,25 @@ class Problem:
         return found
 
     @property
-    def declaration(self) -> type[Kernel]:
-        """The kernel.
+    def declaration(self) -> type[Declaration]:
+        """The declaration of the problem's kernel.
 
         Raises:
-            ConfigError: this process does not know it.
+            ConfigError: this process did not know the kernel when the problem was made.
         """
-        from tiledsched.core.registry import kernel_named
-
-        return kernel_named(self.kernel)
+        found: type[Declaration] | None = self._declaration
+        if found is None:
+            raise unknown_kernel(self.kernel)
+        return found
 
     @property
     def known(self) -> bool:
         """Whether this process knows the kernel."""
-        try:
-            return bool(self.declaration)
-        except ConfigError:
-            return False
+        return self._declaration is not None
 
     @property
     def names(self) -> dict[str, Any]:
-        """Everything that constraints may read of it: values, and what is derived from them."""
+        """Everything about the problem that constraints may read: its values, and what the kernel derives from them."""
         derived = self.declaration.derived
         for name in derived:
             if name not in self.__dict__:
@@ -101,57 +109,35 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations; 0 where the kernel states none, or is not known here."""
-        return self._kept("flops", lambda kernel: float(kernel.flops(self)))
+        """Floating-point operations; 0 where the kernel states none or is unknown."""
+        return self._once("flops", lambda kernel: float(kernel.flops(self)))
 
     @property
     def min_bytes(self) -> int:
-        """Least device-memory traffic: every input read once and every output written once; 0 where that is not known."""
-        return self._kept("min_bytes", lambda kernel: kernel.bytes_moved(self))
+        """Least device-memory traffic in bytes: every input read once, every output written once; 0 for an unknown kernel."""
+        return self._once("min_bytes", lambda kernel: kernel.cost.bytes_moved(self))
 
-    def _kept(self, name: str, work_out: Callable[[type[Kernel]], Any]) -> Any:
-        """What the kernel says, worked out once: the static model asks with every schedule. 0 of an unknown kernel."""
-        kept = "_" + name
-        if kept not in self.__dict__:
-            if not self.known:
-                return 0
-            self.__dict__[kept] = work_out(self.declaration)
-        return self.__dict__[kept]
+    def _once(self, name: str, work_out: Callable[[type[Declaration]], Any]) -> Any:
+        """A number that the kernel works out once, because the model asks for it with every schedule; 0 for an unknown kernel."""
+        attribute = "_" + name
+        if attribute not in self.__dict__:
+            self.__dict__[attribute] = work_out(self.declaration) if self.known else 0
+        return self.__dict__[attribute]
 
     def tflops(self, median_us: float) -> float:
-        """Rate in TFLOP/s at `median_us` microseconds."""
+        """The rate in TFLOP/s of a run that takes `median_us` microseconds."""
         return self.flops / median_us / 1e6
 
     def gbps(self, median_us: float) -> float:
-        """Least traffic over time, GB/s."""
+        """The least traffic of the problem over `median_us` microseconds, in GB/s."""
         return self.min_bytes / median_us / 1e3
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict: the kernel's name and the values; :meth:`from_json` inverts it.
+        """A plain dict of the kernel's name and the values; :func:`tiledsched.core.registry.problem_from_json` inverts it.
 
-        Fields that came later are left out at their defaults, so that ids stored before there were any stay valid.
+        Fields declared with `omit_default` are left out at their defaults, so that a field added later changes no stored id.
         """
         return dict(self._json)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Problem:
-        """The problem `to_json` wrote. Of a kernel that this process does not know, the values are taken as they stand.
-
-        Raises:
-            ProblemError: a key is missing, unknown or has a wrong value.
-        """
-        from tiledsched.core.registry import kernel_named
-
-        values = dict(data)
-        kernel = values.pop("kernel", None)
-        if not isinstance(kernel, str):
-            raise ProblemError(f'a problem needs the name of its kernel, got {data!r}; add "kernel"')
-        try:
-            declaration = kernel_named(kernel)
-        except ConfigError:
-            plain = {name: tuple(value) if isinstance(value, list) else value for name, value in sorted(values.items())}
-            return cls(kernel, plain)
-        return declaration.problem(**values)
 
     @property
     def id(self) -> str:
@@ -160,13 +146,14 @@ class Problem:
             self.__dict__["_id"] = stable_id(self._json)
         return str(self._id)
 
-    def replace(self, **changes: Any) -> Problem:
-        """A copy with `changes` applied."""
-        return self.declaration.problem(**{**self.values, **changes})
+    @property
+    def omitted(self) -> frozenset[str]:
+        """The fields that are left out of the JSON."""
+        return frozenset(set(self.values) - set(self._json))
 
-    def __reduce__(self) -> Any:
-        omitted = frozenset(set(self.values) - set(self._json))
-        return _restored, (self.kernel, self.values, omitted)
+    def replace(self, **changes: Any) -> Problem:
+        """A copy of the problem with some values changed."""
+        return self.declaration.problem(**{**self.values, **changes})
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
@@ -193,26 +180,30 @@ class Problem:
 
 
 _OWN = frozenset(dir(Problem))
-"""What every problem has, whatever its kernel calls its fields."""
+"""Attributes that every problem has, whatever its kernel calls its fields."""
 
 
-def _restored(kernel: str, values: Mapping[str, Value], omitted: frozenset[str]) -> Problem:
-    return Problem(kernel, values, omitted=omitted)
+def unknown_kernel(name: str) -> ConfigError:
+    """The error for a kernel that this process does not know."""
+    return ConfigError(f"kernel {name!r} is not known here; name the file or module that declares it (file.py:Class)")
 
 
 @dataclass(frozen=True)
 class ProblemClass:
-    """All of a problem and a schedule that machine code depends on beside the knobs: problems of one class share artifacts."""
+    """Everything about a problem and a schedule's signature that the machine code depends on, apart from the knobs.
+
+    Problems of one class share their artifacts.
+    """
 
     values: Mapping[str, Any]
-    """The compile-time fields of the problem, for people, and `signature`, a hash of every assumption."""
+    """The compile-time fields of the problem, for people, and `signature`, a hash of every assumption of the compiler."""
 
     def __hash__(self) -> int:
         return hash(self.id)
 
     @functools.cached_property
     def id(self) -> str:
-        """Stable id, part of the key under which a build is stored."""
+        """Stable id, which is part of the key under which a build is stored."""
         return stable_id(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
@@ -221,27 +212,27 @@ class ProblemClass:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ProblemClass:
-        """What `to_json` wrote."""
+        """The problem class that :meth:`to_json` wrote."""
         return cls(dict(data))
 
 
 def unit_of(problem: Problem) -> str:
-    """What rates are given in: TFLOP/s, or GB/s where the problem has no FLOPs."""
+    """The unit in which the problem's rates are given: TFLOP/s, or GB/s where the problem has no FLOPs."""
     return "TFLOP/s" if problem.flops else "GB/s"
 
 
 def rate_of(problem: Problem, us: float) -> float:
-    """The rate at `us` microseconds, in the problem's unit."""
+    """The rate of a run that takes `us` microseconds, in the problem's unit."""
     return problem.tflops(us) if problem.flops else problem.gbps(us)
 
 
 def rate_text(problem: Problem, us: float, places: int = 0) -> str:
-    """`612 TFLOP/s`."""
+    """The rate of a run that takes `us` microseconds with its unit: `612 TFLOP/s`."""
     return f"{rate_of(problem, us):.{places}f} {unit_of(problem)}"
 
 
 def describe_values(values: Mapping[str, Value]) -> str:
-    """`rows=4096 columns=8192 float16`: types and words by themselves, flags by their name where they are true."""
+    """`rows=4096 columns=8192 float16`: the name of a type stands alone, and so does the name of a flag that is true."""
     parts = []
     for name, value in values.items():
         if isinstance(value, bool):
@@ -251,3 +242,304 @@ def describe_values(values: Mapping[str, Value]) -> str:
         else:
             parts.append(f"{name}={','.join(map(str, value))}" if isinstance(value, tuple) else f"{name}={value}")
     return " ".join(parts)
+
+
+class Declaration:
+    """What is declared of a kernel, and the questions that the rest of the package asks about it.
+
+    The class is never instantiated. Its attributes are data, and the functions an author overrides take the problem `p` and the
+    schedule `s`.
+    """
+
+    # What an author declares as data.
+    name: ClassVar[str] = ""
+    """The kernel's name in tables and in the database. The default is module and class."""
+    function: ClassVar[Any] = None
+    """The cuTile kernel, decorated or not."""
+    knobs: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Knob -> its choices, the default first; or :func:`tiledsched.knob`. Empty where search-space files list the knobs."""
+    constraints: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Expression -> why a schedule that breaks it cannot work."""
+    exploring: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Expression -> why a schedule that breaks it works, but is not searched."""
+    suites: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = MappingProxyType({})
+    """Name -> problems that are tuned and benched together."""
+    default_suite: ClassVar[str] = ""
+    """The suite that is meant where no problem is named; empty where all suites are."""
+    derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({})
+    """Name -> function of the problem, for constraints, shapes and functions."""
+    label: ClassVar[Mapping[str, str | tuple[str, ...]]] = MappingProxyType({})
+    """Short name -> the dim that it stands for, or several dims where they are equal."""
+    written: ClassVar[Mapping[str, str | tuple[str, ...]]] = MappingProxyType({})
+    """Further short names that :meth:`describe` writes -> the dim, or the dims that are written with slashes between them."""
+    axes: ClassVar[tuple[str, ...]] = ()
+    """Dims along which reports look, the most telling one first. The default is the problem's sizes."""
+    plain: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Knob values that are left out when a schedule is written for people."""
+    former_values: ClassVar[Mapping[tuple[str, Any], Any]] = MappingProxyType({})
+    """(knob, value in an earlier version) -> the value's name today, for stored schedules."""
+    weights: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    """Knob -> its weight w in the search: schedules that differ in the knob share exp(-w) of what they would share."""
+    planning_rivals: ClassVar[tuple[str, ...]] = ()
+    """Rivals that spend tens of milliseconds on each new problem. They serve only the problems they were measured on."""
+    compiled_rivals: ClassVar[tuple[str, ...]] = ()
+    """Rivals whose first call in a process takes seconds. They serve where each call gains a microsecond or more."""
+    cost: ClassVar[Cost] = Cost()
+    """Least traffic and the model of a schedule's time."""
+    similarity: ClassVar[Similarity] = Similarity()
+    """How much one problem says about another."""
+
+    # What is read from the class body when the class is made.
+    fields: ClassVar[Mapping[str, ProblemField]] = MappingProxyType({})
+    array_fields: ClassVar[Mapping[str, ArrayField]] = MappingProxyType({})
+    scalar_fields: ClassVar[Mapping[str, Scalar]] = MappingProxyType({})
+
+    # What an author may override. `p` is the problem, `s` the schedule.
+
+    @staticmethod
+    def grid(p: Any, s: Any, device: Any) -> Sequence[int] | int:
+        """Blocks along up to three axes; `device` has `sm_count` and `arch`."""
+        raise DeclarationError("a kernel needs grid(p, s, device): the number of blocks along 1 to 3 axes")
+
+    reference: ClassVar[Any] = None
+    """`reference(xp, ...)`: the outputs in high precision, from float64 inputs by name: an array or a tuple of arrays."""
+
+    entry: ClassVar[Any] = None
+    """`entry(p, s)`: the function that a schedule runs."""
+    launches: ClassVar[Any] = None
+    """`launches(p, s, device)`: a list of pairs of function and grid, which run one after the other."""
+
+    @staticmethod
+    def constants(p: Any, s: Any) -> Mapping[str, Any]:
+        """Values of the function's parameters whose names match nothing declared."""
+        return {}
+
+    @staticmethod
+    def canonical(values: dict[str, Value]) -> dict[str, Value]:
+        """The values that stand for all equivalent ways to state a problem; raises ProblemError where values contradict."""
+        return values
+
+    @staticmethod
+    def flops(p: Any) -> float:
+        """Floating-point operations of a problem; 0 for a kernel that is limited by memory."""
+        return 0.0
+
+    @staticmethod
+    def inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
+        """Inputs, by name, that must not be drawn from a normal distribution."""
+        return {}
+
+    @classmethod
+    def tolerance(cls, p: Any, s: Any) -> Tolerance:
+        """How exact the outputs must be. The default follows from the output types."""
+        outputs = [each.dtype for each in cls.arrays(p) if each.role in ("out", "inout")]
+        return Tolerance(relative=max((RELATIVE_ERRORS.get(each, 0.0) for each in outputs), default=0.0))
+
+    @staticmethod
+    def check_tile(p: Any, s: Any) -> tuple[int, int]:
+        """Rows and columns of the tiles over which errors are taken. All rows of a tile have the same index on the outer axes."""
+        return 64, 256
+
+    adversarial: ClassVar[Any] = None
+    """`adversarial(xp, rng, p, reference)`: yields cases of the kernel's own; see :mod:`tiledsched.core.cases`."""
+
+    @staticmethod
+    def unsound(p: Any, s: Any, facts: ResourceFacts, arch: str) -> str | None:
+        """Why machine code must not run, where the compiler is known to make it wrong; None where it may run."""
+        return None
+
+    @classmethod
+    def describe(cls, p: Any) -> str:
+        """The problem in one line, for people."""
+        return describe_values(p.values)
+
+    file_words: ClassVar[Any] = None
+    """`file_words(p)`: the problem in the name of a file. The default is the kernel and the values."""
+    small: ClassVar[Any] = None
+    """`small()`: problems that the interpreter runs in a moment, odd sizes among them."""
+
+    @staticmethod
+    def rivals(p: Any) -> Mapping[str, Callable[..., Any]]:
+        """Other implementations of the problem: name -> a function from the inputs to the outputs.
+
+        Inputs are torch tensors in the order declared, and must not be changed. A rival with a method `bind` is given the inputs
+        before it is timed, and returns the call on them: `bind` reads what must be known of their values.
+        """
+        return {}
+
+    variants: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Ways in which a program's problems may differ from the tuned ones -> what each means; `warmup --also` takes them."""
+    likely: ClassVar[Any] = None
+    """`likely(p, variants)`: the problems like `p` that the variants name, each with its values as text."""
+
+    # What the rest of the package asks.
+
+    @classmethod
+    def problem(cls, **values: Any) -> Problem:
+        """The problem with these values. Fields that are not named take their defaults.
+
+        Raises:
+            ProblemError: a value is missing, unknown or not allowed.
+        """
+        unknown = sorted(set(values) - set(cls.fields))
+        if unknown:
+            raise ProblemError(f"unknown problem keys {unknown}; known are {sorted(cls.fields)}")
+        missing = [name for name, each in cls.fields.items() if name not in values and each.default is None]
+        if missing:
+            raise ProblemError(f"a problem of {cls.name} needs {missing}")
+        try:
+            found = {name: each.read(name, values.get(name, each.default)) for name, each in cls.fields.items()}
+        except ValueError as error:
+            raise ProblemError(str(error)) from error
+        found = cls.canonical(found)
+        omitted = frozenset(
+            name for name, each in cls.fields.items() if each.omit_default and found[name] == each.default
+        )
+        return Problem(cls, found, omitted=omitted)
+
+    @classmethod
+    def suite(cls, name: str) -> list[Problem]:
+        """The problems of a suite.
+
+        Raises:
+            ConfigError: there is no such suite.
+        """
+        if name not in cls.suites:
+            known = ", ".join(cls.suites) or "none"
+            raise ConfigError(f"{cls.name} has no suite {name!r}; known are {known}")
+        return [each if isinstance(each, Problem) else cls.problem(**each) for each in cls.suites[name]]
+
+    @classmethod
+    def default_problems(cls) -> list[Problem]:
+        """The problems that are meant where none is named: those of the default suite, or of every suite."""
+        names = [cls.default_suite] if cls.default_suite else cls.suites
+        return list(dict.fromkeys(problem for name in names for problem in cls.suite(name)))
+
+    @classmethod
+    def arrays(cls, p: Problem) -> tuple[ArraySpec, ...]:
+        """The inputs and outputs of a problem, in the order declared. Arrays that the problem does without are left out."""
+        wanted = (name for name, each in cls.array_fields.items() if each.role != "workspace")
+        return tuple(cls.array_spec(name, p) for name in wanted if cls.present(name, p))
+
+    @classmethod
+    def present(cls, name: str, p: Problem) -> bool:
+        """Whether the problem has this array."""
+        when = cls.array_fields[name].when
+        return when is None or bool(getattr(p, when))
+
+    @classmethod
+    def array_spec(cls, name: str, p: Problem, s: Schedule | None = None) -> ArraySpec:
+        """One array of a problem. An absent input has one element, and an absent output is scratch memory.
+
+        Only the shape of scratch memory depends on the schedule `s`.
+        """
+        scratch = cls.array_fields[name].role == "workspace"
+        return cls._read_array(name, p, s) if scratch else _cached_array(cls, name, p)  # type: ignore[arg-type]
+
+    @classmethod
+    def _read_array(cls, name: str, p: Problem, s: Schedule | None) -> ArraySpec:
+        each = cls.array_fields[name]
+        absent = not cls.present(name, p)
+        dtype = each.dtype or "dtype"
+        if dtype in cls.fields:
+            dtype = str(p.values[dtype])
+        layout = str(getattr(p, each.layout)) if each.layout in cls.fields else each.layout
+        shapes = cls._shapes(each, p, s)
+        if absent and each.role == "in":
+            shapes = tuple((1,) * len(shape) for shape in shapes)
+        below = each.below if each.below is None or isinstance(each.below, int) else int(getattr(p, each.below))
+        return ArraySpec(
+            name=name,
+            role="workspace" if absent else each.role,
+            dtype=dtype,
+            shapes=shapes,
+            column=layout == "column",
+            listed=each.listed,
+            aligned=each.aligned,
+            zeroed=each.zeroed,
+            absolute=each.absolute,
+            below=below,
+        )
+
+    @classmethod
+    def _shapes(cls, each: ArrayField, p: Problem, s: Schedule | None) -> tuple[tuple[int, ...], ...]:
+        if isinstance(each.shape, str):
+            return (
+                read_shape(each.shape, lambda name: int(s[name] if s is not None and name in s else getattr(p, name))),
+            )
+        found = each.shape(p, s) if each.role == "workspace" else each.shape(p)
+        return tuple(map(tuple, found)) if each.listed else (tuple(found),)
+
+    @classmethod
+    def grids(cls, p: Problem, s: Schedule, device: Any) -> tuple[tuple[int, int, int], ...]:
+        """The grid of each launch. Together with the machine code, grids tell which program a schedule is."""
+        if cls.launches is not None:
+            return tuple(cls.read_grid(grid) for _, grid in cls.launches(p, s, device))
+        return (cls.read_grid(cls.grid(p, s, device)),)
+
+    @classmethod
+    def read_grid(cls, grid: Any) -> tuple[int, int, int]:
+        """The grid that an author gave, with three axes.
+
+        Raises:
+            DeclarationError: the grid is not 1 to 3 positive integers.
+        """
+        axes = (grid,) if isinstance(grid, int) else tuple(grid) if isinstance(grid, Sequence) else ()
+        whole = all(type(axis) is int and axis > 0 for axis in axes)
+        if not 1 <= len(axes) <= 3 or not whole:
+            raise DeclarationError(
+                f"{cls.__name__}.grid: must be 1 to 3 positive integers, got {grid!r}; -(-a // b) rounds up"
+            )
+        return (*axes, *(1,) * (3 - len(axes)))
+
+    @classmethod
+    def scalar_values(cls, p: Problem) -> dict[str, float | int]:
+        """The run-time numbers of a problem, by name."""
+        return {name: each.value(p) if callable(each.value) else each.value for name, each in cls.scalar_fields.items()}
+
+    @classmethod
+    def problem_kind(cls, p: Problem) -> tuple[Any, ...]:
+        """The values of all fields of a problem that are not run-time sizes."""
+        return tuple(p.values[name] for name, each in cls.fields.items() if not isinstance(each, Dim) or each.constant)
+
+    @classmethod
+    def knob_fields(cls) -> dict[str, KnobField]:
+        """The declared knobs, each with its choices and default."""
+        return {
+            name: each
+            if isinstance(each, KnobField)
+            else KnobField(choices=tuple(each), default=next(iter(each), None))
+            for name, each in cls.knobs.items()
+        }
+
+    @classmethod
+    def locator(cls) -> str:
+        """`module:Class`, or `/path/file.py:Class`: where another process finds the kernel.
+
+        Raises:
+            DeclarationError: the kernel was declared at a prompt, where no other process can find it.
+        """
+        name = cls.__module__
+        module = sys.modules.get(name)
+        spec, path = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+        if name != "__main__" and spec is not None and "." in name and FILE_PREFIX not in name:
+            return f"{name}:{cls.__qualname__}"
+        if path is None or not Path(path).is_file():
+            raise DeclarationError(
+                f"{cls.__name__} was declared at a prompt; put it in a file, so that the compile processes can import it"
+            )
+        return f"{Path(path).resolve()}:{cls.__qualname__}"
+
+    @classmethod
+    def source_hash(cls) -> str:
+        """Hash of the source that the kernel's machine code comes from; see :func:`tiledsched.core.sources.source_hash`."""
+        return source_hash(cls)
+
+
+KernelClass = type[Declaration]
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_array(kernel: KernelClass, name: str, p: Problem) -> ArraySpec:
+    """An array whose shape depends on no schedule: a search asks for it with every schedule."""
+    return kernel._read_array(name, p, None)

@@ -1,24 +1,27 @@
-"""Kernels by their names: those this process made, those that ship, those of installed packages, and those in a file."""
+"""Kernels found by name, and the problems of stored or sent data, which name their kernel.
+
+A kernel is one that this process declared, one that ships, one of an installed package, or one in a file.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import copyreg
 import functools
 import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from tiledsched.core.errors import ConfigError, DeclarationError
-from tiledsched.core.problem import stable_id
+from tiledsched.core.canonical import stable_id
+from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
+from tiledsched.core.fields import Value
+from tiledsched.core.problem import FILE_PREFIX, Declaration, KernelClass, Problem, unknown_kernel
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-
-    from tiledsched.core.kernel import KernelClass
 
 ENTRY_POINTS = "tiledsched.kernels"
 """The entry-point group under which a package ships kernels: a name, and `module:Class`."""
@@ -29,35 +32,24 @@ SHIPPED = {
     "softmax": "tiledsched.kernels.softmax:Softmax",
 }
 """The kernels that ship: name -> where each is declared."""
-_FILE_PREFIX = "tiledsched_file_"
 _known: dict[str, KernelClass] = {}
 
 
-@contextlib.contextmanager
-def known_as_declared(kernel: KernelClass) -> Iterator[None]:
-    """Makes a kernel known by its name; where the block raises, what the name stood for before is known again."""
-    before = _known.get(kernel.name)
+def register(kernel: KernelClass) -> None:
+    """Make a kernel known by its name; a kernel declared again takes the place of the former one."""
     _known[kernel.name] = kernel
-    try:
-        yield
-    except BaseException:
-        if before is None:
-            del _known[kernel.name]
-        else:
-            _known[kernel.name] = before
-        raise
 
 
 def known_kernels() -> list[KernelClass]:
-    """Every kernel that this process has made or loaded."""
+    """Every kernel that this process has declared or loaded."""
     return list(_known.values())
 
 
 def kernel_named(name: str) -> KernelClass:
-    """The kernel that tables know as `name`: one this process made, one that ships, or one of an installed package.
+    """The kernel of this name: one that this process declared, one that ships, or one of an installed package.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such kernel.
     """
     if name not in _known:
         if name in SHIPPED:
@@ -65,9 +57,7 @@ def kernel_named(name: str) -> KernelClass:
         else:
             _load_entry_points(name)
     if name not in _known:
-        raise ConfigError(
-            f"kernel {name!r} is not known here; name the file or module that declares it (file.py:Class)"
-        )
+        raise unknown_kernel(name)
     return _known[name]
 
 
@@ -79,35 +69,34 @@ def _load_entry_points(name: str) -> None:
 
 @functools.cache
 def installed_entry_points() -> tuple[EntryPoint, ...]:
-    """What installed packages ship. Looked for once in a process: a problem of an unknown kernel asks again and again."""
+    """The kernels that installed packages ship. Searched once in a process, because every problem of an unknown kernel asks."""
     from importlib.metadata import entry_points
 
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
 def load_kernel(where: str) -> KernelClass:
-    """The kernel at `package.module:Class` or `path/file.py:Class`, or one that is known by a name of its own.
+    """The kernel at `package.module:Class` or `path/file.py:Class`, or the kernel of that name.
 
     Raises:
-        ConfigError: it is not there.
-        DeclarationError: it is wrong.
+        ConfigError: there is no such file, module, class or name.
+        DeclarationError: the declaration is wrong.
     """
-    from tiledsched.core.kernel import Kernel
-
     place, colon, class_name = where.rpartition(":")
     if not colon:
         return kernel_named(where)
     path = Path(place if place.endswith(".py") else f"{place}.py")
     module = _load_file(path) if place.endswith(".py") or path.is_file() else _load_module(place)
     found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, Kernel)):
-        made = [
-            name
-            for name, each in vars(module).items()
-            if isinstance(each, type) and issubclass(each, Kernel) and each is not Kernel
-        ]
+    if not _is_kernel(found):
+        made = [name for name, each in vars(module).items() if _is_kernel(each)]
         raise ConfigError(f"{place} declares no kernel {class_name!r}; it declares {', '.join(made) or 'none'}")
     return found
+
+
+def _is_kernel(value: object) -> TypeGuard[KernelClass]:
+    """Whether a value is the class of a kernel; the classes that authors subclass have no name."""
+    return isinstance(value, type) and issubclass(value, Declaration) and bool(value.name)
 
 
 def _load_module(name: str) -> Any:
@@ -124,7 +113,7 @@ def _load_file(path: Path) -> Any:
     main = sys.modules.get("__main__")
     if getattr(main, "__file__", None) and Path(str(main.__file__)).resolve() == path:  # type: ignore[union-attr]
         return main
-    name = _FILE_PREFIX + re.sub(r"\W", "_", path.stem) + "_" + stable_id(str(path), 8)
+    name = FILE_PREFIX + re.sub(r"\W", "_", path.stem) + "_" + stable_id(str(path), 8)
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
@@ -150,7 +139,10 @@ def _load_file(path: Path) -> Any:
 
 
 def import_kernel_module(run: Callable[[], Any]) -> Any:
-    """`run()`. Processes that compile or measure keep torch out, which takes seconds; a module that needs it gets it."""
+    """The result of `run()`, which imports a module.
+
+    Processes that compile or measure keep torch from being imported, which takes seconds; a module that needs torch gets it.
+    """
     try:
         return run()
     except ImportError:
@@ -160,26 +152,58 @@ def import_kernel_module(run: Callable[[], Any]) -> Any:
         return run()
 
 
-def locator(kernel: KernelClass) -> str:
-    """`module:Class`, or `/path/file.py:Class`: where another process finds a kernel.
-
-    Raises:
-        DeclarationError: it was made at a prompt, where no other process can.
-    """
-    name = kernel.__module__
-    module = sys.modules.get(name)
-    spec, path = getattr(module, "__spec__", None), getattr(module, "__file__", None)
-    if name != "__main__" and spec is not None and "." in name and _FILE_PREFIX not in name:
-        return f"{name}:{kernel.__qualname__}"
-    if path is None or not Path(path).is_file():
-        raise DeclarationError(
-            f"{kernel.__name__} was declared at a prompt; put it in a file, so that the compile processes can import it"
-        )
-    return f"{Path(path).resolve()}:{kernel.__qualname__}"
-
-
 def module_word(kernel: type) -> str:
-    """The module by the name people know: a file's stem where it was loaded from a file."""
+    """The module of a class by the name that people know: the stem of the file, for a module loaded from a file."""
     module = kernel.__module__
     path = getattr(sys.modules.get(module), "__file__", None)
-    return Path(path).stem if path and (module == "__main__" or module.startswith(_FILE_PREFIX)) else module
+    return Path(path).stem if path and (module == "__main__" or module.startswith(FILE_PREFIX)) else module
+
+
+def problem_from_json(data: Mapping[str, Any]) -> Problem:
+    """The problem that :meth:`Problem.to_json` wrote. For a kernel that this process does not know, values are taken as they are.
+
+    Raises:
+        ProblemError: a key is missing, unknown or has a wrong value.
+    """
+    values = dict(data)
+    name = values.pop("kernel", None)
+    if not isinstance(name, str):
+        raise ProblemError(f'a problem needs the name of its kernel, got {data!r}; add "kernel"')
+    try:
+        kernel = kernel_named(name)
+    except ConfigError:
+        plain = {field: tuple(value) if isinstance(value, list) else value for field, value in sorted(values.items())}
+        return Problem(name, plain)
+    return kernel.problem(**values)
+
+
+# Problems are sent to other processes by value. Their kernel is sent as its name and the place where it is declared.
+
+
+def _reduced(problem: Problem) -> tuple[Any, ...]:
+    where = _place(problem.declaration) if problem.known else ""  # type: ignore[arg-type]  # a class is hashable
+    return _restored, (problem.kernel, where, problem.values, problem.omitted)
+
+
+@functools.cache
+def _place(kernel: KernelClass) -> str:
+    """Where another process finds a kernel; empty where no other process can."""
+    try:
+        return kernel.locator()
+    except DeclarationError:
+        return ""
+
+
+def _restored(name: str, where: str, values: Mapping[str, Value], omitted: frozenset[str]) -> Problem:
+    """The problem that another process sent. Its kernel is loaded if this process does not know the name, and can load it."""
+    try:
+        kernel = kernel_named(name)
+    except ConfigError:
+        try:
+            kernel = load_kernel(where)
+        except (ConfigError, DeclarationError):
+            return Problem(name, values, omitted=omitted)
+    return Problem(kernel, values, omitted=omitted)
+
+
+copyreg.pickle(Problem, _reduced)

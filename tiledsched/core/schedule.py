@@ -1,22 +1,30 @@
-"""How it is computed: one value for each knob."""
+"""A schedule: how a problem is computed, as one value for each knob."""
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import SpaceError
-from tiledsched.core.problem import stable_id
 
 KnobValue = int | bool | str
-
+HINT_KNOBS: Mapping[str, Sequence[int]] = {
+    "num_ctas": (0, 1, 2, 4, 8, 16),
+    "occupancy": range(33),
+    "opt_level": range(4),
+    "num_worker_warps": (0, 1, 2, 4, 8, 16, 32),
+}
+"""Knobs that reach cuTile as kernel hints, and the values that the compiler (13.4) accepts. 0 leaves the choice to the compiler,
+except for `opt_level`, where 0 is a level. Every other knob is a compile-time constant of the kernel.
+"""
 
 PLAIN: dict[str, KnobValue] = {"num_ctas": 1, "opt_level": 3}
-"""Values that go without saying when a schedule is written for people; of other knobs, 0 and false. Kernels add theirs."""
+"""Knob values that are left out when a schedule is written for people. Kernels add theirs; of other knobs, 0 and false are."""
 
 
 TILES = (("tile_m", "tile_n"), ("TILE_M", "TILE_N", "TILE_K"), ("TILE_M", "TILE_N"))
-"""Knobs written as one, 128x64."""
+"""Knobs that are written together, as in 128x64."""
 
 
 SHORT = {
@@ -28,6 +36,12 @@ SHORT = {
     "opt_level": "O",
 }
 """Knobs that have a shorter name in tables."""
+
+
+def allowed_hints(name: str) -> str:
+    """The values of a hint knob, for people: `0, 4, 8` or `0 to 32`."""
+    values = HINT_KNOBS[name]
+    return f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
 
 
 class Schedule(Mapping[str, KnobValue]):
@@ -54,7 +68,7 @@ class Schedule(Mapping[str, KnobValue]):
 
     @classmethod
     def of_checked(cls, values: dict[str, KnobValue]) -> Schedule:
-        """The schedule of `values` that are known to be right, in the order of their names: spaces are walked by the million."""
+        """The schedule of `values`, which are valid and sorted by name. No check is made: spaces are walked by the million."""
         made = cls.__new__(cls)
         made._values = values
         made._hash = made._id = None
@@ -66,13 +80,13 @@ class Schedule(Mapping[str, KnobValue]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
-    # Those of Mapping, which are made of the two above, take many times as long.
+    # Mapping would derive the next four from the two above, and take many times as long.
 
     def __contains__(self, name: object) -> bool:
         return name in self._values
 
     def keys(self) -> KeysView[str]:
-        """Names of the knobs, in their order."""
+        """Names of the knobs, in alphabetical order."""
         return self._values.keys()
 
     def values(self) -> ValuesView[KnobValue]:
@@ -80,7 +94,7 @@ class Schedule(Mapping[str, KnobValue]):
         return self._values.values()
 
     def items(self) -> ItemsView[str, KnobValue]:
-        """Names and values."""
+        """Pairs of name and value, in the order of their names."""
         return self._values.items()
 
     def __len__(self) -> int:
@@ -113,7 +127,7 @@ class Schedule(Mapping[str, KnobValue]):
         return int(self._values[name])
 
     def replace(self, **changes: KnobValue) -> Schedule:
-        """A copy with some knobs changed."""
+        """A copy of the schedule with some knobs changed."""
         return Schedule(self._values, **changes)
 
     def to_json(self) -> dict[str, KnobValue]:
@@ -122,11 +136,11 @@ class Schedule(Mapping[str, KnobValue]):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schedule:
-        """The schedule `to_json` wrote."""
+        """The schedule that :meth:`to_json` wrote."""
         return cls(dict(data))
 
     def short(self) -> str:
-        """`128x64 occ=2 warps=8 ...`: the tile, then every knob that departs from the plain kernel, for tables."""
+        """The schedule in short, for tables: the tile and each knob that is not plain, `128x64 occ=2 ...`."""
         tile = next((pair for pair in TILES if set(pair) <= set(self)), ())
         parts = ["x".join(str(self._values[name]) for name in tile)] if tile else []
         for name, value in self._values.items():

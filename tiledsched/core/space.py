@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import SpaceError
-from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue, Schedule
 

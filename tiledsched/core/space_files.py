@@ -18,7 +18,7 @@ from tiledsched.core.device import ARCHS, LIMITS, arch_limits
 from tiledsched.core.errors import ConfigError, SpaceError
 from tiledsched.core.expressions import names_read, words_of
 from tiledsched.core.files import MOST_TYPED, read_bounded
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space import Constraint, Knob, SearchSpace, contains
 

@@ -1,4 +1,4 @@
-"""Whether a declaration is right: asked once, when the class is made, and answered with the field and what is allowed."""
+"""Checks a declaration when its class is made. An error names the field that is wrong, and what is allowed."""
 
 from __future__ import annotations
 
@@ -6,42 +6,46 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from tiledsched.core.device import LIMITS
+from tiledsched.core.cost import Cost
+from tiledsched.core.device import ARCHS, LIMITS
 from tiledsched.core.errors import DeclarationError, SpaceError, TiledschedError
 from tiledsched.core.expressions import names_read, words_of
-from tiledsched.core.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, shape_names
-from tiledsched.core.kernel import FUNCTIONS, HINT_KNOBS, KernelClass, allowed_hints, labels_of
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
+from tiledsched.core.fields import DTYPES, LAYOUTS, ArrayField, Choice, Dim, Flag, shape_names
+from tiledsched.core.labels import labels_of
+from tiledsched.core.problem import Declaration, KernelClass, Problem
+from tiledsched.core.schedule import HINT_KNOBS, Schedule, allowed_hints
+from tiledsched.core.similarity import Similarity
+from tiledsched.core.sources import SHIPPED_KERNELS
 
-RESERVED = (
-    *FUNCTIONS,
-    "name",
-    "function",
-    "knobs",
-    "constraints",
-    "exploring",
-    "suites",
-    "default_suite",
-    "variants",
-    "derived",
-    "label",
-    "axes",
-    "plain",
-    "weights",
-    "kernel",
-    "values",
-    "id",
-    "xp",
-    "p",
-    "s",
+FUNCTIONS = (
+    "grid",
+    "reference",
+    "entry",
+    "launches",
+    "constants",
+    "canonical",
+    "flops",
+    "inputs",
+    "tolerance",
+    "check_tile",
+    "adversarial",
+    "unsound",
+    "describe",
+    "file_words",
+    "likely",
+    "small",
+    "rivals",
 )
+"""Functions that a kernel may declare."""
+RESERVED = frozenset(dir(Declaration)) | {"kernel", "values", "id", "xp", "p", "s"}
+"""Names that no field of a kernel may have."""
 MOST_CHECKED = 1 << 20
 """Elements of the largest array on which a reference is tried."""
 
 
 def check_declaration(kernel: KernelClass) -> None:
-    """Raise DeclarationError where the declaration of `kernel` is wrong, as far as can be told in a moment."""
+    """Raise DeclarationError where the declaration of `kernel` is wrong, as far as a moment's checks can tell."""
+    _check_parts(kernel)
     _check_fields(kernel)
     _check_knobs(kernel)
     _check_constraints(kernel)
@@ -67,11 +71,21 @@ def first_problem(kernel: KernelClass) -> Problem | None:
 
 def _ships(kernel: KernelClass) -> bool:
     """Whether it is one of the package's own: tests have checked those, and importing them should cost nothing."""
-    return kernel.__module__.startswith("tiledsched.kernels.")
+    return kernel.__module__.startswith(SHIPPED_KERNELS)
 
 
 def _fail(kernel: KernelClass, field: str, why: str) -> None:
     raise DeclarationError(f"{kernel.__name__}.{field}: {why}")
+
+
+def _check_parts(kernel: KernelClass) -> None:
+    for name, part in (("cost", Cost), ("similarity", Similarity)):
+        if not isinstance(getattr(kernel, name), part):
+            _fail(
+                kernel,
+                name,
+                f"must be an object of a subclass of ts.{part.__name__}, as in {name} = My{part.__name__}()",
+            )
 
 
 def _check_fields(kernel: KernelClass) -> None:
@@ -108,8 +122,6 @@ def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
             said = f"{unknown[0]!r} is no size" if unknown else "the shape is empty"
             _fail(kernel, name, f"{said}; known are {', '.join(sorted(allowed))} and numbers")
     dtypes = [field for field, kind in kernel.fields.items() if isinstance(kind, Choice) and kind.is_dtype]
-    from tiledsched.core.fields import DTYPES
-
     if (each.dtype or "dtype") not in (*dtypes, *DTYPES):
         known = ", ".join([*dtypes, *DTYPES])
         _fail(
@@ -171,7 +183,6 @@ class _Watched(Schedule):
 
 def _check_launches(kernel: KernelClass, example: Problem) -> None:
     """Every parameter has an argument, the grid is integers, and every knob reaches something."""
-    from tiledsched.core.device import ARCHS
     from tiledsched.core.launch import steps
 
     knobs = kernel.knob_fields()

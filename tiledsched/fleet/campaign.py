@@ -9,8 +9,9 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.problem import Problem
 
 JOBS = {
     "tune": "tiledsched.fleet.jobs:tune",

@@ -36,8 +36,7 @@ from tiledsched.core.errors import (
     TiledschedError,
     UnsupportedError,
 )
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.fleet.builds import Pool, build_key
 from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup, check_job

@@ -22,8 +22,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, Failure, Lease, Outcome
 from tiledsched.fleet.retry import PATIENCE_S, retry_while_unavailable
 from tiledsched.store.db import TuningDB
@@ -414,7 +416,7 @@ class Leases:
         return self._read(
             lambda session: [
                 Failure(
-                    problem=Problem.from_json({"kernel": of.kernel, **of.dims}),
+                    problem=problem_from_json({"kernel": of.kernel, **of.dims}),
                     arch=row.arch,
                     attempts=row.attempts,
                     message=row.message,
@@ -433,7 +435,7 @@ class Leases:
         )
         return self._read(
             lambda session: [
-                (Problem.from_json({"kernel": of.kernel, **of.dims}), row.arch, row.result or {}, row.worker_id or "")
+                (problem_from_json({"kernel": of.kernel, **of.dims}), row.arch, row.result or {}, row.worker_id or "")
                 for row, of in session.execute(asked)
             ]
         )
@@ -453,7 +455,7 @@ class Leases:
             middle = sa.select(LeaseRow.problem_id).where(*mine, LeaseRow.number == count // 2).scalar_subquery()
             asked = sa.select(ProblemRow).where(ProblemRow.id == middle)  # their numbers begin at 0, without a gap
             row = session.scalars(asked).first()
-            return Problem.from_json({"kernel": row.kernel, **row.dims}) if row is not None else None
+            return problem_from_json({"kernel": row.kernel, **row.dims}) if row is not None else None
 
         return self._read(read)
 
@@ -571,7 +573,7 @@ def _lease(session: Session, campaign: Campaign, worker_id: str, row: Any, attem
         worker_id=worker_id,
         attempt=attempt,
         arch=row.arch,
-        problem=Problem.from_json({"kernel": kernel, **dims}),
+        problem=problem_from_json({"kernel": kernel, **dims}),
         last=attempt >= campaign.most_attempts,
     )
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
-from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.problem import Problem
 from tiledsched.measure.runner import Device
 from tiledsched.store.db import TuningDB
 from tiledsched.store.host import lives, own_word

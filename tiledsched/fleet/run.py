@@ -10,8 +10,7 @@ from typing import Any
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.fleet.campaign import DEADLINE_S, JOBS, LEASE_S, MOST_ATTEMPTS, CampaignPlan
 from tiledsched.fleet.gpus import gpus_here
 from tiledsched.fleet.jobs import record, refresh, tune, unknown_options

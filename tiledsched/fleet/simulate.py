@@ -34,6 +34,7 @@ from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.registry import problem_from_json
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, Lease, Outcome
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local_store import what_is_known
@@ -231,7 +232,7 @@ class _Simulation:
 
     def run(self) -> Simulated:
         began, options = time.perf_counter(), self.options
-        problems = [Problem.from_json({"kernel": "simulated", "number": number}) for number in range(options.problems)]
+        problems = [problem_from_json({"kernel": "simulated", "number": number}) for number in range(options.problems)]
         drawn = [self.rng.choice(self.times) for _ in problems]
         drawn.sort(key=lambda each: -each.problem.flops)  # as a plan has them, which does not know their times
         self.seconds = {problem: each.seconds for problem, each in zip(problems, drawn, strict=True)}

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from tiledsched.core.cases import make_cases, output_specs
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import storage_type
 from tiledsched.interpreter.launch import SmallDevice, element_type, run_schedule

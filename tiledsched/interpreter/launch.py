@@ -25,8 +25,8 @@ from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
 from tiledsched.interpreter.values import TILE_TYPE, InterpreterError, Tile, UnsupportedOperationError, in_range
 
 if TYPE_CHECKING:
-    from tiledsched.core.kernel import ArraySpec, KernelClass
-    from tiledsched.core.problem import Problem
+    from tiledsched.core.arrays import ArraySpec
+    from tiledsched.core.problem import KernelClass, Problem
     from tiledsched.core.schedule import Schedule
 
 DispatchMode: Any = load_dispatch_mode()

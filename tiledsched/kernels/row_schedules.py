@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import tiledsched.core.fields as ts
+from tiledsched.core.cost import Cost
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ctas_per_sm
 from tiledsched.core.schedule import Schedule
@@ -84,44 +85,41 @@ def held_columns(columns: int, tile: int) -> int:
     return -(-columns // tile) * tile
 
 
-def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, *, bytes_moved: int, read: int) -> float:
-    """Modelled microseconds.
+class RowCost(Cost):
+    """The time of a kernel that reads and writes rows of 16-bit elements."""
 
-    Args:
-        p: the problem; `rows` and `columns` of 16-bit elements.
-        s: the schedule.
-        facts: of its machine code.
-        spec: the GPU.
-        bytes_moved: least traffic of device memory.
-        read: arrays that are read row by row.
-    """
-    tile_rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
-    resident = ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes)
-    slots = spec.sm_count * resident
-    blocks = -(-p.rows // tile_rows)
-    covered = held_columns(p.columns, tile)
-    one_pass = bool(s["HOLD"]) or covered == tile
+    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated time in microseconds. Only the order of estimates counts."""
+        read = sum(each.role == "in" and len(each.shape) == 2 for each in p.declaration.arrays(p))
+        tile_rows, tile = s.number("TILE_ROWS"), s.number("TILE_COLUMNS")
+        resident = ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes)
+        slots = spec.sm_count * resident
+        blocks = -(-p.rows // tile_rows)
+        covered = held_columns(p.columns, tile)
+        one_pass = bool(s["HOLD"]) or covered == tile
 
-    bytes_total = float(bytes_moved)
-    if not one_pass:  # read again, from the L2 cache as long as it holds what is under way
-        again = float(p.rows * p.columns * 2 * read)
-        fits = slots * tile_rows * p.columns * 2 * read <= spec.l2_bytes / 2
-        bytes_total += again * (0.25 if fits else 1.0)
-    under_way = 1.0 * resident * tile_rows * (covered if one_pass else tile) * 2 * read
-    under_way *= DUTY_AHEAD if s["PERSISTENT"] and s["loads"] == "tma" else DUTY
-    per_cycle = spec.dram_gbps * COPY_SHARE / spec.sm_count / spec.clock_ghz
-    needed = LATENCY_CYCLES * per_cycle
-    memory_us = bytes_total / (spec.dram_gbps * COPY_SHARE * 1e3) * (1.0 + (needed / max(1.0, under_way)) ** 2) ** 0.5
+        bytes_total = float(p.min_bytes)
+        if not one_pass:  # read again, from the L2 cache as long as it holds what is under way
+            again = float(p.rows * p.columns * 2 * read)
+            fits = slots * tile_rows * p.columns * 2 * read <= spec.l2_bytes / 2
+            bytes_total += again * (0.25 if fits else 1.0)
+        under_way = 1.0 * resident * tile_rows * (covered if one_pass else tile) * 2 * read
+        under_way *= DUTY_AHEAD if s["PERSISTENT"] and s["loads"] == "tma" else DUTY
+        per_cycle = spec.dram_gbps * COPY_SHARE / spec.sm_count / spec.clock_ghz
+        needed = LATENCY_CYCLES * per_cycle
+        memory_us = (
+            bytes_total / (spec.dram_gbps * COPY_SHARE * 1e3) * (1.0 + (needed / max(1.0, under_way)) ** 2) ** 0.5
+        )
 
-    elements = tile_rows * covered * (1.0 if one_pass else 1.6)
-    cycles = elements * FP32_PER_ELEMENT / spec.fp32_ops
-    cycles += 2.0 * max(0, facts.spill_bytes - 32) * facts.threads / SPILL_BYTES_PER_CYCLE
-    alone = elements * FP32_PER_ELEMENT / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES + LATENCY_CYCLES
-    if s["PERSISTENT"] and s["loads"] == "tma":
-        alone -= LATENCY_CYCLES
-    waves = float(math.ceil(blocks / slots)) if blocks <= 4 * slots else blocks / slots
-    compute_us = waves * max(alone, resident * cycles) / (spec.clock_ghz * 1e3)
-    longest = max(memory_us, compute_us)
-    return LAUNCH_US + longest * ((memory_us / longest) ** SHARPNESS + (compute_us / longest) ** SHARPNESS) ** (
-        1.0 / SHARPNESS
-    )
+        elements = tile_rows * covered * (1.0 if one_pass else 1.6)
+        cycles = elements * FP32_PER_ELEMENT / spec.fp32_ops
+        cycles += 2.0 * max(0, facts.spill_bytes - 32) * facts.threads / SPILL_BYTES_PER_CYCLE
+        alone = elements * FP32_PER_ELEMENT / min(spec.fp32_ops, facts.threads) + BLOCK_CYCLES + LATENCY_CYCLES
+        if s["PERSISTENT"] and s["loads"] == "tma":
+            alone -= LATENCY_CYCLES
+        waves = float(math.ceil(blocks / slots)) if blocks <= 4 * slots else blocks / slots
+        compute_us = waves * max(alone, resident * cycles) / (spec.clock_ghz * 1e3)
+        longest = max(memory_us, compute_us)
+        return LAUNCH_US + longest * ((memory_us / longest) ** SHARPNESS + (compute_us / longest) ** SHARPNESS) ** (
+            1.0 / SHARPNESS
+        )

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy
 
+from tiledsched.core.arrays import ArraySpec, Tolerance
 from tiledsched.core.cases import Case
 from tiledsched.core.errors import DeclarationError, Failure, FailureKind
-from tiledsched.core.kernel import ArraySpec, Tolerance
 from tiledsched.core.storage import SMALLEST, is_float, to_float
 from tiledsched.measure.runner import Accuracy
 

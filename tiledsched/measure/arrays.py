@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy
 
+from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import Arrays, Case, output_specs
 from tiledsched.core.errors import DeclarationError
-from tiledsched.core.kernel import ArraySpec, KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import is_float, poison, same_bits, storage_type, strides_of, to_storage
 from tiledsched.measure.launch import Launch, LaunchStep
 

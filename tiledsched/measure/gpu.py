@@ -14,10 +14,10 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.files import OwnFolder
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.launch import Launch, launch_of
 from tiledsched.measure.lock import GpuLock, hold
 from tiledsched.measure.nvml import devices

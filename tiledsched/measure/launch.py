@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core.kernel import ArraySpec, KernelClass, Tolerance
-from tiledsched.core.problem import Problem
+from tiledsched.core.arrays import ArraySpec, Tolerance
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 
 Argument = tuple[str, str, Any]

@@ -10,8 +10,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Device, Measurement
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from tiledsched.core.cases import Case, input_specs
 from tiledsched.core.errors import Failure, FailureKind
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
 from tiledsched.measure.accuracy import case_errors, wrong_result

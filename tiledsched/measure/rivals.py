@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from tiledsched.core.errors import Failure
-from tiledsched.core.kernel import Kernel, KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.gpu import GpuRunner, Timeouts, Worker, WorkerDiedError
 from tiledsched.measure.launch import launch_of
 from tiledsched.measure.runner import Candidate, RivalTime

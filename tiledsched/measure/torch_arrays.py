@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import Arrays as Stored
 from tiledsched.core.cases import input_specs
-from tiledsched.core.kernel import ArraySpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import storage_type
 

@@ -26,9 +26,9 @@ import cupy
 import numpy
 
 from tiledsched.build.cubin import is_whole, parts, symbol_of
+from tiledsched.core.arrays import Tolerance
 from tiledsched.core.cases import Case, make_cases
 from tiledsched.core.errors import Failure, FailureKind
-from tiledsched.core.kernel import Tolerance
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing

@@ -9,8 +9,8 @@ from tiledsched.core.errors import ProblemError
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.declaration import scales
 from tiledsched.kernels.attention.rivals import empty_output, late_rivals
+from tiledsched.kernels.attention.scales import scales
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.ops.arguments import check_tensors, unserved
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures

@@ -8,8 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from tiledsched.core.kernel import HINT_KNOBS
-from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule
 from tiledsched.report.records import (
     KnobImportance,
     KnobValueRatio,

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core.fields import Choice, Flag
-from tiledsched.core.kernel import KernelClass, labels_of, total
-from tiledsched.core.problem import Problem, describe_values
+from tiledsched.core.fields import Choice, Flag, total
+from tiledsched.core.labels import labels_of
+from tiledsched.core.problem import KernelClass, Problem, describe_values
 
 
 @dataclass(frozen=True, kw_only=True)

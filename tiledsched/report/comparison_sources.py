@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
-from tiledsched.core.kernel import told
+from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.report.compare import KnownTime, Side, side_of
@@ -243,7 +243,7 @@ def _case(kernel: str, problem: Problem, schedule: Schedule) -> dict[str, str]:
 @functools.lru_cache(maxsize=4096)
 def _named(problem: Problem) -> dict[str, str]:
     try:
-        words = told(problem)
+        words = format_problem(problem)
     except TiledschedError:  # of a kernel that is not here
         words = ""
     return {"problem_id": problem.id, "problem": str(problem), "words": words}

@@ -12,8 +12,7 @@ from tiledsched.build.cubin import ResourceFacts
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.device import ARCHS
 from tiledsched.core.fields import Choice, Flag
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem, ProblemClass, rate_of
+from tiledsched.core.problem import KernelClass, Problem, ProblemClass, rate_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for

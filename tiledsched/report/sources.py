@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import ArtifactRecord, Entry, StoredMeasurement
 

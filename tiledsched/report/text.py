@@ -12,7 +12,7 @@ from pathlib import Path
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.extras import installing
 from tiledsched.core.files import write_whole
-from tiledsched.core.kernel import told
+from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import Schedule
 from tiledsched.report import charts
@@ -391,7 +391,9 @@ def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
 def _to_measure(one: ProblemReport, report: Report) -> str:
     """The command that measures the default of a problem and a choice of other programs."""
     return _code(
-        shlex.join(["tiledsched", "record", report.kernel, "--arch", report.arch, "--problem", told(one.problem)])
+        shlex.join(
+            ["tiledsched", "record", report.kernel, "--arch", report.arch, "--problem", format_problem(one.problem)]
+        )
     )
 
 

@@ -24,6 +24,7 @@ from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.files import MOST_BYTES, TooLargeError, write_whole
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import decode
 from tiledsched.store.records import Entry
@@ -233,7 +234,7 @@ def read_bundle(path: Path) -> Bundle:
                 kernel=row["kernel"],
                 arch=row["arch"],
                 schedule=Schedule(row["schedule"]),
-                problem=Problem.from_json({"kernel": row["kernel"], **row["problem"]}),
+                problem=problem_from_json({"kernel": row["kernel"], **row["problem"]}),
                 fingerprint=row["fingerprint"],
             )
             for row in index["programs"]

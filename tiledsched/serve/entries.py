@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import DatabaseError
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.store.exchange import read_entries
 from tiledsched.store.location import database_exists, location, site_location
-from tiledsched.store.records import Entry
+from tiledsched.store.records import Entry, Place
+from tiledsched.store.shipped import read_shipped_entries
 
 log = logging.getLogger("tiledsched")
 TABLES = (".json", ".json.xz")
@@ -74,17 +74,17 @@ def layers(settings: Settings, archs: Collection[str] | None = None, kernel: str
 def _shipped(archs: Collection[str] | None, kernel: str) -> Layer:
     folder = data_files.tuning_db() / "tables"
     paths = [path for path in sorted(folder.glob(f"{kernel or '*'}/*.json")) if archs is None or path.stem in archs]
-    entries, errors = _read(paths, kernel)
+    entries, errors = _read(paths, read_shipped_entries, kernel)
     return Layer(name="shipped", where=str(folder), entries=entries, error="; ".join(errors))
 
 
-def _read(paths: Sequence[Path], kernel: str) -> tuple[list[Entry], list[str]]:
-    """What tables hold, and why some of them cannot be read: one hides no other."""
+def _read(paths: Sequence[Path], read: Callable[[Path], list[Entry]], kernel: str) -> tuple[list[Entry], list[str]]:
+    """The entries of the tables that can be read, and why the others cannot."""
     entries: list[Entry] = []
     errors = []
     for path in paths:
         try:
-            entries += [each for each in read_entries(path) if kernel in ("", each.kernel)]
+            entries += [each for each in read(path) if kernel in ("", each.kernel)]
         except DatabaseError as error:
             errors.append(str(error))
     return entries, errors
@@ -99,7 +99,11 @@ def _site(where: str, kernel: str) -> Layer:
         paths = [path]
     else:
         return _stored("site", where, kernel)
-    entries, errors = _read(paths, kernel) if paths else ([], ["no table is in it; `tiledsched db export` writes one"])
+    from tiledsched.store.exchange import read_entries
+
+    entries, errors = (
+        _read(paths, read_entries, kernel) if paths else ([], ["no table is in it; `tiledsched db export` writes one"])
+    )
     error = f"the site's layer ({where}) cannot be read: {'; '.join(errors)}" if errors else ""
     return Layer(name="site", where=where, entries=entries, error=error)
 
@@ -128,11 +132,12 @@ def load_entries(settings: Settings, archs: Collection[str] | None = None, kerne
 
 def combined(of: Sequence[Layer]) -> list[Entry]:
     """What layers serve together: of one key the strongest provenance, and among equals the uppermost layer's."""
-    found: dict[tuple[str, ...], Entry] = {}
+    found: dict[tuple[Place, str], Entry] = {}
     for layer in of:
         for entry in layer.entries:
-            if entry.key not in found or entry.rank <= found[entry.key].rank:
-                found[entry.key] = entry.replace(layer=layer.name)
+            key = entry.place, entry.compiler
+            if key not in found or entry.rank <= found[key].rank:
+                found[key] = entry if entry.layer == layer.name else entry.replace(layer=layer.name)
     return list(found.values())
 
 

@@ -12,7 +12,6 @@ in the exact class, and the reason says so. A less exact class never takes the p
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +19,8 @@ from typing import Any
 from tiledsched.build.toolchain import takes_hints
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import ConfigError, SpaceError
-from tiledsched.core.kernel import HINT_KNOBS, KernelClass, allowed_hints
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
 from tiledsched.serve.rivals import RivalOffer, expected_offers, measured_offers
@@ -44,8 +42,6 @@ EXACT = "fp32"
 """The accuracy class that may stand for any other."""
 MOST_ANSWERS = 4096
 """Answers a table remembers."""
-MOST_JUDGED = 512
-"""Schedules of which a model is asked where nothing else is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +221,7 @@ class LookupTable:
         if space.arch not in self._completed:
             found = [entry for entry in self._by_arch.get(space.arch, []) if takes_hints(self.compiler, entry.schedule)]
             self._completed[space.arch] = [
-                replace(entry, schedule=space.complete(entry.schedule), runner_up=self._usable(entry.runner_up))
+                entry.replace(schedule=space.complete(entry.schedule), runner_up=self._usable(entry.runner_up))
                 for entry in found
             ]
         return self._completed[space.arch]
@@ -249,13 +245,13 @@ class LookupTable:
             by_kind: dict[tuple[Any, ...], list[Entry]] = {}
             for entry in self._known(space):
                 if entry.provenance in MEASURED_PROVENANCES:
-                    by_kind.setdefault(self.kernel.kind(entry.problem), []).append(entry)
+                    by_kind.setdefault(self.kernel.similarity.kind(entry.problem), []).append(entry)
             self._kinds[space.arch] = by_kind
-        return self._kinds[space.arch].get(self.kernel.kind(problem), ())
+        return self._kinds[space.arch].get(self.kernel.similarity.kind(problem), ())
 
     def _shared(self, problem: Problem, space: SearchSpace) -> Served | None:
         """The one answer for all problems of about this size, where it is valid for this one."""
-        about = self.kernel.rounded(problem)
+        about = self.kernel.similarity.bucketed(problem)
         key = (about, space.arch)
         if key not in self._answers:
             if len(self._answers) >= MOST_ANSWERS:
@@ -295,7 +291,7 @@ class LookupTable:
         self, entries: Sequence[Entry], problem: Problem, space: SearchSpace, what: str = ""
     ) -> Served | None:
         """A choice among what won elsewhere."""
-        alone = self.kernel.requires_same_kind(problem) and not self._alike(problem, space)
+        alone = self.kernel.similarity.requires_same_kind(problem) and not self._alike(problem, space)
         if space.arch not in ARCHS or alone:
             return None
         found = transfer(problem, entries, space, arch_spec(space.arch), OTHER_KIND if what else self._policy)
@@ -316,9 +312,8 @@ class LookupTable:
     def _untold(self, problem: Problem, space: SearchSpace) -> Served:
         """The default, or the kernel's own choice where nothing was measured."""
         default = self._default(space, problem)
-        choose = self.kernel.cold_start or (model_choice if "model" in vars(self.kernel) else None)
-        if space.arch in ARCHS and choose is not None:
-            spec = arch_spec(space.arch)
+        if space.arch in ARCHS:
+            spec, choose = arch_spec(space.arch), self.kernel.similarity.cold_start
             chosen = choose(problem, default, space, lambda schedule: log_us(problem, schedule, spec))
             if chosen not in (None, default):
                 return Served(
@@ -383,17 +378,9 @@ class LookupTable:
         return True
 
 
-def model_choice(
-    problem: Problem, default: Schedule, space: SearchSpace, estimate: Callable[[Schedule], float]
-) -> Schedule:
-    """What a kernel's own model takes for the fastest, of the first `MOST_JUDGED` schedules that it can tell apart."""
-    plain = itertools.islice(space.schedules(problem, pinned=space.modelled_pins()), MOST_JUDGED)
-    return min([default, *plain], key=lambda schedule: (estimate(schedule), schedule.id))
-
-
 def _modelled(known: Sequence[Entry], problem: Problem, space: SearchSpace) -> Served | None:
     """The model's choice for the nearest problem of the kind."""
-    kind, distance = problem.declaration.kind, problem.declaration.distance
+    kind, distance = problem.declaration.similarity.kind, problem.declaration.similarity.distance
     alike = [entry for entry in known if kind(entry.problem) == kind(problem)]
     usable = [
         entry

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter as TorchParameter
 
 from tiledsched.core.errors import ConfigError, ProblemError, UnsupportedError
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 from tiledsched.serve import process
 from tiledsched.serve.explain import Explanation
 from tiledsched.serve.launch import explain_plan, in_lists, is_plain_call, launch_first, launch_plan

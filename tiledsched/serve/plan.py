@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tiledsched.core.kernel import LARGEST_INT32, ArraySpec
+from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
 from tiledsched.core.launch import Step, scratch, steps
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of

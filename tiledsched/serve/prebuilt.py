@@ -22,9 +22,8 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
-from tiledsched.core.kernel import HINT_KNOBS, KernelClass
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.serve.bundle import VARIABLE, Bundle, Program, bundle_paths, named_bundle, read_bundle
 
 log = logging.getLogger("tiledsched")

@@ -15,10 +15,9 @@ import torch
 
 from tiledsched.core import config
 from tiledsched.core.config import Settings, load_settings
-from tiledsched.core.kernel import HINT_KNOBS, KernelClass
 from tiledsched.core.launch import Step, annotated
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.plan_cache import PlanCache, lock

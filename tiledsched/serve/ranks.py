@@ -9,10 +9,10 @@ from typing import Any
 
 from tiledsched import __version__
 from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import read_bounded
-from tiledsched.core.problem import stable_id
 from tiledsched.serve.bundle import bundle_paths
 from tiledsched.serve.entries import load_entries
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
 from tiledsched.store.records import Entry
 
@@ -120,7 +119,7 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
         entries: of its kind, measured.
         loss: of our schedule, expected; 0 where that is not known.
     """
-    distance, kind = problem.declaration.distance, problem.declaration.rival_kind
+    distance, kind = problem.declaration.similarity.distance, problem.declaration.similarity.rival_kind
     raced = [
         (distance(entry.problem, problem), entry)
         for entry in entries

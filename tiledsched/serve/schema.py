@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, ProblemError
 from tiledsched.core.fields import LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes, read_shape
-from tiledsched.core.kernel import ArraySpec, KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import strides_of
 
 NO_DEFAULT = object()

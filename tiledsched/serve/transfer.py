@@ -100,7 +100,7 @@ def transfer(
         spec: of the arch.
         parameters: see there.
     """
-    distance = problem.declaration.distance
+    distance = problem.declaration.similarity.distance
     near = sorted(
         ((distance(entry.problem, problem), entry) for entry in entries),
         key=lambda pair: (pair[0], pair[1].problem, pair[1].device_name),
@@ -148,7 +148,7 @@ def candidate_losses(entry: Entry, problem: Problem, space: SearchSpace) -> dict
     named = [(space.complete(each), 0.0) for each in (entry.schedule, *entry.ties)]
     if entry.runner_up is not None:
         named.append((space.complete(entry.runner_up), math.log1p(max(0.0, entry.margin or 0.0))))
-    equivalents = problem.declaration.equivalents
+    equivalents = problem.declaration.similarity.equivalents
     named += [(twin, loss + TWIN) for each, loss in named for twin in equivalents(entry.problem, problem, each)]
     losses: dict[Schedule, float] = {}
     for schedule, loss in named:
@@ -202,10 +202,10 @@ def expected_loss(found: Transfer, problem: Problem) -> ExpectedLoss | None:
     None where that was never measured on problems like this one.
     """
     kernel = problem.declaration
-    group = kernel.loss_group(problem)
+    group = kernel.similarity.loss_group(problem)
     if not group:
         return None
-    other = kernel.kind(found.entry.problem) != kernel.kind(problem)
+    other = kernel.similarity.kind(found.entry.problem) != kernel.similarity.kind(problem)
     bands = (
         band
         for band in loss_bands(kernel.name)
@@ -250,4 +250,4 @@ def loss_bands(kernel: str) -> tuple[LossBand, ...]:
 def log_us(problem: Problem, schedule: Schedule, spec: ArchSpec) -> float:
     """Log of the static estimate. The machine code need not be known: what is assumed of it cancels between problems."""
     kernel = problem.declaration
-    return math.log(kernel.model(problem, schedule, kernel.expected(problem, schedule, spec), spec))
+    return math.log(kernel.cost.model(problem, schedule, kernel.cost.expected(problem, schedule, spec), spec))

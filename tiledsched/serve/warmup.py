@@ -23,9 +23,8 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, Failure, TiledschedError
 from tiledsched.core.files import read_bounded
-from tiledsched.core.kernel import KernelClass
 from tiledsched.core.launch import problem_class
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.serve.bundle import Program, read_bundle, write_bundle
 from tiledsched.serve.lookup import LookupTable

@@ -15,9 +15,12 @@ from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import msgspec
+
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.errors import DatabaseError, TiledschedError
 from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device
 from tiledsched.store.validation import LARGEST, check_number, check_values, field_checks
@@ -38,11 +41,12 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, (Schedule, Problem, ProblemClass)):
         return value.to_json()
-    if is_dataclass(value):
+    kind: Any = type(value)
+    if _is_record(kind):
         return {
-            name: encode(held)
-            for name, default, unsaid in _written(type(value))  # type: ignore[arg-type]
-            if (held := getattr(value, name)) != default or not unsaid
+            name: encode(item)
+            for name, (default, omit_default) in _fields(kind).items()
+            if (item := getattr(value, name)) != default or not omit_default
         }
     if isinstance(value, Enum):
         return value.value
@@ -55,10 +59,17 @@ def encode(value: Any) -> Any:
     return value
 
 
+def _is_record(kind: Any) -> bool:
+    return is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
+
+
 @cache
-def _written(cls: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
-    """The fields of a dataclass: name, default, and whether it is left out where it has that."""
-    return tuple((field.name, field.default, bool(field.metadata.get("unsaid"))) for field in fields(cls))
+def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
+    """The fields of a dataclass or a Struct: the default, and whether a field is left out where it has its default."""
+    if issubclass(cls, msgspec.Struct):
+        omitted = getattr(cls, "OMIT_DEFAULT", ())
+        return {each.name: (each.default, each.name in omitted) for each in msgspec.structs.fields(cls)}
+    return {each.name: (each.default, bool(each.metadata.get("unsaid"))) for each in fields(cls)}
 
 
 def decode(cls: type[T], data: Any, where: str) -> T:
@@ -88,9 +99,10 @@ def _decoder(kind: Any) -> Decoder:
     if origin is dict:
         return lambda data, where: _require(dict, data, where)
     if kind in (Schedule, Problem, ProblemClass):
-        return _once(lambda data, where: _call(kind.from_json, _values(data, where), where))
-    if is_dataclass(kind):
-        decoder = _dataclass_decoder(kind)  # type: ignore[arg-type]
+        read = problem_from_json if kind is Problem else kind.from_json
+        return _once(lambda data, where: _call(read, _values(data, where), where))
+    if _is_record(kind):
+        decoder = _record_decoder(kind)
         return _once(decoder) if kind in (Device, Toolchain) else decoder
     if kind is datetime:
         return _time
@@ -137,13 +149,13 @@ def _time(data: Any, where: str) -> datetime:
     return time
 
 
-def _dataclass_decoder(cls: type) -> Decoder:
+def _record_decoder(cls: type) -> Decoder:
     hints = get_type_hints(cls)
-    known = {field.name: _decoder(hints[field.name]) for field in fields(cls)}
-    required = {field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING}
+    known = {name: _decoder(hints[name]) for name in _fields(cls)}
+    required = {name for name, (default, _) in _fields(cls).items() if default in (MISSING, msgspec.NODEFAULT)}
     checks = field_checks(cls.__name__, known)
 
-    def decode_dataclass(data: Any, where: str) -> Any:
+    def decode_record(data: Any, where: str) -> Any:
         _require(dict, data, where)
         if not required <= data.keys() <= known.keys():
             unknown = [f"{where}.{key}: unknown key; known are {', '.join(known)}" for key in data if key not in known]
@@ -161,7 +173,7 @@ def _dataclass_decoder(cls: type) -> Decoder:
         except (TiledschedError, ValueError) as error:
             raise DatabaseError(f"{where}: {error}; correct the value") from error
 
-    return decode_dataclass
+    return decode_record
 
 
 def _tuple_decoder(arms: tuple[Any, ...]) -> Decoder:

@@ -62,17 +62,15 @@ class Database:
 
     def _prepare(self) -> None:
         with engines.explained(self._url, *DAMAGE):
-            found = engines.current_revision(self._engine)
-            if not self.read_only:
-                if found != engines.HEAD:
-                    self.upgrade()
-                engines.use_wal(self._engine)
-            elif found is None:
-                raise DatabaseError(f"{self.url} holds no tuning database; {engines.ELSEWHERE}")
-            elif found > engines.HEAD:
+            found = engines.current_revision(self._engine, self._url)
+            if found not in (None, engines.HEAD):
                 raise engines.newer_schema(self._url, found)
-            elif found < engines.HEAD:
-                raise DatabaseError(f"{self.url} has the older schema {found}; run `tiledsched db upgrade`")
+            if self.read_only and found is None:
+                raise DatabaseError(f"{self.url} holds no tuning database; {engines.ELSEWHERE}")
+            if found is None:
+                self.upgrade()
+            if not self.read_only:
+                engines.use_wal(self._engine)
 
     def close(self) -> None:
         """Let go of the file or connection. Safe to call twice."""
@@ -96,7 +94,7 @@ class Database:
     def schema_revision(self) -> str:
         """The revision of its schema."""
         with engines.explained(self._url):
-            return engines.current_revision(self._engine) or ""
+            return engines.current_revision(self._engine, self._url) or ""
 
     def upgrade(self) -> str:
         """Bring the schema to this program's; its revision. `open` has already done so unless `read_only`."""

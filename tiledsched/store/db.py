@@ -16,8 +16,9 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError, Failure
-from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
@@ -389,8 +390,15 @@ class TuningDB(Database):
             return MergeResult(**dict(done))  # type: ignore[arg-type]  # what is counted are counts
 
         done = self.write(take, *{stored.kernel for stored in measurements}, *{entry.kernel for entry in entries})
-        touched = {entry.key for entry in entries} if done.entries_kept or done.entries_replaced else set()
-        return replace(done, contradictions=tuple(contradictions(self, touched)))
+        if not done.entries_kept and not done.entries_replaced:
+            return done
+        merged = {entry.key for entry in entries}
+        served = [each for each in self.entries(provenance="measured") if each.key in merged and each.measurement]
+        return replace(done, contradictions=tuple(contradictions(served, self._comparable)))
+
+    def _comparable(self, entry: Entry) -> list[StoredMeasurement]:
+        """What is measured of an entry's problem on its device and in its regime."""
+        return self.measurements(entry.problem, entry.arch, entry.device_name, entry.regime)
 
 
 def _entry_order(record: Entry) -> tuple[Any, ...]:

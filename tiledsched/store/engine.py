@@ -24,10 +24,12 @@ from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError, TiledschedError
 from tiledsched.store.location import location
 
-HEAD = "0007"
+HEAD = "0001"
 """Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
 that is up to date reads no migration."""
-VERSION_TABLE = "tiledsched_alembic_version"
+VERSION_TABLE = "tiledsched_schema"
+UNRELEASED_TABLE = "tiledsched_alembic_version"
+"""The version table of databases from before the first release."""
 BUSY_TIMEOUT_S = 60
 """How long a writer waits for another one."""
 READ_TIMEOUT_S = 5
@@ -154,10 +156,21 @@ def _explain(url: URL, said: str) -> str:
     return f"database {name}: {said}; check the server and the URL, or {ELSEWHERE}"
 
 
-def current_revision(engine: Engine) -> str | None:
-    """The schema revision in the database; None where there is no schema."""
+def current_revision(engine: Engine, url: URL) -> str | None:
+    """The schema revision of the database at `url`; None where there is no schema.
+
+    Raises:
+        DatabaseError: the database was made before the first release.
+    """
     with engine.connect() as connection:
-        if not sa.inspect(connection).has_table(VERSION_TABLE):
+        inspector = sa.inspect(connection)
+        if inspector.has_table(UNRELEASED_TABLE):
+            raise DatabaseError(
+                f"database {url.render_as_string()} was made by a tiledsched from before its first release, and its schema "
+                "is not read any more; export what it holds with the version that made it (`tiledsched db export`), import "
+                f"that file into a new database, or {ELSEWHERE}"
+            )
+        if not inspector.has_table(VERSION_TABLE):
             return None
         found = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
         return None if found is None else str(found)
@@ -190,47 +203,27 @@ def alembic_config(connection: Connection) -> Any:
     return config
 
 
-def upgrade(engine: Engine, url: URL, target: str = "head") -> None:
-    """Bring the schema to revision `target` in one transaction; of two processes, one does it and the other waits.
+def upgrade(engine: Engine, url: URL) -> None:
+    """Bring the schema to the newest revision in one transaction; of two processes, one does it and the other waits.
 
     Raises:
-        DatabaseError: the schema is newer than this program, or the tables belong to another program.
+        DatabaseError: the tables belong to another program.
     """
     from alembic import command
-    from alembic.script import ScriptDirectory
 
     from tiledsched.store.models import Base
 
-    sqlite = engine.dialect.name == "sqlite"
-    with engine.connect().execution_options(immediate=True) as connection:
-        driver: Any = connection.connection.driver_connection
-        try:
-            if sqlite:
-                driver.execute("PRAGMA foreign_keys=OFF")  # a migration that rebuilds a table would trip over it
-            with connection.begin():
-                if not sqlite:
-                    connection.exec_driver_sql("SELECT pg_advisory_xact_lock(716253)")
-                config = alembic_config(connection)
-                _refuse_foreign(connection, url, ScriptDirectory.from_config(config), set(Base.metadata.tables))
-                command.upgrade(config, target)
-                broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first() if sqlite else None
-                if broken:
-                    raise DatabaseError(
-                        f"database {url.database}: upgrading would orphan a row of {broken[0]}; "
-                        "run `tiledsched db check`"
-                    )
-        finally:
-            if sqlite:
-                driver.execute("PRAGMA foreign_keys=ON")
+    with engine.connect().execution_options(immediate=True) as connection, connection.begin():
+        if engine.dialect.name != "sqlite":
+            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(716253)")
+        _refuse_foreign(connection, url, set(Base.metadata.tables))
+        command.upgrade(alembic_config(connection), "head")
 
 
-def _refuse_foreign(connection: Connection, url: URL, scripts: Any, tables: set[str]) -> None:
+def _refuse_foreign(connection: Connection, url: URL, tables: set[str]) -> None:
     inspector = sa.inspect(connection)
-    if inspector.has_table(VERSION_TABLE):
-        found = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
-        if found is not None and found not in {script.revision for script in scripts.walk_revisions()}:
-            raise newer_schema(url, found)
-    elif taken := tables & set(inspector.get_table_names()):
+    taken = tables & set(inspector.get_table_names())
+    if taken and not inspector.has_table(VERSION_TABLE):
         raise DatabaseError(
             f"database {url.render_as_string()} already holds tables of another program "
             f"({', '.join(sorted(taken))}); {ELSEWHERE}"
@@ -238,8 +231,8 @@ def _refuse_foreign(connection: Connection, url: URL, scripts: Any, tables: set[
 
 
 def newer_schema(url: URL, found: str) -> DatabaseError:
-    """The error for a schema this program does not know."""
+    """The error for a schema that this program does not know."""
     return DatabaseError(
-        f"database {url.render_as_string()} has schema {found}, newer than the {HEAD} this program "
-        f"knows; upgrade tiledsched, or {ELSEWHERE}"
+        f"database {url.render_as_string()} has schema {found}, newer than the {HEAD} that this program knows; upgrade "
+        f"tiledsched, or {ELSEWHERE}"
     )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Conditions, Measurement
-from tiledsched.store.records import Contradiction, Entry, MeasurementSummary, StoredMeasurement
-
-if TYPE_CHECKING:
-    from tiledsched.store.db import TuningDB
+from tiledsched.store.records import Contradiction, Entry, MeasurementSummary, Place, StoredMeasurement
 
 SPREAD = 0.035
 """What the same program's times may differ by between two GPUs of one kind: 0.7 to 3.5% on H200s."""
@@ -29,7 +26,7 @@ def for_compiler(entries: Iterable[Entry], compiler: str) -> list[Entry]:
     def order(entry: Entry) -> tuple[Any, ...]:
         return entry.rank, _apart(entry.compiler, compiler)
 
-    found: dict[tuple[str, ...], Entry] = {}
+    found: dict[Place, Entry] = {}
     for entry in entries:
         known = found.get(entry.place)
         found[entry.place] = entry if known is None else min(known, entry, key=order)
@@ -114,17 +111,23 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isascii() and part.isdigit())
 
 
-def contradictions(db: TuningDB, keys: Collection[tuple[str, ...]]) -> Iterator[Contradiction]:
-    """For each entry with one of `keys` what contradicts it most, by more than `SPREAD` and with intervals apart.
+def contradictions(
+    entries: Iterable[Entry], measurements_of: Callable[[Entry], Iterable[StoredMeasurement]]
+) -> Iterator[Contradiction]:
+    """For each measured entry the measurement that contradicts it most, by more than `SPREAD` and with intervals apart.
 
-    Times of one program are pooled as their median. What is found depends on what is stored, not on how it came there.
+    Times of one program are pooled as their median. The answer depends on what is stored, not on the order in which it
+    was stored.
+
+    Args:
+        entries: entries that are measured.
+        measurements_of: gives what is measured of an entry's problem on its device and in its regime.
     """
-    for entry in db.entries(provenance="measured") if keys else ():
+    for entry in entries:
         mine = entry.measurement
-        if entry.key not in keys or mine is None:
-            continue
+        assert mine is not None  # they are measured
         programs: dict[tuple[str, Schedule], list[Measurement]] = defaultdict(list)
-        for stored in db.measurements(entry.problem, entry.arch, entry.device_name, entry.regime):
+        for stored in measurements_of(entry):
             if _comparable(stored, entry, mine):
                 programs[stored.measurement.fingerprint, stored.measurement.schedule].append(stored.measurement)
         found = {

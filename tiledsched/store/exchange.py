@@ -25,8 +25,8 @@ from tiledsched.core.problem import Problem
 from tiledsched.measure.runner import Measurement
 from tiledsched.store.codec import decode, encode
 from tiledsched.store.foreign import of_csv, of_json, to_csv
+from tiledsched.store.manifest import check_shipped
 from tiledsched.store.records import PROVENANCES, ArtifactRecord, Entry, MergeResult, StoredMeasurement, Toolchain
-from tiledsched.store.shipped import check_shipped
 from tiledsched.store.validation import untrue_estimates
 
 if TYPE_CHECKING:
@@ -239,12 +239,15 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     if not isinstance(data, dict) or "schema_version" not in data:
         raise DatabaseError(f"{name}: schema_version: missing; give a file that `tiledsched db export` wrote")
     version = data["schema_version"]
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise DatabaseError(f"{name}: schema_version: {version!r} is no version; give a file that tiledsched wrote")
-    if version > SCHEMA_VERSION:
+    if type(version) is int and version > SCHEMA_VERSION:
         raise DatabaseError(
             f"{name}: schema_version: {version} was written by a newer tiledsched, and this one reads "
-            f"up to {SCHEMA_VERSION}; upgrade tiledsched"
+            f"{SCHEMA_VERSION}; upgrade tiledsched"
+        )
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise DatabaseError(
+            f"{name}: schema_version: {version!r} is not read, only {SCHEMA_VERSION} is; export the file again from its "
+            "database, with this tiledsched"
         )
     for key in data:
         if key not in (*LISTS, "schema_version"):
@@ -252,18 +255,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     for key in LISTS:
         if not isinstance(data.get(key), list):
             raise DatabaseError(f"{name}: {key}: expected a list; add it, empty where there is nothing")
-    if version == 1:
-        _name_kernels(data)
     return data
-
-
-def _name_kernels(data: dict[str, Any]) -> None:
-    """In version 1 problems do not name their kernel: it is that of their row. What is wrong is left for decoding to say."""
-    for key in ("entries", "measurements"):
-        for row in data[key]:
-            holder = row.get("measurement") if key == "measurements" and isinstance(row, dict) else row
-            if isinstance(holder, dict) and isinstance(holder.get("problem"), dict):
-                holder["problem"] = {"kernel": row.get("kernel"), **holder["problem"]}
 
 
 def _rows(cls: type[Any], rows: list[Any], where: str) -> list[Any]:

@@ -9,8 +9,8 @@ import sqlalchemy as sa
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
-from tiledsched.core.problem import stable_id
 from tiledsched.store.models import (
     ArtifactRow,
     Base,

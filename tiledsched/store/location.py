@@ -1,4 +1,4 @@
-"""Where the database is, told without SQLAlchemy: a process that only reads what ships needs to know that there is none."""
+"""Where the database is. SQLAlchemy is not imported: a process that only reads what ships learns here that there is none."""
 
 from __future__ import annotations
 
@@ -27,13 +27,10 @@ def site_location(site: str | None) -> str | None:
 
 
 def database_exists(url: str | os.PathLike[str] | None) -> bool:
-    """Whether there may be a database at `url` (as for `TuningDB.open`): a missing SQLite file is a plain no."""
-    text = location(url)
-    if text != ":memory:" and "://" not in text:
-        return Path(text).expanduser().exists()  # a folder, say, is for `open` to explain
-    from tiledsched.store.engine import resolve_url
-
-    where = resolve_url(url)
-    if where.get_backend_name() != "sqlite" or not where.database:
-        return where.get_backend_name() != "sqlite"
-    return Path(where.database).exists()
+    """Whether there may be a database at `url` (as for `TuningDB.open`): of an SQLite file whether it is there, else true."""
+    scheme, found, path = location(url).rpartition("://")
+    if found and not scheme.startswith("sqlite"):
+        return True
+    if found:
+        path = path.partition("?")[0].removeprefix("/")  # sqlite:///PATH
+    return path not in ("", ":memory:") and Path(path).expanduser().exists()  # `open` explains what is no file

@@ -12,6 +12,7 @@ from sqlalchemy.orm import aliased, defer
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.core.errors import Failure, FailureKind, ProblemError
 from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.registry import problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement, RivalTime
 from tiledsched.store.codec import decode
@@ -266,9 +267,9 @@ def read_failure(kind: str, message: str | None) -> Failure:
 
 def _problem(row: ProblemRow) -> Problem:
     try:
-        return Problem.from_json({"kernel": row.kernel, **row.dims})
+        return problem_from_json({"kernel": row.kernel, **row.dims})
     except ProblemError:
-        return Problem.from_json({"kernel": row.kernel + OTHER_FIELDS, **row.dims})
+        return problem_from_json({"kernel": row.kernel + OTHER_FIELDS, **row.dims})
 
 
 def _accuracy(row: MeasurementRow, where: str) -> Accuracy | None:

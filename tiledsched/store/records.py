@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain as Toolchain
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.runner import UNSAID, Accuracy, Conditions, Device, Measurement, RivalTime
+from tiledsched.measure.runner import Accuracy, Conditions, Device, Measurement, RivalTime
 from tiledsched.store.codec import encode
 
 PROVENANCES = ("measured", "transferred", "modelled", "default")
 """Strongest first. An entry never replaces one of stronger provenance."""
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
 STAGES = ("build", "measure")
+Place = tuple[str, str, Problem, str, str, str]
+"""What an entry answers; see :attr:`Entry.place`."""
 Made = TypeVar("Made")
 
 
@@ -147,8 +151,7 @@ class RunRecord:
     """UTC; None while running."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasurementSummary:
+class MeasurementSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The evidence under an entry, without the raw samples."""
 
     id: int
@@ -218,12 +221,14 @@ class StoredMeasurement:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is served for one problem on one arch or device, and why.
 
     Unique on kernel, arch, problem, device_name, regime, accum_mode and compiler.
     """
+
+    OMIT_DEFAULT = ("rivals",)
+    """Fields that are not written where they have their default."""
 
     kernel: str
     """Its name, e.g. attention."""
@@ -255,7 +260,7 @@ class Entry:
     """(runner_up - best) / best, by median."""
     ties: tuple[Schedule, ...] = ()
     """Schedules that cannot be told apart from this one."""
-    rivals: tuple[RivalTime, ...] | None = field(default=None, metadata=UNSAID)
+    rivals: tuple[RivalTime, ...] | None = None
     """What rivals took beside this one; None where none was timed."""
     candidates: int = 0
     """Distinct programs compared."""
@@ -288,14 +293,15 @@ class Entry:
         return self.toolchain.tileiras if self.toolchain else ""
 
     @property
-    def place(self) -> tuple[str, str, str, str, str, str]:
-        """What it answers: kernel, arch, problem id, device name, regime, accumulator mode. There is one for each compiler."""
-        return self.kernel, self.arch, self.problem.id, self.device_name, self.regime, self.accum_mode
+    def place(self) -> Place:
+        """What the entry answers: kernel, arch, problem, device name, regime and accumulator mode. Compilers share places."""
+        return self.kernel, self.arch, self.problem, self.device_name, self.regime, self.accum_mode
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What the entry is unique on: its place, and its compiler."""
-        return *self.place, self.compiler
+        """What the entry is unique on: its place, with the problem's id, and its compiler."""
+        kernel, arch, problem, *others = self.place
+        return kernel, arch, problem.id, *others, self.compiler
 
     @property
     def rank(self) -> int:
@@ -304,7 +310,7 @@ class Entry:
 
     def replace(self, **changes: Any) -> Entry:
         """A copy with `changes` applied."""
-        return replace(self, **changes)
+        return msgspec.structs.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict for `--json` output; schedules and the problem become objects, times ISO 8601 text."""

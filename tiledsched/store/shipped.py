@@ -1,106 +1,71 @@
-"""What ships: its tables and landscapes by their manifest, which holds the hash of each file and what a landscape is of.
+"""The tables that ship: read from their serving copies, and listed in the manifest with these.
 
-After a shipped file was changed on purpose, ``python -m tiledsched.store.shipped`` writes the manifest anew.
+After a shipped file was changed on purpose, ``python -m tiledsched.store.shipped`` checks every table and landscape,
+writes the serving copies and writes the manifest anew.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tiledsched.core import data_files
-from tiledsched.core.errors import DatabaseError
 from tiledsched.core.files import write_whole
-from tiledsched.core.problem import Problem
-
-SCHEMA_VERSION = 1
-"""Of the manifest."""
-LISTED = ("tables", "landscapes", "model")
-"""Folders whose files are listed."""
-REFUSED = (
-    "{name} is not the file that shipped ({why}): install tiledsched again, or, where it was changed on purpose, run: "
-    "python -m tiledsched.store.shipped"
-)
+from tiledsched.store.manifest import LISTED, SCHEMA_VERSION, listed_files, manifest_path, sha256
+from tiledsched.store.records import Entry
+from tiledsched.store.serving_copy import read_copy, write_copy
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShippedLandscape:
-    """What a recorded landscape is of, known without reading it."""
-
-    path: Path
-    """Where it lies."""
-    problem: Problem
-    """What was recorded."""
-    arch: str
-    """Of the device that it was recorded on."""
-    regime: str
-    """burst or sustained."""
+def copy_path(table: Path) -> Path:
+    """The file of a table's serving copy, beside the table."""
+    return table.with_suffix(".serving")
 
 
-def manifest_path() -> Path:
-    """Where the manifest lies."""
-    return data_files.tuning_db() / "manifest.json"
+def read_shipped_entries(table: Path) -> list[Entry]:
+    """The entries of a table that ships, with the name of their layer.
 
-
-@lru_cache(maxsize=4)
-def _files(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """By name within the folder of shipped data.
+    They come from the serving copy where the copy is the one that was made of this table, else from the table itself.
 
     Raises:
-        DatabaseError: the manifest is missing or damaged.
+        DatabaseError: the table is not the file that shipped.
     """
+    name = table.relative_to(data_files.tuning_db()).as_posix()
+    listed = listed_files(manifest_path()).get(name, {})
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        files: Mapping[str, Mapping[str, Any]] = data["files"]
-        if data["schema_version"] != SCHEMA_VERSION or not all(len(each["sha256"]) == 64 for each in files.values()):
-            raise ValueError("another version")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise DatabaseError(REFUSED.format(name=path.name, why=why)) from error
-    return files
+        copy = copy_path(table).read_bytes()
+        sound = sha256(copy) == listed.get("serving") and _is_listed(table, listed)
+    except OSError:
+        sound = False
+    if sound:
+        return read_copy(copy)
+    from tiledsched.store.exchange import read_entries  # which serving needs for tables of other layers only
+
+    return [entry.replace(layer="shipped") for entry in read_entries(table)]
 
 
-def check_shipped(path: Path, data: bytes) -> None:
-    """Whether a file of the shipped data holds what it held when it was shipped; of other files nothing is asked.
-
-    Raises:
-        DatabaseError: it does not, or the manifest does not list it.
-    """
-    folder = data_files.tuning_db()
-    try:
-        name = path.resolve().relative_to(folder.resolve()).as_posix()
-    except ValueError:
-        return
-    if name.partition("/")[0] not in LISTED:
-        return
-    listed = _files(manifest_path()).get(name)
-    if listed is None:
-        raise DatabaseError(REFUSED.format(name=name, why="the manifest does not list it"))
-    if hashlib.sha256(data).hexdigest() != listed["sha256"]:
-        raise DatabaseError(REFUSED.format(name=name, why="its hash is another"))
-
-
-def shipped_landscapes(kernel: str, arch: str) -> list[ShippedLandscape]:
-    """Those of a kernel on an arch, in the order of their names."""
-    return [
-        ShippedLandscape(
-            path=data_files.tuning_db() / name,
-            problem=Problem.from_json(listed["problem"]),
-            arch=listed["arch"],
-            regime=listed["regime"],
-        )
-        for name, listed in sorted(_files(manifest_path()).items())
-        if "problem" in listed and listed["problem"]["kernel"] == kernel and listed["arch"] == arch
-    ]
+def _is_listed(table: Path, listed: Mapping[str, Any]) -> bool:
+    """Whether a table is the listed file. Its five megabytes are only read where it is younger than its copy."""
+    is_, copy = table.stat(), copy_path(table).stat()
+    if is_.st_size != listed["bytes"]:
+        return False
+    if is_.st_mtime_ns <= copy.st_mtime_ns:
+        return True
+    with table.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return sha256(data) == listed["sha256"]
 
 
 def write_manifest() -> int:
-    """List what lies in the folder of shipped data; how many files."""
+    """Write the serving copy of every table, and the manifest of all that is in the folder of shipped data.
+
+    Returns:
+        How many files are listed.
+
+    Raises:
+        DatabaseError: a table or a landscape is wrong.
+    """
     from tiledsched.store.exchange import parse_table, text_of
 
     folder = data_files.tuning_db()
@@ -108,14 +73,18 @@ def write_manifest() -> int:
     for path in sorted(path for part in LISTED for path in (folder / part).rglob("*.json*")):
         data = path.read_bytes()
         name = path.relative_to(folder).as_posix()
-        files[name] = {"sha256": hashlib.sha256(data).hexdigest()}
+        files[name] = {"sha256": sha256(data)}
+        if name.startswith("tables/"):
+            text = write_copy(parse_table(text_of(path, data), path.name).entries, layer="shipped")
+            write_whole(copy_path(path), text)
+            files[name] |= {"bytes": len(data), "serving": sha256(text.encode())}
         if name.startswith("landscapes/"):
             taken = parse_table(text_of(path, data), path.name).measurements[0].measurement
             files[name] |= {"arch": taken.device.arch, "regime": taken.regime, "problem": taken.problem.to_json()}
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(listed)}" for name, listed in sorted(files.items()))
     text = f'{{\n  "schema_version": {SCHEMA_VERSION},\n  "files": {{\n{lines}\n  }}\n}}\n'
     write_whole(manifest_path(), text)
-    _files.cache_clear()
+    listed_files.cache_clear()
     return len(files)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.fields import Dim, Flag
-from tiledsched.core.kernel import KernelClass, labels_of
-from tiledsched.core.problem import stable_id
+from tiledsched.core.labels import labels_of
+from tiledsched.core.problem import KernelClass
 from tiledsched.store.models import EntryRow, MeasurementRow, ProblemRow, ScheduleRow, ViewRow
 
 LONGEST_NAME = 63

@@ -17,8 +17,9 @@ from sqlalchemy import Table, insert, literal, select, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
-from tiledsched.core.problem import Problem, stable_id
+from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.store.codec import encode

@@ -16,8 +16,8 @@ from tiledsched.measure.runner import Measurement
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import timed_as_now
 from tiledsched.store.exchange import read_table
+from tiledsched.store.manifest import shipped_landscapes
 from tiledsched.store.records import Entry
-from tiledsched.store.shipped import shipped_landscapes
 from tiledsched.tuning.study import Estimate
 from tiledsched.tuning.surrogate import Known
 
@@ -42,7 +42,7 @@ def estimator(problem: Problem, spec: ArchSpec) -> Estimate:
 
     @cache
     def estimate(schedule: Schedule, facts: ResourceFacts | None) -> float:
-        return kernel.model(problem, schedule, facts or kernel.expected(problem, schedule, spec), spec)
+        return kernel.cost.model(problem, schedule, facts or kernel.cost.expected(problem, schedule, spec), spec)
 
     return estimate
 
@@ -78,7 +78,9 @@ def promising_part(
 def nearest(problem: Problem, measured: Iterable[Problem], *, itself: bool = False) -> list[Problem]:
     """Of measured problems those to learn from, the most alike first; `problem` among them only if asked for."""
     others = (other for other in measured if other.kernel == problem.kernel and (itself or other != problem))
-    return sorted(others, key=lambda other: (-problem.declaration.similarity(problem, other), other))[:MOST_PROBLEMS]
+    return sorted(others, key=lambda other: (-problem.declaration.similarity.weight(problem, other), other))[
+        :MOST_PROBLEMS
+    ]
 
 
 def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, *, itself: bool = False) -> list[Known]:

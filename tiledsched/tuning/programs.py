@@ -19,8 +19,7 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, Failure, FailureKind
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem, ProblemClass
+from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Candidate, Device, Failed, Measurement

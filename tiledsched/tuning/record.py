@@ -21,8 +21,7 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import NoValidScheduleError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.measure.runner import REGIMES, Failed, Measurement, Runner
@@ -304,12 +303,12 @@ class Recorder:
         read = {name for constraint in self.space.constraints for name in constraint.names}
         values = self.space.constraint_values(problem)
         kernel = self.kernel
-        key = (kernel.kind(problem), *(values[name] for name in values if name in read))
+        key = (kernel.similarity.kind(problem), *(values[name] for name in values if name in read))
         if key not in self._plans:
             seeds = [
                 entry.schedule
                 for entry in self.db.entries(self.space.arch, kernel.name)
-                if kernel.kind(entry.problem) == kernel.kind(problem)
+                if kernel.similarity.kind(entry.problem) == kernel.similarity.kind(problem)
             ]
             order = plan(self.space, problem, seeds=seeds, pinned=self._pinned, seed=self.options.seed)
             self._plans[key] = Plan(order)

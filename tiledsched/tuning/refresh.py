@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.core import config, data_files
 from tiledsched.core.config import load_settings
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.nvml import devices
 from tiledsched.tuning.session import (
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from tiledsched.measure.gpu import GpuRunner
     from tiledsched.measure.rivals import RivalRaces
     from tiledsched.store.db import TuningDB
-    from tiledsched.store.records import Entry, StoredMeasurement
+    from tiledsched.store.records import Entry, Place, StoredMeasurement
     from tiledsched.tuning.programs import Builder
     from tiledsched.tuning.tuner import Watcher
 
@@ -234,7 +233,7 @@ def refresh(
     for entry in others:
         if entry.key in changed and entry.device_name in here:
             groups[entry.regime, entry.accum_mode].append(entry.problem)
-    raced: dict[tuple[str, ...], Entry] = {}
+    raced: dict[Place, Entry] = {}
     for (regime, accum_mode), each in groups.items():
         left_s = None if budget_s is None else max(1.0, budget_s - (time.monotonic() - started))
         found = tune(

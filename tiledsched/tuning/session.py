@@ -14,8 +14,7 @@ from tiledsched.core import config
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError, TiledschedError
 from tiledsched.core.files import read_bounded
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
@@ -526,7 +525,7 @@ def winners_nearby(kernel: KernelClass, problem: Problem, entries: Iterable[Entr
     """What won on the problems most alike, of entries of the compiler at hand: what it made slow or fast there, it did here."""
     others = sorted(
         (entry for entry in entries if entry.problem != problem),
-        key=lambda entry: (-kernel.similarity(problem, entry.problem), entry.problem),
+        key=lambda entry: (-kernel.similarity.weight(problem, entry.problem), entry.problem),
     )
     return list(dict.fromkeys(entry.schedule for entry in others))[:NEARBY]
 

@@ -104,7 +104,7 @@ class ScheduleStudy:
                 expected=self._expected(self._valid),
                 task=problem,
                 elsewhere=elsewhere,
-                similarity=declared.similarity,
+                similarity=declared.similarity.weight,
             )
         elif sampler not in IN_ORDER:
             inner = make_sampler(sampler, seed)

@@ -22,8 +22,7 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.device import ArchSpec, arch_spec
 from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.measure.runner import REGIMES, Candidate, Failed, Measurement, RivalTime, Runner
@@ -284,7 +283,7 @@ class Tuner:
         return sorted(programs, key=order)
 
     def _estimate(self, program: Program, problem: Problem, spec: ArchSpec) -> float:
-        return min(self.kernel.model(problem, schedule, program.facts, spec) for schedule in program.schedules)
+        return min(self.kernel.cost.model(problem, schedule, program.facts, spec) for schedule in program.schedules)
 
     # With a GPU
 
@@ -386,7 +385,7 @@ class Tuner:
         tuned = [*self.db.entries(self.space.arch, self.kernel.name, provenance="measured"), *self._shipped.winners]
         tuned = for_compiler(tuned, self.toolchain.tileiras)
         near = [entry for entry in tuned if entry.problem != problem and entry.problem not in told]
-        near.sort(key=lambda entry: (-self.kernel.similarity(problem, entry.problem), entry.problem))
+        near.sort(key=lambda entry: (-self.kernel.similarity.weight(problem, entry.problem), entry.problem))
         winners = dict.fromkeys(self.space.complete(entry.schedule) for entry in near)
         return [self._default(problem), *held, *list(winners)[: 0 if elsewhere else MOST_WINNERS]]
 
@@ -638,7 +637,7 @@ class Tuner:
             nonlocal least
             self.watcher.step(done + count)
             if record.facts is not None:
-                us = self.kernel.model(problem, record.schedule, record.facts, spec)
+                us = self.kernel.cost.model(problem, record.schedule, record.facts, spec)
                 if us < least:
                     least = us
                     self.watcher.best(us, record.schedule)
@@ -713,7 +712,7 @@ def modelled_times(arch: str, kernel: KernelClass) -> Callable[[Problem, Sequenc
 
     def times(problem: Problem, builds: Sequence[BuildRecord]) -> dict[str, float]:
         return {
-            build.schedule.id: kernel.model(problem, build.schedule, build.facts, spec)
+            build.schedule.id: kernel.cost.model(problem, build.schedule, build.facts, spec)
             for build in builds
             if build.facts and build.problem_class == problem_class(kernel, problem, build.schedule, spec)
         }

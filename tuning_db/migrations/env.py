@@ -8,7 +8,7 @@ from tiledsched.store.models import Base
 
 connection = context.config.attributes.get("connection")
 if connection is None:
-    raise DatabaseError("migrations run through tiledsched itself; run `tiledsched db upgrade`")
+    raise DatabaseError("migrations run through tiledsched itself, whenever it opens a database")
 context.configure(
     connection=connection,
     target_metadata=Base.metadata,

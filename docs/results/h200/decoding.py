@@ -68,7 +68,9 @@ def main() -> None:
             pairs = []
             for short, us in race.items():
                 schedule = schedule_of(short, space.default(problem))
-                estimate = Attention.model(problem, schedule, Attention.expected(problem, schedule, spec), spec)
+                estimate = Attention.cost.model(
+                    problem, schedule, Attention.cost.expected(problem, schedule, spec), spec
+                )
                 pairs.append((math.log(estimate), math.log(us)))
             gaps = [estimate - us for estimate, us in pairs]
             levels.append(statistics.mean(gaps))

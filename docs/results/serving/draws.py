@@ -24,6 +24,6 @@ if __name__ == "__main__":
     Attention.suites |= {f"drawn_{seed}": drawn(Attention.problem, seed) for seed in (24, 25)}
     if arguments[:1] == ["--before"]:
         arguments = arguments[1:]
-        read = entries.read_entries
-        entries.read_entries = lambda path: [entry for entry in read(path) if entry.updated_at.date() < ADDED]
+        combined = entries.combined
+        entries.combined = lambda layers: [entry for entry in combined(layers) if entry.updated_at.date() < ADDED]
     sys.exit(main(arguments))

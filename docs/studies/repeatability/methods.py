@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import numpy
 
+from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import input_specs, output_specs, random_inputs
 from tiledsched.core.errors import Failure, MeasureError
 from tiledsched.core.extras import installing, package_version
-from tiledsched.core.kernel import ArraySpec, KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.gpu import CHECK_LAUNCHES
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, Measurement, Runner

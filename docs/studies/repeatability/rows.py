@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.problem import Problem, canonical_json
-from tiledsched.core.registry import kernel_named
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named, problem_from_json
 
 METHODS = ("race", "in-turn", "exhaustive", "exhaustive-jit")
 REFEREE = "referee"
@@ -106,7 +107,7 @@ class StudyRow:
         Raises:
             KeyError, ValueError: a cell is missing or is no number where one is needed.
         """
-        problem = Problem.from_json(json.loads(cells["problem"])) if "problem" in cells else _former_problem(cells)
+        problem = problem_from_json(json.loads(cells["problem"])) if "problem" in cells else _former_problem(cells)
         return cls(
             session=cells["session" if "session" in cells else "occasion"],  # as older files call it
             seed=int(cells["seed"]),

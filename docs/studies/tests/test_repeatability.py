@@ -31,8 +31,8 @@ from docs.studies.repeatability.summary import summarise
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.core import launch as launches
+from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError
-from tiledsched.core.problem import stable_id
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention

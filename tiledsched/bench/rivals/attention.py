@@ -20,9 +20,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.inputs import places
-from tiledsched.kernels.attention.reference import default_scale
 from tiledsched.kernels.attention.rivals import (
     FLASH_4,
     FLASH_4_MODULE,
@@ -31,6 +29,7 @@ from tiledsched.kernels.attention.rivals import (
     flash_attention_4,
     torch_varlen,
 )
+from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 from tiledsched.measure.rivals import call_on
 from tiledsched.serve.plan_cache import PlanCache
 

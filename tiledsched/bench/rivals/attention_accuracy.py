@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 from tiledsched.core.problem import Problem
-from tiledsched.kernels.attention.declaration import DEFAULT_CAP
-from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
+from tiledsched.kernels.attention.reference import attention_and_lse
+from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
 MOST_SCORES = 1 << 30
 """Scores of the reference, at most: four heads of 16384 x 16384, which take some tens of milliseconds in float64 on an

@@ -6,8 +6,7 @@ from typing import Any
 
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.problem import Problem
-from tiledsched.kernels.attention.declaration import DEFAULT_CAP
-from tiledsched.kernels.attention.reference import default_scale
+from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
 
 def flex_attention(arrays: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 from tiledsched.bench.methods import Call
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.problem import Problem
-from tiledsched.kernels.attention.declaration import DEFAULT_CAP
 from tiledsched.kernels.attention.rivals import heads_first, longest, rows_first
+from tiledsched.kernels.attention.scales import DEFAULT_CAP
 
 
 def features_of(arrays: Any) -> Any:

@@ -5,35 +5,45 @@ What runs on the GPU is in `entries`, `tiles`, `flat` and `split` beside it; cuT
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.device import ArchSpec, arch_spec
-from tiledsched.core.errors import ProblemError
-from tiledsched.core.kernel import Kernel, Tolerance
+from tiledsched.core.arrays import Tolerance
+from tiledsched.core.device import arch_spec
+from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
-from tiledsched.kernels.attention import similarity as alike
+from tiledsched.kernels.attention.cost import AttentionCost
+from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale, scales
+from tiledsched.kernels.attention.similarity import AttentionSimilarity
 from tiledsched.kernels.attention.suites import STANDARD, SUITES
+from tiledsched.kernels.attention.tiling import (
+    column_widths,
+    combined_rows,
+    combines_later,
+    flat_steps,
+    needs_mask,
+    pack_width,
+    rows_per_tile,
+    slots,
+    splits,
+    steps_per_turn,
+    stored_rows,
+    tile_heads,
+    tile_keys,
+    unroll,
+    work_tiles,
+)
 
 if TYPE_CHECKING:
     from tiledsched.core.resources import ResourceFacts
 
-LOG2_E = 1.0 / math.log(2.0)
-DEFAULT_CAP = 50.0
-"""Of scores: Gemma 2's. As with the scale, machine code is the same for every cap."""
-LARGEST_CAP = 1000.0
-"""Beyond it the float32 tanh of a capped score has too few digits."""
-SMALLEST_NORMAL, LARGEST_FLOAT = 1.2e-38, 3.4e38
 BLOCK_ORDERS = ("natural", "reversed", "heads_fastest", "swizzled")
 PERSISTENT_MODES = ("no", "strided", "snake")
 KV_DIRECTIONS = ("forward", "backward", "sawtooth", "wide_sawtooth")
 """The kernel sees the index into each of these three."""
-COMBINED_ELEMENTS = 8192
-"""Of all shares together: what a block of the launch that combines them holds."""
 LARGEST_ERROR = {
     ("float16", "fp32"): 4e-3,
     ("bfloat16", "fp32"): 2e-2,
@@ -106,12 +116,12 @@ class Attention(Kernel):
     Table = ts.array("sequences pages", dtype="int32", when="paged", below="key_entries")
     Out = ts.out("batch heads seq_q value_columns")
     Lse = ts.out("batch heads seq_q 1", dtype="float32", when="lse", absolute=True)
-    Partial = ts.workspace(lambda p, s: (_slots(p, s), s.number("tile_m"), sum(_parts(p.tile_v, p.parts_v, s))))
+    Partial = ts.workspace(lambda p, s: (slots(p, s), s.number("tile_m"), sum(column_widths(p.tile_v, p.parts_v, s))))
     Shares = ts.workspace(
-        lambda p, s: (_slots(p, s), _tile_heads(p, s), _kept_rows(p, s), sum(_parts(p.tile_v, p.parts_v, s)))
+        lambda p, s: (slots(p, s), tile_heads(p, s), stored_rows(p, s), sum(column_widths(p.tile_v, p.parts_v, s)))
     )
-    State = ts.workspace(lambda p, s: (_slots(p, s), 2, s.number("tile_m")))
-    Counters = ts.workspace(lambda p, s: (_work_tiles(p, s), 1), dtype="int32", zeroed=True)
+    State = ts.workspace(lambda p, s: (slots(p, s), 2, s.number("tile_m")))
+    Counters = ts.workspace(lambda p, s: (work_tiles(p, s), 1), dtype="int32", zeroed=True)
     scale_log2 = ts.scalar(lambda p: scales(p)[0], dtype="float32")
     cap_scale = ts.scalar(lambda p: scales(p)[1], dtype="float32")
 
@@ -149,21 +159,14 @@ class Attention(Kernel):
         "tma_loads": 5.0,
     }
 
-    canonical = staticmethod(problem.canonical)
-    flops = staticmethod(problem.flops)
-    bytes_moved = staticmethod(problem.bytes_moved)
-    describe = staticmethod(problem.describe)
-    similarity = staticmethod(alike.similarity)
-    kind = staticmethod(alike.kind)
-    rival_kind = staticmethod(alike.rival_kind)
     planning_rivals = ("torch_cudnn",)
     compiled_rivals = ("flash_attention_4",)
-    distance = staticmethod(alike.distance)
-    rounded = staticmethod(alike.rounded)
-    cold_start = staticmethod(alike.cold_start)
-    requires_same_kind = staticmethod(alike.requires_same_kind)
-    equivalents = staticmethod(alike.equivalents)
-    loss_group = staticmethod(alike.loss_group)
+    cost = AttentionCost()
+    similarity = AttentionSimilarity()
+    canonical = staticmethod(problem.canonical)
+    flops = staticmethod(problem.flops)
+    describe = staticmethod(problem.describe)
+    file_words = staticmethod(problem.file_words)
     variants = likely.VARIANTS
     likely = staticmethod(likely.likely)
 
@@ -173,7 +176,7 @@ class Attention(Kernel):
         from tiledsched.kernels.attention import entries
 
         kind = "attention_placed" if p.placed else "attention_asked" if p.asked else "attention"
-        kind += "_share" if combines_later(s) else "_split" if _splits(s) > 1 else "_lse" if p.lse else ""
+        kind += "_share" if combines_later(s) else "_split" if splits(s) > 1 else "_lse" if p.lse else ""
         found: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return found
 
@@ -187,16 +190,16 @@ class Attention(Kernel):
 
         kind = "attention_asked_combine" if p.asked or p.placed else "attention_combine"
         combine: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
-        return [first, (combine, (p.batch * p.heads * -(-p.seq_q // _combined_rows(p, s)),))]
+        return [first, (combine, (p.batch * p.heads * -(-p.seq_q // combined_rows(p, s)),))]
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, bool | int]:
         """The compile-time constants, as the entries name them."""
         step_n = s.number("tile_n") * s.number("kv_subtiles") * steps_per_turn(s)
-        tile_n = _tile_keys(p, s)
-        causal = _needs_mask(p)
-        tile_d, rest_d = _parts(p.tile_d, p.parts_d, s)
-        tile_v, rest_v = _parts(p.tile_v, p.parts_v, s)
+        tile_n = tile_keys(p, s)
+        causal = needs_mask(p)
+        tile_d, rest_d = column_widths(p.tile_d, p.parts_d, s)
+        tile_v, rest_v = column_widths(p.tile_v, p.parts_v, s)
         return {
             "TILE_M": s.number("tile_m"),
             "TILE_N": tile_n,
@@ -225,13 +228,13 @@ class Attention(Kernel):
             "TILE_V": tile_v,
             "REST_V": rest_v,
             "PACK": pack_width(p, s),
-            "KV_SPLITS": _splits(s),
-            "FLAT_STEPS": _flat(s),
+            "KV_SPLITS": splits(s),
+            "FLAT_STEPS": flat_steps(s),
             "RELOAD_Q": bool(s.get("reload_q", False)),
             "Q_AHEAD": bool(s.get("q_ahead", False)),
             "STORE_LATE": bool(s.get("store_late", False)),
             "Q_IN_REGISTERS": bool(s.get("q_in_registers", False)),
-            "UNROLL": _unroll(s),
+            "UNROLL": unroll(s),
             "PEEL_FIRST": bool(s.get("peel_first", True)),
             "WINDOW": p.window > 0,
             "WINDOW_RIGHT": p.window_right > 0,
@@ -242,7 +245,7 @@ class Attention(Kernel):
             "PACKED": p.packed > 0,
             "PAGE": p.page,
             "PAGE_BY_PAGE": s.get("page_lookup", "gather") == "scalar",
-        } | (_combining(p, s) if combines_later(s) else {})
+        } | _combining(p, s)
 
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
@@ -250,7 +253,7 @@ class Attention(Kernel):
 
         A persistent grid is as many blocks as the occupancy hint says fit at once.
         """
-        blocks = _work_tiles(p, s) * _splits(s)
+        blocks = work_tiles(p, s) * splits(s)
         if s["persistent"] != "no":
             resident = device.sm_count * max(1, s.number("occupancy")) // s.number("num_ctas")
             blocks = min(blocks, max(1, resident))
@@ -278,7 +281,7 @@ class Attention(Kernel):
         p: Problem,
     ) -> tuple[Any, Any]:
         """The output and the log-sum-exp of each row, in the precision of the inputs."""
-        from tiledsched.kernels.attention.reference import attention_and_lse, default_scale
+        from tiledsched.kernels.attention.reference import attention_and_lse
 
         out, lse = attention_and_lse(
             xp,
@@ -324,20 +327,6 @@ class Attention(Kernel):
         return rows_per_tile(p, s), p.value_columns
 
     @staticmethod
-    def model(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Pipes, placement of blocks and memory; docs/model.md."""
-        from tiledsched.kernels.attention.model import estimate_us
-
-        return estimate_us(p, s, facts, spec)
-
-    @staticmethod
-    def expected(p: Problem, s: Schedule, spec: ArchSpec) -> ResourceFacts:
-        """Four key or value tiles in flight, and the registers that the occupancy leaves."""
-        from tiledsched.kernels.attention.model import expected_facts
-
-        return expected_facts(p, s, spec)
-
-    @staticmethod
     def unsound(p: Problem, s: Schedule, facts: ResourceFacts, arch: str) -> str | None:
         """Split keys that a block counts, and whose tiles share a place in shared memory.
 
@@ -345,9 +334,9 @@ class Attention(Kernel):
         unit load a tile before it waits for the one in the same place to be read. The search space lets a share take one step,
         or two where all programs built so far have room for both; this is for those to come.
         """
-        if _splits(s) == 1 or combines_later(s) or not s["tma_loads"] or not arch_spec(arch).producer_warps:
+        if splits(s) == 1 or combines_later(s) or not s["tma_loads"] or not arch_spec(arch).producer_warps:
             return None
-        columns = _parts(p.tile_d, p.parts_d, s) + _parts(p.tile_v, p.parts_v, s)
+        columns = column_widths(p.tile_d, p.parts_d, s) + column_widths(p.tile_v, p.parts_v, s)
         pair = s.number("tile_n") * s.number("kv_subtiles") * sum(columns) * p.element_bytes
         shared = facts.shared_bytes
         if shared >= 2 * pair:
@@ -361,18 +350,6 @@ class Attention(Kernel):
     def standard(**sizes: Any) -> Problem:
         """The problem people mean by `seq_len` and `head_dim` alone; see `standard` in the module `problem` beside this one."""
         return problem.standard(Attention.problem, **sizes)
-
-    @staticmethod
-    def file_words(p: Problem) -> str:
-        """`s4096_d128_float16_causal_b4_h16`."""
-        seq = f"s{p.seq_q}" if p.seq_q == p.seq_k else f"sq{p.seq_q}_sk{p.seq_k}"
-        heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
-        mask = "full" if not p.causal else "causal" if p.alignment == "top_left" else "bottom-right"
-        columns = f"d{p.head_dim}-{p.value_dim}" if p.value_dim else f"d{p.head_dim}"
-        more = (f"_window{p.window}" if p.window else "") + (f"_right{p.window_right}" if p.window_right else "")
-        more += (f"_packed{p.packed}" if p.packed else "") + (f"_page{p.page}" if p.page else "")
-        more += "".join(f"_{name}" for name in ("softcap", "sinks", "starts", "lengths", "lse") if getattr(p, name))
-        return f"{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{more}"
 
     @staticmethod
     def rivals(p: Problem) -> Mapping[str, Callable[..., Any]]:
@@ -404,111 +381,8 @@ Attention.suites = {name: make(Attention.problem) for name, (_, make) in SUITES.
 Attention.default_suite = STANDARD
 
 
-def scales(p: Problem, scale: float | None = None, cap: float | None = None) -> tuple[float, float]:
-    """scale_log2 and cap_scale of a launch.
-
-    The first is the softmax scale (1 / sqrt(head_dim) unless given) times log2(e), and the second 0; of a problem with
-    softcap the first is the cap times log2(e), and the second what a score is multiplied by on the way to its tanh.
-
-    Raises:
-        ProblemError: a scale or cap that is not positive or not a normal float32; minus infinity times it would be NaN.
-    """
-    value = (float(p.head_dim) ** -0.5 if scale is None else scale) * LOG2_E
-    if not SMALLEST_NORMAL < value < LARGEST_FLOAT:
-        raise ProblemError(f"the softmax scale must be positive and a normal float32, got {scale!r}")
-    if not p.softcap:
-        return value, 0.0
-    limit = DEFAULT_CAP if cap is None else cap
-    if not (SMALLEST_NORMAL < limit <= LARGEST_CAP and SMALLEST_NORMAL < 2.0 * value / limit < LARGEST_FLOAT):
-        raise ProblemError(f"softcap must be positive and at most {LARGEST_CAP:g}, got {cap!r}")
-    return limit * LOG2_E, 2.0 * value / limit
-
-
-def rows_per_tile(p: Problem, s: Schedule) -> int:
-    """Query rows of a head that one work tile holds."""
-    return s.number("tile_m") // pack_width(p, s)
-
-
-def pack_width(p: Problem, s: Schedule) -> int:
-    """Query heads that a tile has rows for."""
-    return int(p.group_rows) if s.get("pack_gqa", False) else 1
-
-
-def packs(p: Problem, s: Schedule) -> int:
-    """Query heads of a sequence, or packs of those that share their keys."""
-    return int(p.kv_heads if s.get("pack_gqa", False) else p.heads)
-
-
-def _work_tiles(p: Problem, s: Schedule) -> int:
-    rows = rows_per_tile(p, s) * s.number("q_subtiles")
-    per_head = p.seq_q // rows + p.packed if p.packed else -(-p.seq_q // rows)  # as many as there can be
-    return int(per_head * p.batch * packs(p, s))
-
-
-def _slots(p: Problem, s: Schedule) -> int:
-    return _work_tiles(p, s) * s.number("q_subtiles") * _splits(s)
-
-
-def _needs_mask(p: Problem) -> bool:
-    """Whether a causal mask hides anything: not from a single row that ends where the keys end, and has no window."""
-    return bool(p.causal and (p.window or not (p.alignment == "bottom_right" and p.seq_q == 1)))
-
-
-# Schedules that were stored before there were these knobs do without them.
-
-
-def _splits(s: Schedule) -> int:
-    """Blocks that share the keys of one work tile."""
-    return int(s.get("kv_splits", 1))
-
-
-def combines_later(s: Schedule) -> bool:
-    """Whether a launch of its own combines the shares."""
-    return _splits(s) > 1 and s.get("kv_combine", "last_block") == "launch"
-
-
 def _combining(p: Problem, s: Schedule) -> dict[str, int]:
-    """What it is told."""
-    return {"COMBINE_ROWS": _combined_rows(p, s), "TILE_ROWS": rows_per_tile(p, s), "TILE_HEADS": _tile_heads(p, s)}
-
-
-def _combined_rows(p: Problem, s: Schedule) -> int:
-    """Query rows of one of its blocks: few, so that there are many of these, and as many as a block of shares holds."""
-    most = max(1, COMBINED_ELEMENTS // (_splits(s) * p.tile_v))
-    return min(_kept_rows(p, s), 1 << (most.bit_length() - 1))
-
-
-def _tile_heads(p: Problem, s: Schedule) -> int:
-    """Query heads of a query tile."""
-    return int(p.group) if s.get("pack_gqa", False) else 1
-
-
-def _kept_rows(p: Problem, s: Schedule) -> int:
-    """Query rows of a head in a tile that there are, rounded up to a power of two; in decoding one, and the rest is not kept."""
-    return min(rows_per_tile(p, s), 1 << (int(p.seq_q) - 1).bit_length())
-
-
-def steps_per_turn(s: Schedule) -> int:
-    """Steps that a loop over the keys takes at once: whole turns, so that a last one may see no keys."""
-    return max(_unroll(s), _flat(s))
-
-
-def _flat(s: Schedule) -> int:
-    """Steps per turn of a flat loop; 0 for nested loops."""
-    return int(s.get("flat_steps", 0))
-
-
-def _unroll(s: Schedule) -> int:
-    """Steps per turn of a nested loop."""
-    return int(s.get("unroll", 1))
-
-
-def _parts(tile: int, parts: tuple[int, int], s: Schedule) -> tuple[int, int]:
-    """Columns of the first and second part of a row as a schedule divides it."""
-    return parts if s.get("column_parts", 1) == 2 else (tile, 0)
-
-
-def _tile_keys(p: Problem, s: Schedule) -> int:
-    """Keys of a tile. One load takes whole pages where they are a power of two, as tiles are; else a tile lies in one page."""
-    tile = s.number("tile_n")
-    return math.gcd(tile, p.page) if p.page > tile or p.page & (p.page - 1) else tile
+    """Constants of the launch that combines shares; none where there is no such launch."""
+    if not combines_later(s):
+        return {}
+    return {"COMBINE_ROWS": combined_rows(p, s), "TILE_ROWS": rows_per_tile(p, s), "TILE_HEADS": tile_heads(p, s)}

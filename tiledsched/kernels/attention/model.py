@@ -28,7 +28,7 @@ from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.attention.declaration import combines_later, pack_width, packs, steps_per_turn
+from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, steps_per_turn
 
 # Counted or published.
 TENSOR_EFFICIENCY = 0.8

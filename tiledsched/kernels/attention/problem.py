@@ -113,13 +113,6 @@ def padding_keys(p: Any) -> float:
     return float((p.starts + p.lengths) * (padding_below(p) - 1) / 2 * (p.sequences - 1) / p.sequences)
 
 
-def bytes_moved(p: Any) -> int:
-    """Least device-memory traffic: every input that is seen read once, every output written once."""
-    key_bytes = p.kv_heads * (p.head_dim + p.value_columns) * p.element_bytes
-    unread = (hidden_keys(p) + padding_keys(p)) * p.sequences * key_bytes
-    return sum(each.bytes for each in p.declaration.arrays(p)) - int(unread)
-
-
 def is_wide(p: Any) -> bool:
     """Whether some array has elements that a 32-bit index does not reach."""
     rows = max(p.batch * p.heads * p.seq_q, p.kv_heads * p.key_entries * p.key_rows)
@@ -195,6 +188,18 @@ def describe(p: Any) -> str:
     more += f" page={p.page}" if p.page else ""
     more += "".join(f" +{name}" for name in ("softcap", "sinks", "starts", "lengths", "lse") if getattr(p, name))
     return f"B={p.batch} {heads} {seq} {columns} {p.dtype}{mask}{more}"
+
+
+def file_words(p: Any) -> str:
+    """The problem in the name of a file: `s4096_d128_float16_causal_b4_h16`."""
+    seq = f"s{p.seq_q}" if p.seq_q == p.seq_k else f"sq{p.seq_q}_sk{p.seq_k}"
+    heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}-{p.kv_heads}"
+    mask = "full" if not p.causal else "causal" if p.alignment == "top_left" else "bottom-right"
+    columns = f"d{p.head_dim}-{p.value_dim}" if p.value_dim else f"d{p.head_dim}"
+    more = (f"_window{p.window}" if p.window else "") + (f"_right{p.window_right}" if p.window_right else "")
+    more += (f"_packed{p.packed}" if p.packed else "") + (f"_page{p.page}" if p.page else "")
+    more += "".join(f"_{name}" for name in ("softcap", "sinks", "starts", "lengths", "lse") if getattr(p, name))
+    return f"{seq}_{columns}_{p.dtype}_{mask}_b{p.batch}_{heads}{more}"
 
 
 def standard(

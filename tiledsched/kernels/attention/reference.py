@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiledsched.core.problem import Problem
-
 ROWS_PER_CHUNK = 2048
 
 
@@ -147,8 +145,3 @@ def _one_by_one(
             continue
         out[entry, :, rows], lse[entry, :, rows] = part[0][0], part[1][0]
     return out, lse
-
-
-def default_scale(problem: Problem) -> float:
-    """1 / sqrt(head_dim), as in Vaswani et al. (arXiv:1706.03762), section 3.2.1."""
-    return float(problem.head_dim) ** -0.5

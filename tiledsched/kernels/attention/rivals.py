@@ -20,8 +20,7 @@ from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.extras import package_version
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention.call_cache import CallCache
-from tiledsched.kernels.attention.declaration import DEFAULT_CAP
-from tiledsched.kernels.attention.reference import default_scale
+from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
 Function = Callable[..., Any]
 BACKENDS = {

@@ -16,8 +16,7 @@ from tiledsched.kernels.matmul import model
 from tiledsched.kernels.matmul.suites import SUITES
 
 if TYPE_CHECKING:
-    from tiledsched.core.device import ArchSpec
-    from tiledsched.core.resources import ResourceFacts
+    pass
 
 PAD_TILE = 64
 """Sides of the tiles in which operands are copied; the copies' sizes are multiples of it."""
@@ -104,6 +103,7 @@ class Matmul(Kernel):
         "LATENCY == 0 or TILE_M * TILE_N >= 16384": "the hint is tried on large tiles",
     }
     suites = SUITES
+    cost = model.MatmulCost()
     axes = ("m", "n", "k", "dtype")
     plain = {"LATENCY": 0, "PAD": False, "REST_N": 0, "SPLIT_K": 1}
 
@@ -155,11 +155,6 @@ class Matmul(Kernel):
     def flops(p: Problem) -> float:
         """A multiply-add is two."""
         return 2.0 * p.m * p.n * p.k
-
-    @staticmethod
-    def model(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Estimated microseconds; only their order is used."""
-        return model.estimate_us(p, s, facts, spec)
 
     @staticmethod
     def small() -> list[Problem]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from tiledsched.core.cost import Cost
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ctas_per_sm
 from tiledsched.core.schedule import Schedule
@@ -58,27 +59,30 @@ SHARPNESS = 4.0
 """Exponent of the smooth maximum of two limits."""
 
 
-def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-    """Modelled microseconds of schedule `s` on problem `p`, on the GPU that `spec` describes."""
-    splits, ctas = s.number("SPLIT_K"), max(1, facts.num_ctas)
-    rows, columns = -(-p.m // s.number("TILE_M")), -(-p.n // _columns(s))
-    steps = math.ceil(-(-p.k // s.number("TILE_K")) / splits)
-    resident = max(1, ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes))
-    slots = max(1, spec.sm_count * resident // ctas)
-    blocks = rows * columns * splits
+class MatmulCost(Cost):
+    """The time of a matrix product."""
 
-    full, left = divmod(blocks, slots)
-    edge = block_cycles(s, facts)
-    per_wave = steps * step_cycles(p, s, facts, spec, resident) + edge
-    if s["PERSISTENT"]:
-        per_wave -= edge * (1.0 - AHEAD_SHARE)
-    cycles = full * per_wave
-    if left:  # blocks that share no SM are faster
-        alone = max(1, math.ceil(left * ctas / spec.sm_count))
-        cycles += steps * step_cycles(p, s, facts, spec, min(alone, resident)) + edge
-    compute_us = cycles / (spec.clock_ghz * 1e3)
-    memory_us = dram_bytes(p, s, spec, slots) / (spec.dram_gbps * COPY_SHARE * 1e3)
-    return LAUNCH_US + smooth_max(compute_us, memory_us) + other_launches_us(p, s, spec)
+    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated time in microseconds. Only the order of estimates counts."""
+        splits, ctas = s.number("SPLIT_K"), max(1, facts.num_ctas)
+        rows, columns = -(-p.m // s.number("TILE_M")), -(-p.n // _columns(s))
+        steps = math.ceil(-(-p.k // s.number("TILE_K")) / splits)
+        resident = max(1, ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes))
+        slots = max(1, spec.sm_count * resident // ctas)
+        blocks = rows * columns * splits
+
+        full, left = divmod(blocks, slots)
+        edge = block_cycles(s, facts)
+        per_wave = steps * step_cycles(p, s, facts, spec, resident) + edge
+        if s["PERSISTENT"]:
+            per_wave -= edge * (1.0 - AHEAD_SHARE)
+        cycles = full * per_wave
+        if left:  # blocks that share no SM are faster
+            alone = max(1, math.ceil(left * ctas / spec.sm_count))
+            cycles += steps * step_cycles(p, s, facts, spec, min(alone, resident)) + edge
+        compute_us = cycles / (spec.clock_ghz * 1e3)
+        memory_us = dram_bytes(p, s, spec, slots) / (spec.dram_gbps * COPY_SHARE * 1e3)
+        return LAUNCH_US + smooth_max(compute_us, memory_us) + other_launches_us(p, s, spec)
 
 
 def step_cycles(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, resident: int) -> float:

@@ -13,8 +13,7 @@ from tiledsched.kernels import row_schedules
 from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS
 
 if TYPE_CHECKING:
-    from tiledsched.core.device import ArchSpec
-    from tiledsched.core.resources import ResourceFacts
+    pass
 
 
 class RmsNorm(Kernel):
@@ -52,6 +51,7 @@ class RmsNorm(Kernel):
         ],
     }
 
+    cost = row_schedules.RowCost()
     constants = staticmethod(row_schedules.constants)
     grid = staticmethod(row_schedules.grid)
 
@@ -68,12 +68,6 @@ class RmsNorm(Kernel):
         x = X if R is None else X + R
         out = x / xp.sqrt((x * x).mean(-1, keepdims=True) + eps) * W
         return out if R is None else (out, x)
-
-    @staticmethod
-    def model(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Estimated microseconds; only their order is used."""
-        read = 2 if p.residual else 1
-        return row_schedules.estimate_us(p, s, facts, spec, bytes_moved=RmsNorm.bytes_moved(p), read=read)
 
     @staticmethod
     def small() -> list[Problem]:

@@ -14,9 +14,6 @@ from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiledsched.core.device import ArchSpec
-    from tiledsched.core.resources import ResourceFacts
-
 
 class Softmax(Kernel):
     """Out = exp(X) / sum(exp(X)) by rows, computed without overflow."""
@@ -36,6 +33,7 @@ class Softmax(Kernel):
     plain = {"HOLD": True, "PERSISTENT": False}
     suites = {"widths": [{"rows": ELEMENTS // columns, "columns": columns} for columns in WIDTHS]}
 
+    cost = row_schedules.RowCost()
     constants = staticmethod(row_schedules.constants)
     grid = staticmethod(row_schedules.grid)
 
@@ -51,11 +49,6 @@ class Softmax(Kernel):
         """Softmax of each row."""
         powers = xp.exp(X - X.max(-1, keepdims=True))
         return powers / powers.sum(-1, keepdims=True)
-
-    @staticmethod
-    def model(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Estimated microseconds; only their order is used."""
-        return row_schedules.estimate_us(p, s, facts, spec, bytes_moved=Softmax.bytes_moved(p), read=1)
 
     @staticmethod
     def small() -> list[Problem]:

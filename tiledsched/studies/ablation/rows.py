@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.canonical import canonical_json
 from tiledsched.core.files import write_whole
-from tiledsched.core.problem import Problem, canonical_json
+from tiledsched.core.problem import Problem
 
 LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
 OK = "ok"

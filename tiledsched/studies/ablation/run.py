@@ -8,8 +8,7 @@ from pathlib import Path
 from tiledsched.bench.rivals import untuned
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tiledsched.bench.rows import append_rows, finished_cells, read_rows
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.kernel import KernelClass
+from tiledsched.core.problem import KernelClass
 from tiledsched.studies.evaluation.pages import write_evaluation
 from tiledsched.studies.evaluation.rows import METHODS, problems
 from tiledsched.studies.evaluation.tiles import race_tiles, tiling_rows

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tiledsched.core.device import ARCHS
-from tiledsched.core.kernel import HINT_KNOBS, KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import HINT_KNOBS
 from tiledsched.serve.lookup import LookupTable
 
 LEFT = {"num_ctas": 0, "occupancy": 0, "num_worker_warps": 0}

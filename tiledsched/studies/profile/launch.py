@@ -8,7 +8,7 @@ import sys
 import warnings
 
 from tiledsched.core.errors import TiledschedError, UnsupportedError
-from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 
 WARMUPS = 5
 FAILED = 3
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     from tiledsched.core.registry import load_kernel
 
     kernel = load_kernel(options.kernel)
-    problem = Problem.from_json(json.loads(options.problem))
+    problem = problem_from_json(json.loads(options.problem))
     (method,) = choose_methods(kernel, [options.method], [problem])
     try:
         refusal = method.refusal(problem, torch.cuda.get_device_properties(0).total_memory)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from tiledsched.bench.methods import OURS, SERVED, methods_of
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 
 FIRST_RIVAL = "torch_auto"
 """The rival that is profiled where a kernel has it: torch's own choice among its backends."""

@@ -16,9 +16,7 @@ from pathlib import Path
 
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, MeasureError
-from tiledsched.core.kernel import KernelClass
-from tiledsched.core.problem import Problem
-from tiledsched.core.registry import locator
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.studies.profile.launch import FAILED
 from tiledsched.studies.profile.metrics import MethodProfile, ncu_metrics, read_raw
 
@@ -115,7 +113,7 @@ def _profiled(kernel: KernelClass, problem: Problem, method: str, ncu: str) -> M
             sys.executable,
             "-m",
             "tiledsched.studies.profile.launch",
-            locator(kernel),
+            kernel.locator(),
             json.dumps(problem.to_json()),
             method,
         ]

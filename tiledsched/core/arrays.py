@@ -1,0 +1,74 @@
+"""What a problem's arrays look like, and how exact the outputs of a schedule must be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tiledsched.core.fields import ITEM_BYTES
+
+LARGEST_INT32 = 2**31 - 1
+RELATIVE_ERRORS = {
+    "float16": 4e-3,
+    "bfloat16": 2e-2,
+    "float32": 2e-3,
+    "float64": 1e-6,
+    "float8_e4m3fn": 1e-1,
+    "float8_e5m2": 2e-1,
+}
+"""Largest relative error by output type: about eight times the rounding error of the type. The bound of float32 leaves room for
+matrix products in tf32.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraySpec:
+    """An array of one problem."""
+
+    name: str
+    """Name of the field that declares the array."""
+    role: str
+    """in, out, inout or workspace."""
+    dtype: str
+    """Element type, by cuTile's name."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Elements along each axis: one shape, or one for each array of a list."""
+    column: bool = False
+    """Whether the last two axes are swapped in memory."""
+    listed: bool = False
+    """Whether the field is a list of arrays."""
+    aligned: bool = False
+    """For scratch memory: whether the machine code counts on rows that start at multiples of 16 bytes."""
+    zeroed: bool = False
+    """Whether the array must hold zeros when the kernel starts. The kernel leaves zeros behind, so it is filled only once."""
+    absolute: bool = False
+    """For outputs: whether the gate bounds the absolute error instead of the relative one."""
+    below: int | None = None
+    """For integer inputs: values are at least 0 and less than this number."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array; of a list of arrays, the shape of the first."""
+        return self.shapes[0]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the array, or of all arrays of the list, in bytes."""
+        return sum(math.prod(shape) for shape in self.shapes) * ITEM_BYTES[self.dtype]
+
+    @property
+    def wide(self) -> bool:
+        """Whether some element lies beyond the reach of a 32-bit index."""
+        return any(math.prod(shape) > LARGEST_INT32 for shape in self.shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How exact the outputs of a schedule must be to pass the accuracy gate."""
+
+    relative: float
+    """Largest relative Frobenius error that a tile of an output may have."""
+    absolute: float = 2e-3
+    """Largest absolute error of outputs declared with `absolute=True`."""
+    except_kinds: tuple[str, ...] = ()
+    """Kinds of inputs on which the outputs are not judged."""

@@ -1,0 +1,80 @@
+"""What a schedule costs: the least traffic of a problem, and a model of the time that a schedule takes.
+
+A kernel that knows more than the defaults subclasses :class:`Cost` and declares `cost = MyCost()`. The default model is a
+roofline. Its time is the larger of arithmetic and traffic, at the rates that are reached by as many blocks as the GPU holds
+at once. The last wave of blocks is rarely full, registers that spill cost traffic, and few warps on an SM hide less of the
+memory's latency. The model orders schedules roughly.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.resources import REGISTERS_PER_SM, ResourceFacts, ctas_per_sm
+from tiledsched.core.schedule import Schedule
+
+LAUNCH_US = 3.0
+"""Time from the start to the end of an empty kernel, in microseconds."""
+BLOCK_US = 1.0
+"""Time that starting and ending a block takes where no other block hides it, in microseconds."""
+ENOUGH_WARPS = 16
+"""Warps on an SM that keep its memory pipes busy."""
+EFFICIENCY = 0.8
+"""Share of the peak rates that large copies and matrix products reach on an H200."""
+SPILL_COST = 1 / 64
+"""Share by which each spilled byte per thread lengthens a block."""
+SHARPNESS = 4.0
+"""Exponent of the smooth maximum of arithmetic and traffic."""
+WARPS_PER_GROUP = 4
+NARROW_TYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+"""Element types whose matrix products run on tensor cores."""
+
+
+class Cost:
+    """What a kernel's problems and schedules cost. `p` is the problem, `s` the schedule, `spec` describes the GPU."""
+
+    def bytes_moved(self, p: Any) -> int:
+        """Least device-memory traffic in bytes: every input is read once, and every output is written once."""
+        return sum(each.bytes * (2 if each.role == "inout" else 1) for each in p.declaration.arrays(p))
+
+    def expected(self, p: Any, s: Schedule, spec: ArchSpec) -> ResourceFacts:
+        """The resources that machine code which is not built yet will probably take.
+
+        The default spills nothing, and takes the registers that its occupancy leaves.
+        """
+        occupancy = max(1, int(s.get("occupancy", 1)))
+        threads = 32 * ((int(s.get("num_worker_warps", 0)) or WARPS_PER_GROUP) + spec.producer_warps)
+        registers = min(255, REGISTERS_PER_SM // (threads * occupancy) // 8 * 8)
+        return ResourceFacts(
+            registers=registers,
+            threads=threads,
+            shared_bytes=0,
+            spill_bytes=0,
+            num_ctas=max(1, int(s.get("num_ctas", 1))),
+            code_bytes=0,
+            ctas_per_sm=ctas_per_sm(spec.arch, registers, threads, 0),
+        )
+
+    def model(self, p: Any, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """Estimated time in microseconds of machine code that takes the resources `facts`. Only the order of estimates counts."""
+        resident = ctas_per_sm(spec.arch, facts.registers, facts.threads, facts.shared_bytes)
+        grids = [math.prod(grid) for grid in p.declaration.grids(p, s, spec)]
+        slots = max(1, spec.sm_count * resident // max(1, facts.num_ctas))
+        waves = max(max(grids) / slots, 1e-9)
+        idle = math.ceil(waves) / waves if waves > 1 else max(1.0, spec.sm_count / max(grids))
+        warps = resident * facts.threads / 32
+        hidden = max(1.0, ENOUGH_WARPS / warps) ** 0.5
+        flops_per_cycle = spec.tensor_flops if uses_tensor_cores(p) else 2 * spec.fp32_ops
+        peak = spec.sm_count * spec.clock_ghz * 1e3 * flops_per_cycle
+        arithmetic = p.flops / (peak * EFFICIENCY)
+        traffic = p.min_bytes / (spec.dram_gbps * 1e3 * EFFICIENCY) * hidden
+        body = (arithmetic**SHARPNESS + traffic**SHARPNESS) ** (1 / SHARPNESS) * min(idle, 4.0)
+        return LAUNCH_US * len(grids) + BLOCK_US * math.ceil(waves) + body * (1.0 + SPILL_COST * facts.spill_bytes)
+
+
+def uses_tensor_cores(p: Any) -> bool:
+    """Whether the arithmetic is probably that of matrix products: of narrow types, and over 16 operations per byte."""
+    narrow = any(each.dtype in NARROW_TYPES for each in p.declaration.arrays(p))
+    return narrow and p.flops > 16 * p.min_bytes

@@ -1,0 +1,96 @@
+"""How much one problem of a kernel says about another: for the search, and for problems that nobody measured.
+
+A kernel that knows more than the defaults subclasses :class:`Similarity` and declares `similarity = MySimilarity()`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tiledsched.core.cost import Cost
+from tiledsched.core.fields import Choice, Dim, Flag, total
+from tiledsched.core.schedule import Schedule
+
+MOST_JUDGED = 512
+"""Schedules whose time the model estimates for a problem about which nothing was measured."""
+
+
+class Similarity:
+    """How a kernel's problems compare. `p` and `q` are problems of the kernel."""
+
+    def weight(self, p: Any, q: Any) -> float:
+        """How much the measurements of `q` count for the search on `p`: 1 for equal problems, less for each difference."""
+        return math.exp(-0.1 * octaves(p, q) - 0.1 * differences(p, q))
+
+    def kind(self, p: Any) -> tuple[Any, ...]:
+        """What two problems must share so that the winner of one says much about the other. The default: flags and choices."""
+        return tuple(p.values[name] for name in _words(p))
+
+    def rival_kind(self, p: Any) -> tuple[Any, ...]:
+        """What two problems of one kind must also share so that the time of a rival on one says something about the other."""
+        return ()
+
+    def distance(self, p: Any, q: Any) -> float:
+        """How far apart two problems of one kind are.
+
+        The default adds one for each octave between two sizes, and another one for sizes that are compile-time constants.
+        """
+        constant = [name for name, each in p.declaration.fields.items() if isinstance(each, Dim) and each.constant]
+        return octaves(p, q) + octaves(p, q, constant) + 0.3 * differences(p, q)
+
+    def bucketed(self, p: Any) -> Any:
+        """The problem that stands for all problems of about the size of `p`, so that one answer serves them all."""
+        return p
+
+    def requires_same_kind(self, p: Any) -> bool:
+        """Whether the winners of problems of other kinds are useless for `p`."""
+        return False
+
+    def equivalents(self, p: Any, q: Any, s: Schedule) -> Sequence[Schedule]:
+        """Schedules that make the same machine code as `s` on `p`, but other machine code on `q`, where they may be faster."""
+        return ()
+
+    def loss_group(self, p: Any) -> str:
+        """Name of the group of problems for which the loss of a transferred schedule was measured; empty for none."""
+        return ""
+
+    def cold_start(
+        self, p: Any, default: Schedule, space: Any, estimate: Callable[[Schedule], float]
+    ) -> Schedule | None:
+        """The schedule that serves `p` where no similar problem was measured; None for the default schedule.
+
+        The default asks the kernel's own model, if it has one, for the fastest of the first :data:`MOST_JUDGED` schedules.
+
+        Args:
+            p: the problem.
+            default: its default schedule.
+            space: the search space.
+            estimate: the modelled time of a schedule in microseconds, or a logarithm of that time.
+        """
+        if type(p.declaration.cost).model is Cost.model:
+            return None
+        plain = itertools.islice(space.schedules(p, pinned=space.modelled_pins()), MOST_JUDGED)
+        return min([default, *plain], key=lambda schedule: (estimate(schedule), schedule.id))
+
+
+def octaves(p: Any, q: Any, names: Sequence[str] | None = None) -> float:
+    """Octaves between the sizes of two problems, added up over all sizes or over those in `names`."""
+    pairs = ((p.values[name], q.values[name]) for name in (p.values if names is None else names))
+    return sum(
+        abs(math.log2(max(1, total(one)) / max(1, total(other))))
+        for one, other in pairs
+        if isinstance(one, (int, tuple)) and not isinstance(one, bool)
+    )
+
+
+def differences(p: Any, q: Any) -> int:
+    """How many flags and choices differ between two problems."""
+    return sum(p.values[name] != q.values[name] for name in _words(p))
+
+
+def _words(p: Any) -> list[str]:
+    """The fields of a problem that are flags or choices."""
+    return [name for name, each in p.declaration.fields.items() if isinstance(each, (Choice, Flag))]

@@ -1,0 +1,56 @@
+"""Which source files a kernel's machine code comes from, and their hash."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+SHIPPED_KERNELS = "tiledsched.kernels."
+"""How the names of the modules begin that declare the kernels that ship."""
+LIBRARIES = frozenset({"cuda", "torch", "numpy", "cupy", "ml_dtypes", "tiledsched"})
+"""Packages whose source is not part of a kernel."""
+
+
+def source_hash(kernel: type) -> str:
+    """Hash of the source that a kernel's machine code comes from.
+
+    The source is that of the module that declares the kernel, of the modules it takes functions from, and of what these use of
+    their own packages. Builds from other source are made again; measurements stand while the machine code is the same.
+    """
+    text = "".join(Path(path).read_text(encoding="utf-8") for path in sorted(_files(kernel)))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _files(kernel: type) -> frozenset[str]:
+    """The source files of a kernel, found through the names that its modules hold."""
+    import cuda.tile as ct
+
+    declared = sys.modules[kernel.__module__]
+    left, found = [declared], {declared.__name__: str(declared.__file__)}
+    if declared.__name__.startswith(SHIPPED_KERNELS):
+        # A shipped kernel imports its tile code where it needs the code, so that all files of the folder count.
+        found |= {str(path): str(path) for path in Path(str(declared.__file__)).parent.glob("*.py")}
+    while left:
+        module = left.pop()
+        for value in list(vars(module).values()):
+            function = value._pyfunc if isinstance(value, ct.kernel) else value
+            name = getattr(function, "__module__", None) or getattr(value, "__name__", "")
+            other = value if isinstance(value, ModuleType) else sys.modules.get(name if isinstance(name, str) else "")
+            path = getattr(other, "__file__", None)
+            if other is None or other.__name__ in found or not path or not path.endswith(".py"):
+                continue
+            if _is_library(other.__name__):
+                continue
+            if module is declared or other.__name__.split(".")[0] == module.__name__.split(".")[0]:
+                found[other.__name__] = path
+                left.append(other)
+    return frozenset(found.values())
+
+
+def _is_library(name: str) -> bool:
+    top = name.split(".")[0]
+    return (top in LIBRARIES and not name.startswith(SHIPPED_KERNELS)) or top in sys.stdlib_module_names

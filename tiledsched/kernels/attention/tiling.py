@@ -1,0 +1,98 @@
+"""How a schedule divides an attention problem: rows, heads and keys of a tile, and how many tiles and blocks there are.
+
+Schedules stored by earlier versions may lack a knob. They are read as if it had the value that the kernel had then.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+
+COMBINED_ELEMENTS = 8192
+"""Elements that a block of the combining launch reads at once, of all shares together."""
+
+
+def rows_per_tile(p: Problem, s: Schedule) -> int:
+    """Query rows per head that one tile holds."""
+    return s.number("tile_m") // pack_width(p, s)
+
+
+def pack_width(p: Problem, s: Schedule) -> int:
+    """Query heads that a tile has rows for."""
+    return int(p.group_rows) if s.get("pack_gqa", False) else 1
+
+
+def packs(p: Problem, s: Schedule) -> int:
+    """Query heads of a sequence, or, where heads that share their keys are packed, packs of heads."""
+    return int(p.kv_heads if s.get("pack_gqa", False) else p.heads)
+
+
+def tile_heads(p: Problem, s: Schedule) -> int:
+    """Query heads of a tile that exist."""
+    return int(p.group) if s.get("pack_gqa", False) else 1
+
+
+def work_tiles(p: Problem, s: Schedule) -> int:
+    """Work tiles of a problem; for packed sequences, the most there can be."""
+    rows = rows_per_tile(p, s) * s.number("q_subtiles")
+    per_head = p.seq_q // rows + p.packed if p.packed else -(-p.seq_q // rows)
+    return int(per_head * p.batch * packs(p, s))
+
+
+def slots(p: Problem, s: Schedule) -> int:
+    """Places in scratch memory: one for each query tile and share of the keys."""
+    return work_tiles(p, s) * s.number("q_subtiles") * splits(s)
+
+
+def needs_mask(p: Problem) -> bool:
+    """Whether the causal mask hides anything. It hides nothing from a single row at the end of the keys without a window."""
+    return bool(p.causal and (p.window or not (p.alignment == "bottom_right" and p.seq_q == 1)))
+
+
+def splits(s: Schedule) -> int:
+    """Blocks that share the keys of one work tile."""
+    return int(s.get("kv_splits", 1))
+
+
+def combines_later(s: Schedule) -> bool:
+    """Whether a second launch combines the shares of split keys."""
+    return splits(s) > 1 and s.get("kv_combine", "last_block") == "launch"
+
+
+def combined_rows(p: Problem, s: Schedule) -> int:
+    """Query rows of one block of the combining launch: few, so that there are many blocks, but no more than a tile stores."""
+    most = max(1, COMBINED_ELEMENTS // (splits(s) * p.tile_v))
+    return min(stored_rows(p, s), 1 << (most.bit_length() - 1))
+
+
+def stored_rows(p: Problem, s: Schedule) -> int:
+    """Query rows per head of a tile that are stored: those that exist, rounded up to a power of two; one row in decoding."""
+    return min(rows_per_tile(p, s), 1 << (int(p.seq_q) - 1).bit_length())
+
+
+def steps_per_turn(s: Schedule) -> int:
+    """Steps of one turn of a loop over the keys. A loop takes whole turns, so that a last step may see no keys."""
+    return max(unroll(s), flat_steps(s))
+
+
+def flat_steps(s: Schedule) -> int:
+    """Steps per turn of a flat loop; 0 for nested loops."""
+    return int(s.get("flat_steps", 0))
+
+
+def unroll(s: Schedule) -> int:
+    """Steps per turn of a nested loop."""
+    return int(s.get("unroll", 1))
+
+
+def column_widths(tile: int, parts: tuple[int, int], s: Schedule) -> tuple[int, int]:
+    """Columns of the first and the second part of a row; a schedule that does not divide rows has no second part."""
+    return parts if s.get("column_parts", 1) == 2 else (tile, 0)
+
+
+def tile_keys(p: Problem, s: Schedule) -> int:
+    """Keys of a tile. One load takes whole pages where their length is a power of two; otherwise a tile lies in one page."""
+    tile = s.number("tile_n")
+    return math.gcd(tile, p.page) if p.page > tile or p.page & (p.page - 1) else tile
