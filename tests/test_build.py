@@ -312,12 +312,12 @@ def test_a_program_that_spills_is_refused_where_there_is_another_choice(monkeypa
         if not (refuses and knobs):
             with prebuilt.refusing_spills(refuses):
                 code = served._compile(asked, default_tile_context, (9, 0))[0]
-            assert (read_artifact(code, "sm_90").facts.spill_bytes > prebuilt.MOST_SPILLED) == bool(knobs)
+            assert (read_artifact(code, "sm_90").facts.spill_bytes > prebuilt.MAX_SPILL_BYTES) == bool(knobs)
             continue
         for _ in range(2):
             with (
                 prebuilt.refusing_spills(True),
-                pytest.raises(prebuilt.spills_error(), match=r"spills \d+ bytes of registers"),
+                pytest.raises(prebuilt.SpillsError, match=r"spills \d+ bytes of registers"),
             ):
                 served._compile(asked, default_tile_context, (9, 0))
             monkeypatch.setattr(served, "_found", None)  # not asked again

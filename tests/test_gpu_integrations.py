@@ -39,7 +39,7 @@ sdpa(q, k, v, causal=True)
 torch.cuda.synchronize()
 again = time.perf_counter()
 expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-print(json.dumps({"prebuilt": any(plan.kernel.prebuilt.values()), "provenance": plan.served.provenance, "plan_s": planned - begun,
+print(json.dumps({"prebuilt": any(plan.steps[0][0].prebuilt.values()), "provenance": plan.served.provenance, "plan_s": planned - begun,
                   "launch_s": done - planned, "first_s": done - begun, "second_s": again - done,
                   "error": float((out - expected).float().norm() / expected.float().norm())}))
 """
@@ -137,7 +137,7 @@ def test_prebuilt_programs_work_on_streams_views_and_in_graphs(warm, monkeypatch
     serving.reload()
     q, k, v = tensors(16, 16, 1024, 128)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert any(serving.plan_for(q, k, v, causal=True).kernel.prebuilt.values())
+    assert any(serving.plan_for(q, k, v, causal=True).steps[0][0].prebuilt.values())
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -14,10 +14,8 @@ from serve_on_cpu import capturing, changed
 import tiledsched as ts
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, UnsupportedError
-from tiledsched.core.space_files import space_for
 from tiledsched.serve import launch as launching
 from tiledsched.serve import process
-from tiledsched.serve.lookup import LookupTable, Served
 from tiledsched.serve.plan import scratch_of
 from tiledsched.serve.process import DeviceFacts
 
@@ -274,13 +272,6 @@ def test_it_needs_a_gpu_and_a_search_space(launches) -> None:
     assert launches == []
 
 
-def test_views_that_reach_too_far_are_refused(launches, monkeypatch) -> None:
-    x, w = made(rows=10)
-    monkeypatch.setattr("tiledsched.serve.plan.LARGEST_INT32", 500)
-    with pytest.raises(UnsupportedError, match=r"spans more than .* call .contiguous\(\)"):
-        norm(x[::2], w)
-
-
 def test_settings_hold_from_the_next_call(launches) -> None:
     x, w = made()
     norm(x, w)
@@ -306,40 +297,6 @@ def test_a_capture_needs_programs_that_have_run(launches, monkeypatch) -> None:
             norm(x[:, :64].contiguous(), w[:64])
 
 
-def test_a_failed_launch_names_the_call(launches) -> None:
-    def fail(*given) -> None:
-        raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
-
-    launches.runtime.launch = fail
-    with pytest.raises(
-        LaunchError, match=r"rows=5 columns=100 float16 on .*LAUNCH_FAILED; run again with TILEDSCHED_SYNC=1"
-    ):
-        norm(*made())
-
-
-def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(launches, monkeypatch) -> None:
-    import cuda.tile
-
-    refused = []
-
-    def launch(stream, grid, kernel, arguments) -> None:
-        if not refused:
-            refused.append(kernel)
-            raise cuda.tile.TileError("Return code 5")
-        launches(stream, grid, kernel, arguments)
-
-    x, w = made(rows=9, columns=90)
-    p, space = norm.plan_for(x, w).problem, space_for("sm_90", kernels.RmsNorm)
-    other = next(each for each in space.schedules(p) if each != space.default(p))
-    tuned = Served(schedule=other, provenance="measured", reason="", entry=None, forced={})
-    monkeypatch.setattr(LookupTable, "resolve", lambda *given: tuned)
-    norm.cache.forget()
-    launches.runtime.launch = launch
-    norm(x, w)
-    assert norm.plan_for(x, w).served.provenance == "default"
-    assert len(launches) == 1
-
-
 def test_the_current_stream_of_the_tensors_device_is_used(launches, monkeypatch) -> None:
     asked = []
     launches.runtime.current_stream = lambda index: asked.append(index) or 17
@@ -361,26 +318,6 @@ def test_the_current_stream_of_the_tensors_device_is_used(launches, monkeypatch)
     launches.runtime.current_device = lambda: 3
     norm(*made())
     assert entered == [-1]
-
-
-def test_threads_share_plans(launches) -> None:
-    failed = []
-
-    def call(seed) -> None:
-        try:
-            for _ in range(5):
-                x, w = made(rows=2 + seed, seed=seed)
-                torch.testing.assert_close(norm(x, w), normed(x, w), **CLOSE)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-    assert len(norm.cache.plans) == 4
 
 
 def test_an_ordinary_call_is_launched_without_the_dispatcher(launches, monkeypatch) -> None:
@@ -611,13 +548,13 @@ def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, 
 
     from tiledsched.build.cubin import join, parts
     from tiledsched.core.launch import signature as signature_of
-    from tiledsched.serve.bundle import Program, write_bundle
+    from tiledsched.serve.bundle import BundledProgram, write_bundle
 
     operator = {"norm": norm, "two launches": total}[name]
     declared, plan = operator.kernel, operator.plan_for(*given)
     codes = [replace(artifact("ab" * 12, "sm_90"), cubin=f"code {place}".encode()) for place in range(len(plan.steps))]
     built = join(codes)
-    program = Program(
+    program = BundledProgram(
         kernel=declared.name,
         arch="sm_90",
         schedule=plan.served.schedule,

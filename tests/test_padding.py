@@ -121,11 +121,11 @@ def test_in_transforms_and_modes_a_mask_has_no_memory_to_know_it_by(quiet) -> No
 
 def test_memory_of_a_mask_that_is_gone_is_not_taken_for_it() -> None:
     """What is remembered is kept alive, and little of it."""
-    for number in range(3 * padding.KEPT):
+    for number in range(3 * padding.MAX_MASKS):
         mask = torch.arange(7)[None].expand(3, 7) < 1 + number % 7
         _, lengths = hidden_ends(mask.clone(), Q, K, at_once=True)
         assert (None if lengths is None else lengths.tolist()) == (None if number % 7 == 6 else [1 + number % 7] * 3)
-        assert len(padding._known) <= padding.KEPT
+        assert len(padding._known) <= padding.MAX_MASKS
     with torch.inference_mode():
         assert (
             hidden_ends(torch.ones(3, 7, dtype=torch.bool), Q, K, at_once=True) is None

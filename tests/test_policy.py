@@ -81,7 +81,7 @@ def test_the_nearest_says_most() -> None:
     wide, tall = schedule(tile_n=128, occupancy=2), schedule(tile_n=128, occupancy=2, latency_k=2)
     near, far = entry(at(4096), wide), entry(at(16384), tall)
     found = choice(PROBLEM, far, near, model=0.0)
-    assert (found.schedule, found.entry, found.asked) == (wide, near, 1)  # the other is too far to count
+    assert (found.schedule, found.entry, found.neighbours) == (wide, near, 1)  # the other is too far to count
     assert (
         found.distance
         == Attention.similarity.distance(near.problem, PROBLEM)
@@ -134,7 +134,7 @@ def test_ties_and_the_runner_up_are_named_with_their_loss() -> None:
 def test_where_tiles_are_cut_off_what_masks_them_apart_is_named_beside_what_won_without() -> None:
     cut, short = PROBLEM.replace(seq_q=4000, seq_k=4000), PROBLEM.replace(seq_q=500, seq_k=500)
     twin = schedule(loop_split=True)
-    assert candidate_losses(entry(), cut, SPACE) == {schedule(): 0.0, twin: policy.TWIN}
+    assert candidate_losses(entry(), cut, SPACE) == {schedule(): 0.0, twin: policy.EQUIVALENT_LOSS}
     there = candidate_losses(entry(problem=cut), cut.replace(seq_k=4001), SPACE)
     assert there == {schedule(): 0.0}  # where it is another program already
     assert candidate_losses(entry(), short, SPACE) == {schedule(): 0.0}

@@ -55,6 +55,7 @@ HEAVY_ROOMS = {
         "ops/",
         "serve/op.py",
         "serve/launch.py",
+        "serve/plan.py",
         "serve/plan_cache.py",
         "serve/process.py",
         "studies/",

@@ -26,7 +26,7 @@ from tiledsched.serve import plan as serve_plan
 from tiledsched.serve import plan_cache, prebuilt, process
 from tiledsched.serve import transfer as policy
 from tiledsched.serve.launch import launch_first, launch_plan
-from tiledsched.serve.prebuilt import spills_error
+from tiledsched.serve.prebuilt import SpillsError
 from tiledsched.serve.rivals import ELSEWHERE
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -305,17 +305,6 @@ def test_threads_share_plans(launches) -> None:
     assert len(plans.cache.plans) == 1
 
 
-def test_configure_holds_from_the_next_call(launches) -> None:
-    q, k, v = tensors()
-    serve.sdpa(q, k, v)
-    with configure(tile_m=128, tile_n=32):
-        serve.sdpa(q, k, v)
-        assert serve.plan_for(q, k, v).served.provenance == "forced"
-    serve.sdpa(q, k, v)
-    sizes = [launch[3][5:7] for launch in launches]
-    assert sizes[0] == sizes[2] != sizes[1] == (128, 32)
-
-
 def test_a_failed_launch_names_the_call(launches, monkeypatch) -> None:
     def fail(*given) -> None:
         raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
@@ -345,7 +334,7 @@ def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(
     import cuda.tile
 
     failure = cuda.tile.TileError("Return code 5")
-    refused = refuse(launches, 1 + policy.OTHERS, failure)
+    refused = refuse(launches, 1 + policy.ALTERNATIVES, failure)
     q, k, v = tensors(rows=200, columns=64)
     assert serve.plan_for(q, k, v).served.provenance == "transferred"
     torch.testing.assert_close(serve.sdpa(q, k, v), expected(q, k, v), **TOLERANCE[torch.float16])
@@ -355,7 +344,7 @@ def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(
     assert "Return code 5" in caplog.text
     assert "the next choice is served instead" in caplog.text
     serve.sdpa(q, k, v)
-    assert len(refused) == 1 + policy.OTHERS
+    assert len(refused) == 1 + policy.ALTERNATIVES
     assert launches[0][2] is launches[1][2] is not refused[0]
 
     refuse(launches, 9, failure)
@@ -364,10 +353,10 @@ def test_a_schedule_that_does_not_compile_for_a_layout_gives_way_to_the_default(
 
 
 def test_a_choice_that_nobody_measured_and_that_spills_gives_way_to_the_next(launches, monkeypatch, caplog) -> None:
-    refused = refuse(launches, 1, spills_error()("its program spills 208 bytes of registers a thread"))
+    refused = refuse(launches, 1, SpillsError("its program spills 208 bytes of registers a thread"))
     q, k, v = tensors(rows=200, columns=64)
     first = serve.plan_for(q, k, v).served
-    assert len({first.schedule, *first.alternatives}) == 1 + policy.OTHERS
+    assert len({first.schedule, *first.alternatives}) == 1 + policy.ALTERNATIVES
     caplog.set_level("INFO")
     torch.testing.assert_close(serve.sdpa(q, k, v), expected(q, k, v), **TOLERANCE[torch.float16])
     assert len(refused) == 1

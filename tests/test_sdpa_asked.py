@@ -12,6 +12,7 @@ from serve_on_cpu import TOLERANCE, tensors
 
 from tiledsched import configure, explain
 from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.operator import sdpa_lse_operator, sdpa_operator
 
@@ -143,7 +144,7 @@ def test_values_vary_without_another_plan(launches) -> None:
     for lengths in (LENGTHS, torch.tensor([0, 1, 99]), torch.tensor([-3, 40, 17])):
         agree(serve.sdpa(q, k, v, key_lengths=lengths), exact(q, k, v, key_lengths=lengths.clamp(0, 40))[0])
     assert len({id(each[2]) for each in launches}) == 1
-    assert len(serve.plan_for.__globals__["cache"].plans) == 1
+    assert len(plans.cache.plans) == 1
 
 
 def test_lengths_and_sinks_are_read_where_they_lie(launches) -> None:

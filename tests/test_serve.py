@@ -280,8 +280,8 @@ def test_explain_says_which_settings_won() -> None:
 
 def test_lengths_that_are_near_share_an_answer(monkeypatch) -> None:
     asked = []
-    look_up = LookupTable._told_by_others
-    monkeypatch.setattr(LookupTable, "_told_by_others", lambda *given: asked.append(given[1]) or look_up(*given))
+    look_up = LookupTable._from_others
+    monkeypatch.setattr(LookupTable, "_from_others", lambda *given: asked.append(given[1]) or look_up(*given))
     table = table_of([entry()])
     answers = [table.resolve(PROBLEM.replace(seq_q=s, seq_k=s), "sm_90") for s in (1921, 1950, 2047)]
     assert len(asked) == 1
@@ -294,8 +294,8 @@ def test_lengths_that_are_near_share_an_answer(monkeypatch) -> None:
 
 def test_a_model_that_decodes_stops_for_an_answer_at_few_lengths(monkeypatch) -> None:
     asked = []
-    look_up = LookupTable._told_by_others
-    monkeypatch.setattr(LookupTable, "_told_by_others", lambda *given: asked.append(given[1].seq_k) or look_up(*given))
+    look_up = LookupTable._from_others
+    monkeypatch.setattr(LookupTable, "_from_others", lambda *given: asked.append(given[1].seq_k) or look_up(*given))
     table, row = table_of([entry()]), PROBLEM.replace(seq_q=1, causal=False)
     for keys in range(2049, 2305):
         table.resolve(row.replace(seq_k=keys), "sm_90")

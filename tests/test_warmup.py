@@ -25,7 +25,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve import bundle as bundles
 from tiledsched.serve import warmup
-from tiledsched.serve.bundle import Program, bundle_paths, read_bundle, warm_path, write_bundle
+from tiledsched.serve.bundle import BundledProgram, bundle_paths, read_bundle, warm_path, write_bundle
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundles
@@ -64,8 +64,8 @@ def entry(problem=PROBLEM, schedule=SCHEDULE, **more) -> Entry:
     return Entry(**(values | more))
 
 
-def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> Program:
-    return Program(kernel="attention", arch=ARCH, schedule=schedule, problem=problem, fingerprint=fingerprint)
+def program(problem=PROBLEM, schedule=SCHEDULE, fingerprint="ab" * 12) -> BundledProgram:
+    return BundledProgram(kernel="attention", arch=ARCH, schedule=schedule, problem=problem, fingerprint=fingerprint)
 
 
 def write(path: Path, programs=None, *, entries=(), source_hash=None) -> Path:
@@ -102,7 +102,7 @@ def test_a_bundle_gives_back_what_was_put_in_and_the_same_bytes_each_time(tmp_pa
 
 
 def test_what_is_no_bundle_is_refused_with_what_to_do(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="tiledsched bundle --arch"):
+    with pytest.raises(ConfigError, match="tiledsched warmup --arch"):
         read_bundle(tmp_path / "missing.zip")
     (tmp_path / "text.zip").write_text("text")
     with pytest.raises(ConfigError, match=r"text\.zip is no bundle"):
@@ -343,7 +343,7 @@ def test_where_no_bundle_holds_it_the_kernel_compiles_or_says_why_it_cannot(tmp_
         raise FileNotFoundError("'tileiras' compiler not found")
 
     monkeypatch.setattr(ct.kernel, "_compile", missing)
-    with pytest.raises(CompilerError, match=r"no bundle holds this program for sm_90.*--any-length"):
+    with pytest.raises(CompilerError, match=r"no bundle holds this program for sm_90.*see its --also"):
         kernel._compile(other, None, (9, 0))
 
 

@@ -1,6 +1,7 @@
-"""What a call of `sdpa` asks for, from arguments in torch's manner: checked, and reduced to what the kernel knows.
+"""The arguments of `sdpa`, which are torch's: checked, and translated to what the kernel takes.
 
-Everything here reads only what tensors say of themselves, so that it holds for fake tensors and under `torch.compile`.
+Only shapes, dtypes and devices of tensors are read here, never their values, so that it works with fake tensors and under
+`torch.compile`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from tiledsched.kernels.attention.problem import MAX_HEAD_DIM
 from tiledsched.serve import process
 
 DTYPES = (torch.float16, torch.bfloat16)
-"""What it computes."""
+"""The dtypes that the kernel computes in."""
 CAUSAL: dict[Any, str | None] = {False: None, True: "top_left", "top_left": "top_left", "bottom_right": "bottom_right"}
-"""What `causal` may be, and what it means: where the causal mask is aligned, or None for no mask."""
+"""The values that `causal` may have, and where each aligns the causal mask; None for no mask."""
 
 
 def name_tensors(q: Any, k: Any, v: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
@@ -57,11 +58,11 @@ def read_mask(attn_mask: Any, is_causal: Any, causal: Any, q: Any, k: Any) -> tu
         attn_mask, causal = None, attn_mask
     if causal is not None and is_causal:
         raise ProblemError(f"is_causal = {is_causal!r} and causal = {causal!r} are both given; give one of them")
-    asked = is_causal if causal is None else causal
-    if not isinstance(asked, (bool, int, str)) or asked not in CAUSAL:
+    wanted = is_causal if causal is None else causal
+    if not isinstance(wanted, (bool, int, str)) or wanted not in CAUSAL:
         name = "is_causal" if causal is None else "causal"
-        raise ProblemError(f"{name} = {asked!r}; allowed are False, True, 'top_left' and 'bottom_right'")
-    alignment = CAUSAL[asked]
+        raise ProblemError(f"{name} = {wanted!r}; allowed are False, True, 'top_left' and 'bottom_right'")
+    alignment = CAUSAL[wanted]
     if attn_mask is None:
         return None, alignment
     if alignment is not None:
@@ -70,6 +71,7 @@ def read_mask(attn_mask: Any, is_causal: Any, causal: Any, q: Any, k: Any) -> tu
 
 
 def _read_bias(attn_mask: Any, q: Any, k: Any) -> tuple[Any, str | None]:
+    """The mask tensor or, for a CausalBias, where the causal mask is aligned."""
     if not isinstance(attn_mask, torch.Tensor):
         raise ProblemError(
             f"attn_mask must be a tensor, a CausalBias, True, False or None, got {type(attn_mask).__name__}"
@@ -117,13 +119,13 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
 
 
 def heads_grouped(q: Any, k: Any, v: Any) -> bool:
-    """Whether each head of k and v serves as many of q's. (As many as q has is one each.)"""
+    """Whether every head of k and v belongs to the same number of q's heads."""
     kv_heads = k.shape[-3]
     return kv_heads == v.shape[-3] and (not kv_heads or q.shape[-3] % kv_heads == 0)
 
 
 def read_scale(scale: Any) -> Any:
-    """The scale as a number of Python's, or None. As torch does it takes a tensor of no axes, whose value it waits for.
+    """The scale as a Python number, or None. Like torch it accepts a tensor without axes, and waits for its value.
 
     Raises:
         ProblemError: neither None nor a number.
@@ -138,13 +140,13 @@ def read_scale(scale: Any) -> Any:
 
 
 def odd_scale(scale: Any) -> str:
-    """Why the kernel cannot serve a scale; empty where nothing speaks against it."""
+    """Why the kernel cannot serve a scale; empty where it can."""
     usual = scale is None or not isinstance(scale, (int, float)) or 0 < scale < math.inf
     return "" if usual else f"the softmax scale must be positive and a normal float32, got {scale!r}"
 
 
 def unserved(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float) -> str:
-    """Why the kernel cannot serve these arguments, as far as they tell; empty where nothing speaks against it."""
+    """Why the kernel cannot serve these arguments; empty where nothing in them forbids it."""
     if attn_mask is not None:
         return "a mask tensor is given"
     if dropout_p:

@@ -1,4 +1,4 @@
-"""The kernels that ship beside attention, as functions shaped like torch's. `sdpa` is attention's."""
+"""Matrix product, RMSNorm and softmax on tuned schedules, as functions like torch's."""
 
 from __future__ import annotations
 

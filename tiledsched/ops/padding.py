@@ -1,7 +1,8 @@
-"""Masks that hide no more than padding at the ends of each sequence's keys, read as where the keys start and end.
+"""Masks that hide only padding at the ends of each sequence's keys, read as the positions where the keys start and end.
 
-Which they are is in their values, so they are read from the GPU: once for a mask that many layers share. A mask that is seen
-for the first time is left to torch, unless a caller knows better: to wait for the GPU in each call costs more than it gains.
+Whether a mask is one of these is known from its values, which are read from the GPU: once for a mask that many layers share. A
+mask that is seen for the first time is left to torch, unless a caller says otherwise: waiting for the GPU in each call costs more
+than it gains.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from tiledsched.serve import process
 from tiledsched.serve.launch import is_transformed
 
 HIDDEN = -1e4
-"""What is added to a score that is to count for nothing, at most: diffusers' own, and float16's reach."""
-KEPT = 8
-"""Masks that are remembered, and kept alive so that no other takes their memory."""
+"""A mask that adds this or less to a score hides the key: diffusers adds it, and float16 holds it."""
+MAX_MASKS = 8
+"""Masks that are remembered. They are kept alive, so that no other mask takes their memory."""
 Ends = tuple[Any, Any]
-"""key_starts and key_lengths, `[batch]` int32 each; None where all start or end with the array."""
+"""key_starts and key_lengths, `[batch]` int32 each; None in place of one where every sequence starts or ends with the array."""
 
 
 @dataclass
 class _Known:
+    """A mask that was seen."""
+
     mask: Any
     version: int
     read: bool = False
@@ -37,12 +40,12 @@ _lock = threading.Lock()
 
 
 def hidden_ends(mask: Any, q: Any, k: Any, *, at_once: bool = False) -> Ends | None:
-    """Where the keys start and end that a mask lets every row see; None where it says more, or has to wait.
+    """Where the keys start and end that a mask shows to every row; None where the mask hides more, or was not read yet.
 
     Args:
         mask: `[batch or 1, 1, 1, keys]`, or `[batch, keys]`: True for what is seen, or what is added to scores.
         q, k: `[batch, heads, rows, columns]`.
-        at_once: read a mask that was never seen before.
+        at_once: also read a mask that was never seen before.
     """
     if (
         type(mask) is not torch.Tensor
@@ -69,7 +72,7 @@ def hidden_ends(mask: Any, q: Any, k: Any, *, at_once: bool = False) -> Ends | N
         if new or found is None:
             found = _known[key] = _Known(mask.detach(), mask._version)
         _known.move_to_end(key)
-        while len(_known) > KEPT:
+        while len(_known) > MAX_MASKS:
             _known.popitem(last=False)
     if not found.read and not (new and not at_once):
         if mask.is_cuda and process.runtime.is_capturing():
@@ -79,14 +82,14 @@ def hidden_ends(mask: Any, q: Any, k: Any, *, at_once: bool = False) -> Ends | N
 
 
 def edges(seen: torch.Tensor, *, every: bool = False) -> Ends | None:
-    """Where the keys of each sequence start and end, `[batch]` int32 each, or None where all start or end with the array.
+    """Where the keys of each sequence start and end, `[batch]` int32 each; see :data:`Ends`.
 
     Args:
         seen: `[batch, keys]`, True for keys that count.
-        every: give both in any case.
+        every: give both tensors in any case.
 
     Returns:
-        None where a sequence has padding between its keys. It waits for the GPU.
+        None where a sequence has padding between its keys. The call waits for the GPU.
     """
     starts, lengths, whole, left, right, _ = _found(seen)
     if not whole:
@@ -95,7 +98,7 @@ def edges(seen: torch.Tensor, *, every: bool = False) -> Ends | None:
 
 
 def ends_of(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the keys of each sequence start and end, `[batch]` int32 each, of what has none between that do not count.
+    """Where the keys of each sequence start and end, `[batch]` int32 each, if no key between them is padding.
 
     Args:
         seen: `[batch, keys]`, True for keys that count.
@@ -108,6 +111,7 @@ def ends_of(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _read(mask: torch.Tensor, batch: int) -> Ends | None:
+    """The ends of a mask `[batch or 1, keys]`; None where it hides more than padding."""
     seen, plain = (mask, None) if mask.dtype == torch.bool else (mask == 0, ((mask == 0) | (mask <= HIDDEN)).all())
     starts, lengths, whole, left, right, usual = _found(seen, plain)
     if not (whole and usual):  # a sequence that sees nothing is torch's to answer
@@ -117,8 +121,8 @@ def _read(mask: torch.Tensor, batch: int) -> Ends | None:
 
 
 def _found(seen: torch.Tensor, plain: torch.Tensor | None = None) -> tuple[Any, ...]:
-    """Starts and ends; whether all between counts; whether any starts late or ends early; and whether each sees a key and all is
-    `plain`."""
+    """Starts and ends; whether every key between them counts; whether a sequence starts late, and whether one ends early; and
+    whether each sequence has a key and `plain` holds."""
     columns = seen.shape[1]
     starts, lengths = ends_of(seen)
     usual = (lengths > 0).all()

@@ -17,7 +17,7 @@ from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.serve import process
 from tiledsched.serve.launch import launch_plan
 from tiledsched.serve.lookup import Served
-from tiledsched.serve.plan import Choice, Plan, choose, make_plan
+from tiledsched.serve.plan import Decision, Plan, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.schema import Output
 
@@ -146,27 +146,27 @@ class AttentionCall(NamedTuple):
             numbers = dict(zip(("scale_log2", "cap_scale"), scales(problem, scale, cap), strict=True))
         except ProblemError as error:
             return str(error)
-        choice = choose("sdpa", problem, (q, k, v), lambda: late_rivals(problem, scale, cap), served)
-        if isinstance(choice, str):
-            return choice
-        decodes = q.shape[2] <= FEW_ROWS and features is NO_FEATURES and not (choice.rival or choice.in_graphs)
-        return self._plan_like_last(choice, numbers) if decodes else self._plan_of(choice, numbers)
+        decision = choose("sdpa", problem, (q, k, v), lambda: late_rivals(problem, scale, cap), served)
+        if isinstance(decision, str):
+            return decision
+        decodes = q.shape[2] <= FEW_ROWS and features is NO_FEATURES and not (decision.rival or decision.in_graphs)
+        return self._plan_like_last(decision, numbers) if decodes else self._plan_of(decision, numbers)
 
-    def _plan_of(self, choice: Choice, numbers: dict[str, float]) -> Plan:
+    def _plan_of(self, decision: Decision, numbers: dict[str, float]) -> Plan:
         q, value_columns = self.q, self.v.shape[3]
         inputs = {"Q": q, "K": self.k, "V": self.v} | self.features.feature_arrays(q)
-        shape, dtype = (*q.shape[:3], value_columns), choice.problem.dtype
+        shape, dtype = (*q.shape[:3], value_columns), decision.problem.dtype
         outputs = {"Out": Output(shapes=(shape,), strides=(empty_output(q, value_columns).stride(),), dtype=dtype)}
         if self.lse:
-            spec = Attention.array_spec("Lse", choice.problem)
+            spec = Attention.array_spec("Lse", decision.problem)
             outputs["Lse"] = Output(shapes=spec.shapes, strides=(strides_of(spec.shape, False),), dtype=spec.dtype)
-        return make_plan(choice, inputs, outputs, numbers)
+        return make_plan(decision, inputs, outputs, numbers)
 
-    def _plan_like_last(self, choice: Choice, numbers: dict[str, float]) -> Plan:
+    def _plan_like_last(self, decision: Decision, numbers: dict[str, float]) -> Plan:
         """A plan of few rows. A model that decodes asks for another length with every token, whose launches are mostly those of
         the length before: then the plan made last is used again, for the new problem."""
         q, k, v, causal, _, lse, _ = self
-        problem, schedule = choice.problem, choice.served.schedule
+        problem, schedule = decision.problem, decision.served.schedule
         kind = (
             schedule,
             *numbers.values(),
@@ -179,14 +179,14 @@ class AttentionCall(NamedTuple):
             k.shape[:2],
             v.shape[3],
         )
-        launches = Attention.launches(problem, schedule, process.device_facts(choice.device))
+        launches = Attention.launches(problem, schedule, process.device_facts(decision.device))
         follows_from = (problem.wide, Attention.constants(problem, schedule), launches)
         before, plan = cache.last_of_kind.get(kind, (None, None))
         if plan is None or before != follows_from:
-            plan = self._plan_of(choice, numbers)
+            plan = self._plan_of(decision, numbers)
             cache.last_of_kind[kind] = (follows_from, plan)
             return plan
-        return replace(plan, served=choice.served, problem=problem)
+        return replace(plan, served=decision.served, problem=problem)
 
     def launch(self, plan: Plan, *, first: bool = False, keep_zeros: bool = False) -> Any:
         """Launch a plan of the call; see :func:`launch_attention`."""

@@ -1,7 +1,7 @@
 """`sdpa_varlen` and `sdpa_paged`: attention of packed sequences, and over keys in pages, with FlashAttention's arguments.
 
-Tensors have their tokens before their heads here, as in FlashAttention and vLLM. To the kernel they are the same arrays with
-two axes exchanged: nothing is copied.
+Tensors have their tokens before their heads here, as in FlashAttention and vLLM. The kernel takes them with two axes exchanged;
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tiledsched.ops.fallback import attend_in_torch, report
 from tiledsched.ops.features import AttentionFeatures, Window, read_features
 from tiledsched.ops.operator import cast_for_autocast, sdpa_lse_operator, sdpa_operator
 
-OWN_CAUSAL: dict[Any, str | None] = {**CAUSAL, True: "bottom_right"}
-"""What `causal` may be here: True is FlashAttention's."""
+VARLEN_CAUSAL: dict[Any, str | None] = {**CAUSAL, True: "bottom_right"}
+"""The values that `causal` may have, and where each aligns the causal mask: True means what it means in FlashAttention."""
 
 
 def sdpa_varlen(
@@ -48,7 +48,7 @@ def sdpa_varlen(
         v: `[total_k, kv_heads, value_dim]`, or pages.
         cu_seqlens_q: `[sequences + 1]` integers on q's device: where each sequence begins in q, and where the last one ends. It
             begins with 0 and does not fall. Sequences may be empty.
-        cu_seqlens_k: the same of k and v; those of q unless given.
+        cu_seqlens_k: where each sequence begins in k and v; cu_seqlens_q unless given.
         max_seqlen_q, max_seqlen_k: rows and keys of the longest sequence, at least. The kernel does not need them; a rival serves
             only where they are given, and torch's attention reads them from the device where they are missing.
         causal: False; True or "bottom_right", where each sequence's last row sees its last key; or "top_left".
@@ -77,7 +77,7 @@ def sdpa_varlen(
                 f"{cu_seqlens_k.shape[0] - 1}"
             )
         if cu_seqlens_k is cu_seqlens_q and causal in (True, "bottom_right"):
-            causal = "top_left"  # which is the same, and less to reckon
+            causal = "top_left"  # with as many keys as rows it is the same mask, and less work
     else:
         if cu_seqlens_k is not None:
             raise ProblemError("cu_seqlens_k and block_table are both given; keys lie end to end or in pages")
@@ -156,24 +156,24 @@ def _attend(
     return_lse: bool,
     features: AttentionFeatures,
 ) -> Any:
-    """The operator, or torch's operations, on what has been checked."""
+    """Call the operator, or torch's operations, with arguments that have been checked."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = cast_for_autocast(q, k, v)
     scale = read_scale(scale)
-    alike = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])
-    check_tensors(*alike)
-    reason = odd_scale(scale) or unserved(*alike, None, dropout_p)
+    sample = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
+    check_tensors(*sample)
+    reason = odd_scale(scale) or unserved(*sample, None, dropout_p)
     if reason:
         report(reason)
         if not k.numel():
-            return _nothing(q, v, return_lse, features)
+            return _without_keys(q, v, return_lse, features)
         return attend_in_torch(q, k, v, None, dropout_p, alignment, scale, return_lse, features)
     operator = sdpa_lse_operator if return_lse else sdpa_operator
     return operator(q, k, v, alignment, scale, *features)
 
 
-def _nothing(q: Any, v: Any, return_lse: bool, features: AttentionFeatures) -> Any:
-    """What rows get that see no key."""
+def _without_keys(q: Any, v: Any, return_lse: bool, features: AttentionFeatures) -> Any:
+    """The result for rows that see no key."""
     out, lse = q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     if features.sinks is not None:
         lse = features.sinks.float()[:, None].expand(lse.shape)
@@ -181,9 +181,9 @@ def _nothing(q: Any, v: Any, return_lse: bool, features: AttentionFeatures) -> A
 
 
 def _read_causal(causal: Any) -> str | None:
-    if not isinstance(causal, (bool, str)) or causal not in OWN_CAUSAL:
+    if not isinstance(causal, (bool, str)) or causal not in VARLEN_CAUSAL:
         raise ProblemError(f"causal = {causal!r}; allowed are False, True, 'top_left' and 'bottom_right'")
-    return OWN_CAUSAL[causal]
+    return VARLEN_CAUSAL[causal]
 
 
 def _read_tensors(q: Any, k: Any, v: Any, axes: int, key_axes: int) -> tuple[Any, Any, Any]:

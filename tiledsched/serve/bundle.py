@@ -30,32 +30,32 @@ from tiledsched.store.codec import decode
 from tiledsched.store.records import Entry
 
 SCHEMA_VERSION = 1
-"""Of `bundle.json`."""
+"""The version of `bundle.json`."""
 VARIABLE = "TILEDSCHED_BUNDLE"
-"""The bundle a process uses beside those that `tiledsched warmup` left in the cache folder."""
+"""The environment variable that names a bundle, used in addition to those that `tiledsched warmup` wrote to the cache folder."""
 INDEX = "bundle.json"
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The date of every file in the zip: the earliest it can hold, so that contents alone decide the bytes."""
-MAKE = "make one with: tiledsched bundle --arch ARCH --out FILE"
+MAKE = "make one with: tiledsched warmup --arch ARCH -o FILE"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class BundledProgram:
     """One program of a bundle."""
 
     kernel: str
-    """Its kernel's name."""
+    """The name of its kernel."""
     arch: str
-    """e.g. sm_90."""
+    """For example sm_90."""
     schedule: Schedule
-    """What was built."""
+    """The schedule it was built of."""
     problem: Problem
-    """A problem of the class it was built for."""
+    """A problem of the problem class it was built for."""
     fingerprint: str
-    """Its machine code."""
+    """The fingerprint of its machine code."""
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
+        """A plain dict of JSON values."""
         return {
             "kernel": self.kernel,
             "arch": self.arch,
@@ -72,29 +72,29 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A bundle file, opened; machine code is read when asked for."""
+    """A bundle file, opened; machine code is read when it is needed."""
 
     path: Path
     """The file."""
     source_hashes: Mapping[str, str]
-    """Kernel name -> hash of the tile code the programs were built from."""
+    """By kernel name, the hash of the tile code that the programs were built from."""
     compiler: str
-    """What built them, for people."""
-    programs: tuple[Program, ...]
-    """What it holds."""
+    """The compiler that built them, for people."""
+    programs: tuple[BundledProgram, ...]
+    """The programs it holds."""
     table: Sequence[Any] = field(repr=False)
-    """The tuned table it was made from, as written. Whoever only wants a program need not read all the evidence."""
+    """The tuned table it was made from, undecoded: a process that only needs a program does not read the evidence."""
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """That table: what is served, and on what evidence.
+        """The tuned table it was made from: what is served, and on what evidence.
 
         Raises:
             DatabaseError: an entry is wrong.
         """
         return tuple(decode(Entry, row, f"{self.path.name}: entries[{i}]") for i, row in enumerate(self.table))
 
-    def cubin(self, program: Program) -> bytes:
+    def cubin(self, program: BundledProgram) -> bytes:
         """The machine code of one of its programs.
 
         Raises:
@@ -106,8 +106,8 @@ class Bundle:
         except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
             raise ConfigError(f"{self.path} is damaged ({error}); {MAKE}") from error
 
-    def artifact(self, program: Program) -> Artifact:
-        """The machine code of one of its programs, if it is what the bundle says it is.
+    def artifact(self, program: BundledProgram) -> Artifact:
+        """The machine code of one of its programs, checked against its fingerprint.
 
         Raises:
             ConfigError: the file is damaged, or holds other machine code.
@@ -125,20 +125,20 @@ class Bundle:
 
 
 def _member(file: zipfile.ZipFile, name: str) -> bytes:
-    """What is in a file of a zip, which cannot be more than the zip says."""
+    """The contents of a file in a zip, whose size is checked first."""
     if file.getinfo(name).file_size > MOST_BYTES:
         raise TooLargeError(MOST_BYTES)
     return file.read(name)
 
 
 def warm_path(arch: str, settings: Settings, kernel: str) -> Path:
-    """Where `tiledsched warmup` leaves a kernel's bundle for `arch`; every process with these settings finds it there."""
+    """Where `tiledsched warmup` writes a kernel's bundle for `arch`, and every process with these settings finds it."""
     word = re.sub(r"\W", "_", kernel)
     return _cache_folder(settings) / "bundles" / f"{word}-{arch}.zip"
 
 
 def bundle_paths(settings: Settings) -> list[Path]:
-    """The bundles a process uses: the one `TILEDSCHED_BUNDLE` names, then those that `warmup` left.
+    """The bundles that a process uses: the one that `TILEDSCHED_BUNDLE` names, then those that `warmup` wrote.
 
     Raises:
         ConfigError: the variable names a file that is not there.
@@ -168,7 +168,7 @@ def _cache_folder(settings: Settings) -> Path:
 
 def write_bundle(
     path: Path,
-    programs: Sequence[Program],
+    programs: Sequence[BundledProgram],
     artifacts: Mapping[tuple[str, str], Artifact],
     entries: Sequence[Entry],
     source_hashes: Mapping[str, str],
@@ -177,12 +177,12 @@ def write_bundle(
     """Write a bundle; the file appears whole or not at all. Returns its bytes.
 
     Args:
-        path: where to.
-        programs: what it shall hold.
+        path: the file to write.
+        programs: the programs it shall hold.
         artifacts: their machine code, by arch and fingerprint.
-        entries: the tuned table they come from.
-        source_hashes: kernel name -> hash of its tile code.
-        compiler: what built them.
+        entries: the tuned table that they come from.
+        source_hashes: by kernel name, the hash of its tile code.
+        compiler: the compiler that built them.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -230,7 +230,7 @@ def read_bundle(path: Path) -> Bundle:
         raise ConfigError(f"{path} has schema_version {version!r}, this tiledsched reads {SCHEMA_VERSION}; {MAKE}")
     try:
         programs = tuple(
-            Program(
+            BundledProgram(
                 kernel=row["kernel"],
                 arch=row["arch"],
                 schedule=Schedule(row["schedule"]),

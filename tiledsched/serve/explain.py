@@ -1,4 +1,4 @@
-"""What would be served, why, and whether it is the program that was measured."""
+"""Explanations: what is served for a problem, why, and whether it is the program that was measured."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ class Explanation:
     problem: Problem
     """What is computed."""
     arch: str
-    """For which arch."""
+    """The GPU's arch."""
     device_name: str
-    """On which device; empty when only the arch is known."""
+    """The GPU's name; empty where only the arch is known."""
     served: Served
-    """The schedule, its provenance and evidence, and rivals that may serve instead."""
+    """The schedule, its provenance and evidence, and rivals that may be called instead."""
     rival: str = ""
-    """The rival that is called instead; empty where none is, or where that depends on what is installed."""
+    """The rival that eager calls run instead; empty where none is, or where that depends on what is installed."""
     in_graphs: str = ""
-    """The one that is while a CUDA graph is captured; empty likewise."""
+    """The rival that a CUDA graph captures instead; empty where none is, or where that depends on what is installed."""
     launched_fingerprint: str = ""
-    """Machine code a launch with these very tensors runs; empty unless asked for."""
-
+    """Fingerprint of the machine code that a launch with these very tensors runs; empty unless it was compiled to know it."""
     controls: Mapping[str, str] = field(default_factory=dict)
-    """Setting or knob -> where its value was read; those that are not here have their defaults."""
+    """By setting or knob, where its value was read; all others have their defaults."""
 
     @property
     def is_measured_program(self) -> bool | None:
-        """Whether what is launched is the machine code that was measured; None where either is not known."""
+        """Whether the machine code launched is the one measured; None where either is not known."""
         entry = self.served.entry
         if not self.launched_fingerprint or entry is None or not entry.fingerprint:
             return None
@@ -46,11 +45,11 @@ class Explanation:
 
     @property
     def stale(self) -> bool:
-        """Whether what is launched is, or may be, other machine code than was measured."""
+        """Whether the machine code launched is, or may be, another than the one measured."""
         return bool(self.served.stale) and not self.is_measured_program
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The explanation as `--json` prints it."""
         entry = self.served.entry
         evidence = entry.measurement if entry else None
         return {
@@ -78,7 +77,7 @@ class Explanation:
         }
 
     def _rival_lines(self) -> list[str]:
-        """What serves instead, eagerly and, where that is another, in captured graphs."""
+        """Lines about the rivals that are called instead: in eager calls and, where it is another, in captured graphs."""
         offers, lines = self.served.rivals, []
         eager = _first([each for each in offers if not each.only_captured], self.rival)
         held = _first([each for each in offers if each.capturable], self.in_graphs)
@@ -145,12 +144,12 @@ class Explanation:
 
 
 def _first(offers: Sequence[RivalOffer], name: str) -> RivalOffer | None:
-    """That of the name, or the fastest; None where there is none."""
+    """The offer of that name, else the fastest; None where there is none."""
     return next((each for each in offers if each.name == name), offers[0] if offers else None)
 
 
 def rival_text(time: RivalTime) -> str:
-    """`torch_cudnn 104.2 us (1.04x ours)`."""
+    """A rival's time for people, such as `torch_cudnn 104.2 us (1.04x ours, host 12 us)`."""
     if time.failure or time.median_us is None or time.ratio is None:
         return f"{time.name} {time.failure or 'not timed'}"
     return f"{time.name} {time.median_us:.1f} us ({time.ratio:.2f}x ours, host {time.host_us:.0f} us)"
@@ -159,7 +158,7 @@ def rival_text(time: RivalTime) -> str:
 def explain_problem(
     table: LookupTable, problem: Problem, arch: str, device_name: str = "", controls: Mapping[str, str] | None = None
 ) -> Explanation:
-    """What `table` serves for `problem`; needs no GPU."""
+    """What `table` serves for a problem, and why; needs no GPU."""
     return Explanation(
         problem=problem,
         arch=arch,

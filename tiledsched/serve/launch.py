@@ -21,7 +21,7 @@ from tiledsched.serve.explain import Explanation, launched_fingerprint
 from tiledsched.serve.lookup import Served
 from tiledsched.serve.plan import Plan, ScratchArray, next_choice
 from tiledsched.serve.plan_cache import PlanCache
-from tiledsched.serve.prebuilt import refusing_spills, spills_error
+from tiledsched.serve.prebuilt import SpillsError, refusing_spills
 from tiledsched.serve.rivals import ELSEWHERE, Rival
 
 log = logging.getLogger("tiledsched")
@@ -140,7 +140,7 @@ def launch_first(
             other = next_choice(plan, make) if refused or isinstance(error.__cause__, TileError) else None
             if other is None:
                 raise
-            level = logging.INFO if isinstance(error.__cause__, spills_error()) else logging.WARNING
+            level = logging.INFO if isinstance(error.__cause__, SpillsError) else logging.WARNING
             log.log(level, "%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
             plan = other
             cache.replace(key, plan)

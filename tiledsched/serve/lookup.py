@@ -1,13 +1,21 @@
 """Which schedule is served for a problem, and why.
 
-In order: this device's measurement, another device's of the same arch, what won on the nearest measured problems (see
-`tiledsched.serve.transfer`), the model's choice for the problem, the model's for the nearest, what won on problems of other
-kinds, the default. What a kind is the kernel says: winners of another kind say less than the model about this one.
+The first of these that exists is served:
 
-What was measured with another compiler is served, and called stale: its machine code may be another, and its time too.
+1. the schedule that was measured for this very problem on this device;
+2. the one measured for it on another device of the same arch;
+3. a schedule that won on the nearest measured problems of the same kind (see `tiledsched.serve.transfer`);
+4. the entry that the performance model chose for this problem or the nearest one of its kind;
+5. a schedule that won on problems of other kinds;
+6. the kernel's own choice where nothing was measured, else its default.
 
-A problem that was not measured in the regime or the accuracy class asked for counts as it was measured in the other regime, or
-in the exact class, and the reason says so. A less exact class never takes the place of the exact one.
+The kernel declares what a kind is. The model predicts a problem better than winners of another kind do.
+
+An entry that was measured with another compiler is served and called stale: this compiler may make other machine code of the
+schedule, which takes another time.
+
+A problem that was not measured in the requested regime or accuracy class is served by its measurement in the other regime, or in
+the exact class, and the reason says so. A less exact class never takes the place of the exact one.
 """
 
 from __future__ import annotations
@@ -37,11 +45,13 @@ from tiledsched.store.evidence import for_compiler, stale
 from tiledsched.store.records import Entry
 
 MEASURED_PROVENANCES = ("measured", "transferred")
-"""Provenances of entries that some device measured."""
+"""Provenances of entries that were measured on some device."""
 EXACT = "fp32"
-"""The accuracy class that may stand for any other."""
-MOST_ANSWERS = 4096
-"""Answers a table remembers."""
+"""The accuracy class that may be served for any other."""
+MAX_ANSWERS = 4096
+"""Answers for problems that were not measured which a table remembers."""
+MOST_JUDGED = 512
+"""Schedules of which a model is asked where nothing else is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,28 +69,29 @@ class Served:
     forced: Mapping[str, KnobValue]
     """Knobs that settings changed."""
     stale: str = ""
-    """Why its time may be another than was measured; empty where it is not."""
+    """Why its time may differ from the one measured; empty where it does not."""
     expected_loss: ExpectedLoss | None = None
-    """How much slower than the best such choices were where all was measured; None where that is not known."""
+    """How much slower than the best schedule choices like this one were where every schedule was measured; None where that is
+    not known."""
     rivals: tuple[RivalOffer, ...] = ()
-    """Rivals that are faster, the fastest first: the first that is installed serves in place of the schedule."""
+    """Rivals that are faster, the fastest first: the first that is installed is called in place of the schedule."""
     alternatives: tuple[Schedule, ...] = ()
-    """Of a choice that was not measured: what is served in turn where the program of the one before spills registers."""
+    """The next choices, of a schedule that was not measured: each is served where the program of the one before spills."""
 
 
 class LookupTable:
-    """Entries of one kernel, ready for lookup. Immutable: load a new one to see new entries.
+    """The entries of one kernel, ready for lookup. A table never changes: load a new one to see new entries.
 
     Args:
-        entries: whatever is known.
-        kernel: whose.
-        regime: that is asked for.
-        accum_mode: accuracy class that is asked for.
-        forced: knobs that settings set.
-        spaces: in place of the kernel's own.
-        rivals: whether faster ones may serve.
-        compiler: version at hand; empty where none is.
-        at_hand: fingerprints of machine code that needs no compiler, asked for where that of an entry is of another one.
+        entries: every entry that may be served; those of other kernels are ignored.
+        kernel: the kernel.
+        regime: the requested regime, burst or sustained.
+        accum_mode: the requested accuracy class.
+        forced: values of knobs that settings force.
+        spaces: search spaces to use in place of the kernel's own.
+        rivals: whether faster rivals may be served.
+        compiler: version of the installed compiler; empty where none is installed.
+        at_hand: gives the fingerprints of machine code that needs no compiler; called for entries of another compiler.
         policy: how problems that were not measured are served from others of their kind.
     """
 
@@ -109,25 +120,25 @@ class LookupTable:
             if entry.kernel == kernel.name and entry.accum_mode in (accum_mode, EXACT)
         ]
         mine.sort(key=self._mismatch)
-        told = set()
+        covered = set()
         for entry in mine:
-            place, known = (entry.arch, entry.problem, entry.device_name), entry.provenance in MEASURED_PROVENANCES
-            if not self._mismatch(entry) or (known and place not in told):
+            place, measured = (entry.arch, entry.problem, entry.device_name), entry.provenance in MEASURED_PROVENANCES
+            if not self._mismatch(entry) or (measured and place not in covered):
                 self._by_arch.setdefault(entry.arch, []).append(entry)
-                if known:
-                    told.add(place)
+                if measured:
+                    covered.add(place)
         self._spaces = {space.arch: space for space in spaces}
         self._completed: dict[str, list[Entry]] = {}
-        self._told: dict[str, dict[Problem, list[Entry]]] = {}
+        self._measured: dict[str, dict[Problem, list[Entry]]] = {}
         self._kinds: dict[str, dict[tuple[Any, ...], list[Entry]]] = {}
         self._answers: dict[tuple[Problem, str], Served] = {}
 
     def _mismatch(self, entry: Entry) -> int:
-        """0 for what is of the regime and class asked for; else how badly it stands for that."""
+        """0 for an entry of the requested regime and accuracy class, and more the worse it is in place of such an entry."""
         return (entry.regime not in ("", self.regime)) + 2 * (entry.accum_mode != self.accum_mode)
 
     def _note(self, entry: Entry | None) -> str:
-        """What people should know of evidence of another regime or class."""
+        """A remark for people where the evidence is of another regime or accuracy class."""
         note = ""
         if entry is not None and entry.regime not in ("", self.regime):
             note += f", in the {entry.regime} regime; nothing was in the {self.regime} one"
@@ -137,11 +148,16 @@ class LookupTable:
 
     @property
     def archs(self) -> list[str]:
-        """Archs that have entries."""
+        """The archs that have entries."""
         return sorted(self._by_arch)
 
     def resolve(self, problem: Problem, arch: str, device_name: str = "") -> Served:
-        """What is served for `problem` on a device of `arch`.
+        """What is served for a problem.
+
+        Args:
+            problem: what is to be computed.
+            arch: of the device.
+            device_name: the driver's name for the device; empty where only the arch is known.
 
         Raises:
             SpaceError: the arch has no search space.
@@ -149,17 +165,17 @@ class LookupTable:
         """
         space = self._space(arch)
         served = (
-            self._exact(self._told_of(problem, space), device_name, space)
+            self._exact(problem, device_name, space)
             or self._shared(problem, space)
-            or self._told_by_others(problem, space)
+            or self._from_others(problem, space)
         )
         note = self._note(served.entry)
         served = replace(served, reason=served.reason + note) if note else served
         return self._with_forced(served, problem, space) if self.forced else served
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
-        """The next choice in place of what spills, or does not compile for the layouts of a call, and after those the default;
-        None where it is that, or forced.
+        """What is served in place of a schedule whose program spills registers or does not compile for the layouts of a call: its
+        next alternative, and after the last one the default. None where the default failed, or the schedule is forced.
         """
         if served.alternatives:
             following, *rest = served.alternatives
@@ -176,9 +192,10 @@ class LookupTable:
         reason = f"{served.schedule.short()} ({served.provenance}) does not compile for arrays laid out like these"
         return Served(schedule=default, provenance="default", entry=None, forced={}, reason=reason)
 
-    def _exact(self, told: Sequence[Entry], device_name: str, space: SearchSpace) -> Served | None:
-        """This very problem, measured: best on this device."""
-        same = [entry for entry in told if not space.unworkable(entry.schedule, entry.problem)]
+    def _exact(self, problem: Problem, device_name: str, space: SearchSpace) -> Served | None:
+        """The schedule measured for this very problem, on this device if possible; None where it was not measured."""
+        entries = self._measured_for(problem, space)
+        same = [entry for entry in entries if not space.unworkable(entry.schedule, entry.problem)]
         if not same:
             return None
         entry = min(same, key=lambda entry: (entry.device_name != device_name, entry.rank, entry.device_name))
@@ -196,8 +213,13 @@ class LookupTable:
         )
 
     def _offers(self, entry: Entry, space: SearchSpace, where: str) -> tuple[RivalOffer, ...]:
-        """What may serve the very problem of an entry, which was measured here where that is said: by its own evidence of
-        rivals, and of those that it does not know by that of its like.
+        """The rivals that may serve the problem of an entry, by the entry's own times of rivals; for those that were not timed
+        there, by the times on similar problems.
+
+        Args:
+            entry: the evidence.
+            space: of its arch.
+            where: this device, where the entry was measured on it; else empty.
         """
         known = measured_offers(entry, where) if where else expected_offers(entry.problem, [entry], 0.0)
         names = {each.name for each in entry.rivals or ()}
@@ -217,7 +239,7 @@ class LookupTable:
         )
 
     def _known(self, space: SearchSpace) -> list[Entry]:
-        """Entries of the arch that the compiler at hand can build, with every knob of the space."""
+        """The entries of an arch that the installed compiler can build, their schedules completed with the space's defaults."""
         if space.arch not in self._completed:
             found = [entry for entry in self._by_arch.get(space.arch, []) if takes_hints(self.compiler, entry.schedule)]
             self._completed[space.arch] = [
@@ -229,18 +251,18 @@ class LookupTable:
     def _usable(self, schedule: Schedule | None) -> Schedule | None:
         return schedule if schedule is not None and takes_hints(self.compiler, schedule) else None
 
-    def _told_of(self, problem: Problem, space: SearchSpace) -> list[Entry]:
-        """Entries measured for `problem` itself."""
-        if space.arch not in self._told:
+    def _measured_for(self, problem: Problem, space: SearchSpace) -> list[Entry]:
+        """The entries that were measured for `problem` itself."""
+        if space.arch not in self._measured:
             by_problem: dict[Problem, list[Entry]] = {}
             for entry in self._known(space):
                 if entry.provenance in MEASURED_PROVENANCES:
                     by_problem.setdefault(entry.problem, []).append(entry)
-            self._told[space.arch] = by_problem
-        return self._told[space.arch].get(problem, [])
+            self._measured[space.arch] = by_problem
+        return self._measured[space.arch].get(problem, [])
 
     def _alike(self, problem: Problem, space: SearchSpace) -> Sequence[Entry]:
-        """Entries measured for problems of this one's kind."""
+        """The entries that were measured for problems of the same kind."""
         if space.arch not in self._kinds:
             by_kind: dict[tuple[Any, ...], list[Entry]] = {}
             for entry in self._known(space):
@@ -250,18 +272,18 @@ class LookupTable:
         return self._kinds[space.arch].get(self.kernel.similarity.kind(problem), ())
 
     def _shared(self, problem: Problem, space: SearchSpace) -> Served | None:
-        """The one answer for all problems of about this size, where it is valid for this one."""
+        """The answer that all problems of about this size share; None where its schedule is not valid for this one."""
         about = self.kernel.similarity.bucketed(problem)
         key = (about, space.arch)
         if key not in self._answers:
-            if len(self._answers) >= MOST_ANSWERS:
+            if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
-            self._answers[key] = self._told_by_others(about, space)
+            self._answers[key] = self._from_others(about, space)
         served = self._answers[key]
         return None if space.unworkable(served.schedule, problem) else served
 
-    def _told_by_others(self, problem: Problem, space: SearchSpace) -> Served:
-        """The answer for a problem that was not measured."""
+    def _from_others(self, problem: Problem, space: SearchSpace) -> Served:
+        """What is served for a problem that was not measured."""
         known = self._known(space)
         alike = self._alike(problem, space)
         found = (
@@ -273,7 +295,7 @@ class LookupTable:
                 space,
                 " of another kind",
             )
-            or self._untold(problem, space)
+            or self._unmeasured(problem, space)
         )
         if not self._rivals:
             return found
@@ -281,7 +303,7 @@ class LookupTable:
         return replace(found, rivals=expected_offers(problem, alike, loss))
 
     def _default(self, space: SearchSpace, problem: Problem) -> Schedule:
-        """In the accuracy class asked for, where the problem has it (bfloat16 has no fp16 accumulators)."""
+        """The default schedule, in the requested accuracy class where the problem has it (bfloat16 has no fp16 accumulators)."""
         try:
             return space.default(problem, pinned=accuracy_class(space, self.accum_mode))
         except SpaceError:
@@ -290,7 +312,7 @@ class LookupTable:
     def _transferred(
         self, entries: Sequence[Entry], problem: Problem, space: SearchSpace, what: str = ""
     ) -> Served | None:
-        """A choice among what won elsewhere."""
+        """A choice among the schedules that won on other problems; `what` describes these for the reason."""
         alone = self.kernel.similarity.requires_same_kind(problem) and not self._alike(problem, space)
         if space.arch not in ARCHS or alone:
             return None
@@ -298,19 +320,21 @@ class LookupTable:
         if found is None:
             return None
         where = found.entry.device_name or found.entry.arch
-        said = f"named by the nearest problem{what} ({found.entry.problem}), measured on {where}"
+        reason = f"named by the nearest problem{what} ({found.entry.problem}), measured on {where}"
+        if found.neighbours > 1:
+            reason += f", and best in the opinion of {found.neighbours} entries"
         return Served(
             schedule=found.schedule,
             provenance="transferred",
             entry=found.entry,
             forced={},
-            reason=said if found.asked == 1 else f"{said}, and best in the opinion of {found.asked} entries",
+            reason=reason,
             alternatives=found.others,
             expected_loss=expected_loss(found, problem),
         )
 
-    def _untold(self, problem: Problem, space: SearchSpace) -> Served:
-        """The default, or the kernel's own choice where nothing was measured."""
+    def _unmeasured(self, problem: Problem, space: SearchSpace) -> Served:
+        """The kernel's own choice for problems of which nothing was measured, or the default."""
         default = self._default(space, problem)
         if space.arch in ARCHS:
             spec, choose = arch_spec(space.arch), self.kernel.similarity.cold_start
@@ -332,6 +356,11 @@ class LookupTable:
         )
 
     def _with_forced(self, served: Served, problem: Problem, space: SearchSpace) -> Served:
+        """What is served, with the knobs that settings force.
+
+        Raises:
+            ConfigError: a forced knob is unknown or has a value that cannot work.
+        """
         for name, value in self.forced.items():
             if name not in space.knobs:
                 raise ConfigError(f"forced knob {name!r} is not in {space.source}; known are {', '.join(space.knobs)}")
@@ -379,7 +408,7 @@ class LookupTable:
 
 
 def _modelled(known: Sequence[Entry], problem: Problem, space: SearchSpace) -> Served | None:
-    """The model's choice for the nearest problem of the kind."""
+    """The entry that the performance model chose for the nearest problem of the same kind; None where there is none."""
     kind, distance = problem.declaration.similarity.kind, problem.declaration.similarity.distance
     alike = [entry for entry in known if kind(entry.problem) == kind(problem)]
     usable = [

@@ -231,12 +231,12 @@ class Operator:
             raise ProblemError(f"{self.name}: {error}") from error
         plain = not schema.changed and not any(each.kind == "list" for each in schema.parameters)
         plain = plain and not any(each.listed for each in results)
-        choice = choose(self.name, p, tensors, (lambda: self.kernel.rivals(p)) if plain else None, served)
-        if isinstance(choice, str):
-            return choice
+        decision = choose(self.name, p, tensors, (lambda: self.kernel.rivals(p)) if plain else None, served)
+        if isinstance(decision, str):
+            return decision
         inputs = {name: each for name, each in zip(schema.inputs, given, strict=False) if each is not None}
         outputs = dict(zip(schema.outputs, results, strict=True))
-        return make_plan(choice, inputs, outputs, self.kernel.scalar_values(p), schema.changed)
+        return make_plan(decision, inputs, outputs, self.kernel.scalar_values(p), schema.changed)
 
     def _device_of(self, tensors: Sequence[Any]) -> Any:
         """The one device of all tensors.

@@ -30,7 +30,7 @@ Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Decision:
     """What is served for a problem on a device, and the rivals that may be called in its place."""
 
     name: str
@@ -48,7 +48,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Choice):
+class Plan(Decision):
     """Everything that the launches of a call need except its tensors.
 
     A launch takes its arguments from one row: inputs, outputs, scratch arrays, numbers, constants.
@@ -105,7 +105,7 @@ def choose(
     tensors: Sequence[Any],
     make_rivals: Callable[[], Mapping[str, Callable[..., Any]]] | None,
     served: Served | None = None,
-) -> Choice | str:
+) -> Decision | str:
     """What is served for a problem, or why the kernel cannot serve it.
 
     Args:
@@ -124,11 +124,11 @@ def choose(
     served = served or table.resolve(problem, facts.arch, facts.name)
     rival, in_graphs = choose_rivals(served, make_rivals) if make_rivals else (None, None)
     process.log_choice(name, problem, facts, served, rival, in_graphs)
-    return Choice(name=name, problem=problem, device=index, served=served, rival=rival, in_graphs=in_graphs)
+    return Decision(name=name, problem=problem, device=index, served=served, rival=rival, in_graphs=in_graphs)
 
 
 def make_plan(
-    choice: Choice,
+    decision: Decision,
     inputs: Mapping[str, Any],
     outputs: Mapping[str, Output],
     numbers: Mapping[str, float],
@@ -137,14 +137,14 @@ def make_plan(
     """The plan of what was chosen.
 
     Args:
-        choice: problem, schedule and rivals.
+        decision: problem, schedule and rivals.
         inputs: tensors, or lists of tensors, by the name of their array, in the order of the call.
         outputs: by the name of their array.
         numbers: every run-time number that the kernel declares, by name.
         changed: names of the inputs that the kernel changes in place.
     """
-    problem, schedule, kernel = choice.problem, choice.served.schedule, choice.problem.declaration
-    facts = process.device_facts(choice.device)
+    problem, schedule, kernel = decision.problem, decision.served.schedule, decision.problem.declaration
+    facts = process.device_facts(decision.device)
     launches = steps(kernel, problem, schedule, facts)
     objects = process.kernel_objects(kernel, problem, schedule, facts, launches)
     extra = scratch(kernel, problem, schedule, launches)
@@ -168,7 +168,7 @@ def make_plan(
     sync = process.settings().sync
     fixed = (each.value for step in launches for each in step.arguments if each.kind == "constant")
     return Plan(
-        **vars(choice),
+        **vars(decision),
         steps=tuple((made, step.grid, pick) for made, step, pick in zip(objects, launches, picks, strict=True)),
         outputs=tuple(flat),
         lists=lists,
@@ -180,7 +180,7 @@ def make_plan(
         constants=constants,
         program=(objects, *fixed),
         changed=tuple(place for name in changed if isinstance(place := places[name], int)),
-        launch_on=choice.device if choice.rival is None and choice.in_graphs is None else ELSEWHERE,
+        launch_on=decision.device if decision.rival is None and decision.in_graphs is None else ELSEWHERE,
         sync=sync,
     )
 

@@ -16,65 +16,66 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cuda.tile as ct
+
 from tiledsched.build.compiler import pass_on_worker_warps
 from tiledsched.build.cubin import parts, read_artifact
 from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.core import launch as launches
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
-from tiledsched.serve.bundle import VARIABLE, Bundle, Program, bundle_paths, named_bundle, read_bundle
+from tiledsched.serve.bundle import VARIABLE, Bundle, BundledProgram, bundle_paths, named_bundle, read_bundle
 
 log = logging.getLogger("tiledsched")
-MOST_SPILLED = 48
-"""Bytes a thread that a choice which nobody measured may keep in memory: hardly a measured winner keeps more
-(docs/results/serving.md)."""
+MAX_SPILL_BYTES = 48
+"""Registers that the program of a schedule which was not measured may spill, in bytes a thread: hardly a measured winner spills
+more (docs/results/serving.md)."""
 _thread = threading.local()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prebuilt:
-    """A program of a bundle, and the bundle."""
+    """A program that was built ahead, and the bundle that holds it."""
 
-    program: Program
-    """What it is."""
+    program: BundledProgram
+    """The program."""
     bundle: Bundle
-    """Where its machine code lies."""
+    """The bundle that holds its machine code."""
 
 
 def make_kernel(
     kernel: KernelClass, schedules: Mapping[str, Schedule], problem: Problem, settings: Settings, device: Any = None
 ) -> list[Any]:
-    """The cuTile kernel objects of `launches.tile_kernels`, one for each step, that take their machine code from bundles
-    where these hold it, else have it compiled as it was for measuring.
+    """The cuTile kernel objects of a schedule, one for each launch, that take their machine code from bundles where these hold
+    it, and else have it compiled as it was for measuring.
 
     Args:
-        kernel: whose.
-        schedules: arch -> schedule; their hints go into the objects.
-        problem: decides the functions.
+        kernel: the kernel.
+        schedules: a schedule by arch; the hints of all go into the objects.
+        problem: decides which functions are launched.
         settings: say where bundles lie.
-        device: anything with `sm_count` and `arch`, for a kernel whose launches ask for it; the first arch's usual one
+        device: anything with `sm_count` and `arch`, which the kernel's launches may read; the usual one of the first arch
             unless given.
 
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
     """
-    from tiledsched.core import launch as launches
-
     device = device or arch_spec(next(iter(schedules)))
     objects = launches.tile_kernels(kernel, schedules, problem, device)
     wanted = launches.steps(kernel, problem, next(iter(schedules.values())), device)
     candidates = {arch: _with_hints(kernel, arch, schedule, settings) for arch, schedule in schedules.items()}
     for place, (made, step) in enumerate(zip(objects, wanted, strict=True)):
-        made.__class__ = _kernel_class()  # the same object otherwise, with the hints it was given
+        made.__class__ = ServedKernel  # the same object otherwise, with the hints it was given
         made.prebuilt, made.declaration, made.step, made.place = candidates, kernel, step, place
         made.refused = {}
     return objects
 
 
 def _with_hints(kernel: KernelClass, arch: str, schedule: Schedule, settings: Settings) -> list[Prebuilt]:
-    """Prebuilt programs of `arch` with the hints of `schedule`; which of them fits, the launch's signature decides."""
+    """The prebuilt programs of `arch` with the hints of `schedule`; the signature of a launch decides which of them fits."""
     wanted = _hints(schedule)
     return [
         Prebuilt(program=program, bundle=bundle)
@@ -89,7 +90,7 @@ def _hints(schedule: Schedule) -> tuple[Any, ...]:
 
 
 def usable_bundles(kernel: KernelClass, settings: Settings) -> list[Bundle]:
-    """Bundles built from the very source of `kernel`; another's programs may take other arguments.
+    """The bundles that were built from this source of `kernel`: programs of other source may take other arguments.
 
     Raises:
         ConfigError: `TILEDSCHED_BUNDLE` names something that is no bundle.
@@ -123,36 +124,34 @@ def usable_bundles(kernel: KernelClass, settings: Settings) -> list[Bundle]:
 
 @functools.cache
 def _source_hash(kernel: KernelClass) -> str:
-    """Once: it reads every source file of the kernel."""
+    """The kernel's source hash, computed once: it reads every source file of the kernel."""
     return kernel.source_hash()
 
 
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, _changed_ns: int) -> Bundle:
-    """Read once; again when the file has changed."""
+    """The bundle, read once, and again when the file has changed."""
     return read_bundle(path)
 
 
 def find_program(
     candidates: Sequence[Prebuilt], kernel: KernelClass, place: int, function: Any, signature: Any
 ) -> Prebuilt | None:
-    """The first whose machine code may run where a launch asks for `signature`; None where none may.
+    """The first program whose machine code may run in a launch of this signature; None where none may.
 
     Args:
         candidates: programs with the right hints.
-        kernel: declares them.
-        place: which of the kernel's launches in a row it is.
-        function: the tile function launched.
+        kernel: the kernel.
+        place: the number of the launch among the launches of a schedule.
+        function: the tile function that is launched.
         signature: of the launch.
     """
-    from tiledsched.core import launch as launches
-
     for each in candidates:
         p, s = each.program.problem, each.program.schedule
         wanted = launches.steps(kernel, p, s, arch_spec(each.program.arch))
         if place >= len(wanted) or wanted[place].function is not function:
             continue
-        # Most differ in a constant, and that is told a hundred times sooner than by the whole signature.
+        # Most programs differ in a constant, and comparing constants is a hundred times faster than comparing signatures.
         pairs = zip(wanted[place].arguments, signature.parameters, strict=False)
         constant = all(ours.value == theirs.value for ours, theirs in pairs if ours.kind == "constant")
         if constant and serves(launches.signature(kernel, p, s, wanted[place]), signature):
@@ -160,32 +159,33 @@ def find_program(
     return None
 
 
-def serves(built: Any, asked: Any) -> bool:
-    """Whether machine code built for signature `built` is right for a launch with signature `asked`.
+def serves(built: Any, wanted: Any) -> bool:
+    """Whether machine code built for signature `built` is right for a launch with signature `wanted`.
 
     It is when every assumption it was built on holds for the launch. What is constant must be equal: constants are not
     passed at run time, so they decide which arguments the machine code takes.
     """
-    if built.calling_convention.code != asked.calling_convention.code:
+    if built.calling_convention.code != wanted.calling_convention.code:
         return False
-    pairs = list(zip(built.parameters, asked.parameters, strict=False))
-    return len(built.parameters) == len(asked.parameters) and all(_holds(*pair) for pair in pairs)
+    pairs = list(zip(built.parameters, wanted.parameters, strict=False))
+    return len(built.parameters) == len(wanted.parameters) and all(_holds(*pair) for pair in pairs)
 
 
-def _holds(built: Any, asked: Any) -> bool:
+def _holds(built: Any, wanted: Any) -> bool:
+    """Whether every assumption about one parameter of the built signature holds for the wanted one."""
     from cuda.tile.compilation import ArrayConstraint
 
-    if not (isinstance(built, ArrayConstraint) and isinstance(asked, ArrayConstraint)):
-        return bool(built == asked)
+    if not (isinstance(built, ArrayConstraint) and isinstance(wanted, ArrayConstraint)):
+        return bool(built == wanted)
     same = ("dtype", "ndim", "index_dtype", "stride_constant", "shape_constant", "alias_groups", "may_alias_internally")
-    if any(getattr(built, name) != getattr(asked, name) for name in same):
+    if any(getattr(built, name) != getattr(wanted, name) for name in same):
         return False
     factors = [
-        (built.base_addr_divisible_by, asked.base_addr_divisible_by),
-        *zip(built.stride_divisible_by, asked.stride_divisible_by, strict=True),
-        *zip(built.shape_divisible_by, asked.shape_divisible_by, strict=True),
+        (built.base_addr_divisible_by, wanted.base_addr_divisible_by),
+        *zip(built.stride_divisible_by, wanted.stride_divisible_by, strict=True),
+        *zip(built.shape_divisible_by, wanted.shape_divisible_by, strict=True),
     ]
-    bounds = zip(built.stride_lower_bound_incl, asked.stride_lower_bound_incl, strict=True)
+    bounds = zip(built.stride_lower_bound_incl, wanted.stride_lower_bound_incl, strict=True)
     return all(theirs % ours == 0 for ours, theirs in factors) and all(
         ours is None or (theirs is not None and theirs >= ours) for ours, theirs in bounds
     )
@@ -193,7 +193,7 @@ def _holds(built: Any, asked: Any) -> bool:
 
 @contextmanager
 def refusing_spills(refuses: bool) -> Iterator[None]:
-    """Whether launches of this thread raise `TileError` where a program that they would load spills registers."""
+    """Have launches of this thread raise `TileError`, or not, where a program that they would load spills registers."""
     before = getattr(_thread, "refuses_spills", False)
     _thread.refuses_spills = refuses
     try:
@@ -203,70 +203,59 @@ def refusing_spills(refuses: bool) -> Iterator[None]:
 
 
 def spilled(spill_bytes: int) -> int:
-    """Bytes of registers a thread that a program keeps in memory, where that is more than costs nothing; else 0."""
-    return spill_bytes if spill_bytes > MOST_SPILLED else 0
+    """Bytes of registers that a program spills a thread, where that is more than may cost time; else 0."""
+    return spill_bytes if spill_bytes > MAX_SPILL_BYTES else 0
 
 
-@functools.cache
-def spills_error() -> type[Exception]:
-    """Of a program that spills where another schedule may be served; cuTile counts it as one that did not compile."""
-    import cuda.tile as ct
-
-    return type("Spills", (ct.TileError,), {"__doc__": "A program that was to be served spills registers."})
+class SpillsError(ct.TileError):
+    """A program spills registers where another schedule may be served; cuTile treats it as a failed compilation."""
 
 
-@functools.cache
-def _kernel_class() -> type:
-    """A subclass of `ct.kernel` that looks into bundles first (`_compile` is not public, and pinned by a test)."""
-    import cuda.tile as ct
+class ServedKernel(ct.kernel):
+    """A cuTile kernel object that looks for its machine code in bundles first. `_compile` is not public; a test pins it."""
 
-    from tiledsched.core.launch import assumed, symbol
+    prebuilt: Mapping[str, list[Prebuilt]]
+    declaration: KernelClass
+    step: Any
+    place: int
+    refused: dict[str, str]
 
-    class ServedKernel(ct.kernel):
-        prebuilt: Mapping[str, list[Prebuilt]]
-        declaration: KernelClass
-        step: Any
-        place: int
-        refused: dict[str, str]
+    def _compile(
+        self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None, *more: Any
+    ) -> Any:
+        arch = _arch(compute_capability)
+        # Without a compiler a spilling program of a bundle is all there is.
+        refuses = getattr(_thread, "refuses_spills", False) and bool(compiler_at_hand())
+        launch = str(signature) if refuses else ""
+        if launch in self.refused:
+            raise SpillsError(self.refused[launch])
+        found = self._found(signature, context, arch, compute_capability, *more)
+        if refuses and (bytes_each := spilled(read_artifact(found[0], arch).facts.spill_bytes)):
+            self.refused[launch] = f"its program spills {bytes_each} bytes of registers a thread"
+            raise SpillsError(self.refused[launch])
+        return found
 
-        def _compile(
-            self, signature: Any, context: Any, compute_capability: tuple[int, int] | None = None, *more: Any
-        ) -> Any:
-            arch = _arch(compute_capability)
-            # Without a compiler a bundle has what there is.
-            refuses = getattr(_thread, "refuses_spills", False) and bool(compiler_at_hand())
-            asked = str(signature) if refuses else ""
-            if asked in self.refused:
-                raise spills_error()(self.refused[asked])
-            found = self._found(signature, context, arch, compute_capability, *more)
-            if refuses and (bytes_each := spilled(read_artifact(found[0], arch).facts.spill_bytes)):
-                self.refused[asked] = f"its program spills {bytes_each} bytes of registers a thread"
-                raise spills_error()(self.refused[asked])
-            return found
-
-        def _found(self, signature: Any, context: Any, arch: str, compute_capability: Any, *more: Any) -> Any:
-            candidates = self.prebuilt.get(arch, [])
-            found = find_program(candidates, self.declaration, self.place, self.step.function, signature)
-            if found is not None:
-                try:
-                    code = found.bundle.artifact(found.program).cubin
-                except ConfigError as error:  # what is damaged never runs
-                    log.warning("%s; its program is compiled instead", error)
-                else:
-                    log.info("%s from %s", found.program.fingerprint, found.bundle.path)
-                    return parts(code)[self.place], symbol(self.declaration), None, ()
-            pass_on_worker_warps()  # what was measured may have hints that cuTile holds back
+    def _found(self, signature: Any, context: Any, arch: str, compute_capability: Any, *more: Any) -> Any:
+        candidates = self.prebuilt.get(arch, [])
+        found = find_program(candidates, self.declaration, self.place, self.step.function, signature)
+        if found is not None:
             try:
-                wanted = assumed(self.declaration, signature, self.step)
-                return super()._compile(wanted, context, compute_capability, *more)
-            except FileNotFoundError as error:
-                raise CompilerError(
-                    f"no bundle holds this program for {arch} and there is no compiler ({error}); add it "
-                    "to the bundle (tiledsched bundle; for attention --dtype, --group, --any-length, "
-                    "--decode) or install the compiler: tiledsched doctor"
-                ) from error
-
-    return ServedKernel
+                code = found.bundle.artifact(found.program).cubin
+            except ConfigError as error:  # what is damaged never runs
+                log.warning("%s; its program is compiled instead", error)
+            else:
+                log.info("%s from %s", found.program.fingerprint, found.bundle.path)
+                return parts(code)[self.place], launches.symbol(self.declaration), None, ()
+        pass_on_worker_warps()  # the schedule measured may have hints that cuTile does not pass on
+        try:
+            wanted = launches.assumed(self.declaration, signature, self.step)
+            return super()._compile(wanted, context, compute_capability, *more)
+        except FileNotFoundError as error:
+            raise CompilerError(
+                f"no bundle holds this program for {arch} and there is no compiler ({error}); add it "
+                "to the bundle (tiledsched warmup -o FILE; see its --also for problems unlike those tuned) or install the "
+                "compiler: tiledsched doctor"
+            ) from error
 
 
 def _arch(compute_capability: tuple[int, int] | None) -> str:

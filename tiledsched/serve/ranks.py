@@ -1,4 +1,4 @@
-"""The same choice everywhere: ranks of one job must run the same schedules, or some wait for the others at every collective."""
+"""Checks that the ranks of one job serve the same schedules: with different ones, some wait for others at every collective."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tiledsched.core.files import read_bounded
 from tiledsched.serve.bundle import bundle_paths
 from tiledsched.serve.entries import load_entries
 
-MOST_NAMED = 8
-"""Ranks of a message."""
+MAX_NAMED = 8
+"""Ranks that a message names."""
 
 
 def choice_digest(settings: Settings | None = None) -> str:
-    """A hash of all that decides what this process is served: entries of every layer, machine code in bundles, forced knobs,
-    regime, accuracy class, compiler and version. Equal digests choose alike.
+    """A hash of everything that decides what this process serves: entries of every layer, machine code in bundles, forced knobs,
+    regime, accuracy class, compiler and version. Processes with equal digests serve the same schedules.
 
     Raises:
-        TiledschedError: something that would be served from cannot be read.
+        TiledschedError: a table or bundle cannot be read.
     """
     settings = settings or load_settings()
     bundles = sorted(hashlib.sha256(read_bounded(path)).hexdigest() for path in bundle_paths(settings))
@@ -70,7 +70,7 @@ def check_ranks(group: Any = None) -> str:
 
 
 def differ(digests: Iterable[str | None]) -> None:
-    """Raise ConfigError unless all are the same; the ranks of the rarer ones are named."""
+    """Raise ConfigError unless all digests are equal; the message names the ranks that differ from the most frequent one."""
     ranks: dict[str | None, list[int]] = defaultdict(list)
     for rank, digest in enumerate(digests):
         ranks[digest].append(rank)
@@ -78,8 +78,8 @@ def differ(digests: Iterable[str | None]) -> None:
         return
     usual = max(ranks.values(), key=len)
     odd = sorted(rank for some in ranks.values() if some is not usual for rank in some)
-    named = ", ".join(map(str, odd[:MOST_NAMED])) + (", ..." if len(odd) > MOST_NAMED else "")
+    named = ", ".join(map(str, odd[:MAX_NAMED])) + (", ..." if len(odd) > MAX_NAMED else "")
     raise ConfigError(
         f"ranks would run different schedules: {named} differ from the other {len(usual)}; give all of them one bundle: "
-        "TILEDSCHED_BUNDLE=FILE, made with tiledsched bundle"
+        "TILEDSCHED_BUNDLE=FILE, made with tiledsched warmup -o FILE"
     )

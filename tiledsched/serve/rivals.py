@@ -1,9 +1,9 @@
-"""Which rivals are faster than our kernel, by what was measured, and whether one of them is handed a problem's calls.
+"""Which rivals are faster than our kernel, and which one is called for a problem in its place.
 
-Evidence is a tune's or a refresh's: each rival's time over ours, paired by round in one interleaved run, with what its call
-costs the host. It decides when a plan is made, never in a call. A problem that was measured goes by its own evidence, of rivals
-that were timed there. Any other goes by that of near problems, with what our own schedule is expected to lose there: it was
-tuned for none of them.
+The evidence comes from a tune or a refresh: the ratio of each rival's time to ours, paired by round in one interleaved run, and
+what a call of the rival costs the host. It is used when a plan is made, never in a call. A problem on which rivals were timed
+goes by its own evidence. Any other problem goes by that of near problems, and by the loss that is expected of our own schedule,
+which was tuned for none of them.
 """
 
 from __future__ import annotations
@@ -20,57 +20,62 @@ from tiledsched.store.records import Entry
 
 log = logging.getLogger("tiledsched")
 ELSEWHERE = -2
-"""No index of a CUDA device, nor what stands for the CPU."""
+"""In place of a device's index: no CUDA device and not the CPU, which is -1."""
 SAME = 0.003
-"""A part of the time that does not matter: a rival must be faster by more, beyond doubt. As in a race."""
+"""Share of the time by which a rival must be faster, beyond doubt: as in a race of schedules."""
 HOST_ROOM = 4.0
-"""How many times its own time on the GPU a rival's call may cost the host. Such a call is seldom more than a quarter of a model's
-step: beyond that calls in a row wait for the host, and what the GPU gains is lost. A captured graph costs the host nothing, so
-that a rival beyond it serves there, and there alone."""
+"""Largest ratio of a rival's time on the host to its time on the GPU. A call is seldom more than a quarter of a model's step;
+above this ratio calls in a row wait for the host, and the gain on the GPU is lost. A captured graph costs the host nothing, so
+that a rival above the ratio is served there, and only there."""
 WORTH_US = 1.0
-"""What a call of a rival is to gain, at least, whose first call takes seconds: below it a process hardly earns them back."""
+"""Smallest gain of a call, in microseconds, from a rival whose first call takes seconds: with less a process hardly earns them
+back."""
 NEAR_MARGIN = 0.01
-"""What a rival is to gain, at least, where only other problems were measured."""
+"""Smallest share of the time that a rival must gain where only other problems were measured."""
 NEIGHBOURS = 4
-"""Problems that raced a rival whose evidence is asked, nearest first."""
+"""Number of the nearest problems whose times of a rival are used."""
 REACH = 3.0
-"""Distance beyond which nothing is known. What a problem says of another falls by e over 1."""
+"""Largest distance of a problem whose times are used. Its weight falls by a factor of e over a distance of 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RivalOffer:
-    """A rival that may serve a problem."""
+    """A rival that may be called for a problem, and why."""
 
     name: str
-    """As the kernel names it."""
+    """The kernel's name for the rival."""
     ratio: float
-    """Its time over that of what we serve, measured or expected; below 1."""
+    """Its time over the time of our schedule, measured or expected; below 1."""
     capturable: bool
     """Whether a CUDA graph may hold it."""
     only_captured: bool = False
-    """Whether it serves in captured graphs alone, because its eager calls would wait for the host."""
+    """Whether it is served in captured graphs only, because its eager calls would wait for the host."""
     reason: str
     """One sentence for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """A rival that serves, ready to be called."""
+    """A rival that is served, ready to be called."""
 
     offer: RivalOffer
-    """Why."""
+    """Why it is served."""
     call: Callable[..., Any]
-    """Outputs of input tensors, in the order declared."""
+    """Computes the outputs of input tensors, in the order in which the kernel declares both."""
 
     @property
     def name(self) -> str:
-        """As the kernel names it."""
+        """The kernel's name for the rival."""
         return self.offer.name
 
 
 def pays(time: RivalTime, kernel: KernelClass, *, captured: bool = False) -> bool:
-    """Whether a rival of `kernel` was faster by more than noise, and by enough to be compiled, and its host can keep up; or, of
-    `captured` calls, a graph can hold it.
+    """Whether calling a rival pays: it was faster beyond noise, gains enough to be compiled, and its host keeps up with the GPU.
+
+    Args:
+        time: of the rival, beside ours.
+        kernel: the kernel.
+        captured: ask about calls in a CUDA graph, which must be able to hold the rival, and where the host does not matter.
     """
     faster = not time.failure and time.ratio_high is not None and time.ratio_high < 1 - SAME
     return faster and _worth(time, kernel) and (time.capturable if captured else _host_keeps_up(time))
@@ -86,11 +91,11 @@ def _host_keeps_up(time: RivalTime) -> bool:
 
 
 def measured_offers(entry: Entry, where: str) -> tuple[RivalOffer, ...]:
-    """What may serve the very problem of an entry, the fastest first.
+    """The rivals that may be called for the problem of an entry, by its own times, the fastest first.
 
     Args:
         entry: the evidence.
-        where: the device, for people.
+        where: the name of the device, for the reason.
     """
     kernel = entry.problem.declaration
     faster = [each for each in entry.rivals or () if pays(each, kernel) or pays(each, kernel, captured=True)]
@@ -109,15 +114,15 @@ def measured_offers(entry: Entry, where: str) -> tuple[RivalOffer, ...]:
 
 
 def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> tuple[RivalOffer, ...]:
-    """What is expected to be faster on a problem that was not measured, the fastest first.
+    """The rivals that are expected to be faster on a problem on which they were not timed, the fastest first.
 
-    The mean over the near problems that raced a rival of how its time compares with ours there, nearer ones counting for more,
-    lessened by what our own schedule is expected to lose here.
+    The expected ratio is the mean, over the near problems on which a rival was timed, of its time over ours, with nearer problems
+    weighing more; divided by 1 plus the expected loss of our own schedule.
 
     Args:
         problem: what is to be computed.
-        entries: of its kind, measured.
-        loss: of our schedule, expected; 0 where that is not known.
+        entries: measured entries of the problem's kind.
+        loss: the expected loss of our schedule; 0 where it is not known.
     """
     distance, kind = problem.declaration.similarity.distance, problem.declaration.similarity.rival_kind
     raced = [
@@ -130,33 +135,29 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
     for name in dict.fromkeys(each.name for _, entry in near for each in entry.rivals or ()):
         if name in problem.declaration.planning_rivals:
             continue
-        told = [(apart, entry, each) for apart, entry in near for each in entry.rivals or () if each.name == name]
-        told = told[:NEIGHBOURS]
-        if any(each.failure or each.ratio is None or each.ratio_high is None for _, _, each in told):
+        times = [(apart, entry, each) for apart, entry in near for each in entry.rivals or () if each.name == name]
+        times = times[:NEIGHBOURS]
+        if any(each.failure or each.ratio is None or each.ratio_high is None for _, _, each in times):
             continue  # where it could not compute a problem like this one
-        capturable = all(each.capturable for _, _, each in told)
-        keeps_up = all(_host_keeps_up(each) for _, _, each in told)
+        capturable = all(each.capturable for _, _, each in times)
+        keeps_up = all(_host_keeps_up(each) for _, _, each in times)
         if not (keeps_up or capturable):
             continue
-        weights = [math.exp(-apart) for apart, _, _ in told]
+        weights = [math.exp(-apart) for apart, _, _ in times]
         # The far end of each interval: noise is no gain.
         mean = sum(
-            weight * math.log(each.ratio_high or 1.0) for weight, (_, _, each) in zip(weights, told, strict=True)
+            weight * math.log(each.ratio_high or 1.0) for weight, (_, _, each) in zip(weights, times, strict=True)
         )
         expected = math.exp(mean / sum(weights)) / (1 + loss)
-        if name in problem.declaration.compiled_rivals and (1 - expected) * (told[0][2].ours_us or 0.0) < WORTH_US:
+        if name in problem.declaration.compiled_rivals and (1 - expected) * (times[0][2].ours_us or 0.0) < WORTH_US:
             continue
         if expected < 1 / (1 + NEAR_MARGIN):
-            words = f", ours losing {loss:.1%} to a tuned one" if loss else ""
+            near_by = f"by {len(times)} near problems (nearest: {times[0][1].problem})"
+            reason = f"expected to be {_gain(expected)} faster, {near_by}"
+            if loss:
+                reason += f", ours losing {loss:.1%} to a tuned one"
             offers.append(
-                RivalOffer(
-                    name=name,
-                    ratio=expected,
-                    capturable=capturable,
-                    only_captured=not keeps_up,
-                    reason=f"expected to be {_gain(expected)} faster, by {len(told)} near problems (nearest: {told[0][1].problem})"  # noqa: E501
-                    f"{words}",
-                )
+                RivalOffer(name=name, ratio=expected, capturable=capturable, only_captured=not keeps_up, reason=reason)
             )
     return tuple(sorted(offers, key=lambda each: (each.ratio, each.name)))
 
@@ -168,12 +169,12 @@ def _gain(ratio: float | None) -> str:
 def choose_rivals(
     served: Any, make: Callable[[], Mapping[str, Callable[..., Any]]]
 ) -> tuple[Rival | None, Rival | None]:
-    """The fastest of what may serve that is installed here, of eager calls and of those that a CUDA graph captures, which may be
-    the same one; None for our own kernel.
+    """The fastest installed rival for eager calls, and the fastest for calls that a CUDA graph captures, which may be the same
+    one; None for our own kernel.
 
     Args:
         served: the answer of the table.
-        make: the kernel's rivals for the problem, asked only where one may serve.
+        make: makes the kernel's rivals for the problem, by name; called only where one may be served.
     """
     offers: Sequence[RivalOffer] = served.rivals
     if not offers:

@@ -1,10 +1,12 @@
-"""The schedule for a problem that was never measured, from what won on other problems of the same arch.
+"""The schedule for a problem that was never measured, from schedules that won on other problems of the same arch.
 
-The winners, ties and runners-up of the problems at the six least distances are the candidates. Each of the four nearest
-has an opinion on each: how much slower it was there than the winner, corrected by how the static model says that changes
-from the neighbour's problem to this one (waves of blocks, the length of the loop). Where it was not measured there, the
-model tells that, too. The candidate with the least mean loss is served; neighbours count less with distance. Pure
-functions: no file but the expected losses, no GPU, no state but caches.
+1. The candidates are the winners, ties and runners-up of the problems at the six smallest distances.
+2. Each of the four nearest problems predicts the loss of each candidate: how much slower it was there than the winner, corrected
+   by how the performance model's estimate changes from that problem to this one. Where a candidate was not measured there, the
+   model also gives that first part.
+3. The candidate with the lowest mean predicted loss is served. Nearer problems weigh more in the mean.
+
+The functions here read no file but the expected losses, and use no GPU.
 
 `python -m docs.studies.policy` compares this with other policies, `policy_timed` its numbers on a GPU; the expected losses
 of `tuning_db/model/attention/transfer.json` come from `policy_losses`. docs/results/serving.md has the figures.
@@ -26,62 +28,62 @@ from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.store.records import Entry
 
-MOST_NAMERS = 16
-"""Entries that name candidates, nearest first."""
-TWIN = 0.002
-"""Log of how much slower a schedule is taken to be than one that it was the same program as: of equals that one is served."""
-OTHERS = 2
-"""Further choices of a transfer, in case the program of the first spills."""
+MAX_NAMERS = 16
+"""The nearest entries, of which candidates are taken."""
+EQUIVALENT_LOSS = 0.002
+"""Predicted loss of a schedule that made the same program as a winner there, so that the winner itself is preferred."""
+ALTERNATIVES = 2
+"""Further choices of a transfer, in case the program of the first spills registers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferParameters:
-    """How much the parts of the opinion count."""
+    """The numbers of the transfer policy."""
 
     neighbours: int = 4
-    """Entries asked, nearest first."""
+    """Number of the nearest entries that predict losses."""
     distances: int = 6
-    """The least distances, at which all entries name candidates: several that are as near as each other name much the same."""
+    """Number of different distances at which entries give candidates: entries at equal distances give much the same ones."""
     reach: float = 0.6
-    """Distance over which an entry's weight falls by e."""
+    """Distance over which an entry's weight falls by a factor of e."""
     unnamed: float = 0.05
-    """Log of how much slower than its winner a schedule is taken to be, at least, that an entry does not name."""
+    """Smallest predicted loss of a candidate that an entry does not name: the log of its time over that of the entry's winner."""
     model: float = 1.0
-    """Share of the model's correction that is believed."""
+    """Share of the model's correction that is applied."""
 
 
 NEAR_KIND = TransferParameters()
-"""Among problems of one kind."""
+"""For transfers among problems of one kind."""
 OTHER_KIND = TransferParameters(neighbours=6, distances=4, reach=1.0, unnamed=0.1, model=0.7)
-"""Among problems of other kinds, who agree less with each other and with the model."""
+"""For transfers from problems of other kinds, which agree less with each other and with the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedLoss:
-    """How much slower than the best a choice was on problems held out, where all was measured."""
+    """How much slower than the best schedule choices were on held-out problems, where every schedule was measured."""
 
     mean: float
-    """Geometric mean of time over the best time, minus 1."""
+    """Geometric mean of the ratio to the best time, minus 1."""
     worst: float
-    """The largest."""
+    """The largest ratio to the best time, minus 1."""
     cases: int
-    """Choices behind these two."""
+    """Number of choices behind mean and worst."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A choice made from other problems."""
+    """A schedule chosen from those of other problems."""
 
     schedule: Schedule
-    """What to launch; it obeys the constraints of the problem."""
+    """The schedule; it obeys the constraints of the problem."""
     entry: Entry
-    """The nearest entry that names it."""
+    """The nearest entry that names the schedule."""
     distance: float
-    """Of the nearest entry asked."""
-    asked: int
-    """Entries that had a say."""
+    """Distance of the nearest entry."""
+    neighbours: int
+    """Number of entries that predicted losses."""
     others: tuple[Schedule, ...] = ()
-    """What comes next, by mean expected loss."""
+    """The next choices, by mean predicted loss."""
 
 
 def transfer(
@@ -91,14 +93,14 @@ def transfer(
     spec: ArchSpec,
     parameters: TransferParameters = NEAR_KIND,
 ) -> Transfer | None:
-    """The schedule with the least mean expected loss; None where no entry names a schedule that is valid here.
+    """The schedule with the lowest mean predicted loss; None where no entry names a schedule that is valid for the problem.
 
     Args:
         problem: what is to be computed.
-        entries: measured entries of one arch, complete schedules; for best results of the problem's kind.
-        space: of the arch; its constraints hold for what is returned.
-        spec: of the arch.
-        parameters: see there.
+        entries: measured entries of one arch with complete schedules; those of the problem's kind predict best.
+        space: the search space of the arch, whose constraints the result obeys.
+        spec: the arch.
+        parameters: the numbers of the policy.
     """
     distance = problem.declaration.similarity.distance
     near = sorted(
@@ -107,49 +109,52 @@ def transfer(
     )
     if not near:
         return None
-    near = near[: max(MOST_NAMERS, parameters.neighbours)]
+    near = near[: max(MAX_NAMERS, parameters.neighbours)]
     closest = near[0][0]
-    farthest = sorted({round(apart, 3) for apart, _ in near[:MOST_NAMERS]})[: parameters.distances][-1]
-    told = [
+    farthest = sorted({round(apart, 3) for apart, _ in near[:MAX_NAMERS]})[: parameters.distances][-1]
+    named = [
         (entry, apart, candidate_losses(entry, problem, space))
         for place, (apart, entry) in enumerate(near)
         if place < parameters.neighbours or round(apart, 3) <= farthest
     ]
-    names = [(entry, losses) for entry, each, losses in told if round(each, 3) <= farthest]
-    opinions = [
+    namers = [(entry, losses) for entry, each, losses in named if round(each, 3) <= farthest]
+    weighted = [
         (math.exp((closest - each) / parameters.reach), entry, losses)
-        for entry, each, losses in told[: parameters.neighbours]
+        for entry, each, losses in named[: parameters.neighbours]
     ]
-    # Whoever weighs next to nothing is not asked: each opinion costs an estimate of every candidate.
-    opinions = [opinion for opinion in opinions if opinion[0] > 0.02]
+    # Entries whose weight is below 2% are skipped, because each one costs a model estimate per candidate.
+    weighted = [each for each in weighted if each[0] > 0.02]
 
-    def opinion(entry: Entry, losses: Mapping[Schedule, float], schedule: Schedule) -> float:
+    def predicted_loss(entry: Entry, losses: Mapping[Schedule, float], schedule: Schedule) -> float:
         there = log_us(entry.problem, schedule, spec)
         loss = losses.get(schedule)
-        if loss is None:  # not named there: slower by something, or by as much as the model says
+        if loss is None:  # not named there: slower by a little, or by as much as the model says
             winner = next(iter(losses), schedule)
             loss = max(parameters.unnamed, parameters.model * (there - log_us(entry.problem, winner, spec)))
         return loss + parameters.model * (log_us(problem, schedule, spec) - there)
 
     def mean_loss(schedule: Schedule) -> float:
-        total = sum(weight * opinion(entry, losses, schedule) for weight, entry, losses in opinions)
-        return round(total / sum(weight for weight, _, _ in opinions), 9)
+        total = sum(weight * predicted_loss(entry, losses, schedule) for weight, entry, losses in weighted)
+        return round(total / sum(weight for weight, _, _ in weighted), 9)
 
-    candidates = {schedule for _, losses in names for schedule in losses}
+    candidates = {schedule for _, losses in namers for schedule in losses}
     if not candidates:
         return None
-    best, *others = sorted(candidates, key=lambda schedule: (mean_loss(schedule), schedule.id))[: 1 + OTHERS]
-    entry = next(entry for entry, losses in names if best in losses)
-    return Transfer(schedule=best, entry=entry, distance=closest, asked=len(opinions), others=tuple(others))
+    best, *others = sorted(candidates, key=lambda schedule: (mean_loss(schedule), schedule.id))[: 1 + ALTERNATIVES]
+    entry = next(entry for entry, losses in namers if best in losses)
+    return Transfer(schedule=best, entry=entry, distance=closest, neighbours=len(weighted), others=tuple(others))
 
 
 def candidate_losses(entry: Entry, problem: Problem, space: SearchSpace) -> dict[Schedule, float]:
-    """Log of time over the winner's, of every schedule that an entry names, as far as they can be made valid here."""
+    """The loss of every schedule that an entry names: the log of its time over the winner's. Schedules that are not valid for
+    `problem` are repaired, and left out where that fails."""
     named = [(space.complete(each), 0.0) for each in (entry.schedule, *entry.ties)]
     if entry.runner_up is not None:
         named.append((space.complete(entry.runner_up), math.log1p(max(0.0, entry.margin or 0.0))))
     equivalents = problem.declaration.similarity.equivalents
-    named += [(twin, loss + TWIN) for each, loss in named for twin in equivalents(entry.problem, problem, each)]
+    named += [
+        (other, loss + EQUIVALENT_LOSS) for each, loss in named for other in equivalents(entry.problem, problem, each)
+    ]
     losses: dict[Schedule, float] = {}
     for schedule, loss in named:
         valid = repaired(schedule, problem, space)
@@ -159,15 +164,15 @@ def candidate_losses(entry: Entry, problem: Problem, space: SearchSpace) -> dict
 
 
 def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedule | None:
-    """`schedule` with as few knobs as possible moved to their defaults that it obeys the constraints; None if that fails.
+    """A schedule that obeys the constraints, with as few knobs as possible moved towards their defaults; None where that fails.
 
-    A broken constraint is mended by one of the knobs it reads, those of the structure before tiles, or by all of them; a number
-    goes no further than it must: of sixteen shares of the keys eight may be left.
+    A broken constraint is repaired by moving one of the knobs that it reads, structure before tiles, else all of them. A number
+    moves no further than it must: 16 shares of the keys may become 8.
     """
     values = space.constraint_values(problem)
     for _ in space.knobs:
-        held = values | dict(schedule)
-        broken = next((each for each in space.needed if not each.holds(held)), None)
+        chosen = values | dict(schedule)
+        broken = next((each for each in space.needed if not each.holds(chosen)), None)
         if broken is None:
             return schedule
         changed = {
@@ -188,7 +193,7 @@ def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedu
 
 
 def _towards(value: KnobValue, default: KnobValue, choices: Sequence[KnobValue]) -> list[KnobValue]:
-    """What lies between a number and its default, the nearest first, and the default."""
+    """The choices between a number and its default, the nearest first, then the default."""
     if isinstance(value, bool) or not (isinstance(value, int) and isinstance(default, int)):
         return [default]
     low, high = sorted((value, default))
@@ -197,10 +202,8 @@ def _towards(value: KnobValue, default: KnobValue, choices: Sequence[KnobValue])
 
 
 def expected_loss(found: Transfer, problem: Problem) -> ExpectedLoss | None:
-    """What to expect of a transfer: by kind, and within one kind by the problem's group and distance.
-
-    None where that was never measured on problems like this one.
-    """
+    """The loss to expect of a transfer, by the problem's group and the distance of the nearest entry; None where it was never
+    measured on problems like this one."""
     kernel = problem.declaration
     group = kernel.similarity.loss_group(problem)
     if not group:
@@ -216,21 +219,21 @@ def expected_loss(found: Transfer, problem: Problem) -> ExpectedLoss | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LossBand:
-    """Expected loss within a range of distances."""
+    """The expected loss within a range of distances."""
 
     group: str
-    """Problems that it is of, as the kernel names them; empty for any."""
+    """The kernel's name for the group of problems; empty for every problem."""
     other_kind: bool
     """Whether the neighbours are of another kind."""
     up_to: float
-    """Distance of the nearest neighbour; bands are in rising order."""
+    """Largest distance of the nearest entry; bands are in rising order."""
     loss: ExpectedLoss
-    """Measured there."""
+    """The loss measured there."""
 
 
 @lru_cache(maxsize=16)
 def loss_bands(kernel: str) -> tuple[LossBand, ...]:
-    """The bands in `tuning_db/model/KERNEL/transfer.json`; none where there is no such file."""
+    """The bands of a kernel in `tuning_db/model/KERNEL/transfer.json`; none where there is no such file."""
     path = data_files.tuning_db() / "model" / kernel / "transfer.json"
     if not path.is_file():
         return ()
@@ -248,6 +251,6 @@ def loss_bands(kernel: str) -> tuple[LossBand, ...]:
 
 @lru_cache(maxsize=8192)
 def log_us(problem: Problem, schedule: Schedule, spec: ArchSpec) -> float:
-    """Log of the static estimate. The machine code need not be known: what is assumed of it cancels between problems."""
+    """Log of the performance model's estimate. Facts of the machine code are assumed: errors in them cancel between problems."""
     kernel = problem.declaration
     return math.log(kernel.cost.model(problem, schedule, kernel.cost.expected(problem, schedule, spec), spec))

@@ -1,7 +1,7 @@
-"""Build ahead what the tuned table serves, so that no process has to compile it later.
+"""Builds the programs that the tuned table serves, so that no process has to compile them later.
 
-The machine code is that of the table's entries where the artifact store has it, and built where not. It goes into a
-bundle: in the cache folder for this machine (`warmup`), or to a file for machines without a compiler (`bundle`).
+Machine code is taken from the artifact store where the store has it, and compiled where not. It is written to a bundle: in the
+cache folder of this machine, or to a file for machines without a compiler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiledsched.core.files import read_bounded
 from tiledsched.core.launch import problem_class
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.serve.bundle import Program, read_bundle, write_bundle
+from tiledsched.serve.bundle import BundledProgram, read_bundle, write_bundle
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import spilled
 from tiledsched.store.records import Entry
@@ -37,29 +37,29 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What became of it."""
+    """The result of writing a bundle."""
 
     arch: str
-    """For which arch."""
+    """The GPU's arch."""
     path: Path
-    """The bundle written."""
+    """The bundle."""
     programs: int
-    """Programs in it."""
+    """Number of programs in it."""
     problems: int
-    """Problems they serve."""
+    """Number of problems that they serve."""
     reused: int
-    """Of the programs: had before, from the store of artifacts or the bundle that lay there."""
+    """Number of programs taken from the artifact store or an earlier bundle."""
     compiled: int
-    """Of the programs: built now."""
+    """Number of programs compiled for it."""
     failures: tuple[tuple[Schedule, Failure], ...]
-    """What would not build."""
+    """Schedules that did not build, and why."""
     size_bytes: int
-    """Of the file."""
+    """Size of the file."""
     seconds: float
     """Wall time."""
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The result as `--json` prints it."""
         return {
             "arch": self.arch,
             "file": str(self.path),
@@ -99,20 +99,20 @@ def prepare(
     jobs: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Prepared:
-    """Write a bundle with every program that `table` serves `arch` for its entries' problems, and for those like them.
+    """Write a bundle with every program that `table` serves on `arch` for the problems of its entries and for similar ones.
 
     Args:
-        arch: e.g. sm_90; no GPU of it is needed.
-        path: the bundle; one that lies there gives what it has.
-        entries: the tuned table; only those of `arch` and this kernel count.
-        table: answers which schedule a problem is served with.
-        kernel: whose.
-        artifacts: builds already made, and where new ones are kept.
-        compiler: what builds, for people.
-        likely: more problems that are to be expected where there is this one.
-        others: more bundles that may have some of the programs.
-        jobs: compile processes; one per CPU unless given.
-        progress: called with a line now and then.
+        arch: for example sm_90; no GPU of it is needed.
+        path: the bundle to write; programs of an earlier one there are used again.
+        entries: the tuned table; only entries of `arch` and this kernel count.
+        table: says which schedule a problem is served with.
+        kernel: the kernel.
+        artifacts: the store of builds, where new ones are kept, too.
+        compiler: the compiler that builds, for people.
+        likely: gives further problems that are to be expected where there is this one.
+        others: further bundles that may have some of the programs.
+        jobs: number of compile processes; one per CPU unless given.
+        progress: called with a line of text now and then.
 
     Raises:
         ConfigError: the table has no entry for `arch`, or the file cannot be written.
@@ -125,7 +125,7 @@ def prepare(
         raise ConfigError(f"nothing is tuned for {arch}; run: tiledsched tune {where} --arch {arch}")
     device = mine[0].device_name
     problems = list(dict.fromkeys(each for entry in mine for each in (entry.problem, *likely(entry.problem))))
-    found = _had_before(arch, [path, *others], mine, kernel, artifacts)
+    found = _at_hand(arch, [path, *others], mine, kernel, artifacts)
     had = set(found)
     needed: dict[Key, tuple[Schedule, Problem]] = {}
     failures: list[tuple[Schedule, Failure]] = []
@@ -150,7 +150,7 @@ def prepare(
                 found[key] = outcome
             else:
                 failures.append((needed[key][0], outcome))
-        # As a call does: what was not measured and spills gives way to the next choice.
+        # As in a call, a schedule that was not measured and spills registers gives way to the next choice.
         spilling = [
             pair
             for key, pair in zip(keys, waiting, strict=True)
@@ -160,7 +160,9 @@ def prepare(
         waiting = [(problem, served) for problem, served in following if served is not None]
     reused = len(needed.keys() & had)
     programs = [
-        Program(kernel=kernel.name, arch=arch, schedule=schedule, problem=problem, fingerprint=found[key].fingerprint)
+        BundledProgram(
+            kernel=kernel.name, arch=arch, schedule=schedule, problem=problem, fingerprint=found[key].fingerprint
+        )
         for key, (schedule, problem) in needed.items()
         if key in found
     ]
@@ -186,7 +188,7 @@ def prepare(
 
 
 def renamed_by_contents(done: Prepared, name: str) -> Prepared:
-    """A bundle under a name that holds a hash of its contents: whoever has the name has the same schedules and machine code."""
+    """Rename a bundle so that its name holds a hash of its contents: equal names mean equal schedules and machine code."""
     digest = hashlib.sha256(read_bounded(done.path)).hexdigest()[:16]
     path = done.path.with_name(f"{re.sub(r'[^A-Za-z0-9]', '_', name)}-{done.arch}-{digest}.zip")
     os.replace(done.path, path)
@@ -197,10 +199,10 @@ def _key(kernel: KernelClass, arch: str, problem: Problem, schedule: Schedule) -
     return schedule.id, problem_class(kernel, problem, schedule, arch_spec(arch)).id
 
 
-def _had_before(
+def _at_hand(
     arch: str, paths: Iterable[Path], entries: Iterable[Entry], kernel: KernelClass, artifacts: ArtifactStore
 ) -> dict[Key, Artifact]:
-    """Machine code of this very kernel source that need not be built: the entries' own, and that of earlier bundles."""
+    """Machine code of this kernel source that need not be built: that of the entries, and that of earlier bundles."""
     source_hash = kernel.source_hash()
     found: dict[Key, Artifact] = {}
     for entry in entries:
@@ -218,7 +220,7 @@ def _had_before(
                     continue
                 key = _key(kernel, arch, program.problem, program.schedule)
                 if key not in found:
-                    with suppress(ConfigError):  # damaged: built anew, like the rest of a bundle that is not usable
+                    with suppress(ConfigError):  # a damaged program is built anew, as are those of unusable bundles
                         found[key] = bundle.artifact(program)
         except TiledschedError:
             continue
@@ -228,7 +230,7 @@ def _had_before(
 def _built(
     tasks: Sequence[BuildTask], kernel: KernelClass, jobs: int | None, progress: Callable[[str], None]
 ) -> Iterable[tuple[Key, Artifact | Failure]]:
-    """Each task's outcome; no process is started where there is none."""
+    """The artifact or failure of each task; no process is started where there is no task."""
     if not tasks:
         return
     with BuildPool(jobs) as pool:

@@ -15,7 +15,7 @@ from tiledsched.bench.rows import BenchRow, append_rows
 from tiledsched.core import data_files
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.serve.prebuilt import MOST_SPILLED
+from tiledsched.serve.prebuilt import MAX_SPILL_BYTES
 from tiledsched.serve.transfer import loss_bands
 from tiledsched.store.exchange import read_table
 
@@ -101,7 +101,8 @@ def test_the_losses_that_ship_are_those_of_the_study() -> None:
 def test_what_a_call_refuses_is_no_choice(tmp_path) -> None:
     """A program that spills more than a call takes is not served, whatever it took."""
     rows = "".join(
-        f"{PROBLEM},{name},1,{spills}\n" for name, spills in (("a", ""), ("b", MOST_SPILLED), ("c", MOST_SPILLED + 8))
+        f"{PROBLEM},{name},1,{spills}\n"
+        for name, spills in (("a", ""), ("b", MAX_SPILL_BYTES), ("c", MAX_SPILL_BYTES + 8))
     )
     (tmp_path / "m.csv").write_text(f"problem,schedule,median_us,spill_bytes\n{rows}")
     assert medians(tmp_path / "m.csv") == [(str(PROBLEM), {"a": 1.0, "b": 1.0})]

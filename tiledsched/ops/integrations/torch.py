@@ -1,8 +1,8 @@
 """Route torch's own `scaled_dot_product_attention` here, and back.
 
-`torch.nn.functional.scaled_dot_product_attention` is replaced while routing is on, process-wide. Of the ways there are
-this is the one that holds for every torch since 2.9 and under `torch.compile` (Dynamo guards on the function: what was
-compiled before recompiles, and again when routing ends). The others were considered and left:
+`torch.nn.functional.scaled_dot_product_attention` is replaced while routing is on, process-wide. This works for every torch
+since 2.9 and under `torch.compile`: Dynamo guards on the function, so code compiled before is compiled again, and once more when
+routing ends. Two other ways were rejected:
 
 - An override of `aten::_scaled_dot_product_flash_attention`, which is what torch's own hook for flash attention
   (`torch.nn.attention.register_flash_attention_impl`, torch 2.11) activates for FA3 and FA4: it is reached only where
@@ -10,9 +10,8 @@ compiled before recompiles, and again when routing ends). The others were consid
   bring a backward of its own.
 - A `TorchFunctionMode`: sees names imported earlier, too, but runs Python for every torch function and in one thread.
 
-The hook is used all the same as a door: importing this module registers `tiledsched` with it, so that
-`torch.nn.attention.activate_flash_attention_impl("tiledsched")` and `restore_flash_attention_impl()` turn routing on and
-off.
+torch's hook still turns routing on and off: importing this module registers `tiledsched` with it, so that
+`torch.nn.attention.activate_flash_attention_impl("tiledsched")` and `restore_flash_attention_impl()` work.
 
 Not routed: modules that imported the function by name before (they keep the original), and C++ code that calls it inside
 (the fast path of `nn.TransformerEncoder` and `nn.MultiheadAttention`).
@@ -29,7 +28,6 @@ import torch
 import torch.nn.attention
 import torch.nn.functional as functional
 
-from tiledsched.ops import fallback  # noqa: F401
 from tiledsched.ops.sdpa import sdpa
 
 NAME = "tiledsched"
@@ -94,7 +92,7 @@ def route_torch_sdpa() -> Iterator[None]:
 
 
 class _Routing:
-    """What torch's hook keeps while an implementation is active."""
+    """The object that torch's hook holds while an implementation is active."""
 
     def remove(self) -> None:
         disable()

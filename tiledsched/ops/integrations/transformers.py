@@ -1,12 +1,16 @@
 """Attention for Hugging Face transformers: `register()`, then `attn_implementation="tiledsched"`.
 
-The contract is that of the library's own `sdpa` (its `integrations/sdpa_attention.py` and `masking_utils.py`): without a
-mask, one query row sees every key (generation with a cache), more rows are causal from the top left where the module is
-causal (a static cache holds more keys than were written: they are cut off), and any other pattern comes as a mask. Two
-things are added: rows appended to a cache whose keys they all may see up to their own (a prompt in chunks, speculative
-decoding) get no materialised mask but torch's `causal_lower_right`; and a sliding window, padding on the left or right, one row
-on a static cache, and packed sequences get a :class:`SeenKeys`. The kernel serves both. Where a model is called with
-FlashAttention's arguments (`cu_seq_lens_q` and so on), they say where packed sequences lie.
+The contract is that of the library's own `sdpa` (its `integrations/sdpa_attention.py` and `masking_utils.py`):
+
+- without a mask, one query row sees every key (generation with a cache);
+- without a mask, several rows are causal from the top left where the module is causal. A static cache holds more keys than were
+  written; the others are cut off;
+- every other pattern comes as a mask.
+
+Two things are added, both of which the kernel serves. Rows appended to a cache, each of which sees the keys up to its own (a
+prompt in chunks, speculative decoding), get torch's `causal_lower_right` in place of a materialised mask. A sliding window,
+padding on the left or right, one row on a static cache, and packed sequences get a :class:`SeenKeys`. Where a model is called
+with FlashAttention's arguments (`cu_seq_lens_q` and so on), these say where packed sequences lie.
 """
 
 from __future__ import annotations
@@ -31,10 +35,10 @@ from tiledsched.serve import process
 
 NAME = "tiledsched"
 CHANGES_SCORES = ("head_mask",)
-"""What some models hand to attention and neither the kernel nor torch's attention computes."""
+"""Arguments of some models that neither the kernel nor torch's attention computes."""
 ONLY_THEIRS = ("position_bias", "cache")
-"""What transformers' own `sdpa` treats itself: a learnt bias, and the paged cache of continuous batching."""
-ASKED = {
+"""Arguments that transformers' own `sdpa` handles: a learnt bias, and the paged cache of continuous batching."""
+SPECIAL_ARGUMENTS = {
     *CHANGES_SCORES,
     *ONLY_THEIRS,
     "output_attentions",
@@ -44,39 +48,39 @@ ASKED = {
     "cu_seq_lens_q",
     "cu_seq_lens_k",
 }
-"""What a model may ask for beside."""
+"""Arguments of a model that change what is computed."""
 
 
 @dataclass(frozen=True, eq=False)
 class SeenKeys:
-    """A mask in fewer words: each row sees the last `window` keys up to its own, or all, of those of its sequence.
+    """A mask that is not materialised: each row sees the last `window` keys up to its own, or all keys, of its own sequence.
 
-    Of a cache that holds more than was written, the first `columns` keys count; the last row ends at the last of them.
+    Where a cache holds more keys than were written, the first `columns` keys count, and the last row ends at the last of them.
     """
 
     columns: int
-    """Keys from the beginning that count."""
+    """Number of keys from the beginning that count."""
     causal: bool
     """Whether a row sees no keys beyond its own."""
     window: Window
-    """Keys that a row sees at most, or a pair of those before and after its own; None for all."""
+    """Number of keys that a row sees at most, or a pair of keys before and after its own; None for all."""
     starts: torch.Tensor | None
     """`[batch]`: the first key that is no padding; None where there is none on the left."""
     lengths: torch.Tensor | None
     """`[batch]`: the first key of the padding on the right; None where there is none."""
     materialize: Callable[[], torch.Tensor]
-    """Makes the mask in full."""
+    """Makes the full mask."""
     offsets: torch.Tensor | None = None
-    """`[sequences + 1]` int32: where packed sequences begin, counted through all rows; None where none are packed."""
+    """`[sequences + 1]` int32: where packed sequences begin, counted over all rows; None where none are packed."""
     longest: int = 0
-    """Rows of the longest of them."""
-    ndim = 4  # which transformers asks of masks made before
+    """Number of rows of the longest packed sequence."""
+    ndim = 4  # transformers reads it of a mask that it is given
 
     def contiguous(self) -> SeenKeys:
-        """As it is: `generate` asks it of every mask that it makes before."""
+        """The mask itself: `generate` calls this for every mask that it makes ahead."""
         return self
 
-    # To models that do not hand it on as it is but reckon with it, it is the mask in full.
+    # For models that compute with the mask it is the full mask.
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,7 +108,7 @@ class SeenKeys:
         return ~self.materialize()
 
     def to(self, device: Any, *_: Any, **__: Any) -> SeenKeys:
-        """On another device, for models that are spread over several."""
+        """The mask on another device, for models that are spread over several."""
         moved = {name: getattr(self, name) for name in ("starts", "lengths", "offsets")}
         moved = {name: each if each is None else each.to(device) for name, each in moved.items()}
         return replace(self, **moved, materialize=lambda: self.materialize().to(device))
@@ -159,8 +163,8 @@ def attention(
         UnsupportedError: the model needs what neither the kernel nor torch's attention computes, or something is not
             served and the setting `fallback` is `error`.
     """
-    if attention_mask is None and query.shape[2] == 1 and not dropout and more.keys().isdisjoint(ASKED):
-        # The short way of a step of generation, whose time is the host's.
+    if attention_mask is None and query.shape[2] == 1 and not dropout and more.keys().isdisjoint(SPECIAL_ARGUMENTS):
+        # The short way for a step of generation, whose time is spent on the host.
         out = sdpa(query, key, value, scale=scaling, enable_gqa=True, causal=False)
         return out.transpose(1, 2).contiguous(), None
     for name in CHANGES_SCORES:
@@ -172,7 +176,7 @@ def attention(
     reason = _not_served(attention_mask, more)
     scores: dict[str, Any] = {"softcap": more.get("softcap"), "sinks": more.get("s_aux", more.get("sinks"))}
     scores = {name: value for name, value in scores.items() if value is not None}
-    if reason and scores:  # which transformers' own does not compute
+    if reason and scores:  # transformers' own attention computes no softcap and no sinks
         fallback.report(reason)
         out = fallback.attend_in_torch(
             query,
@@ -216,9 +220,9 @@ def attention(
     elif isinstance(attention_mask, CausalBias):
         causal = "bottom_right"
     elif rows == 1:
-        causal = False  # the last token sees every key; the top-left diagonal would leave it the first only
+        causal = False  # the last token sees every key; from the top left it would see the first only
     elif causal and key.shape[2] > rows:
-        key, value = key[:, :, :rows], value[:, :, :rows]  # of a static cache, the part that is written
+        key, value = key[:, :, :rows], value[:, :, :rows]  # the part of a static cache that was written
     out = sdpa(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, causal=causal, **scores)
     return out.transpose(1, 2).contiguous(), None
 
@@ -226,16 +230,16 @@ def attention(
 def _packed(
     attention_mask: Any, query: torch.Tensor, key: torch.Tensor, more: dict[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Where packed sequences lie and the longest of them, as `sdpa_varlen` takes it; None where none are packed."""
+    """Offsets of packed rows and keys and the lengths of the longest, as `sdpa_varlen` takes them; None where none are packed."""
     if isinstance(attention_mask, SeenKeys) and attention_mask.offsets is not None:
         own = attention_mask.offsets
         return own, own, attention_mask.longest, attention_mask.longest
-    more_said = (
+    hides_more = (
         attention_mask.starts is not None or attention_mask.lengths is not None
         if isinstance(attention_mask, SeenKeys)
         else attention_mask is not None
     )
-    if query.shape[0] != 1 or more_said:
+    if query.shape[0] != 1 or hides_more:
         return None
     ends = more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k")
     if not all(isinstance(each, torch.Tensor) for each in ends):
@@ -245,13 +249,11 @@ def _packed(
 
 
 def mask(*arguments: Any, **named: Any) -> torch.Tensor | SeenKeys | None:
-    """What transformers calls once per forward pass: the mask of its `sdpa`, or `causal_lower_right` or `SeenKeys` where that
-    is all.
-
-    Takes whatever the installed version passes to its mask functions.
+    """What transformers calls once per forward pass: the mask of its own `sdpa`, or `causal_lower_right` or `SeenKeys` where
+    one of these says the same. It takes whatever the installed version passes to its mask functions.
     """
     if isinstance(named.get("attention_mask"), SeenKeys):
-        return named["attention_mask"]  # made before, by `generate`
+        return named["attention_mask"]  # made ahead by `generate`
     lower_right = _lower_right(named)
     if lower_right is not None:
         return lower_right
@@ -264,9 +266,9 @@ def mask(*arguments: Any, **named: Any) -> torch.Tensor | SeenKeys | None:
 
 
 def _lower_right(named: dict[str, Any]) -> CausalBias | None:
-    """The mask where it says no more than: each row sees the cache and its own chunk up to itself.
+    """torch's `causal_lower_right` where each row sees the cache and its own chunk up to itself; else None.
 
-    Asked as transformers asks whether it may leave a mask out.
+    The conditions are those under which transformers leaves a mask out.
     """
     columns, padding, local = (named.get(name) for name in ("kv_length", "attention_mask", "local_size"))
     if (
@@ -286,14 +288,14 @@ def _lower_right(named: dict[str, Any]) -> CausalBias | None:
 
 
 def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
-    """The mask where it says no more than causal or not, a sliding window, and padding on the left and right; and no less.
+    """The mask where it is made of a causal mask or none, a sliding window, and padding on the left and right; else None.
 
-    None, too, for versions of transformers that tell other things; and while it is traced, when no values can be read, where
-    there is a mask of padding.
+    Also None for versions of transformers that pass other arguments; and while it is traced, when no values can be read, if there
+    is a padding mask.
     """
     traced = torch.compiler.is_compiling()
-    kept = not (named.get("allow_is_causal_skip", True) or named.get("allow_is_bidirectional_skip", False))
-    if kept and named.get("q_length") == 1:
+    is_required = not (named.get("allow_is_causal_skip", True) or named.get("allow_is_bidirectional_skip", False))
+    if is_required and named.get("q_length") == 1:
         return _static_row(named, traced=traced)
     place = named.get("q_offset")
     on_static = isinstance(place, torch.Tensor)
@@ -303,8 +305,8 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     if len(sizes) < 4 or (traced and named.get("attention_mask") is not None):
         return None
     rows, columns, before, hidden = sizes
-    if traced:  # when closures cannot be looked into
-        causal, window = _told_pattern(named)
+    if traced:  # closures cannot be read then
+        causal, window = _traced_pattern(named)
     else:
         sequences, function = _unpacked(named.get("mask_function"))
         if sequences is not None:
@@ -319,7 +321,7 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
     if causal:
         columns = min(columns, rows + before - hidden)
         window = window if isinstance(window, int) and window < columns else None
-    elif isinstance(window, tuple):  # aligned with the last row, which is the first key's where all is there
+    elif isinstance(window, tuple):  # aligned with the last row: the diagonal, where there are as many rows as keys
         if rows != columns or before or hidden:
             return None
         window = window if min(window) < columns - 1 else None
@@ -335,7 +337,7 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
             return None
         starts, lengths = found
     if not slides and starts is None and lengths is None and not on_static:
-        return None  # transformers knows best what it calls with no mask
+        return None  # transformers itself decides what to call without a mask
     from transformers.masking_utils import sdpa_mask
 
     return SeenKeys(
@@ -349,16 +351,16 @@ def _seen_keys(named: dict[str, Any]) -> SeenKeys | None:
 
 
 def _static_row(named: dict[str, Any], *, traced: bool) -> SeenKeys | None:
-    """The mask of one row on a static cache. Which keys it sees stays on the GPU, so that no step of a generation poses a problem
-    of its own or compiles anew, and a CUDA graph may hold it.
+    """The mask of one row on a static cache. The keys that it sees are known on the GPU only, so that every step of a generation
+    is the same problem and the same compiled code, and a CUDA graph may hold it.
 
-    None where it says more, or where there is padding and values cannot be read.
+    None where the mask is another, or where there is padding and values cannot be read.
     """
     before, columns, hidden, padding = (
         named.get(name) for name in ("q_offset", "kv_length", "kv_offset", "attention_mask")
     )
     function, device = named.get("mask_function"), torch.device(named.get("device") or "cpu")
-    known = not traced or _is_plain(function)  # closures cannot be looked into
+    known = not traced or _is_plain(function)  # closures cannot be read while it is traced
     causal, window = _pattern(function) if known else (None, None)
     blind = traced or _is_capturing(device)
     if (
@@ -400,14 +402,15 @@ def _static_row(named: dict[str, Any], *, traced: bool) -> SeenKeys | None:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured, when no values are read."""
+    """Whether a CUDA graph is being captured: no values can be read then."""
     return device.type == "cuda" and process.runtime.is_capturing()
 
 
 def _packed_keys(named: dict[str, Any], sequences: torch.Tensor, function: Any) -> SeenKeys | None:
-    """The mask of packed sequences, whose numbers `[batch, rows]` are given; None where it says more, or there is padding.
+    """The mask of packed sequences, by the number `[batch, rows]` of each row's sequence; None where the mask hides more, or
+    there is padding.
 
-    Reads from the GPU where they begin: without that their number is not known.
+    It reads from the GPU where the sequences begin: otherwise their count is not known.
     """
     causal, window = _pattern(function)
     rows, columns, before, hidden = (named[name] for name in ("q_length", "kv_length", "q_offset", "kv_offset"))
@@ -439,22 +442,22 @@ def _packed_keys(named: dict[str, Any], sequences: torch.Tensor, function: Any) 
 
 
 def _unpacked(mask_function: Any) -> tuple[Any, Any]:
-    """The numbers of packed sequences that a mask function of transformers holds, and the function of each of them; None and
-    the function itself where it holds none."""
-    parts = _held(mask_function, "and_masks", "mask_functions")
+    """The sequence numbers in a mask function of transformers for packed sequences, and the mask function within a sequence;
+    None and the function itself where sequences are not packed."""
+    parts = _closed_over(mask_function, "and_masks", "mask_functions")
     if isinstance(parts, tuple) and len(parts) == 2:
         for first, second in (parts, parts[::-1]):  # versions differ in their order
-            sequences = _held(first, "packed_sequence_mask_function", "packed_sequence_mask")
-            function = _held(second, "remap_positions_for_packed_sequence", "mask_function")
+            sequences = _closed_over(first, "packed_sequence_mask_function", "packed_sequence_mask")
+            function = _closed_over(second, "remap_positions_for_packed_sequence", "mask_function")
             if isinstance(sequences, torch.Tensor) and function is not None:
                 return sequences, function
     return None, mask_function
 
 
 def _pattern(mask_function: Any) -> tuple[bool | None, Window]:
-    """Whether a mask function of transformers is causal, and its window; (None, None) of one that is neither that nor full.
+    """Whether a mask function of transformers is causal, and its window; (None, None) for a pattern that is not known.
 
-    It is a closure over its parts, of which only those are taken that are known by name.
+    The function is a closure over its parts, and only parts that are known by name are accepted.
     """
     from transformers import masking_utils as known
 
@@ -462,9 +465,9 @@ def _pattern(mask_function: Any) -> tuple[bool | None, Window]:
         return True, None
     if mask_function is getattr(known, "bidirectional_mask_function", known):
         return False, None
-    parts = _held(mask_function, "and_masks", "mask_functions")
+    parts = _closed_over(mask_function, "and_masks", "mask_functions")
     if isinstance(parts, tuple) and len(parts) == 2 and parts[1] is known.causal_mask_function:
-        window = _held(parts[0], "sliding_window_overlay", "sliding_window")
+        window = _closed_over(parts[0], "sliding_window_overlay", "sliding_window")
         if type(window) is int and window > 0:
             return True, window
     elif (
@@ -472,22 +475,22 @@ def _pattern(mask_function: Any) -> tuple[bool | None, Window]:
         and len(parts) == 2
         and parts[1] is getattr(known, "bidirectional_mask_function", known)
     ):
-        window = _held(parts[0], "sliding_window_bidirectional_overlay", "sliding_window")
+        window = _closed_over(parts[0], "sliding_window_bidirectional_overlay", "sliding_window")
         if type(window) is int and window >= 0:
             return False, (window, window)
     return None, None
 
 
 def _is_plain(mask_function: Any) -> bool:
-    """Whether it is a function of transformers' own and no closure."""
+    """Whether it is one of transformers' own functions and no closure."""
     from transformers import masking_utils as known
 
     return mask_function in (known.causal_mask_function, getattr(known, "bidirectional_mask_function", known))
 
 
-def _told_pattern(named: dict[str, Any]) -> tuple[bool | None, Window]:
-    """The same by the other arguments: of a causal mask that may be left out nothing but its window is left to say, unless it is
-    one of chunks."""
+def _traced_pattern(named: dict[str, Any]) -> tuple[bool | None, Window]:
+    """Whether the mask is causal, and its window, by the other arguments: a causal mask that may be left out has no more than a
+    window, unless it is one of chunks."""
     if named.get("local_size") is None:
         return _pattern(named["mask_function"]) if _is_plain(named.get("mask_function")) else (None, None)
     config, window = named.get("config"), named.get("local_size")
@@ -497,8 +500,8 @@ def _told_pattern(named: dict[str, Any]) -> tuple[bool | None, Window]:
     return None, None
 
 
-def _held(function: Any, maker: str, name: str) -> Any:
-    """What a closure that `maker` of transformers made holds under a name; None of any other function."""
+def _closed_over(function: Any, maker: str, name: str) -> Any:
+    """The variable `name` of a closure that the function `maker` of transformers made; None for any other function."""
     if getattr(function, "__module__", "") != "transformers.masking_utils" or not function.__qualname__.startswith(
         f"{maker}."
     ):
@@ -508,7 +511,7 @@ def _held(function: Any, maker: str, name: str) -> Any:
 
 
 def _rows_and_seen(named: dict[str, Any]) -> tuple[int, int]:
-    """Query rows, and keys before the first of them; versions before 5 give both as a tensor of positions."""
+    """Number of query rows, and of keys before the first of them; versions before 5 give both as a tensor of positions."""
     positions = named.get("cache_position")
     if isinstance(positions, torch.Tensor):
         return len(positions), int(positions[0]) if len(positions) > 1 else 0  # read from the GPU, where it matters
@@ -517,6 +520,7 @@ def _rows_and_seen(named: dict[str, Any]) -> tuple[int, int]:
 
 
 def _not_served(attention_mask: Any, more: dict[str, Any]) -> str:
+    """Why `sdpa` cannot serve a call; empty where it can."""
     for name in ONLY_THEIRS:
         if more.get(name) is not None:
             return f"{name} is not served"
@@ -528,7 +532,7 @@ def _not_served(attention_mask: Any, more: dict[str, Any]) -> str:
 
 
 def _plain(attention_mask: Any, device: torch.device) -> Any:
-    """A mask that transformers' own attention understands."""
+    """The mask as a tensor, which transformers' own attention takes."""
     if isinstance(attention_mask, SeenKeys):
         return attention_mask.materialize()
     if isinstance(attention_mask, CausalBias):
