@@ -87,7 +87,9 @@ def test_python_parses(path):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("path", [ROOT / "README.md", *TUTORIALS], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", ROOT / "docs" / "python.md", *TUTORIALS], ids=lambda path: path.stem
+)
 def test_a_page_shows_what_its_commands_print(path, tmp_path):
     """The pages that a newcomer follows are run from top to bottom, without a GPU, from an empty home.
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import msgspec
 
+from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import encode
 from tiledsched.store.records import Entry
@@ -63,7 +65,10 @@ def _values(problem: Problem) -> tuple[str, dict[str, Any], list[str]]:
 
 def _problem(kernel: str, values: dict[str, Any], omitted: frozenset[str]) -> Problem:
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return Problem(kernel, plain, omitted=omitted)
+    try:
+        return Problem(kernel_named(kernel), plain, omitted=omitted)
+    except ConfigError:  # a kernel that this process does not know
+        return Problem(kernel, plain, omitted=omitted)
 
 
 def read_copy(data: bytes) -> list[Entry]:
