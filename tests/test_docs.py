@@ -129,7 +129,9 @@ def test_python_parses(path):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("path", [ROOT / "README.md", *TUTORIALS], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", ROOT / "docs" / "python.md", *TUTORIALS], ids=lambda path: path.stem
+)
 def test_a_page_shows_what_its_commands_print(path, tmp_path):
     """The pages that a newcomer follows are run from top to bottom, without a GPU, from an empty home.
 
@@ -193,3 +195,13 @@ def test_every_page_is_in_the_site_and_only_once():
     listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert {*listed} == {str(path.relative_to(ROOT / "docs")) for path in PAGES if path.name != "README.md"}
+
+
+def test_the_page_on_search_spaces_lists_every_knob_of_attention():
+    page = (
+        (ROOT / "docs" / "search-space.md").read_text(encoding="utf-8").split("## The knobs of the attention kernel")[1]
+    )
+    first_cells = re.findall(r"^\|(`.*?)\|", page.split("\n\n|")[1], re.MULTILINE)
+    listed = re.findall(r"`(\w+)`", " ".join(first_cells))
+    knobs = (ROOT / "search_spaces" / "attention" / "base.toml").read_text(encoding="utf-8")
+    assert sorted(listed) == sorted(re.findall(r"^\[knobs\.(\w+)\]", knobs, re.MULTILINE))
