@@ -16,7 +16,7 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape
 from tiledsched.store.foreign import rows_of_csv, to_csv
 from tiledsched.store.t4 import INVALIDITY, export_foreign, kernel_tuner_cache, recorded, t4_metadata, t4_results
-from tiledsched.tuning.session import _read_candidates as read_candidates
+from tiledsched.tuning.resources import read_candidates
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 VERSION = {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"}
@@ -353,7 +353,7 @@ def test_a_result_changed_by_hand_is_refused(db, tmp_path, capsys) -> None:
     results["results"][0]["configuration"]["tile_m"] = 256
     (tmp_path / "x.t4.json").write_text(json.dumps(results))
     assert main(["db", "import", str(tmp_path / "x.t4.json"), "--db", str(tmp_path / "other.db")]) == 2
-    assert "results[0].configuration: is not that of its record" in capsys.readouterr().err
+    assert "results[0].configuration: is not that of the measurement it carries" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
