@@ -25,7 +25,7 @@ def head_sizes(heads: int, kv_heads: int, head_dim: int, **more: int) -> Sizes:
 
 
 def _decoder(make: Make, layers: Iterable[Sizes], *, prompts: tuple[tuple[int, int], ...] = ENCODED) -> list[Problem]:
-    """Of each layer: prompts, a chunk of 1024 tokens that ends a prompt of 8192, and one new token for each sequence."""
+    """The problems of each layer: prompts, the last 1024 tokens of a prompt of 8192, and one new token for each sequence."""
     found = []
     for sizes in layers:
         common: dict[str, Any] = {"dtype": "bfloat16", **sizes}
@@ -155,7 +155,7 @@ MODELS: Mapping[str, tuple[str, Callable[[Make], list[Problem]]]] = {
 
 
 def all_models(make: Make) -> list[Problem]:
-    """Those of every model, each once."""
+    """The problems of all models, each of them once."""
     return list(dict.fromkeys(problem for _, problems in MODELS.values() for problem in problems(make)))
 
 

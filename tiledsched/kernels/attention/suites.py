@@ -85,7 +85,7 @@ def _odd_head_dims(make: Make) -> list[Problem]:
 
 
 def _serving(make: Make) -> list[Problem]:
-    """What servers ask for, as `sdpa_varlen` and `sdpa_paged` pose it: prompts and texts end to end, and keys in pages.
+    """Problems of inference servers, for `sdpa_varlen` and `sdpa_paged`: prompts and texts end to end, and keys in pages.
 
     Llama 3 8B (32 query heads over 8) and Qwen2.5 7B (28 over 4) in bfloat16, and BERT base; 16 is vLLM's page on a GPU, and 64
     FlashMLA's.
@@ -103,7 +103,7 @@ def _serving(make: Make) -> list[Problem]:
 
 
 def _masks(make: Make) -> list[Problem]:
-    """What layers of real models hide, add or cap, and padded batches; bfloat16 but BERT.
+    """Windows, sinks and softcaps of real models, and padded batches. All are bfloat16 except BERT.
 
     Windows of Mistral 7B, Gemma 3 (4B and 27B) and GPT-OSS, with its sinks; the softcap of Gemma 2 9B; prompts padded at
     the right and, as transformers generates, at the left; a token after the latter; and texts.
