@@ -329,7 +329,7 @@ def served(launches, others, faster):
         def resolve(self, asked, *given):
             offers = (
                 LookupTable(
-                    [dataclasses.replace(an_entry(asked, (a_rival(name=faster),)), device_name="NVIDIA H200")],
+                    [an_entry(asked, (a_rival(name=faster),)).replace(device_name="NVIDIA H200")],
                     Attention,
                     rivals=True,
                 )
