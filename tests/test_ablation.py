@@ -20,7 +20,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Candidate, Checked, Conditions
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import Table, read_table
+from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
 from tiledsched.tuning.programs import Builder
@@ -255,7 +255,7 @@ def test_a_recorded_ladder_takes_a_way_that_is_wholly_recorded() -> None:
 
 def test_an_empty_record_is_refused() -> None:
     with pytest.raises(MeasureError, match="holds no measurement"):
-        RecordedPrograms(Table(entries=(), measurements=(), artifacts=()), SPACE)
+        RecordedPrograms(TableFile(entries=(), measurements=(), artifacts=()), SPACE)
 
 
 def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) -> None:

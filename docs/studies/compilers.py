@@ -22,8 +22,8 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Candidate, Runner
-from tiledsched.measure.statistics import median_interval
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.prebuilt import usable_bundles
 from tiledsched.store.db import TuningDB
@@ -32,7 +32,6 @@ from tiledsched.tuning.programs import Builder
 from tiledsched.tuning.session import kernel_of, open_runner, prepare_tools, problems_of
 
 SERVED, STALE = "tiledsched", "stale"
-CONFIDENCE = 0.95
 SUSTAINED_ROUNDS = 5
 """Times as many samples at the power cap: they follow each other at once and spread more."""
 
@@ -130,15 +129,9 @@ def compare(
         elif batch.conditions.beside:
             rows.append(replace(row, status=f"timed {batch.conditions.disturbance}"))
         else:
-            low, high = median_interval(batch.samples_us, CONFIDENCE)
             rows.append(
                 replace(
-                    row,
-                    median_us=statistics.median(batch.samples_us),
-                    ci_low_us=low,
-                    ci_high_us=high,
-                    samples=len(batch.samples_us),
-                    conditions=batch.conditions,
+                    row, **vars(Timing.of(batch.samples_us)), samples=len(batch.samples_us), conditions=batch.conditions
                 )
             )
     return rows

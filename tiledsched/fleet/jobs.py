@@ -104,7 +104,7 @@ def control(
     """
     from tiledsched.build.pool import open_pool
     from tiledsched.core.config import load_settings
-    from tiledsched.measure.statistics import median_interval
+    from tiledsched.measure.estimate import Timing
     from tiledsched.store.db import TuningDB
     from tiledsched.tuning.programs import Builder
 
@@ -132,12 +132,8 @@ def control(
         runner.close()
     if isinstance(batch, Failure):
         raise MeasureError(f"the control program does not run on this GPU: {batch.message}; run: tiledsched doctor")
-    samples = sorted(batch.samples_us)
-    low_us, high_us = median_interval(samples, 0.95)
     return {
         "fingerprint": candidates[0].artifact.fingerprint,
-        "median_us": samples[len(samples) // 2],
-        "ci_low_us": low_us,
-        "ci_high_us": high_us,
+        **vars(Timing.of(batch.samples_us)),
         "conditions": batch.conditions.to_json(),
     }

@@ -10,6 +10,7 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.measure.estimate import Timing
 
 REGIMES = ("burst", "sustained")
 
@@ -140,8 +141,8 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """Raw samples of one candidate on one problem, their estimate and the conditions."""
+class Measurement(Timing):
+    """The time of one candidate on one problem, with the samples and the conditions."""
 
     problem: Problem
     """What was computed."""
@@ -153,12 +154,6 @@ class Measurement:
     """Where."""
     regime: str
     """burst (cool, full clocks) or sustained (at the power cap)."""
-    median_us: float
-    """Median of the samples, in microseconds."""
-    ci_low_us: float
-    """Lower end of the 95% confidence interval of the median."""
-    ci_high_us: float
-    """Upper end."""
     samples_us: tuple[float, ...]
     """Every timed launch, in order. Of a hopeless candidate, one: its look, neither paced nor behind an L2 flush."""
     accuracy: Accuracy | None
