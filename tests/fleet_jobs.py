@@ -20,22 +20,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from tiledsched.build import artifacts, pool
+from tiledsched.build import artifacts
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.core import config, data_files
+from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.core.space_files import space_for
 from tiledsched.fleet import jobs as real
-from tiledsched.fleet import local_store as scratch
+from tiledsched.fleet import local_store
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.serve import entries
 from tiledsched.store.exchange import read_table
-from tiledsched.tuning import refresh as refreshing
-from tiledsched.tuning import session as tuning
 from tiledsched.tuning.prior import Shipped
+from tiledsched.tuning.resources import Tools
+from tiledsched.tuning.session import Session
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 PROGRAMS = 8
@@ -77,6 +78,7 @@ class Replay:
         ]
         self.facts = {each.fingerprint: each.facts for each in table.artifacts}
         self.fingerprints = {each.schedule: each.fingerprint for each in self.measurements}
+        self.problem = problem
         self.toolchain, self.arch = table.measurements[0].toolchain, arch
         self.best = min(self.measurements, key=lambda each: each.median_us)
 
@@ -99,12 +101,9 @@ class Replay:
 
     def start(self) -> None: ...
 
+    def cancel(self) -> None: ...
+
     def close(self) -> None: ...
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception) -> None: ...
 
     def has(self, arch, fingerprint) -> bool:
         return True
@@ -114,23 +113,24 @@ class Replay:
     def get(self, arch, fingerprint) -> Artifact:
         return Artifact(arch=arch, fingerprint=fingerprint, facts=self.facts[fingerprint], cubin=b"")
 
-    def tools(self, *given, **named):
-        space = space_for(self.arch, Attention).limited_to(tuple(self.fingerprints))
-        return tuning.Tools(
-            settings=tuning.load_settings({"db": given_db(named)}),
-            space=space,
-            toolchain=self.toolchain,
-            artifacts=self,
+    def session(self, given):
+        """A session on the database of another, whose compiler and GPU are this landscape's."""
+        runner = ReplayRunner(Attention, self.measurements, seed=self.problem.values["heads"])
+        tools = Tools(
+            toolchain=lambda: self.toolchain,
+            artifacts=lambda folder: self,
+            pool=lambda jobs: self,
+            devices=lambda: [runner.device],
+            runner=lambda kernel, seed: runner,
+            rivals=lambda kernel, runner, regime: None,
+            space=lambda arch, kernel, file: space_for(arch, kernel).limited_to(tuple(self.fingerprints)),
         )
+        return Session(self.arch, settings=given.settings, jobs=given.jobs, tools=tools)
 
 
 def changes(schedule) -> bool:
     """Whether another compiler makes other machine code of it."""
     return int(schedule.id, 16) % 2 == 0
-
-
-def given_db(named) -> str | None:
-    return named["settings"].db if "settings" in named else None
 
 
 def label() -> str:
@@ -180,7 +180,7 @@ def begin(problem, progress) -> None:
     if once(f"error-{number}"):
         raise MeasureError("the GPU has fallen off the bus; run: tiledsched doctor")
     if full().exists():
-        scratch.shutil.copyfile, artifacts.write_whole = map(on_a_disk_that_may_be_full, (copy, write_whole))
+        local_store.shutil.copyfile, artifacts.write_whole = map(on_a_disk_that_may_be_full, (copy, write_whole))
         artifacts.ArtifactStore().put(Artifact(arch="sm_90", fingerprint="f" * 24, facts=None, cubin=b""))
     if (folder() / f"fail-{number}").exists():
         raise NoValidScheduleError("no schedule works; relax the constraints")
@@ -197,70 +197,62 @@ def end(problem, arch) -> None:
 
 
 @contextmanager
-def replayed(replay, seed):
-    """What a command needs of this host comes from a landscape."""
-    runner = ReplayRunner(Attention, replay.measurements, seed=seed)
+def replayed(replay, given):
+    """A session that a landscape answers."""
     with (
-        patch.object(pool, "open_pool", lambda jobs: replay),
-        patch.object(tuning, "prepare_tools", replay.tools),
-        patch.object(refreshing, "prepare_tools", replay.tools),
-        patch.object(refreshing, "devices", lambda: [runner.device]),
-        patch.object(tuning, "open_runner", lambda *given, **named: runner),
-        patch.object(refreshing, "open_runner", lambda *given, **named: runner),
+        replay.session(given) as session,
         patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())),
         patch.object(Shipped, "winners", ()),  # reading what ships takes longer than such a tune
     ):
-        yield
+        yield session
 
 
-def tune(kernel, problem, arch, *, db, jobs, progress, pause_s=0.0, **options):
+def tune(session, kernel, problem, progress, *, pause_s=0.0, **options):
     """`tune` of one problem, replayed."""
     begin(problem, progress)
     time.sleep(pause_s)
-    with replayed(Replay(problem, arch), problem.values["heads"]):
+    with replayed(Replay(problem, session.arch), session) as here:
         how = {"trials": 4, "sampler": "random", "effort": "quick", **options}
-        result = real.tune(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **how)
-    end(problem, arch)
+        result = real.tune(here, kernel, problem, progress, **how)
+    end(problem, session.arch)
     return result
 
 
-def record(kernel, problem, arch, *, db, jobs, progress, **options):
+def record(session, kernel, problem, progress, **options):
     """`record` of one problem, replayed."""
     begin(problem, progress)
-    with replayed(Replay(problem, arch), problem.values["heads"]):
-        result = real.record(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **options)
-    end(problem, arch)
+    with replayed(Replay(problem, session.arch), session) as here:
+        result = real.record(here, kernel, problem, progress, **options)
+    end(problem, session.arch)
     return result
 
 
-def refresh(kernel, problem, arch, *, db, jobs, progress, **options):
+def refresh(session, kernel, problem, progress, **options):
     """`refresh` of one problem, replayed under another compiler."""
     begin(problem, progress)
-    with replayed(Replay(problem, arch).recompiled(), problem.values["heads"]):
-        result = real.refresh(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **options)
-    end(problem, arch)
+    with replayed(Replay(problem, session.arch).recompiled(), session) as here:
+        result = real.refresh(here, kernel, problem, progress, **options)
+    end(problem, session.arch)
     return result
 
 
 @functools.cache
 def settings():
     """Read once in a process, as operators do."""
-    return tuning.load_settings()
+    return load_settings()
 
 
 config.watchers.append(settings.cache_clear)
 
 
-def bench(kernel, problem, arch, *, db, jobs, progress, **options):
+def bench(session, kernel, problem, progress, **options):
     """`bench` of one problem, with a stopwatch that runs nothing. What is served is looked up as a launch does it."""
     from test_bench import QUICK, Harness
 
-    from tiledsched.bench.job import bench as real_bench
-
     class Served(Harness):
         def prepare(self, problem, methods, regime):
-            found = entries.load_table(settings(), kernel=kernel, archs={arch})
-            answer = found.resolve(problem, arch, NAMES[arch])
+            found = entries.load_table(settings(), kernel=kernel, archs={session.arch})
+            answer = found.resolve(problem, session.arch, NAMES[session.arch])
             prepared = super().prepare(problem, methods, regime)
             prepared.ready[0].details.update(schedule=answer.schedule.short(), provenance=answer.provenance)
             return prepared
@@ -268,12 +260,12 @@ def bench(kernel, problem, arch, *, db, jobs, progress, **options):
     begin(problem, progress)
     fakes = {"harness": Served(), "pace": QUICK}
     with patch.object(entries, "_shipped", lambda *given: entries.Layer(name="shipped", where="", entries=())):
-        result = real_bench(kernel, problem, arch, db=db, jobs=jobs, progress=progress, **fakes, **options)
-    end(problem, arch)
+        result = real.bench(session, kernel, problem, progress, **fakes, **options)
+    end(problem, session.arch)
     return result
 
 
-def control(kernel, problem, arch, *, db, jobs, **options):
+def control(session, kernel, problem, **options):
     """Every GPU takes what it is told to, by a file `slow-UUID` that holds a factor."""
     uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     slow = folder() / f"slow-{uuid}"

@@ -325,20 +325,13 @@ def faster():
 def served(launches, others, faster):
     """The public functions where a rival was measured to be faster on whatever problem."""
 
-    class Known(LookupTable):
-        def resolve(self, asked, *given):
-            offers = (
-                LookupTable(
-                    [an_entry(asked, (a_rival(name=faster),)).replace(device_name="NVIDIA H200")],
-                    Attention,
-                    rivals=True,
-                )
-                .resolve(asked, *given)
-                .rivals
-            )
-            return dataclasses.replace(super().resolve(asked, *given), rivals=offers)
+    class WithRival(LookupTable):
+        def resolve(self, problem, *given):
+            measured = an_entry(problem, (a_rival(name=faster),)).replace(device_name="NVIDIA H200")
+            offers = LookupTable([measured], Attention, rivals=True).resolve(problem, *given).rivals
+            return dataclasses.replace(super().resolve(problem, *given), rivals=offers)
 
-    launches.runtime.load_table = lambda settings, **given: Known([], Attention, rivals=True)
+    launches.runtime.load_table = lambda settings, **given: WithRival([], Attention, rivals=True)
     serve.reload()
     return launches
 
@@ -417,7 +410,7 @@ def test_a_graph_holds_a_rival_only_once_it_has_run(served) -> None:
 
 def test_the_suite_is_posed_as_the_public_functions_pose_it() -> None:
     suite = Attention.suite("serving")
-    assert all(each.placed for each in suite)
+    assert all(each.is_varlen for each in suite)
     assert {each.page for each in suite} == {0, 16, 64}
     for each in suite:
         assert each.alignment == ("bottom_right" if each.page else "top_left")

@@ -30,6 +30,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import load_space, space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
+from tiledsched.tuning.resources import Tools
 
 ROOT = Path(__file__).parent.parent
 SPACE = """
@@ -154,12 +155,12 @@ def test_programs_for_a_record_are_built_without_a_gpu_and_once(home, capsys) ->
 
 
 @pytest.mark.compiler
-def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys, monkeypatch) -> None:
+def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys) -> None:
     from test_record import Gpu
 
     from tiledsched.store.exchange import read_table
 
-    monkeypatch.setattr("tiledsched.tuning.session.open_runner", lambda *given, **more: Gpu())
+    tools = Tools(runner=lambda kernel, seed: Gpu(), devices=lambda: [Device(name="", arch="sm_90", sm_count=0)])
     space = for_a_record().replace("sm_121", "sm_90").replace("choices = [2]", "choices = [1]")
     (home / "my.toml").write_text(space)
     record = [
@@ -177,7 +178,7 @@ def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys,
         "--out",
         "landscapes",
     ]
-    assert main(record) == 0
+    assert main(record, tools=tools) == 0
     said = capsys.readouterr()
     burst, sustained = said.out.splitlines()
     assert re.search(
@@ -187,7 +188,7 @@ def test_landscapes_are_recorded_and_a_second_run_measures_nothing(home, capsys,
     assert "sustained, 3 of 3 programs measured" in said.err
     assert [len(read_table(line.split("; ")[-1]).measurements) for line in (burst, sustained)] == [3, 2]
 
-    assert main([*record, "--json"]) == 0
+    assert main([*record, "--json"], tools=tools) == 0
     data = json.loads(capsys.readouterr().out)
     (problem,) = data["problems"]
     assert (problem["compiled"], problem["measured"], problem["failed"], problem["complete"]) == (0, 0, 0, True)
@@ -314,7 +315,7 @@ def test_ctrl_c_keeps_what_is_done(home) -> None:
         ("tune --trials", "requires an argument; see tiledsched tune --help"),
         ("tune attention matmul", "unexpected extra argument (matmul); see tiledsched tune --help"),
         ("compare a", "Missing argument 'B'; see tiledsched compare --help"),
-        ("compare a b --threshold 100", "'100' is not a number of percent between 0 and 100"),
+        ("compare a b --threshold 100", "100.0 is not in the range 0<x<100"),
         ("show --provenance guessed", "'guessed' is not one of measured, transferred, modelled, default"),
         ("db check --db missing.db", "missing.db"),
         ("db check --kind hang", "pass --forget-failures"),
@@ -340,9 +341,8 @@ def test_ctrl_c_keeps_what_is_done(home) -> None:
         ("db exprt", "there is no command db exprt; did you mean export? see tiledsched db --help"),
     ],
 )
-def test_wrong_use_is_explained_and_exits_with_2(home, capsys, monkeypatch, line, words) -> None:
-    monkeypatch.setattr("tiledsched.measure.nvml.devices", list)
-    assert main(line.split()) == 2
+def test_wrong_use_is_explained_and_exits_with_2(home, capsys, line, words) -> None:
+    assert main(line.split(), devices=list, tools=Tools(devices=list)) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.splitlines()[-1].startswith("tiledsched: ")
@@ -666,7 +666,7 @@ def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored
     import store_samples
 
     from tiledsched.cli import tuned_output
-    from tiledsched.tuning.session import TuneReport
+    from tiledsched.tuning.run import TuneReport
     from tiledsched.tuning.tuner import TuneResult
 
     long = Schedule(tile_m=128, tile_n=64, **{f"a_knob_with_a_long_name_{i}": i for i in range(1, 4)})

@@ -19,7 +19,6 @@ import pytest
 import sqlalchemy as sa
 from store_samples import PROBLEM, entry, new_url
 
-from tiledsched.build import pool as pools
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import read_artifact
 from tiledsched.cli import main
@@ -29,25 +28,24 @@ from tiledsched.fleet import builds as builds_module
 from tiledsched.fleet import gpus, local, ray_builds
 from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds
-from tiledsched.fleet.campaign import CampaignPlan, Outcome, Setup
-from tiledsched.fleet.child import BUILD_NUMBERS, Child, Elsewhere, why_not
+from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome, Setup
+from tiledsched.fleet.child import BUILD_NUMBERS, Child, RemoteBuilds, why_not
 from tiledsched.fleet.gpus import Gpu
-from tiledsched.fleet.kept import Kept
+from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
-from tiledsched.fleet.local_store import Scratch, bring_home, whole
+from tiledsched.fleet.local_store import LocalStore, bring_home, whole
 from tiledsched.fleet.retry import is_full
 from tiledsched.fleet.run import plan as plan_campaign
 from tiledsched.fleet.run import run
 from tiledsched.fleet.status import read_status
 from tiledsched.fleet.worker import Heart, Worker
 from tiledsched.kernels.softmax import Softmax
-from tiledsched.measure import nvml, rivals
-from tiledsched.measure.gpu import GpuRunner
-from tiledsched.measure.rivals import RivalRaces
+from tiledsched.measure import nvml
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow
-from tiledsched.tuning import session as tuning
+from tiledsched.tuning.resources import Tools
+from tiledsched.tuning.session import Session
 
 TESTS = str(Path(__file__).parent)
 
@@ -216,7 +214,7 @@ def test_a_host_that_has_no_room_to_compile_sends_the_build_to_another(monkeypat
         kernel=Softmax.locator(), schedule=space_for("sm_90", Softmax).default(problem), problem=problem, arch="sm_90"
     )
     with pytest.raises(NoRoomError, match="in /tmp of a") as told:
-        list(Elsewhere(pipe, 1).build([task]))
+        list(RemoteBuilds(pipe, 1).build([task]))
     assert is_full(told.value)
 
 
@@ -242,18 +240,33 @@ def test_a_build_that_failed_on_a_host_is_sent_to_another(monkeypatch) -> None:
     assert [directory.place("key", "task", True)[0][0] for _ in range(2)] == ["a", "a"]  # there is no other
 
 
+class Pipe:
+    """A worker's end of a pipe: what it sends, and what it gets."""
+
+    def __init__(self, *requests) -> None:
+        self._requests, self.answers = list(requests), []
+
+    def recv(self):
+        return self._requests.pop(0)
+
+    def send(self, message) -> None:
+        self.answers.append(message)
+
+
+def child(home, pipe, **more) -> Child:
+    """A child of a campaign of one problem, in this process."""
+    with TuningDB.open(home / "x.db") as db:
+        campaign = Leases(db).open(plan(1))
+    return Child(pipe, Setup(db=str(home / "x.db"), campaign=campaign, jobs=1, builds_elsewhere=False), **more)
+
+
 def test_builds_that_come_after_the_job_that_asked_for_them_are_dropped(home) -> None:
     """It ended without them, and the next request is the next request."""
-    requests = [("built", 7, None), ("work", "lease", None), ("built", 8, None), ("end",)]
-    child, answers = Child.__new__(Child), []
-    child._pipe = types.SimpleNamespace(recv=lambda: requests.pop(0), send=answers.append)
-    child._stop, child._scratch, child._kernel, child._job = threading.Event(), None, Softmax, fleet_jobs.tune
-    child._setup = types.SimpleNamespace(campaign=types.SimpleNamespace(compiler="", source_hash="", options={}))
-    child._cache = home
-    child._kept = types.SimpleNamespace(install=lambda: None, end=lambda: None)
-    child.work = lambda lease, budget_s: ("done", {}, "")
-    child.serve()
-    assert answers == [("ready", ""), ("answer", "done", {}, "")]
+    pipe = Pipe(("built", 7, None), ("work", "lease", None), ("built", 8, None), ("end",))
+    served = child(home, pipe)
+    served.work = lambda lease, budget_s: ("done", {}, "")
+    served.serve()
+    assert pipe.answers == [("ready", ""), ("answer", "done", {}, "")]
 
 
 def started(home, *words) -> subprocess.Popen[str]:
@@ -338,19 +351,7 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
     assert main(["fleet", "status", "--stop", campaign.id]) == 0
     assert main(["fleet", "work", "nonsense"]) == 2
     assert (
-        main(
-            [
-                "fleet",
-                "run",
-                "tune",
-                "softmax",
-                "--arch",
-                "sm_90,sm_100",
-                "--problem",
-                "rows=64,columns=64",
-                "--open-only",
-            ]
-        )
+        main(["fleet", "run", "tune", "softmax", "--arch", "sm_90,sm_100", "-p", "rows=64,columns=64", "--open-only"])
         == 0
     )
     opened = capsys.readouterr().out.split()[-1]
@@ -358,7 +359,7 @@ def test_the_commands_show_what_is_done_and_an_odd_gpu_stores_under_a_name_of_it
         leases = Leases(db)
         assert leases.open_archs(opened) == {"sm_90", "sm_100"}
         told = leases.campaign(opened)
-        assert (told.command, told.options["effort"], told.source_hash) == ("tune", "default", Softmax.source_hash())
+        assert (told.job, told.options["effort"], told.source_hash) == ("tune", "default", Softmax.source_hash())
     assert main(["fleet", "run", "tune", "softmax", "--arch", "sm_90", "--problm", "x"]) == 2
     assert "did you mean --problem" in capsys.readouterr().err
 
@@ -373,8 +374,10 @@ def test_a_host_with_another_compiler_or_source_takes_nothing(home, monkeypatch)
         assert "install tileiras 1.2.3 here" in worked.notes[0]
         assert leases.counts(campaign.id)["waiting"] == 1
         other = leases.open(plan(1, source_hash="other"))
-        assert "bring it up to date" in why_not(other, Softmax, fleet_jobs.tune)
-        assert why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax, fleet_jobs.tune) == ""
+        assert "bring it up to date" in why_not(other, Softmax, find_job("fleet_jobs:tune"))
+        assert (
+            why_not(leases.open(plan(1, source_hash=Softmax.source_hash())), Softmax, find_job("fleet_jobs:tune")) == ""
+        )
 
 
 def test_options_of_another_version_cost_no_attempt(home, monkeypatch) -> None:
@@ -389,7 +392,7 @@ def test_options_of_another_version_cost_no_attempt(home, monkeypatch) -> None:
         assert leases.counts(campaign.id)["waiting"] == 1
         with db.reading() as session:
             assert session.scalars(sa.select(AttemptRow.outcome)).all() == []
-    with pytest.raises(ConfigError, match=r"tune has no option efort; see help\(tiledsched\.tune\)"):
+    with pytest.raises(ConfigError, match="tune has no option efort; its options are effort, trials"):
         plan_campaign("tune", Softmax, "llama", ["sm_90"], options={"efort": "quick"})
 
 
@@ -417,26 +420,35 @@ def test_a_campaign_for_other_gpus_keeps_nobody_from_the_next(home, monkeypatch)
             work(str(home / "x.db"), other.id, gpus=gpus)
 
 
-def test_a_child_that_is_told_to_stop_too_early_begins_nothing() -> None:
-    ran = []
-    child = Child.__new__(Child)
-    child._stop, child._working, child._job = threading.Event(), False, lambda *given, **named: ran.append(given) or {}
-    child._kernel, child._pipe = None, None
-    child._setup = Setup(db="", campaign=types.SimpleNamespace(options={}), jobs=1, builds_elsewhere=False)
-    child._home = lambda: None
-    lease = types.SimpleNamespace(campaign_id="c", id=1, attempt=1, problem=None, arch="sm_90")
+def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home) -> None:
+    class Store:
+        """Databases on a host that cannot reach the campaign's."""
 
-    def away(*given, **named):
-        raise DatabaseError("away")
+        def __init__(self, *given) -> None: ...
 
-    child._scratches = lambda: types.SimpleNamespace(database=lambda *given: Path("x"), bring_home=away)
-    child._stop.set()
-    assert child.work(lease, None)[0] == "released"
-    assert ran == []
-    child._scratches = lambda: types.SimpleNamespace(database=away)
-    assert child.work(lease, None)[0] == "released"
-    child._stop.clear()
-    assert child.work(lease, None)[0] == "error"
+        def left_behind(self):
+            return []
+
+        def database(self, *given):
+            return home / "local.db"
+
+        def bring_home(self, *given, **named):
+            raise DatabaseError("away")
+
+    class Away(Store):
+        database = Store.bring_home
+
+    lease = Lease(
+        id=1, campaign_id="c", worker_id="w", attempt=1, arch="sm_90", problem=fleet_jobs.problems(1)[0], last=False
+    )
+    stop = threading.Event()
+    stop.set()
+    assert child(home, Pipe(), stop=stop, local_store=Store).work(lease, None)[0] == "released"
+    assert not (home / "jobs.log").exists()
+    away = child(home, Pipe(), stop=stop, local_store=Away)
+    assert away.work(lease, None)[0] == "released"
+    stop.clear()
+    assert away.work(lease, None)[0] == "error"
 
 
 class Stuck:
@@ -477,7 +489,7 @@ def test_who_gives_up_says_what_went_wrong(home) -> None:
 def test_a_gpu_that_is_stuck_beyond_help_holds_nothing_back(home, monkeypatch) -> None:
     """Nor does a database that is away just then: the process lives on, but renews no lease for a worker that ended."""
     with TuningDB.open(home / "x.db") as db:
-        leases = Leases(db, patience_s=0.0)
+        leases = Leases(db, retry_s=0.0)
         campaign = leases.open(plan(2, lease_s=0.4))
         gpus = [Gpu(uuid=f"GPU-{name}", name="", arch="") for name in ("stuck", "well", "next")]
         workers = [Worker(leases, "", campaign, gpu, jobs=1, stop=threading.Event()) for gpu in gpus]
@@ -551,7 +563,7 @@ def test_a_gpu_whose_driver_hangs_holds_up_no_heartbeat(home, monkeypatch) -> No
             with pytest.raises(
                 MeasureError, match=r"GPU 0 \(as nvidia-smi counts\) of .*is stuck; see what nvidia-smi says"
             ):
-                gpus.gpus_here("tiledsched.fleet.jobs:tune")
+                gpus.gpus_here()
         finally:
             well.set()
         wait_for(lambda: told()["GPU-stuck"] == (50_000, 0.0), 5.0)
@@ -605,7 +617,7 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
             problem=PROBLEM,
             device=old.measurement.device,
         )
-        scratch = Scratch(tmp_path / "cache", str(url))
+        scratch = LocalStore(tmp_path / "cache", str(url))
         path = scratch.database(home, PROBLEM, "sm_90", "one")
         with TuningDB.open(path) as db:
             assert [each.uid for each in db.measurements()] == [old.uid]
@@ -645,10 +657,10 @@ def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> Non
         successor = left.with_name(f"three-{os.getpid()}.1.db")  # of a killed container, whose numbers come again
         successor.touch()
         left.with_name(f"template-{os.getpid()}.1").touch()
-        other = Scratch(tmp_path / "cache", "another database")
+        other = LocalStore(tmp_path / "cache", "another database")
         assert other.left_behind() == []
         other.close()
-        again = Scratch(tmp_path / "cache", str(url))
+        again = LocalStore(tmp_path / "cache", str(url))
         assert not left.with_name(f"template-{ended.pid}").exists()
         assert not left.with_name(f"template-{os.getpid()}.1").exists()
         three, path = scratch.left_behind()
@@ -771,34 +783,34 @@ def test_a_host_whose_clock_is_off_tells_a_live_claim_from_a_dead_one(tmp_path, 
 
 
 @pytest.mark.compiler
-def test_processes_stay_from_one_problem_to_the_next(tmp_path, cubin, monkeypatch) -> None:
+def test_processes_stay_from_one_problem_to_the_next(tmp_path, cubin) -> None:
     task, code = cubin
     ended: list[str] = []
-    monkeypatch.setattr(GpuRunner, "__init__", lambda self, kernel, **options: None)
-    monkeypatch.setattr(GpuRunner, "close", lambda self: ended.append("runner"))
-    monkeypatch.setattr(RivalRaces, "close", lambda self: ended.append("rivals"))
-    monkeypatch.setattr(Pool, "close", lambda self: ended.append("builds"))
-    monkeypatch.setattr(nvml, "devices", lambda: [types.SimpleNamespace(arch="sm_90")])
-    monkeypatch.setattr(nvml, "only_gpu", lambda: None)
-    for module, name in ((pools, "opener"), (rivals, "opener"), (tuning, "runner_opener")):
-        monkeypatch.setattr(module, name, None)
-    kept = Kept(lambda jobs: Pool(code), tmp_path)
-    kept.install()
+
+    class Builds(SharedBuilds):
+        def close(self) -> None:
+            ended.append("builds")
+            super().close()
+
+    tools = Tools(
+        pool=lambda jobs: Builds(Pool(code), tmp_path),
+        devices=lambda: [types.SimpleNamespace(arch="sm_90", name="NVIDIA H100")],
+        runner=lambda kernel, seed: types.SimpleNamespace(close=lambda: ended.append("runner")),
+        rivals=lambda kernel, runner, regime: types.SimpleNamespace(close=lambda: ended.append("rivals")),
+    )
+    session = Session("sm_90", tools=tools)
 
     def one_problem(columns: int):
-        runner = tuning.open_runner(Softmax, "sm_90")
-        races = rivals.open_races(Softmax, runner, "burst")
-        with pools.open_pool(2) as pool:
+        with session.using_database(str(tmp_path / f"{columns}.db")), session.noted_run({}):
+            runner, rivals = session.open_runner(Softmax), session.open_rivals(Softmax, "burst")
             wanted = [
                 dataclasses.replace(task, problem=Softmax.problem(rows=64, columns=columns + i)) for i in range(2)
             ]
-            building = pool.build(wanted)
+            building = session.pool.build(wanted)
             next(building)
             if columns != 128:  # else the second stays claimed
                 next(building)
-        races.close()
-        runner.close()
-        return runner, races, pool
+            return runner, rivals, session.pool
 
     first = one_problem(64)
     assert one_problem(66) == first
@@ -807,7 +819,13 @@ def test_processes_stay_from_one_problem_to_the_next(tmp_path, cubin, monkeypatc
     assert one_problem(128) == first
     assert ended == ["builds"]
     assert not [*(tmp_path / "builds").rglob("*.building")]
+    # Another regime wants another process for the rivals, another seed another one for the GPU.
+    assert session.open_rivals(Softmax, "sustained") is not first[1]
+    assert session.open_runner(Softmax, seed=1) is not first[0]
+    assert ended[1:] == ["rivals", "rivals", "runner"]
     # After a failure all of it starts anew, the rivals' process first: it runs under the runner's hold of the GPU.
-    kept.end()
-    assert ended[1:] == ["builds", "rivals", "runner"]
+    session.open_rivals(Softmax, "burst")
+    session.close()
+    session.close()
+    assert ended[4:] == ["rivals", "runner", "builds"]
     assert not set(map(id, one_problem(64))) & set(map(id, first))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 from collections import Counter
@@ -14,13 +15,15 @@ from test_fleet import gone, home, started, wait_for
 
 from tiledsched.bench.rows import read_rows
 from tiledsched.cli import main
+from tiledsched.core.config import load_settings
 from tiledsched.core.labels import format_problem
-from tiledsched.fleet.campaign import JOBS
+from tiledsched.fleet import run as fleet_run
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.attention import Attention
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 from tiledsched.store.models import AttemptRow
+from tiledsched.tuning.session import Session
 
 __all__ = ["home"]
 PROBLEMS = fleet_jobs.problems(3)
@@ -31,8 +34,12 @@ STAYS = 2
 @pytest.fixture
 def run(home, monkeypatch, capsys):
     """Run a command of a fleet whose first worker is killed with a problem done and not yet brought home; what it printed."""
-    for command in ("record", "refresh", "bench"):
-        monkeypatch.setitem(JOBS, command, f"fleet_jobs:{command}")
+    plan = fleet_run.plan
+    monkeypatch.setattr(
+        fleet_run,
+        "plan",
+        lambda command, *given, **more: dataclasses.replace(plan(command, *given, **more), job=f"fleet_jobs:{command}"),
+    )
 
     def run(command, *flags):
         asked = ["fleet", "run", command, "attention", "--arch", "sm_90", "--lease", "1", *flags]
@@ -49,7 +56,7 @@ def run(home, monkeypatch, capsys):
             (home / word).unlink()
         assert main([*asked, "--json"]) == 0
         said = json.loads(capsys.readouterr().out)
-        assert (said["campaign"], said["command"]) == (campaign, command)
+        assert (said["campaign"], said["command"]) == (campaign, f"fleet_jobs:{command}")
         assert (said["done"], said["failed"]) == (len(PROBLEMS), 0)
         with TuningDB.open(home / "x.db") as db:
             assert db.check() == []
@@ -68,7 +75,11 @@ def alone(home, command, **options):
     """The single command's function on every problem, in one database."""
     return [
         getattr(fleet_jobs, command)(
-            Attention, problem, "sm_90", db=str(home / "alone.db"), jobs=1, progress=lambda text: None, **options
+            Session("sm_90", settings=load_settings({"db": str(home / "alone.db")}), jobs=1),
+            Attention,
+            problem,
+            lambda text: None,
+            **options,
         )
         for problem in PROBLEMS
     ]

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
-from types import SimpleNamespace
 
+import fleet_jobs
 import pytest
 import sqlalchemy as sa
 from store_samples import BACKENDS, PROBLEM, new_url
 
 from tiledsched.core.errors import ConfigError, DatabaseError
-from tiledsched.fleet import retry as patience
-from tiledsched.fleet import simulate
+from tiledsched.fleet import retry
 from tiledsched.fleet.calibration import Control, apart, spread_of
-from tiledsched.fleet.campaign import JOBS, MISSED, CampaignPlan, Outcome, check_job
+from tiledsched.fleet.campaign import MISSED, CampaignPlan, Outcome
 from tiledsched.fleet.gpus import Gpu, illness, visible
+from tiledsched.fleet.jobs import JOBS, find_job
 from tiledsched.fleet.leases import Leases, expected
-from tiledsched.fleet.modelled import ModelledLeases
 from tiledsched.fleet.retry import retry_while_unavailable
-from tiledsched.fleet.simulate import SimulationOptions, recorded_times, simulate_fleet
 from tiledsched.fleet.status import read_status
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow, LeaseRow, WorkerRow
@@ -50,9 +47,7 @@ def problems(count):
 
 def plan(count=3, archs=("sm_90",), **more) -> CampaignPlan:
     given = {"lease_s": LEASE_S, "most_attempts": 3, **more}
-    return CampaignPlan(
-        job=JOBS["tune"], kernel="attention", problems={arch: problems(count) for arch in archs}, **given
-    )
+    return CampaignPlan(job="tune", kernel="attention", problems={arch: problems(count) for arch in archs}, **given)
 
 
 @pytest.fixture
@@ -72,7 +67,7 @@ def clock():
 
 @pytest.fixture
 def leases(db, clock):
-    return Leases(db, clock=clock, patience_s=0.0)
+    return Leases(db, clock=clock, retry_s=0.0)
 
 
 def join(leases, campaign, name="GPU-1", arch="sm_90"):
@@ -285,8 +280,8 @@ def test_what_the_dead_hold_ends_with_a_campaign_that_nobody_goes_on_with(leases
 @on_both
 def test_an_answer_that_is_lost_on_the_way_costs_nothing(leases, db, monkeypatch) -> None:
     """A transaction that was made, and of which nobody heard, is made again: no lease may be held by who does not know of it."""
-    patient, write = Leases(db, patience_s=5.0), db.write
-    monkeypatch.setattr(patience, "FIRST_S", 0.001)
+    patient, write = Leases(db, retry_s=5.0), db.write
+    monkeypatch.setattr(retry, "FIRST_S", 0.001)
     lose = []
 
     def lossy(work, *kernels):
@@ -390,7 +385,7 @@ def away(message="connection refused"):
 
 
 def test_a_database_that_is_away_is_waited_for_and_one_that_refuses_is_not(monkeypatch) -> None:
-    monkeypatch.setattr(patience, "FIRST_S", 0.001)
+    monkeypatch.setattr(retry, "FIRST_S", 0.001)
     tries = iter([away(), away(), None])
 
     def ask():
@@ -401,7 +396,7 @@ def test_a_database_that_is_away_is_waited_for_and_one_that_refuses_is_not(monke
 
     assert retry_while_unavailable(ask) == 7
     with pytest.raises(DatabaseError, match="refused"):
-        retry_while_unavailable(lambda: (_ for _ in ()).throw(away()), patience_s=0.05)
+        retry_while_unavailable(lambda: (_ for _ in ()).throw(away()), retry_s=0.05)
     asked = []
     with pytest.raises(DatabaseError, match="read-only"):
         retry_while_unavailable(
@@ -411,11 +406,11 @@ def test_a_database_that_is_away_is_waited_for_and_one_that_refuses_is_not(monke
     stop = threading.Event()
     stop.set()
     with pytest.raises(DatabaseError):
-        retry_while_unavailable(lambda: (_ for _ in ()).throw(away()), patience_s=60, stop=stop)
+        retry_while_unavailable(lambda: (_ for _ in ()).throw(away()), retry_s=60, stop=stop)
 
 
 def test_a_database_whose_disk_is_full_is_waited_for(db, monkeypatch) -> None:
-    monkeypatch.setattr(patience, "FIRST_S", 0.001)
+    monkeypatch.setattr(retry, "FIRST_S", 0.001)
     pages = iter([1, 1, 1])  # no more than there are
 
     @sa.event.listens_for(db._engine, "begin")
@@ -423,8 +418,8 @@ def test_a_database_whose_disk_is_full_is_waited_for(db, monkeypatch) -> None:
         connection.exec_driver_sql(f"PRAGMA max_page_count = {next(pages, 1 << 30)}")
 
     with pytest.raises(DatabaseError, match="full; free some space"):
-        Leases(db, patience_s=0.0).open(plan(200))
-    leases = Leases(db, patience_s=5.0)
+        Leases(db, retry_s=0.0).open(plan(200))
+    leases = Leases(db, retry_s=5.0)
     campaign = leases.open(plan(200))
     assert next(pages, None) is None
     assert leases.counts(campaign.id)["waiting"] == 200
@@ -435,13 +430,13 @@ def test_a_database_whose_disk_is_full_is_waited_for(db, monkeypatch) -> None:
 
 
 def test_a_database_does_not_choose_code(monkeypatch) -> None:
-    for job in JOBS.values():
-        assert check_job(job) == job
-    for job in ("os:system", "tiledsched.fleet.jobs:control", "fleet_jobs:tune", "nonsense"):
+    for name, job in JOBS.items():
+        assert find_job(name) is job
+    for name in ("os:system", "tiledsched.fleet.jobs:control", "fleet_jobs:tune", "nonsense"):
         with pytest.raises(ConfigError, match="TILEDSCHED_FLEET_JOBS"):
-            check_job(job)
+            find_job(name)
     monkeypatch.setenv("TILEDSCHED_FLEET_JOBS", "other, fleet_jobs")
-    assert check_job("fleet_jobs:tune") == "fleet_jobs:tune"
+    assert find_job("fleet_jobs:tune").run is fleet_jobs.tune
 
 
 def test_gpus_are_those_that_cuda_would_see() -> None:
@@ -484,46 +479,3 @@ def test_a_gpu_that_differs_by_more_than_noise_is_named_and_by_much_kept_apart()
 def test_problems_of_most_work_come_first() -> None:
     small, large = PROBLEM, PROBLEM.replace(batch=64)
     assert expected([small, large]) == [large, small]
-
-
-def test_the_simulator_uses_the_real_leases_and_loses_nothing(monkeypatch) -> None:
-    # Each question takes a millisecond: what a busy machine makes of it would let leases run out.
-    monkeypatch.setattr(simulate, "time", SimpleNamespace(perf_counter=itertools.count(step=0.001).__next__))
-    given = SimulationOptions(gpus=16, problems=60, deaths=0.1, lease_s=30.0)
-    found = simulate_fleet(given, recorded_times("quick", 2))
-    assert (found.done, found.failed) == (60, 0)
-    assert found.attempts > 60
-    assert 0 < found.over_ideal < 10
-    assert 0 < found.database_busy < 1
-    assert set(found.questions) == {"take", "read", "send home", "finish", "renew", "end"}
-    assert "first to break: the database" in str(found)
-    mixed = simulate_fleet(
-        SimulationOptions(gpus=16, problems=60, deaths=0.1, lease_s=30.0, real=20), recorded_times("quick", 2)
-    )
-    assert (mixed.done, mixed.failed) == (60, 0)
-
-
-def test_modelled_leases_answer_as_real_ones_do(tmp_path, clock) -> None:
-    rng = random.Random(3)
-    with TuningDB.open(tmp_path / "x.db") as db:
-        real = Leases(db, clock=clock)
-        campaign = real.open(plan(10))
-        workers = [join(real, campaign, f"GPU-{number}") for number in range(3)]
-        held = {workers[0]: real.take(campaign, workers[0], ["sm_90"])}
-        modelled = ModelledLeases(real, campaign, {each.id: each for each in problems(10)}, clock)
-        for _ in range(120):
-            worker = rng.choice(workers)
-            move = rng.random()
-            if move < 0.4 and not held.get(worker):
-                both = [leases.take(campaign, worker, ["sm_90"]) for leases in (real, modelled)]
-                assert both[0] == both[1]
-                held[worker] = both[0]
-            elif move < 0.6 and held.get(worker):
-                lease = held.pop(worker)
-                assert real.finish(lease, Outcome.DONE) is modelled.finish(lease, Outcome.DONE)
-            elif move < 0.7:
-                assert real.renew(campaign, {worker: {}}) == modelled.renew(campaign, {worker: {}})
-            else:
-                clock.pass_s(rng.uniform(0, LEASE_S / 2))
-                assert real.end(campaign.id) == modelled.end(campaign.id)
-            assert real.counts(campaign.id) == modelled.counts(campaign.id)

@@ -49,7 +49,7 @@ from tiledsched.store.exchange import (
 )
 from tiledsched.store.t4 import export_foreign, recorded
 from tiledsched.studies.ablation.sources import RecordedPrograms
-from tiledsched.tuning import session as tuning
+from tiledsched.tuning import resources
 
 MANY = os.environ.get("FUZZ_EXAMPLES")
 FUZZ = settings(
@@ -456,7 +456,7 @@ def test_search_spaces(folder, data) -> None:
 
 def use_candidates(path: Path) -> None:
     space = space_for("sm_90", Attention)
-    space = space.limited_to(tuning._read_candidates(path, space), path.name)
+    space = space.limited_to(resources.read_candidates(path, space), path.name)
     list(space.schedules(PROBLEM))
 
 

@@ -12,7 +12,7 @@ from store_samples import DEVICE, entry
 import tiledsched as ts
 from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError
-from tiledsched.fleet.campaign import JOBS, CampaignPlan, Outcome
+from tiledsched.fleet.campaign import CampaignPlan, Outcome
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.serve.ranks import choice_digest, differ
@@ -92,7 +92,7 @@ def test_a_campaigns_bundle_is_named_by_its_contents(home, capsys) -> None:
     )
     with TuningDB.open(home / "x.db") as db:
         leases = Leases(db)
-        campaign = leases.open(CampaignPlan(job=JOBS["tune"], kernel=Softmax.locator(), problems={"sm_90": problems}))
+        campaign = leases.open(CampaignPlan(job="tune", kernel=Softmax.locator(), problems={"sm_90": problems}))
         worker = leases.join(campaign.id, hostname="here", pid=1, gpu="GPU", device_name="", arch="sm_90")
         leases.finish(leases.take(campaign, worker, ["sm_90"]), Outcome.DONE, result={})
     names = []

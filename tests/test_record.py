@@ -23,7 +23,9 @@ from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Accuracy, Batch, Checked, Conditions
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape, read_table
-from tiledsched.tuning.record import COVERAGE, FIELD, LEADERS, SUSTAINED, Recorder, RecordOptions, plan
+from tiledsched.tuning.options import RecordOptions
+from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.record import COVERAGE, FIELD, LEADERS, SUSTAINED, Recorder, plan
 
 ROOT = Path(__file__).parent.parent
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128, causal=True)
@@ -190,13 +192,9 @@ class Site:
     def recorder(self, runner, *, space=SMALL, **options) -> Recorder:
         options = {"programs": 60, "sustained_leaders": 5, **options}
         return Recorder(
-            self.db,
-            self.compiler,
+            Builder(self.db, self.compiler, Attention, space.arch, self.compiler.toolchain, self.compiler),
             space,
-            Attention,
-            self.compiler.toolchain,
             RecordOptions(**options),
-            pool=self.compiler,
             run_id=self.db.start_run({}, "sm_90"),
             runner=runner,
             progress=self.said.append,

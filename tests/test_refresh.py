@@ -6,17 +6,13 @@ import dataclasses
 import json
 import random
 from datetime import datetime, timezone
-from functools import partial
 
 import pytest
 from store_samples import DEVICE, PROBLEM, entry, measurement
 from test_search_tuner import LANDSCAPES, Recorded
 
-from tiledsched.build import pool
-from tiledsched.build.cubin import Artifact
 from tiledsched.build.toolchain import RELEASES, Toolchain, compiler_at_hand, installed_toolchain
 from tiledsched.cli import main
-from tiledsched.core.config import load_settings
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
@@ -25,9 +21,11 @@ from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.process import warn_once
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import for_compiler, leaders, of_one_compiler, stale
-from tiledsched.tuning import refresh as refresh_module
-from tiledsched.tuning import session as tuning
-from tiledsched.tuning.refresh import KEPT, LEFT, RACED, refresh
+from tiledsched.tuning.options import RefreshOptions
+from tiledsched.tuning.refresh import KEPT, LEFT, RACED
+from tiledsched.tuning.resources import Tools
+from tiledsched.tuning.run import NEARBY, winners_nearby
+from tiledsched.tuning.session import Session
 
 
 def toolchain(version: str) -> Toolchain:
@@ -182,20 +180,19 @@ def test_show_and_doctor_say_it(tmp_path, monkeypatch, capsys) -> None:
     assert "measured, stale" in said.out
     assert "here is 13.6.1; run: tiledsched refresh" in said.err
 
-    monkeypatch.setattr(doctor.nvml, "devices", lambda: [DEVICE])
-    doctor._found_layers.cache_clear()
-    found = doctor._evidence()
-    assert found.status == "ok"
-    assert found.detail == (
-        f"2 entries measured on {DEVICE.name}: 1 with tileiras 13.4.92, 1 with tileiras 13.5.37; 13.4.92 is 10.0% faster "
-        "than 13.5.37 by geometric mean over 1 problem"
+    def evidence():
+        machine = doctor.Machine(list_devices=lambda: [DEVICE])
+        return next(each for each in doctor.examine(machine) if each.name == "evidence")
+
+    assert (evidence().status, evidence().detail) == (
+        "ok",
+        f"2 entries measured on {DEVICE.name}: 1 with tileiras 13.4.92, 1 with tileiras 13.5.37",
     )
     monkeypatch.setattr("tiledsched.build.toolchain.compiler_at_hand", lambda: "13.6.1")
-    found = doctor._evidence()
-    assert found.status == "warn"
-    assert "1 are stale, tileiras here is 13.6.1" in found.detail
-    assert "tiledsched refresh attention" in found.remedy
-    assert "'nvidia-cuda-tileiras==13.5.*'" in found.remedy
+    assert evidence().status == "warn"
+    assert "1 are stale: the compiler here is tileiras 13.6.1" in evidence().detail
+    assert "tiledsched refresh attention" in evidence().remedy
+    assert "'nvidia-cuda-tileiras==13.5.*'" in evidence().remedy
 
 
 # Refresh
@@ -204,53 +201,38 @@ SECOND = "13.4.10"
 """A compiler of which nothing ships, and to which that of the recorded landscapes is the nearest."""
 
 
-class Compiler(Recorded):
-    """A compiler with builds of its own; also the pool and the store of artifacts."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-    def get(self, arch, fingerprint) -> Artifact:
-        return Artifact(arch=arch, fingerprint=fingerprint, facts=self.facts[fingerprint], cubin=b"")
-
-
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     """Refresh one recorded problem under a compiler; `bench(compiler, gpu=...)`."""
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
-    return partial(refreshed, monkeypatch)
+    return refreshed
 
 
-def refreshed(monkeypatch, compiler: Compiler, *, gpu: bool = True, rivals=None, **more):
+def refreshed(compiler: Recorded, *, gpu: bool = True, rivals=None, **options):
     """Refresh what a database holds of a compiler's problem, on a recorded GPU."""
-    space = space_for("sm_90", Attention).limited_to(compiler.schedules)
-    tools = tuning.Tools(settings=load_settings(), space=space, toolchain=compiler.toolchain, artifacts=compiler)
     device = compiler.measurements[0].device
-    with monkeypatch.context() as patched:
-        patched.setattr(pool, "BuildPool", lambda jobs: compiler)
-        for module in (refresh_module, tuning):
-            patched.setattr(module, "prepare_tools", lambda *given, **named: tools)
-        patched.setattr(refresh_module, "devices", lambda: [device] if gpu else [])
-        runner = ReplayRunner(Attention, compiler.measurements, seed=1)
-        runner.close = lambda: None
-        for module in (refresh_module, tuning):
-            patched.setattr(module, "open_runner", lambda *given, **named: runner)
-        patched.setattr(refresh_module, "open_rivals", lambda *given: rivals)
-        return refresh(Attention, [compiler.problem], arch="sm_90", **more)
+    tools = Tools(
+        toolchain=lambda: compiler.toolchain,
+        artifacts=lambda folder: compiler,
+        pool=lambda jobs: compiler,
+        devices=lambda: [device] if gpu else [],
+        runner=lambda kernel, seed: ReplayRunner(Attention, compiler.measurements, seed=1),
+        rivals=lambda kernel, runner, regime: rivals,
+        space=lambda arch, kernel, file: space_for(arch, kernel).limited_to(compiler.schedules),
+    )
+    with Session("sm_90", tools=tools) as session:
+        return session.refresh(Attention, [compiler.problem], RefreshOptions(**options))
 
 
-def first_and_second(changes=lambda schedule: True) -> tuple[Compiler, Compiler]:
+def first_and_second(changes=lambda schedule: True) -> tuple[Recorded, Recorded]:
     """Two compilers that agree on some of the machine code of one recorded problem."""
-    first = Compiler(LANDSCAPES[4])
+    first = Recorded(LANDSCAPES[4])
     second = first.recompiled(changes)
     second.toolchain = toolchain(SECOND)
     return first, second
 
 
-def tuned(db: TuningDB, compiler: Compiler) -> None:
+def tuned(db: TuningDB, compiler: Recorded) -> None:
     """What a tune under a compiler leaves behind: the fastest program, measured."""
     ranked = sorted(compiler.measurements, key=lambda taken: taken.median_us)
     number = db.record_measurement(None, "attention", Attention.source_hash(), compiler.toolchain, ranked[0])
@@ -358,10 +340,10 @@ def test_winners_nearby_are_of_the_nearest_problems_and_few() -> None:
         return Attention.problem(batch=1, heads=8, kv_heads=8, seq_q=length, seq_k=length, head_dim=64, dtype="float16")
 
     entries = [won(512, 64), won(1024, 32), won(4096, 128), won(8192, 128), won(16384, 256)]
-    found = tuning.winners_nearby(Attention, make_problem(8192), entries)
+    found = winners_nearby(Attention, make_problem(8192), entries)
     assert [schedule["tile_n"] for schedule in found[:1]] == [128]  # of 4096 or 16384, and its own does not count
-    assert len(found) == len(set(found)) <= tuning.NEARBY
-    assert tuning.winners_nearby(Attention, make_problem(8192), []) == []
+    assert len(found) == len(set(found)) <= NEARBY
+    assert winners_nearby(Attention, make_problem(8192), []) == []
 
 
 def test_a_downgrade_and_an_upgrade_bring_either_evidence_back(bench, db) -> None:

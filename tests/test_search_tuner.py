@@ -24,8 +24,10 @@ from tiledsched.measure.replay import ReplayRunner
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 from tiledsched.tuning.effort import EFFORTS
+from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
-from tiledsched.tuning.tuner import Silent, TuneOptions, Tuner
+from tiledsched.tuning.programs import Builder
+from tiledsched.tuning.tuner import Silent, Tuner
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 
@@ -82,6 +84,15 @@ class Recorded:
             else:
                 yield Built(task=task, artifact=self.get("sm_90", fingerprint), failure=None, seconds=0.1)
 
+    def cancel(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def builder(self, db, toolchain=None) -> Builder:
+        return Builder(db, self, Attention, "sm_90", toolchain or self.toolchain, self)
+
     def has(self, arch, fingerprint) -> bool:
         return True
 
@@ -111,13 +122,9 @@ def tune(
     runner = (runner or ReplayRunner(Attention, recorded.measurements, seed=1)) if measure else None
     with patch.object(Attention, "source_hash", return_value=source_hash or Attention.source_hash()):
         tuner = Tuner(
-            db,
-            recorded,
+            recorded.builder(db, toolchain),
             space or recorded_space(recorded),
-            Attention,
-            toolchain or recorded.toolchain,
             TuneOptions(**options),
-            pool=recorded,
             run_id=run_id,
             runner=runner,
             watcher=watcher,
@@ -310,14 +317,7 @@ def test_neighbours_of_the_fastest_are_found_outside_what_is_explored(db) -> Non
 def test_neighbours_need_something_measured(db) -> None:
     recorded = Recorded(LANDSCAPES[0])
     tuner = Tuner(
-        db,
-        recorded,
-        recorded_space(recorded),
-        Attention,
-        recorded.toolchain,
-        TuneOptions(neighbours=True),
-        pool=recorded,
-        run_id=db.start_run({}, "sm_90"),
+        recorded.builder(db), recorded_space(recorded), TuneOptions(neighbours=True), run_id=db.start_run({}, "sm_90")
     )
     with pytest.raises(ConfigError, match="no GPU of sm_90 is used here; leave out --neighbours"):
         tuner.tune([recorded.problem])

@@ -16,7 +16,7 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape
 from tiledsched.store.foreign import rows_of_csv, to_csv
 from tiledsched.store.t4 import INVALIDITY, export_foreign, kernel_tuner_cache, recorded, t4_metadata, t4_results
-from tiledsched.tuning.session import _read_candidates as read_candidates
+from tiledsched.tuning.resources import read_candidates
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 VERSION = {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"}

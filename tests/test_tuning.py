@@ -22,7 +22,7 @@ from tiledsched.core.registry import load_kernel
 from tiledsched.core.space_files import space_for
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.prior import estimator
-from tiledsched.tuning.session import problems_of, small_problems
+from tiledsched.tuning.problems import problems_of, small_problems
 
 ROOT = Path(__file__).parent.parent
 SCALE = '''

@@ -1,4 +1,4 @@
-r"""Policies for problems that nobody tuned, timed beside each other where they choose differently.
+r"""Times serving policies on problems that nobody tuned, where they choose different schedules.
 
     python -m docs.studies.policy_timed --seeds 301,302 --policies model=1,reach=0.6 distances=6 --csv timed.csv
     python -m docs.studies.policy_timed --summary timed.csv
@@ -37,9 +37,9 @@ from tiledsched.store.exchange import read_text
 from tiledsched.store.records import Entry
 
 ALIKE = "alike"
-"""Status of a problem for which all policies choose the same."""
+"""Status of a problem for which all policies choose the same schedule."""
 ROUNDS = 12
-"""Of each choice."""
+"""Samples of each choice."""
 Choices = Mapping[TransferParameters, Served]
 
 
@@ -48,19 +48,19 @@ class Row:
     """What one policy chose for one problem."""
 
     problem: str
-    """As people read it."""
+    """The problem as people read it."""
     policy: str
-    """Its numbers."""
+    """The policy's numbers."""
     choice: str
-    """The schedule, in short."""
+    """The schedule in short."""
     launched: str = ""
-    """The one that was launched: another where its program spills."""
+    """The schedule that was launched, which is another one where the chosen program spills registers."""
     median_us: float | None = None
-    """Of one launch, microseconds."""
+    """Median time of a launch, in microseconds."""
     ci_low_us: float | None = None
     """Lower end of the median's 95% interval."""
     ci_high_us: float | None = None
-    """Its upper end."""
+    """Upper end of that interval."""
     status: str = ALIKE
     """ok, why there is no time, or that all choices are alike."""
     device: str = ""
@@ -119,7 +119,7 @@ def different(choices: Choices) -> list[Served]:
 
 
 def _method(name: str, served: Served, launched: dict[str, str]) -> Any:
-    """The launch of a choice, as a method of the bench; `launched` is told what it was in the end."""
+    """The launch of a choice, as a method of the bench. `launched` receives the schedule that was launched in the end."""
     from tiledsched.bench.methods import Method
     from tiledsched.bench.rivals.attention_left_out import chosen_plan, plan_call
     from tiledsched.serve.plan_cache import PlanCache
@@ -133,7 +133,9 @@ def _method(name: str, served: Served, launched: dict[str, str]) -> Any:
 
 
 def _build(problem: Problem, answers: Sequence[Served]) -> None:
-    """Have cuTile keep the programs of some answers, so that whoever times them need not wait; failures show then."""
+    """Let cuTile cache the programs of some answers, so that timing them need not wait. Failures show when they are
+    timed.
+    """
     import cupy
     import torch
 
@@ -148,7 +150,7 @@ def _build(problem: Problem, answers: Sequence[Served]) -> None:
 
 
 def timed(work: Mapping[Problem, Choices], harness: Any) -> Iterator[list[Row]]:
-    """The rows of each problem, those first for which all choose the same.
+    """The rows of each problem. Problems for which all policies choose the same schedule come first.
 
     Raises:
         MeasureError: the GPU cannot be used any more.
@@ -185,7 +187,7 @@ def timed(work: Mapping[Problem, Choices], harness: Any) -> Iterator[list[Row]]:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file, packed or not."""
+    """The rows of a CSV file, which may be compressed."""
     return [_row(line) for line in csv.DictReader(io.StringIO(read_text(path)))]
 
 
@@ -195,7 +197,7 @@ def _row(line: Mapping[str, Any]) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Markdown: how each policy's choices do where they differ."""
+    """Markdown: how fast each policy's choices are where they differ."""
     times: dict[str, dict[str, float]] = defaultdict(dict)
     for row in rows:
         if row.median_us:
@@ -228,7 +230,7 @@ def _mean(ratios: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Time and print."""
+    """Time the policies and print the summary."""
     parser = argparse.ArgumentParser(
         prog="python -m docs.studies.policy_timed",
         description=__doc__,

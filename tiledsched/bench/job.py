@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from tiledsched.bench.rows import BenchRow, Cell
 from tiledsched.bench.run import BenchOptions, Harness, run_bench
@@ -66,19 +65,3 @@ def bench_here(
     with holding_current_gpu():
         here = harness or TorchHarness(verify=verify)
         return run_bench(problems, options, here, done=left_out, keep=keep, progress=progress)
-
-
-def bench(
-    kernel: KernelClass,
-    problem: Problem,
-    arch: str,
-    *,
-    db: str,
-    jobs: int | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-    **options: Any,
-) -> dict[str, Any]:
-    """One problem for a fleet: its rows, as the CSV file has them."""
-    del arch, jobs  # the GPU is the one that is here, and nothing is built ahead
-    rows = bench_here(kernel, [problem], db=db, progress=progress, **options)
-    return {"rows": [row.to_csv() for row in rows]}

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -154,6 +154,11 @@ class BuildPool:
             self._folder.close()
             self._folder = None
 
+    def cancel(self) -> None:
+        """Give up builds that are unfinished, so that nobody gets them with a later :meth:`build`. Idle processes stay."""
+        if self._running:
+            self.close()
+
     def _outcome(self, task: BuildTask, future: concurrent.futures.Future[Built]) -> Built:
         try:
             return future.result()
@@ -184,12 +189,3 @@ class BuildPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-opener: Callable[[int | None], BuildPool] | None = None
-"""What `open_pool` asks in place of making a pool here: in a fleet builds are shared."""
-
-
-def open_pool(jobs: int | None = None) -> BuildPool:
-    """The compile processes of a run, to be used in a `with`."""
-    return BuildPool(jobs) if opener is None else opener(jobs)

@@ -125,7 +125,7 @@ def run_fleet(
     tiledsched fleet run bench --csv rows.csv --open-only
     """
     from tiledsched.fleet.leases import Leases
-    from tiledsched.fleet.run import Patience, where
+    from tiledsched.fleet.run import Limits, where
     from tiledsched.fleet.run import run as run_campaign
     from tiledsched.store.db import TuningDB
 
@@ -136,8 +136,8 @@ def run_fleet(
         given = context.params
     _check(name, given, open_only)
     budget = given.get("budget", given.get("budget_s"))
-    patience = Patience(lease_s=lease, deadline_s=deadline, most_attempts=attempts, budget_s=budget)
-    planned = _plan(run, name, given, run.archs(arch), patience)
+    limits = Limits(lease_s=lease, deadline_s=deadline, most_attempts=attempts, budget_s=budget)
+    planned = _plan(run, name, given, run.archs(arch), limits)
     one_thread_for_algebra()
     url = where(run.db or run.settings().db)
     if open_only:
@@ -185,7 +185,7 @@ def _check(name: str, given: dict[str, Any], open_only: bool) -> None:
         raise ConfigError(f"{given['csv']} is there already; choose another file")
 
 
-def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], patience: Any) -> CampaignPlan:
+def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], limits: Any) -> CampaignPlan:
     """The campaign of a command: its problems on each arch."""
     from tiledsched.bench.methods import choose_methods
     from tiledsched.fleet.leases import expected
@@ -196,12 +196,12 @@ def _plan(run: Invocation, name: str, given: dict[str, Any], archs: list[str], p
     if name == "refresh":  # what is measured differs from arch to arch
         by_arch = {arch: measured_problems(run, kernel, arch, given["problem"]) for arch in archs}
         problems = [problem for found in by_arch.values() for problem in found]
-        planned = plan(name, kernel, problems, archs, options=options, patience=patience)
+        planned = plan(name, kernel, problems, archs, options=options, limits=limits)
         return dataclasses.replace(planned, problems={arch: expected(found) for arch, found in by_arch.items()})
     problems = named_problems(kernel, given["problem"], given["suite"])
     if name == "bench":
         choose_methods(kernel, given["methods"], problems)  # a wrong name would fail every problem on every host
-    return plan(name, kernel, problems, archs, options=options, patience=patience)
+    return plan(name, kernel, problems, archs, options=options, limits=limits)
 
 
 def _write_landscapes(db: TuningDB, results: Any, folder: Path) -> list[Path]:
@@ -258,7 +258,7 @@ def work(run: Invocation, campaign: str | None, wait: float, workers: int, jobs:
 @command("status")
 @argument("campaign", required=False, help="which campaign (default: the newest)")
 @option("--all", "everything", is_flag=True, help="list all campaigns")
-@option("--watch", is_flag=True, help="look again every two seconds, until the campaign ends or Ctrl-C")
+@option("--watch", is_flag=True, help="look again every two seconds, until the campaign ends or Ctrl-C; not as JSON")
 @option(
     "--stop", is_flag=True, help="let workers end with what they are doing; the command that opened it goes on later"
 )
@@ -289,21 +289,15 @@ def status(run: Invocation, campaign: str | None, everything: bool, watch: bool,
             text = f"{wanted} is stopped; the command that opened it goes on with it"
             run.print({"campaign": wanted, "status": "stopped"}, text)
             return 0
-        if watch and not run.json:
+        if watch:
             return _watch(leases, wanted)
-        while True:
-            found = read_status(leases, wanted)
-            if run.json:
-                run.print(found.to_json())
-            else:
-                console().print(fleet_output.view(found))
-            if not watch or found.campaign.status != "running":
-                return _exit_code(found)
-            time.sleep(WATCH_S)
+        found = read_status(leases, wanted)
+        run.print(found.to_json(), lambda: console().print(fleet_output.view(found)))
+        return _exit_code(found)
 
 
 def _campaign_row(leases: Leases, campaign: Any) -> dict[str, Any]:
-    named = {"campaign": campaign.id, "command": campaign.command, "kernel": campaign.kernel}
+    named = {"campaign": campaign.id, "command": campaign.job, "kernel": campaign.kernel}
     return {**named, "status": campaign.status, **leases.counts(campaign.id)}
 
 

@@ -50,9 +50,7 @@ def view(status: FleetStatus) -> RenderableType:
 def headline(status: FleetStatus) -> str:
     """One line: how far it is."""
     campaign = status.campaign
-    words = [
-        f"{campaign.id} {campaign.command} {campaign.kernel}: {campaign.status}, {status.done} of {status.total} done"
-    ]
+    words = [f"{campaign.id} {campaign.job} {campaign.kernel}: {campaign.status}, {status.done} of {status.total} done"]
     words += [
         f"{count} {what}"
         for count, what in (

@@ -57,7 +57,6 @@ def warmup(
     from tiledsched.serve.bundle import warm_path
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
-    from tiledsched.tuning.session import prepare_tools
 
     variants, settings, archs = read_variants(kernel, also), run.settings(), run.archs(arch)
     if out and len(archs) > 1:
@@ -69,7 +68,7 @@ def warmup(
         entries = _done_by(run, campaign, entries)
     results = []
     for each in archs:
-        tools = prepare_tools(kernel, each, settings=settings)
+        session = run.session(each)
         warm = warm_path(each, settings, kernel.name)
         path = Path(out) if out else warm
         in_folder = path.is_dir()
@@ -79,8 +78,8 @@ def warmup(
             entries,
             table,
             kernel,
-            tools.artifacts,
-            tools.toolchain.compiler,
+            session.artifacts,
+            session.toolchain.compiler,
             likely=lambda problem: kernel.likely(problem, variants) if variants else (),
             others=[warm],
             jobs=jobs,
@@ -110,5 +109,5 @@ def doctor(run: Invocation) -> None:
     """
     from tiledsched import doctor as examination
 
-    findings = examination.examine()
+    findings = examination.examine(examination.Machine(list_devices=run.devices))
     run.print(examination.to_json(findings), examination.to_text(findings))

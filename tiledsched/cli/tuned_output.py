@@ -15,9 +15,10 @@ from tiledsched.core.problem import KernelClass, rate_text
 if TYPE_CHECKING:
     from tiledsched.measure.runner import RivalTime
     from tiledsched.store.records import Entry, MergeResult
+    from tiledsched.tuning.check import CheckRow
     from tiledsched.tuning.record import RecordResult
     from tiledsched.tuning.refresh import RefreshReport
-    from tiledsched.tuning.session import CheckRow, TuneReport
+    from tiledsched.tuning.run import TuneReport
     from tiledsched.tuning.tuner import TuneResult
 
 NO_DIFFERENCE = 5e-4

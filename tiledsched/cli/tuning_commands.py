@@ -28,7 +28,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
 
 if TYPE_CHECKING:
-    from tiledsched.tuning.session import TuneReport
+    from tiledsched.tuning.run import TuneReport
 
 
 def one_thread_for_algebra() -> None:
@@ -61,19 +61,17 @@ def tune(
     \b
     tiledsched tune
     tiledsched tune -p B=4,H=16,S=4096,D=64:128 --report report
-    tiledsched tune matmul --suite llama --arch h200
+    tiledsched tune matmul --suite llama_8b --arch h200
     """
     one_thread_for_algebra()
     from tiledsched.cli import tuned_output
     from tiledsched.cli.progress import TuneProgress
     from tiledsched.cli.served_output import entry_json
-    from tiledsched.tuning import session
 
     wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
-    with TuneProgress(len(wanted), options["budget_s"]) as watcher:
-        found = session.tune(
-            kernel, wanted, arch=arch, db=run.db, jobs=jobs, watcher=watcher, command={"words": run.words}, **options
-        )
+    chosen = TuneOptions.from_mapping(options, "tune")
+    with TuneProgress(len(wanted), chosen.budget_s) as watcher, run.session(arch, jobs) as session:
+        found = session.tune(kernel, wanted, chosen, watcher=watcher, command={"words": run.words})
     files = written_report(run, kernel, [arch], report, regime=options["regime"]) if report else []
     if run.json:
         results = [tuned_output.tune_result_json(result) for result in found.results]
@@ -131,11 +129,10 @@ def check(
     tiledsched check softmax -p rows=3,columns=4000 --schedules 5
     """
     from tiledsched.cli import tuned_output
-    from tiledsched.tuning import session
 
-    rows = []
+    rows, chosen = [], CheckOptions.from_mapping(options, "check")
     named = named_problems(kernel, problem, suite) if problem or suite else None
-    for row in session.check(kernel, named, arch=arch, **options):
+    for row in run.session(arch).check(kernel, named, chosen):
         rows.append(row)
         if not run.json:
             tuned_output.print_checked(row)
@@ -169,21 +166,19 @@ def record(
     tiledsched record -p B=4,H=32,S=4096,D=64 -o landscapes
     """
     from tiledsched.cli import tuned_output
-    from tiledsched.tuning import session
 
-    needs_folder(out, options["build_only"])
-    run_id, results = session.record(
-        kernel,
-        named_problems(kernel, problem, suite),
-        arch=run.arch(arch),
-        out=made_folder(out) if out else None,
-        db=run.db,
-        jobs=jobs,
-        progress=note,
-        on_result=(lambda result: None) if run.json else tuned_output.print_recorded,
-        command={"words": run.words},
-        **options,
-    )
+    chosen = RecordOptions.from_mapping(options, "record")
+    needs_folder(out, chosen.build_only)
+    with run.session(run.arch(arch), jobs) as session:
+        run_id, results = session.record(
+            kernel,
+            named_problems(kernel, problem, suite),
+            chosen,
+            folder=made_folder(out) if out else None,
+            progress=note,
+            on_result=(lambda result: None) if run.json else tuned_output.print_recorded,
+            command={"words": run.words},
+        )
     if run.json:
         run.print({"run": run_id, "problems": [tuned_output.record_result_json(result) for result in results]})
 
@@ -220,21 +215,12 @@ def refresh(
     one_thread_for_algebra()
     from tiledsched.cli import tuned_output
     from tiledsched.cli.progress import TuneProgress
-    from tiledsched.tuning.refresh import refresh as refresh_entries
 
     arch = run.arch(arch)
     wanted = measured_problems(run, kernel, arch, problem)
-    with TuneProgress(0, options["budget_s"]) as watcher:
-        report = refresh_entries(
-            kernel,
-            wanted or None,
-            arch=arch,
-            db=run.db,
-            jobs=jobs,
-            watcher=watcher,
-            command={"words": run.words},
-            **options,
-        )
+    chosen = RefreshOptions.from_mapping(options, "refresh")
+    with TuneProgress(0, chosen.budget_s) as watcher, run.session(arch, jobs) as session:
+        report = session.refresh(kernel, wanted or None, chosen, watcher=watcher, command={"words": run.words})
     run.print(report.to_json(), lambda: tuned_output.print_refreshed(report))
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tiledsched.fleet.campaign import Campaign, CampaignPlan, Lease, Outcome
     from tiledsched.fleet.leases import Leases
     from tiledsched.fleet.local import work
-    from tiledsched.fleet.run import Patience, plan, run
+    from tiledsched.fleet.run import Limits, plan, run
     from tiledsched.fleet.status import FleetStatus, read_status
 
 _HOMES = {
@@ -22,7 +22,7 @@ _HOMES = {
     "Lease": "campaign",
     "Leases": "leases",
     "Outcome": "campaign",
-    "Patience": "run",
+    "Limits": "run",
     "plan": "run",
     "read_status": "status",
     "run": "run",
@@ -34,8 +34,8 @@ __all__ = [
     "FleetStatus",
     "Lease",
     "Leases",
+    "Limits",
     "Outcome",
-    "Patience",
     "plan",
     "read_status",
     "run",

@@ -124,6 +124,11 @@ class SharedBuilds(BuildPool):
             _lock(path).unlink(missing_ok=True)
         self._ours.clear()
 
+    def cancel(self) -> None:
+        """Give up what is unfinished: a claim on which nobody works would be waited for."""
+        if self._ours:
+            self.close()
+
     def _path(self, task: BuildTask) -> Path:
         return self._records / f"{build_key(task)}.json"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -10,16 +9,8 @@ from enum import Enum
 from typing import Any
 
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 
-JOBS = {
-    "tune": "tiledsched.fleet.jobs:tune",
-    "record": "tiledsched.fleet.jobs:record",
-    "refresh": "tiledsched.fleet.jobs:refresh",
-    "bench": "tiledsched.bench.job:bench",
-}
-"""Commands of a fleet, and the function that does one problem of each: found by name, as kernels are."""
 JOBS_VARIABLE = "TILEDSCHED_FLEET_JOBS"
 """Modules, with commas between them, whose functions a worker runs beside those of this package: a database names functions,
 and whoever can write to it must not thereby choose code."""
@@ -63,7 +54,7 @@ class CampaignPlan:
     """A campaign that is to be opened. The same plan is the same campaign: opened again, it goes on."""
 
     job: str
-    """Name of a function, `package.module:function`."""
+    """tune, record, refresh or bench; or `module:function`, a job of your own."""
     kernel: str
     """Where the kernel is declared, as `KernelClass.locator()` tells."""
     problems: Mapping[str, Sequence[Problem]]
@@ -97,7 +88,7 @@ class Campaign:
     id: str
     """Hash of its plan."""
     job: str
-    """Name of the function that does one problem."""
+    """tune, record, refresh or bench; or `module:function`."""
     kernel: str
     """Where the kernel is declared."""
     options: Mapping[str, Any]
@@ -124,11 +115,6 @@ class Campaign:
     def silent_until(self, now: datetime) -> datetime:
         """Leases that hold until then, or less long, were not renewed for too long to wait for their workers."""
         return now + timedelta(seconds=(1.0 - MISSED) * self.lease_s)
-
-    @property
-    def command(self) -> str:
-        """tune, record, refresh or bench; another job's own name."""
-        return next((name for name, job in JOBS.items() if job == self.job), self.job)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +152,7 @@ class Setup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class FailedProblem:
     """A problem that could not be done."""
 
     problem: Problem
@@ -181,19 +167,3 @@ class Failure:
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
         return {"problem": self.problem.to_json(), "arch": self.arch, "attempts": self.attempts, "why": self.message}
-
-
-def check_job(job: str) -> str:
-    """`job`, if this process may run it.
-
-    Raises:
-        ConfigError: it is no function of this package, nor of a module that the environment allows.
-    """
-    module, colon, function = job.partition(":")
-    allowed = [word.strip() for word in os.environ.get(JOBS_VARIABLE, "").split(",") if word.strip()]
-    if not (colon and function.isidentifier()) or not (module in allowed or job in JOBS.values()):
-        raise ConfigError(
-            f"the campaign asks for {job!r}, which is none of this package's jobs ({', '.join(JOBS)}); to run a "
-            f"module of your own, name it on every worker: {JOBS_VARIABLE}={module}"
-        )
-    return job

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import itertools
 import logging
 import os
@@ -38,18 +37,19 @@ from tiledsched.core.errors import (
 )
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
-from tiledsched.fleet.builds import Pool, build_key
-from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup, check_job
-from tiledsched.fleet.jobs import unknown_options
-from tiledsched.fleet.kept import Kept
-from tiledsched.fleet.local_store import Scratch, remove, whole
-from tiledsched.fleet.retry import PATIENCE_S, is_full, retry_while_unavailable
+from tiledsched.fleet.builds import Pool, SharedBuilds, build_key
+from tiledsched.fleet.campaign import Campaign, Lease, Outcome, Setup
+from tiledsched.fleet.jobs import Job, find_job
+from tiledsched.fleet.local_store import LocalStore, remove, whole
+from tiledsched.fleet.retry import RETRY_S, is_full, retry_while_unavailable
 from tiledsched.store.db import TuningDB
+from tiledsched.tuning.resources import Tools
+from tiledsched.tuning.session import Session
 
 THE_PROBLEMS_FAULT = (NoValidScheduleError, ProblemError, SpaceError, DeclarationError, UnsupportedError)
 """Errors that any other worker would meet, too."""
 STOPPING_S = 4.0
-"""Patience with a database once told to stop."""
+"""How long a database that does not answer is waited for once the worker said stop."""
 BUILD_NUMBERS = itertools.count()
 """Of builds that are done elsewhere: none comes twice in a process, so that a late answer is nobody else's."""
 LONGEST = 500
@@ -61,23 +61,38 @@ class StoppedError(KeyboardInterrupt):
 
 
 class Child:
-    """Serves one worker until it is told to end."""
+    """Serves one worker until it is told to end.
 
-    def __init__(self, pipe: Connection, setup: Setup) -> None:
-        self._pipe, self._setup = pipe, setup
-        self._stop, self._working = threading.Event(), False
-        signal.signal(signal.SIGTERM, self._told_to_stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the worker, which tells us
-        job = check_job(setup.campaign.job)
-        self._module = importlib.import_module(job.partition(":")[0])
-        self._job = getattr(self._module, job.partition(":")[2])
+    Args:
+        pipe: requests come from it, answers go to it.
+        setup: the campaign, and how to work on it.
+        stop: set, it ends the waiting for a database that does not answer; and no problem is begun.
+        local_store: makes the databases of this host, given the cache folder and the URL of the campaign's database.
+    """
+
+    def __init__(
+        self,
+        pipe: Connection,
+        setup: Setup,
+        *,
+        stop: threading.Event | None = None,
+        local_store: Callable[[Path, str], LocalStore] = LocalStore,
+    ) -> None:
+        self._pipe, self._setup, self._make_local_store = pipe, setup, local_store
+        self._stop, self._working = stop or threading.Event(), False
+        self._job = find_job(setup.campaign.job)
         self._kernel = load_kernel(setup.campaign.kernel)
         self._db: TuningDB | None = None
-        self._scratch: Scratch | None = None
+        self._local: LocalStore | None = None
         self._cache = Path(load_settings().cache or default_cache_folder())
-        self._kept = Kept(self._pool, self._cache)
+        self._session: Session | None = None
 
-    def _told_to_stop(self, *_: object) -> None:
+    def interrupt(self, *_: object) -> None:
+        """Stop what is going on, as a handler of the worker's signal.
+
+        Raises:
+            StoppedError: a job is running: it ends as after Ctrl-C.
+        """
         self._stop.set()
         if self._working:
             self._working = False
@@ -85,137 +100,141 @@ class Child:
 
     def serve(self) -> None:
         """Answer requests until the pipe closes or the worker says stop."""
-        self._kept.install()
         self._pipe.send(("ready", why_not(self._setup.campaign, self._kernel, self._job) or self._no_cache()))
         while not self._stop.is_set():
             verb, *arguments = self._pipe.recv()
             if verb == "end":
                 break
-            if verb == "built":  # asked for by a job that ended without it
+            if verb == "built":  # the job that wanted it ended without it
                 continue
             answer = self.work(*arguments) if verb == "work" else self.control(*arguments)
             self._pipe.send(("answer", *answer))
-            if answer[0] != Outcome.DONE:
-                self._kept.end()
-        self._kept.end()
-        if self._scratch is not None:
-            self._scratch.close()
+            if answer[0] != Outcome.DONE:  # nobody knows in what state its processes are: the next problem starts anew
+                self._close_session()
+        self._close_session()
+        if self._local is not None:
+            self._local.close()
 
     def _no_cache(self) -> str:
-        """Why nothing can be kept here, whatever is waited for; empty where it can. A full disk may have room again."""
+        """Why nothing can be stored here, whatever is waited for; empty where it can. A full disk may have room again."""
         try:
             ArtifactStore(self._cache).ready()
         except ConfigError as error:
             return "" if is_full(error) else str(error)
         return ""
 
-    def _pool(self, jobs: int | None) -> Pool:
+    def _session_for(self, arch: str) -> Session:
+        """The session of this process, which stays from one problem to the next of the same arch."""
+        if self._session is None or self._session.arch != arch:
+            self._close_session()
+            tools = Tools(pool=lambda jobs: SharedBuilds(self._pool(), self._cache))
+            self._session = Session(arch, jobs=self._setup.jobs, tools=tools)
+        return self._session
+
+    def _close_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _pool(self) -> Pool:
         if self._setup.builds_elsewhere:
-            return Elsewhere(self._pipe, self._setup.jobs)
-        return BuildPool(jobs or self._setup.jobs)
+            return RemoteBuilds(self._pipe, self._setup.jobs)
+        return BuildPool(self._setup.jobs)
 
     def _home(self) -> TuningDB:
         if self._db is None:
             self._db = retry_while_unavailable(lambda: TuningDB.open(self._setup.db), stop=self._stop)
         return self._db
 
-    def _scratches(self) -> Scratch:
-        if self._scratch is None:
-            self._scratch = Scratch(self._cache, self._setup.db)
-        for path in self._scratch.left_behind():
+    def _local_store(self) -> LocalStore:
+        """The databases of this process; what a killed one left behind is brought home first."""
+        if self._local is None:
+            self._local = self._make_local_store(self._cache, self._setup.db)
+        for path in self._local.left_behind():
             if whole(path):
-                bring = functools.partial(self._scratch.bring_home, path, self._home(), held=False)
+                bring = functools.partial(self._local.bring_home, path, self._home(), held=False)
                 retry_while_unavailable(bring, stop=self._stop)
             else:
                 remove(path)
-        return self._scratch
+        return self._local
+
+    def _copy_of(self, problem: Problem, arch: str, name: str) -> Path:
+        """A database of this host that knows what the campaign's does of a problem."""
+        return retry_while_unavailable(
+            lambda: self._local_store().database(self._home(), problem, arch, name), stop=self._stop
+        )
+
+    def _run(
+        self, function: Callable[..., dict[str, Any]], arch: str, path: Path, *arguments: Any, **options: Any
+    ) -> Any:
+        """Call a job's function with a session on a local database; the worker may stop it meanwhile."""
+        session = self._session_for(arch)
+        with session.using_database(str(path)):
+            try:
+                self._working = True
+                if self._stop.is_set():  # told before there was anything to stop
+                    raise StoppedError
+                return function(session, self._kernel, *arguments, **options)
+            finally:
+                self._working = False
 
     def work(self, lease: Lease, budget_s: float | None) -> tuple[str, dict[str, Any] | None, str]:
         """Do one problem and bring home what was found, however it ended: outcome, result and message."""
         try:
-            name = f"{lease.campaign_id}-{lease.id}-{lease.attempt}"
-            path = retry_while_unavailable(
-                lambda: self._scratches().database(self._home(), lease.problem, lease.arch, name), stop=self._stop
-            )
+            path = self._copy_of(lease.problem, lease.arch, f"{lease.campaign_id}-{lease.id}-{lease.attempt}")
         except Exception as error:
-            return str(self._unless_stopped(_ended_by(error))), None, _said(error)
+            return str(self._unless_stopped(_ended_by(error))), None, _message(error)
         options = dict(self._setup.campaign.options)
         if budget_s is not None:
             options["budget_s"] = budget_s
         outcome, result, message = Outcome.ERROR, None, ""
         try:
-            self._working = True
-            if self._stop.is_set():  # told before there was anything to stop
-                raise StoppedError
-            result = self._job(
-                self._kernel,
-                lease.problem,
-                lease.arch,
-                db=str(path),
-                jobs=self._setup.jobs,
-                progress=lambda text: self._pipe.send(("say", text)),
-                **options,
-            )
-            self._working = False
+            result = self._run(self._job.run, lease.arch, path, lease.problem, self._say, **options)
             outcome = Outcome.DONE
         except THE_PROBLEMS_FAULT as error:
-            outcome, message = Outcome.FAILED, _said(error)
+            outcome, message = Outcome.FAILED, _message(error)
         except StoppedError:
             outcome = Outcome.RELEASED
         except Exception as error:  # whatever it is costs this attempt; another GPU or host may do better
-            outcome, message = _ended_by(error), _said(error)
-        self._working = False
+            outcome, message = _ended_by(error), _message(error)
         try:
-            held = retry_while_unavailable(
-                lambda: holds(self._home(), lease), patience_s=self._patience(), stop=self._stop
-            )
+            held = retry_while_unavailable(lambda: holds(self._home(), lease), retry_s=self._retry_s(), stop=self._stop)
             retry_while_unavailable(
-                lambda: self._scratches().bring_home(path, self._home(), held=held),
-                patience_s=self._patience(),
+                lambda: self._local_store().bring_home(path, self._home(), held=held),
+                retry_s=self._retry_s(),
                 stop=self._stop,
             )
-        except Exception as error:  # the file stays, for the next one here
+        except Exception as error:  # the file stays, for the next process here
             ended = self._unless_stopped(_ended_by(error)) if outcome is Outcome.DONE else outcome
-            return str(ended), None, message or _said(error)
+            return str(ended), None, message or _message(error)
         return str(outcome), result, message
+
+    def _say(self, text: str) -> None:
+        self._pipe.send(("say", text))
 
     def _unless_stopped(self, outcome: Outcome) -> Outcome:
         """What ends for want of a database because there is no time to wait for it, is no attempt."""
         return Outcome.RELEASED if self._stop.is_set() else outcome
 
-    def _patience(self) -> float:
-        return STOPPING_S if self._stop.is_set() else PATIENCE_S
+    def _retry_s(self) -> float:
+        return STOPPING_S if self._stop.is_set() else RETRY_S
 
     def control(self, problem: Problem, arch: str) -> tuple[str, dict[str, Any] | None, str]:
         """Time the control program."""
-        control = getattr(self._module, "control", None)
-        if control is None:
-            control = importlib.import_module("tiledsched.fleet.jobs").control
         try:
-            path = retry_while_unavailable(
-                lambda: self._scratches().database(self._home(), problem, arch, f"control-{problem.id}"),
-                stop=self._stop,
-            )
+            path = self._copy_of(problem, arch, f"control-{problem.id}")
             try:
-                self._working = True
-                if self._stop.is_set():
-                    raise StoppedError
-                told = control(
-                    self._kernel, problem, arch, db=str(path), jobs=self._setup.jobs, **self._setup.campaign.options
-                )
-                self._working = False
+                timed = self._run(self._job.control, arch, path, problem, **self._setup.campaign.options)
             finally:
                 remove(path)
         except StoppedError:
             return str(Outcome.RELEASED), None, ""
         except Exception as error:
-            return str(self._unless_stopped(_ended_by(error))), None, _said(error)
-        finally:
-            self._working = False
-        return str(Outcome.DONE), told, ""
+            return str(self._unless_stopped(_ended_by(error))), None, _message(error)
+        return str(Outcome.DONE), timed, ""
 
 
-class Elsewhere:
+class RemoteBuilds:
     """A pool whose builds are done where the worker has them done."""
 
     def __init__(self, pipe: Connection, jobs: int) -> None:
@@ -241,14 +260,14 @@ class Elsewhere:
                 yield built
 
     def start(self) -> None:
-        """They are started."""
+        """The processes of the other hosts are started already."""
 
     def close(self) -> None:
-        """What is running goes on, for whoever asks for it next; its answers are dropped where they come."""
+        """What is running goes on, for whoever wants it next; its answers are dropped when they come."""
         self._running.clear()
 
 
-def why_not(wanted: Campaign, kernel: KernelClass, job: Callable[..., Any]) -> str:
+def why_not(wanted: Campaign, kernel: KernelClass, job: Job) -> str:
     """Why this host must not work on a campaign; empty where it may."""
     here = compiler_at_hand()
     if wanted.compiler and wanted.compiler != here:
@@ -258,10 +277,10 @@ def why_not(wanted: Campaign, kernel: KernelClass, job: Callable[..., Any]) -> s
         )
     if wanted.source_hash and wanted.source_hash != kernel.source_hash():
         return f"the source of {wanted.kernel} here is not the one the campaign was opened with; bring it up to date"
-    unknown = unknown_options(job, wanted.options)
+    unknown = job.unknown(wanted.options)
     if unknown:
         return (
-            f"the campaign was opened by another version of tiledsched: {wanted.command} of {__version__} does not know "
+            f"the campaign was opened by another version of tiledsched: {wanted.job} of {__version__} does not know "
             f"{', '.join(unknown)}; bring this host up to date, or open the campaign again with this version"
         )
     return ""
@@ -284,7 +303,7 @@ def _ended_by(error: BaseException) -> Outcome:
     return Outcome.FULL if is_full(error) else Outcome.ERROR
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     text = str(error) if isinstance(error, TiledschedError) else f"{type(error).__name__}: {error}"
     return text[:LONGEST]
 
@@ -306,7 +325,10 @@ def main() -> None:
     _end_with_worker(life)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     with contextlib.suppress(EOFError, BrokenPipeError, StoppedError):
-        Child(pipe, pipe.recv()).serve()
+        child = Child(pipe, pipe.recv())
+        signal.signal(signal.SIGTERM, child.interrupt)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the worker, which tells us
+        child.serve()
 
 
 if __name__ == "__main__":

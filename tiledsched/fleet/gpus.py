@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.fleet.campaign import check_job
 from tiledsched.measure.nvml import HELD_DOWN, devices, state_of, uuids
 
 ANSWER_S = 1.0
@@ -75,19 +73,18 @@ class GpuState:
         return {**self._told, **silent}
 
 
-def gpus_here(job: str, *, without: int = 0) -> list[Gpu]:
+def gpus_here(own: Callable[[], Sequence[Gpu]] | None = None, *, without: int = 0) -> list[Gpu]:
     """The GPUs that a job may take here: those the driver lists and CUDA_VISIBLE_DEVICES leaves.
 
     Args:
-        job: of the campaign. Its module may stand for GPUs of its own (`gpus()`), as replays do.
-        without: places for work that needs no GPU, in place of GPUs.
+        own: lists the GPUs in place of the driver, as replays do; see `Job.gpus`.
+        without: how many places for work that needs no GPU there are, in place of GPUs; 0 for GPUs.
 
     Raises:
         MeasureError: the driver does not answer.
     """
     if without:
         return [Gpu(uuid=f"{socket.gethostname()}-{os.getpid()}-{place}", name="", arch="") for place in range(without)]
-    own = getattr(importlib.import_module(check_job(job).partition(":")[0]), "gpus", None)
     if own is not None:
         return list(own())
     listed = [

@@ -1,29 +1,37 @@
-"""What a worker does with one problem: the functions behind the single commands, on one problem, and the control program.
+"""What a worker does with one problem: the commands of one GPU, on one problem, and the control program.
 
-A job is `job(kernel, problem, arch, *, db, jobs, progress, **options) -> dict`: what it measures goes to `db`, what it returns
-is kept with the lease. It may be killed at any moment and called again.
+A job is a function `job(session, kernel, problem, progress, **options) -> dict`. What it measures goes to the session's
+database, what it returns is stored with the lease. It may be killed at any moment and called again.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core.errors import Failure, MeasureError
+from tiledsched.bench.job import bench_here
+from tiledsched.core.errors import ConfigError, Failure, MeasureError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.tuning import session as tuning
-from tiledsched.tuning.refresh import refresh as refresh_here
+from tiledsched.fleet.campaign import JOBS_VARIABLE
+from tiledsched.fleet.gpus import Gpu
+from tiledsched.measure.estimate import Timing
+from tiledsched.tuning.options import Options, RecordOptions, RefreshOptions, TuneOptions, options_of
+from tiledsched.tuning.session import Session
 
 Progress = Callable[[str], None]
+"""Takes a line of text that says what is done just now."""
 CONTROL_ROUNDS = 30
 """Samples of the control program, each time."""
 
 
 class StageProgress:
-    """Tells the stages of a tune as lines."""
+    """A watcher of a tune that tells its stages as lines."""
 
     def __init__(self, say: Progress) -> None:
         self._say, self._what, self._total = say, "", 0
@@ -34,30 +42,28 @@ class StageProgress:
         self._say(f"{what} {total}" if total else what)
 
     def step(self, done: int) -> None:
-        """So much of it is done."""
+        """`done` steps of the stage are done."""
         self._say(f"{self._what} {done}/{self._total}")
 
     def best(self, us: float, schedule: Schedule) -> None:
-        """Nothing: the result says it."""
+        """Nothing: the result holds the best schedule."""
 
 
-def tune(
-    kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress, **options: Any
-) -> dict[str, Any]:
-    """`tiledsched tune` of one problem."""
-    report = tuning.tune(kernel, [problem], arch=arch, db=db, jobs=jobs, watcher=StageProgress(progress), **options)
+def tune(session: Session, kernel: KernelClass, problem: Problem, progress: Progress, **options: Any) -> dict[str, Any]:
+    """Tune one problem; the row of its report."""
+    chosen = TuneOptions.from_mapping(options, "tune")
+    report = session.tune(kernel, [problem], chosen, watcher=StageProgress(progress))
     (row,) = report.rows
     return row
 
 
 def record(
-    kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress, **options: Any
+    session: Session, kernel: KernelClass, problem: Problem, progress: Progress, **options: Any
 ) -> dict[str, Any]:
-    """`tiledsched record` of one problem. Its landscape is in the database; who asked for files writes them from there."""
+    """Record one problem. Its landscapes are in the database; who wants files writes them from there."""
+    chosen = RecordOptions.from_mapping(options, "record")
     with tempfile.TemporaryDirectory() as folder:
-        _, (result,) = tuning.record(
-            kernel, [problem], arch=arch, out=folder, db=db, jobs=jobs, progress=progress, **options
-        )
+        _, (result,) = session.record(kernel, [problem], chosen, folder=folder, progress=progress)
     return {
         "schedules": result.schedules,
         "programs": result.programs,
@@ -71,65 +77,42 @@ def record(
 
 
 def refresh(
-    kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, progress: Progress, **options: Any
+    session: Session, kernel: KernelClass, problem: Problem, progress: Progress, **options: Any
 ) -> dict[str, Any]:
-    """`tiledsched refresh` of one problem."""
-    return refresh_here(
-        kernel, [problem], arch=arch, db=db, jobs=jobs, watcher=StageProgress(progress), **options
-    ).to_json()
+    """Refresh the entries of one problem."""
+    chosen = RefreshOptions.from_mapping(options, "refresh")
+    return session.refresh(kernel, [problem], chosen, watcher=StageProgress(progress)).to_json()
 
 
-PASSED_TO: dict[Callable[..., Any], Callable[..., Any]] = {
-    tune: tuning.tune,
-    record: tuning.record,
-    refresh: refresh_here,
-}
-"""What takes the options of a job."""
-
-
-def unknown_options(job: Callable[..., Any], options: Iterable[str]) -> list[str]:
-    """Those that a job does not take: by mistake, or because another version of this package wrote them."""
-    takes = inspect.signature(PASSED_TO.get(job, job)).parameters
-    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
-    return [] if anything else sorted(set(options) - set(takes))
-
-
-def control(
-    kernel: KernelClass, problem: Problem, arch: str, *, db: str, jobs: int | None, **options: Any
+def bench(
+    session: Session, kernel: KernelClass, problem: Problem, progress: Progress, **options: Any
 ) -> dict[str, Any]:
+    """Time one problem beside its rivals; its rows, as a CSV file has them."""
+    rows = bench_here(kernel, [problem], db=session.settings.db, progress=progress, **options)
+    return {"rows": [row.to_csv() for row in rows]}
+
+
+def control(session: Session, kernel: KernelClass, problem: Problem, **options: Any) -> dict[str, Any]:
     """Time one program, the same on every GPU of an arch: the default schedule of one problem, in the burst regime.
 
     Raises:
         MeasureError: it does not build or run here.
     """
-    from tiledsched.build.pool import open_pool
-    from tiledsched.core.config import load_settings
-    from tiledsched.measure.estimate import Timing
-    from tiledsched.store.db import TuningDB
-    from tiledsched.tuning.programs import Builder
-
-    tools = tuning.prepare_tools(kernel, arch, settings=load_settings({"db": db}), space=options.get("space"))
-    runner = tuning.open_runner(kernel, arch, runner="gpu")
+    schedule = session.space(kernel, options.get("space")).default(problem)
+    runner = session.open_runner(kernel, "gpu")
     assert runner is not None
-    try:
-        with TuningDB.open(db) as store, open_pool(jobs) as pool:
-            builder = Builder(store, tools.artifacts, kernel, arch, tools.toolchain, pool)
-            schedule = tools.space.default(problem)
-            builder.build([schedule], problem)
-            candidates = builder.candidates(builder.programs([schedule], problem, runner.device))
-        if not candidates:
-            raise MeasureError(
-                f"the control program ({schedule.short()} for {problem}) does not build; run: tiledsched doctor"
-            )
-        runner.begin(problem)
-        checked = runner.check(candidates[0])
-        if isinstance(checked, Failure):
-            raise MeasureError(
-                f"the control program does not run on this GPU: {checked.message}; run: tiledsched doctor"
-            )
-        (batch,) = runner.sample(candidates, rounds=CONTROL_ROUNDS, regime="burst")
-    finally:
-        runner.close()
+    builder = session.builder(kernel)
+    builder.build([schedule], problem)
+    candidates = builder.candidates(builder.programs([schedule], problem, runner.device))
+    if not candidates:
+        raise MeasureError(
+            f"the control program ({schedule.short()} for {problem}) does not build; run: tiledsched doctor"
+        )
+    runner.begin(problem)
+    checked = runner.check(candidates[0])
+    batch = (
+        checked if isinstance(checked, Failure) else runner.sample(candidates, rounds=CONTROL_ROUNDS, regime="burst")[0]
+    )
     if isinstance(batch, Failure):
         raise MeasureError(f"the control program does not run on this GPU: {batch.message}; run: tiledsched doctor")
     return {
@@ -137,3 +120,56 @@ def control(
         **vars(Timing.of(batch.samples_us)),
         "conditions": batch.conditions.to_json(),
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One command of a fleet."""
+
+    run: Callable[..., dict[str, Any]]
+    """Does one problem."""
+    options: type[Options] | None = None
+    """What it may be told; None where only its own keywords say that."""
+    control: Callable[..., dict[str, Any]] = control
+    """Times the control program."""
+    gpus: Callable[[], Sequence[Gpu]] | None = None
+    """Stands in for the GPUs of this host, as replays do; None for those that the driver lists."""
+
+    def unknown(self, options: Iterable[str]) -> list[str]:
+        """The options that it does not take: mistakes, or written by another version of this package."""
+        if self.options is not None:
+            return sorted(set(options) - {each.name for each in options_of(self.options)})
+        takes = inspect.signature(bench_here if self.run is bench else self.run).parameters
+        anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+        return [] if anything else sorted(set(options) - set(takes))
+
+
+JOBS: Mapping[str, Job] = {
+    "tune": Job(run=tune, options=TuneOptions),
+    "record": Job(run=record, options=RecordOptions),
+    "refresh": Job(run=refresh, options=RefreshOptions),
+    "bench": Job(run=bench),
+}
+"""The commands of a fleet by name."""
+
+
+def find_job(name: str) -> Job:
+    """A command of a fleet, or `module:function` of a module that the environment allows; the module may also define `control`
+    and `gpus`.
+
+    Raises:
+        ConfigError: it is neither. A database names jobs, and whoever can write to it must not thereby choose code.
+    """
+    if name in JOBS:
+        return JOBS[name]
+    module_name, colon, function = name.partition(":")
+    allowed = [word.strip() for word in os.environ.get(JOBS_VARIABLE, "").split(",")]
+    if not (colon and function.isidentifier() and module_name in allowed):
+        raise ConfigError(
+            f"the campaign asks for {name!r}, which is none of this package's jobs ({', '.join(JOBS)}); to run a "
+            f"module of your own, name it on every worker: {JOBS_VARIABLE}={module_name}"
+        )
+    module = importlib.import_module(module_name)
+    return Job(
+        run=getattr(module, function), control=getattr(module, "control", control), gpus=getattr(module, "gpus", None)
+    )

@@ -26,8 +26,8 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
-from tiledsched.fleet.campaign import Campaign, CampaignPlan, Failure, Lease, Outcome
-from tiledsched.fleet.retry import PATIENCE_S, retry_while_unavailable
+from tiledsched.fleet.campaign import Campaign, CampaignPlan, FailedProblem, Lease, Outcome
+from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow, CampaignRow, ControlRow, LeaseRow, ProblemRow, UtcDateTime, WorkerRow
 from tiledsched.store.records import record_of
@@ -53,20 +53,15 @@ class Leases:
     Args:
         db: where; shared by threads.
         clock: tells the time in place of the database: a simulator has its own.
-        patience_s: how long the database may be away.
+        retry_s: how long the database may be away.
         stop: set, it ends the waiting for a database that is away.
     """
 
     def __init__(
-        self,
-        db: TuningDB,
-        *,
-        clock: Clock | None = None,
-        patience_s: float = PATIENCE_S,
-        stop: threading.Event | None = None,
+        self, db: TuningDB, *, clock: Clock | None = None, retry_s: float = RETRY_S, stop: threading.Event | None = None
     ) -> None:
         self.db = db
-        self._clock, self._patience_s, self._stop = clock, patience_s, stop
+        self._clock, self._retry_s, self._stop = clock, retry_s, stop
 
     # Campaigns
 
@@ -405,7 +400,7 @@ class Leases:
         asked = sa.select(WorkerRow.id).where(WorkerRow.campaign_id == campaign_id, WorkerRow.state == "idle")
         return self._read(lambda session: set(session.scalars(asked)))
 
-    def failures(self, campaign_id: str) -> list[Failure]:
+    def failures(self, campaign_id: str) -> list[FailedProblem]:
         """What could not be done, and why."""
         asked = (
             sa.select(LeaseRow, ProblemRow)
@@ -415,7 +410,7 @@ class Leases:
         )
         return self._read(
             lambda session: [
-                Failure(
+                FailedProblem(
                     problem=problem_from_json({"kernel": of.kernel, **of.dims}),
                     arch=row.arch,
                     attempts=row.attempts,
@@ -474,14 +469,14 @@ class Leases:
     # How
 
     def _write(self, work: Callable[[Session], T]) -> T:
-        return retry_while_unavailable(lambda: self.db.write(work), patience_s=self._patience_s, stop=self._stop)
+        return retry_while_unavailable(lambda: self.db.write(work), retry_s=self._retry_s, stop=self._stop)
 
     def _read(self, work: Callable[[Session], T]) -> T:
         def read() -> T:
             with self.db.reading() as session:
                 return work(session)
 
-        return retry_while_unavailable(read, patience_s=self._patience_s, stop=self._stop)
+        return retry_while_unavailable(read, retry_s=self._retry_s, stop=self._stop)
 
     def _now(self, after_s: float = 0.0) -> Any:
         """The time, so long from now: an expression on PostgreSQL, else a value."""

@@ -11,8 +11,9 @@ from tiledsched.build.pool import default_jobs
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.fleet.campaign import Campaign
 from tiledsched.fleet.gpus import Gpu, gpus_here
+from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
-from tiledsched.fleet.retry import PATIENCE_S, retry_while_unavailable
+from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable
 from tiledsched.fleet.worker import STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
 
@@ -41,7 +42,7 @@ def work(
     wait_s: float = 0.0,
     stop: threading.Event | None = None,
     say: Callable[[str], None] = lambda line: None,
-    patience_s: float = PATIENCE_S,
+    retry_s: float = RETRY_S,
 ) -> Worked:
     """Work on campaigns with the GPUs of this host until nothing is left to do.
 
@@ -54,7 +55,7 @@ def work(
         wait_s: how long to wait for a campaign where none is running.
         stop: ends it, within ten seconds. Ctrl-C does, too.
         say: told what happens, a line each.
-        patience_s: how long the database may be away.
+        retry_s: how long the database may be away.
 
     Raises:
         ConfigError: there is no such campaign, or no GPU here.
@@ -65,8 +66,8 @@ def work(
     done: list[str] = []
     count, notes = 0, list[str]()
     refused: ConfigError | None = None
-    with retry_while_unavailable(lambda: TuningDB.open(db), patience_s=patience_s, stop=stop) as opened:
-        leases = Leases(opened, patience_s=patience_s, stop=stop)
+    with retry_while_unavailable(lambda: TuningDB.open(db), retry_s=retry_s, stop=stop) as opened:
+        leases = Leases(opened, retry_s=retry_s, stop=stop)
         gives_up = time.monotonic() + wait_s
         while not stop.is_set():
             found = [leases.campaign(campaign)] if campaign else leases.campaigns(running=True)[::-1]
@@ -75,7 +76,11 @@ def work(
                 looked_at.append(left[0].id)
                 try:
                     if leases.end(left[0].id) == "running":
-                        here = list(gpus) if gpus is not None else gpus_here(left[0].job, without=without_gpu)
+                        here = (
+                            list(gpus)
+                            if gpus is not None
+                            else gpus_here(find_job(left[0].job).gpus, without=without_gpu)
+                        )
                         notes += work_on(leases, db, left[0], here, jobs=jobs, stop=stop, say=say)
                         count = max(count, len(here))
                     done.append(left[0].id)

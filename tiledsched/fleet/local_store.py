@@ -34,8 +34,8 @@ MOST_ALIKE = 64
 """Newest winners of other problems that go along: they say where to look first."""
 
 
-class Scratch:
-    """The folder of scratch databases of one process.
+class LocalStore:
+    """The folder of local databases of one process.
 
     Args:
         folder: the cache.
@@ -70,10 +70,10 @@ class Scratch:
         devices = {failed.device_name: _device(home, failed.device_name) for failed in failures}
         with _here(self._folder):
             shutil.copyfile(self._template, path)
-            with TuningDB.open(path) as scratch:
-                scratch.merge(known, entries)
+            with TuningDB.open(path) as local:
+                local.merge(known, entries)
                 for failed in failures:
-                    scratch.record_failure(
+                    local.record_failure(
                         None,
                         problem.kernel,
                         arch,
@@ -133,24 +133,24 @@ def what_is_known(home: TuningDB, problem: Problem, arch: str) -> tuple[list[Sto
 
 
 def bring_home(path: Path, home: TuningDB, *, held: bool, known: Collection[Content] = ()) -> dict[str, int]:
-    """Send what a scratch database found to the one it was copied from; doing it twice changes nothing.
+    """Send what a local database found to the one it was copied from; doing it twice changes nothing.
 
     Args:
-        path: of the scratch database.
+        path: of the local database.
         home: where to.
         held: whether the lease is held: then what was found replaces what is served, as it would in a single command. Else it is
             evidence, and what is served changes only if that is stronger.
         known: what was copied there from `home`.
     """
-    with _here(path.parent), TuningDB.open(path) as scratch:
-        measurements, entries = scratch.measurements(disturbed=True), scratch.entries()
-        artifacts, failures = list(scratch.artifacts().values()), scratch.failures()
+    with _here(path.parent), TuningDB.open(path) as local:
+        measurements, entries = local.measurements(disturbed=True), local.entries()
+        artifacts, failures = list(local.artifacts().values()), local.failures()
         builds = [
             record
-            for toolchain, kernel, source, arch in _build_keys(scratch)
-            for record in scratch.find_builds(kernel, source, toolchain, arch).values()
+            for toolchain, kernel, source, arch in _build_keys(local)
+            for record in local.find_builds(kernel, source, toolchain, arch).values()
         ]
-        devices = {failed.device_name: _device(scratch, failed.device_name) for failed in failures}
+        devices = {failed.device_name: _device(local, failed.device_name) for failed in failures}
     new = [entry.replace(measurement_id=None, run_id=None) for entry in entries if _content(entry) not in known]
     done = home.merge(measurements, [] if held else new, artifacts)
     if held and new:
@@ -205,13 +205,13 @@ def _content(entry: Entry) -> Content:
     return entry.key, entry.schedule, entry.provenance, uid, entry.source_hash, entry.fingerprint
 
 
-def _build_keys(scratch: TuningDB) -> list[tuple[Toolchain, str, str, str]]:
+def _build_keys(local: TuningDB) -> list[tuple[Toolchain, str, str, str]]:
     asked = (
         sa.select(ToolchainRow, BuildRow.kernel, BuildRow.source_hash, BuildRow.arch)
         .join(BuildRow, BuildRow.toolchain_id == ToolchainRow.id)
         .distinct()
     )
-    with scratch.reading() as session:
+    with local.reading() as session:
         return [
             (
                 Toolchain(cuda_tile=row.cuda_tile, tileiras=row.tileiras, ptxas=row.ptxas, nvvm=row.nvvm),

@@ -27,10 +27,11 @@ from tiledsched.build.pool import default_jobs
 from tiledsched.core.errors import ConfigError
 from tiledsched.fleet.campaign import Campaign, Outcome
 from tiledsched.fleet.gpus import Gpu, gpus_here, visible
+from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import Worked
 from tiledsched.fleet.ray_builds import RayBuilds, on_node, open_directory, ray_module
-from tiledsched.fleet.retry import PATIENCE_S, retry_while_unavailable
+from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable
 from tiledsched.fleet.worker import STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
 
@@ -140,7 +141,7 @@ def _own_gpu(job: str, slot: int | None) -> Gpu:
     given = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
     own = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # as Ray set it: numbers, of all that this host has
     try:
-        found = visible(gpus_here(job), {"CUDA_VISIBLE_DEVICES": ",".join(given)})
+        found = visible(gpus_here(find_job(job).gpus), {"CUDA_VISIBLE_DEVICES": ",".join(given)})
     finally:
         if own is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = own
@@ -384,7 +385,7 @@ def run_on_ray(
     without_gpu: int = 0,
     jobs: int | None = None,
     say: Callable[[str], None] = lambda line: None,
-    patience_s: float = PATIENCE_S,
+    retry_s: float = RETRY_S,
     nobody_s: float = NOBODY_S,
 ) -> Worked:
     """Work on a campaign with every GPU of a Ray cluster, until it ends.
@@ -396,7 +397,7 @@ def run_on_ray(
         without_gpu: so many workers on each node that need no GPU.
         jobs: compile processes; None to use every CPU of the cluster.
         say: told what happens, a line each.
-        patience_s: how long the database may be away.
+        retry_s: how long the database may be away.
         nobody_s: how long problems wait for a GPU of their arch to come.
 
     Raises:
@@ -420,13 +421,13 @@ def run_on_ray(
             ) from error
     try:
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-        with retry_while_unavailable(lambda: TuningDB.open(db), patience_s=patience_s) as opened:
+        with retry_while_unavailable(lambda: TuningDB.open(db), retry_s=retry_s) as opened:
             if len(hosts) > 1 and opened.url.startswith("sqlite"):
                 raise ConfigError(
                     f"the database is a file, and the cluster has {len(hosts)} hosts, which would each have their own; "
                     "pass --db postgresql://HOST/NAME"
                 )
-            leases = Leases(opened, patience_s=patience_s)
+            leases = Leases(opened, retry_s=retry_s)
             driver = Driver(
                 db,
                 leases,

@@ -16,7 +16,7 @@ from tiledsched.core import files
 from tiledsched.core.errors import DatabaseError, NoRoomError
 
 T = TypeVar("T")
-PATIENCE_S = 600.0
+RETRY_S = 600.0
 """How long a database may be away before a worker gives up."""
 FIRST_S, LONGEST_S = 0.2, 10.0
 """Pauses between tries: the first, and what they double up to. A thousand workers must not come back all at once: each takes a
@@ -45,19 +45,19 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def retry_while_unavailable(
-    ask: Callable[[], T], *, patience_s: float = PATIENCE_S, stop: threading.Event | None = None
+    ask: Callable[[], T], *, retry_s: float = RETRY_S, stop: threading.Event | None = None
 ) -> T:
     """What `ask` returns; again and again while the database is away.
 
     Args:
         ask: one or more whole transactions that may be made again.
-        patience_s: how long to go on.
+        retry_s: how long to go on.
         stop: ends the waiting early where it is set.
 
     Raises:
         DatabaseError: it was away all that time, or refused.
     """
-    gives_up, pause_s, told = time.monotonic() + patience_s, FIRST_S, False
+    gives_up, pause_s, told = time.monotonic() + retry_s, FIRST_S, False
     while True:
         try:
             return ask()
@@ -65,7 +65,7 @@ def retry_while_unavailable(
             if not is_away(error) or time.monotonic() >= gives_up or (stop is not None and stop.is_set()):
                 raise
             if not told:
-                log.warning("%s; trying again for %.0f s", error, patience_s)
+                log.warning("%s; trying again for %.0f s", error, retry_s)
                 told = True
         wait_s = random.uniform(0.5, 1.0) * min(pause_s, max(0.0, gives_up - time.monotonic()))
         if stop is None:

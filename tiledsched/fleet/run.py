@@ -4,33 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.fleet.campaign import DEADLINE_S, JOBS, LEASE_S, MOST_ATTEMPTS, CampaignPlan
+from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS, CampaignPlan
 from tiledsched.fleet.gpus import gpus_here
-from tiledsched.fleet.jobs import record, refresh, tune, unknown_options
+from tiledsched.fleet.jobs import JOBS, find_job
 from tiledsched.fleet.leases import Leases, expected
 from tiledsched.fleet.local import Worked, work
 from tiledsched.fleet.retry import retry_while_unavailable
 from tiledsched.fleet.status import FleetStatus, read_status
 from tiledsched.store.db import TuningDB
 from tiledsched.store.location import location
-from tiledsched.tuning.session import Cases, kernel_of, problems_of
-
-ONE_PROBLEM = {"tune": tune, "record": record, "refresh": refresh}
-"""Commands whose options are known here."""
-FILES = ("space", "candidates")
-"""Options that name files: every host must have them, in the same place."""
+from tiledsched.tuning.problems import Cases, kernel_of, problems_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How patient a campaign is. It is no part of what the campaign is: the same work opened with another patience goes on."""
+class Limits:
+    """How long a campaign waits and how often it tries. The same work opened again with other limits is the same campaign."""
 
     lease_s: float = LEASE_S
     """How long a lease holds unless renewed: what a dead host costs."""
@@ -49,7 +43,7 @@ def plan(
     archs: Collection[str],
     *,
     options: Mapping[str, Any] | None = None,
-    patience: Patience | None = None,
+    limits: Limits | None = None,
 ) -> CampaignPlan:
     """A campaign: each problem for each arch, those of most work first.
 
@@ -59,34 +53,30 @@ def plan(
         problems: problems, or values by name; the name of a suite; None for all suites.
         archs: e.g. sm_90 and sm_100.
         options: keyword arguments of the function of that name (`tiledsched.tune`, ...), as JSON has them.
-        patience: with what dies.
+        limits: how long it waits and how often it tries.
 
     Raises:
         ConfigError: there is no such command, or it has no such option.
     """
-    kernel, patience = kernel_of(kernel), patience or Patience()
+    kernel, limits = kernel_of(kernel), limits or Limits()
     if command not in JOBS and ":" not in command:
         raise ConfigError(f"a fleet does {', '.join(JOBS)}, not {command!r}; name one of them")
-    unknown = unknown_options(ONE_PROBLEM[command], options or {}) if command in ONE_PROBLEM else []
-    if unknown:
-        raise ConfigError(f"{command} has no option {', '.join(unknown)}; see help(tiledsched.{command})")
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    described = JOBS[command].options if command in JOBS else None
+    if described is not None:
+        given = described.from_mapping(given, command).to_json()
     wanted: Sequence[Problem] = expected(problems_of(kernel, problems))
-    given = {
-        name: str(Path(value).resolve()) if name in FILES else value
-        for name, value in (options or {}).items()
-        if value is not None
-    }
     return CampaignPlan(
-        job=JOBS.get(command, command),
+        job=command,
         kernel=kernel.locator(),
         problems=dict.fromkeys(archs, wanted),
         options=given,
         compiler=compiler_at_hand(),
         source_hash=kernel.source_hash(),
-        lease_s=patience.lease_s,
-        deadline_s=patience.deadline_s,
-        most_attempts=patience.most_attempts,
-        budget_s=patience.budget_s,
+        lease_s=limits.lease_s,
+        deadline_s=limits.deadline_s,
+        most_attempts=limits.most_attempts,
+        budget_s=limits.budget_s,
     )
 
 
@@ -130,7 +120,7 @@ def run(
 
                 worked = run_on_ray(url, campaign.id, address=ray_address, without_gpu=without_gpu, jobs=jobs, say=say)
             else:
-                gpus = gpus_here(campaign.job, without=without_gpu)
+                gpus = gpus_here(find_job(campaign.job).gpus, without=without_gpu)
                 worked = work(url, campaign.id, gpus=gpus, jobs=jobs, say=say)
                 _give_up(leases, campaign.id, worked, gpus={gpu.arch for gpu in gpus})
         for note in worked.notes:

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from tiledsched.fleet.calibration import Control, GpuSpread, spread_of
-from tiledsched.fleet.campaign import Campaign, Failure, Outcome
+from tiledsched.fleet.campaign import Campaign, FailedProblem, Outcome
 from tiledsched.fleet.leases import Leases
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow, ControlRow, LeaseRow, WorkerRow
@@ -94,7 +94,7 @@ class FleetStatus:
     """Those that are, then those that ended."""
     spread: Sequence[GpuSpread]
     """The control program on every GPU."""
-    failures: Sequence[Failure]
+    failures: Sequence[FailedProblem]
     """What could not be done, and why."""
 
     @property
@@ -112,7 +112,7 @@ class FleetStatus:
         numbers = ("total", "waiting", "leased", "done", "failed", "late", "lost", "rate_per_hour", "left_s")
         return {
             "campaign": self.campaign.id,
-            "command": self.campaign.command,
+            "command": self.campaign.job,
             "kernel": self.campaign.kernel,
             "status": self.campaign.status,
             **{name: getattr(self, name) for name in numbers},

@@ -191,15 +191,6 @@ class RivalRaces:
             self._worker = None
 
 
-opener: Callable[[KernelClass, GpuRunner, str], RivalRaces] | None = None
-"""What `open_races` asks in place of starting a process: in a fleet it stays from one problem to the next."""
-
-
-def open_races(kernel: KernelClass, runner: GpuRunner, regime: str) -> RivalRaces:
-    """The process of the rivals of a run."""
-    return RivalRaces(kernel, runner, regime=regime) if opener is None else opener(kernel, runner, regime)
-
-
 def can_race(kernel: KernelClass) -> bool:
     """Whether the kernel names rivals, and torch is there to call them."""
     return kernel.rivals is not Kernel.rivals and importlib.util.find_spec("torch") is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core.errors import DatabaseError
-from tiledsched.core.files import beside
+from tiledsched.core.files import partial_path
 from tiledsched.store.db import TuningDB
 
 
@@ -26,7 +26,7 @@ def back_up(db: TuningDB, path: str | os.PathLike[str], *, replace: bool = False
     target = Path(path).expanduser()
     if target.exists() and not replace:
         raise DatabaseError(f"{target} is there already; give another path, or pass --force")
-    partial = beside(target)
+    partial = partial_path(target)
     with db.reading() as session:
         driver: Any = session.connection().connection.driver_connection
         if not isinstance(driver, sqlite3.Connection):

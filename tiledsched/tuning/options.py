@@ -117,11 +117,11 @@ class Options:
         return cls(**{name: str(value) if isinstance(value, Path) else value for name, value in values.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """The options that are not at their defaults, by name; files with their whole paths."""
+        """The options that have a value, by name; files with their whole paths."""
         found = {}
         for each in options_of(self.__class__):
             value = getattr(self, each.name)
-            if value != each.default:
+            if value is not None:
                 found[each.name] = str(Path(value).resolve()) if each.is_file else value
         return found
 

@@ -11,24 +11,23 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiledsched.build.artifacts import ArtifactStore
-from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
-from tiledsched.build.pool import BuildPool
-from tiledsched.build.toolchain import Toolchain
+from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import NoValidScheduleError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.measure.runner import REGIMES, Failed, Measurement, Runner
-from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_landscape, landscape_file_name
+from tiledsched.tuning.options import RecordOptions
+from tiledsched.tuning.problems import Cases, kernel_of, problems_of
 from tiledsched.tuning.programs import RETRIED, Builder, Key, Program, deadlines
 from tiledsched.tuning.race import Outcome, Rules, race
+from tiledsched.tuning.resources import Resources
 
 COVERAGE = 0.05
 """Share of the planned schedules that every value of every knob gets, where the constraints leave enough of them."""
@@ -138,24 +137,6 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordOptions:
-    """How much to record."""
-
-    accum_mode: str = "fp32"
-    """Accuracy class to record."""
-    programs: int = 300
-    """Distinct programs for each problem."""
-    seed: int = 0
-    """Of the plan."""
-    sustained_leaders: int = 24
-    """The fastest in the burst regime, measured in the sustained one, too; 0 for none."""
-    budget_s: float | None = None
-    """Seconds for the whole run, shared evenly by the problems; None for no limit."""
-    compile_timeout_s: float = DEFAULT_TIMEOUT_S
-    """Per schedule."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class LandscapeFile:
     """One file written."""
 
@@ -225,24 +206,19 @@ class Recorder:
 
     def __init__(
         self,
-        db: TuningDB,
-        artifacts: ArtifactStore,
+        builder: Builder,
         space: SearchSpace,
-        kernel: KernelClass,
-        toolchain: Toolchain,
         options: RecordOptions,
         *,
-        pool: BuildPool,
         run_id: int,
         runner: Runner | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        self.db, self.space, self.kernel, self.toolchain = db, space, kernel, toolchain
-        self.options, self.run_id, self.runner = options, run_id, runner
+        self.builder, self.space, self.options, self.run_id, self.runner = builder, space, options, run_id, runner
+        self.db, self.kernel = builder.db, builder.kernel
         self.say = progress or (lambda line: None)
-        self._batch = max(16, 4 * pool.jobs)
-        self._pinned = accuracy_class(space, options.accum_mode)
-        self.builder = Builder(db, artifacts, kernel, space.arch, toolchain, pool, timeout_s=options.compile_timeout_s)
+        self._batch = max(16, 4 * builder.jobs)
+        self._pinned = accuracy_class(space, options.accum_mode or Settings().accum_mode)
         self._plans: dict[tuple[object, ...], Plan] = {}
 
     def record(self, problems: Sequence[Problem], folder: Path) -> Iterator[RecordResult]:
@@ -459,3 +435,33 @@ def _in_field(known: Measurement | None) -> bool:
 
 def _late(deadline_s: float | None) -> bool:
     return deadline_s is not None and time.monotonic() > deadline_s
+
+
+def record_problems(
+    resources: Resources,
+    kernel: KernelClass | str,
+    problems: Cases | str | None,
+    options: RecordOptions,
+    *,
+    folder: str | Path | None,
+    progress: Callable[[str], None],
+    on_result: Callable[[RecordResult], None],
+    command: Mapping[str, Any] | None,
+) -> tuple[int, list[RecordResult]]:
+    """Record each problem; see `Session.record`."""
+    kernel = kernel_of(kernel)
+    wanted = problems_of(kernel, problems)
+    options = replace(options, accum_mode=options.accum_mode or resources.settings.accum_mode)
+    space = resources.space(kernel, options.space)
+    builder = resources.builder(kernel, options.compile_timeout_s)
+    runner = resources.open_runner(
+        kernel, "none" if options.build_only else "gpu", seed=options.seed, without="--build-only"
+    )
+    noted = command or {"kernel": kernel.name, "problems": [each.to_json() for each in wanted], **options.to_json()}
+    results = []
+    with resources.noted_run(noted) as run_id:
+        recorder = Recorder(builder, space, options, run_id=run_id, runner=runner, progress=progress)
+        for result in recorder.record(wanted, Path(folder) if folder else Path()):
+            results.append(result)
+            on_result(result)
+    return run_id, results

@@ -1,6 +1,7 @@
-"""`refresh`: what is served, built again with the compiler and the source at hand; raced again where the machine code changed.
+"""Bring what is served up to the compiler and the kernel's source at hand: build it again, and race it again where the machine
+code changed.
 
-Rivals that were never timed beside what is served, or in another version, are timed beside it.
+Rivals that were never timed next to what is served, or in another version, are timed.
 """
 
 from __future__ import annotations
@@ -9,28 +10,19 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.core import config, data_files
-from tiledsched.core.config import load_settings
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.nvml import devices
-from tiledsched.tuning.session import (
-    Cases,
-    Tools,
-    kernel_of,
-    open_rivals,
-    open_runner,
-    prepare_tools,
-    problems_of,
-    tune,
-)
+from tiledsched.measure.runner import Runner
+from tiledsched.tuning.options import RefreshOptions, TuneOptions
+from tiledsched.tuning.problems import Cases, kernel_of, problems_of
+from tiledsched.tuning.resources import Resources, RivalTimer
+from tiledsched.tuning.run import tune_problems
 
 if TYPE_CHECKING:
-    from tiledsched.measure.gpu import GpuRunner
-    from tiledsched.measure.rivals import RivalRaces
     from tiledsched.store.db import TuningDB
     from tiledsched.store.records import Entry, Place, StoredMeasurement
     from tiledsched.tuning.programs import Builder
@@ -44,7 +36,7 @@ class Refreshed:
     """What became of one entry that was measured with another compiler or another source."""
 
     was: Entry
-    """What was served."""
+    """The entry that was served before."""
     outcome: str
     """`kept`: the machine code is the same, and so is the evidence. `raced`. `to race`: no GPU of its kind measured here."""
     now: Entry | None
@@ -68,8 +60,8 @@ class Refreshed:
             "regime": self.was.regime,
             "outcome": self.outcome,
             "why": self.why,
-            "was": _told(self.was),
-            "now": _told(self.now) if self.now else None,
+            "was": _summarise(self.was),
+            "now": _summarise(self.now) if self.now else None,
             "change": self.change,
             "leaders": [schedule.to_json() for schedule in self.leaders],
         }
@@ -77,32 +69,32 @@ class Refreshed:
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshReport:
-    """What `refresh` came to."""
+    """What a refresh found and changed."""
 
     kernel: KernelClass
-    """Whose."""
+    """The kernel whose entries were looked at."""
     arch: str
-    """For which arch."""
+    """The arch they are for."""
     compiler: str
-    """Version at hand."""
+    """Version of the compiler at hand."""
     current: int
-    """Entries that are of this compiler and this source already."""
+    """How many entries are of this compiler and this source already."""
     rows: Sequence[Refreshed]
-    """The others."""
+    """What became of each of the others."""
     rivals: Sequence[Entry]
-    """Entries of the same machine code beside which rivals were timed anew."""
+    """Entries whose machine code is the same and whose rivals were timed anew."""
     compiled: int
-    """Compiler runs it took to compare."""
+    """How often the compiler ran to compare machine code."""
     seconds: float
     """Wall time, races included."""
 
     def of(self, outcome: str) -> list[Refreshed]:
-        """The rows that came to this."""
+        """The rows with this outcome."""
         return [row for row in self.rows if row.outcome == outcome]
 
     @property
     def change(self) -> float | None:
-        """Geometric mean of the raced ones' times now over what they were, less 1."""
+        """Geometric mean over the raced entries of the time now over the time before, less 1."""
         ratios = [1 + row.change for row in self.rows if row.outcome == RACED and row.change is not None]
         return math.exp(math.fsum(map(math.log, ratios)) / len(ratios)) - 1 if ratios else None
 
@@ -122,7 +114,7 @@ class RefreshReport:
         }
 
 
-def _told(entry: Entry) -> dict[str, Any]:
+def _summarise(entry: Entry) -> dict[str, Any]:
     return {
         "compiler": entry.compiler,
         "schedule": entry.schedule.to_json(),
@@ -131,158 +123,51 @@ def _told(entry: Entry) -> dict[str, Any]:
     }
 
 
-def refresh(
+def refresh_entries(
+    resources: Resources,
     kernel: KernelClass | str,
-    problems: Cases | str | None = None,
+    problems: Cases | str | None,
+    options: RefreshOptions,
     *,
-    arch: str,
-    db: str | None = None,
-    effort: str = "quick",
-    budget_s: float | None = None,
-    neighbours: bool = False,
-    runner: str = "auto",
-    seed: int = 0,
-    jobs: int | None = None,
-    compile_timeout_s: float = 120.0,
     watcher: Watcher | None = None,
     command: Mapping[str, Any] | None = None,
 ) -> RefreshReport:
-    """Bring what was measured of a kernel up to the compiler and the source at hand.
-
-    Every measured entry, shipped or one's own, of another compiler or source is built. Where the same machine code comes out its
-    evidence holds and is kept. Where not, the problem is tuned again on the GPU it was measured on, the old leaders and what won
-    on like problems under this compiler first; without that GPU it is reported. Entries of other compilers stay as they are:
-    going back to one brings its evidence back. With the GPU, rivals that are installed and were not timed beside what is kept, or
-    in another version, are timed.
-
-    Args:
-        kernel: the class, or where it is declared.
-        problems: only these; None for all that are measured.
-        arch: e.g. sm_90.
-        db: path or URL of the database; None for the user's.
-        effort: of the races: quick, default or thorough.
-        budget_s: seconds for all races together.
-        neighbours: race also what differs from the fastest in a knob or two, beyond what the space explores.
-        runner: auto, gpu or none.
-        seed: of the sampler.
-        jobs: compile processes; None for one per CPU.
-        compile_timeout_s: per schedule.
-        watcher: who is told of progress.
-        command: what to note as the command of the races' runs.
-
-    Raises:
-        TiledschedError: of a wrong argument or a missing compiler. What was found until then is stored.
-    """
-    from tiledsched.build.pool import open_pool
-    from tiledsched.serve.entries import load_entries
-    from tiledsched.store.db import TuningDB
-    from tiledsched.store.evidence import for_compiler, leaders
-    from tiledsched.tuning.programs import Builder
+    """Keep the evidence of machine code that is the same, and race the rest; see `Session.refresh`."""
+    from tiledsched.store.evidence import leaders
     from tiledsched.tuning.tuner import Silent
 
-    started = time.monotonic()
+    started, watcher = time.monotonic(), watcher or Silent()
     kernel = kernel_of(kernel)
     kernel.locator()  # raises where the compile processes could not find it
-    settings, watcher = load_settings({"db": db}), watcher or Silent()
-    tools = prepare_tools(kernel, arch, settings=settings)
-    compiler = tools.toolchain.tileiras
-    wanted = None if problems is None else set(problems_of(kernel, problems))
-    measured = [
-        entry
-        for entry in for_compiler(load_entries(settings, {arch}, kernel.name), compiler)
-        if entry.provenance == "measured"
-        and (entry.kernel, entry.arch) == (kernel.name, arch)
-        and (wanted is None or entry.problem in wanted)
-        and entry.problem.known
-    ]
-    with TuningDB.open(settings.db) as store, open_pool(jobs) as pool:
-        builder = Builder(store, tools.artifacts, kernel, arch, tools.toolchain, pool, timeout_s=compile_timeout_s)
-        others = [entry for entry in measured if (entry.compiler, entry.source_hash) != (compiler, builder.source_hash)]
-        compiled = 0
-        if others:
-            watcher.stage(others[0].problem, "comparing machine code", len(others))
-            compiled = builder.build_for_each(
-                [(entry.schedule, entry.problem) for entry in others], progress=lambda done, _: watcher.step(done)
-            )
-        changed = {entry.key: why for entry in others if (why := _changed(entry, builder))}
-        same = [entry for entry in others if entry.key not in changed]
-        evidence = _evidence(store, same, kernel, arch)
-        changed |= {
-            entry.key: "its samples are not at hand"
-            for entry in same
-            if entry.measurement is None or entry.measurement.uid not in evidence
-        }
-        kept = {
-            entry.key: entry.replace(
-                toolchain=tools.toolchain,
-                source_hash=builder.source_hash,
-                run_id=None,
-                measurement_id=None,
-                updated_at=None,
-            )
-            for entry in same
-            if entry.key not in changed
-        }
-        store.merge([evidence[entry.measurement.uid] for entry in kept.values() if entry.measurement], [])
-        for entry in kept.values():
-            store.put_entry(entry)
-    for forget in config.watchers:  # operators of this process look again
-        forget()
-    here = {device.name for device in devices() if device.arch == arch} if runner != "none" else set()
-    groups: dict[tuple[str, str], list[Problem]] = defaultdict(list)
-    for entry in others:
-        if entry.key in changed and entry.device_name in here:
-            groups[entry.regime, entry.accum_mode].append(entry.problem)
-    raced: dict[Place, Entry] = {}
-    for (regime, accum_mode), each in groups.items():
-        left_s = None if budget_s is None else max(1.0, budget_s - (time.monotonic() - started))
-        found = tune(
-            kernel,
-            each,
-            arch=arch,
-            db=db,
-            regime=regime,
-            accum_mode=accum_mode,
-            effort=effort,
-            budget_s=left_s,
-            neighbours=neighbours,
-            runner="gpu",
-            seed=seed,
-            jobs=jobs,
-            compile_timeout_s=compile_timeout_s,
-            watcher=watcher,
-            command=command,
-        )
-        raced |= {entry.place: entry for entry in found.entries}
-    apart = {entry.key for entry in others}
-    standing = [*(entry for entry in measured if entry.key not in apart), *kept.values()]
+    measured = _measured(resources, kernel, problems)
+    builder = resources.builder(kernel, options.compile_timeout_s)
+    now = resources.toolchain.tileiras, builder.source_hash
+    others = [entry for entry in measured if (entry.compiler, entry.source_hash) != now]
+    compiled = _build(others, builder, "comparing machine code", watcher)
+    changed, kept = _keep_evidence(others, builder)
+    _forget_what_is_served()
+    here = resources.device_names() if options.runner != "none" else set()
+    ends = None if options.budget_s is None else started + options.budget_s
+    to_race = [entry for entry in others if entry.key in changed and entry.device_name in here]
+    raced = _race(resources, kernel, to_race, options, ends, watcher, command)
+    keys = {entry.key for entry in others}
+    standing = [*(entry for entry in measured if entry.key not in keys), *kept.values()]
     standing = [entry for entry in standing if entry.device_name in here]
-    timed = _time_rivals(
-        kernel,
-        arch,
-        standing,
-        tools,
-        seed=seed,
-        jobs=jobs,
-        timeout_s=compile_timeout_s,
-        until_s=None if budget_s is None else started + budget_s,
-        watcher=watcher,
-    )
-    for forget in config.watchers:  # operators of this process look again
-        forget()
+    timed = _time_rivals(resources, builder, standing, options.seed, ends, watcher)
+    _forget_what_is_served()
     rows = []
     for entry in others:
-        now = kept.get(entry.key) or raced.get(entry.place)
-        outcome = KEPT if entry.key in kept else RACED if now else LEFT
+        served = kept.get(entry.key) or raced.get(entry.place)
+        outcome = KEPT if entry.key in kept else RACED if served else LEFT
         rows.append(
             Refreshed(
-                was=entry, outcome=outcome, now=now, leaders=tuple(leaders(entry)), why=changed.get(entry.key, "")
+                was=entry, outcome=outcome, now=served, leaders=tuple(leaders(entry)), why=changed.get(entry.key, "")
             )
         )
     return RefreshReport(
         kernel=kernel,
-        arch=arch,
-        compiler=compiler,
+        arch=resources.arch,
+        compiler=resources.toolchain.tileiras,
         current=len(measured) - len(others),
         rows=rows,
         rivals=timed,
@@ -291,78 +176,135 @@ def refresh(
     )
 
 
-def _time_rivals(
-    kernel: KernelClass,
-    arch: str,
-    entries: Sequence[Entry],
-    tools: Tools,
-    *,
-    seed: int,
-    jobs: int | None,
-    timeout_s: float,
-    until_s: float | None,
-    watcher: Watcher,
-) -> list[Entry]:
-    """Entries with the times of rivals that they did not know, stored; none is begun after `until_s` (`time.monotonic()`)."""
-    from tiledsched.build.pool import open_pool
-    from tiledsched.store.db import TuningDB
-    from tiledsched.tuning.programs import Builder
+def _measured(resources: Resources, kernel: KernelClass, problems: Cases | str | None) -> list[Entry]:
+    """The measured entries of a kernel that are served under the compiler at hand, of these problems where some are given."""
+    from tiledsched.serve.entries import load_entries
+    from tiledsched.store.evidence import for_compiler
 
+    wanted = None if problems is None else set(problems_of(kernel, problems))
+    served = load_entries(resources.settings, {resources.arch}, kernel.name)
+    return [
+        entry
+        for entry in for_compiler(served, resources.toolchain.tileiras)
+        if entry.provenance == "measured"
+        and (entry.kernel, entry.arch) == (kernel.name, resources.arch)
+        and (wanted is None or entry.problem in wanted)
+        and entry.problem.known
+    ]
+
+
+def _build(entries: Sequence[Entry], builder: Builder, what: str, watcher: Watcher) -> int:
+    """Build what entries serve; how many were compiled."""
+    if not entries:
+        return 0
+    watcher.stage(entries[0].problem, what, len(entries))
+    return builder.build_for_each(
+        [(entry.schedule, entry.problem) for entry in entries], progress=lambda done, _: watcher.step(done)
+    )
+
+
+def _keep_evidence(entries: Sequence[Entry], builder: Builder) -> tuple[dict[Any, str], dict[Any, Entry]]:
+    """By key: why the evidence of an entry does not hold for what is built now, or the entry as it is kept from now on."""
+    changed = {entry.key: why for entry in entries if (why := _changed(entry, builder))}
+    same = [entry for entry in entries if entry.key not in changed]
+    evidence = _evidence(builder.db, same, builder.kernel, builder.arch)
+    kept = {}
+    for entry in same:
+        if entry.measurement is None or entry.measurement.uid not in evidence:
+            changed[entry.key] = "its samples are not at hand"
+            continue
+        now = entry.replace(
+            toolchain=builder.toolchain,
+            source_hash=builder.source_hash,
+            run_id=None,
+            measurement_id=None,
+            updated_at=None,
+        )
+        builder.db.merge([evidence[entry.measurement.uid]], [])
+        builder.db.put_entry(now)
+        kept[entry.key] = now
+    return changed, kept
+
+
+def _race(
+    resources: Resources,
+    kernel: KernelClass,
+    entries: Sequence[Entry],
+    options: RefreshOptions,
+    ends: float | None,
+    watcher: Watcher,
+    command: Mapping[str, Any] | None,
+) -> dict[Place, Entry]:
+    """Tune the problems of entries again, those of each regime and accuracy class together; what is served now, by place."""
+    groups: dict[tuple[str, str], list[Problem]] = defaultdict(list)
+    for entry in entries:
+        groups[entry.regime, entry.accum_mode].append(entry.problem)
+    raced: dict[Place, Entry] = {}
+    for (regime, accum_mode), problems in groups.items():
+        chosen = TuneOptions(
+            regime=regime,
+            accum_mode=accum_mode,
+            effort=options.effort,
+            budget_s=None if ends is None else max(1.0, ends - time.monotonic()),
+            neighbours=options.neighbours,
+            runner="gpu",
+            seed=options.seed,
+            compile_timeout_s=options.compile_timeout_s,
+        )
+        found = tune_problems(resources, kernel, problems, chosen, watcher=watcher, command=command)
+        raced |= {entry.place: entry for entry in found.entries}
+    return raced
+
+
+def _forget_what_is_served() -> None:
+    """Have the operators of this process look again."""
+    for forget in config.watchers:
+        forget()
+
+
+def _time_rivals(
+    resources: Resources, builder: Builder, entries: Sequence[Entry], seed: int, ends: float | None, watcher: Watcher
+) -> list[Entry]:
+    """Entries with the times of rivals that they did not know, stored; none is begun after `ends` (`time.monotonic()`)."""
     timed: list[Entry] = []
-    gpu = open_runner(kernel, arch, runner="gpu", seed=seed) if entries else None
-    if gpu is None:
+    if not entries or resources.settings.rivals == "off":
         return timed
-    try:
-        for regime in sorted({entry.regime for entry in entries}):
-            races = open_rivals(kernel, gpu, replace(tools.settings, regime=regime))
-            if races is None:
-                break
-            try:
-                lacking = [entry for entry in entries if entry.regime == regime and _lacks(entry, races)]
-                with TuningDB.open(tools.settings.db) as store, open_pool(jobs) as pool:
-                    builder = Builder(store, tools.artifacts, kernel, arch, tools.toolchain, pool, timeout_s=timeout_s)
-                    timed += _beside(lacking, builder, gpu, races, until_s, watcher)
-            finally:
-                races.close()
-    finally:
-        gpu.close()
+    gpu = resources.open_runner(builder.kernel, "gpu", seed=seed)
+    assert gpu is not None
+    for regime in sorted({entry.regime for entry in entries}):
+        rivals = resources.open_rivals(builder.kernel, regime)
+        if rivals is None:
+            break
+        lacking = [entry for entry in entries if entry.regime == regime and _lacks(entry, rivals)]
+        timed += _with_rivals(lacking, builder, gpu, rivals, ends, watcher)
     return timed
 
 
-def _lacks(entry: Entry, races: RivalRaces) -> bool:
+def _lacks(entry: Entry, rivals: RivalTimer) -> bool:
     """Whether a rival is here that was not timed beside an entry, or in another version."""
     known = {each.name: each.version for each in entry.rivals or ()}
     return any(
-        name not in known or known[name] not in ("", version) for name, version in races.versions(entry.problem).items()
+        name not in known or known[name] not in ("", version)
+        for name, version in rivals.versions(entry.problem).items()
     )
 
 
-def _beside(
-    entries: Sequence[Entry],
-    builder: Builder,
-    gpu: GpuRunner,
-    races: RivalRaces,
-    until_s: float | None,
-    watcher: Watcher,
+def _with_rivals(
+    entries: Sequence[Entry], builder: Builder, gpu: Runner, rivals: RivalTimer, ends: float | None, watcher: Watcher
 ) -> list[Entry]:
-    """Time every rival beside the machine code of each entry, where it is still that, and store what they took."""
+    """Time every rival next to the machine code of each entry, where that is still the same, and store what they took."""
     timed: list[Entry] = []
-    if not entries:
-        return timed
-    watcher.stage(entries[0].problem, "building what is served", len(entries))
-    builder.build_for_each(
-        [(entry.schedule, entry.problem) for entry in entries], progress=lambda done, _: watcher.step(done)
-    )
+    _build(entries, builder, "building what is served", watcher)
     evidence = _evidence(builder.db, entries, builder.kernel, builder.arch)
     for entry in entries:
-        if until_s is not None and time.monotonic() > until_s:
+        if ends is not None and time.monotonic() > ends:
             break
         stored = evidence.get(entry.measurement.uid) if entry.measurement else None
         candidates = builder.candidates(builder.programs([entry.schedule], entry.problem, gpu.device))
         if stored is None or not candidates or candidates[0].artifact.fingerprint != entry.fingerprint:
             continue
         watcher.stage(entry.problem, "rivals", 1)
-        found = races.race(entry.problem, candidates[0])
+        found = rivals.race(entry.problem, candidates[0])
         watcher.step(1)
         if found is None:
             continue

@@ -16,21 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from tiledsched.build.artifacts import ArtifactStore
-from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
-from tiledsched.build.pool import BuildPool
-from tiledsched.build.toolchain import Toolchain
+from tiledsched.core.config import Settings
 from tiledsched.core.device import ArchSpec, arch_spec
 from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.measure.runner import REGIMES, Candidate, Failed, Measurement, RivalTime, Runner
-from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import for_compiler, timed_as_now
 from tiledsched.store.records import BuildRecord, Entry
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.inert import SURE, InertChanges
+from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
 from tiledsched.tuning.programs import RETRIED, Builder, Program, deadlines
 from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle
@@ -43,6 +40,8 @@ from tiledsched.tuning.trials import Trials, learn
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
+DEFAULTS = Settings()
+"""What decides where neither the options nor the settings say it."""
 LEARNT_AT_ONCE = 8
 """Schedules built, where there is no GPU, before it is asked which changes of knobs leave the program as it is."""
 MOST_WINNERS = 4
@@ -58,32 +57,6 @@ LOOKS = {
     for regime, rules in RULES.items()
 }
 """How a batch is measured: enough to learn from; the deciding race comes last."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneOptions:
-    """How much to do."""
-
-    accum_mode: str = "fp32"
-    """Accuracy class to tune within."""
-    effort: str = "default"
-    """A key of EFFORTS: how many programs are measured and how many race for the decision, or how many are built."""
-    trials: int | None = None
-    """Distinct programs to measure per problem, at most, those measured before among them; without a GPU, schedules to build.
-    None for those of the effort.
-    """
-    budget_s: float | None = None
-    """Seconds for the whole run, shared evenly by the problems; None for no limit."""
-    sampler: str = OURS
-    """See `tiledsched.tuning.samplers`."""
-    neighbours: bool = False
-    """Whether schedules one or two knobs from the fastest so far are tried, too, whatever the space explores."""
-    seed: int = 0
-    """Of the sampler."""
-    regime: str = "burst"
-    """Which regime decides."""
-    compile_timeout_s: float = DEFAULT_TIMEOUT_S
-    """Per schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,32 +117,24 @@ class Tuner:
     """Tunes one kernel for one arch.
 
     Args:
-        db: what is known, and where what is found goes.
-        artifacts: machine code.
-        space: what is searched.
-        kernel: what is tuned.
-        toolchain: what compiles.
+        builder: builds schedules of the kernel; its database holds what is known and takes what is found.
+        space: the schedules that are searched.
         options: how much to do.
-        pool: compile processes.
         run_id: number of the run in the database.
-        runner: what measures; None to let the model rank.
-        watcher: who is told of progress.
+        runner: measures on the GPU; None to let the model rank.
+        watcher: is told of progress.
         served: what would be served without this run. It takes part, and loses only to what is faster.
         shipped: what comes with the package. It says where to look first.
-        rivals: what times rivals beside each winner; None to keep what was known of them.
-        storage: where studies are kept beside the database, for Optuna's tools; None for nowhere.
+        rivals: times rivals next to each winner; None to keep what was known of them.
+        storage: where studies are kept besides the database, for Optuna's tools; None for nowhere.
     """
 
     def __init__(
         self,
-        db: TuningDB,
-        artifacts: ArtifactStore,
+        builder: Builder,
         space: SearchSpace,
-        kernel: KernelClass,
-        toolchain: Toolchain,
         options: TuneOptions,
         *,
-        pool: BuildPool,
         run_id: int,
         runner: Runner | None = None,
         watcher: Watcher | None = None,
@@ -180,27 +145,30 @@ class Tuner:
     ) -> None:
         self._served, self._shipped, self._storage, self._rivals = served, shipped or Shipped(), storage, rivals
         self._live: LiveStudy | None = None
-        self.db, self.space, self.kernel, self.toolchain = db, space, kernel, toolchain
-        self.options, self.run_id, self.runner = options, run_id, runner
+        self.builder, self.space, self.options, self.run_id, self.runner = builder, space, options, run_id, runner
+        self.db, self.kernel, self.toolchain = builder.db, builder.kernel, builder.toolchain
+        self.regime = options.regime or DEFAULTS.regime
+        self.accum_mode = options.accum_mode or DEFAULTS.accum_mode
         self.watcher = watcher or Silent()
-        self.builder = Builder(db, artifacts, kernel, space.arch, toolchain, pool, timeout_s=options.compile_timeout_s)
         self._effort = EFFORTS[options.effort]
         self._trials = self._effort.programs if options.trials is None else options.trials
         self._builds = self._effort.modelled if options.trials is None else options.trials
         # The surrogate learns more from small batches, but every compile process should have something to do.
         guided = options.sampler == OURS
-        self._asked = max(self._effort.batch * self._effort.builds, pool.jobs) if guided else max(8, 2 * pool.jobs)
+        self._asked = (
+            max(self._effort.batch * self._effort.builds, builder.jobs) if guided else max(8, 2 * builder.jobs)
+        )
         self._chosen = self._asked // self._effort.builds if guided else self._asked
         # Of each batch the last to compile take several times as long as most: they go on while the others are measured,
         # where there are cores enough for both.
-        self._leave = max(0, pool.jobs - 4) // 2
-        self._pinned = accuracy_class(space, options.accum_mode)
+        self._leave = max(0, builder.jobs - 4) // 2
+        self._pinned = accuracy_class(space, self.accum_mode)
         self._source = ", ".join(
             part for part in (f"tune run {run_id}", space.listed_in, "neighbours" if options.neighbours else "") if part
         )
         self._inert = InertChanges(space.knobs)
         self._measurement_ids: dict[tuple[Schedule, str], int] = {}
-        self._elsewhere = Elsewhere(db, space, options.regime, options.accum_mode, self._shipped)
+        self._elsewhere = Elsewhere(self.db, space, self.regime, self.accum_mode, self._shipped)
 
     def tune(self, problems: Sequence[Problem]) -> list[TuneResult]:
         """Tune every problem in turn.
@@ -291,7 +259,7 @@ class Tuner:
         started = time.monotonic()
         runner.begin(problem)
         if self._storage is not None:
-            self._live = LiveStudy(self.db, self._storage, self.space, problem, runner.device_name, self.options.regime)
+            self._live = LiveStudy(self.db, self._storage, self.space, problem, runner.device_name, self.regime)
         if not self.db.entries(self.space.arch, self.kernel.name, problem=problem, provenance="measured"):
             self.builder.start()  # and both while we look up and judge what there is
         spec, guided = arch_spec(self.space.arch), self.options.sampler == OURS
@@ -396,7 +364,7 @@ class Tuner:
         program (a lost GPU, a killed worker, memory taken by others) are tried again.
         """
         found: dict[tuple[Schedule, str], float | None] = {}
-        for stored in self.db.measurements(problem, self.space.arch, runner.device_name, self.options.regime):
+        for stored in self.db.measurements(problem, self.space.arch, runner.device_name, self.regime):
             if timed_as_now(stored.measurement.regime, stored.measurement.conditions):
                 key = self.space.complete(stored.measurement.schedule), stored.measurement.fingerprint
                 found.setdefault(key, stored.measurement.median_us)
@@ -436,7 +404,7 @@ class Tuner:
     ) -> RaceResult:
         """Measure the programs of `chosen`, well enough to learn from."""
         programs = self.builder.programs(chosen, problem, runner.device)
-        regime = self.options.regime
+        regime = self.regime
         return race(
             runner,
             problem,
@@ -484,7 +452,7 @@ class Tuner:
             problem,
             self.builder.candidates(finalists),
             preference=preference,
-            regime=self.options.regime,
+            regime=self.regime,
             on_outcome=lambda outcome: self._keep(outcome, problem, runner),
         )
         if result.disturbance:
@@ -499,14 +467,14 @@ class Tuner:
         assert result.winner is not None
         times_us = {each.schedule: each.median_us for each in result.outcomes if isinstance(each, Measurement)}
         plain_us = next((times_us.get(program.schedule) for program in finalists if default in program.schedules), None)
-        measurement_id = self._measurement_ids[result.winner.schedule, self.options.regime]
+        measurement_id = self._measurement_ids[result.winner.schedule, self.regime]
         entry = self._entry(
             problem,
             result.winner.schedule,
             result.winner.fingerprint,
             provenance="measured",
             device_name=runner.device.name,
-            regime=self.options.regime,
+            regime=self.regime,
             measurement_id=measurement_id,
             runner_up=result.runner_up.schedule if result.runner_up else None,
             margin=result.margin,
@@ -539,7 +507,7 @@ class Tuner:
         close = {each.schedule for each in near(result)}
         late = deadline_s is not None and time.monotonic() > deadline_s
         if (
-            self.options.regime != "burst"
+            self.regime != "burst"
             or not self._effort.both_regimes
             or not runner.regimes >= set(REGIMES)
             or len(close) < 2
@@ -581,8 +549,8 @@ class Tuner:
             self.kernel.name,
             problem=problem,
             device_name=runner.device.name,
-            regime=self.options.regime,
-            accum_mode=self.options.accum_mode,
+            regime=self.regime,
+            accum_mode=self.accum_mode,
         )
         return next((each.rivals for each in known if each.fingerprint == winner.fingerprint and each.rivals), None)
 
@@ -595,8 +563,8 @@ class Tuner:
                 problem=problem,
                 provenance="measured",
                 device_name=device_name,
-                regime=self.options.regime,
-                accum_mode=self.options.accum_mode,
+                regime=self.regime,
+                accum_mode=self.accum_mode,
             )
             if device_name
             else []
@@ -615,7 +583,7 @@ class Tuner:
         """Store one outcome, at once."""
         number = self.builder.keep(outcome, self.run_id, problem, runner.device)
         measured = outcome if isinstance(outcome, Measurement) else None
-        elsewhere = measured is not None and (measured.conditions.beside or measured.regime != self.options.regime)
+        elsewhere = measured is not None and (measured.conditions.beside or measured.regime != self.regime)
         if self._live is not None and not elsewhere:
             built = self.builder.record(outcome.schedule, problem)
             self._live.add(outcome, built.facts if built else None)
@@ -663,7 +631,7 @@ class Tuner:
             "problem": problem,
             "schedule": schedule,
             "fingerprint": fingerprint,
-            "accum_mode": self.options.accum_mode,
+            "accum_mode": self.accum_mode,
             "source": self._source,
             "toolchain": self.toolchain,
             "source_hash": self.builder.source_hash,

@@ -12,12 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tiledsched.build.pool import BuildPool
 from tiledsched.core.config import load_settings
 from tiledsched.serve.entries import load_entries
-from tiledsched.store.db import TuningDB
-from tiledsched.tuning.programs import Builder
-from tiledsched.tuning.session import kernel_of, prepare_tools, problems_of
+from tiledsched.tuning.problems import kernel_of, problems_of
+from tiledsched.tuning.session import Session
 
 COUNTED = ("HGMMA.", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR", "MUFU.EX2", "BAR.SYNC")
 
@@ -28,7 +26,6 @@ def main() -> None:
     suite = set(problems_of(kernel, "attention"))
     with tempfile.TemporaryDirectory() as folder:
         settings = load_settings({"db": f"{folder}/builds.db"})
-        tools = prepare_tools(kernel, arch, settings=settings)
         entries = [
             entry
             for entry in load_entries(settings, {arch}, kernel.name)
@@ -36,18 +33,18 @@ def main() -> None:
         ]
         out = csv.writer(sys.stdout, lineterminator="\n")
         out.writerow(["compiler", "problem", "schedule", "fingerprint", "registers", "spill_bytes", *COUNTED])
-        with TuningDB.open(settings.db) as db, BuildPool() as pool:
-            builder = Builder(db, tools.artifacts, kernel, arch, tools.toolchain, pool)
+        with Session(arch, settings=settings) as session:
+            builder = session.builder(kernel)
             builder.build_for_each((entry.schedule, entry.problem) for entry in entries)
             for entry in sorted(entries, key=lambda entry: entry.problem):
                 record = builder.record(entry.schedule, entry.problem)
-                artifact = tools.artifacts.get(arch, record.fingerprint)
+                artifact = session.artifacts.get(arch, record.fingerprint)
                 file = Path(folder, "program.cubin")
                 file.write_bytes(artifact.cubin)
                 text = subprocess.run(["nvdisasm", "-c", str(file)], capture_output=True, text=True, check=True).stdout
                 out.writerow(
                     [
-                        tools.toolchain.tileiras,
+                        session.toolchain.tileiras,
                         entry.problem,
                         entry.schedule.short(),
                         record.fingerprint,

@@ -26,8 +26,9 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Runner
 from tiledsched.store.db import TuningDB
+from tiledsched.tuning.problems import kernel_of
 from tiledsched.tuning.programs import Builder
-from tiledsched.tuning.session import kernel_of, prepare_tools
+from tiledsched.tuning.session import Session
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -76,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_here(options: argparse.Namespace) -> list[StudyRow]:
     """Open the GPU, the database and the compile processes, and run one session with them."""
-    from tiledsched.build.pool import BuildPool
     from tiledsched.measure.gpu import GpuRunner
 
     kernel, settings = kernel_of(options.kernel), load_settings({"db": options.db})
@@ -84,12 +84,11 @@ def run_here(options: argparse.Namespace) -> list[StudyRow]:
     runner = GpuRunner(kernel, seed=seed)
     try:
         arch = runner.device.arch
-        tools = prepare_tools(kernel, arch, settings=settings)
-        with TuningDB.open(settings.db) as db, BuildPool(options.jobs) as pool:
-            builder = Builder(db, tools.artifacts, kernel, arch, tools.toolchain, pool)
+        with Session(arch, settings=settings, jobs=options.jobs) as session:
+            builder, space = session.builder(kernel), session.space(kernel)
             problems = [problem for text in options.problem for problem in read_problems(kernel, text)]
             chosen = methods.make_methods(options.methods, kernel, runner)
-            return study(problems, db, builder, tools.space, runner, chosen, options.programs, seed, options.csv)
+            return study(problems, session.db, builder, space, runner, chosen, options.programs, seed, options.csv)
     finally:
         runner.close()
 

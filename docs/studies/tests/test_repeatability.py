@@ -89,6 +89,10 @@ class MadeUp:
     def get(self, arch, fingerprint) -> Artifact:
         return artifact(fingerprint)
 
+    def cancel(self) -> None: ...
+
+    def close(self) -> None: ...
+
     def __enter__(self):
         return self
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tiledsched.bench.rivals import untuned
-from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
@@ -15,6 +15,9 @@ from tiledsched.core.space_files import space_for
 from tiledsched.studies.ablation.ladder import Ladder
 from tiledsched.studies.ablation.rows import AblationRow
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
+
+if TYPE_CHECKING:
+    from tiledsched.tuning.session import Session
 
 
 def replay_ablation(
@@ -66,60 +69,42 @@ def replay_ablation(
 
 
 def run_ablation(
+    session: Session,
     kernel: KernelClass,
     problems: Sequence[Problem],
-    arch: str,
-    settings: Settings,
     *,
     start: str = "untuned",
     rounds: int = 30,
-    jobs: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[list[AblationRow]]:
     """The rows of each problem, built and measured here.
 
     Args:
+        session: builds and measures; it is closed at the end.
         kernel: whose schedules.
         problems: what to compute.
-        arch: that of the GPU.
-        settings: database, cache folder and regime.
         start: the first rung, `untuned` (64x64 tiles without hints) or `default` (the space's default schedule).
         rounds: samples of each schedule in the final run.
-        jobs: compile processes; None for one per CPU.
         progress: called with a line for each rung.
 
     Raises:
-        MeasureError: there is no GPU of the arch.
+        MeasureError: there is no GPU of the session's arch.
     """
-    from tiledsched.build.pool import BuildPool
     from tiledsched.serve.entries import load_table
-    from tiledsched.store.db import TuningDB
-    from tiledsched.tuning.programs import Builder
-    from tiledsched.tuning.session import open_runner, prepare_tools
 
-    tools = prepare_tools(kernel, arch, settings=settings)
-    runner = open_runner(kernel, arch, runner="gpu", without="--replay FILE")
-    assert runner is not None
-    try:
-        served = load_table(settings, kernel=kernel)
-        with TuningDB.open(settings.db) as db, BuildPool(jobs) as pool:
-            source = CompiledPrograms(Builder(db, tools.artifacts, kernel, arch, tools.toolchain, pool))
-            for problem in problems:
-                found = served.resolve(problem, arch, runner.device.name)
-                progress(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
-                ladder = Ladder(
-                    runner,
-                    source,
-                    tools.space,
-                    kernel,
-                    problem,
-                    regime=settings.regime,
-                    rounds=rounds,
-                    progress=progress,
-                )
-                yield ladder.climb(_first_rung(start, tools.space, problem), tools.space.complete(found.schedule))
-    finally:
-        runner.close()
+    settings = session.settings
+    with session:
+        runner = session.open_runner(kernel, "gpu", without="--replay FILE")
+        assert runner is not None
+        served, space = load_table(settings, kernel=kernel), session.space(kernel)
+        source = CompiledPrograms(session.builder(kernel))
+        for problem in problems:
+            found = served.resolve(problem, session.arch, runner.device.name)
+            progress(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
+            ladder = Ladder(
+                runner, source, space, kernel, problem, regime=settings.regime, rounds=rounds, progress=progress
+            )
+            yield ladder.climb(_first_rung(start, space, problem), space.complete(found.schedule))
 
 
 def _first_rung(start: str, space: SearchSpace, problem: Problem) -> Schedule:

@@ -1,5 +1,7 @@
 """A fleet of any size, simulated: how long it takes, how busy the database is, and what breaks first.
 
+`python -m docs.studies.fleet_simulation --gpus 1000 --problems 100000` prints it.
+
 What is real: the leases. Problems are taken, renewed and finished by the code that workers run, in a real database that holds
 all of them; only the clock is made up, so that leases run out and dead workers' problems are taken over as they would. After the
 first so many problems the same rules go on in memory, each question costing what a real one of its kind did.
@@ -13,11 +15,13 @@ and sends home at the end is timed on this database a few times, then taken to b
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import itertools
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -30,6 +34,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from docs.studies.modelled_leases import ModelledLeases
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError
@@ -38,7 +43,6 @@ from tiledsched.core.registry import problem_from_json
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, Lease, Outcome
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local_store import what_is_known
-from tiledsched.fleet.modelled import ModelledLeases
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import BuildRecord, StoredMeasurement
@@ -236,9 +240,7 @@ class _Simulation:
         drawn = [self.rng.choice(self.times) for _ in problems]
         drawn.sort(key=lambda each: -each.problem.flops)  # as a plan has them, which does not know their times
         self.seconds = {problem: each.seconds for problem, each in zip(problems, drawn, strict=True)}
-        plan = CampaignPlan(
-            job="tiledsched.fleet.jobs:tune", kernel="simulated", problems={ARCH: problems}, lease_s=options.lease_s
-        )
+        plan = CampaignPlan(job="tune", kernel="simulated", problems={ARCH: problems}, lease_s=options.lease_s)
         assert isinstance(self.leases, Leases)
         self.campaign: Campaign = self.leases.open(plan)
         self.say(f"{options.problems} problems are in the database")
@@ -455,3 +457,28 @@ def _database(db: str | None) -> Iterator[TuningDB]:
         return
     with tempfile.TemporaryDirectory() as folder, TuningDB.open(Path(folder) / "simulated.db") as opened:
         yield opened
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate a fleet, and print what came of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    usual = SimulationOptions()
+    parser.add_argument("--gpus", type=int, default=usual.gpus, help="GPUs")
+    parser.add_argument("--problems", type=int, default=usual.problems, help="problems")
+    parser.add_argument("--deaths", type=float, default=usual.deaths, help="share of attempts whose worker dies")
+    parser.add_argument("--cores", type=int, default=usual.cores, help="cores of the database's server")
+    parser.add_argument("--real", type=int, default=usual.real, help="problems that real leases serve")
+    parser.add_argument("--seed", type=int, default=usual.seed, help="seed of times and deaths")
+    parser.add_argument("--db", help="an empty database (default: SQLite in a temporary folder)")
+    given = vars(parser.parse_args(arguments))
+    db = given.pop("db")
+    print(
+        simulate_fleet(
+            SimulationOptions(**given), recorded_times(), db=db, say=lambda line: print(line, file=sys.stderr)
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Kernels and problems in the forms in which a caller may name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import load_kernel
+
+Cases = Iterable[Problem | Mapping[str, Any]]
+"""Problems, each as itself or as its values by name."""
+
+
+def kernel_of(kernel: KernelClass | str) -> KernelClass:
+    """A kernel, given as its class or by its name."""
+    return load_kernel(kernel) if isinstance(kernel, str) else kernel
+
+
+def problems_of(kernel: KernelClass, problems: Cases | str | None) -> list[Problem]:
+    """Distinct problems, given as such, as values by name, as the name of a suite, or as None for all suites of the kernel.
+
+    Raises:
+        ConfigError: there are none.
+        ProblemError: one has a wrong value.
+    """
+    if isinstance(problems, str):
+        return kernel.suite(problems)
+    if problems is None:
+        found = [each for name in kernel.suites for each in kernel.suite(name)]
+    else:
+        found = [each if isinstance(each, Problem) else kernel.problem(**each) for each in problems]
+    if not found:
+        raise ConfigError(
+            f"no problem of {kernel.name} is named, and it declares no suites; pass --problem, or a list of problems"
+        )
+    return list(dict.fromkeys(found))
+
+
+def small_problems(kernel: KernelClass) -> list[Problem]:
+    """Problems that the interpreter runs in a moment: those the kernel names for it, or else two of each kind in its suites:
+    one with all sizes as small as can be, and one whose largest size is a length that no tile divides.
+
+    Raises:
+        ConfigError: the kernel names no problem at all.
+    """
+    from tiledsched.core.validate import shrunk
+
+    if kernel.small is not None:
+        return list(kernel.small())
+    by_kind = {kernel.problem_kind(each): each for each in reversed(problems_of(kernel, None))}
+    pairs = (
+        (shrunk(kernel, each), shrunk(kernel, each, (67, 68, 72, 80, 128), only_largest=True))
+        for each in by_kind.values()
+    )
+    return list(dict.fromkeys(small for pair in pairs for small in pair))

@@ -1,0 +1,309 @@
+"""What tuning works with on one host, for one arch: settings, database, compiler, machine code, compile processes and GPU.
+
+Each is opened when it is first needed, stays from one call to the next, and is closed with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tiledsched.build.artifacts import ArtifactStore
+from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, prepare_process
+from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
+from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError
+from tiledsched.core.files import read_bounded
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import KnobValue
+from tiledsched.core.space import SearchSpace
+from tiledsched.core.space_files import chosen_space
+from tiledsched.measure import nvml
+from tiledsched.measure.runner import Candidate, RivalTime, Runner
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from tiledsched.build.pool import BuildPool
+    from tiledsched.store.db import TuningDB
+    from tiledsched.tuning.programs import Builder
+
+MAX_CANDIDATES_BYTES = 1 << 26
+"""Largest file of candidates that is read: another tuner's results may be long."""
+
+
+class RivalTimer(Protocol):
+    """Times other implementations of a problem next to a winner; see :class:`tiledsched.measure.rivals.RivalRaces`."""
+
+    def versions(self, problem: Problem) -> Mapping[str, str]:
+        """Name -> version of every rival of `problem` that is installed."""
+        ...
+
+    def race(self, problem: Problem, candidate: Candidate) -> list[RivalTime] | None:
+        """The times of every rival of `problem` next to `candidate`; None where they cannot be timed."""
+        ...
+
+    def close(self) -> None:
+        """End the process that times them."""
+        ...
+
+
+def ready_artifacts(folder: Path | None) -> ArtifactStore:
+    """The store of machine code in `folder`, which is made where it is missing.
+
+    Raises:
+        ConfigError: it cannot be made or written to.
+    """
+    artifacts = ArtifactStore(folder)
+    artifacts.ready()
+    return artifacts
+
+
+def start_pool(jobs: int | None) -> BuildPool:
+    """Compile processes, one per CPU unless `jobs` says how many."""
+    from tiledsched.build.pool import BuildPool
+
+    return BuildPool(jobs)
+
+
+def start_runner(kernel: KernelClass, seed: int) -> Runner:
+    """A process that measures the kernel on this machine's GPU.
+
+    Raises:
+        MeasureError: another process holds the GPU, and is not waited for.
+    """
+    from tiledsched.measure.gpu import GpuRunner
+
+    return GpuRunner(kernel, seed=seed, gpu=nvml.only_gpu())
+
+
+def start_rival_timer(kernel: KernelClass, runner: Runner, regime: str) -> RivalTimer | None:
+    """A process that times the kernel's rivals on the runner's GPU; None where it has none, or torch is missing."""
+    from tiledsched.measure.gpu import GpuRunner
+    from tiledsched.measure.rivals import RivalRaces, can_race
+
+    if not isinstance(runner, GpuRunner) or not can_race(kernel):
+        return None
+    return RivalRaces(kernel, runner, regime=regime)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """How each resource is made. A fleet hands in builds that its workers share; tests hand in stand-ins."""
+
+    toolchain: Callable[[], Toolchain] = installed_toolchain
+    """The compiler."""
+    artifacts: Callable[[Path | None], ArtifactStore] = ready_artifacts
+    """The store of machine code, by the cache folder of the settings."""
+    pool: Callable[[int | None], BuildPool] = start_pool
+    """Compile processes, by how many are wanted."""
+    devices: Callable[[], Sequence[Any]] = lambda: nvml.devices()
+    """The GPUs of this machine, each with `name` and `arch`."""
+    runner: Callable[[KernelClass, int], Runner] = start_runner
+    """The process that measures, by kernel and seed."""
+    rivals: Callable[[KernelClass, Runner, str], RivalTimer | None] = start_rival_timer
+    """What times a kernel's rivals, by kernel, runner and regime."""
+    space: Callable[[str, KernelClass, str | None], SearchSpace] = chosen_space
+    """The search space, by arch, kernel and a file of the caller's."""
+
+
+class Resources:
+    """Opens what is needed when it is needed, keeps it for the next call, and closes all of it.
+
+    Args:
+        arch: target, e.g. sm_90.
+        settings: the database, the cache folder and what decides; None for what the environment and the files say.
+        jobs: compile processes; None for one per CPU.
+        tools: how each resource is made.
+    """
+
+    def __init__(
+        self, arch: str, *, settings: Settings | None = None, jobs: int | None = None, tools: Tools | None = None
+    ) -> None:
+        self.arch, self.jobs = arch, jobs
+        self.settings = settings or load_settings()
+        self._tools = tools or Tools()
+        self._db: TuningDB | None = None
+        self._pool: BuildPool | None = None
+        self._runner: tuple[KernelClass, int, Runner] | None = None
+        self._rivals: tuple[KernelClass, str, RivalTimer | None] | None = None
+
+    @cached_property
+    def toolchain(self) -> Toolchain:
+        """The compiler.
+
+        Raises:
+            CompilerError: it is missing, or too old for the arch.
+        """
+        prepare_process()
+        found = self._tools.toolchain()
+        check_arch(found, self.arch)
+        return found
+
+    @cached_property
+    def artifacts(self) -> ArtifactStore:
+        """The store of machine code.
+
+        Raises:
+            ConfigError: its folder cannot be written to.
+        """
+        return self._tools.artifacts(Path(self.settings.cache) if self.settings.cache else None)
+
+    @property
+    def db(self) -> TuningDB:
+        """The database."""
+        if self._db is None:
+            from tiledsched.store.db import TuningDB
+
+            self._db = TuningDB.open(self.settings.db)
+        return self._db
+
+    @property
+    def pool(self) -> BuildPool:
+        """The compile processes."""
+        if self._pool is None:
+            self._pool = self._tools.pool(self.jobs)
+        return self._pool
+
+    def device_names(self) -> set[str]:
+        """Names of the GPUs of the arch that this machine has."""
+        return {device.name for device in self._tools.devices() if device.arch == self.arch}
+
+    def space(self, kernel: KernelClass, file: str | None = None, candidates: str | None = None) -> SearchSpace:
+        """The search space of a kernel: its own or that of a file, limited to the schedules of another file where one is given.
+
+        Raises:
+            SpaceError, ConfigError: a file cannot be used.
+        """
+        found = self._tools.space(self.arch, kernel, file)
+        if candidates is None:
+            return found
+        return found.limited_to(read_candidates(Path(candidates), found), Path(candidates).name)
+
+    def builder(self, kernel: KernelClass, timeout_s: float = DEFAULT_TIMEOUT_S) -> Builder:
+        """What builds schedules of a kernel and keeps what came of it in the database."""
+        from tiledsched.tuning.programs import Builder
+
+        return Builder(self.db, self.artifacts, kernel, self.arch, self.toolchain, self.pool, timeout_s=timeout_s)
+
+    def open_runner(
+        self, kernel: KernelClass, runner: str = "auto", *, seed: int = 0, without: str = "--runner none"
+    ) -> Runner | None:
+        """What measures a kernel on the GPU; None where that is not wanted, or no GPU of the arch is here.
+
+        Args:
+            kernel: whose candidates are measured.
+            runner: auto, gpu (there must be one) or none.
+            seed: of inputs and orders.
+            without: what to do where there is no GPU, for the message.
+
+        Raises:
+            MeasureError: there must be a GPU of the arch and there is none, or another process holds it and is not waited for.
+        """
+        if runner == "none":
+            return None
+        if not self.device_names():
+            if runner == "gpu":
+                raise MeasureError(f"no {self.arch} GPU here; run: tiledsched doctor, or use {without}")
+            return None
+        if self._runner is not None and self._runner[:2] != (kernel, seed):
+            self._close_runner()
+        if self._runner is None:
+            self._runner = kernel, seed, self._tools.runner(kernel, seed)
+        return self._runner[2]
+
+    def open_rivals(self, kernel: KernelClass, regime: str) -> RivalTimer | None:
+        """What times a kernel's rivals on the GPU of the open runner; None where there is no runner, or nothing to time."""
+        if self._runner is None:
+            return None
+        if self._rivals is not None and self._rivals[:2] != (kernel, regime):
+            self._close_rivals()
+        if self._rivals is None:
+            self._rivals = kernel, regime, self._tools.rivals(kernel, self._runner[2], regime)
+        return self._rivals[2]
+
+    @contextmanager
+    def noted_run(self, command: Mapping[str, Any]) -> Iterator[int]:
+        """A run, noted in the database from its start to its end; its number. Builds that it leaves unfinished are given up."""
+        run_id = self.db.start_run(dict(command), self.arch)
+        status = "failed"
+        try:
+            yield run_id
+            status = "done"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        finally:
+            self.db.finish_run(run_id, status)
+            if self._pool is not None:
+                self._pool.cancel()
+
+    @contextmanager
+    def using_database(self, url: str) -> Iterator[None]:
+        """In the block another database is read and written; it is closed at the end."""
+        before = self.settings
+        self._close_database()
+        self.settings = replace(before, db=url)
+        try:
+            yield
+        finally:
+            self._close_database()
+            self.settings = before
+
+    def close(self) -> None:
+        """Close all that is open. Safe to call twice; what is needed afterwards is opened anew."""
+        try:
+            self._close_runner()
+        finally:
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                pool.close()
+            self._close_database()
+
+    def _close_runner(self) -> None:
+        """End the rivals' process, which runs under the runner's hold of the GPU, and then the runner."""
+        self._close_rivals()
+        opened, self._runner = self._runner, None
+        if opened is not None:
+            opened[2].close()
+
+    def _close_rivals(self) -> None:
+        opened, self._rivals = self._rivals, None
+        if opened is not None and opened[2] is not None:
+            opened[2].close()
+
+    def _close_database(self) -> None:
+        db, self._db = self._db, None
+        if db is not None:
+            db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def read_candidates(path: Path, space: SearchSpace) -> list[dict[str, KnobValue]]:
+    """The schedules that a file lists, as values by knob.
+
+    Raises:
+        ConfigError: it cannot be read, or lists none.
+    """
+    from tiledsched.store.foreign import configurations
+
+    try:
+        text = read_bounded(path, MAX_CANDIDATES_BYTES).decode("utf-8")
+        listed = configurations(text, path.name, space.knobs)
+    except (OSError, ValueError, RecursionError, DatabaseError) as error:
+        raise ConfigError(f"cannot read candidates from {path}: {error}") from error
+    if not (isinstance(listed, list) and listed and all(isinstance(each, dict) and each for each in listed)):
+        raise ConfigError(
+            f"{path} must hold a list of schedules: JSON objects of knob names and values, T4 results, a Kernel "
+            "Tuner cache, or CSV with a column for each knob"
+        )
+    return listed
