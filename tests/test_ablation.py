@@ -347,7 +347,7 @@ def test_without_a_gpu_and_without_a_record_it_says_what_to_do(tmp_path, monkeyp
 
 
 def test_what_is_timed_beside_others_is_no_rung() -> None:
-    class AttentionFeatures(Gpu):
+    class Disturbed(Gpu):
         def sample(self, candidates, *, rounds, regime):
             batches = super().sample(candidates, rounds=rounds, regime=regime)
             last = rounds == 12
@@ -356,7 +356,7 @@ def test_what_is_timed_beside_others_is_no_rung() -> None:
                 for each in batches
             ]
 
-    ladder, _, tried = climb(AttentionFeatures())
+    ladder, _, tried = climb(Disturbed())
     assert {row.status for row in ladder} == {"timed beside process 4711 on the GPU"}
     assert {row.median_us for row in ladder} == {None}
     assert all(row.median_us for row in tried)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.studies.flags import integers, positive
+from tiledsched.bench.run import BenchOptions, run_bench
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import Attention
@@ -149,14 +150,12 @@ def _build(problem: Problem, answers: Sequence[Served]) -> None:
         print(f"{problem}: {type(error).__name__}: {error}")
 
 
-def timed(work: Mapping[Problem, Choices], harness: Any) -> Iterator[list[Row]]:
-    """The rows of each problem. Problems for which all policies choose the same schedule come first.
+def timed(work: Mapping[Problem, Choices], harness: Any, bench: Callable[..., Any] = run_bench) -> Iterator[list[Row]]:
+    """The rows of each problem, as `bench` times it. Problems for which all policies choose the same schedule come first.
 
     Raises:
         MeasureError: the GPU cannot be used any more.
     """
-    from tiledsched.bench.run import BenchOptions, run_bench
-
     answered = ((problem, choices, different(choices)) for problem, choices in work.items())
     for problem, choices, answers in sorted(answered, key=lambda each: len(each[2]) > 1):
         launched: dict[str, str] = {}
@@ -167,8 +166,7 @@ def timed(work: Mapping[Problem, Choices], harness: Any) -> Iterator[list[Row]]:
         if len(answers) > 1:
             methods = tuple(_method(served.schedule.short(), served, launched) for served in answers)
             found = {
-                each.method: each
-                for each in run_bench([problem], BenchOptions(methods=methods, rounds=ROUNDS), harness)
+                each.method: each for each in bench([problem], BenchOptions(methods=methods, rounds=ROUNDS), harness)
             }
             rows = [
                 replace(
