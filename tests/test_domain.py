@@ -219,6 +219,7 @@ def test_schedules_of_earlier_versions_are_completed() -> None:
     assert space.complete(Schedule(old | {"persistent": True})) == default.replace(persistent="strided")
     changed = default.replace(persistent="snake", loop_split=True, q_subtiles=2)
     assert space.complete(changed) == changed
+    assert space.complete(Schedule(old, k_load="permute")) == default  # a knob that is gone, and made no difference
     assert "wings" in space.complete(Schedule(old, wings=2))  # what is unknown stays, to be refused
 
 

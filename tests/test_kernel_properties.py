@@ -34,12 +34,18 @@ from kernel_checks import (
 from tiledsched.core import launch as launches
 from tiledsched.core.device import arch_spec
 from tiledsched.interpreter import SmallDevice
-from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention import Attention, entries_source
 from tiledsched.kernels.attention import entries as attention_entries
 from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
 from tiledsched.kernels.attention.scheduler import SWIZZLE_PAIRS, coordinates, snake
 from tiledsched.kernels.attention.tiles import Constants
 from tiledsched.kernels.attention.tiling import rows_per_tile
+
+
+def test_the_kernels_are_those_that_their_source_writes():
+    """A constant was added: run python -m tiledsched.kernels.attention.entries_source."""
+    assert entries_source.PATH.read_text(encoding="utf-8") == entries_source.source()
+
 
 # ---- drawn problems and schedules ------------------------------------------------------------------------------------
 

@@ -253,7 +253,7 @@ def attention(launches, monkeypatch):
             self.known_times((a_rival(**more),))
 
         def known_times(self, times) -> None:
-            entry = dataclasses.replace(an_entry(problem, times), device_name="NVIDIA H200")
+            entry = an_entry(problem, times).replace(device_name="NVIDIA H200")
             launches.runtime.load_table = lambda settings, **given: LookupTable(
                 [entry], Attention, rivals=settings.rivals == "serve"
             )

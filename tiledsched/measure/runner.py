@@ -14,7 +14,7 @@ from tiledsched.measure.estimate import Timing
 
 REGIMES = ("burst", "sustained")
 
-UNSAID = {"unsaid": True}
+OMIT_DEFAULT = {"omit_default": True}
 """Metadata of a field that is not written where it has its default: files from before there was such a field stay as they are."""
 
 
@@ -58,9 +58,9 @@ class Conditions:
     """Start-to-start distance of paced launches; 0 where they were not paced."""
     graph_launches: int = 0
     """Launches per sample, replayed as one CUDA graph; 0 where events enclosed a single launch."""
-    others: tuple[int, ...] = field(default=(), metadata=UNSAID)
+    others: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Processes of others that had the GPU open, by NVML's numbers."""
-    beside: tuple[int, ...] | None = field(default=(), metadata=UNSAID)
+    beside: tuple[int, ...] | None = field(default=(), metadata=OMIT_DEFAULT)
     """Those of them that ran on it meanwhile: what is timed beside them decides nothing. None where that is not told."""
 
     @property
@@ -170,7 +170,7 @@ class RivalTime:
 
     name: str
     """As the kernel names it."""
-    failure: str = field(default="", metadata=UNSAID)
+    failure: str = field(default="", metadata=OMIT_DEFAULT)
     """Why it was not timed; empty where it was."""
     median_us: float | None = None
     """Median of its samples."""

@@ -68,7 +68,7 @@ def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
     if issubclass(cls, msgspec.Struct):
         omitted = getattr(cls, "OMIT_DEFAULT", ())
         return {each.name: (each.default, each.name in omitted) for each in msgspec.structs.fields(cls)}
-    return {each.name: (each.default, bool(each.metadata.get("unsaid"))) for each in fields(cls)}
+    return {each.name: (each.default, bool(each.metadata.get("omit_default"))) for each in fields(cls)}
 
 
 def decode(cls: type[T], data: Any, where: str) -> T:
