@@ -59,7 +59,7 @@ class Gpu:
     def begin(self, problem) -> None:
         self.begun.append(problem)
 
-    def look(self, candidate):
+    def probe(self, candidate):
         if candidate.schedule in self.crash:
             return Failure(kind=FailureKind.ILLEGAL_ADDRESS, message="an illegal address")
         return us(candidate.schedule)
@@ -67,7 +67,7 @@ class Gpu:
     def check(self, candidate):
         if candidate.schedule in self.wrong:
             return Failure(kind=FailureKind.WRONG_RESULT, message="worst tile 0.5")
-        seen = self.look(candidate)
+        seen = self.probe(candidate)
         return seen if isinstance(seen, Failure) else RIGHT
 
     def sample(self, candidates, *, rounds, regime):

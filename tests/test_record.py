@@ -162,7 +162,7 @@ class Gpu:
     def begin(self, problem):
         self.begun += 1
 
-    def look(self, candidate):
+    def probe(self, candidate):
         self.looks += 1
         if self.looks > self._interrupt_after:
             raise KeyboardInterrupt

@@ -213,11 +213,11 @@ def test_an_interrupted_search_goes_on_where_it_stopped(db) -> None:
     class Interrupted(ReplayRunner):
         looks = 0
 
-        def look(self, candidate):
+        def probe(self, candidate):
             self.looks += 1
             if self.looks > 60:
                 raise KeyboardInterrupt
-            return super().look(candidate)
+            return super().probe(candidate)
 
     with pytest.raises(KeyboardInterrupt):
         tune(recorded, db, runner=Interrupted(Attention, recorded.measurements), trials=64)

@@ -116,7 +116,7 @@ def compare(
             )
             continue
         candidate = Candidate(schedule=entry.schedule, artifact=artifact)
-        seen = runner.look(candidate)
+        seen = runner.probe(candidate)
         if isinstance(seen, Failure):
             rows.append(replace(row, status=f"{seen.kind}: {seen.message}"))
         else:

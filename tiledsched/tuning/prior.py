@@ -76,7 +76,9 @@ def promising_part(
 
 
 def nearest(problem: Problem, measured: Iterable[Problem], *, itself: bool = False) -> list[Problem]:
-    """Of measured problems those to learn from, the most alike first; `problem` among them only if asked for."""
+    """The measured problems most similar to `problem`, most similar first, at most MOST_PROBLEMS; with `itself`, `problem` may
+    be among
+    them."""
     others = (other for other in measured if other.kernel == problem.kernel and (itself or other != problem))
     return sorted(others, key=lambda other: (-problem.declaration.similarity.weight(problem, other), other))[
         :MOST_PROBLEMS

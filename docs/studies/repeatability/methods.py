@@ -83,9 +83,9 @@ class Counted:
         """As the runner does."""
         self._runner.begin(problem)
 
-    def look(self, candidate: Candidate) -> float | Failure:
+    def probe(self, candidate: Candidate) -> float | Failure:
         """As the runner does, and count one launch."""
-        looked = self._runner.look(candidate)
+        looked = self._runner.probe(candidate)
         if isinstance(looked, float):
             self._count(1, looked)
         return looked

@@ -196,7 +196,7 @@ class Ladder:
 
     def _unfit(self, candidate: Candidate) -> str:
         """Why a program cannot be timed; empty where it can."""
-        seen = self._runner.look(candidate)
+        seen = self._runner.probe(candidate)
         return said(seen) if isinstance(seen, Failure) else ""
 
     def _wrong(self, found: Candidate | str) -> str:
